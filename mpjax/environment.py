@@ -1,0 +1,154 @@
+"""What a bug report needs to know about the machine: versions, driver, devices, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+REQUIRED = (
+    *("jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers", "safetensors"),
+    *("numpy", "ml-dtypes"),
+)
+# The CUDA libraries are here because JAX takes them from their wheels, not from the system.
+CUDA = (
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cublas-cu12", "nvidia-cudnn-cu12"),
+    *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cublas", "nvidia-cudnn-cu13"),
+)
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NVIDIA_TF32_OVERRIDE")
+VARIABLE_PREFIXES = ("JAX_", "XLA_")
+TRITON_COMPUTE_CAPABILITY = 8.0
+
+
+def collect() -> dict[str, Any]:
+    """Returns the facts by section, as JSON-compatible values.
+
+    A section that can't be found out holds the sentence that says why: a bug report is written
+    where something is broken, so nothing is raised here. Asking for the devices starts JAX's
+    backend, which takes GPU memory in the way that JAX is configured to.
+    """
+    return {
+        "system": _attempt(_system),
+        "packages": _attempt(_packages),
+        "driver": _attempt(_driver),
+        "devices": _attempt(_devices),
+        "pallas_triton": _attempt(_pallas_triton),
+        "variables": _attempt(_variables),
+    }
+
+
+def report() -> str:
+    """Returns what `collect` finds as text to paste into a bug report, a line for each fact."""
+    lines = []
+    for section, facts in collect().items():
+        lines.append(section.replace("_", " "))
+        if isinstance(facts, dict):
+            width = max(map(len, facts), default=0)
+            lines += [f"  {name:{width}}  {fact}" for name, fact in facts.items()]
+        elif isinstance(facts, list):
+            lines += [f"  {_describe(fact)}" for fact in facts]
+        else:
+            lines.append(f"  {facts}")
+        if not facts:
+            lines.append("  none")
+    return "\n".join(lines)
+
+
+def _attempt(find: Callable[[], Any]) -> Any:
+    try:
+        return find()
+    except Exception as error:
+        return f"could not be found out: {type(error).__name__}: {error}"
+
+
+def _system() -> dict[str, str]:
+    facts = {
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "cpus": str(os.cpu_count()),
+    }
+    with contextlib.suppress(OSError, KeyError):  # not a Linux distribution
+        facts["distribution"] = platform.freedesktop_os_release()["PRETTY_NAME"]
+    return facts
+
+
+def _packages() -> dict[str, str]:
+    import mpjax
+
+    return {
+        "mpjax": mpjax.__version__,
+        **{name: _version(name) or "not installed" for name in REQUIRED},
+        **{name: version for name in CUDA if (version := _version(name))},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> list[dict[str, str]] | str:
+    fields = ("name", "driver_version", "memory.total", "compute_cap")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError:
+        return "no NVIDIA driver: nvidia-smi is not on the PATH"
+    if done.returncode:
+        return f"nvidia-smi failed: {(done.stdout + done.stderr).strip()}"
+    rows = (line.split(", ") for line in done.stdout.strip().splitlines())
+    return [dict(zip(fields, row, strict=True)) for row in rows]
+
+
+def _devices() -> list[dict[str, Any]]:
+    import jax
+
+    return [
+        {
+            "device": str(device),
+            "kind": device.device_kind,
+            "compute_capability": getattr(device, "compute_capability", None),
+            "memory_bytes": (_memory_statistics(device) or {}).get("bytes_limit"),
+        }
+        for device in jax.devices()
+    ]
+
+
+def _memory_statistics(device: Any) -> dict[str, int] | None:
+    """The allocator's figures; None where the backend keeps none (the CPU's)."""
+    try:
+        return device.memory_stats()
+    except (
+        Exception
+    ):  # jaxlib raises its own error type, and the device is worth listing without it
+        return None
+
+
+def _pallas_triton() -> str:
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"no: JAX's default device is {device.platform!r}, and the kernels need a CUDA GPU"
+    capability = float(device.compute_capability)
+    if capability < TRITON_COMPUTE_CAPABILITY:
+        return f"no: compute capability {capability} is below {TRITON_COMPUTE_CAPABILITY}"
+    return f"yes: compute capability {capability}"
+
+
+def _variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)
+    }
+
+
+def _describe(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {fact}" for name, fact in facts.items() if fact is not None)

@@ -1,0 +1,85 @@
+"""Settings and fixtures that all tests share."""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+# Several test processes share one GPU: none may take most of its memory at the start.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The same examples in every run, and no deadline: the first example of a test pays for compilation.
+hypothesis.settings.register_profile("mpjax", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("mpjax")
+
+
+@functools.cache
+def _why_no_gpu_tests() -> str | None:
+    """The reason why this machine can't run GPU tests, or None if it can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"needs a CUDA GPU, and JAX's default device is {device.platform!r}"
+    if float(device.compute_capability) < 8.0:
+        return f"needs compute capability 8.0, and this GPU's is {device.compute_capability}"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests marked `gpu`, with the reason, where they can't run."""
+    if item.get_closest_marker("gpu") and (reason := _why_no_gpu_tests()):
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A random generator whose seed depends on the test's name alone."""
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+class TraceCounter:
+    """Wraps a function and counts its calls: under `jax.jit` these are the times it is traced."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.count = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.function(*args, **kwargs)
+
+
+@pytest.fixture
+def trace_counter() -> type[TraceCounter]:
+    """`f = trace_counter(f)`, then `jax.jit(f)(...)`: `f.count` says how often f was traced."""
+    return TraceCounter
+
+
+@pytest.fixture
+def lower_for_cuda() -> Callable[..., str]:
+    """`lower_for_cuda(f, *arguments)` lowers a jitted f to StableHLO for an H200; needs no GPU.
+
+    A Pallas-Triton kernel in it goes as far as Triton IR. JAX 0.12 refuses to lower such a kernel
+    unless it knows the device, hence the abstract mesh. Arguments may be ShapeDtypeStructs.
+    """
+
+    def lower(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+        device = jax.sharding.AbstractDevice(
+            device_kind="NVIDIA H200", num_cores=None, platform="gpu"
+        )
+        mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.jit(function).trace(*arguments, **keywords)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    return lower

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax import environment
+
+
+def gpu(compute_capability: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        platform="gpu",
+        device_kind="NVIDIA Test",
+        compute_capability=compute_capability,
+        memory_stats=lambda: {"bytes_limit": 123},
+    )
+
+
+def test_every_section_is_there_and_goes_through_json():
+    facts = environment.collect()
+    assert list(facts) == ["system", "packages", "driver", "devices", "pallas_triton", "variables"]
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_versions_are_the_imported_ones():
+    packages = environment.collect()["packages"]
+    assert packages["mpjax"] == mpjax.__version__
+    assert packages["jax"] == jax.__version__
+    assert packages["numpy"] == np.__version__
+    assert "not installed" not in packages.values()
+
+
+def test_a_missing_package_is_told_and_a_missing_cuda_library_left_out(monkeypatch):
+    monkeypatch.setattr(environment, "REQUIRED", ("jax", "no-such-package"))
+    monkeypatch.setattr(environment, "CUDA", ("numpy", "no-such-library"))
+    packages = environment.collect()["packages"]
+    assert list(packages) == ["mpjax", "jax", "no-such-package", "numpy"]
+    assert packages["no-such-package"] == "not installed"
+
+
+def test_devices_are_jax_devices():
+    devices = environment.collect()["devices"]
+    assert [device["kind"] for device in devices] == [d.device_kind for d in jax.devices()]
+
+
+def test_variables_are_those_that_steer_jax(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/somewhere")
+    monkeypatch.setenv("UNRELATED", "secret")
+    assert environment.collect()["variables"]["XLA_FLAGS"] == "--xla_dump_to=/somewhere"
+    assert "--xla_dump_to=/somewhere" in environment.report()
+    assert "secret" not in environment.report()
+
+
+@pytest.mark.parametrize(
+    ("device", "answer"),
+    [
+        (gpu("9.0"), "yes: compute capability 9.0"),
+        (gpu("7.5"), "no: compute capability 7.5 is below 8.0"),
+        (
+            SimpleNamespace(platform="cpu"),
+            "no: JAX's default device is 'cpu', and the kernels need a CUDA GPU",
+        ),
+    ],
+)
+def test_whether_triton_can_run(monkeypatch, device, answer):
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert environment.collect()["pallas_triton"] == answer
+
+
+def test_memory_is_reported(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [gpu("9.0")])
+    assert environment.collect()["devices"][0]["memory_bytes"] == 123
+    assert "compute_capability 9.0, memory_bytes 123" in environment.report()
+
+
+def test_a_device_without_memory_figures_is_listed(monkeypatch):
+    def broken():
+        raise RuntimeError("unimplemented")
+
+    device = gpu("9.0")
+    device.memory_stats = broken
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert environment.collect()["devices"][0]["memory_bytes"] is None
+
+
+def test_a_broken_backend_is_told_and_not_raised(monkeypatch):
+    def broken():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    sentence = "could not be found out: RuntimeError: Unable to initialize backend 'cuda'"
+    assert environment.collect()["devices"] == sentence
+    assert sentence in environment.report()
+
+
+@pytest.mark.parametrize(
+    ("script", "driver"),
+    [
+        (
+            "echo 'NVIDIA H200, 580.159.04, 143771 MiB, 9.0'",
+            [
+                {
+                    "name": "NVIDIA H200",
+                    "driver_version": "580.159.04",
+                    "memory.total": "143771 MiB",
+                    "compute_cap": "9.0",
+                }
+            ],
+        ),
+        ("echo 'No devices were found'; exit 6", "nvidia-smi failed: No devices were found"),
+        (None, "no NVIDIA driver: nvidia-smi is not on the PATH"),
+    ],
+)
+def test_driver(monkeypatch, tmp_path, script, driver):
+    if script is not None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.collect()["driver"] == driver
+
+
+def test_an_empty_section_says_none(monkeypatch):
+    monkeypatch.setattr(environment, "_variables", dict)
+    assert environment.report().splitlines()[-2:] == ["variables", "  none"]
+
+
+def test_importing_the_module_does_not_import_jax():
+    code = "import sys, runpy; runpy.run_path(sys.argv[1]); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, environment.__file__], check=True)

@@ -1,0 +1,104 @@
+"""The rules that keep the house in order, read from the source files themselves."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# From the lowest floor to the highest; a floor imports only from itself and from below.
+FLOORS = ("pallas_kernels", "models", "mpjax")
+FILES = [
+    path.relative_to(ROOT) for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))
+]
+TEST_FILES = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("*.py"))]
+MODULES = [path for path in FILES if path.name != "__init__.py"]
+
+MAXIMUM_LINES = 400
+KERNEL_DEPENDENCIES = {"jax", "numpy", "ml_dtypes", "pallas_kernels"} | set(sys.stdlib_module_names)
+TRITON = "jax.experimental.pallas.triton"
+TRITON_MODULE = Path("pallas_kernels/backend.py")
+
+# Source files without a test file of the same name, and why.
+UNTESTED: dict[str, str] = {}
+
+each_file = pytest.mark.parametrize("path", FILES, ids=str)
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Every module that a file may import: `from a import b` gives both `a` and `a.b`."""
+    package = path.parent.parts
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*above, *filter(None, [node.module])))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_the_floors_have_files():
+    assert {path.parts[0] for path in FILES} == set(FLOORS)
+
+
+@each_file
+def test_imports_point_down(path):
+    above = FLOORS[FLOORS.index(path.parts[0]) + 1 :]
+    wrong = [name for name in imported_names(path) if name.split(".")[0] in (*above, "tests")]
+    assert not wrong, f"{path} is on floor {path.parts[0]} and imports {wrong}"
+
+
+@each_file
+def test_triton_has_one_door(path):
+    wrong = [name for name in imported_names(path) if f"{name}.".startswith(f"{TRITON}.")]
+    assert path == TRITON_MODULE or not wrong, f"only {TRITON_MODULE} may import {wrong[0]}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "pallas_kernels"], ids=str)
+def test_kernels_need_only_jax_and_numpy(path):
+    wrong = {name.split(".")[0] for name in imported_names(path)} - KERNEL_DEPENDENCIES
+    assert not wrong, f"{path} imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_each_module_has_its_test_file(path):
+    expected = Path("tests", path.parent, f"test_{path.name}")
+    if path.as_posix() in UNTESTED:
+        assert expected not in TEST_FILES, f"{path} has tests: take it off the list UNTESTED"
+    else:
+        assert expected in TEST_FILES, f"{path} has no {expected}"
+
+
+def test_untested_modules_exist():
+    assert set(UNTESTED) <= {path.as_posix() for path in MODULES}
+
+
+@pytest.mark.parametrize("path", FILES + TEST_FILES, ids=str)
+def test_files_are_short(path):
+    lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    assert lines <= MAXIMUM_LINES, f"{path} has {lines} lines: one idea a file"
+
+
+@each_file
+def test_what_is_public_is_documented(path):
+    module = parse(path)
+    public = [
+        node
+        for node in module.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    ]
+    bare = [node.name for node in public if not ast.get_docstring(node)]
+    assert ast.get_docstring(module), f"{path} has no docstring"
+    assert not bare, f"{path} does not document {bare}"

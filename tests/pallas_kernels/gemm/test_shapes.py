@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from models import DecoderConfig, presets
+from pallas_kernels.gemm import shapes
+
+
+def fused_projections(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    maps = config.projection_shapes
+    hidden = config.hidden_size
+    return {
+        "qkv": (hidden, sum(maps[name][1] for name in ("query", "key", "value"))),
+        "output": maps["output"],
+        "gate_up": (hidden, maps["gate"][1] + maps["up"][1]),
+        "down": maps["down"],
+    }
+
+
+def test_qwen3_8b_is_the_model_of_that_name():
+    found = {shape.name: (shape.channels, shape.outputs) for shape in shapes.QWEN3_8B}
+    expected = fused_projections(presets.QWEN3_8B)
+    assert found == {f"qwen3-8b.{name}": shape for name, shape in expected.items()}
+
+
+def test_names_are_unique():
+    names = [shape.name for shape in shapes.QWEN3_8B + shapes.LLAMA3_70B + shapes.SMALL]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("shape", shapes.LLAMA3_70B, ids=lambda shape: shape.name)
+def test_llama3_70b_has_64_query_and_8_key_heads(shape):
+    hidden, inner, heads, kv_heads, dim = 8192, 28672, 64, 8, 128
+    expected = {
+        "qkv": (hidden, (heads + 2 * kv_heads) * dim),
+        "output": (heads * dim, hidden),
+        "gate_up": (hidden, 2 * inner),
+        "down": (inner, hidden),
+    }
+    assert (shape.channels, shape.outputs) == expected[shape.name.split(".")[1]]

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(platform, capability)` pretends to be another machine."""
+
+    def pretend(platform: str, capability: float | None) -> None:
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+        monkeypatch.setattr(backend, "compute_capability", lambda: capability)
+
+    return pretend
+
+
+def test_without_a_gpu(machine):
+    machine("cpu", None)
+    assert not backend.on_gpu()
+    assert backend.why_triton_cannot_run() == (
+        "the default device is 'cpu', and Triton needs a CUDA GPU"
+    )
+
+
+def test_with_an_old_gpu(machine):
+    machine("gpu", 7.5)
+    assert backend.on_gpu()
+    assert backend.why_triton_cannot_run() == "compute capability 7.5 is below 8.0"
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.6, 9.0, 12.0])
+def test_with_a_gpu_since_ampere(machine, capability):
+    machine("gpu", capability)
+    assert backend.why_triton_cannot_run() is None
+
+
+def test_this_machine():
+    if jax.default_backend() == "gpu":
+        assert backend.multiprocessors() > 0
+        assert backend.compute_capability() > 5
+    else:
+        assert backend.multiprocessors() == 132
+        assert backend.compute_capability() is None
+
+
+def test_unsupported_is_a_value_error():
+    assert issubclass(backend.UnsupportedError, ValueError)
+
+
+def masked_copy(x: jax.Array, rows: int | None, interpret: bool) -> jax.Array:
+    def kernel(x_ref, out_ref):
+        row, column = jnp.arange(x.shape[0]), jnp.arange(x.shape[1])
+        mask = None if rows is None else row < rows
+        tile = backend.load_masked(x_ref.at[row[:, None], column[None, :]], mask)
+        line = backend.load_masked(x_ref.at[row, 0], mask)
+        backend.store(out_ref.at[row[:, None], column[None, :]], tile + line[:, None])
+
+    return backend.pallas_call(
+        kernel,
+        x,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(1,),
+        name="masked_copy",
+        warps=1,
+        stages=1,
+        interpret=interpret,
+    )
+
+
+@pytest.mark.parametrize("rows", [None, 8, 5, 0])
+def test_rows_that_are_masked_read_as_zero(rows):
+    x = jnp.arange(1.0, 65.0).reshape(8, 8)
+    expected = np.array(x + x[:, :1])
+    expected[8 if rows is None else rows :] = 0
+    np.testing.assert_array_equal(masked_copy(x, rows, interpret=True), expected)
+
+
+def add_in_place(x: jax.Array, total: jax.Array, interpret: bool) -> jax.Array:
+    def kernel(x_ref, _, total_ref):
+        place = jnp.arange(x.size)
+        backend.store(
+            total_ref.at[place], backend.load(x_ref.at[place]) + backend.load(total_ref.at[place])
+        )
+
+    return backend.pallas_call(
+        kernel,
+        x,
+        total,
+        out_shape=jax.ShapeDtypeStruct(total.shape, total.dtype),
+        grid=(1,),
+        name="add_in_place",
+        warps=1,
+        stages=1,
+        interpret=interpret,
+        aliases={1: 0},
+    )
+
+
+def test_an_alias_starts_with_what_the_argument_held(lower_for_cuda):
+    x, total = jnp.arange(8.0), jnp.full(8, 10.0)
+    np.testing.assert_array_equal(add_in_place(x, total, True), np.arange(8.0) + 10)
+    text = lower_for_cuda(lambda x, total: add_in_place(x, total, False), x, total)
+    assert "output_operand_alias" in text
+    assert "operand_index = 1" in text
+
+
+def divide_in_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
+    tile = 256
+
+    def kernel(x_ref, y_ref, out_ref):
+        place = pl.program_id(0) * tile + jnp.arange(tile)
+        quotient = backend.divide(backend.load(x_ref.at[place]), backend.load(y_ref.at[place]))
+        backend.store(out_ref.at[place], quotient)
+
+    return backend.pallas_call(
+        kernel,
+        x,
+        y,
+        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        grid=(x.size // tile,),
+        name="divide",
+        warps=1,
+        stages=1,
+        interpret=False,
+    )
+
+
+def test_division_lowers_to_the_instruction_that_rounds_correctly(lower_for_cuda):
+    assert "div.rn.f32" in lower_for_cuda(divide_in_kernel, jnp.ones(256), jnp.ones(256))
+
+
+@pytest.mark.gpu
+def test_division_in_a_kernel_is_rounded_correctly(rng):
+    x = rng.standard_normal(2**18).astype(np.float32)
+    y = (rng.standard_normal(2**18) * 10 ** rng.uniform(-5, 5, 2**18)).astype(np.float32)
+    quotient = jax.jit(divide_in_kernel)(jnp.asarray(x), jnp.asarray(y))
+    np.testing.assert_array_equal(np.asarray(quotient), x / y)
+
+
+def test_nobody_sees_the_deprecation_warning():
+    script = """
+import jax, jax.numpy as jnp
+from pallas_kernels import WeightFormat, quantize
+from pallas_kernels.gemm import triton, tuning
+weight = quantize(jnp.ones((128, 64)), WeightFormat.parse("uint4:g128"))
+config = tuning.configure(1, weight)
+triton.matmul(jnp.ones((1, 128), jnp.bfloat16), weight, config, interpret=True)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rounding import round_to
+from tests.pallas_kernels.oracles import NUMPY_DTYPES
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda function, **_: function])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_equals_casting_there_and_back(dtype, transform, rng):
+    values = rng.standard_normal(50_000) * 10 ** rng.uniform(-9, 4, 50_000)
+    ties = np.arange(1, 4096) * 2.0**-25  # float16's subnormals, and halfway between them
+    edges = [0.0, -0.0, 2.0**-14, 65504, 65519, -65519, 6.0e-5]
+    values = np.concatenate([values, ties, -ties, edges]).astype(np.float32)
+    expected = values.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
+    rounded = np.asarray(transform(round_to, static_argnums=1)(jnp.asarray(values), dtype))
+    np.testing.assert_array_equal(rounded.view(np.uint32), expected.view(np.uint32))
+
+
+def test_overflows_to_infinity():
+    rounded = round_to(jnp.array([65520.0, -1e6]), jnp.float16)
+    np.testing.assert_array_equal(rounded, [np.inf, -np.inf])

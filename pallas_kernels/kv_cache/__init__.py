@@ -1,0 +1,1 @@
+"""The paged, low-bit KV cache."""

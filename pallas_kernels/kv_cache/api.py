@@ -1,0 +1,63 @@
+"""Adding tokens to the cache."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+
+from pallas_kernels import backend
+from pallas_kernels.kv_cache import reference, triton
+from pallas_kernels.kv_cache.cache import KVPages
+
+
+def append(
+    pages: KVPages,
+    keys: jax.Array,
+    values: jax.Array,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> KVPages:
+    """Quantises keys and values and writes them into one layer's pages, in place under donation.
+
+    keys, values: [batch, tokens, KV heads, head dim], keys after the rotary embedding.
+    block_tables: int32 [batch, pages per sequence].
+    starts: int32 [batch], the position of each sequence's first new token.
+    counts: int32 [batch], how many of the `tokens` are real; the rest, padding, is not written.
+
+    Tokens past the end of a sequence's block table are not written either: make room first
+    (PagedKVCache.require_room, outside `jit`). Raises UnsupportedError where the implementation
+    can't run, and ValueError for shapes that don't fit the pages.
+    """
+    expected = (pages.keys.shape[1], pages.head_dim)
+    if keys.shape != values.shape or keys.shape[2:] != expected:
+        raise ValueError(
+            f"append: keys {keys.shape} and values {values.shape} must be [batch, tokens, "
+            f"{expected[0]}, {expected[1]}], the KV heads and head dimension of the pages"
+        )
+    arguments = (pages, keys, values, block_tables, starts, counts)
+    if implementation is None:
+        implementation = "reference" if why_not_triton(pages) else "triton"
+    if implementation == "reference":
+        return reference.append(*arguments)
+    if implementation != "triton":
+        raise ValueError(
+            f"append: unknown implementation {implementation!r}: expected triton or reference"
+        )
+    if reason := why_not_triton(pages):
+        raise backend.UnsupportedError(f"append: implementation='triton' can't run: {reason}")
+    return triton.append(*arguments)
+
+
+def why_not_triton(pages: KVPages) -> str | None:
+    """Why Triton kernels can't work on these pages here, or None if they can."""
+    if reason := backend.why_triton_cannot_run():
+        return reason
+    if pages.keys.dtype.itemsize != 2:
+        return f"pages of {pages.keys.dtype} are not 16 bits wide"
+    if pages.head_dim & (pages.head_dim - 1) or pages.head_dim < 64:
+        return f"head dimension {pages.head_dim} is not a power of two from 64 on"
+    return None

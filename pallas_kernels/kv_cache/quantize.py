@@ -1,0 +1,61 @@
+"""TurboMind's KV quantisation, as functions of jnp values that kernel and reference share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rounding import round_to
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """The two operations that kernels and plain JAX spell differently, both on float32.
+
+    divide: correctly rounded division. round: to the precision of a 16-bit dtype.
+    """
+
+    divide: Callable[[jax.Array, jax.Array], jax.Array] = jnp.divide
+    round: Callable[[jax.Array, jnp.dtype], jax.Array] = round_to
+
+
+PLAIN = Arithmetic()
+
+
+def parameter_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The 16-bit dtype of scales and zeros beside values of `dtype`."""
+    return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float16)
+
+
+def parameters(
+    low: jax.Array, high: jax.Array, bits: int, dtype: jnp.dtype, arithmetic: Arithmetic = PLAIN
+) -> tuple[jax.Array, jax.Array]:
+    """Scale and zero for float32 minima and maxima: float32, but exact in `dtype`.
+
+    A range of zero gets scale 1: its codes are 0 and it decodes to its minimum, never to NaN.
+    """
+    # Not a division: XLA makes one by a constant a product like this, and a kernel would not.
+    scale = arithmetic.round((high - low) * (1 / (2**bits - 1)), dtype)
+    return jnp.where(scale == 0, 1.0, scale), arithmetic.round(low, dtype)
+
+
+def encode(
+    values: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array,
+    bits: int,
+    arithmetic: Arithmetic = PLAIN,
+) -> jax.Array:
+    """Codes, as int32, of float32 values against the *stored* scale and zero.
+
+    scale, zero: float32, of a shape that broadcasts to that of the values. Their rounding to 16
+    bits adds an error only where it leaves an end of the range uncovered.
+    """
+    top = 2**bits - 1
+    # One division for each scale, spelled out: XLA would put a product in the place of many.
+    halves = (values - zero) * arithmetic.divide(jnp.full_like(scale, 2.0), scale)
+    # Rounds half up, in integers: 0.5 added to the product may fuse with it, or not.
+    return (jnp.clip(halves, 0.0, 2.0 * top).astype(jnp.int32) + 1) >> 1

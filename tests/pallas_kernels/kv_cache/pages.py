@@ -1,0 +1,118 @@
+"""Pages with something in them, and what append must make of them, in numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import KVFormat, KVPages
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, kv_encoded, kv_words, parameter_words
+
+
+def random_pages(
+    rng: np.random.Generator,
+    format: KVFormat,
+    *,
+    pages: int,
+    kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: str,
+) -> KVPages:
+    """Pages full of arbitrary bits, or values for KV16, so that every write shows."""
+    shape = (pages, kv_heads, page_size)
+    if not format.is_quantized:
+        values = rng.standard_normal((2, *shape, head_dim)).astype(NUMPY_DTYPES.get(dtype, dtype))
+        return KVPages(*map(jnp.asarray, values), None, None, format)
+    width = head_dim // format.planes
+    words = rng.integers(0, 2**16, (2, *shape, width), dtype=np.uint16)
+    parameters = rng.integers(0, 2**32, (2, *shape), dtype=np.uint32)
+    return KVPages(*map(jnp.asarray, words), *map(jnp.asarray, parameters), format)
+
+
+def appended(
+    pages: KVPages,
+    keys: np.ndarray,
+    values: np.ndarray,
+    block_tables: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+) -> KVPages:
+    """The pages after append, token by token."""
+    format = pages.format
+    result = {}
+    for name, new in (("key", keys), ("value", values)):
+        stored = np.array(getattr(pages, f"{name}s"))
+        parameters = np.array(getattr(pages, f"{name}_parameters"))
+        if format.is_quantized:
+            codes, scale, zero = kv_encoded(new, format.bits)
+            new, new_parameters = kv_words(codes, format.bits), parameter_words(scale, zero)
+        for b, count in enumerate(counts):
+            for t in range(count):
+                entry, slot = divmod(int(starts[b]) + t, pages.page_size)
+                if entry >= block_tables.shape[1]:
+                    continue
+                page = block_tables[b, entry]
+                stored[page, :, slot] = new[b, t]
+                if format.is_quantized:
+                    parameters[page, :, slot] = new_parameters[b, t]
+        result[f"{name}s"] = stored
+        result[f"{name}_parameters"] = parameters if format.is_quantized else None
+    return dataclasses.replace(pages, **result)
+
+
+def assert_same_bits(actual: KVPages, expected: KVPages) -> None:
+    assert actual.format == expected.format
+    for field in ("keys", "values", "key_parameters", "value_parameters"):
+        one, other = getattr(actual, field), getattr(expected, field)
+        if other is None:
+            assert one is None
+            continue
+        one, other = np.asarray(one), np.asarray(other)
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8), err_msg=field)
+
+
+def vectors(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Keys or values [..., dim] of all kinds: constant, tiny, far from zero, or with an outlier."""
+    x = rng.standard_normal(shape) * 10 ** rng.uniform(-6, 2, shape[:-1])[..., None]
+    x += 10 * rng.standard_normal((*shape[:-1], 1)) * rng.integers(0, 2, (*shape[:-1], 1))
+    x[..., 5] *= np.where(rng.random(shape[:-1]) < 0.3, 50, 1)
+    kind = rng.random(shape[:-1])
+    x[kind < 0.1] = 0
+    x[kind > 0.9] = 3.14
+    return x.astype(NUMPY_DTYPES.get(dtype, dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Append:
+    """Arguments of an append besides the pages."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    block_tables: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+
+    def arrays(self) -> list[jax.Array]:
+        return [jnp.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)]
+
+    def oracle(self, pages: KVPages) -> KVPages:
+        return appended(pages, *(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+
+def ragged_append(rng: np.random.Generator, pages: KVPages, tokens: int, dtype: str) -> Append:
+    """Four sequences in scattered pages: one in the middle of a page, one that adds nothing, one
+    across a page boundary, and one that runs past the end of its block table."""
+    total, kv_heads, page_size, _ = pages.keys.shape
+    block_tables = rng.permutation(total).astype(np.int32)[: total // 4 * 4].reshape(4, -1)
+    end = block_tables.shape[1] * page_size
+    starts = np.array([3, 7, page_size - 1, end - 2], np.int32)
+    counts = np.array([tokens, 0, max(tokens - 1, 1), tokens], np.int32)
+    shape = (4, tokens, kv_heads, pages.head_dim)
+    return Append(
+        vectors(rng, shape, dtype), vectors(rng, shape, dtype), block_tables, starts, counts
+    )

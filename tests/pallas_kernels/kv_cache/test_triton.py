@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import KVFormat, PagedKVCache
+from pallas_kernels.kv_cache import reference, triton
+from tests.pallas_kernels.kv_cache.pages import (
+    Append,
+    assert_same_bits,
+    ragged_append,
+    random_pages,
+    vectors,
+)
+
+interpreted = jax.jit(functools.partial(triton.append, interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "head_dim", "page_size", "tokens"),
+    [
+        (16, "bfloat16", 64, 64, 5),
+        (16, "float16", 128, 128, 1),
+        (8, "bfloat16", 128, 64, 1),
+        (8, "float16", 64, 128, 5),
+        (4, "bfloat16", 64, 128, 1),
+        (4, "float16", 128, 64, 5),
+    ],
+)
+def test_append_bit_for_bit(bits, dtype, head_dim, page_size, tokens, rng):
+    pages = random_pages(
+        rng,
+        KVFormat(bits),
+        pages=11,
+        kv_heads=2,
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    new = ragged_append(rng, pages, tokens, dtype)
+    written = interpreted(pages, *new.arrays())
+    assert_same_bits(written, new.oracle(pages))
+    assert_same_bits(written, jax.jit(reference.append)(pages, *new.arrays()))
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [1, 512])
+def test_lowers_with_every_page_array_aliased(bits, dtype, tokens, lower_for_cuda):
+    batch, heads, dim = 4, 8, 128
+    cache = jax.eval_shape(
+        lambda: PagedKVCache.create(
+            layers=1,
+            batch=batch,
+            max_tokens=4096,
+            kv_heads=heads,
+            head_dim=dim,
+            format=KVFormat(bits),
+            dtype=dtype,
+        )
+    )
+    new = jax.ShapeDtypeStruct((batch, tokens, heads, dim), dtype)
+    counts = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    kernel = lower_for_cuda(
+        triton.append, cache.layers[0], new, new, cache.block_tables, cache.lengths, counts
+    )
+    assert f'name = "append_kv{bits}"' in kernel
+    arrays = 2 if bits == 16 else 4
+    assert kernel.count("#stablehlo.output_operand_alias<") == arrays
+    for output in range(arrays):
+        assert f"output_tuple_indices = [{output}], operand_index = {5 + output}," in kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_append_bit_for_bit_on_the_gpu(bits, dtype, head_dim, page_size, tokens, rng):
+    pages = random_pages(
+        rng,
+        KVFormat(bits),
+        pages=11,
+        kv_heads=3,
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    new = ragged_append(rng, pages, tokens, dtype)
+    assert_same_bits(jax.jit(triton.append)(pages, *new.arrays()), new.oracle(pages))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_long_prompt_bit_for_bit_and_in_place_on_the_gpu(bits, dtype, rng):
+    """Enough elements to meet a division or a rounding that is off in the last place."""
+    pages = random_pages(
+        rng, KVFormat(bits), pages=64, kv_heads=8, page_size=128, head_dim=128, dtype=dtype
+    )
+    shape = (2, 4096, 8, 128)
+    new = Append(
+        vectors(rng, shape, dtype),
+        vectors(rng, shape, dtype),
+        rng.permutation(64).astype(np.int32).reshape(2, 32),
+        np.zeros(2, np.int32),
+        np.full(2, 4096, np.int32),
+    )
+    expected = new.oracle(pages)
+    pages = jax.tree.map(jnp.copy, pages)
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pages)]
+    written = jax.jit(triton.append, donate_argnums=0)(pages, *new.arrays())
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == pointers
+    assert_same_bits(written, expected)

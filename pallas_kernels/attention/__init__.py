@@ -1,0 +1,1 @@
+"""Attention: over the paged cache, and over a prompt that is not cached yet."""

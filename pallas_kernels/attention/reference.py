@@ -1,0 +1,62 @@
+"""What attention computes, in plain jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_cache import reference as kv_cache
+from pallas_kernels.kv_cache.cache import KVPages
+
+
+def attention(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """Softmax attention in float32; a query at position p sees keys at positions ≤ p.
+
+    queries: [batch, tokens, query heads, head dim]; positions: int32 [batch, tokens].
+    keys, values: [batch, keys, KV heads, head dim]; the first lengths[b] of them count.
+    window: a query sees its own and the window − 1 keys before it; None for all.
+    A query that sees no key gets zeros.
+    """
+    batch, tokens, heads, dim = queries.shape
+    grouped = queries.astype(jnp.float32).reshape(batch, tokens, keys.shape[2], -1, dim)
+    scores = scale * jnp.einsum(
+        "bthgd,bkhd->bhgtk", grouped, keys.astype(jnp.float32), precision="highest"
+    )
+    key = jnp.arange(keys.shape[1])
+    visible = key <= positions[..., None]  # [batch, tokens, keys]
+    visible &= key < lengths[:, None, None]
+    if window is not None:
+        visible &= key > positions[..., None] - window
+    visible = visible[:, None, None]
+    scores = jnp.where(visible, scores, -jnp.inf)
+    peak = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - peak)
+    total = weights.sum(-1, keepdims=True)
+    weights /= jnp.where(total == 0, 1.0, total)
+    out = jnp.einsum("bhgtk,bkhd->bthgd", weights, values.astype(jnp.float32), precision="highest")
+    return out.reshape(batch, tokens, heads, dim).astype(queries.dtype)
+
+
+def paged_attention(
+    queries: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> jax.Array:
+    """See api.paged_attention: attention over the dequantised cache."""
+    keys, values = kv_cache.gather(pages, block_tables, queries.dtype)
+    positions = starts[:, None] + jnp.arange(queries.shape[1])
+    return attention(queries, keys, values, positions, starts + counts, scale=scale, window=window)

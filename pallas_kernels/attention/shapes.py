@@ -1,0 +1,38 @@
+"""Named attention shapes: the same for tests, benchmarks and tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """A batch of sequences of one length, in an attention layer."""
+
+    batch: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        """For tables and test ids."""
+        return f"b{self.batch}-h{self.query_heads}/{self.kv_heads}-d{self.head_dim}-c{self.context}"
+
+
+DECODE = (
+    AttentionShape(1, 32, 8, 128, 2048),
+    AttentionShape(1, 32, 8, 128, 4096),
+    AttentionShape(1, 32, 8, 128, 131072),
+    AttentionShape(8, 32, 8, 128, 32768),
+    AttentionShape(32, 32, 8, 128, 4096),
+    AttentionShape(8, 32, 32, 128, 8192),
+)
+
+# Small enough for interpret mode: grouped, multi-query and ungrouped heads.
+SMALL = (
+    AttentionShape(2, 4, 2, 64, 160),
+    AttentionShape(1, 7, 1, 64, 130),
+    AttentionShape(2, 2, 2, 128, 70),
+)

@@ -1,0 +1,248 @@
+"""Attention over the paged cache: one main loop for decoding and for prompts, for every KV format.
+
+A program owns a tile of rows, the (token, query head) pairs that share a KV head, and one of
+`splits` ranges of that sequence's pages; decoding is the case of one token. Keys and values are
+decoded to integers centred on zero, exact in 16 bits, and what is linear is folded away from the
+elements: with k = code·s + m, a score is s·(q · code) + m·Σq, and likewise for values, so a cached
+element costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.bits import decode_plane, unpack_pair
+from pallas_kernels.kv_cache.cache import KVFormat, KVPages
+
+_FLOOR = -1e30  # below any score, and finite, so that a tile without visible keys makes no NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Rows in a tile, programs that share one sequence's pages, and compiler settings."""
+
+    tile_rows: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def paged_attention(
+    queries: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    config: AttentionConfig,
+    *,
+    scale: float,
+    window: int | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See api.paged_attention."""
+    batch, tokens, heads, dim = queries.shape
+    kv_heads = pages.keys.shape[1]
+    group = heads // kv_heads
+    rows = tokens * group
+    # [batch, KV heads, rows, dim]: a row is a (token, head of the group) pair
+    arranged = queries.reshape(batch, tokens, kv_heads, group, dim).swapaxes(1, 2)
+    arranged = arranged.reshape(batch, kv_heads, rows, dim)
+    parameters = [p for p in (pages.key_parameters, pages.value_parameters) if p is not None]
+    kernel = functools.partial(
+        _kernel,
+        format=pages.format,
+        config=config,
+        group=group,
+        scale=scale,
+        window=window,
+        ptx=not interpret,
+    )
+    splits = config.splits
+    outputs, sums = backend.pallas_call(
+        kernel,
+        arranged,
+        block_tables,
+        starts,
+        counts,
+        pages.keys,
+        pages.values,
+        *parameters,
+        out_shape=(
+            jax.ShapeDtypeStruct(
+                (batch, kv_heads, splits, rows, dim), queries.dtype if splits == 1 else jnp.float32
+            ),
+            jax.ShapeDtypeStruct((batch, kv_heads, splits, rows), jnp.float32),
+        ),
+        grid=(pl.cdiv(rows, config.tile_rows), batch * kv_heads, splits),
+        name=f"attention_kv{pages.format.bits}",
+        warps=config.warps,
+        stages=config.stages,
+        interpret=interpret,
+    )
+    if splits == 1:
+        out = outputs[:, :, 0]
+    else:
+        out = _combine(outputs, sums, queries.dtype, interpret=interpret)
+    out = out.reshape(batch, kv_heads, tokens, group, dim).swapaxes(1, 2)
+    return out.reshape(batch, tokens, heads, dim)
+
+
+def _combine(
+    outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret: bool
+) -> jax.Array:
+    """Joins splits: outputs [batch, heads, splits, rows, dim], sums log2 of their weights."""
+    batch, heads, _, rows, dim = outputs.shape
+    return backend.pallas_call(
+        _combine_kernel,
+        outputs,
+        sums,
+        out_shape=jax.ShapeDtypeStruct((batch, heads, rows, dim), dtype),
+        grid=(rows, heads, batch),
+        name="attention_combine",
+        warps=4,
+        stages=1,
+        interpret=interpret,
+    )
+
+
+def _combine_kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any) -> None:
+    row, head, batch = (pl.program_id(axis) for axis in range(3))
+    splits, dim = outputs_ref.shape[2], outputs_ref.shape[4]
+    split, lane = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(dim)
+    mask = split < splits
+    sums = backend.load(sums_ref.at[batch, head, split, row], mask=mask, other=_FLOOR)
+    weights = jnp.where(mask, jnp.exp2(sums - sums.max()), 0.0)
+    parts = backend.load_masked(
+        outputs_ref.at[batch, head, split[:, None], row, lane[None, :]], mask
+    )  # [splits, dim]
+    joined = (parts * weights[:, None]).sum(0) / weights.sum()
+    backend.store(out_ref.at[batch, head, row, lane], joined.astype(out_ref.dtype))
+
+
+def _kernel(
+    queries_ref: Any,  # [batch, KV heads, rows, dim]
+    block_tables_ref: Any,  # [batch, pages per sequence]
+    starts_ref: Any,  # [batch]
+    counts_ref: Any,  # [batch]
+    keys_ref: Any,  # [pages, KV heads, page size, words]
+    values_ref: Any,
+    *refs: Any,  # key and value parameters [pages, KV heads, page size], unless KV16; outputs
+    format: KVFormat,
+    config: AttentionConfig,
+    group: int,
+    scale: float,
+    window: int | None,
+    ptx: bool,
+) -> None:
+    *parameter_refs, out_ref, sums_ref = refs
+    kv_heads, page_size, width = keys_ref.shape[1:]
+    rows, dtype = queries_ref.shape[2], queries_ref.dtype
+    batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
+    split = pl.program_id(2)
+    first_row = pl.program_id(0) * config.tile_rows
+    row = first_row + jnp.arange(config.tile_rows)
+    lane, slot = jnp.arange(width), jnp.arange(page_size)
+    row_mask = row < rows
+    start = backend.load(starts_ref.at[batch])
+    length = start + backend.load(counts_ref.at[batch])
+    position = start + row // group  # [rows]
+    limit = jnp.minimum(position, length - 1)  # the last visible key
+
+    queries = [
+        backend.load_masked(
+            queries_ref.at[batch, head, row[:, None], (plane * width + lane)[None, :]], row_mask
+        )
+        for plane in range(format.planes)
+    ]
+    query_sum = functools.reduce(jnp.add, [q.astype(jnp.float32).sum(1) for q in queries])  # [rows]
+
+    # A power of two on all weights cancels in the end. It keeps small ones, times the small steps
+    # of values, out of float16's subnormals; a step is no more than 131008 / (2**bits - 1).
+    lift = {16: 15.0, 8: 6.0, 4: 2.0}[format.bits] if dtype == jnp.float16 else 0.0
+
+    def fetch(ref: Any, page: jax.Array) -> jax.Array:
+        return backend.load(ref.at[page, head, slot[:, None], lane[None, :]])
+
+    def decode(words: jax.Array, plane: int) -> jax.Array:
+        if not format.is_quantized:
+            return words.astype(dtype)
+        centre = jnp.asarray(2 ** (format.bits - 1), dtype)
+        return decode_plane(words, plane, format.bits, centre, ptx=ptx)
+
+    def fetch_parameters(ref: Any, page: jax.Array) -> tuple[jax.Array, jax.Array]:
+        half = jnp.dtype(dtype)
+        step, zero = unpack_pair(backend.load(ref.at[page, head, slot]), half, half)
+        step = step.astype(jnp.float32)
+        middle = zero.astype(jnp.float32) + step * float(2 ** (format.bits - 1))
+        return step, middle  # [page size] each
+
+    def visit(entry: jax.Array, carry: Any) -> Any:
+        accumulators, middle_sum, peak, total = carry
+        page = backend.load(block_tables_ref.at[batch, entry])
+        words = fetch(keys_ref, page)
+        scores = jnp.zeros((config.tile_rows, page_size), jnp.float32)
+        for plane, q in enumerate(queries):
+            scores += backend.dot(q, decode(words, plane), trans_b=True)
+        if format.is_quantized:
+            step, middle = fetch_parameters(parameter_refs[0], page)
+            scores = scores * step[None, :] + query_sum[:, None] * middle[None, :]
+        scores *= scale * math.log2(math.e)
+        key = entry * page_size + slot
+        visible = key[None, :] <= limit[:, None]
+        if window is not None:
+            visible &= key[None, :] > (position - window)[:, None]
+        scores = jnp.where(visible, scores, _FLOOR)
+        new_peak = jnp.maximum(peak, scores.max(1))
+        shrink = jnp.exp2(peak - new_peak)
+        weights = jnp.where(visible, jnp.exp2(scores - new_peak[:, None] + lift), 0.0)
+        total = total * shrink + weights.sum(1)
+        if format.is_quantized:
+            step, middle = fetch_parameters(parameter_refs[1], page)
+            middle_sum = middle_sum * shrink + (weights * middle[None, :]).sum(1)
+            weights *= step[None, :]
+        weights = weights.astype(dtype)
+        words = fetch(values_ref, page)
+        accumulators = tuple(
+            accumulator * shrink[:, None] + backend.dot(weights, decode(words, plane))
+            for plane, accumulator in enumerate(accumulators)
+        )
+        return accumulators, middle_sum, new_peak, total
+
+    last_token = jnp.minimum(first_row + config.tile_rows, rows) - 1
+    end = jnp.minimum(length, start + last_token // group + 1)
+    begin = jnp.int32(0)
+    if window is not None:
+        begin = jnp.maximum(0, start + first_row // group - window + 1)
+    first_page, end_page = begin // page_size, (end + page_size - 1) // page_size
+    share = (end_page - first_page + config.splits - 1) // config.splits
+    first = first_page + split * share
+    last = jnp.minimum(first + share, end_page)
+    zeros = jnp.zeros((config.tile_rows,), jnp.float32)
+    carry = (
+        tuple(jnp.zeros((config.tile_rows, width), jnp.float32) for _ in queries),
+        zeros,
+        zeros + _FLOOR,
+        zeros,
+    )
+    accumulators, middle_sum, peak, total = jax.lax.fori_loop(first, last, visit, carry)
+
+    # An empty range has weight zero, and its output must be a number all the same.
+    divisor = jnp.where(total == 0, 1.0, total)
+    for plane, accumulator in enumerate(accumulators):
+        out = (accumulator + middle_sum[:, None]) / divisor[:, None]
+        target = out_ref.at[batch, head, split, row[:, None], (plane * width + lane)[None, :]]
+        backend.store(
+            target,
+            out.astype(out_ref.dtype),
+            mask=jnp.broadcast_to(row_mask[:, None], out.shape),
+        )
+    sums = jnp.where(total == 0, _FLOOR, peak + jnp.log2(divisor))
+    backend.store(sums_ref.at[batch, head, split, row], sums, mask=row_mask)

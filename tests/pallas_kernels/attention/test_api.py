@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import UnsupportedError, backend, paged_attention, prefill_attention
+from pallas_kernels.attention import reference, triton
+from tests.pallas_kernels.attention.scenes import scene
+from tests.pallas_kernels.oracles import (
+    GATES,
+    random_array,
+    relative_error,
+    softmax_attention,
+    wide,
+)
+
+DECODE = {"starts": [70, 0], "counts": [1, 1]}
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_implementations_agree(implementation, rng, interpreted_triton):
+    test = scene(rng, "KV8", "float16", **DECODE)
+    attend = functools.partial(paged_attention, implementation=implementation, window=50)
+    assert test.error(jax.jit(attend)(*test.arguments), window=50) < GATES["float16"]
+
+
+def test_the_scale_can_be_chosen(rng):
+    test = scene(rng, "KV16", "float32", **DECODE)
+    assert test.error(paged_attention(*test.arguments, scale=0.7), scale=0.7) < 1e-5
+    assert test.error(paged_attention(*test.arguments)) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 64), (2, 1, 4, 32), (2, 4, 64)])
+def test_queries_must_fit_the_pages(shape, rng):
+    test = scene(rng, "KV16", "float32", **DECODE)
+    with pytest.raises(ValueError, match=r"must be .* query heads a multiple of the 2 KV heads"):
+        paged_attention(jnp.zeros(shape), *test.arguments[1:])
+
+
+def test_unknown_implementations_are_refused(rng):
+    test = scene(rng, "KV16", "float32", **DECODE)
+    with pytest.raises(ValueError, match="unknown implementation 'cudnn'"):
+        paged_attention(*test.arguments, implementation="cudnn")
+    x = jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="unknown implementation 'triton'"):
+        prefill_attention(x, x, x, implementation="triton")
+
+
+def test_the_kernel_needs_a_gpu(rng, monkeypatch):
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+    test = scene(rng, "KV16", "bfloat16", **DECODE)
+    with pytest.raises(UnsupportedError, match=r"paged_attention: 'triton'.*there is no GPU"):
+        paged_attention(*test.arguments, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "head_dim", "reason"),
+    [
+        ("KV8", "float32", 64, "queries are float32, expected bfloat16 or float16"),
+        ("KV16", "float16", 96, "head dimension 96 is not a power of two"),
+    ],
+)
+def test_what_the_kernel_cannot_do_goes_to_the_reference(
+    text, dtype, head_dim, reason, rng, pretend_gpu
+):
+    test = scene(rng, text, dtype, head_dim=head_dim, **DECODE)
+    assert test.error(paged_attention(*test.arguments)) < GATES["float16"]
+    with pytest.raises(UnsupportedError, match=reason):
+        paged_attention(*test.arguments, implementation="triton")
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
+    reason = None if supported else "there is no GPU"
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: reason)
+    monkeypatch.setattr(triton, "paged_attention", lambda *_, **__: "triton")
+    monkeypatch.setattr(reference, "paged_attention", lambda *_, **__: "reference")
+    test = scene(rng, "KV4", "bfloat16", **DECODE)
+    chosen = paged_attention(*test.arguments)
+    assert chosen == ("triton" if supported else "reference")
+
+
+def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **options) -> float:
+    queries = random_array(rng, (2, 33, 4, dim), dtype)
+    keys, values = (random_array(rng, (2, 33, 2, dim), dtype) for _ in range(2))
+    out = jax.jit(functools.partial(prefill_attention, **options))(queries, keys, values)
+    assert out.dtype == queries.dtype
+    expected = softmax_attention(
+        *map(wide, (queries, keys, values)),
+        np.broadcast_to(np.arange(33), (2, 33)),
+        np.full(2, 33),
+        options.get("scale", dim**-0.5),
+        options.get("window"),
+    )
+    return relative_error(out, expected)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 10, "scale": 0.3}])
+def test_prefill(implementation, options, rng):
+    assert prefill_error("float32", rng, implementation=implementation, **options) < 1e-5
+
+
+def test_prefill_of_many_heads_needs_a_multiple():
+    x = jnp.zeros((1, 4, 3, 8))
+    with pytest.raises(ValueError, match="multiple of the 2 KV heads"):
+        prefill_attention(x, x[:, :, :2], x[:, :, :2])
+
+
+def test_padding_on_the_right_changes_nothing_before_it(rng):
+    queries, keys, values = (random_array(rng, (1, 12, 2, 16), "float32") for _ in range(3))
+    short = prefill_attention(queries[:, :7], keys[:, :7], values[:, :7])
+    long = prefill_attention(queries, keys, values)[:, :7]
+    np.testing.assert_allclose(short, long, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "expected"),
+    [
+        ("bfloat16", 128, "cudnn"),
+        ("float16", 64, "cudnn"),
+        ("float32", 64, "xla"),
+        ("bfloat16", 256, "xla"),
+    ],
+)
+def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_and_size(
+    dtype, dim, expected, monkeypatch, pretend_gpu
+):
+    chosen = []
+
+    def attention(queries, *_, implementation, **__):
+        chosen.append(implementation)
+        return queries
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    x = jnp.zeros((1, 4, 2, dim), dtype)
+    prefill_attention(x, x, x)
+    assert chosen == [expected]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 10, "scale": 0.3}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_prefill_on_the_gpu(dtype, options, rng):
+    for implementation, dim in ((None, 64), (None, 128), ("xla", 128), ("reference", 64)):
+        error = prefill_error(dtype, rng, dim=dim, implementation=implementation, **options)
+        assert error < GATES[dtype], f"{implementation}, {dim} channels"

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import reference
+from tests.pallas_kernels.attention.scenes import scene
+from tests.pallas_kernels.oracles import random_array, relative_error, softmax_attention, wide
+
+SCALE = 0.125
+
+paged = jax.jit(functools.partial(reference.paged_attention, scale=SCALE), static_argnames="window")
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize(("kv_heads", "group"), [(2, 1), (1, 7), (2, 2)])
+def test_attention(kv_heads, group, window, rng):
+    queries = random_array(rng, (3, 6, kv_heads * group, 16), "float32")
+    keys, values = (random_array(rng, (3, 20, kv_heads, 16), "float32") for _ in range(2))
+    positions = np.array([[0], [5], [14]], np.int32) + np.arange(6, dtype=np.int32)
+    lengths = np.array([6, 3, 20], np.int32)
+    out = reference.attention(
+        queries,
+        keys,
+        values,
+        jnp.asarray(positions),
+        jnp.asarray(lengths),
+        scale=SCALE,
+        window=window,
+    )
+    expected = softmax_attention(
+        wide(queries), wide(keys), wide(values), positions, lengths, SCALE, window
+    )
+    assert relative_error(out, expected) < 1e-6
+    # A row without a key, which the window makes, is zero in both.
+    np.testing.assert_array_equal(np.asarray(out)[expected == 0], 0)
+
+
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_paged_attention(text, dtype, rng):
+    test = scene(rng, text, dtype, starts=[0, 37, 60, 0], counts=[7, 1, 5, 0], heads=(2, 3))
+    gate = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 5e-4}[dtype]
+    for window in (None, 6):
+        out = paged(*test.arguments, window=window)
+        assert test.error(out, SCALE, window) < gate
+    np.testing.assert_array_equal(np.asarray(out[3]), 0)
+
+
+def test_huge_scores_do_not_overflow(rng):
+    queries = random_array(rng, (1, 4, 2, 8), "float32") * 1e6
+    keys = random_array(rng, (1, 4, 2, 8), "float32") * 1e6
+    out = reference.attention(
+        queries,
+        keys,
+        keys,
+        jnp.arange(4)[None],
+        jnp.array([4]),
+        scale=1.0,
+        window=None,
+    )
+    assert np.isfinite(out).all()
+
+
+def test_gradients_are_numbers_even_where_nothing_is_visible(rng):
+    keys = random_array(rng, (2, 5, 1, 8), "float32")
+    positions, lengths = jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.array([0, 3])
+
+    def total(keys):
+        return reference.attention(
+            keys, keys, keys, positions, lengths, scale=1.0, window=None
+        ).sum()
+
+    gradient = np.asarray(jax.grad(total)(keys))
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[0], 0)
+    assert np.abs(gradient[1]).max() > 0

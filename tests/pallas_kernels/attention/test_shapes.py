@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from pallas_kernels.attention import shapes
+
+
+def test_names_are_unique_and_say_everything():
+    names = [shape.name for shape in shapes.DECODE + shapes.SMALL]
+    assert len(set(names)) == len(names)
+    assert shapes.AttentionShape(8, 32, 4, 128, 4096).name == "b8-h32/4-d128-c4096"
+
+
+def test_query_heads_are_a_multiple_of_key_heads():
+    for shape in shapes.DECODE + shapes.SMALL:
+        assert shape.query_heads % shape.kv_heads == 0
+
+
+def test_small_shapes_have_grouped_multi_query_and_ungrouped_heads():
+    kinds = {(shape.kv_heads == 1, shape.query_heads == shape.kv_heads) for shape in shapes.SMALL}
+    assert kinds == {(False, False), (True, False), (False, True)}

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import KVFormat, PagedKVCache, paged_attention
+from pallas_kernels.attention import shapes, triton, tuning
+from tests.pallas_kernels.attention.scenes import Scene, scene
+from tests.pallas_kernels.oracles import GATES
+
+each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4"])
+
+
+@functools.partial(jax.jit, static_argnames=("splits", "window", "scale", "interpret"))
+def kernel(
+    queries, pages, block_tables, starts, counts, *, splits, window=None, scale=None, interpret=True
+):
+    batch, tokens, heads, dim = queries.shape
+    kv_heads = pages.keys.shape[1]
+    rows = tokens * heads // kv_heads
+    config = tuning.configure(batch, kv_heads, rows, block_tables.shape[1])
+    return triton.paged_attention(
+        queries,
+        pages,
+        block_tables,
+        starts,
+        counts,
+        dataclasses.replace(config, splits=splits or config.splits),
+        scale=dim**-0.5 if scale is None else scale,
+        window=window,
+        interpret=interpret,
+    )
+
+
+def check(test: Scene, dtype: str, splits: int | None, window: int | None = None) -> None:
+    out = kernel(*test.arguments, splits=splits, window=window)
+    assert test.error(out, window=window) < GATES[dtype]
+    empty = np.asarray(test.starts + test.counts) == 0
+    np.testing.assert_array_equal(np.asarray(out)[empty], 0)
+
+
+# Every sequence at once: empty, one key, full pages, one key more, the middle of a page.
+DECODE = {"starts": [0, 0, 63, 64, 200], "counts": [0, 1, 1, 1, 1]}
+# A prompt, its continuation across a page boundary, a short one with padding, nothing.
+CHUNKS = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "heads", "splits", "window"),
+    [
+        ("KV16", "bfloat16", (2, 2), 1, None),
+        ("KV16", "float16", (1, 7), 5, 30),
+        ("KV8", "bfloat16", (1, 7), 2, None),
+        ("KV8", "float16", (3, 1), 5, None),
+        ("KV4", "bfloat16", (2, 2), 1, 1),
+        ("KV4", "float16", (2, 2), 2, 70),
+    ],
+)
+def test_decoding(text, dtype, heads, splits, window, rng):
+    check(scene(rng, text, dtype, heads=heads, **DECODE), dtype, splits, window)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "heads", "splits", "window"),
+    [
+        ("KV16", "bfloat16", (2, 2), 2, None),
+        ("KV8", "float16", (1, 7), 1, 25),
+        ("KV4", "bfloat16", (2, 1), 2, 25),
+    ],
+)
+def test_chunked_prefill(text, dtype, heads, splits, window, rng):
+    check(scene(rng, text, dtype, heads=heads, **CHUNKS), dtype, splits, window)
+
+
+@pytest.mark.parametrize(("text", "page_size"), [("KV8", 128), ("KV4", 64)])
+def test_heads_of_128_channels(text, page_size, rng):
+    test = scene(rng, text, "float16", head_dim=128, page_size=page_size, **DECODE)
+    check(test, "float16", 2)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_bias_left_in_an_accumulator_would_show(text, dtype, rng):
+    """One shape for all kinds of numbers, so that they share a compiled kernel."""
+    for kind in ("uniform", "outlier", "small"):
+        test = scene(rng, text, dtype, kind=kind, starts=[639, 500], counts=[1, 1])
+        error = test.error(kernel(*test.arguments, splits=2))
+        assert error < GATES[dtype], kind
+
+
+def test_the_scale_can_be_chosen(rng):
+    test = scene(rng, "KV8", "float16", **DECODE)
+    out = kernel(*test.arguments, splits=2, scale=0.3)
+    assert test.error(out, scale=0.3) < GATES["float16"]
+
+
+@each_format
+@pytest.mark.parametrize("tokens", [1, 512])
+def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
+    lowered = set()
+    for shape in shapes.DECODE + shapes.SMALL:
+        for dtype, window in (("bfloat16", None), ("float16", 1000)):
+            cache = jax.eval_shape(
+                lambda shape=shape, dtype=dtype: PagedKVCache.create(
+                    layers=1,
+                    batch=shape.batch,
+                    max_tokens=shape.context + tokens,
+                    kv_heads=shape.kv_heads,
+                    head_dim=shape.head_dim,
+                    format=KVFormat.parse(text),
+                    dtype=dtype,
+                )
+            )
+            group = shape.query_heads // shape.kv_heads
+            config = tuning.configure(
+                shape.batch, shape.kv_heads, tokens * group, cache.block_tables.shape[1]
+            )
+            ragged = tokens * group % config.tile_rows > 0
+            key = (
+                dataclasses.replace(config, splits=config.splits > 1),
+                ragged,
+                dtype,
+                shape.head_dim,
+            )
+            if key in lowered:
+                continue
+            lowered.add(key)
+            queries = (shape.batch, tokens, shape.query_heads, shape.head_dim)
+            program = lower_for_cuda(
+                functools.partial(triton.paged_attention, config=config, scale=0.1, window=window),
+                jax.ShapeDtypeStruct(queries, dtype),
+                cache.layers[0],
+                cache.block_tables,
+                cache.lengths,
+                cache.lengths,
+            )
+            assert f'name = "attention_kv{text[2:]}"' in program
+            assert ("lop3.b32" in program) == (text != "KV16")
+
+
+@pytest.mark.gpu
+@each_format
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_the_gpu(text, dtype, rng):
+    run = functools.partial(kernel, interpret=False)
+    for heads, head_dim, page_size, splits, window in (
+        ((2, 2), 64, 128, 1, None),
+        ((1, 7), 128, 64, 2, 30),
+        ((3, 1), 128, 128, 5, None),
+        ((2, 4), 128, 128, 1, 1),
+        ((2, 4), 64, 64, 5, 70),
+    ):
+        sizes = {"heads": heads, "head_dim": head_dim, "page_size": page_size}
+        for lengths in (DECODE, CHUNKS):
+            test = scene(rng, text, dtype, **sizes, **lengths)
+            error = test.error(run(*test.arguments, splits=splits, window=window), window=window)
+            assert error < GATES[dtype], f"{sizes}, {splits} splits, window {window}, {lengths}"
+
+
+@pytest.mark.gpu
+@each_format
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("context", "heads", "kinds"),
+    [
+        (1024, (2, 4), ("normal", "uniform", "outlier", "small")),
+        (32768, (2, 4), ("normal", "uniform", "outlier", "small")),
+        (131072, (1, 4), ("uniform",)),
+    ],
+)
+def test_long_context_on_the_gpu(context, heads, kinds, dtype, text, rng):
+    attend = jax.jit(functools.partial(paged_attention, implementation="triton"))
+    sizes = {"heads": heads, "head_dim": 128, "page_size": 128}
+    for kind in kinds:
+        test = scene(rng, text, dtype, starts=[context - 1], counts=[1], kind=kind, **sizes)
+        error = test.error(attend(*test.arguments))
+        assert error < GATES[dtype], kind
+
+
+@pytest.mark.gpu
+@each_format
+def test_a_long_prompt_in_chunks_on_the_gpu(text, rng):
+    attend = jax.jit(functools.partial(paged_attention, implementation="triton"))
+    test = scene(
+        rng,
+        text,
+        "bfloat16",
+        starts=[1000, 0],
+        counts=[300, 257],
+        heads=(2, 4),
+        head_dim=128,
+        page_size=128,
+    )
+    assert test.error(attend(*test.arguments)) < GATES["bfloat16"]
+
+
+@pytest.mark.gpu
+@each_format
+def test_reference_and_kernel_agree_on_the_gpu(text, rng):
+    test = scene(rng, text, "bfloat16", head_dim=128, page_size=128, **CHUNKS)
+    for implementation in ("triton", "reference"):
+        attend = functools.partial(paged_attention, implementation=implementation)
+        assert test.error(jax.jit(attend)(*test.arguments)) < GATES["bfloat16"], implementation

@@ -1,0 +1,76 @@
+"""The attention layer, with or without a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from flax import nnx
+
+from models.config import DecoderConfig
+from models.layers import FusedLinear, Linear, RMSNorm, rotate
+from pallas_kernels import KVPages, append, paged_attention, prefill_attention
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["block_tables", "starts", "counts"],
+    meta_fields=["fresh"],
+)
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Where the new tokens of a batch lie in the cache; the same for all layers.
+
+    starts, counts: int32 [batch]: sequence b adds counts[b] tokens from position starts[b].
+    fresh: statically known that all starts are 0, so that nothing needs reading back.
+    """
+
+    block_tables: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+    fresh: bool
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; optional biases and query/key norms."""
+
+    def __init__(self, config: DecoderConfig, window: int | None, rngs: nnx.Rngs):
+        shapes = config.projection_shapes
+        sizes = tuple(shapes[name][1] for name in ("query", "key", "value"))
+        fused = Linear.create(
+            (config.hidden_size, sum(sizes)), bias=config.qkv_bias, dtype=config.dtype, rngs=rngs
+        )
+        self.qkv = FusedLinear([fused], sizes)
+        self.output = Linear.create(
+            shapes["output"], bias=config.output_bias, dtype=config.dtype, rngs=rngs
+        )
+        norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, config.dtype)
+        self.query_norm = norm() if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
+        self.head_dim = config.head_dim
+        self.window = window
+
+    def __call__(
+        self, x: jax.Array, angles: jax.Array, pages: KVPages | None, span: Span | None
+    ) -> tuple[jax.Array, KVPages | None]:
+        """Attends x [batch, tokens, hidden]; the same shape, and the pages with the new tokens.
+
+        pages and span come together: a layer's part of the cache and where the tokens go in it.
+        Without them x is whole sequences from position 0.
+        """
+        batch, tokens, _ = x.shape
+        query, key, value = (
+            part.reshape(batch, tokens, -1, self.head_dim) for part in self.qkv(x)
+        )  # [batch, tokens, heads, head dim]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotate(query, angles), rotate(key, angles)
+        if pages is not None and span is not None:
+            where = (span.block_tables, span.starts, span.counts)
+            pages = append(pages, key, value, *where)
+        if pages is None or span is None or span.fresh:
+            attended = prefill_attention(query, key, value, window=self.window)
+        else:
+            attended = paged_attention(query, pages, *where, window=self.window)
+        return self.output(attended.reshape(batch, tokens, -1)), pages

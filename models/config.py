@@ -1,0 +1,169 @@
+"""The shape of a decoder, and what every family's `config.json` says in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+
+class ConfigError(ValueError):
+    """A configuration that no class here can build; the message names the key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to longer contexts than were trained.
+
+    kind: `linear` divides every frequency by `factor`; `llama3` (Llama 3.1 and later) divides the
+    low ones, keeps the high ones, and blends between the two wavelengths
+    original_context / low_frequency_factor and original_context / high_frequency_factor.
+    """
+
+    kind: str
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that a decoder's computation depends on besides its weights; static, hashable.
+
+    windows: for each layer, how many keys a query sees, itself included (None: all).
+    stop_ids: tokens that end a text; not used by the model itself.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    max_position_embeddings: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    dtype: str = "bfloat16"
+    stop_ids: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.windows)
+
+    @property
+    def projection_shapes(self) -> dict[str, tuple[int, int]]:
+        """[input, output channels] of each linear map of a layer."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return {
+            "query": (hidden, query),
+            "key": (hidden, key),
+            "value": (hidden, key),
+            "output": (query, hidden),
+            "gate": (hidden, inner),
+            "up": (hidden, inner),
+            "down": (inner, hidden),
+        }
+
+
+def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The DecoderConfig fields that all families read alike from a Hugging Face `config.json`.
+
+    Raises ConfigError for a missing key, an activation other than SiLU, or a rotary scaling that
+    is not implemented.
+    """
+    if (activation := hf.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
+    heads = require(hf, "num_attention_heads")
+    hidden = require(hf, "hidden_size")
+    rope_theta, rope_scaling = _rope(hf)
+    return {
+        "vocab_size": require(hf, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": require(hf, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": hf.get("head_dim") or hidden // heads,
+        "windows": (None,) * require(hf, "num_hidden_layers"),
+        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": hf.get("tie_word_embeddings", False),
+        "dtype": _dtype(hf),
+        "stop_ids": _stop_ids(hf),
+    }
+
+
+def require(hf: Mapping[str, Any], key: str) -> Any:
+    """hf[key], or ConfigError where the key is missing."""
+    if hf.get(key) is None:
+        raise ConfigError(f"config.json has no {key!r}, which this architecture needs")
+    return hf[key]
+
+
+def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
+    """Each layer's window: by `layer_types` where the file lists them, else the same for all."""
+    layers = require(hf, "num_hidden_layers")
+    kinds = hf.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    known = {"sliding_attention": window, "full_attention": None}
+    if len(kinds) != layers or not set(kinds) <= set(known):
+        raise ConfigError(
+            f"config.json: layer_types must list {layers} of {sorted(known)}, got {kinds}"
+        )
+    return tuple(known[kind] for kind in kinds)
+
+
+def _dtype(hf: Mapping[str, Any]) -> str:
+    name = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ConfigError(
+            f"config.json: dtype {name!r} is not supported: expected bfloat16, float16 or float32"
+        )
+    return jnp.dtype(name).name
+
+
+def _stop_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = hf.get("eos_token_id")
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters.
+    parameters = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ConfigError("config.json: rope_parameters for each kind of layer are not supported")
+    partial = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor is {partial}; only whole heads are supported"
+        )
+    theta = parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return float(theta), None
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(
+            f"config.json: rotary scaling {kind!r} is not supported: "
+            "expected default, linear or llama3"
+        )
+    scaling = RopeScaling(kind, float(require(parameters, "factor")))
+    if kind == "llama3":
+        scaling = dataclasses.replace(
+            scaling,
+            low_frequency_factor=float(require(parameters, "low_freq_factor")),
+            high_frequency_factor=float(require(parameters, "high_freq_factor")),
+            original_context=int(require(parameters, "original_max_position_embeddings")),
+        )
+    return float(theta), scaling

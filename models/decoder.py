@@ -1,0 +1,132 @@
+"""The decoder that all families share: embedding, layers, final norm, head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import Attention, Span
+from models.config import DecoderConfig
+from models.layers import GatedMLP, RMSNorm, rotary_frequencies
+from pallas_kernels import KVFormat, KVPages, PagedKVCache
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, window: int | None, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+        self.attention = Attention(config, window, rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+        self.mlp = GatedMLP(config, rngs)
+
+    def __call__(
+        self, x: jax.Array, angles: jax.Array, pages: KVPages | None, span: Span | None
+    ) -> tuple[jax.Array, KVPages | None]:
+        """Maps [batch, tokens, hidden] to the same shape; see Attention."""
+        attended, pages = self.attention(self.attention_norm(x), angles, pages, span)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), pages
+
+
+class Decoder(nnx.Module):
+    """A causal language model; families subclass it to read their configuration.
+
+    Calling it is an ordinary forward pass over whole sequences, differentiable; `step` is the one
+    function behind prefill and decoding, pure in (parameters, tokens, cache).
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.config = config
+        shape = (config.vocab_size, config.hidden_size)
+        initial = nnx.initializers.normal(0.02)
+        self.embedding = nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
+        self.layers = nnx.List([DecoderLayer(config, window, rngs) for window in config.windows])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+        tied = config.tie_word_embeddings
+        self.head = (
+            None if tied else nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
+        )  # [vocabulary, hidden], as the embedding
+
+    @classmethod
+    def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+        """The configuration in a Hugging Face `config.json` of this family."""
+        raise NotImplementedError(f"{cls.__name__} does not read config.json; its subclasses do")
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits float32 [batch, tokens, vocabulary] of every position of int [batch, tokens]."""
+        starts = jnp.zeros(tokens.shape[0], jnp.int32)
+        hidden, _ = self._hidden(tokens, starts, None, None)
+        return self._logits(hidden)
+
+    def step(
+        self,
+        tokens: jax.Array,
+        counts: jax.Array,
+        cache: PagedKVCache,
+        *,
+        fresh: bool = False,
+        every_position: bool = False,
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Adds tokens to the cache and predicts what follows each sequence.
+
+        tokens: int [batch, tokens], padded on the right; counts: int32 [batch], the real ones.
+        fresh: the cache is known to be empty (static): attention then reads the prompt itself.
+        every_position: predict what follows each of the tokens, not only the last (static).
+
+        Returns logits float32 and the next cache. Logits are [batch, vocabulary], after the last
+        real token, or with every_position [batch, tokens, vocabulary].
+        """
+        span = Span(cache.block_tables, cache.lengths, counts, fresh)
+        hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
+        if not every_position:
+            last = jnp.maximum(counts - 1, 0)
+            hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
+        return self._logits(hidden), cache
+
+    def create_cache(
+        self, batch: int, max_tokens: int, format: KVFormat, page_size: int = 128
+    ) -> PagedKVCache:
+        """An empty cache that fits this model."""
+        config = self.config
+        return PagedKVCache.create(
+            layers=config.num_layers,
+            batch=batch,
+            max_tokens=max_tokens,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            format=format,
+            page_size=page_size,
+            dtype=config.dtype,
+        )
+
+    def _hidden(
+        self,
+        tokens: jax.Array,
+        starts: jax.Array,
+        pages: tuple[KVPages, ...] | None,
+        span: Span | None,
+    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
+        config = self.config
+        positions = starts[:, None] + jnp.arange(tokens.shape[1])  # [batch, tokens]
+        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = positions[..., None].astype(jnp.float32) * frequencies
+        x = jnp.take(self.embedding.get_value(), tokens, axis=0)
+        written = []
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{index}"):
+                x, layer_pages = layer(x, angles, pages[index] if pages else None, span)
+                if layer_pages is not None:
+                    written.append(layer_pages)
+        return self.norm(x), tuple(written)
+
+    def _logits(self, hidden: jax.Array) -> jax.Array:
+        head = (self.embedding if self.head is None else self.head).get_value()
+        with jax.named_scope("head"):
+            return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)

@@ -1,0 +1,34 @@
+"""Configurations of published models, for benchmarks and examples without a checkpoint."""
+
+from __future__ import annotations
+
+from models.config import DecoderConfig, RopeScaling
+
+QWEN3_8B = DecoderConfig(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    windows=(None,) * 36,
+    max_position_embeddings=40960,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    qk_norm=True,
+    stop_ids=(151645,),
+)
+
+LLAMA3_1_8B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    windows=(None,) * 32,
+    max_position_embeddings=131072,
+    rope_theta=5e5,
+    rope_scaling=RopeScaling("llama3", factor=8.0),
+    stop_ids=(128001, 128008, 128009),
+)

@@ -1,0 +1,41 @@
+"""Qwen2, Qwen2.5, QwQ and Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import DecoderConfig, common_fields, layer_windows, require
+from models.decoder import Decoder
+
+
+def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Qwen's window holds from layer `max_window_layers` on, and only if use_sliding_window."""
+    layers = require(hf, "num_hidden_layers")
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    if window is None:
+        return (None,) * layers
+    if hf.get("layer_types"):
+        return layer_windows(hf, window)
+    full = hf.get("max_window_layers", 28)  # what a file without the key means
+    return tuple(None if layer < full else window for layer in range(layers))
+
+
+class Qwen2(Decoder):
+    """Qwen2 and 2.5: Llama with biases on the query, key and value projections."""
+
+    @classmethod
+    def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+        """Reads a `Qwen2ForCausalLM` config.json."""
+        return DecoderConfig(**(common_fields(hf) | {"windows": _windows(hf)}), qkv_bias=True)
+
+
+class Qwen3(Decoder):
+    """Qwen3: Llama with an RMSNorm on every query and key head, before the rotary embedding."""
+
+    @classmethod
+    def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+        """Reads a `Qwen3ForCausalLM` config.json."""
+        bias = hf.get("attention_bias", False)
+        fields = common_fields(hf) | {"windows": _windows(hf)}
+        return DecoderConfig(**fields, qkv_bias=bias, output_bias=bias, qk_norm=True)

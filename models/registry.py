@@ -1,0 +1,34 @@
+"""Which class implements which architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import ConfigError
+from models.decoder import Decoder
+from models.llama import Llama
+from models.mistral import Mistral
+from models.qwen import Qwen2, Qwen3
+
+FAMILIES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Mistral,
+    "Qwen2ForCausalLM": Qwen2,
+    "Qwen3ForCausalLM": Qwen3,
+}
+
+
+def family(hf: Mapping[str, Any]) -> type[Decoder]:
+    """The class for a Hugging Face `config.json`, by its `architectures`.
+
+    Raises ConfigError, naming what was found and what is supported.
+    """
+    names = hf.get("architectures") or []
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    found = ", ".join(map(repr, names)) or f"none (model_type {hf.get('model_type')!r})"
+    raise ConfigError(
+        f"config.json: unsupported architecture: {found}; supported are {', '.join(FAMILIES)}"
+    )

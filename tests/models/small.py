@@ -1,0 +1,124 @@
+"""Small models with strong random weights, and what a decoder computes, in numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models import Decoder, DecoderConfig, Linear
+from pallas_kernels import QuantizedTensor, WeightFormat, quantize
+from tests.pallas_kernels.oracles import softmax_attention
+
+CONFIG = DecoderConfig(
+    vocab_size=50,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    windows=(None, None),
+    max_position_embeddings=256,
+    dtype="float32",
+)
+
+
+def small_model(config: DecoderConfig = CONFIG, seed: int = 0) -> Decoder:
+    """Weights so strong that every part of the model shows in the logits."""
+    model = Decoder(config, nnx.Rngs(seed))
+    rng = np.random.default_rng(seed)
+
+    def strong(x: jax.Array) -> jax.Array:
+        if x.ndim == 2 and x.shape[0] != config.vocab_size:
+            noise = rng.standard_normal(x.shape) / np.sqrt(x.shape[0])
+        elif x.ndim == 2:
+            noise = rng.standard_normal(x.shape)
+        else:
+            noise = np.asarray(x).astype(np.float64) + 0.3 * rng.standard_normal(x.shape)
+        return jnp.asarray(noise.astype(np.float32)).astype(x.dtype)
+
+    nnx.update(model, jax.tree.map(strong, nnx.state(model)))
+    return model
+
+
+def cast(model: Decoder, dtype: str) -> Decoder:
+    """The same weights in another dtype."""
+    config = dataclasses.replace(model.config, dtype=dtype)
+    result = Decoder(config, nnx.Rngs(0))
+    nnx.update(result, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
+    return result
+
+
+def linear_layers(model: Decoder) -> list[Linear]:
+    layers = []
+    for layer in model.layers:
+        for fused in (layer.attention.qkv, layer.mlp.gate_up):
+            layers.extend(fused.parts)
+        layers.extend([layer.attention.output, layer.mlp.down])
+    return layers
+
+
+def quantize_kernels(model: Decoder, text: str) -> None:
+    """In place."""
+    for layer in linear_layers(model):
+        layer.kernel = nnx.Param(quantize(layer.kernel.get_value(), WeightFormat.parse(text)))
+
+
+def dequantize_kernels(model: Decoder) -> None:
+    """In place: plain kernels of the values that quantised ones stand for."""
+    for layer in linear_layers(model):
+        kernel = layer.kernel.get_value()
+        assert isinstance(kernel, QuantizedTensor)
+        layer.kernel = nnx.Param(kernel.dequantize(model.config.dtype))
+
+
+def forward(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """Logits float64 [batch, tokens, vocabulary] of a model with plain kernels."""
+    config = model.config
+
+    def array(parameter: nnx.Param) -> np.ndarray:
+        return np.asarray(parameter.get_value()).astype(np.float64)
+
+    def norm(x, layer):
+        root = np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+        return x / root * array(layer.weight)
+
+    def linear(x, layer):
+        return x @ array(layer.kernel) + (0 if layer.bias is None else array(layer.bias))
+
+    def turn(x):
+        half = config.head_dim // 2
+        frequencies = config.rope_theta ** (-np.arange(half) / half)
+        angles = np.arange(x.shape[1])[:, None, None] * frequencies
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    batch, length = tokens.shape
+    x = array(model.embedding)[tokens]
+    for layer, window in zip(model.layers, config.windows, strict=True):
+        attention = layer.attention
+        [qkv] = attention.qkv.parts
+        heads = linear(norm(x, layer.attention_norm), qkv)
+        heads = heads.reshape(batch, length, -1, config.head_dim)
+        ends = np.cumsum([config.num_heads, config.num_kv_heads])
+        query, key, value = np.split(heads, ends, axis=2)
+        if config.qk_norm:
+            query, key = norm(query, attention.query_norm), norm(key, attention.key_norm)
+        attended = softmax_attention(
+            turn(query),
+            turn(key),
+            value,
+            np.broadcast_to(np.arange(length), (batch, length)),
+            np.full(batch, length),
+            config.head_dim**-0.5,
+            window,
+        )
+        x = x + linear(attended.reshape(batch, length, -1), attention.output)
+        [gate_up] = layer.mlp.gate_up.parts
+        gate, up = np.split(linear(norm(x, layer.mlp_norm), gate_up), 2, axis=-1)
+        x = x + linear(gate / (1 + np.exp(-gate)) * up, layer.mlp.down)
+    head = model.embedding if model.head is None else model.head
+    return norm(x, model.norm) @ array(head).T

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import Attention
+from models.attention import Span
+from pallas_kernels import KVFormat, PagedKVCache
+from tests.models.small import CONFIG
+from tests.pallas_kernels.oracles import random_array
+
+
+def span(cache: PagedKVCache, counts: list[int], *, fresh: bool) -> Span:
+    return Span(cache.block_tables, cache.lengths, jnp.array(counts, jnp.int32), fresh)
+
+
+def empty_cache(batch: int) -> PagedKVCache:
+    return PagedKVCache.create(
+        layers=1,
+        batch=batch,
+        max_tokens=64,
+        kv_heads=CONFIG.num_kv_heads,
+        head_dim=CONFIG.head_dim,
+        format=KVFormat(16),
+        page_size=64,
+        dtype=CONFIG.dtype,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_with_and_without_a_cache_fresh_or_not(window, rng):
+    attention = Attention(CONFIG, window, nnx.Rngs(0))
+    x = random_array(rng, (2, 9, 64), "float32") * 30
+    angles = jnp.broadcast_to(jnp.arange(9.0)[:, None] * 0.1, (2, 9, 8))
+    alone, nothing = attention(x, angles, None, None)
+    assert nothing is None
+    assert alone.shape == x.shape
+    cache = empty_cache(2)
+    written = []
+    for fresh in (True, False):
+        cached, pages = attention(x, angles, cache.layers[0], span(cache, [9, 9], fresh=fresh))
+        np.testing.assert_allclose(cached, alone, atol=1e-5)
+        written.append(pages)
+    jax.tree.map(np.testing.assert_array_equal, *written)
+    assert np.abs(written[0].keys[:, :, :9]).min() > 0
+    np.testing.assert_array_equal(written[0].keys[:, :, 9:], 0)
+
+
+def test_norms_and_biases_are_there_where_the_config_asks_for_them():
+    plain = Attention(CONFIG, None, nnx.Rngs(0))
+    assert plain.query_norm is None
+    assert plain.key_norm is None
+    assert plain.qkv.parts[0].bias is None
+    changes = {"qk_norm": True, "qkv_bias": True, "output_bias": True}
+    full = Attention(dataclasses.replace(CONFIG, **changes), None, nnx.Rngs(0))
+    assert full.query_norm.weight.get_value().shape == (16,)
+    assert full.key_norm.weight.get_value().shape == (16,)
+    assert full.qkv.parts[0].bias.get_value().shape == (64 + 2 * 32,)
+    assert full.output.bias.get_value().shape == (64,)
+
+
+def test_norms_make_the_size_of_queries_irrelevant(rng):
+    """RMSNorm before the rotary embedding: scaling the query and key projections does nothing."""
+    config = dataclasses.replace(CONFIG, qk_norm=True, rms_norm_eps=1e-12)
+    attention = Attention(config, None, nnx.Rngs(0))
+    x, angles = random_array(rng, (1, 5, 64), "float32"), jnp.ones((1, 5, 8))
+    before, _ = attention(x, angles, None, None)
+    [fused] = attention.qkv.parts
+    scale = jnp.concatenate([jnp.full(64, 7.0), jnp.full(32, 0.5), jnp.ones(32)])
+    fused.kernel = nnx.Param(fused.kernel.get_value() * scale)
+    after, _ = attention(x, angles, None, None)
+    np.testing.assert_allclose(after, before, atol=1e-5)
+
+
+def test_a_span_is_a_pytree_whose_freshness_is_static():
+    cache = empty_cache(2)
+    fresh, later = (span(cache, [1, 1], fresh=fresh) for fresh in (True, False))
+    assert len(jax.tree.leaves(fresh)) == 3
+    assert jax.tree.structure(fresh) != jax.tree.structure(later)

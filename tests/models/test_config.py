@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from models import ConfigError, DecoderConfig, RopeScaling
+from models.config import common_fields, layer_windows, require
+
+HF = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "torch_dtype": "float16",
+    "eos_token_id": [7, 8],
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+def without(key: str) -> dict:
+    return {name: value for name, value in HF.items() if name != key}
+
+
+def test_all_fields_are_read():
+    assert DecoderConfig(**common_fields(HF)) == DecoderConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        windows=(None, None, None),
+        max_position_embeddings=4096,
+        rope_theta=5e5,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        dtype="float16",
+        stop_ids=(7, 8),
+    )
+
+
+def test_a_config_is_static():
+    config = DecoderConfig(**common_fields(HF))
+    assert hash(config) == hash(DecoderConfig(**common_fields(HF)))
+    assert config.num_layers == 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden_size = 1
+
+
+def test_projection_shapes():
+    config = dataclasses.replace(DecoderConfig(**common_fields(HF)), head_dim=32)
+    assert config.projection_shapes == {
+        "query": (64, 128),
+        "key": (64, 64),
+        "value": (64, 64),
+        "output": (128, 64),
+        "gate": (64, 128),
+        "up": (64, 128),
+        "down": (128, 64),
+    }
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+    ],
+)
+def test_a_missing_key_is_named(key):
+    with pytest.raises(ConfigError, match=f"config.json has no '{key}'"):
+        common_fields(without(key))
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "expected"),
+    [
+        ({"num_key_value_heads": None}, "num_kv_heads", 4),
+        ({"head_dim": 128}, "head_dim", 128),
+        ({"head_dim": None}, "head_dim", 16),
+        ({"torch_dtype": None}, "dtype", "bfloat16"),
+        ({"torch_dtype": "torch.bfloat16"}, "dtype", "bfloat16"),
+        ({"dtype": "float32"}, "dtype", "float32"),
+        ({"eos_token_id": 5}, "stop_ids", (5,)),
+        ({"eos_token_id": None}, "stop_ids", ()),
+        ({"eos_token_id": 0}, "stop_ids", (0,)),
+    ],
+)
+def test_other_spellings(change, field, expected):
+    assert common_fields(HF | change)[field] == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "expected"),
+    [
+        ("num_key_value_heads", "num_kv_heads", 4),
+        ("rms_norm_eps", "rms_norm_eps", 1e-6),
+        ("rope_theta", "rope_theta", 1e4),
+        ("tie_word_embeddings", "tie_word_embeddings", False),
+        ("max_position_embeddings", "max_position_embeddings", 2048),
+        ("hidden_act", "dtype", "float16"),
+    ],
+)
+def test_defaults_are_those_of_the_file_format(key, field, expected):
+    assert common_fields(without(key))[field] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
+        ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no 'low_freq_factor'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},
+            "rope_parameters for each kind of layer",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+    ],
+)
+def test_what_is_not_supported_is_named(change, message):
+    with pytest.raises(ConfigError, match=message):
+        common_fields(HF | change)
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta", "scaling"),
+    [
+        ({"rope_theta": 1e6}, 1e6, None),
+        ({"rope_theta": 1e6, "rope_scaling": None}, 1e6, None),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6, None),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2}},
+            1e6,
+            RopeScaling("linear", 2.0),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
+            5e5,
+            RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5e5}},
+            5e5,
+            RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+    ],
+)
+def test_old_and_new_rotary_keys(keys, theta, scaling):
+    fields = common_fields(without("rope_theta") | keys)
+    assert (fields["rope_theta"], fields["rope_scaling"]) == (theta, scaling)
+
+
+def test_windows_of_all_layers():
+    assert layer_windows(HF, None) == (None, None, None)
+    assert layer_windows(HF, 16) == (16, 16, 16)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert layer_windows(HF | {"layer_types": kinds}, 16) == (16, None, 16)
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"], ["full_attention", "chunked", "chunked"]])
+def test_unknown_layer_types_are_refused(kinds):
+    with pytest.raises(ConfigError, match="layer_types must list 3 of"):
+        layer_windows(HF | {"layer_types": kinds}, 16)
+
+
+def test_require():
+    assert require({"a": 0}, "a") == 0
+    with pytest.raises(ConfigError, match="no 'a'"):
+        require({"a": None}, "a")

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import Decoder
+from pallas_kernels import KVFormat, PagedKVCache
+from tests.models.small import (
+    CONFIG,
+    cast,
+    dequantize_kernels,
+    forward,
+    quantize_kernels,
+    small_model,
+)
+from tests.pallas_kernels.oracles import relative_error, wide
+
+VARIANTS = {
+    "plain": {},
+    "tied, with biases everywhere": {
+        "tie_word_embeddings": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    },
+    "normed, windowed, multi-query": {"qk_norm": True, "windows": (5, None), "num_kv_heads": 1},
+}
+
+
+def random_tokens(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(0, CONFIG.vocab_size, shape).astype(np.int32)
+
+
+def compiled_step(model: Decoder):
+    """The model's step with the weights as arguments, so that all models share what is compiled."""
+    graph, state = nnx.split(model)
+    return functools.partial(_step, graph, state)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="fresh")
+def _step(graph, state, tokens, counts, cache, *, fresh=False):
+    return nnx.merge(graph, state).step(tokens, counts, cache, fresh=fresh)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _call(graph, state, tokens):
+    return nnx.merge(graph, state)(tokens)
+
+
+def call(model: Decoder, tokens: np.ndarray) -> jax.Array:
+    return _call(*nnx.split(model), tokens)
+
+
+def run(
+    model: Decoder,
+    cache: PagedKVCache,
+    tokens: np.ndarray,
+    sizes: list[int],
+) -> tuple[np.ndarray, PagedKVCache]:
+    """Feeds tokens [batch, all] in pieces; logits after each piece [pieces, batch, vocabulary]."""
+    step, at, logits = compiled_step(model), 0, []
+    for size in sizes:
+        counts = np.full(len(tokens), size, np.int32)
+        piece = tokens[:, at : at + size]
+        last, cache = step(piece, counts, cache, fresh=at == 0)
+        logits.append(last)
+        at += size
+    return np.stack(logits), cache
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_forward_and_steps_equal_numpy(changes, rng):
+    """A prompt, five steps across a page boundary, and a chunk; float32 with a 16-bit cache."""
+    model = small_model(dataclasses.replace(CONFIG, **changes))
+    tokens = random_tokens(rng, 2, 70)
+    expected = forward(model, tokens)
+    logits = call(model, tokens)
+    assert logits.dtype == jnp.float32
+    assert relative_error(logits, expected) < 1e-5
+    sizes = [61, 1, 1, 1, 1, 5]
+    stepped, cache = run(model, model.create_cache(2, 80, KVFormat(16), 64), tokens, sizes)
+    for last, end in zip(stepped, np.cumsum(sizes), strict=True):
+        assert relative_error(last, expected[:, end - 1]) < 1e-5
+    np.testing.assert_array_equal(cache.lengths, [70, 70])
+
+
+def test_a_ragged_batch_equals_single_rows(rng):
+    model = small_model()
+    step = compiled_step(model)
+    lengths = np.array([3, 9, 1], np.int32)
+    prompts, following = random_tokens(rng, 3, 9), random_tokens(rng, 3, 1)
+    ones = np.ones(3, np.int32)
+    first, cache = step(prompts, lengths, model.create_cache(3, 64, KVFormat(16), 64), fresh=True)
+    second, cache = step(following, ones, cache)
+    np.testing.assert_array_equal(cache.lengths, lengths + 1)
+    for row, length in enumerate(lengths):
+        text = np.concatenate([prompts[row, :length], following[row]])[None]
+        expected = forward(model, text)
+        assert relative_error(first[row], expected[0, -2]) < 1e-5
+        assert relative_error(second[row], expected[0, -1]) < 1e-5
+
+
+def test_padding_and_idle_rows_change_nothing(rng):
+    model = small_model()
+    step = compiled_step(model)
+    empty = model.create_cache(2, 64, KVFormat(8), 64)
+    tokens, padding = random_tokens(rng, 2, 6), random_tokens(rng, 2, 6)
+    counts = np.array([4, 0], np.int32)
+    other = np.where(np.arange(6) < counts[:, None], tokens, padding)
+    logits, cache = step(tokens, counts, empty)
+    other_logits, other_cache = step(other, counts, empty)
+    np.testing.assert_array_equal(logits[0], other_logits[0])
+    jax.tree.map(np.testing.assert_array_equal, cache, other_cache)
+    np.testing.assert_array_equal(cache.lengths, counts)
+    idle = empty.block_tables[1]
+    for pages, before in zip(cache.layers, empty.layers, strict=True):
+        np.testing.assert_array_equal(pages.keys[idle], before.keys[idle])
+    assert np.isfinite(logits).all()
+
+
+def test_fewer_bits_in_the_cache_cost_more(rng):
+    model = small_model()
+    tokens = random_tokens(rng, 2, 40)
+    expected = forward(model, tokens)[:, -1]
+    errors = []
+    for bits in (16, 8, 4):
+        cache = model.create_cache(2, 64, KVFormat(bits), 64)
+        logits, _ = run(model, cache, tokens, [20, 20])
+        errors.append(relative_error(logits[-1], expected))
+    assert errors[0] < 1e-5 < errors[1] < 0.02
+    assert 4 * errors[1] < errors[2] < 0.3
+
+
+def test_a_window_hides_older_tokens(rng):
+    model = small_model(dataclasses.replace(CONFIG, windows=(4,)))
+    tokens = random_tokens(rng, 1, 12)
+    logits = call(model, tokens)[0, -1]
+    for position, visible in ((7, False), (8, True)):
+        changed = tokens.copy()
+        changed[0, position] = (changed[0, position] + 1) % CONFIG.vocab_size
+        difference = np.abs(call(model, changed)[0, -1] - logits).max()
+        assert (difference > 1e-3) == visible
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK:sym"])
+def test_quantized_kernels_equal_the_weights_they_stand_for(text, rng):
+    model, plain = small_model(), small_model()
+    quantize_kernels(model, text)
+    quantize_kernels(plain, text)
+    dequantize_kernels(plain)
+    tokens = random_tokens(rng, 2, 12)
+    expected = forward(plain, tokens)
+    assert relative_error(call(model, tokens), expected) < 1e-5
+    cache = model.create_cache(2, 64, KVFormat(16), 64)
+    stepped, _ = run(model, cache, tokens, [9, 1, 2])
+    for last, end in zip(stepped, (9, 10, 12), strict=True):
+        assert relative_error(last, expected[:, end - 1]) < 1e-5
+    assert relative_error(call(small_model(), tokens), expected) > 1e-3
+
+
+KERNEL_CONFIG = dataclasses.replace(CONFIG, head_dim=64, qk_norm=True, windows=(6,))
+
+
+def half_precision_error(
+    rng: np.random.Generator, text: str | None, bits: int, dtype: str
+) -> float:
+    """Of logits in `dtype` against float32 of the same weights and the same format of the cache."""
+    exact = cast(small_model(KERNEL_CONFIG), "float32")
+    if text is not None:
+        quantize_kernels(exact, text)
+    half = cast(exact, dtype) if text is None else _cast_around_kernels(exact, dtype)
+    tokens = random_tokens(rng, 2, 12)
+    results = []
+    for model in (half, exact):
+        cache = model.create_cache(2, 64, KVFormat(bits), 64)
+        results.append(run(model, cache, tokens, [10, 2])[0])
+    return relative_error(jnp.asarray(results[0]), wide(results[1]))
+
+
+def _cast_around_kernels(model: Decoder, dtype: str) -> Decoder:
+    """Packed words and parameters are integers, and stay as they are."""
+    graph, state = nnx.split(model)
+
+    def narrow(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    result = nnx.merge(graph, jax.tree.map(narrow, state))
+    result.config = dataclasses.replace(model.config, dtype=dtype)
+    return result
+
+
+def test_interpreted_kernels_inside_a_model(rng, interpreted_triton):
+    assert half_precision_error(rng, "uint4:g32", 8, "float16") < 0.005
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_decoding_step_lowers_for_cuda(bits, pretend_gpu, lower_for_cuda):
+    model = cast(small_model(KERNEL_CONFIG), "bfloat16")
+    quantize_kernels(model, "uint4:g32")
+    graph, state = nnx.split(model)
+    cache = model.create_cache(2, 64, KVFormat(bits), 64)
+    tokens, counts = jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
+
+    def step(state, tokens, counts, cache):
+        return nnx.merge(graph, state).step(tokens, counts, cache)
+
+    program = lower_for_cuda(step, state, tokens, counts, cache)
+    layers = len(KERNEL_CONFIG.windows)
+    for name, times in (("matmul_uint4", 4), (f"append_kv{bits}", 1), (f"attention_kv{bits}", 1)):
+        assert program.count(f'name = "{name}"') == times * layers, name
+
+
+def test_gradients_reach_every_weight_and_are_right(rng):
+    model = small_model(dataclasses.replace(CONFIG, **VARIANTS["normed, windowed, multi-query"]))
+    graph, state = nnx.split(model)
+    tokens = random_tokens(rng, 2, 8)
+
+    @jax.jit
+    def loss(state):
+        logits = nnx.merge(graph, state)(tokens[:, :-1])
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        return -chosen.mean()
+
+    gradient = jax.jit(jax.grad(loss))(state)
+    for leaf in jax.tree.leaves(gradient):
+        assert np.isfinite(leaf).all()
+        assert np.abs(leaf).max() > 0
+    norm = np.sqrt(sum((wide(leaf) ** 2).sum() for leaf in jax.tree.leaves(gradient)))
+
+    def moved(distance):
+        return float(loss(jax.tree.map(lambda w, g: w + distance / norm * g, state, gradient)))
+
+    assert (moved(1e-2) - moved(-1e-2)) / 2e-2 == pytest.approx(norm, rel=0.02)
+
+
+def test_modules_hold_no_hidden_state(rng):
+    """A tracer that a call left in the model would take the place of its array."""
+    model = small_model()
+    before = nnx.split(model)
+    tokens, counts = jnp.asarray(random_tokens(rng, 1, 3)), jnp.full(1, 3, jnp.int32)
+    jax.eval_shape(model, tokens)
+    jax.eval_shape(model.step, tokens, counts, model.create_cache(1, 64, KVFormat(8), 64))
+    after = nnx.split(model)
+    assert before[0] == after[0]
+    leaves = [jax.tree.leaves(state) for _, state in (before, after)]
+    assert all(one is other for one, other in zip(*leaves, strict=True))
+
+
+def test_other_values_do_not_retrace(rng, trace_counter):
+    model = small_model()
+    counted = trace_counter(model.step)
+    step = jax.jit(counted, static_argnames="fresh", donate_argnums=2)
+    cache = model.create_cache(2, 64, KVFormat(4), 64)
+    for counts in ([1, 1], [0, 1], [1, 0]):
+        _, cache = step(random_tokens(rng, 2, 1), np.array(counts, np.int32), cache)
+    assert counted.count == 1
+    np.testing.assert_array_equal(cache.lengths, [2, 2])
+
+
+def test_a_donated_cache_is_updated_in_place(rng):
+    model = small_model()
+    graph, state = nnx.split(model)
+
+    def step(state, tokens, counts, cache):
+        return nnx.merge(graph, state).step(tokens, counts, cache)
+
+    cache = model.create_cache(2, 64, KVFormat(8), 64)
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    arguments = random_tokens(rng, 2, 1), np.ones(2, np.int32)
+    _, cache = jax.jit(step, donate_argnums=3)(state, *arguments, cache)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)] == pointers
+
+
+def test_a_cache_fits_the_model():
+    model = small_model()
+    cache = model.create_cache(3, 100, KVFormat(16), 64)
+    assert (len(cache.layers), cache.capacity) == (2, 128)
+    assert cache.layers[0].keys.shape == (6, 2, 64, 16)
+    assert cache.layers[0].keys.dtype == jnp.float32
+
+
+def test_the_dtype_of_the_config_is_that_of_the_weights():
+    model = Decoder(dataclasses.replace(CONFIG, dtype="bfloat16", qkv_bias=True), nnx.Rngs(0))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"bfloat16"}
+    assert jax.eval_shape(model, jnp.zeros((1, 2), jnp.int32)).dtype == jnp.float32
+
+
+def test_only_families_read_config_files():
+    with pytest.raises(NotImplementedError, match=r"Decoder does not read config\.json"):
+        Decoder.config_from_hf({})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [(None, 16), ("uint4:g32", 16), ("uint4:g32", 8), ("uint8:g64", 4), ("uint8:gK:sym", 8)],
+)
+def test_a_model_on_the_gpu(text, bits, dtype, rng):
+    """The float32 model goes through the reference implementations."""
+    gate = {"bfloat16": 0.05, "float16": 0.03}[dtype]
+    assert half_precision_error(rng, text, bits, dtype) < gate

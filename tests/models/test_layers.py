@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import FusedLinear, GatedMLP, Linear, RMSNorm, RopeScaling
+from models.layers import rotary_frequencies, rotate
+from pallas_kernels import WeightFormat, quantize
+from tests.models.small import CONFIG
+from tests.pallas_kernels.oracles import random_array, relative_error, wide
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(bias, rng):
+    kernel, x = random_array(rng, (8, 5), "float32"), random_array(rng, (2, 3, 8), "float32")
+    offset = random_array(rng, (5,), "float32") if bias else None
+    y = Linear(kernel, offset)(x)
+    expected = wide(x) @ wide(kernel) + (wide(offset) if bias else 0)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+def test_linear_with_a_quantized_kernel(rng):
+    kernel = quantize(random_array(rng, (64, 6), "float32"), WeightFormat.parse("uint4:g32"))
+    x = random_array(rng, (3, 64), "float32")
+    assert relative_error(Linear(kernel)(x), wide(x) @ wide(kernel.dequantize())) < 1e-5
+
+
+def test_linear_is_created_with_a_normal_kernel_and_no_bias():
+    linear = Linear.create((400, 300), bias=True, dtype="bfloat16", rngs=nnx.Rngs(0))
+    kernel = linear.kernel.get_value()
+    assert (kernel.shape, kernel.dtype) == ((400, 300), jnp.bfloat16)
+    assert abs(wide(kernel).std() - 0.02) < 1e-3
+    np.testing.assert_array_equal(wide(linear.bias.get_value()), np.zeros(300))
+    assert Linear.create((4, 3), bias=False, dtype="float32", rngs=nnx.Rngs(0)).bias is None
+
+
+@pytest.mark.parametrize("cuts", [(), (7,), (4, 7), (2,)])
+def test_fused_linear_gives_the_same_however_its_parts_are_cut(cuts, rng):
+    """Outputs of 4, 3 and 2 channels: by one part, by one each, or by parts across them."""
+    kernel, bias = random_array(rng, (8, 9), "float32"), random_array(rng, (9,), "float32")
+    x = random_array(rng, (2, 8), "float32")
+    kernels, biases = jnp.split(kernel, list(cuts), 1), jnp.split(bias, list(cuts))
+    fused = FusedLinear([Linear(k, b) for k, b in zip(kernels, biases, strict=True)], (4, 3, 2))
+    outputs = fused(x)
+    assert [output.shape for output in outputs] == [(2, 4), (2, 3), (2, 2)]
+    expected = wide(x) @ wide(kernel) + wide(bias)
+    np.testing.assert_allclose(np.concatenate(outputs, -1), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rms_norm(dtype, rng):
+    norm = RMSNorm(16, 1e-5, dtype)
+    norm.weight = nnx.Param(random_array(rng, (16,), dtype))
+    x = random_array(rng, (2, 3, 16), dtype) * jnp.asarray(30, dtype)
+    y = norm(x)
+    assert y.dtype == x.dtype
+    values = wide(x)
+    expected = values / np.sqrt((values**2).mean(-1, keepdims=True) + 1e-5)
+    expected *= wide(norm.weight.get_value())
+    assert relative_error(y, expected) < (1e-6 if dtype == "float32" else 4e-3)
+
+
+def test_rms_norm_of_zeros_is_zero():
+    np.testing.assert_array_equal(RMSNorm(4, 1e-5, "float32")(jnp.zeros((2, 4))), 0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp(bias, rng):
+    mlp = GatedMLP(dataclasses.replace(CONFIG, mlp_bias=bias), nnx.Rngs(0))
+    [fused] = mlp.gate_up.parts
+    for linear in (fused, mlp.down):
+        assert (linear.bias is not None) == bias
+        if bias:
+            linear.bias = nnx.Param(random_array(rng, linear.bias.get_value().shape, "float32"))
+    x = random_array(rng, (2, 64), "float32") * 20
+
+    def apply(x, linear):
+        return x @ wide(linear.kernel.get_value()) + (wide(linear.bias.get_value()) if bias else 0)
+
+    gate, up = np.split(apply(wide(x), fused), 2, axis=-1)
+    expected = apply(gate / (1 + np.exp(-gate)) * up, mlp.down)
+    np.testing.assert_allclose(mlp(x), expected, atol=1e-4)
+
+
+def test_rotation_turns_pairs_as_complex_numbers(rng):
+    x = random_array(rng, (2, 5, 3, 8), "float32")
+    angles = rng.uniform(-10, 10, (2, 5, 4)).astype(np.float32)
+    turned = wide(rotate(x, jnp.asarray(angles)))
+    pairs = (wide(x)[..., :4] + 1j * wide(x)[..., 4:]) * np.exp(1j * angles[:, :, None])
+    np.testing.assert_allclose(turned, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-5)
+
+
+def test_scores_depend_on_distance_alone(rng):
+    query, key = random_array(rng, (2, 1, 1, 1, 64), "float32")
+    frequencies = rotary_frequencies(64, 10000.0, None)
+
+    def score(at: int, other: int) -> float:
+        turned = (
+            rotate(query, at * frequencies[None, None]),
+            rotate(key, other * frequencies[None, None]),
+        )
+        return float(jnp.vdot(*turned))
+
+    assert score(17, 5) == pytest.approx(score(112, 100), abs=1e-3)
+    assert score(17, 5) != pytest.approx(score(18, 5), abs=1e-2)
+
+
+def test_rotation_keeps_sixteen_bits_in_and_out(rng):
+    x = random_array(rng, (1, 3, 2, 8), "bfloat16")
+    turned = rotate(x, jnp.zeros((1, 3, 4)))
+    assert turned.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(wide(turned), wide(x))
+
+
+def test_plain_frequencies():
+    expected = [500000.0 ** (-2 * i / 128) for i in range(64)]
+    np.testing.assert_allclose(rotary_frequencies(128, 500000.0, None), expected, rtol=1e-5)
+
+
+def test_linear_scaling_divides_all_frequencies():
+    scaled = rotary_frequencies(64, 10000.0, RopeScaling("linear", 4.0))
+    np.testing.assert_allclose(scaled, rotary_frequencies(64, 10000.0, None) / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("factor", "low", "high", "context"), [(8, 1, 4, 8192), (32, 1, 4, 8192), (4, 2, 8, 1000)]
+)
+def test_llama3_scaling(factor, low, high, context):
+    """Wavelength by wavelength, as the model's authors describe it."""
+    expected = []
+    for frequency in (500000.0 ** (-2 * i / 128) for i in range(64)):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < context / high:
+            expected.append(frequency)
+        elif wavelength > context / low:
+            expected.append(frequency / factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
+    scaling = RopeScaling("llama3", factor, low, high, context)
+    scaled = rotary_frequencies(128, 500000.0, scaling)
+    np.testing.assert_allclose(scaled, expected, rtol=1e-5)
+    changed = np.asarray(scaled) / np.asarray(rotary_frequencies(128, 500000.0, None))
+    assert ((changed > 1 / factor * 1.01) & (changed < 0.99)).any(), "nothing was blended"
+
+
+def test_calling_a_layer_changes_nothing(rng):
+    mlp = GatedMLP(CONFIG, nnx.Rngs(0))
+    before = jax.tree.leaves(nnx.state(mlp))
+    mlp(random_array(rng, (2, 64), "float32"))
+    after = jax.tree.leaves(nnx.state(mlp))
+    assert all(one is other for one, other in zip(before, after, strict=True))

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+
+from models import Qwen2, Qwen3, presets
+
+# The config.json of Qwen3 8B.
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+# The config.json of Qwen2.5 0.5B.
+QWEN2_5 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_qwen3_8b_is_the_preset():
+    assert Qwen3.config_from_hf(QWEN3_8B) == presets.QWEN3_8B
+
+
+def test_qwen3_may_have_biases():
+    config = Qwen3.config_from_hf(QWEN3_8B | {"attention_bias": True})
+    assert config.qkv_bias
+    assert config.output_bias
+    assert config.qk_norm
+
+
+def test_qwen2_has_biases_on_query_key_and_value_alone():
+    config = Qwen2.config_from_hf(QWEN2_5)
+    assert config.qkv_bias
+    assert not any([config.output_bias, config.mlp_bias, config.qk_norm])
+    assert (config.head_dim, config.tie_word_embeddings) == (64, True)
+    assert config.windows == (None,) * 24
+
+
+@pytest.mark.parametrize(("family", "hf", "layers"), [(Qwen2, QWEN2_5, 24), (Qwen3, QWEN3_8B, 36)])
+def test_the_window_holds_from_a_layer_on_and_only_if_it_is_used(family, hf, layers):
+    changes = {"sliding_window": 512, "max_window_layers": 20}
+    assert family.config_from_hf(hf | changes).windows == (None,) * layers
+    used = hf | changes | {"use_sliding_window": True}
+    assert family.config_from_hf(used).windows == (None,) * 20 + (512,) * (layers - 20)
+    kinds = ["full_attention"] * (layers - 1) + ["sliding_attention"]
+    listed = used | {"layer_types": kinds}
+    assert family.config_from_hf(listed).windows == (None,) * (layers - 1) + (512,)
+    unused = hf | {"layer_types": kinds, "sliding_window": 512}
+    assert family.config_from_hf(unused).windows == (None,) * layers
+
+
+def test_a_file_without_max_window_layers_means_28():
+    hf = {key: value for key, value in QWEN3_8B.items() if key != "max_window_layers"}
+    config = Qwen3.config_from_hf(hf | {"use_sliding_window": True, "sliding_window": 512})
+    assert config.windows == (None,) * 28 + (512,) * 8

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from models import FAMILIES, ConfigError, Decoder, Llama, Mistral, Qwen2, Qwen3, family
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("LlamaForCausalLM", Llama),
+        ("MistralForCausalLM", Mistral),
+        ("Qwen2ForCausalLM", Qwen2),
+        ("Qwen3ForCausalLM", Qwen3),
+    ],
+)
+def test_family(name, expected):
+    assert family({"architectures": [name]}) is expected
+    assert family({"architectures": ["Unknown", name]}) is expected
+
+
+def test_every_family_is_a_decoder_that_reads_its_own_config():
+    for cls in FAMILIES.values():
+        assert issubclass(cls, Decoder)
+        assert "config_from_hf" in vars(cls)
+
+
+@pytest.mark.parametrize(
+    ("hf", "found"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM'"),
+        ({"architectures": ["A", "B"]}, "'A', 'B'"),
+        ({"architectures": [], "model_type": "gpt2"}, r"none \(model_type 'gpt2'\)"),
+        ({}, r"none \(model_type None\)"),
+    ],
+)
+def test_what_is_not_supported_is_named_beside_what_is(hf, found):
+    with pytest.raises(ConfigError, match=f"unsupported architecture: {found}.*Qwen3ForCausalLM"):
+        family(hf)

@@ -1,0 +1,19 @@
+"""Checkpoints on disk: reading files, and decoding the weights of quantised modules."""
+
+from __future__ import annotations
+
+from mpjax.checkpoint.awq import AWQConfig
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.linear import UniformLinear, check_scales
+from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+
+__all__ = [
+    "AWQConfig",
+    "Checkpoint",
+    "CheckpointError",
+    "GPTQConfig",
+    "TensorInfo",
+    "UniformLinear",
+    "check_scales",
+]

@@ -1,0 +1,146 @@
+"""Reads a GPTQ `quantization_config`, with its rules for single modules (`dynamic`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.checkpoint import packed_module
+from mpjax.checkpoint.errors import CheckpointError
+
+SOURCE = "quantization_config of a GPTQ checkpoint"
+SUPPORTED_BITS = (4, 8)
+SUPPORTED_FORMATS = ("gptq", "gptq_v2")
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicRule:
+    """What GPTQModel did otherwise for modules whose path a pattern matches from its start.
+
+    bits, group_size: as in GPTQConfig, already completed from the checkpoint's own.
+    quantized: False for modules that were left in 16 bits.
+    """
+
+    pattern: re.Pattern[str]
+    quantized: bool
+    bits: int
+    group_size: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTQConfig:
+    """The part of a GPTQ `quantization_config` that decoding depends on.
+
+    bits: 4 or 8. group_size: input channels per group; None means one group of all.
+    checkpoint_format: `gptq` (v1, zero points stored minus 1) or `gptq_v2`.
+    desc_act: whether channels were quantised in order of activation (act-order).
+    static_groups: whether groups were fixed before act-order, and so stay in order.
+    dynamic: rules for single modules, of which the first that matches counts.
+    """
+
+    bits: int
+    group_size: int | None
+    checkpoint_format: str = "gptq"
+    desc_act: bool = False
+    static_groups: bool = False
+    dynamic: tuple[DynamicRule, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> GPTQConfig:
+        """Reads config.json's `quantization_config`.
+
+        Raises CheckpointError when it isn't GPTQ, or has bits or a layout that can't be read.
+        """
+        method = config.get("quant_method", config.get("method"))
+        if method != "gptq":
+            raise CheckpointError(f"{SOURCE}: quant_method is {method!r}: expected 'gptq'")
+        # GPTQModel writes the layout under both names; older writers under the first, or nowhere.
+        keys = [k for k in ("checkpoint_format", "format") if config.get(k) is not None]
+        formats = {str(config[key]).lower() for key in keys} or {"gptq"}
+        if config.get("is_marlin_format"):
+            formats = {"marlin"}
+        for unknown in sorted(formats - set(SUPPORTED_FORMATS)):
+            raise CheckpointError(
+                f"{SOURCE}: the layout {unknown!r} (checkpoint_format) is not supported: "
+                f"only {' and '.join(SUPPORTED_FORMATS)} are"
+            )
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"{SOURCE}: checkpoint_format is {config['checkpoint_format']!r} and format is "
+                f"{config['format']!r}: expected them to agree"
+            )
+        if str(config.get("pack_dtype") or "int32") != "int32":
+            raise CheckpointError(
+                f"{SOURCE}: pack_dtype is {config['pack_dtype']!r}: only int32 words are supported"
+            )
+        bits = _parse_bits(config, SOURCE)
+        group_size = packed_module.parse_group_size(config, ("group_size",), SOURCE)
+        meta = config.get("meta") or {}
+        static_groups = config.get("static_groups", meta.get("static_groups", False))
+        return cls(
+            bits,
+            group_size,
+            formats.pop(),
+            bool(config.get("desc_act", False)),
+            bool(static_groups),
+            _parse_dynamic(config.get("dynamic") or {}, bits, group_size),
+        )
+
+    def for_module(self, name: str) -> GPTQConfig | None:
+        """The config of one module after `dynamic` rules; None if it was left in 16 bits.
+
+        name: the module's path, such as `model.layers.0.mlp.down_proj`.
+        """
+        for rule in self.dynamic:
+            if rule.pattern.match(name):
+                if not rule.quantized:
+                    return None
+                return dataclasses.replace(
+                    self, bits=rule.bits, group_size=rule.group_size, dynamic=()
+                )
+        return self
+
+
+def _parse_bits(config: Mapping[str, Any], source: str) -> int:
+    bits = packed_module.parse_integer(config, ("bits",), source)
+    if bits not in SUPPORTED_BITS:
+        raise CheckpointError(f"{source}: bits is {bits}: only 4 and 8 bits are supported")
+    return bits
+
+
+def _parse_dynamic(rules: Any, bits: int, group_size: int | None) -> tuple[DynamicRule, ...]:
+    """Reads `dynamic`: patterns with `-:` leave modules out, with `+:` or nothing change them."""
+    if not isinstance(rules, Mapping):
+        raise CheckpointError(f"{SOURCE}: dynamic is {rules!r}: expected a map of patterns")
+    parsed = []
+    for key, overrides in rules.items():
+        source = f"{SOURCE}, dynamic rule {key!r}"
+        expression = key[2:] if key.startswith(("-:", "+:")) else key
+        try:
+            pattern = re.compile(expression)
+        except re.error as error:
+            raise CheckpointError(f"{source} is not a regular expression: {error}") from error
+        overrides = overrides or {}
+        if not isinstance(overrides, Mapping):
+            raise CheckpointError(f"{source} is {overrides!r}: expected a map of settings")
+        if key.startswith("-:"):
+            parsed.append(DynamicRule(pattern, False, bits, group_size))
+            continue
+        for forbidden in ("method", "quant_method", "format", "checkpoint_format", "pack_dtype"):
+            if forbidden in overrides:
+                raise CheckpointError(
+                    f"{source} sets {forbidden}: only bits and group_size may differ by module"
+                )
+        parsed.append(
+            DynamicRule(
+                pattern,
+                True,
+                _parse_bits(overrides, source) if "bits" in overrides else bits,
+                packed_module.parse_group_size(overrides, ("group_size",), source)
+                if "group_size" in overrides
+                else group_size,
+            )
+        )
+    return tuple(parsed)

@@ -1,0 +1,56 @@
+"""Writes AWQ and GPTQ tensors from codes, scales and zero points, for tests of any floor.
+
+numpy only, and vectorised, so that a whole model's checkpoint takes no time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Field i of a word, lowest bits first, holds column AWQ_COLUMNS[i] of its eight.
+AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def pack_awq(codes, scales, zeros) -> dict[str, np.ndarray]:
+    """The tensors of an AWQ `gemm` module by suffix, 4 bits.
+
+    codes: [K, N] of 0 to 15, row k for input channel k. scales, zeros: [G, N], zeros 0 to 15.
+    """
+    return {
+        "qweight": _pack_fields(_awq_order(codes), 4),
+        "qzeros": _pack_fields(_awq_order(zeros), 4),
+        "scales": np.ascontiguousarray(scales),
+    }
+
+
+def pack_gptq(codes, scales, zeros, g_idx=None, bits=4, version=1) -> dict[str, np.ndarray]:
+    """The tensors of a GPTQ module by suffix, 4 or 8 bits.
+
+    codes: [K, N], row k for input channel k, of group g_idx[k]. scales, zeros: [G, N], zeros as
+    they count in (code - zero) * scale. g_idx: [K], by default groups in order. version: 1 or 2.
+    """
+    channels, groups = codes.shape[0], scales.shape[0]
+    if g_idx is None:
+        g_idx = np.arange(channels) // (channels // groups)
+    qzeros = _pack_fields(zeros, bits)
+    if version == 1:
+        ones = np.uint32({4: 0x11111111, 8: 0x01010101}[bits])
+        qzeros = (qzeros.view(np.uint32) - ones).view(np.int32)
+    return {
+        "qweight": np.ascontiguousarray(_pack_fields(codes.T, bits).T),
+        "qzeros": qzeros,
+        "scales": np.ascontiguousarray(scales),
+        "g_idx": np.asarray(g_idx, np.int32),
+    }
+
+
+def _awq_order(fields) -> np.ndarray:
+    blocks = np.asarray(fields).reshape(fields.shape[0], -1, 8)
+    return blocks[:, :, AWQ_COLUMNS].reshape(fields.shape)
+
+
+def _pack_fields(fields, bits) -> np.ndarray:
+    """Packs [R, C] along C into int32 [R, C * bits / 32], lowest bits first."""
+    blocks = np.asarray(fields).astype(np.uint32).reshape(fields.shape[0], -1, 32 // bits)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    return np.bitwise_or.reduce(blocks << shifts, axis=-1).view(np.int32)

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpjax.checkpoint import gptq
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.gptq_config import GPTQConfig
+from tests.mpjax.checkpoint.packers import pack_gptq
+
+CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
+NAME = "model.layers.0.mlp.down_proj"
+ROWS, COLUMNS, GROUP_SIZE = 64, 24, 16
+
+
+def config(**changes):
+    return GPTQConfig.from_config({**CONFIG, **changes})
+
+
+def random_module(bits=4, group_size=GROUP_SIZE, act_order=False, seed=0, scale_dtype=np.float16):
+    """Tensors of random bits: every 32-bit word is a valid vector."""
+    rng = np.random.default_rng(seed)
+    groups = ROWS // group_size
+    g_idx = np.arange(ROWS, dtype=np.int32) // group_size
+
+    def words(*shape):
+        return rng.integers(-(2**31), 2**31, shape, dtype=np.int32)
+
+    return {
+        "qweight": words(ROWS * bits // 32, COLUMNS),
+        "qzeros": words(groups, COLUMNS * bits // 32),
+        "scales": rng.uniform(0.01, 0.1, (groups, COLUMNS)).astype(scale_dtype),
+        "g_idx": rng.permutation(g_idx) if act_order else g_idx,
+    }
+
+
+def code(tensors, bits, k, n):
+    """Element k is bits [k b, k b + b) of the little-endian bit stream of column n."""
+    word = int(tensors["qweight"][k * bits // 32, n]) % 2**32
+    return (word >> (k * bits % 32)) % 2**bits
+
+
+def zero(tensors, bits, version, g, n):
+    """Element n of row g's bit stream, once each word of a v1 file has got its ones back."""
+    word = int(tensors["qzeros"][g, n * bits // 32])
+    if version == 1:
+        word += {4: 0x11111111, 8: 0x01010101}[bits]
+    return ((word % 2**32) >> (n * bits % 32)) % 2**bits
+
+
+def dequantized(tensors, bits, version):
+    weight = np.empty((ROWS, COLUMNS), np.float64)
+    for k in range(ROWS):
+        g = int(tensors["g_idx"][k])
+        for n in range(COLUMNS):
+            difference = code(tensors, bits, k, n) - zero(tensors, bits, version, g, n)
+            weight[k, n] = difference * float(tensors["scales"][g, n])
+    return weight
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_dequantized_weight_equals_the_format_description(bits, version, act_order):
+    tensors = random_module(bits, act_order=act_order, seed=bits + version)
+    parsed = config(
+        bits=bits, desc_act=act_order, checkpoint_format=["gptq", "gptq_v2"][version - 1]
+    )
+    linear = gptq.decode(tensors, parsed, NAME)
+    assert (linear.permutation is not None) == act_order
+    assert linear.codes.dtype == np.uint8
+    assert linear.zeros.dtype == np.uint16
+    assert (linear.shape, linear.bits, linear.group_size) == ((ROWS, COLUMNS), bits, GROUP_SIZE)
+    np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, bits, version))
+
+
+@pytest.mark.parametrize("scale_dtype", [ml_dtypes.bfloat16, np.float32])
+def test_scales_keep_the_dtype_of_the_file(scale_dtype):
+    tensors = random_module(scale_dtype=scale_dtype)
+    linear = gptq.decode(tensors, config(), NAME)
+    assert linear.scales.dtype == scale_dtype
+    np.testing.assert_array_equal(linear.scales, tensors["scales"])
+
+
+def test_zero_points_of_v1_by_hand():
+    # Written zero points, lowest field first: 0, 3, 0, 15, 1, 8, 0, 0. In one subtraction of
+    # 0x11111111 the zeros borrow, and the last borrow leaves the word.
+    written = [0, 3, 0, 15, 1, 8, 0, 0]
+    word = sum(value << 4 * i for i, value in enumerate(written))
+    stored = (word - 0x11111111) % 2**32
+    assert [(stored >> 4 * i) % 16 for i in range(8)] == [15, 1, 15, 13, 0, 7, 15, 14]
+    tensors = {
+        "qweight": np.zeros((1, 8), np.int32),
+        "qzeros": np.array([[stored]], np.uint32).view(np.int32),
+        "scales": np.ones((1, 8), np.float16),
+    }
+    linear = gptq.decode(tensors, config(group_size=-1), NAME)
+    np.testing.assert_array_equal(linear.zeros, [written])
+
+
+def test_symmetric_zero_points_of_v1():
+    tensors = random_module()
+    tensors["qzeros"] = np.full_like(tensors["qzeros"], 0x77777777)
+    linear = gptq.decode(tensors, config(sym=True), NAME)
+    np.testing.assert_array_equal(linear.zeros, np.full((4, COLUMNS), 8))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([4, 8]), st.sampled_from([1, 2]), st.booleans())
+def test_decode_inverts_the_packer(seed, bits, version, act_order):
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 2**bits, (32, 16))
+    zeros = rng.integers(0, 2**bits, (2, 16))
+    zeros[rng.random(zeros.shape) < 0.4] = 0
+    scales = rng.uniform(0.5, 1, (2, 16)).astype(np.float16)
+    g_idx = np.arange(32) // 16
+    if act_order:
+        g_idx = rng.permutation(g_idx)
+    tensors = pack_gptq(codes, scales, zeros, g_idx, bits, version)
+    parsed = config(bits=bits, checkpoint_format=["gptq", "gptq_v2"][version - 1])
+    linear = gptq.decode(tensors, parsed, NAME)
+    order = np.arange(32) if linear.permutation is None else np.asarray(linear.permutation)
+    np.testing.assert_array_equal(linear.codes, codes[order])
+    np.testing.assert_array_equal(linear.zeros, zeros)
+    expected = (codes - zeros[g_idx]) * scales[g_idx].astype(np.float64)
+    np.testing.assert_array_equal(linear.dequantize(), expected)
+
+
+def test_permuted_rows_lie_in_groups_and_keep_their_order():
+    g_idx = np.array([1, 0, 1, 0, 2, 2], np.int32)
+    np.testing.assert_array_equal(gptq.permutation_of(g_idx, 2, NAME), [1, 3, 0, 2, 4, 5])
+    assert gptq.permutation_of(np.arange(6) // 2, 2, NAME) is None
+
+
+@pytest.mark.parametrize(
+    ("g_idx", "message"),
+    [
+        (
+            [0, 0, 0, 1],
+            "puts 3 channels in group 0: expected 2 channels in each of the groups 0 to 1",
+        ),
+        ([0, 0, 2, 2], "puts 2 channels in group 2"),
+        ([-1, -1, 0, 0], "puts 2 channels in group -1"),
+        ([0, 0, 0, 0], "puts 4 channels in group 0"),
+    ],
+)
+def test_groups_of_wrong_size(g_idx, message):
+    with pytest.raises(CheckpointError, match=message):
+        gptq.permutation_of(np.array(g_idx, np.int32), 2, NAME)
+
+
+def test_whole_k_group_needs_no_permutation():
+    tensors = random_module(group_size=ROWS)
+    linear = gptq.decode(tensors, config(group_size=-1, desc_act=True), NAME)
+    assert linear.group_size is None
+    assert linear.permutation is None
+    np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 4, 1))
+
+
+def test_g_idx_may_be_absent_only_without_act_order():
+    tensors = random_module()
+    expected = gptq.decode(tensors, config(), NAME)
+    del tensors["g_idx"]
+    for parsed in (config(), config(desc_act=True, static_groups=True)):
+        jax.tree.map(np.testing.assert_array_equal, gptq.decode(tensors, parsed, NAME), expected)
+    with pytest.raises(CheckpointError, match=f"{NAME} has no tensor g_idx"):
+        gptq.decode(tensors, config(desc_act=True), NAME)
+
+
+def test_static_groups_may_be_told_in_meta():
+    assert config(meta={"static_groups": True}).static_groups
+
+
+def test_decode_inside_jit_takes_g_idx_from_outside():
+    tensors = random_module(act_order=True)
+    g_idx = tensors.pop("g_idx")
+    decode = jax.jit(lambda arrays: gptq.decode({**arrays, "g_idx": g_idx}, config(), NAME))
+    expected = gptq.decode({**tensors, "g_idx": g_idx}, config(), NAME)
+    jax.tree.map(np.testing.assert_array_equal, decode(tensors), expected)
+    with pytest.raises(ValueError, match="g_idx is an argument of a jitted function"):
+        jax.jit(lambda arrays: gptq.decode(arrays, config(), NAME))({**tensors, "g_idx": g_idx})
+
+
+def test_matches_only_gptq_shapes():
+    tensors = random_module()
+    assert gptq.matches(tensors)
+    assert gptq.matches(random_module(bits=8))
+    assert not gptq.matches({"weight": tensors["scales"]})
+    assert not gptq.matches({**tensors, "qweight": np.zeros((ROWS, COLUMNS // 8), np.int32)})
+
+
+@pytest.mark.parametrize(
+    ("suffix", "array", "message"),
+    [
+        (
+            "qzeros",
+            np.zeros((3, 3), np.int32),
+            r"qzeros is int32 \[3, 3\]: expected int32 \[4, 3\]",
+        ),
+        ("scales", np.zeros((2, 24), np.float16), r"scales is float16 \[2, 24\].* \[4, 24\]"),
+        ("qweight", np.zeros((8, 24), np.int64), r"qweight is int64 \[8, 24\]: expected int32"),
+        ("g_idx", np.zeros(63, np.int32), r"g_idx is int32 \[63\]: expected int32 \[64\]"),
+        ("g_idx", np.zeros(64, np.float32), r"g_idx is float32 \[64\]: expected int32 \[64\]"),
+        ("g_idx", np.zeros(64, np.int32), "g_idx puts 64 channels in group 0"),
+        ("qweight", np.zeros((7, 24), np.int32), "56 input channels: expected a multiple of"),
+        ("qweight", np.zeros((64, 3), np.int32), "says quant_method 'gptq', but.* packed as AWQ"),
+        ("qweight", np.zeros((64, 5), np.int32), "neither AWQ gemm .* nor GPTQ"),
+    ],
+)
+def test_tensor_errors(suffix, array, message):
+    with pytest.raises(CheckpointError, match=message):
+        gptq.decode({**random_module(), suffix: array}, config(), NAME)
+
+
+def test_bits_of_config_and_tensors_must_agree():
+    with pytest.raises(CheckpointError, match=r"qzeros is int32 \[4, 6\]: expected int32 \[8, 3\]"):
+        gptq.decode(random_module(bits=8), config(), NAME)
+
+
+def test_output_channels_must_fill_words():
+    tensors = {
+        "qweight": np.zeros((8, 12), np.int32),
+        "qzeros": np.zeros((4, 2), np.int32),
+        "scales": np.zeros((4, 12), np.float16),
+    }
+    with pytest.raises(CheckpointError, match="12 output channels: expected a multiple of 8"):
+        gptq.decode(tensors, config(), NAME)
+
+
+def test_shape_that_the_model_expects():
+    with pytest.raises(CheckpointError, match=r"64 input and 24 output.*expects 64 and 32"):
+        gptq.decode(random_module(), config(), NAME, (64, 32))
+
+
+@pytest.mark.parametrize("suffix", ["qweight", "qzeros", "scales"])
+def test_missing_tensor(suffix):
+    tensors = random_module()
+    del tensors[suffix]
+    with pytest.raises(CheckpointError, match=f"{NAME} has no tensor {suffix}"):
+        gptq.decode(tensors, config(), NAME)
+
+
+def test_dynamic_rule_decides_bits_and_zero_points_of_a_module():
+    parsed = config(dynamic={"+:.*down_proj": {"bits": 8, "group_size": 32}})
+    tensors = random_module(bits=8, group_size=32)
+    linear = gptq.decode(tensors, parsed, NAME)
+    assert (linear.bits, linear.group_size) == (8, 32)
+    np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 8, 1))
+
+
+def test_packed_tensors_of_a_module_that_a_rule_leaves_out():
+    with pytest.raises(
+        CheckpointError, match=r"dynamic rule of config\.json says that it was left"
+    ):
+        gptq.decode(random_module(), config(dynamic={"-:.*down_proj": {}}), NAME)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import pytest
+
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.gptq_config import GPTQConfig
+
+CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
+
+
+def config(**changes):
+    return GPTQConfig.from_config({**CONFIG, **changes})
+
+
+def test_v1_is_the_default_format():
+    assert config() == GPTQConfig(4, 128, "gptq", desc_act=True)
+    assert config(checkpoint_format=None).checkpoint_format == "gptq"
+
+
+def test_spellings_of_gptqmodel():
+    parsed = config(
+        method="gptq",
+        format="gptq_v2",
+        checkpoint_format="gptq_v2",
+        pack_dtype="int32",
+        bits=8,
+        group_size=-1,
+    )
+    assert parsed == GPTQConfig(8, None, "gptq_v2", desc_act=True)
+    assert config(format="gptq_v2").checkpoint_format == "gptq_v2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method is 'awq': expected 'gptq'"),
+        ({"quant_method": "marlin"}, "quant_method is 'marlin': expected 'gptq'"),
+        ({"bits": 2}, "bits is 2: only 4 and 8 bits are supported"),
+        ({"bits": 3}, "bits is 3: only 4 and 8 bits are supported"),
+        ({"bits": None}, "bits is None: expected an integer"),
+        ({"checkpoint_format": "gptq_p"}, "layout 'gptq_p'.*only gptq and gptq_v2 are"),
+        ({"checkpoint_format": "marlin"}, "layout 'marlin'"),
+        ({"format": "bitblas"}, "layout 'bitblas'"),
+        ({"is_marlin_format": True}, "layout 'marlin'"),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "expected them to agree"),
+        ({"pack_dtype": "int64"}, "pack_dtype is 'int64': only int32 words are supported"),
+        ({"group_size": -2}, "group_size is -2: expected a positive number, or -1"),
+        ({"dynamic": ["-:lm_head"]}, "dynamic is .*: expected a map of patterns"),
+        ({"dynamic": {"-:(": {}}}, r"dynamic rule '-:\(' is not a regular expression"),
+        ({"dynamic": {"+:.*": 8}}, "dynamic rule .* is 8: expected a map of settings"),
+        ({"dynamic": {"+:.*": {"bits": 2}}}, "dynamic rule .*: bits is 2: only 4 and 8"),
+        ({"dynamic": {".*": {"group_size": 0}}}, "dynamic rule .*: group_size is 0"),
+        ({"dynamic": {".*": {"format": "marlin"}}}, "sets format: only bits and group_size may"),
+    ],
+)
+def test_config_errors(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        config(**changes)
+
+
+def test_the_first_dynamic_rule_that_matches_counts():
+    parsed = config(
+        dynamic={
+            r"-:model\.layers\.0\..*": {},
+            r"+:.*\.down_proj": {"bits": 8, "damp_percent": 0.1},
+            r".*\.mlp\..*": {"group_size": 32},
+            r"model\.layers\.2\..*": {"bits": 8, "group_size": -1},
+        }
+    )
+    assert parsed.for_module("model.layers.0.mlp.down_proj") is None
+    down = parsed.for_module("model.layers.1.mlp.down_proj")
+    assert (down.bits, down.group_size, down.desc_act) == (8, 128, True)
+    up = parsed.for_module("model.layers.2.mlp.up_proj")
+    assert (up.bits, up.group_size) == (4, 32)
+    query = parsed.for_module("model.layers.2.self_attn.q_proj")
+    assert (query.bits, query.group_size) == (8, None)
+    assert parsed.for_module("model.layers.3.self_attn.q_proj") is parsed
+
+
+def test_patterns_match_from_the_start_of_the_path():
+    parsed = config(dynamic={"-:mlp": {}})
+    assert parsed.for_module("model.layers.0.mlp.up_proj") is parsed
+    assert parsed.for_module("mlp.up_proj") is None

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.linear import UniformLinear, check_scales, unpack_words
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_unpack_words_reads_fields_from_the_lowest_bits_up(bits, axis):
+    words = np.random.default_rng(bits).integers(-(2**31), 2**31, (6, 5), dtype=np.int32)
+    per_word = 32 // bits
+    shape = (6 * per_word, 5) if axis == 0 else (6, 5 * per_word)
+    expected = np.empty(shape, np.int64)
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            position = (row, column)[axis]
+            word = words[row // per_word, column] if axis == 0 else words[row, column // per_word]
+            expected[row, column] = (int(word) % 2**32) >> (bits * (position % per_word)) & (
+                2**bits - 1
+            )
+    unpacked = unpack_words(jnp.asarray(words), bits, axis)
+    assert unpacked.dtype == jnp.uint8
+    np.testing.assert_array_equal(unpacked, expected)
+
+
+def test_unpack_words_in_another_order():
+    words = jnp.array([[0x03020100]], jnp.int32)
+    np.testing.assert_array_equal(unpack_words(words, 8, 1, (3, 1, 2, 0)), [[3, 1, 2, 0]])
+
+
+@pytest.mark.parametrize("scale_dtype", [np.float16, ml_dtypes.bfloat16])
+def test_dequantize_is_exact_and_undoes_the_permutation(scale_dtype):
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (8, 4), dtype=np.uint8)
+    zeros = rng.integers(0, 257, (2, 4), dtype=np.uint16)
+    scales = rng.uniform(0.1, 1, (2, 4)).astype(scale_dtype)
+    permutation = rng.permutation(8).astype(np.int32)
+    linear = UniformLinear(
+        jnp.asarray(codes),
+        jnp.asarray(scales),
+        jnp.asarray(zeros),
+        jnp.asarray(permutation),
+        bits=8,
+        group_size=4,
+    )
+    expected = np.empty((8, 4), np.float64)
+    for row, channel in enumerate(permutation):
+        difference = codes[row].astype(int) - zeros[row // 4].astype(int)
+        expected[channel] = difference * scales[row // 4].astype(np.float64)
+    np.testing.assert_array_equal(linear.dequantize(), expected)
+
+
+def test_uniform_linear_is_a_pytree_with_static_format():
+    arrays = jnp.zeros((8, 4), jnp.uint8), jnp.ones((1, 4)), jnp.zeros((1, 4), jnp.uint16)
+    linear = UniformLinear(*arrays, None, bits=4, group_size=None)
+    assert len(jax.tree.leaves(linear)) == 3
+    out = jax.jit(lambda value: value)(linear)
+    assert (out.bits, out.group_size, out.permutation, out.shape) == (4, None, None, (8, 4))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_check_scales(dtype):
+    scales = jnp.ones((4, 6), dtype)
+    check_scales("model.layers.0.mlp.up_proj", scales)
+    damaged = scales.at[0, 1].set(jnp.nan).at[2, 3].set(jnp.inf).at[3, 5].set(-jnp.inf)
+    with pytest.raises(CheckpointError, match=r"^model\.layers\.0\.mlp\.up_proj: 3 of the 24"):
+        check_scales("model.layers.0.mlp.up_proj", damaged)

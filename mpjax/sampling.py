@@ -1,0 +1,282 @@
+"""Choosing the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
+
+Everything here is a pure function of arrays, so it runs inside `jit`, `vmap` and `while_loop`.
+A row of a batch is drawn with a key of its own: its token depends neither on its neighbours nor
+on the size of the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FILTERS = ("top_k", "top_p", "min_p")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a next token is drawn; every field is off (`None`) unless given.
+
+    A field is a number, or an array [batch] with one number per row. `None` is pytree structure
+    and a number is a leaf, so `jit` traces again when a feature is switched on or off and never
+    for another value of it.
+
+    Attributes:
+      temperature: logits are divided by it; `None` or 0 is greedy (for an array: 0 makes its row
+        greedy). Greedy everywhere leaves the three filters nothing to do, so they become `None`.
+      top_k: keep the k most likely tokens, at least 1 (and those that tie with the last of them).
+      top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p, in
+        (0, 1]; the most likely token always stays (Holtzman et al., 2019).
+      min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1)
+        (Nguyen et al., 2024).
+      repetition_penalty: a seen token's logit is divided by it when positive and multiplied by it
+        when negative; above 0, 1 changes nothing (Keskar et al., 2019, section 4.1).
+
+    Raises:
+      ValueError: for a number outside these ranges, for an array that is not [batch], and for a
+        filter without a temperature. Tracers are taken as they are.
+    """
+
+    temperature: Any = None
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    repetition_penalty: Any = None
+
+    def __post_init__(self) -> None:
+        for name, (accepts, expected) in _RANGES.items():
+            value = _canonical(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+            if _concrete(value) and not bool(np.all(accepts(np.asarray(value)))):
+                raise ValueError(f"{name} is {value}; it must be {expected}.")
+        if _concrete(self.temperature) and not np.any(np.asarray(self.temperature)):
+            for name in ("temperature", *FILTERS):
+                object.__setattr__(self, name, None)
+        elif self.temperature is None:
+            for name in FILTERS:
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} is set but temperature is not, and greedy decoding ignores it: "
+                        "pass a temperature too (1.0 leaves the distribution as it is)."
+                    )
+
+    @property
+    def greedy(self) -> bool:
+        """True when every row takes its most likely token."""
+        return self.temperature is None
+
+
+_RANGES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
+    "temperature": (lambda value: (value >= 0) & np.isfinite(value), "finite and 0 or above"),
+    "top_k": (lambda value: value >= 1, "1 or above (leave it None to switch it off)"),
+    "top_p": (lambda value: (value > 0) & (value <= 1), "above 0 and at most 1"),
+    "min_p": (lambda value: (value >= 0) & (value < 1), "0 or above and below 1"),
+    "repetition_penalty": (lambda value: (value > 0) & np.isfinite(value), "finite and above 0"),
+}
+_NAMES = tuple(_RANGES)
+
+
+def _concrete(value: Any) -> bool:
+    return value is not None and not isinstance(value, jax.core.Tracer)
+
+
+def _canonical(name: str, value: Any) -> Any:
+    """One type per field, so that 1 and 1.0 share a trace: a Python number or an array."""
+    if value is None:
+        return None
+    dtype = np.dtype(np.int32 if name == "top_k" else np.float32)
+    if np.ndim(value) > 1:
+        raise ValueError(
+            f"{name} has shape {np.shape(value)}; it must be a number or an array [batch]."
+        )
+    if isinstance(value, jax.Array):
+        return value.astype(dtype)
+    if name == "top_k" and np.any(np.asarray(value) != np.floor(value)):
+        raise ValueError(f"top_k is {value}; it must be a whole number.")
+    if np.ndim(value):
+        return np.asarray(value, dtype)
+    return int(value) if name == "top_k" else float(value)
+
+
+def _flatten(sampling: Sampling) -> tuple[tuple[Any, ...], None]:
+    return tuple(getattr(sampling, name) for name in _NAMES), None
+
+
+def _flatten_with_keys(sampling: Sampling) -> tuple[tuple[tuple[Any, Any], ...], None]:
+    key = jax.tree_util.GetAttrKey
+    return tuple((key(name), getattr(sampling, name)) for name in _NAMES), None
+
+
+def _unflatten(_: None, leaves: Any) -> Sampling:
+    # Past the constructor: leaves may be tracers, axes or bare objects, and a leaf that becomes 0
+    # must stay a leaf. `register_dataclass` would call the constructor.
+    sampling = object.__new__(Sampling)
+    for name, leaf in zip(_NAMES, leaves, strict=True):
+        object.__setattr__(sampling, name, leaf)
+    return sampling
+
+
+jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten, _flatten)
+
+
+def sample(
+    logits: jax.Array,
+    keys: jax.Array,
+    sampling: Sampling | None = None,
+    seen: jax.Array | None = None,
+) -> jax.Array:
+    """Draw one token per row.
+
+    Args:
+      logits: [batch, vocabulary], any float dtype; computed in float32.
+      keys: typed PRNG keys [batch], one per row (`row_keys`, `step_keys`). Greedy draws use none.
+      sampling: what to draw from; `None` is greedy.
+      seen: bool [batch, vocabulary], the tokens of the prompt and of the text so far; needed for
+        `repetition_penalty` and ignored without it.
+
+    Returns:
+      Tokens int32 [batch]. Among equal logits a greedy row takes the lowest token id.
+
+    Raises:
+      ValueError: for shapes that do not match, or a repetition penalty without `seen`.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    logits = _penalised(logits, sampling, seen)
+    if sampling.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if keys.shape != logits.shape[:1] or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"keys are {keys.dtype} {keys.shape}; sample needs one typed key per row of logits "
+            f"{logits.shape}: make them with row_keys(seeds)."
+        )
+    # The maximum of logits plus Gumbel noise is a draw from their softmax. "high" keeps the noise
+    # exact where it is largest, which is where the maximum over a large vocabulary is found.
+    noise = jax.vmap(
+        lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32, mode="high")
+    )(keys)  # [batch, vocabulary]
+    drawn = jnp.argmax(_filtered(logits, sampling) + noise, axis=-1)
+    temperature = _per_row(sampling.temperature, "temperature", logits)[:, 0]  # [batch]
+    return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+
+
+def process_logits(
+    logits: jax.Array, sampling: Sampling, seen: jax.Array | None = None
+) -> jax.Array:
+    """The logits that `sample` draws from, float32 [batch, vocabulary]; what is removed is -inf.
+
+    The steps and their order are Hugging Face's: repetition penalty, temperature, top-k, top-p,
+    min-p, each on what the one before it left. A greedy row gets the penalty alone. Arguments
+    and errors are those of `sample`.
+    """
+    logits = _penalised(logits, sampling, seen)
+    if sampling.greedy:
+        return logits
+    temperature = _per_row(sampling.temperature, "temperature", logits)
+    return jnp.where(temperature > 0, _filtered(logits, sampling), logits)
+
+
+def _penalised(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) -> jax.Array:
+    if logits.ndim != 2:
+        raise ValueError(f"logits have shape {logits.shape}; expected [batch, vocabulary].")
+    logits = logits.astype(jnp.float32)
+    if sampling.repetition_penalty is None:
+        return logits
+    if seen is None or seen.shape != logits.shape:
+        found = "None" if seen is None else f"of shape {seen.shape}"
+        raise ValueError(
+            f"repetition_penalty needs seen, a bool array of shape {logits.shape} that marks the "
+            f"tokens of the prompt and of the text so far; it is {found}."
+        )
+    penalty = _per_row(sampling.repetition_penalty, "repetition_penalty", logits)
+    penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    return jnp.where(seen.astype(jnp.bool_), penalised, logits)
+
+
+def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Temperature, top-k, top-p, min-p. Each filter is one threshold per row; ties with it stay."""
+    temperature = _per_row(sampling.temperature, "temperature", logits)
+    logits = logits / jnp.where(temperature > 0, temperature, jnp.ones_like(temperature))
+    threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)  # [batch, 1]
+    if sampling.top_k is not None or sampling.top_p is not None:
+        threshold = _rank_threshold(logits, sampling)
+    if sampling.min_p is not None:
+        min_p = _per_row(sampling.min_p, "min_p", logits)
+        peak = jnp.max(logits, axis=-1, keepdims=True)
+        threshold = jnp.maximum(threshold, peak + jnp.log(min_p))
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
+
+
+def _rank_threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """The smallest logit that top-k and then top-p keep, [batch, 1]."""
+    # `lax.top_k` wants k while tracing, and top-p may keep any number of tokens, so both read the
+    # same single sort: k stays a value that can change without another trace.
+    ranked = jnp.sort(logits, axis=-1, descending=True)  # [batch, vocabulary]
+    threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)
+    if sampling.top_k is not None:
+        top_k = _per_row(sampling.top_k, "top_k", logits, jnp.int32)
+        last = jnp.clip(top_k, 1, logits.shape[-1]) - 1
+        threshold = jnp.take_along_axis(ranked, last, axis=-1)
+    if sampling.top_p is not None:
+        top_p = _per_row(sampling.top_p, "top_p", logits)
+        kept = jnp.where(ranked >= threshold, ranked, -jnp.inf)
+        probabilities = jax.nn.softmax(kept, axis=-1)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass of likelier tokens
+        # 1.0 means all of them, whatever the rounding of the sum.
+        inside = (before < top_p) | (top_p >= 1)
+        inside = inside.at[:, 0].set(True)
+        nucleus = jnp.min(jnp.where(inside, kept, jnp.inf), axis=-1, keepdims=True)
+        threshold = jnp.maximum(threshold, nucleus)
+    return threshold
+
+
+def _per_row(value: Any, name: str, logits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """A field as [batch, 1], or [1, 1] when it is one number for all rows."""
+    value = jnp.asarray(value, dtype)
+    if value.shape not in ((), logits.shape[:1]):
+        raise ValueError(
+            f"{name} has shape {value.shape}; logits of shape {logits.shape} need a number or "
+            f"an array of shape {logits.shape[:1]}."
+        )
+    return value.reshape(-1, 1)
+
+
+def row_keys(seeds: Any) -> jax.Array:
+    """One typed PRNG key per row from integer seeds [batch], each in [0, 2**32).
+
+    The generator is threefry whatever `jax_default_prng_impl` says: `vmap` over keys of the
+    hardware generators does not give a row the same numbers in another batch.
+    """
+    if not isinstance(seeds, jax.core.Tracer):
+        found = np.asarray(seeds)
+        if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+            raise ValueError(f"seeds are {found.dtype} {found.shape}; expected integers [batch].")
+        if np.any(found < 0) or np.any(found >= 2**32):
+            raise ValueError(f"seeds are {found.tolist()}; each must be in [0, 2**32).")
+        seeds = found.astype(np.uint32)
+    return jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(jnp.asarray(seeds))
+
+
+def step_keys(keys: jax.Array, step: Any) -> jax.Array:
+    """The keys [batch] of one decoding step: `step` is a number, or one number per row [batch]."""
+    steps = jnp.broadcast_to(jnp.asarray(step, jnp.uint32), keys.shape)
+    return jax.vmap(jax.random.fold_in)(keys, steps)
+
+
+def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Log-probability of each token under the unmodified softmax of its logits.
+
+    Args:
+      logits: [..., vocabulary], any float dtype; computed in float32.
+      tokens: integers [...].
+
+    Returns:
+      float32 [...], natural logarithm.
+    """
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)

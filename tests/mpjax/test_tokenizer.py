@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+
+from mpjax.checkpoint import CheckpointError
+from mpjax.tokenizer import Tokenizer
+from tests.mpjax.tokenizer_folders import TEXTS, TOOLS, llama, qwen, sentencepiece, write
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory):
+    return llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory):
+    return qwen(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(params=["llama", "qwen"])
+def pair(request):
+    """The same folder through this library and through transformers."""
+    transformers = pytest.importorskip("transformers")
+    folder = request.getfixturevalue(f"{request.param}_folder")
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return Tokenizer.from_folder(folder), reference
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "<|eot_id|>x<|im_end|><think>y</think>", "e\u0301"])
+def test_encode_and_decode_equal_those_of_transformers(pair, text):
+    ours, reference = pair
+    ids = ours.encode(text)
+    assert ids == reference(text)["input_ids"]
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special=skip) == reference.decode(
+            ids, skip_special_tokens=skip
+        )
+
+
+def test_stop_and_bos_ids(llama_folder, qwen_folder):
+    llama, qwen = Tokenizer.from_folder(llama_folder), Tokenizer.from_folder(qwen_folder)
+    assert (llama.bos_id, llama.stop_ids) == (0, (1, 4))
+    assert (qwen.bos_id, qwen.stop_ids) == (None, (0, 2))  # config.json's, then <|im_end|>
+    assert llama.vocab_size == llama.backend.get_vocab_size()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (2,)),
+        ({"config": {"eos_token_id": [7, 2]}}, (7, 2)),
+        ({"config": {"text_config": {"eos_token_id": 5}}}, (5, 2)),
+        ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": 9}}, (9, 2)),
+        ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": None}}, (5, 2)),
+    ],
+)
+def test_stop_ids_come_from_the_first_file_that_names_them(tmp_path, files, expected):
+    names = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    write(tmp_path, sentencepiece(), special_tokens_map=names, **files)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.stop_ids == expected
+    assert tokenizer.bos_id == 1
+
+
+def test_add_bos_token_does_not_override_the_post_processor(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write(tmp_path, sentencepiece(), tokenizer_config={"bos_token": "<s>", "add_bos_token": True})
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = Tokenizer.from_folder(tmp_path).encode("ab é")
+    assert ids == reference("ab é")["input_ids"]
+    assert ids[0] != 1
+
+
+def test_tokens_of_tokenizer_config_that_tokenizer_json_lacks_are_added(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    backend = sentencepiece()
+    start = backend.get_vocab_size()
+    entry = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    added = {
+        str(start + 1): {"content": "<|user|>", "special": False, **entry},
+        str(start): {"content": "<|end|>", "special": True, **entry},
+    }
+    config = {
+        "eos_token": "<|end|>",
+        "unk_token": "ab",  # an ordinary piece that is special by being named
+        "added_tokens_decoder": added,
+    }
+    write(tmp_path, backend, tokenizer_config=config)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    text = "ab<|user|>a<|end|>"
+    assert ours.encode(text) == reference(text)["input_ids"]
+    assert ours.encode(text)[-1] == start == ours.stop_ids[0]
+    assert ours.decode(ours.encode(text)) == reference.decode(
+        reference(text)["input_ids"], skip_special_tokens=True
+    )
+    added[str(start + 9)] = {"content": "<|far|>", **entry}
+    write(tmp_path, backend, tokenizer_config=config)
+    with pytest.raises(
+        CheckpointError, match=rf"'<\|far\|>' the id {start + 9}, but .* {start + 2}"
+    ):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_templates_by_name_and_in_files(tmp_path, qwen_folder):
+    backend = Tokenizer.from_folder(qwen_folder).backend
+    hello = [{"role": "user", "content": "hello"}]
+    named = [
+        {"name": "default", "template": "D {{ messages[0].content }}"},
+        {"name": "tool_use", "template": "T {{ tools | length }}"},
+    ]
+    write(tmp_path, backend, tokenizer_config={"chat_template": named})
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours.chat(hello) == "D hello"
+    assert ours.chat(hello, tools=TOOLS) == "T 1"
+    assert ours.chat(hello, tools=TOOLS, chat_template="default") == "D hello"
+
+    write(tmp_path, backend, tokenizer_config={"chat_template": named[1:]})
+    with pytest.raises(ValueError, match=r"no default among its chat templates \['tool_use'\]"):
+        Tokenizer.from_folder(tmp_path).chat(hello)
+
+    write(tmp_path, backend, tokenizer_config={}, chat_template={"chat_template": "P"})
+    assert Tokenizer.from_folder(tmp_path).chat(hello) == "P"
+
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "rag.jinja").write_text("R", encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text("F", encoding="utf-8")
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours.chat_templates == {"default": "F", "rag": "R"}
+    assert ours.chat(hello, chat_template="rag") == "R"
+
+
+def test_a_folder_without_tokenizer_json_says_what_there_is(tmp_path):
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        Tokenizer.from_folder(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="it holds nothing"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"it holds model\.safetensors"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model but no .* with transformers"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", r"tokenizer\.json can't be read as a tokenizer"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
+        ("config.json", "[]", r"config\.json holds a list; expected a JSON object"),
+        ("config.json", '{"eos_token_id": "</s>"}', r"eos_token_id in .*config\.json is '</s>'"),
+        ("tokenizer_config.json", '{"chat_template": [1]}', "is not a str or a list of"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, message):
+    write(tmp_path, sentencepiece())
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_encode_takes_a_text():
+    with pytest.raises(ValueError, match="text is list; encode takes a str"):
+        Tokenizer(sentencepiece()).encode(["a"])  # type: ignore[arg-type]

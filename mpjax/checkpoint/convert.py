@@ -1,0 +1,150 @@
+"""Brings the tensors of a linear map to the device and into the format that the plan says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import Linear
+from mpjax.checkpoint import awq, gptq
+from mpjax.checkpoint.awq import AWQConfig
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.layout import LinearPlace
+from mpjax.checkpoint.linear import check_scales
+from mpjax.checkpoint.plan import LinearSource
+from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.memory import default_device
+from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
+from pallas_kernels.formats import concatenate
+
+Read = Callable[[TensorInfo], np.ndarray]
+
+
+def convert_array(info: TensorInfo, dtype: str, read: Read) -> jax.Array:
+    """One tensor as it is, in another dtype. Raises CheckpointError where float16 can't hold it."""
+    array = _to_device(read(info))
+    return _require_in_range(info, array.astype(dtype))
+
+
+def convert_linear(
+    place: LinearPlace, sources: Sequence[LinearSource], dtype: str, read: Read
+) -> list[Linear]:
+    """The linear maps of a place: one over all their outputs if their formats agree, else each.
+
+    dtype: of plain kernels, transposed from the file's [out, in] to [in, out], and of biases.
+    Raises CheckpointError for values that can't be right, naming the tensor.
+    """
+    kernels = [_kernel(source, dtype, read) for source in sources]
+    biases = [_bias(source, place.bias, dtype, read) for source in sources]
+    joint = _join(kernels)
+    if joint is None:
+        return [Linear(kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
+    given = [bias for bias in biases if bias is not None]
+    return [Linear(joint, jnp.concatenate(given) if given else None)]
+
+
+def _join(kernels: Sequence[jax.Array | QuantizedTensor]) -> jax.Array | QuantizedTensor | None:
+    """One kernel with the outputs of all, or None where their formats differ."""
+    if len(kernels) == 1:
+        return kernels[0]
+    packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
+    plain = [kernel for kernel in kernels if not isinstance(kernel, QuantizedTensor)]
+    if packed and plain:
+        return None
+    return concatenate(packed) if packed else jnp.concatenate(plain, axis=1)
+
+
+def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | QuantizedTensor:
+    if source.packing is not None:
+        return _packed_kernel(source, source.packing, read)
+    info = source.tensors["weight"]
+    weight = _to_device(read(info))
+    if source.format is None:
+        return _require_in_range(info, _transpose(weight, dtype))
+    if count := int(_count_non_finite(weight)):
+        raise CheckpointError(
+            f"{info.name}: {count} of the {weight.size} weights are NaN or infinite and can't be "
+            "quantised: the checkpoint is damaged"
+        )
+    return _quantize(weight, source.format)
+
+
+def _packed_kernel(
+    source: LinearSource, packing: AWQConfig | GPTQConfig, read: Read
+) -> QuantizedTensor:
+    # g_idx stays on the host: its values decide the order of the channels.
+    tensors: dict[str, Any] = {
+        suffix: read(info) if suffix == "g_idx" else _to_device(read(info))
+        for suffix, info in source.tensors.items()
+        if suffix != "bias"
+    }
+    check_scales(source.name, tensors["scales"])
+    if isinstance(packing, AWQConfig):
+        linear = awq.decode(tensors, packing, source.name, source.shape)
+    else:
+        linear = gptq.decode(tensors, packing, source.name, source.shape)
+    scales = _narrow(source.name, linear.scales)
+    return pack(linear.codes, scales, linear.zeros, source.format, linear.permutation)
+
+
+def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Array | None:
+    info = source.tensors.get("bias")
+    if info is None:
+        return None
+    if wanted:
+        return convert_array(info, dtype, read)
+    if np.any(read(info) != 0):
+        raise CheckpointError(
+            f"{info.name} is not zero, but by config.json the model has no bias there: "
+            "the files and config.json are not of one supported checkpoint"
+        )
+    return None
+
+
+def _narrow(name: str, scales: jax.Array) -> jax.Array:
+    """Scales in 16 bits, exactly: packed tensors hold them so."""
+    if scales.dtype != jnp.float32:
+        return scales
+    for dtype in (jnp.float16, jnp.bfloat16):
+        narrow = scales.astype(dtype)
+        if bool(jnp.all(narrow.astype(jnp.float32) == scales)):
+            return narrow
+    raise CheckpointError(
+        f"{name}.scales is float32 with values that neither float16 nor bfloat16 holds exactly: "
+        "save the checkpoint with float16 scales"
+    )
+
+
+def _require_in_range(info: TensorInfo, array: jax.Array) -> jax.Array:
+    if array.dtype == jnp.float16 != info.dtype and (count := int(_count_non_finite(array))):
+        raise CheckpointError(
+            f"{info.name}: {count} of {array.size} values are NaN or beyond the range of float16: "
+            "load with dtype='bfloat16'"
+        )
+    return array
+
+
+def _to_device(array: np.ndarray) -> jax.Array:
+    # On a CPU, JAX may take the array's own memory, which is a mapping of a file that may change.
+    return jax.device_put(array.copy() if default_device().platform == "cpu" else array)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _transpose(weight: jax.Array, dtype: str) -> jax.Array:
+    return weight.T.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _quantize(weight: jax.Array, format: WeightFormat) -> QuantizedTensor:
+    return quantize(weight.T, format)
+
+
+@jax.jit
+def _count_non_finite(array: jax.Array) -> jax.Array:
+    return jnp.sum(~jnp.isfinite(array), dtype=jnp.int32)

@@ -1,0 +1,191 @@
+"""Loads a Hugging Face checkpoint folder: config.json and safetensors, plain, AWQ or GPTQ.
+
+One tensor at a time goes from the mapped file to the device, so that host memory holds no more
+than the largest of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.progress
+from flax import nnx
+
+from models import ConfigError, Decoder, DecoderConfig, family
+from mpjax.checkpoint.awq import BITS, AWQConfig
+from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.layout import assign_array, assign_linear
+from mpjax.checkpoint.plan import FLOAT_DTYPES, Plan, make_plan
+from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.memory import require_free
+from mpjax.precision import DEFAULT_GROUP_SIZE, Precision
+from pallas_kernels import WeightFormat
+
+CONFIG_NAME = "config.json"
+POSITIVE_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"),
+    *("head_dim", "num_layers", "max_position_embeddings"),
+)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    precision: Precision | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    progress: bool | None = None,
+) -> Decoder:
+    """Loads a decoder with its weights onto the default device.
+
+    precision: packed weights in it mean that the linear maps of a 16-bit checkpoint are rounded to
+        nearest, one by one on the device; a checkpoint that is quantised already must agree.
+    dtype: what the model computes in; config.json's by default.
+    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+
+    Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that it
+    doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where the
+    device has not enough memory left.
+    """
+    folder = Path(folder)
+    hf = read_config(folder)
+    decoder, config = decoder_config(folder, hf)
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
+    packing = _packing(folder, hf)
+    quantize = _format_to_quantize(folder, hf, packing, precision)
+    checkpoint = Checkpoint.open(folder)
+    plan = make_plan(checkpoint, config, packing, quantize)
+    require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
+    model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
+    _fill(model, checkpoint, plan, progress)
+    return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json. Raises CheckpointError where it is missing or not a JSON object."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG_NAME}: expected a checkpoint folder")
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(hf, dict):
+        raise CheckpointError(f"{path} is a JSON {type(hf).__name__}: expected an object")
+    return hf
+
+
+def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], DecoderConfig]:
+    """The decoder's class and configuration. Raises CheckpointError where no class fits."""
+    path = folder / CONFIG_NAME
+    try:
+        decoder = family(hf)
+        config = decoder.config_from_hf(hf)
+    except ConfigError as error:  # its messages begin with the file's name
+        raise CheckpointError(f"{folder}{os.sep}{error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{path} has a value of an unexpected type: {error}") from error
+    for field in POSITIVE_FIELDS:
+        value = getattr(config, field)
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{path}: {field} is {value!r}: expected a positive integer")
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise CheckpointError(
+            f"{path}: {config.num_heads} heads of {config.head_dim} channels for "
+            f"{config.num_kv_heads} KV heads: expected a multiple of the KV heads, and an even "
+            "number of channels"
+        )
+    return decoder, config
+
+
+def _compute_dtype(dtype: jax.typing.DTypeLike) -> str:
+    name = jnp.dtype(dtype).name
+    if name not in FLOAT_DTYPES:
+        raise ValueError(f"dtype is {name}: expected one of {', '.join(FLOAT_DTYPES)}")
+    return name
+
+
+def _packing(folder: Path, hf: Mapping[str, Any]) -> AWQConfig | GPTQConfig | None:
+    """What quantization_config says, None without one."""
+    written = hf.get("quantization_config")
+    if written is None:
+        return None
+    path = folder / CONFIG_NAME
+    if not isinstance(written, Mapping):
+        raise CheckpointError(f"{path}: quantization_config is {written!r}: expected an object")
+    method = written.get("quant_method", written.get("method"))
+    if method not in ("awq", "gptq"):
+        raise CheckpointError(
+            f"{path}: quant_method {method!r} is not supported: load an AWQ, GPTQ or 16-bit "
+            "checkpoint of the model (a 16-bit one can be quantised with precision='W4A16KV8')"
+        )
+    try:
+        config = AWQConfig if method == "awq" else GPTQConfig
+        return config.from_config(written)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _format_to_quantize(
+    folder: Path,
+    hf: Mapping[str, Any],
+    packing: AWQConfig | GPTQConfig | None,
+    precision: Precision | None,
+) -> WeightFormat | None:
+    """The format to round weights to; ValueError where a quantised checkpoint has another."""
+    if precision is None or precision.weights is None:
+        return None
+    wanted = precision.weights
+    if packing is None:
+        return wanted if wanted.is_packed else None
+    bits = BITS if isinstance(packing, AWQConfig) else packing.bits
+    symmetric = bool(hf["quantization_config"].get("sym", False))
+    agrees = (wanted.bits, wanted.group_size) == (bits, packing.group_size)
+    if not agrees or (wanted.symmetric and not symmetric):
+        size = "K" if packing.group_size is None else packing.group_size
+        found = f"W{bits}" + ("" if size == DEFAULT_GROUP_SIZE else f"g{size}")
+        method = "an AWQ" if isinstance(packing, AWQConfig) else "a GPTQ"
+        raise ValueError(
+            f"precision is {precision}, but {folder} is {method} checkpoint of {found} that can't "
+            f"be quantised again: ask for {found}A16{precision.kv}, or load a 16-bit checkpoint"
+        )
+    return None
+
+
+def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | None) -> None:
+    """Puts all weights in their places, waiting for each before the next tensor is mapped."""
+    dtype = plan.config.dtype
+    console = rich.console.Console(stderr=True, force_terminal=progress or None)
+    shown = console.is_terminal if progress is None else progress
+    columns = (
+        rich.progress.TextColumn("Loading {task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(
+        *columns, console=console, transient=True, disable=not shown
+    ) as bar:
+        task = bar.add_task(checkpoint.folder.name, total=plan.file_bytes)
+
+        def read(info: TensorInfo) -> np.ndarray:
+            bar.advance(task, info.nbytes)
+            return checkpoint.read(info.name)
+
+        for array, info in plan.arrays:
+            assign_array(model, array, jax.block_until_ready(convert_array(info, dtype, read)))
+        for place, sources in plan.linears:
+            parts = convert_linear(place, sources, dtype, read)
+            jax.block_until_ready([nnx.state(part) for part in parts])
+            assign_linear(model, place, parts)

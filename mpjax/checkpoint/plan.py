@@ -1,0 +1,234 @@
+"""What a Hugging Face checkpoint holds and what becomes of it, from the files' headers alone.
+
+Everything that can be wrong with names, shapes, dtypes and formats is found here, before a tensor
+is read or memory allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+import jax.numpy as jnp
+
+from models import DecoderConfig
+from mpjax.checkpoint import awq, gptq
+from mpjax.checkpoint.awq import AWQConfig
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.layout import ArrayPlace, LinearPlace, array_places, linear_places
+from mpjax.checkpoint.packed_module import check_packing, describe
+from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from pallas_kernels import WeightFormat
+from pallas_kernels.formats import GROUP_SIZES
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+SHOWN_NAMES = 5
+# Bytes per weight that live beside a tensor's own while it is converted: codes of one byte and
+# their copies in other orders; float32 copies and codes while quantising.
+DECODING_BYTES = 2
+QUANTIZING_BYTES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSource:
+    """One linear map as it lies in the file, and as it will be on the device.
+
+    name: the module's. shape: [input, output channels]. tensors: by suffix.
+    packing: how to decode packed tensors; None where `weight` holds plain numbers.
+    format: the packed format on the device; None for a plain array in the compute dtype.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    tensors: Mapping[str, TensorInfo]
+    packing: AWQConfig | GPTQConfig | None
+    format: WeightFormat | None
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of its tensors in the file."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What each place in the module is filled from."""
+
+    config: DecoderConfig
+    arrays: tuple[tuple[ArrayPlace, TensorInfo], ...]
+    linears: tuple[tuple[LinearPlace, tuple[LinearSource, ...]], ...]
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that are read."""
+        sources = sum(source.file_bytes for _, sources in self.linears for source in sources)
+        return sources + sum(info.nbytes for _, info in self.arrays)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the finished model takes on the device."""
+        size = jnp.dtype(self.config.dtype).itemsize
+        total = sum(math.prod(place.shape) * size for place, _ in self.arrays)
+        for place, sources in self.linears:
+            total += sum(self._linear_bytes(place, source) for source in sources)
+        return total
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes that converting takes beside the finished model, at its largest step."""
+        steps = [info.nbytes for _, info in self.arrays]
+        for place, sources in self.linears:
+            step = max(_converting_bytes(source) for source in sources)
+            if len(sources) > 1:  # all of them, while they are put together
+                step += sum(self._linear_bytes(place, source) for source in sources)
+            steps.append(step)
+        return max(steps)
+
+    def _linear_bytes(self, place: LinearPlace, source: LinearSource) -> int:
+        size = jnp.dtype(self.config.dtype).itemsize
+        channels, outputs = source.shape
+        bias = outputs * size if place.bias else 0
+        if source.format is None:
+            return channels * outputs * size + bias
+        permutation = 4 * channels if "g_idx" in source.tensors else 0
+        return source.format.nbytes(source.shape) + permutation + bias
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    packing: AWQConfig | GPTQConfig | None,
+    quantize: WeightFormat | None,
+) -> Plan:
+    """Decides for each module, from the tensors that are present, what becomes of it.
+
+    packing: what config.json says about packed modules. quantize: the format to round plain linear
+    maps to, None to leave them plain. Raises CheckpointError for tensors that are missing,
+    unexpected, or of another shape, dtype or packing than the model and config.json say.
+    """
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in checkpoint.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = info
+    arrays = array_places(config)
+    linears = [
+        (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
+        for place in linear_places(config)
+    ]
+    expected = {array.name for array in arrays}
+    for place, shards in linears:
+        for name, tensors in zip(place.names, shards, strict=True):
+            expected |= {f"{name}.{suffix}" for suffix in tensors}
+            # Without any weight the plain one is what is missing; parts of packed ones come below.
+            expected |= set() if "qweight" in tensors else {f"{name}.weight"}
+            expected |= {f"{name}.bias"} if place.bias else set()
+    _check_names(checkpoint, expected, config)
+    for array in arrays:
+        _check_floats(array.name, checkpoint.tensors[array.name], array.shape)
+    return Plan(
+        config,
+        tuple((array, checkpoint.tensors[array.name]) for array in arrays),
+        tuple(
+            (
+                place,
+                tuple(
+                    _linear_source(name, shape, tensors, packing, quantize)
+                    for name, shape, tensors in zip(place.names, place.shapes, shards, strict=True)
+                ),
+            )
+            for place, shards in linears
+        ),
+    )
+
+
+def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> dict[str, TensorInfo]:
+    """Those of a module's tensors that are of use, given whether it is packed."""
+    bias = ("bias",) if place.bias else ()
+    if awq.matches(tensors):
+        suffixes = (*awq.SUFFIXES, *bias)
+    elif "qweight" in tensors:
+        # Some GPTQ writers give each module a bias, of zeros where the model has none.
+        suffixes = (*gptq.SUFFIXES, "bias")
+    else:
+        suffixes = ("weight", *bias)
+    return {suffix: tensors[suffix] for suffix in suffixes if suffix in tensors}
+
+
+def _linear_source(
+    name: str,
+    shape: tuple[int, int],
+    tensors: Mapping[str, TensorInfo],
+    packing: AWQConfig | GPTQConfig | None,
+    quantize: WeightFormat | None,
+) -> LinearSource:
+    if "bias" in tensors:
+        _check_floats(f"{name}.bias", tensors["bias"], (shape[1],))
+    if "weight" in tensors:
+        _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
+        size = None if quantize is None else quantize.group_size
+        if size is not None and shape[0] % size:
+            raise CheckpointError(
+                f"{name} has {shape[0]} input channels, which groups of {size} don't divide: "
+                "choose another group size in precision, such as g32 or gK"
+            )
+        return LinearSource(name, shape, tensors, None, quantize)
+    packed = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}
+    if isinstance(packing, AWQConfig):
+        awq.check(packed, packing, name, shape)
+        bits, group_size = awq.BITS, packing.group_size
+    elif isinstance(packing, GPTQConfig):
+        gptq.check(packed, packing, name, shape)
+        module = packing.for_module(name) or packing
+        bits, group_size = module.bits, module.group_size
+    else:
+        check_packing(name, packed, None)
+        raise AssertionError("unreachable: without a method no packing is right")
+    if group_size not in GROUP_SIZES and group_size == shape[0]:
+        group_size = None  # one group, spelt as a number
+    if group_size not in (*GROUP_SIZES, None):
+        raise CheckpointError(
+            f"{name} has groups of {group_size} input channels: supported are groups of 32, 64, "
+            f"128 and of all {shape[0]} (group_size -1)"
+        )
+    return LinearSource(name, shape, tensors, packing, WeightFormat(f"uint{bits}", group_size))
+
+
+def _check_names(checkpoint: Checkpoint, expected: Iterable[str], config: DecoderConfig) -> None:
+    wanted = set(expected)
+    missing = sorted(wanted - checkpoint.tensors.keys())
+    unexpected = sorted(
+        name
+        for name in checkpoint.tensors.keys() - wanted
+        # Constants that old files carry; and with tied embeddings the head is the embedding.
+        if not name.endswith("rotary_emb.inv_freq")
+        and not (config.tie_word_embeddings and name == "lm_head.weight")
+    )
+    problems = []
+    if missing:
+        problems.append(f"lacks {_count(missing)}")
+    if unexpected:
+        problems.append(f"holds {_count(unexpected)} that the model has no place for")
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.folder} {' and '.join(problems)}: "
+            "the files and config.json are not of one supported checkpoint"
+        )
+
+
+def _count(names: list[str]) -> str:
+    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
+
+
+def _check_floats(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    if info.shape != shape or info.dtype.name not in FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{name} is {describe(info)}: expected {', '.join(FLOAT_DTYPES)} of shape {list(shape)}"
+        )
+
+
+def _converting_bytes(source: LinearSource) -> int:
+    per_weight = DECODING_BYTES if source.packing else QUANTIZING_BYTES if source.format else 0
+    return source.file_bytes + per_weight * math.prod(source.shape)

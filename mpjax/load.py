@@ -1,0 +1,92 @@
+"""Loads a language model from wherever it lies."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import jax
+
+from mpjax.checkpoint import CheckpointError, huggingface, orbax
+from mpjax.language_model import LanguageModel
+from mpjax.precision import Precision
+from mpjax.tokenizer import Tokenizer
+from pallas_kernels import KVFormat
+
+# What loading needs; a repository often holds the same weights in other formats as well.
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+HUB_IGNORED = ["consolidated*", "original/*"]
+
+
+def load(
+    path_or_id: str | os.PathLike[str],
+    *,
+    precision: str | Precision | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    progress: bool | None = None,
+) -> LanguageModel:
+    """Loads a model, with its tokenizer if it has one, onto the default device.
+
+    path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ or GPTQ) or one
+        that `mpjax.checkpoint.orbax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which is
+        fetched first.
+    precision: such as `W4A16KV8`. Linear maps of a 16-bit checkpoint are rounded to nearest where
+        it asks for fewer bits; a quantised checkpoint must agree with it. By default weights stay
+        as they are, with a KV cache of 16 bits, or as saved.
+    dtype: what the model computes in: bfloat16, float16 or float32; the checkpoint's by default.
+    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+
+    Raises CheckpointError for what can't be loaded, ValueError for a precision or dtype that the
+    checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated,
+    where the device has not enough memory left.
+    """
+    if isinstance(precision, str):
+        precision = Precision.parse(precision)
+    folder = _folder(path_or_id).resolve()
+    if (folder / orbax.DESCRIPTION_NAME).is_file():
+        return orbax.restore(folder, precision=precision, dtype=dtype)
+    if not (folder / huggingface.CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"{folder} has neither {huggingface.CONFIG_NAME} nor {orbax.DESCRIPTION_NAME}: "
+            "expected a Hugging Face checkpoint, or one that mpjax saved"
+        )
+    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    model = huggingface.load(folder, precision=precision, dtype=dtype, progress=progress)
+    kv_format = KVFormat() if precision is None else precision.kv
+    return LanguageModel(model, tokenizer, kv_format, folder)
+
+
+def bundled_model() -> Path:
+    """The folder of the small model that comes with mpjax, for `load`."""
+    return Path(__file__).parent / "bundled"
+
+
+def _folder(path_or_id: str | os.PathLike[str]) -> Path:
+    """The folder, fetched from the hub where it has to be."""
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file: expected the folder of a checkpoint")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path_or_id)):
+        raise CheckpointError(
+            f"{path} does not exist: expected a checkpoint folder, or a hub id such as "
+            "Qwen/Qwen3-8B-AWQ"
+        )
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path_or_id} is no folder here; to fetch it from the Hugging Face hub, "
+            'pip install "mpjax[hub]"'
+        ) from error
+    try:
+        fetched = huggingface_hub.snapshot_download(
+            str(path_or_id), allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
+        )
+    except (OSError, ValueError) as error:  # what the hub's client raises, offline and on refusal
+        raise CheckpointError(
+            f"{path_or_id} is no folder here, and the hub did not give it: {error}"
+        ) from error
+    return Path(fetched)

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpjax.checkpoint import convert
+from mpjax.checkpoint.awq import AWQConfig
+from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.layout import LinearPlace
+from mpjax.checkpoint.plan import LinearSource
+from mpjax.checkpoint.safetensors import TensorInfo
+from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
+from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
+
+SHAPE, SIZE = (64, 32), 32
+AWQ = AWQConfig(SIZE)
+GPTQ = GPTQConfig(4, SIZE)
+UINT4 = WeightFormat("uint4", SIZE)
+
+
+class Files:
+    """Tensors by name, and a `read` that hands them out."""
+
+    def __init__(self):
+        self.arrays = {}
+
+    def add(self, name, array):
+        self.arrays[name] = array
+        return TensorInfo(name, array.dtype, array.shape, Path("file"), 0, array.nbytes)
+
+    def read(self, info):
+        return self.arrays[info.name]
+
+    def source(self, name, tensors, packing=None, format=None, shape=SHAPE):
+        infos = {suffix: self.add(f"{name}.{suffix}", a) for suffix, a in tensors.items()}
+        return LinearSource(name, shape, infos, packing, format)
+
+
+def place(*names, bias=False):
+    return LinearPlace("path", names, (SHAPE,) * len(names), bias)
+
+
+def kernel_of(part) -> Any:
+    return part.kernel.get_value()
+
+
+def bias_of(part) -> Any:
+    return part.bias.get_value()
+
+
+def random_codes(rng, scale_dtype: Any = np.float16) -> Any:
+    codes = rng.integers(0, 16, SHAPE, np.uint8)
+    zeros = rng.integers(0, 16, (SHAPE[0] // SIZE, SHAPE[1]), np.uint8)
+    scales = (rng.integers(1, 100, zeros.shape) / 64).astype(scale_dtype)
+    return codes, scales, zeros
+
+
+def dequantized(codes, scales, zeros, g_idx=None):
+    g_idx = np.arange(SHAPE[0]) // SIZE if g_idx is None else g_idx
+    return (codes.astype(np.float64) - zeros[g_idx]) * scales[g_idx].astype(np.float64)
+
+
+def in_groups(function, module, g_idx):
+    codes, scales, zeros = module
+    return function(codes, scales, zeros, g_idx)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_plain_kernels_are_transposed_and_cast(dtype, rng):
+    files = Files()
+    weights = [rng.standard_normal(SHAPE[::-1]).astype(np.float32) for _ in range(2)]
+    biases = [rng.standard_normal(SHAPE[1]).astype(np.float32) for _ in range(2)]
+    sources = [
+        files.source(name, {"weight": weight, "bias": bias})
+        for name, weight, bias in zip("ab", weights, biases, strict=True)
+    ]
+    [part] = convert_linear(place("a", "b", bias=True), sources, dtype, files.read)
+    kernel = kernel_of(part)
+    np_dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    assert kernel.dtype == np_dtype
+    expected = np.concatenate([w.T for w in weights], 1).astype(np_dtype)
+    np.testing.assert_array_equal(np.asarray(kernel), expected)
+    np.testing.assert_array_equal(
+        np.asarray(bias_of(part)), np.concatenate(biases).astype(np_dtype)
+    )
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "uint8:g64:sym", "uint4:gK"])
+def test_rounding_on_load_is_quantize(text, rng):
+    files, format = Files(), WeightFormat.parse(text)
+    weights = [rng.standard_normal(SHAPE[::-1]).astype(ml_dtypes.bfloat16) for _ in range(2)]
+    sources = [
+        files.source(name, {"weight": weight}, format=format)
+        for name, weight in zip("ab", weights, strict=True)
+    ]
+    [part] = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
+    found = kernel_of(part)
+    expected = quantize(np.concatenate([weight.T for weight in weights], 1), format)
+    assert found.format == format
+    np.testing.assert_array_equal(found.words, expected.words)
+    np.testing.assert_array_equal(found.parameters, expected.parameters)
+
+
+def test_packed_shards_that_agree_become_one(rng):
+    files, modules = Files(), [random_codes(rng) for _ in range(3)]
+    sources = [
+        files.source(name, pack_awq(*module), AWQ, UINT4)
+        for name, module in zip("abc", modules, strict=True)
+    ]
+    [part] = convert_linear(place("a", "b", "c"), sources, "bfloat16", files.read)
+    kernel = kernel_of(part)
+    assert (kernel.format, kernel.shape, kernel.scale_dtype) == (UINT4, (64, 96), "float16")
+    expected = np.concatenate([dequantized(*module) for module in modules], 1)
+    np.testing.assert_array_equal(kernel.dequantize(), expected)
+
+
+def test_shards_of_equal_act_order_become_one(rng):
+    files, modules = Files(), [random_codes(rng) for _ in range(2)]
+    g_idx = rng.permutation(np.arange(SHAPE[0]) // SIZE)
+    sources = [
+        files.source(name, in_groups(pack_gptq, module, g_idx), GPTQ, UINT4)
+        for name, module in zip("ab", modules, strict=True)
+    ]
+    [part] = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
+    expected = np.concatenate([in_groups(dequantized, module, g_idx) for module in modules], 1)
+    np.testing.assert_array_equal(kernel_of(part).dequantize(), expected)
+
+
+def test_shards_of_different_act_order_stay_apart(rng):
+    files, modules = Files(), [random_codes(rng) for _ in range(2)]
+    orders = [rng.permutation(np.arange(SHAPE[0]) // SIZE) for _ in range(2)]
+    sources = [
+        files.source(name, in_groups(pack_gptq, module, g_idx), GPTQ, UINT4)
+        for name, module, g_idx in zip("ab", modules, orders, strict=True)
+    ]
+    parts = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
+    for part, module, g_idx in zip(parts, modules, orders, strict=True):
+        expected = in_groups(dequantized, module, g_idx)
+        np.testing.assert_array_equal(kernel_of(part).dequantize(), expected)
+
+
+def test_a_plain_shard_keeps_all_apart_and_biases_with_them(rng):
+    files = Files()
+    weight, codes = rng.standard_normal(SHAPE[::-1]).astype(np.float32), random_codes(rng)
+    biases = rng.standard_normal((2, SHAPE[1])).astype(np.float32)
+    sources = [
+        files.source("a", {"weight": weight, "bias": biases[0]}),
+        files.source("b", pack_gptq(*codes) | {"bias": biases[1]}, GPTQ, UINT4),
+    ]
+    first, second = convert_linear(place("a", "b", bias=True), sources, "float32", files.read)
+    np.testing.assert_array_equal(kernel_of(first), weight.T)
+    assert isinstance(kernel_of(second), QuantizedTensor)
+    for part, bias in zip((first, second), biases, strict=True):
+        np.testing.assert_array_equal(bias_of(part), bias)
+
+
+@pytest.mark.parametrize("exact", ["float16", "bfloat16"])
+def test_float32_scales_are_narrowed_where_that_is_exact(exact, rng):
+    codes, scales, zeros = random_codes(rng, np.float32)
+    if exact == "bfloat16":
+        scales = scales * np.float32(2.0**-40)  # below float16's range
+        scales = scales.astype(ml_dtypes.bfloat16).astype(np.float32)
+    files = Files()
+    source = files.source("a", pack_awq(codes, scales, zeros), AWQ, UINT4)
+    [part] = convert_linear(place("a"), [source], "bfloat16", files.read)
+    assert kernel_of(part).scale_dtype == exact
+    expected = dequantized(codes, scales, zeros)
+    np.testing.assert_array_equal(kernel_of(part).dequantize(), expected)
+
+
+def expect(message, source, files, dtype="bfloat16", bias=False):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        convert_linear(place("a", bias=bias), [source], dtype, files.read)
+    assert "\n" not in str(caught.value)
+
+
+def test_float32_scales_that_16_bits_cannot_hold_are_refused(rng):
+    codes, scales, zeros = random_codes(rng, np.float32)
+    scales[1, 2] = 1 / 3
+    files = Files()
+    source = files.source("a", pack_awq(codes, scales, zeros), AWQ, UINT4)
+    expect(r"^a\.scales is float32 with values that neither float16 nor", source, files)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("scale_dtype", [np.float16, np.float32])
+def test_scales_that_are_not_finite_are_refused(value, scale_dtype, rng):
+    codes, scales, zeros = random_codes(rng, scale_dtype)
+    scales[1, 2] = value
+    files = Files()
+    source = files.source("a", pack_gptq(codes, scales, zeros), GPTQ, UINT4)
+    expect("^a: 1 of the 64 scales are NaN or infinite", source, files)
+
+
+def test_weights_that_are_not_finite_are_not_quantised(rng):
+    weight = rng.standard_normal(SHAPE[::-1]).astype(ml_dtypes.bfloat16)
+    weight[3, 4:6] = np.nan
+    files = Files()
+    source = files.source("a", {"weight": weight}, format=UINT4)
+    expect(r"^a\.weight: 2 of the 2048 weights are NaN or infinite", source, files)
+
+
+def test_values_beyond_float16_are_refused(rng):
+    weight = rng.standard_normal(SHAPE[::-1]).astype(ml_dtypes.bfloat16)
+    weight[0, 0] = 1e6
+    files = Files()
+    source = files.source("a", {"weight": weight})
+    expect(r"^a\.weight: 1 of 2048 values are NaN or beyond the range", source, files, "float16")
+    with pytest.raises(CheckpointError, match=r"a\.weight: 1 of 2048 .* dtype='bfloat16'"):
+        convert_array(source.tensors["weight"], "float16", files.read)
+    assert convert_array(source.tensors["weight"], "float32", files.read).dtype == np.float32
+
+
+def test_a_bias_without_a_place_must_be_zero(rng):
+    files, module = Files(), random_codes(rng)
+    bias = np.zeros(SHAPE[1], np.float16)
+    source = files.source("a", pack_gptq(*module) | {"bias": bias}, GPTQ, UINT4)
+    [part] = convert_linear(place("a"), [source], "bfloat16", files.read)
+    assert part.bias is None
+    bias[7] = 1
+    expect(r"^a\.bias is not zero, but by config\.json the model has no bias", source, files)
+
+
+def test_modules_of_one_shape_share_their_compilation(rng):
+    files = Files()
+    orders = [rng.permutation(np.arange(SHAPE[0]) // SIZE) for _ in range(3)]
+    for name, g_idx in zip("abc", orders, strict=True):
+        source = files.source(name, in_groups(pack_gptq, random_codes(rng), g_idx), GPTQ, UINT4)
+        convert_linear(place(name), [source], "bfloat16", files.read)
+        weight = rng.standard_normal(SHAPE[::-1]).astype(np.float32)
+        convert_linear(
+            place(name), [files.source(name, {"weight": weight})], "bfloat16", files.read
+        )
+        source = files.source(name, {"weight": weight}, format=UINT4)
+        convert_linear(place(name), [source], "bfloat16", files.read)
+        functions: list[Any] = [convert._transpose, convert._quantize, pack]
+        sizes = [function._cache_size() for function in functions]
+        if name == "a":
+            first = sizes
+    assert sizes == first

@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import FAMILIES, RopeScaling
+from mpjax.checkpoint import CheckpointError, huggingface
+from mpjax.checkpoint.layout import array_places, find, linear_kernels, linear_parts, linear_places
+from mpjax.checkpoint.plan import make_plan
+from mpjax.checkpoint.safetensors import Checkpoint
+from mpjax.memory import DeviceMemoryError
+from mpjax.precision import Precision
+from pallas_kernels import QuantizedTensor, WeightFormat, quantize
+from tests.mpjax.checkpoint.write_checkpoint import (
+    AWQ,
+    CONFIGS,
+    GPTQ,
+    LLAMA,
+    linear_shapes,
+    pack_random,
+    random_tensors,
+    write_checkpoint,
+)
+
+
+def kernel_values(model, place):
+    """The kernels of a place, dequantised and side by side, float32 [K, N]."""
+    kernels = linear_kernels(model, place)
+    values = [k.dequantize() if isinstance(k, QuantizedTensor) else k for k in kernels]
+    return np.concatenate([np.asarray(value, np.float32) for value in values], 1)
+
+
+def nbytes(model):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def require_weights(model, tensors, weights):
+    """Compares every parameter of a model with the file's, and with `weights` [K, N] by module."""
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
+    for array in array_places(model.config):
+        value = find(model, array.path).get_value()
+        assert value.dtype == model.config.dtype
+        np.testing.assert_array_equal(
+            np.asarray(value, np.float32), tensors[array.name].astype(np.float32)
+        )
+    for place in linear_places(model.config):
+        expected = [
+            weights[name] if name in weights else tensors[f"{name}.weight"].T.astype(np.float32)
+            for name in place.names
+        ]
+        np.testing.assert_array_equal(kernel_values(model, place), np.concatenate(expected, 1))
+        biases: list[Any] = [part.bias for part in linear_parts(model, place)]
+        if not place.bias:
+            assert biases == [None] * len(biases)
+            continue
+        found = np.concatenate([bias.get_value() for bias in biases])
+        expected = [tensors[f"{name}.bias"].astype(np.float32) for name in place.names]
+        np.testing.assert_array_equal(found.astype(np.float32), np.concatenate(expected))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plain_checkpoints(name, shards, tmp_path, rng):
+    tensors = random_tensors(CONFIGS[name], rng, ml_dtypes.bfloat16)
+    write_checkpoint(tmp_path, CONFIGS[name], tensors, shards)
+    model = huggingface.load(tmp_path)
+    assert type(model) is FAMILIES[CONFIGS[name]["architectures"][0]]
+    assert model.config.dtype == "bfloat16"
+    require_weights(model, tensors, {})
+    assert (model.head is None) == ("tied" in name)
+    assert all(len(linear_parts(model, place)) == 1 for place in linear_places(model.config))
+
+
+def test_configurations(tmp_path, rng):
+    def config(name):
+        write_checkpoint(tmp_path, CONFIGS[name], random_tensors(CONFIGS[name], rng))
+        return huggingface.load(tmp_path).config
+
+    assert config("llama-tied").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    assert config("mistral").windows == (8, 8)
+    assert config("qwen2").qkv_bias
+    assert not config("qwen2").output_bias
+    assert config("qwen3").qk_norm
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("computed", [None, "float32", jnp.float16])
+def test_dtypes(stored, computed, tmp_path, rng):
+    tensors = random_tensors(LLAMA, rng, stored)
+    write_checkpoint(tmp_path, LLAMA, tensors)
+    model = huggingface.load(tmp_path, dtype=computed)
+    assert model.config.dtype == jnp.dtype(computed or "bfloat16").name
+    require_weights(model, tensors, {})
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        AWQ,
+        AWQ | {"group_size": 64},
+        AWQ | {"group_size": -1},
+        GPTQ,
+        GPTQ | {"checkpoint_format": "gptq_v2", "group_size": 64},
+        GPTQ | {"bits": 8, "group_size": -1},
+        GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
+    ],
+    ids=lambda written: "-".join(str(value) for value in written.values()),
+)
+def test_packed_checkpoints(written, tmp_path, rng):
+    hf = CONFIGS["qwen2"] | {"quantization_config": written}
+    tensors = random_tensors(hf, rng, np.float16)
+    weights = {name: pack_random(tensors, hf, name, rng) for name in linear_shapes(hf)}
+    write_checkpoint(tmp_path, hf, tensors, 2)
+    model = huggingface.load(tmp_path)
+    require_weights(model, tensors, weights)
+    size = None if written["group_size"] == -1 else written["group_size"]
+    for place in linear_places(model.config):
+        [kernel] = linear_kernels(model, place)
+        assert kernel.format == WeightFormat(f"uint{written['bits']}", size)
+
+
+def test_act_order(tmp_path, rng):
+    # Layer 0: q, k and v share their order; layer 1: each has its own.
+    hf = LLAMA | {"quantization_config": GPTQ | {"desc_act": True}}
+    tensors = random_tensors(hf, rng, np.float16)
+    shared, weights = rng.permutation(np.arange(64) // 32), {}
+    for name, (channels, _) in linear_shapes(hf).items():
+        g_idx = rng.permutation(np.arange(channels) // 32)
+        if name.startswith("model.layers.0") and channels == 64:
+            g_idx = shared
+        weights[name] = pack_random(tensors, hf, name, rng, g_idx)
+    write_checkpoint(tmp_path, hf, tensors)
+    model = huggingface.load(tmp_path)
+    require_weights(model, tensors, weights)
+    assert len(model.layers[0].attention.qkv.parts) == len(model.layers[0].mlp.gate_up.parts) == 1
+    assert len(model.layers[1].attention.qkv.parts) == 3
+    assert len(model.layers[1].mlp.gate_up.parts) == 2
+    assert model(jnp.ones((1, 5), jnp.int32)).shape == (1, 5, 96)
+
+
+def test_modules_that_were_left_in_16_bits(tmp_path, rng):
+    rule = {r"-:.*layers\.0\.self_attn\.v_proj": {}, r".*down_proj": {"bits": 8}}
+    hf = CONFIGS["qwen2"] | {"quantization_config": GPTQ | {"dynamic": rule}}
+    tensors, weights = random_tensors(hf, rng, np.float16), {}
+    for name in linear_shapes(hf):
+        if name != "model.layers.0.self_attn.v_proj":
+            bits = 8 if "down_proj" in name else 4
+            module = hf | {"quantization_config": GPTQ | {"bits": bits}}
+            weights[name] = pack_random(tensors, module, name, rng)
+    write_checkpoint(tmp_path, hf, tensors)
+    model = huggingface.load(tmp_path)
+    require_weights(model, tensors, weights)
+    kernels = linear_kernels(model, linear_places(model.config)[0])
+    assert [isinstance(kernel, QuantizedTensor) for kernel in kernels] == [True, True, False]
+    [down] = linear_kernels(model, linear_places(model.config)[-1])
+    assert down.format.bits == 8
+    assert model(jnp.ones((1, 5), jnp.int32)).shape == (1, 5, 96)
+
+
+@pytest.mark.parametrize("text", ["W4g32A16KV16", "W8gKsymA16KV16", "W16A16KV16", "A16KV4"])
+def test_rounding_on_load(text, tmp_path, rng):
+    tensors = random_tensors(LLAMA, rng, ml_dtypes.bfloat16)
+    write_checkpoint(tmp_path, LLAMA, tensors)
+    precision = Precision.parse(text)
+    model = huggingface.load(tmp_path, precision=precision)
+    weights = {}
+    if precision.weights is not None and precision.weights.is_packed:
+        weights = {
+            name: np.asarray(quantize(tensors[f"{name}.weight"].T, precision.weights).dequantize())
+            for name in linear_shapes(LLAMA)
+        }
+    require_weights(model, tensors, weights)
+    for place in linear_places(model.config):
+        [kernel] = linear_kernels(model, place)
+        assert (kernel.format == precision.weights) if weights else kernel.dtype == jnp.bfloat16
+
+
+def test_a_quantised_checkpoint_keeps_its_precision(tmp_path, rng):
+    hf = LLAMA | {"quantization_config": AWQ}
+    tensors = random_tensors(hf, rng, np.float16)
+    for name in linear_shapes(hf):
+        pack_random(tensors, hf, name, rng)
+    write_checkpoint(tmp_path, hf, tensors)
+    huggingface.load(tmp_path, precision=Precision.parse("W4g32A16KV8"))
+    for text in ("W8g32A16KV8", "W4A16KV8", "W4gKA16KV8", "W16A16KV8", "W4g32symA16KV8"):
+        message = f"precision is {text}, but .* is an AWQ checkpoint of W4g32 .* W4g32A16KV8, or"
+        with pytest.raises(ValueError, match=message):
+            huggingface.load(tmp_path, precision=Precision.parse(text))
+
+
+def test_a_symmetric_checkpoint_may_be_called_so(tmp_path, rng):
+    hf = LLAMA | {"quantization_config": GPTQ | {"sym": True}}
+    tensors = random_tensors(hf, rng, np.float16)
+    for name in linear_shapes(hf):
+        pack_random(tensors, hf, name, rng)
+    write_checkpoint(tmp_path, hf, tensors)
+    for text in ("W4g32symA16KV16", "W4g32A16KV16"):
+        huggingface.load(tmp_path, precision=Precision.parse(text))
+
+
+def test_needed_memory_is_known_before_anything_is_allocated(tmp_path, rng, monkeypatch):
+    write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA, rng))
+    enough_but_for_converting = nbytes(huggingface.load(tmp_path))
+    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: enough_but_for_converting)
+    monkeypatch.setattr(jax, "device_put", None)
+    with pytest.raises(DeviceMemoryError, match=r"^loading /.* needs 0\.00 GB on .* has 0\.00 GB"):
+        huggingface.load(tmp_path)
+
+
+@pytest.mark.parametrize("written", [None, AWQ, GPTQ | {"desc_act": True}])
+def test_planned_bytes_are_what_the_model_takes(written, tmp_path, rng):
+    hf = CONFIGS["qwen2"] | ({"quantization_config": written} if written else {})
+    tensors = random_tensors(hf, rng, np.float16)
+    for name, (channels, _) in linear_shapes(hf).items() if written else ():
+        act_order = written.get("desc_act")
+        g_idx = np.arange(channels) % 2 if act_order else None
+        if act_order and channels == 128:
+            g_idx = np.arange(channels) % 4
+        pack_random(tensors, hf, name, rng, g_idx)
+    write_checkpoint(tmp_path, hf, tensors)
+    model = huggingface.load(tmp_path)
+    packing = huggingface._packing(tmp_path, hf)
+    plan = make_plan(Checkpoint.open(tmp_path), model.config, packing, None)
+    shared = 2 * 4 * 64 * 3 if written and written.get("desc_act") else 0  # int32, once for q, k, v
+    assert plan.device_bytes - shared == nbytes(model)
+
+
+def test_weights_do_not_share_memory_with_the_file(tmp_path, rng):
+    tensors = random_tensors(LLAMA, rng, np.float32)
+    write_checkpoint(tmp_path, LLAMA, tensors)
+    model = huggingface.load(tmp_path, dtype="float32")
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(b"\xff" * file.stat().st_size)
+    require_weights(model, tensors, {})
+
+
+def test_progress(tmp_path, rng, capfd):
+    write_checkpoint(tmp_path / "tiny-llama", LLAMA, random_tensors(LLAMA, rng))
+    for progress, shown in ((None, False), (False, False), (True, True)):
+        huggingface.load(tmp_path / "tiny-llama", progress=progress)
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        assert ("tiny-llama" in captured.err) == shown
+    assert "345.3/345.3 kB" in captured.err
+
+
+def read_error(folder, **keywords):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (callers check the message)
+        huggingface.load(folder, **keywords)
+    assert "\n" not in str(caught.value)
+    return caught
+
+
+BAD_CONFIGS = [
+    ({"architectures": ["MambaForCausalLM"]}, "config.json: unsupported architecture: 'Mamba"),
+    ({"architectures": None}, "config.json: unsupported architecture: none (model_type 'llama')"),
+    ({"hidden_size": None}, "config.json has no 'hidden_size', which this architecture needs"),
+    ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu'"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "config.json: rotary scaling 'yarn' is not"),
+    ({"num_hidden_layers": "two"}, "config.json has a value of an unexpected type: can't multiply"),
+    ({"num_attention_heads": 0}, "config.json: num_heads is 0: expected a positive integer"),
+    ({"num_hidden_layers": 0}, "config.json: num_layers is 0: expected a positive integer"),
+    ({"hidden_size": 64.0}, "config.json: hidden_size is 64.0: expected a positive integer"),
+    ({"vocab_size": -1}, "config.json: vocab_size is -1: expected a positive integer"),
+    ({"num_key_value_heads": 3}, "config.json: 4 heads of 16 channels for 3 KV heads: expected"),
+    ({"torch_dtype": "int8"}, "config.json: dtype 'int8' is not supported"),
+    ({"quantization_config": []}, "config.json: quantization_config is []: expected an object"),
+    ({"quantization_config": {}}, "config.json: quant_method None is not supported: load an AWQ"),
+    *(
+        ({"quantization_config": {"quant_method": name}}, f"quant_method '{name}' is not supported")
+        for name in ("fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "higgs")
+    ),
+    ({"quantization_config": GPTQ | {"bits": 3}}, "bits is 3: only 4 and 8 bits are supported"),
+    ({"quantization_config": AWQ | {"bits": 8}}, "config.json: quantization_config of an AWQ"),
+    ({"quantization_config": AWQ | {"version": "gemv"}}, "layout 'gemv' (AWQ version) is not"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
+def test_configurations_that_cannot_be_loaded(changes, message, tmp_path, rng):
+    write_checkpoint(tmp_path, LLAMA | changes, random_tensors(LLAMA, rng))
+    caught = read_error(tmp_path)
+    assert caught.type is CheckpointError
+    assert str(caught.value).startswith(f"{tmp_path}/config.json")
+    assert message in str(caught.value)
+
+
+def test_a_folder_without_config(tmp_path):
+    assert f"{tmp_path} has no config.json" in str(read_error(tmp_path).value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[]", "a JSON list")])
+def test_a_config_that_is_not_an_object(text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    assert message in str(read_error(tmp_path).value)
+
+
+def test_damaged_files(tmp_path, rng):
+    write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA, rng))
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    assert "is truncated" in str(read_error(tmp_path).value)
+    file.write_bytes(b"\0" * len(data))
+    read_error(tmp_path)
+    file.unlink()
+    assert "has no *.safetensors file" in str(read_error(tmp_path).value)
+
+
+def test_other_dtypes_are_refused(tmp_path, rng):
+    write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA, rng))
+    message = "dtype is int8: expected one of bfloat16, float16, float32"
+    assert message in str(read_error(tmp_path, dtype="int8").value)
+
+
+def test_precision_and_dtype_leave_the_rest_of_the_config_alone(tmp_path, rng):
+    write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA, rng))
+    plain = huggingface.load(tmp_path).config
+    other = huggingface.load(tmp_path, precision=Precision.parse("W8g32A16KV8"), dtype="float16")
+    assert other.config == dataclasses.replace(plain, dtype="float16")

@@ -1,0 +1,190 @@
+"""Logits and greedy tokens against transformers, on randomly initialised models in float32."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from mpjax.checkpoint import huggingface
+from mpjax.load import load
+from pallas_kernels import KVFormat
+from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
+from tests.mpjax.checkpoint.write_checkpoint import (
+    LLAMA3_SCALING,
+    replace_module,
+    round_to_nearest,
+)
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+torch.set_num_threads(1)  # for such small products, more threads only wait for each other
+
+BATCH, PROMPT, NEW_TOKENS, VOCABULARY = 2, 12, 64, 96
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "attn_implementation": "eager",
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MODELS: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-multi-head": ("Llama", {"num_key_value_heads": 4}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-scaling": (
+        "Llama",
+        {"rope_parameters": {"rope_theta": 5e5, **LLAMA3_SCALING}, "head_dim": 32},
+    ),
+    "llama-linear-scaling": (
+        "Llama",
+        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}},
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+}
+
+
+def build(family: str, changes: dict):
+    """A model with all of its parameters random: norms and biases too."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+            elif parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def reference_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+def generate(model, prompt, count):
+    """Greedy tokens, by prefill and one step at a time through the paged cache."""
+    graph, state = nnx.split(model)
+
+    @functools.partial(jax.jit, static_argnames="fresh")
+    def step(state, tokens, cache, fresh=False):
+        counts = jnp.full(BATCH, tokens.shape[1], jnp.int32)
+        logits, cache = nnx.merge(graph, state).step(tokens, counts, cache, fresh=fresh)
+        return jnp.argmax(logits, -1)[:, None].astype(jnp.int32), cache
+
+    cache = model.create_cache(BATCH, PROMPT + count, KVFormat(16), page_size=64)
+    token, cache = step(state, prompt, cache, fresh=True)
+    tokens = [token]
+    for _ in range(count - 1):
+        token, cache = step(state, token, cache)
+        tokens.append(token)
+    return np.concatenate(tokens, 1)
+
+
+def compare_logits(model, folder, request):
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, 40))
+    loaded = load(folder, dtype="float32").model
+    expected = reference_logits(model, tokens)
+    logits = jax.jit(lambda model, tokens: model(tokens))(loaded, tokens.astype(np.int32))
+    error = np.abs(np.asarray(logits) - expected).max()
+    print(f"{request.node.name}: error {error:.2e} of logits up to {np.abs(expected).max():.1f}")
+    assert np.abs(expected).max() > 1  # else the tolerance would say nothing
+    assert error < 3e-5
+    return loaded, tokens[:, :PROMPT]
+
+
+def compare(model, folder, request):
+    loaded, prompt = compare_logits(model, folder, request)
+    greedy = model.generate(
+        torch.from_numpy(prompt),
+        attention_mask=torch.ones(BATCH, PROMPT, dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+    )
+    found = generate(loaded, prompt.astype(np.int32), NEW_TOKENS)
+    np.testing.assert_array_equal(found, greedy.numpy()[:, PROMPT:])
+    assert len(np.unique(found)) > 8  # else equal texts would say nothing
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plain_checkpoints(name, tmp_path, request):
+    model = build(*MODELS[name])
+    model.save_pretrained(tmp_path)
+    compare(model, tmp_path, request)
+
+
+def test_shards_of_transformers(tmp_path, request):
+    model = build("Qwen3", {"head_dim": 32})
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    compare_logits(model, tmp_path, request)
+
+
+QUANTIZED: dict[str, dict] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    "gptq-v1-act-order": {
+        **{"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        "checkpoint_format": "gptq",
+    },
+    "gptq-v2-8-bits": {
+        **{"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": False},
+        "checkpoint_format": "gptq_v2",
+    },
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_checkpoints(name, tmp_path, request):
+    # The reference gets the dequantised weights, which float32 holds exactly. Qwen2 has biases.
+    model, written = build("Qwen2", {}), QUANTIZED[name]
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, rng = safetensors.numpy.load_file(file), np.random.default_rng(1)
+    for module_name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or module_name == "lm_head":
+            continue
+        weight = module.weight.detach().numpy().T
+        channels = weight.shape[0]
+        size = channels if written["group_size"] == -1 else written["group_size"]
+        g_idx = np.arange(channels) // size
+        if written.get("desc_act"):
+            g_idx = rng.permutation(g_idx)
+        order = np.argsort(g_idx, kind="stable")
+        codes, scales, zeros = round_to_nearest(weight[order], size, written["bits"])
+        codes = codes[np.argsort(order)]
+        if written["quant_method"] == "awq":
+            packed = pack_awq(codes, scales, zeros)
+        else:
+            version = 1 if written["checkpoint_format"] == "gptq" else 2
+            packed = pack_gptq(codes, scales, zeros, g_idx, written["bits"], version)
+        replace_module(tensors, module_name, packed)
+        values = (codes.astype(np.float32) - zeros[g_idx]) * scales[g_idx].astype(np.float32)
+        with torch.no_grad():
+            module.weight.copy_(torch.from_numpy(values.T.copy()))
+    safetensors.numpy.save_file(tensors, file)
+    hf = huggingface.read_config(tmp_path) | {"quantization_config": written}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    compare(model, tmp_path, request)

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import family
+from mpjax.checkpoint import awq, convert, gptq, plan
+from mpjax.checkpoint.awq import AWQConfig
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.plan import make_plan
+from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from pallas_kernels import WeightFormat, pack
+from tests.mpjax.checkpoint.write_checkpoint import (
+    AWQ,
+    CONFIGS,
+    GPTQ,
+    LLAMA,
+    linear_shapes,
+    pack_random,
+    random_tensors,
+)
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def checkpoint(tensors):
+    """A checkpoint with the tensors' names, shapes and dtypes, and no bytes at all."""
+    file = Path("folder/model.safetensors")
+    infos = {
+        name: TensorInfo(name, np.asarray(a).dtype, a.shape, file, 0, a.nbytes)
+        for name, a in tensors.items()
+    }
+    return Checkpoint(Path("folder"), infos)
+
+
+def planned(tensors, hf=LLAMA, quantize=None):
+    written = hf.get("quantization_config")
+    packing = None
+    if written is not None:
+        method = AWQConfig if written["quant_method"] == "awq" else GPTQConfig
+        packing = method.from_config(written)
+    quantize = None if quantize is None else WeightFormat.parse(quantize)
+    return make_plan(checkpoint(tensors), family(hf).config_from_hf(hf), packing, quantize)
+
+
+def packed_checkpoint(rng, written, names=None, hf=LLAMA):
+    hf = hf | {"quantization_config": written}
+    tensors = random_tensors(hf, rng)
+    for name in names or linear_shapes(hf):
+        pack_random(tensors, hf, name, rng)
+    return tensors, hf
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plain_checkpoints(name, rng):
+    tensors = random_tensors(CONFIGS[name], rng)
+    found = planned(tensors, CONFIGS[name])
+    sources = [source for _, sources in found.linears for source in sources]
+    assert all(source.format is None and source.packing is None for source in sources)
+    assert {source.name: source.shape for source in sources} == linear_shapes(CONFIGS[name])
+    assert found.file_bytes == sum(array.nbytes for array in tensors.values())
+    assert found.device_bytes == sum(array.size for array in tensors.values()) * 2
+
+
+def test_formats_are_decided_by_the_tensors_of_each_module(rng):
+    names = [name for name in linear_shapes(LLAMA) if "layers.0" in name and "v_proj" not in name]
+    tensors, hf = packed_checkpoint(rng, GPTQ, names)
+    found = planned(tensors, hf)
+    for _, sources in found.linears:
+        for source in sources:
+            packed = source.name in names
+            assert source.format == (WeightFormat("uint4", 32) if packed else None)
+            assert ("qweight" in source.tensors) == packed
+    tensors, hf = packed_checkpoint(rng, AWQ | {"group_size": -1})
+    formats = {source.format for _, sources in planned(tensors, hf).linears for source in sources}
+    assert formats == {WeightFormat("uint4", None)}
+
+
+def test_a_group_of_all_channels_may_be_spelt_as_their_number(rng):
+    hf = LLAMA | {"intermediate_size": 256}
+    written = GPTQ | {"group_size": 256}
+    tensors, hf = packed_checkpoint(rng, written, [DOWN], hf)
+    formats = {s.name: s.format for _, sources in planned(tensors, hf).linears for s in sources}
+    assert formats[DOWN] == WeightFormat("uint4", None)
+
+
+def test_tensors_that_carry_no_information_are_left_out(rng):
+    tensors = random_tensors(CONFIGS["llama-tied"], rng)
+    bytes_ = planned(tensors, CONFIGS["llama-tied"]).file_bytes
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    tensors["lm_head.weight"] = np.ones((3, 3), np.int64)
+    assert planned(tensors, CONFIGS["llama-tied"]).file_bytes == bytes_
+
+
+def expect(message, tensors, hf=LLAMA, quantize=None):
+    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
+        planned(tensors, hf, quantize)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", f"{DOWN}.weight", "lm_head.weight"])
+def test_a_missing_tensor_is_named(name, rng):
+    tensors = random_tensors(LLAMA, rng)
+    del tensors[name]
+    expect(f"folder lacks 1 tensor ({name}): the files and config.json", tensors)
+
+
+def test_a_missing_bias_is_named(rng):
+    tensors = random_tensors(CONFIGS["qwen2"], rng)
+    del tensors["model.layers.1.self_attn.k_proj.bias"]
+    expect("lacks 1 tensor (model.layers.1.self_attn.k_proj.bias)", tensors, CONFIGS["qwen2"])
+
+
+def test_of_many_missing_tensors_five_are_named(rng):
+    tensors = random_tensors(LLAMA, rng)
+    hf = LLAMA | {"num_hidden_layers": 3}
+    first = ["input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
+    names = [f"model.layers.2.{name}.weight" for name in (*first, "post_attention_layernorm")]
+    expect(f"folder lacks 9 tensors ({', '.join(names)}, ...)", tensors, hf)
+
+
+def test_unexpected_tensors_are_named(rng):
+    tensors = random_tensors(LLAMA, rng)
+    tensors["model.layers.0.mlp.experts.0.weight"] = np.ones(1, np.float32)
+    tensors[f"{DOWN}.bias"] = np.ones(64, np.float32)
+    names = f"{DOWN}.bias, model.layers.0.mlp.experts.0.weight"
+    expect(f"holds 2 tensors ({names}) that the model has no place for", tensors)
+
+
+def test_missing_and_unexpected_tensors_come_in_one_sentence(rng):
+    tensors = {f"language_{k}": v for k, v in random_tensors(LLAMA, rng).items()}
+    expect("folder lacks 21 tensors (lm_head.weight, model.", tensors)
+    expect("and holds 21 tensors (language_lm_head.weight, ", tensors)
+
+
+def test_a_quantized_head_is_refused(rng):
+    tensors, hf = packed_checkpoint(rng, GPTQ)
+    tensors["lm_head.qweight"] = tensors.pop("lm_head.weight")
+    expect("lacks 1 tensor (lm_head.weight) and holds 1 tensor (lm_head.qweight)", tensors, hf)
+
+
+@pytest.mark.parametrize("name", [f"{DOWN}.weight", "model.norm.weight", "lm_head.weight"])
+def test_wrong_shapes_and_dtypes_are_named(name, rng):
+    tensors = random_tensors(LLAMA, rng)
+    shape = list(tensors[name].shape)
+    right = tensors[name]
+    tensors[name] = np.ones([n + 1 for n in shape], np.float32)
+    found = f"{name} is float32 {[n + 1 for n in shape]}"
+    expect(f"{found}: expected bfloat16, float16, float32 of shape {shape}", tensors)
+    tensors[name] = right.astype(np.int8)
+    expect(f"{name} is int8 {shape}: expected", tensors)
+
+
+def test_the_shape_of_a_bias_is_checked(rng):
+    tensors = random_tensors(CONFIGS["qwen2"], rng)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(3, np.float32)
+    expect("q_proj.bias is float32 [3]: expected", tensors, CONFIGS["qwen2"])
+
+
+def test_packed_modules_are_checked(rng):
+    tensors, hf = packed_checkpoint(rng, GPTQ)
+    expect("gate_proj holds a weight of 64 input and 128", tensors, hf | {"intermediate_size": 160})
+    without = {k: v for k, v in tensors.items() if k != f"{DOWN}.scales"}
+    expect(f"{DOWN} has no tensor scales", without, hf)
+    other = {k: v for k, v in hf.items() if k != "quantization_config"}
+    expect("config.json has no quantization_config, but the tensors are packed", tensors, other)
+    expect("but the tensors are packed as GPTQ", tensors, hf | {"quantization_config": AWQ})
+
+
+def test_group_sizes_without_kernels_are_refused(rng):
+    tensors, hf = packed_checkpoint(rng, GPTQ | {"group_size": 16})
+    expect(
+        "q_proj has groups of 16 input channels: supported are groups of 32, 64, 128 and of all "
+        "64 (group_size -1)",
+        tensors,
+        hf,
+    )
+
+
+def test_a_group_size_to_quantize_to_must_divide_the_channels(rng):
+    hf = LLAMA | {"intermediate_size": 96}
+    tensors = random_tensors(hf, rng)
+    expect(
+        f"{DOWN} has 96 input channels, which groups of 64 don't divide", tensors, hf, "uint4:g64"
+    )
+    formats = {s.format for _, ss in planned(tensors, hf, "uint4:g32").linears for s in ss}
+    assert formats == {WeightFormat("uint4", 32)}
+
+
+def temporary_bytes(function, *arguments, **keywords):
+    compiled = function.lower(*arguments, **keywords).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_converting_takes_no_more_than_planned():
+    # As the compiler says, for a matrix large enough that nothing else counts.
+    channels, outputs = shape = (1024, 512)
+    for dtype in ("bfloat16", "float32"):
+        weight = jax.ShapeDtypeStruct((outputs, channels), dtype)
+        assert temporary_bytes(convert._transpose, weight, "bfloat16") <= 0.01 * math.prod(shape)
+        for text in ("uint4:g32", "uint8:gK"):
+            used = temporary_bytes(convert._quantize, weight, WeightFormat.parse(text))
+            assert used <= plan.QUANTIZING_BYTES * math.prod(shape)
+    codes = jax.ShapeDtypeStruct(shape, jnp.uint8)
+    groups = (channels // 32, outputs)
+    used = temporary_bytes(
+        pack,
+        codes,
+        jax.ShapeDtypeStruct(groups, jnp.float16),
+        jax.ShapeDtypeStruct(groups, jnp.uint16),
+        WeightFormat("uint4", 32),
+    )
+    assert math.prod(shape) + used <= plan.DECODING_BYTES * math.prod(shape)
+    words = jax.ShapeDtypeStruct((channels, outputs // 8), jnp.int32)
+    assert temporary_bytes(awq._unpack, words, words) <= math.prod(shape)
+    words = jax.ShapeDtypeStruct((channels // 8, outputs), jnp.int32)
+    zeros = jax.ShapeDtypeStruct((32, outputs // 8), jnp.int32)
+    order = jax.ShapeDtypeStruct((channels,), jnp.int32)
+    used = temporary_bytes(gptq._unpack, words, zeros, order, bits=4, minus_one=True)
+    assert used <= math.prod(shape)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from mpjax.checkpoint import CheckpointError, orbax
+from mpjax.load import bundled_model, load
+from mpjax.precision import Precision
+from tests.mpjax.checkpoint.test_orbax import require_same_bits, write_tokenizer
+from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path, rng):
+    return write_checkpoint(tmp_path / "tiny-llama", LLAMA, random_tensors(LLAMA, rng))
+
+
+def test_a_hugging_face_folder(folder):
+    lm = load(folder)
+    assert lm.precision == "W16A16KV16"
+    assert lm.tokenizer is None
+    assert lm.source == folder
+
+
+def test_precision_as_text_or_object(folder):
+    first = load(str(folder), precision="W4g32A16KV8")
+    second = load(folder, precision=Precision.parse("W4g32A16KV8"))
+    assert first.precision == second.precision == "W4g32A16KV8"
+    require_same_bits(first, second)
+    assert load(folder, precision="A16KV4", dtype="float16").precision == "W16A16KV4"
+    with pytest.raises(ValueError, match="can't read the precision 'int4'"):
+        load(folder, precision="int4")
+
+
+def test_the_tokenizer_comes_along_and_comes_first(folder):
+    write_tokenizer(folder)
+    tokenizer = load(folder).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.encode("a") == [1]
+    (folder / "tokenizer.json").write_text("{")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="can't be read as a tokenizer"):
+        load(folder)
+
+
+def test_a_saved_model(folder, tmp_path):
+    lm = load(folder, precision="W4g32A16KV8")
+    orbax.save(lm, tmp_path / "saved")
+    require_same_bits(lm, load(tmp_path / "saved"))
+    assert load(tmp_path / "saved", precision="A16KV16").precision == "W4g32A16KV16"
+
+
+def test_a_relative_path_is_remembered_whole(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert load("tiny-llama").source == folder
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "nowhere", "a/b/c", "", "org/.."])
+def test_what_does_not_exist(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if path in ("", "org/.."):
+        message = "has neither config.json nor mpjax.json" if path == "" else "does not exist"
+    else:
+        message = (
+            f"{path.removeprefix('./')} does not exist: expected a checkpoint folder, or a hub"
+        )
+    with pytest.raises(CheckpointError, match=message):
+        load(path)
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"has neither config\.json nor mpjax\.json: expected"
+    ):
+        load(tmp_path)
+    (tmp_path / "model.gguf").write_text("GGUF")
+    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: expected the folder"):
+        load(tmp_path / "model.gguf")
+
+
+def hub(monkeypatch, download):
+    module = types.SimpleNamespace(snapshot_download=download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+
+
+def test_a_hub_id(folder, monkeypatch):
+    calls = []
+
+    def download(name, **keywords):
+        calls.append((name, keywords))
+        return str(folder)
+
+    hub(monkeypatch, download)
+    lm = load("org/tiny-llama_1.0")
+    assert lm.source == folder
+    [(name, keywords)] = calls
+    assert name == "org/tiny-llama_1.0"
+    assert "*.safetensors" in keywords["allow_patterns"]
+    assert not any("bin" in pattern for pattern in keywords["allow_patterns"])
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    def refuse(name, **_):
+        raise OSError("no such repository")
+
+    hub(monkeypatch, refuse)
+    message = "org/name is no folder here, and the hub did not give it: no such repository"
+    with pytest.raises(CheckpointError, match=message):
+        load("org/name")
+
+
+def test_without_the_hub_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    message = r'org/name is no folder here; .* pip install "mpjax\[hub\]"'
+    with pytest.raises(CheckpointError, match=message):
+        load("org/name")
+
+
+def test_the_bundled_model_has_a_folder():
+    assert (bundled_model() / "tokenizer.json").is_file()

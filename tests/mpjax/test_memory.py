@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from mpjax.memory import DeviceMemoryError, default_device, free_bytes, require_free
+
+
+@dataclasses.dataclass
+class FakeGPU:
+    statistics: dict | None
+    platform: str = "gpu"
+
+    def memory_stats(self):
+        return self.statistics
+
+    def __str__(self):
+        return "cuda:0"
+
+
+def test_a_gpu_has_left_what_it_may_take_and_has_not():
+    assert free_bytes(FakeGPU({"bytes_limit": 100, "bytes_in_use": 30})) == 70
+
+
+@pytest.mark.parametrize("statistics", [None, {}, {"bytes_in_use": 3}])
+def test_nothing_is_refused_where_nobody_knows(statistics):
+    assert free_bytes(FakeGPU(statistics)) is None
+    require_free(10**18, "loading", FakeGPU(statistics))
+
+
+def test_too_much_is_refused_with_both_figures():
+    device = FakeGPU({"bytes_limit": 24_000_000_000, "bytes_in_use": 1_500_000_000})
+    require_free(22_500_000_000, "loading Qwen3-8B", device)
+    message = r"^loading Qwen3-8B needs 22.51 GB on cuda:0, which has 22.50 GB free: choose"
+    with pytest.raises(DeviceMemoryError, match=message):
+        require_free(22_510_000_000, "loading Qwen3-8B", device)
+
+
+def test_the_cpu_has_what_the_system_has():
+    assert 10**6 < (free_bytes(jax.devices("cpu")[0]) or 0) < 10**15
+    with pytest.raises(MemoryError, match=r"needs 1000000000\.00 GB on"):
+        require_free(10**18, "loading", jax.devices("cpu")[0])
+
+
+def test_default_device():
+    assert default_device() == jax.devices()[0]
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert default_device() == jax.devices("cpu")[0]
+    with jax.default_device("cpu"):
+        assert default_device() == jax.devices("cpu")[0]

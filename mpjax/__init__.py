@@ -1,3 +1,62 @@
-"""Mixed-precision LLM inference in JAX: load a checkpoint, quantise it, generate."""
+"""Mixed-precision LLM inference in JAX: load a checkpoint, quantise it, generate.
+
+    import mpjax
+
+    lm = mpjax.load("Qwen3-8B-AWQ/", precision="W4A16KV8")
+    print(mpjax.generate(lm, ["The capital of France is"], max_new_tokens=64).text[0])
+
+JAX is imported when one of the names below is first used, so that `mpjax --help` needs none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpjax.decoding import GeneratedTokens, generate_tokens
+    from mpjax.generation import Generation, generate, stream
+    from mpjax.language_model import LanguageModel
+    from mpjax.loading import bundled_model, load
+    from mpjax.precision import Precision
+    from mpjax.sampling import Sampling
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "GeneratedTokens",
+    "Generation",
+    "LanguageModel",
+    "Precision",
+    "Sampling",
+    "bundled_model",
+    "generate",
+    "generate_tokens",
+    "load",
+    "stream",
+]
+
+_MODULES = {
+    "GeneratedTokens": "decoding",
+    "Generation": "generation",
+    "LanguageModel": "language_model",
+    "Precision": "precision",
+    "Sampling": "sampling",
+    "bundled_model": "loading",
+    "generate": "generation",
+    "generate_tokens": "decoding",
+    "load": "loading",
+    "stream": "generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

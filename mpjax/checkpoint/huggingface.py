@@ -62,7 +62,7 @@ def load(
     decoder, config = decoder_config(folder, hf)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
-    packing = _packing(folder, hf)
+    packing = read_packing(folder, hf)
     quantize = _format_to_quantize(folder, hf, packing, precision)
     checkpoint = Checkpoint.open(folder)
     plan = make_plan(checkpoint, config, packing, quantize)
@@ -116,7 +116,7 @@ def _compute_dtype(dtype: jax.typing.DTypeLike) -> str:
     return name
 
 
-def _packing(folder: Path, hf: Mapping[str, Any]) -> AWQConfig | GPTQConfig | None:
+def read_packing(folder: Path, hf: Mapping[str, Any]) -> AWQConfig | GPTQConfig | None:
     """What quantization_config says, None without one."""
     written = hf.get("quantization_config")
     if written is None:

@@ -105,16 +105,18 @@ def restore(
     dtype differ, and mpjax.memory.DeviceMemoryError where the device has not enough memory left.
     """
     folder = Path(folder).resolve()
-    description = _read_description(folder)
+    description = read_description(folder)
     try:
-        model = _abstract_model(description)
+        model = abstract_model(description)
         shapes = {
             path: jax.ShapeDtypeStruct(tuple(array["shape"]), jnp.dtype(array["dtype"]))
             for path, array in description["arrays"].items()
         }
         kv_format = KVFormat.parse(description["kv_format"])
         files = dict(description["files"])
-        _assign(model, shapes, description)  # finds out what is missing before anything is read
+        assign_arrays(
+            model, shapes, description
+        )  # finds out what is missing before anything is read
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{folder / DESCRIPTION_NAME} is damaged ({type(error).__name__}: {error}): convert "
@@ -124,7 +126,7 @@ def restore(
     _require_files(folder / WEIGHTS_NAME, files)
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     require_free(sum(_nbytes(shape) for shape in shapes.values()), f"restoring {folder}")
-    _assign(model, _read_arrays(folder, shapes), description)
+    assign_arrays(model, _read_arrays(folder, shapes), description)
     return LanguageModel(model, tokenizer, precision.kv if precision else kv_format, folder)
 
 
@@ -193,7 +195,8 @@ def _describe(lm: LanguageModel, arrays: dict[str, jax.Array]) -> dict[str, Any]
     }
 
 
-def _read_description(folder: Path) -> dict[str, Any]:
+def read_description(folder: Path) -> dict[str, Any]:
+    """A saved folder's mpjax.json. Raises CheckpointError where it is missing or not readable."""
     path = folder / DESCRIPTION_NAME
     if not path.is_file():
         raise CheckpointError(
@@ -213,7 +216,8 @@ def _read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def _abstract_model(description: dict[str, Any]) -> Decoder:
+def abstract_model(description: dict[str, Any]) -> Decoder:
+    """The model that a description is of, with shapes for arrays."""
     config = dict(description["config"])
     config["windows"] = tuple(config["windows"])
     config["stop_ids"] = tuple(config["stop_ids"])
@@ -223,7 +227,7 @@ def _abstract_model(description: dict[str, Any]) -> Decoder:
     return nnx.eval_shape(lambda: decoder(parsed, nnx.Rngs(0)))
 
 
-def _assign(model: Decoder, arrays: dict[str, Any], description: dict[str, Any]) -> None:
+def assign_arrays(model: Decoder, arrays: dict[str, Any], description: dict[str, Any]) -> None:
     """Puts arrays, or their shapes, in their places; the inverse of `_arrays`."""
     for place in array_places(model.config):
         assign_array(model, place, arrays[place.path])

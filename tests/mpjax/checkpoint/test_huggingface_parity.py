@@ -13,7 +13,7 @@ import safetensors.numpy
 from flax import nnx
 
 from mpjax.checkpoint import huggingface
-from mpjax.load import load
+from mpjax.loading import load
 from pallas_kernels import KVFormat
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 from tests.mpjax.checkpoint.write_checkpoint import (

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from mpjax.checkpoint import CheckpointError, orbax
-from mpjax.load import bundled_model, load
+from mpjax.loading import bundled_model, load
 from mpjax.precision import Precision
 from tests.mpjax.checkpoint.test_orbax import require_same_bits, write_tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint

@@ -43,7 +43,7 @@ def load(
     """
     if isinstance(precision, str):
         precision = Precision.parse(precision)
-    folder = _folder(path_or_id).resolve()
+    folder = find_folder(path_or_id).resolve()
     if (folder / orbax.DESCRIPTION_NAME).is_file():
         return orbax.restore(folder, precision=precision, dtype=dtype)
     if not (folder / huggingface.CONFIG_NAME).is_file():
@@ -62,7 +62,7 @@ def bundled_model() -> Path:
     return Path(__file__).parent / "bundled"
 
 
-def _folder(path_or_id: str | os.PathLike[str]) -> Path:
+def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
     """The folder, fetched from the hub where it has to be."""
     path = Path(path_or_id).expanduser()
     if path.is_dir():

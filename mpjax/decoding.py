@@ -1,0 +1,241 @@
+"""The generation loop, on arrays: prefill, then one `while_loop` of decoding steps.
+
+One compiled loop serves both ways of generating. `decode` runs until a step that is an argument,
+not a constant, so that streaming calls it for a few tokens at a time and `generate_tokens` once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import Decoder
+from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
+from pallas_kernels import KVFormat, PagedKVCache
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["stop_ids", "minimum", "maximum"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """When a row ends: int32 stop tokens [any number], and new tokens at least and most [batch]."""
+
+    stop_ids: jax.Array
+    minimum: jax.Array
+    maximum: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "cache",
+        "keys",
+        "tokens",
+        "logprobs",
+        "counts",
+        "finished",
+        "seen",
+        "step",
+    ],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class DecodingState:
+    """A batch in the middle of generation; all of it is carried through the loop.
+
+    cache: what the rows have read so far, all but their newest token.
+    keys: one PRNG key per row [batch].
+    tokens, logprobs: new tokens int32 and their log-probabilities float32 [batch, room].
+    counts: int32 [batch], new tokens of each row. finished: bool [batch].
+    seen: bool [batch, vocabulary], tokens of prompt and text; None without repetition penalty.
+    step: int32 scalar, tokens that the longest row has.
+    """
+
+    cache: PagedKVCache
+    keys: jax.Array
+    tokens: jax.Array
+    logprobs: jax.Array
+    counts: jax.Array
+    finished: jax.Array
+    seen: jax.Array | None
+    step: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "lengths", "logprobs", "stopped"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class GeneratedTokens:
+    """What generate_tokens returns.
+
+    tokens: int32 [batch, max_new_tokens], the stop token included, zeros after each row's end.
+    lengths: int32 [batch], tokens that each row generated.
+    logprobs: float32 [batch, max_new_tokens], of each token under the unmodified softmax.
+    stopped: bool [batch], whether a stop token ended the row rather than its maximum.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    logprobs: jax.Array
+    stopped: jax.Array
+
+
+def prefill(
+    model: Decoder,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: PagedKVCache,
+    keys: jax.Array,
+    sampling: Sampling,
+    limits: Limits,
+    *,
+    room: int,
+) -> DecodingState:
+    """Reads the prompts into an empty cache and draws the first token of each row.
+
+    tokens: int [batch, tokens], padded on the right; lengths: int32 [batch].
+    room: new tokens that the state can hold (static).
+    """
+    batch = tokens.shape[0]
+    logits, cache = model.step(tokens, lengths, cache, fresh=True)
+    seen = None
+    if sampling.repetition_penalty is not None:
+        real = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        seen = jnp.zeros((batch, logits.shape[-1]), bool)
+        seen = seen.at[jnp.arange(batch)[:, None], tokens].max(real)
+    state = DecodingState(
+        cache=cache,
+        keys=keys,
+        tokens=jnp.zeros((batch, room), jnp.int32),
+        logprobs=jnp.zeros((batch, room), jnp.float32),
+        counts=jnp.zeros(batch, jnp.int32),
+        finished=limits.maximum <= 0,
+        seen=seen,
+        step=jnp.int32(0),
+    )
+    return _draw(state, logits, sampling, limits)
+
+
+def decode(
+    model: Decoder, state: DecodingState, sampling: Sampling, limits: Limits, until: jax.Array
+) -> DecodingState:
+    """Generates until the longest row has `until` tokens (int32 scalar) or all rows are finished.
+
+    One `while_loop`: no token visits the host. Donate `state` to `jit`, and the cache is written
+    in place.
+    """
+
+    def unfinished(state: DecodingState) -> jax.Array:
+        return (state.step < until) & ~state.finished.all()
+
+    def advance(state: DecodingState) -> DecodingState:
+        newest = jnp.take_along_axis(
+            state.tokens, jnp.full_like(state.counts, state.step - 1)[:, None], 1
+        )
+        # A finished row adds nothing to the cache; what it computes is thrown away.
+        alive = (~state.finished).astype(jnp.int32)
+        logits, cache = model.step(newest, alive, state.cache)
+        return _draw(dataclasses.replace(state, cache=cache), logits, sampling, limits)
+
+    return jax.lax.while_loop(unfinished, advance, state)
+
+
+def _draw(
+    state: DecodingState, logits: jax.Array, sampling: Sampling, limits: Limits
+) -> DecodingState:
+    """Samples a token for each unfinished row and records it."""
+    batch, vocabulary = logits.shape
+    too_short = state.counts < limits.minimum
+    is_stop = jnp.zeros(vocabulary, bool).at[limits.stop_ids].set(True)
+    allowed = jnp.where(too_short[:, None] & is_stop, -jnp.inf, logits)
+    drawn = sample(allowed, step_keys(state.keys, state.step), sampling, state.seen)
+    drawn = jnp.where(state.finished, 0, drawn)
+    chance = jnp.where(state.finished, 0.0, logprobs(logits, drawn))
+    counts = state.counts + (~state.finished).astype(jnp.int32)
+    seen = state.seen
+    if seen is not None:
+        seen = seen.at[jnp.arange(batch), drawn].max(~state.finished)
+    return dataclasses.replace(
+        state,
+        tokens=jax.lax.dynamic_update_slice(state.tokens, drawn[:, None], (0, state.step)),
+        logprobs=jax.lax.dynamic_update_slice(state.logprobs, chance[:, None], (0, state.step)),
+        counts=counts,
+        finished=state.finished | is_stop[drawn] | (counts >= limits.maximum),
+        seen=seen,
+        step=state.step + 1,
+    )
+
+
+# The state is donated, so that the loop owns the cache's buffers; the model never is.
+jit_prefill = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
+jit_decode = jax.jit(decode, donate_argnames="state")
+
+
+def generate_tokens(
+    model: Decoder,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    seeds: Any = None,
+    *,
+    max_new_tokens: int,
+    min_new_tokens: int = 0,
+    sampling: Sampling | None = None,
+    stop_ids: tuple[int, ...] | None = None,
+    kv_format: KVFormat | None = None,
+    page_size: int = 128,
+) -> GeneratedTokens:
+    """Continues a batch of prompts: pure, and jit-able with `max_new_tokens` and formats static.
+
+    tokens: int [batch, tokens], prompts padded on the right to one length; lengths: int32 [batch].
+    seeds: integers [batch], one per row, which alone decide what a row draws; 0 … batch − 1 by
+        default. Greedy generation uses none.
+    stop_ids: tokens that end a row; the configuration's by default.
+    kv_format: of the cache, which is created here and dropped at the end; KV16 by default.
+
+    Raises ValueError for shapes that don't fit, and for an empty prompt where lengths are known.
+    """
+    batch, padded = tokens.shape
+    if lengths.shape != (batch,):
+        raise ValueError(
+            f"lengths have shape {lengths.shape}; tokens {tokens.shape} need ({batch},)"
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+    if not isinstance(lengths, jax.core.Tracer) and not bool(
+        ((lengths > 0) & (lengths <= padded)).all()
+    ):
+        raise ValueError(f"lengths are {lengths.tolist()}; each must be from 1 to {padded}")
+    if seeds is not None and np.shape(seeds) != (batch,):
+        raise ValueError(
+            f"seeds have shape {np.shape(seeds)}; expected one for each of {batch} rows"
+        )
+    stop_ids = model.config.stop_ids if stop_ids is None else stop_ids
+    sampling = Sampling() if sampling is None else sampling
+    limits = Limits(
+        jnp.asarray(stop_ids, jnp.int32),
+        jnp.full(batch, min_new_tokens, jnp.int32),
+        jnp.full(batch, max_new_tokens, jnp.int32),
+    )
+    keys = row_keys(jnp.arange(batch) if seeds is None else seeds)
+    cache = model.create_cache(batch, padded + max_new_tokens, kv_format or KVFormat(), page_size)
+    lengths = lengths.astype(jnp.int32)
+    state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits, room=max_new_tokens)
+    state = jit_decode(model, state, sampling, limits, jnp.int32(max_new_tokens))
+    return collect(state, limits)
+
+
+def collect(state: DecodingState, limits: Limits) -> GeneratedTokens:
+    """The tokens that a state has so far."""
+    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.counts - 1, 0)[:, None], 1)
+    stopped = (last == limits.stop_ids).any(-1) & (state.counts > 0)
+    return GeneratedTokens(state.tokens, state.counts, state.logprobs, stopped)

@@ -23,7 +23,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(VENV)/.runtime ## let the bundled model write some Python
-	$(VENV)/bin/mpjax generate --precision W4A16KV8 "def "
+	$(VENV)/bin/mpjax generate --precision W4A16KV8 --temperature 0.6 --top-p 0.9 --seed 1 --echo "def read_lines(path):"
 
 test: $(VENV)/.development ## run the tests (GPU tests too, where there is a CUDA GPU)
 	$(VENV)/bin/python -m pytest -n 2 $(TESTS)
@@ -54,7 +54,7 @@ $(VENV)/.runtime: $(VENV)/.created
 # What a contributor installs on top.
 $(VENV)/.development: $(VENV)/.created
 	@echo "Installing mpjax with $(JAX), torch and the test tools into $(VENV). The first time takes some minutes."
-	@$(PIP) --editable ".[test,dev]" "$(JAX)"
+	@$(PIP) --editable ".[test,dev,eval]" "$(JAX)"
 	@[ -z "$(TORCH)" ] || $(PIP) $(TORCH)
 	@touch $@ $(VENV)/.runtime
 

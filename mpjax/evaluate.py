@@ -1,0 +1,231 @@
+"""Perplexity of a model on text, read through the KV cache so that the cache's format counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.progress
+
+from models import Decoder
+from mpjax.language_model import LanguageModel
+from mpjax.memory import require_free
+from mpjax.sampling import logprobs
+from mpjax.tokenizer import Tokenizer
+from pallas_kernels import PagedKVCache
+
+DEFAULT_WINDOW = 1024
+MAXIMUM_CHUNK = 128
+# Logits of a chunk are float32 [batch, chunk, vocabulary]; large vocabularies get shorter chunks.
+LOGITS_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts a text.
+
+    perplexity: exp of nats_per_token, the mean of −ln p over `tokens` predicted tokens.
+    bits_per_byte: their sum of −log2 p over the UTF-8 bytes of the text, which compares models of
+        different tokenizers.
+    window: how many tokens a prediction could see.
+    """
+
+    perplexity: float
+    nats_per_token: float
+    bits_per_byte: float
+    tokens: int
+    window: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+    """How a model predicts each token of a sequence but the first, from those before it.
+
+    logprobs: float32 [tokens − 1], natural logarithms. greedy: bool [tokens − 1], whether the token
+    is the most likely one.
+    """
+
+    logprobs: np.ndarray
+    greedy: np.ndarray
+
+
+def perplexity(
+    lm: LanguageModel,
+    documents: Iterable[str],
+    *,
+    window: int | None = None,
+    batch: int = 8,
+    page_size: int = 128,
+    progress: bool | None = None,
+) -> Perplexity:
+    """Predicts each token of the documents from those before it, as decoding would.
+
+    Every token is appended to a paged cache in `lm.kv_format` and attends the cache, itself
+    included, exactly as in a decoding step; so rounding of keys and values shows. Documents do not
+    see each other. A document begins with the bos token, or where the tokenizer has none its eos
+    token, which is not predicted itself; without either its first token isn't predicted. The end of
+    a document isn't predicted. A document longer than a window is cut: each window starts with an
+    empty context, and with the last token of the one before, so that every token is predicted once.
+
+    window: tokens that a prediction can see; 1024 by default, or the model's longest context.
+    batch: windows that are read at a time. page_size: of the cache.
+    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+
+    Raises ValueError for a model without a tokenizer, documents without a token to predict, or a
+    window that the model can't see; DeviceMemoryError, before anything is allocated, where the
+    cache and the logits are too large.
+    """
+    if lm.tokenizer is None:
+        raise ValueError(f"{lm.source} has no tokenizer.json, which perplexity of a text needs")
+    positions = lm.config.max_position_embeddings
+    window = min(DEFAULT_WINDOW, positions) if window is None else window
+    if not 1 <= window <= positions or batch < 1:
+        raise ValueError(
+            f"window is {window} and batch {batch}; expected a window from 1 to the {positions} "
+            "positions of this model, and a batch of 1 or more"
+        )
+    documents = list(documents)
+    windows = [
+        piece
+        for text in documents
+        for piece in _windows(document_tokens(lm.tokenizer, text), window)
+    ]
+    tokens = sum(len(piece) - 1 for piece in windows)
+    if not tokens:
+        raise ValueError("there is no token to predict: the documents are empty")
+    scores = token_scores(lm, windows, batch=batch, page_size=page_size, progress=progress)
+    nats = -math.fsum(np.sum(found.logprobs, dtype=np.float64) for found in scores)
+    characters = sum(len(text.encode()) for text in documents)
+    return Perplexity(
+        perplexity=math.exp(nats / tokens),
+        nats_per_token=nats / tokens,
+        bits_per_byte=nats / math.log(2) / characters,
+        tokens=tokens,
+        window=window,
+    )
+
+
+def read_held_out(path: str | os.PathLike[str]) -> list[str]:
+    """The texts of a file with one JSON object per line, each with a "text".
+
+    Raises ValueError, naming file and line, for a line of another form.
+    """
+    texts = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            texts.append(json.loads(line)["text"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'{path}, line {number}: expected a JSON object with a "text" ({error!r})'
+            ) from error
+        if not isinstance(texts[-1], str):
+            raise ValueError(f'{path}, line {number}: "text" is {texts[-1]!r:.40}, not a string')
+    return texts
+
+
+def document_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a document, behind the token that begins one."""
+    ids = tokenizer.encode(text)
+    start = tokenizer.bos_id
+    if start is None:
+        start = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
+    # Some checkpoints' tokenizers write the bos token themselves.
+    return ids if start is None or ids[:1] == [start] else [start, *ids]
+
+
+def _windows(ids: Sequence[int], window: int) -> Iterator[np.ndarray]:
+    """The ids in pieces of `window` and the token that the last of them predicts."""
+    for begin in range(0, len(ids) - 1, window):
+        yield np.asarray(ids[begin : begin + window + 1], np.int32)
+
+
+def _check_vocabulary(lm: LanguageModel, windows: Sequence[np.ndarray]) -> None:
+    largest = max(int(piece.max()) for piece in windows)
+    if largest >= lm.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gave token {largest}, and the model knows {lm.config.vocab_size}: "
+            "tokenizer.json and the weights are not from the same checkpoint"
+        )
+
+
+def token_scores(
+    lm: LanguageModel,
+    sequences: Sequence[np.ndarray],
+    *,
+    batch: int = 8,
+    page_size: int = 128,
+    progress: bool | None = None,
+) -> list[TokenScores]:
+    """Predicts each token of the sequences but the first, as `perplexity` does each window's.
+
+    sequences: int [tokens] each, with at most one token more than the model has positions. They
+        may come in any order; those of near lengths share a batch.
+    batch, page_size, progress: as for `perplexity`.
+
+    Raises ValueError for tokens that the model doesn't know; DeviceMemoryError as `perplexity`.
+    """
+    if not sequences:
+        return []
+    _check_vocabulary(lm, sequences)
+    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+    batch = min(batch, len(order))
+    fitting = LOGITS_BYTES // (batch * lm.config.vocab_size * 4)
+    chunk = min(MAXIMUM_CHUNK, 1 << max(fitting, 1).bit_length() - 1)
+    longest = max(len(sequences[order[0]]) - 1, 1)
+    capacity = -(-longest // chunk) * chunk
+    create = functools.partial(
+        lm.model.create_cache, batch, capacity, lm.kv_format, page_size
+    )  # one for all batches: what an earlier one left there is not visible
+    shapes = jax.tree.leaves(jax.eval_shape(create))
+    needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
+    needed += batch * chunk * lm.config.vocab_size * 4
+    require_free(needed, f"reading {batch} windows of {capacity} tokens with {lm.kv_format}")
+    cache = create()
+    scores: dict[int, TokenScores] = {}
+    console = rich.console.Console(stderr=True, force_terminal=progress or None)
+    shown = console.is_terminal if progress is None else progress
+    with rich.progress.Progress(console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task("Reading", total=sum(len(ids) - 1 for ids in sequences))
+        for first in range(0, len(order), batch):
+            group = order[first : first + batch]
+            padded = np.zeros((batch, capacity + 1), np.int32)
+            counts = np.zeros(batch, np.int32)
+            for row, index in enumerate(group):
+                counts[row] = len(sequences[index]) - 1
+                padded[row, : counts[row] + 1] = sequences[index]
+            cache = dataclasses.replace(cache, lengths=jnp.zeros(batch, jnp.int32))
+            parts = []
+            for begin in range(0, max(int(counts.max()), 1), chunk):  # also where none has a target
+                tokens = padded[:, begin : begin + chunk + 1]
+                real = np.clip(counts - begin, 0, chunk)
+                part, cache = _score(lm.model, tokens, real, cache)
+                parts.append(part)
+            chances, greedy = (
+                np.concatenate(arrays, 1) for arrays in zip(*jax.device_get(parts), strict=True)
+            )
+            for row, index in enumerate(group):
+                end = counts[row]  # padding follows
+                scores[index] = TokenScores(chances[row, :end], greedy[row, :end])
+            bar.advance(task, int(counts.sum()))
+    return [scores[index] for index in range(len(sequences))]
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _score(
+    model: Decoder, tokens: jax.Array, counts: jax.Array, cache: PagedKVCache
+) -> tuple[tuple[jax.Array, jax.Array], PagedKVCache]:
+    """For tokens[:, 1:]: log-probabilities float32 and whether likeliest, [batch, chunk]; cache."""
+    logits, cache = model.step(tokens[:, :-1], counts, cache, every_position=True)
+    targets = tokens[:, 1:]
+    return (logprobs(logits, targets), logits.argmax(-1) == targets), cache

@@ -1,0 +1,49 @@
+"""lm_eval's `generation_kwargs`, with which a task says how its answers are to be generated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.sampling import FILTERS, Sampling
+
+# What tasks call the number of new tokens; of several the first counts, as in lm_eval.
+NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationArguments:
+    """Arguments of `mpjax.generate`; requests with equal ones can share a batch."""
+
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    sampling: Sampling
+
+
+def parse(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments:
+    """Reads `until`, `max_gen_toks`, `do_sample`, `temperature` and the filters of Sampling.
+
+    max_new_tokens: where the task doesn't say how many.
+
+    Generation is greedy unless `do_sample` is true, or left out beside a temperature. Raises
+    ValueError for an argument that would change the answers and that mpjax doesn't have.
+    """
+    rest = {name: value for name, value in kwargs.items() if value is not None}
+    until = rest.pop("until", ())
+    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
+    lengths = [rest.pop(name) for name in NEW_TOKENS if name in rest]
+    temperature = rest.pop("temperature", None)
+    if not rest.pop("do_sample", bool(temperature)):
+        temperature = 0.0  # Sampling then leaves the filters out
+    elif temperature is None:
+        temperature = 1.0
+    names = (*FILTERS, "repetition_penalty")
+    sampling = Sampling(temperature, **{name: rest.pop(name) for name in names if name in rest})
+    if rest.get("num_beams") == 1:
+        del rest["num_beams"]  # what everybody does who has no beams
+    if rest:
+        unknown = ", ".join(f"{name}={rest[name]!r}" for name in sorted(rest))
+        known = ", ".join(("until", "do_sample", "temperature", *names, *NEW_TOKENS))
+        raise ValueError(f"generation_kwargs ask for {unknown}; mpjax knows {known}")
+    return GenerationArguments(int(lengths[0]) if lengths else max_new_tokens, stop, sampling)

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax import evaluate
+from mpjax.evaluate import perplexity, read_held_out, token_scores
+from mpjax.memory import DeviceMemoryError
+from pallas_kernels import KVFormat
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+
+WINDOW = 24
+BATCH = 3
+# A short document, an empty one, and one of three windows: the second batch is not full.
+DOCUMENTS = [
+    "import os\nimport sys",
+    "",
+    "def f(x):\n    return x + 1\n\nprint(f(41), 'größer')\n" * 2,
+]
+
+
+def windows_of(tokenizer, documents=DOCUMENTS, window=WINDOW):
+    """Windows as the docstring defines them: (context tokens, tokens to predict)."""
+    for text in documents:
+        ids = [0, *tokenizer.encode(text)]  # <|endoftext|> is token 0
+        for begin in range(0, len(ids) - 1, window):
+            piece = ids[begin : begin + window + 1]
+            yield piece[:-1], piece[1:]
+
+
+def nats_of(logits, targets):
+    """The sum of −ln p, by numpy in float64; logits [tokens, vocabulary]."""
+    logits = np.asarray(logits, np.float64)
+    peak = logits.max(-1)
+    sums = peak + np.log(np.exp(logits - peak[:, None]).sum(-1))
+    return float((sums - logits[np.arange(len(targets)), targets]).sum())
+
+
+@pytest.fixture
+def chunked(tiny, monkeypatch):
+    """`perplexity` of the documents, read in chunks of 8 tokens: windows take three of them."""
+    monkeypatch.setattr(evaluate, "MAXIMUM_CHUNK", 8)
+    return lambda lm=tiny: perplexity(lm, DOCUMENTS, window=WINDOW, batch=BATCH, page_size=64)
+
+
+def test_it_is_the_cross_entropy_of_the_full_forward_pass(tiny, chunked):
+    forward = jax.jit(lambda model, tokens: model(tokens))
+    nats = count = 0
+    for context, targets in windows_of(tiny.tokenizer):
+        padded = np.zeros((1, WINDOW), np.int32)
+        padded[0, : len(context)] = context
+        logits = forward(tiny.model, jnp.asarray(padded))[0, : len(context)]
+        nats += nats_of(logits, targets)
+        count += len(targets)
+    found = chunked()
+    assert found.tokens == count > 2 * WINDOW
+    assert found.window == WINDOW
+    assert found.nats_per_token == pytest.approx(nats / count, rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(nats / count), rel=1e-5)
+    size = len("".join(DOCUMENTS).encode())
+    assert found.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_it_reads_the_cache_as_decoding_does(tiny, chunked, bits):
+    """Token by token through `step`, each window with a cache of its own."""
+    format = KVFormat(bits)
+    step = jax.jit(lambda model, token, cache: model.step(token, jnp.ones(1, jnp.int32), cache))
+    nats = count = 0
+    for context, targets in windows_of(tiny.tokenizer):
+        cache = tiny.model.create_cache(1, WINDOW, format, 64)
+        for token, target in zip(context, targets, strict=True):
+            logits, cache = step(tiny.model, jnp.full((1, 1), token, jnp.int32), cache)
+            nats += nats_of(logits, [target])
+            count += 1
+    found = chunked(lm=dataclasses.replace(tiny, kv_format=format))
+    # Sums in another order can move a value over a rounding boundary of its code.
+    assert found.nats_per_token == pytest.approx(nats / count, rel=1e-5 if bits == 16 else 1e-4)
+    if bits == 4:
+        assert abs(found.nats_per_token / chunked().nats_per_token - 1) > 1e-3
+
+
+def test_batches_and_chunks_do_not_matter(tiny, chunked, monkeypatch):
+    expected = chunked()
+    monkeypatch.setattr(evaluate, "MAXIMUM_CHUNK", 128)
+    found = perplexity(tiny, DOCUMENTS, window=WINDOW, batch=100)
+    assert found.nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-5)
+
+
+def test_each_token_has_a_score_in_the_order_given(tiny, monkeypatch):
+    monkeypatch.setattr(evaluate, "MAXIMUM_CHUNK", 8)
+    sequences = [np.asarray(tiny.tokenizer.encode(text), np.int32) for text in DOCUMENTS[::2]]
+    sequences = [sequences[0][:1], *sequences]  # nothing to predict in the first
+    found = token_scores(tiny, sequences, batch=BATCH)
+    assert [len(scores.logprobs) for scores in found] == [len(ids) - 1 for ids in sequences]
+    forward = jax.jit(lambda model, tokens: model(tokens))
+    for ids, scores in zip(sequences, found, strict=True):
+        padded = np.zeros((1, 3 * WINDOW), np.int32)
+        padded[0, : len(ids)] = ids
+        logits = np.asarray(forward(tiny.model, jnp.asarray(padded)))[0, : len(ids) - 1]
+        for position, target in enumerate(ids[1:].tolist()):
+            expected = -nats_of(logits[position : position + 1], [target])
+            assert scores.logprobs[position] == pytest.approx(expected, rel=1e-4)
+            assert scores.greedy[position] == (np.argmax(logits[position]) == target)
+    assert token_scores(tiny, []) == []
+    [alone] = token_scores(tiny, sequences[:1])
+    assert (len(alone.logprobs), len(alone.greedy)) == (0, 0)
+
+
+def test_large_vocabularies_get_short_chunks(tiny, chunked, monkeypatch):
+    shapes = []
+    score = evaluate._score
+
+    def watched(model, tokens, counts, cache):
+        shapes.append((tokens.shape[0], tokens.shape[1] - 1))
+        return score(model, tokens, counts, cache)
+
+    monkeypatch.setattr(evaluate, "_score", watched)
+    expected = chunked()
+    assert set(shapes) == {(BATCH, 8)}
+    shapes.clear()
+    monkeypatch.setattr(evaluate, "LOGITS_BYTES", BATCH * tiny.config.vocab_size * 4 * 7)
+    assert chunked().nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-5)
+    assert set(shapes) == {(BATCH, 4)}
+
+
+def test_the_window_is_by_default_what_the_model_can_see(tiny):
+    text = ["x = [1, 2]\n" * 60]
+    assert tiny.config.max_position_embeddings == 256
+    assert perplexity(tiny, text) == perplexity(tiny, text, window=256)
+
+
+@pytest.mark.parametrize("special", [{"bos_token": None}, {"bos_token": "<|none|>"}])
+def test_without_bos_a_document_begins_with_eos(tiny, special, monkeypatch):
+    tokenizer = tiny.tokenizer
+    tokens = tokenizer.special_tokens | special
+    assert tokens["eos_token"] == "<|endoftext|>"
+    expected = evaluate.document_tokens(tokenizer, "import")
+    monkeypatch.setattr(tokenizer, "bos_id", None)
+    monkeypatch.setattr(tokenizer, "special_tokens", tokens)
+    assert (
+        evaluate.document_tokens(tokenizer, "import")
+        == expected
+        == [0, *tokenizer.encode("import")]
+    )
+    assert evaluate.document_tokens(tokenizer, "<|endoftext|>x")[0] == 0
+    assert len(evaluate.document_tokens(tokenizer, "<|endoftext|>x")) == 2
+    monkeypatch.setattr(tokenizer, "special_tokens", {})
+    assert evaluate.document_tokens(tokenizer, "import") == tokenizer.encode("import")
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "message"),
+    [
+        ([], {}, "no token to predict"),
+        (["", ""], {}, "no token to predict"),
+        (["x"], {"window": 257}, "window is 257 .* 256 positions"),
+        (["x"], {"window": 0}, "window is 0"),
+        (["x"], {"batch": 0}, "batch 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(tiny, documents, options, message):
+    with pytest.raises(ValueError, match=message):
+        perplexity(tiny, documents, **options)
+
+
+def test_it_needs_a_tokenizer_that_fits(tiny):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        perplexity(dataclasses.replace(tiny, tokenizer=None), ["x"])
+    small = dataclasses.replace(tiny.config, vocab_size=10)
+    other = dataclasses.replace(tiny)
+    object.__setattr__(other, "model", type("Model", (), {"config": small})())
+    with pytest.raises(ValueError, match="not from the same checkpoint"):
+        perplexity(other, ["import os"])
+
+
+def test_memory_is_asked_for_first(tiny, monkeypatch):
+    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: 100)
+    with pytest.raises(DeviceMemoryError, match="reading 1 windows of 128 tokens with KV16 needs"):
+        perplexity(tiny, ["x = 1"])
+
+
+def test_the_held_out_text_can_be_read(tmp_path):
+    texts = read_held_out(mpjax.bundled_model() / "held_out.jsonl")
+    assert len(texts) == 17
+    assert sum(len(text.encode()) for text in texts) == 150180
+    path = tmp_path / "texts.jsonl"
+    # A line separator inside a text is no end of a line.
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("é\u2028\x85", "")]
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    assert read_held_out(path) == ["é\u2028\x85", ""]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"txt": "a"}', '{"text": 3}', "3"])
+def test_a_line_of_another_form_is_named(tmp_path, line):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "fine"}\n' + line, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"texts\.jsonl, line 2: "):
+        read_held_out(path)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from mpjax.generation_kwargs import parse
+from mpjax.sampling import Sampling
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sampling"),
+    [
+        ({}, Sampling()),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9}, Sampling()),
+        ({"temperature": 0.0, "top_k": 5}, Sampling()),
+        ({"temperature": 0.7, "top_p": 0.9}, Sampling(temperature=0.7, top_p=0.9)),
+        ({"do_sample": True, "min_p": 0.1}, Sampling(temperature=1.0, min_p=0.1)),
+        ({"do_sample": True, "temperature": 0.2}, Sampling(temperature=0.2)),
+        ({"do_sample": None, "repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+        ({"num_beams": 1}, Sampling()),
+    ],
+)
+def test_how_tokens_are_drawn(kwargs, sampling):
+    assert parse(kwargs, 256).sampling == sampling
+
+
+@pytest.mark.parametrize(
+    ("until", "stop"),
+    [("\n", ("\n",)), (["Q:", "", "\n\n"], ("Q:", "\n\n")), ([], ()), ("", ()), (None, ())],
+)
+def test_where_a_text_ends(until, stop):
+    assert parse({"until": until}, 256).stop == stop
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "tokens"),
+    [
+        ({}, 256),
+        ({"max_gen_toks": 5}, 5),
+        ({"max_new_tokens": 6.0}, 6),
+        ({"max_tokens": 3, "max_gen_toks": 9}, 9),
+        ({"max_gen_toks": None, "max_completion_tokens": 4}, 4),
+    ],
+)
+def test_how_many_tokens(kwargs, tokens):
+    found = parse(kwargs, 256).max_new_tokens
+    assert (found, type(found)) == (tokens, int)
+
+
+def test_equal_arguments_are_one_key():
+    first = parse({"until": ["\n"], "max_gen_toks": 8, "temperature": 0.5}, 1)
+    second = parse({"temperature": 0.5, "do_sample": True, "until": "\n", "max_tokens": 8}, 2)
+    assert len({first, second}) == 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_beams": 10, "until": "x"}, "ask for num_beams=10; mpjax knows until, "),
+        ({"typical_p": 0.9, "num_beams": 4}, r"ask for num_beams=4, typical_p=0\.9; mpjax"),
+        ({"typical_p": 0.9, "num_beams": 1}, r"ask for typical_p=0\.9; mpjax"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+    ],
+)
+def test_what_it_can_not_do_is_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        parse(kwargs, 256)

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import subprocess
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers.processors
+
+import mpjax
+from mpjax import evaluate
+from pallas_kernels import KVFormat
+
+CODE = "def add(x, y):\n    return x + y"
+# Contexts and continuations of several lengths.
+PAIRS = [
+    (CODE, "\nprint(add(1, 2))"),
+    ("import os", "\nimport sys\n"),
+    (CODE + "\n\n" + CODE, "\n"),
+    ("for i in", " range(10):"),
+    ("class A", ":"),
+]
+CHAT = """{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content | trim }}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+
+
+@pytest.fixture
+def harness():
+    """The module, where lm_eval is installed."""
+    pytest.importorskip("lm_eval")
+    import mpjax.harness
+
+    return mpjax.harness
+
+
+@pytest.fixture
+def model(harness, tiny):
+    return harness.HarnessLM(tiny, batch_size=2)
+
+
+def requests(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+
+
+def score(lm, ids, count):
+    """Of the last `count` ids: the sum of ln p, by numpy in float64, and if all are likeliest."""
+    padded = np.zeros((1, 128), np.int32)
+    padded[0, : len(ids) - 1] = ids[:-1]
+    logits = np.asarray(_forward(lm.model, jnp.asarray(padded))[0], np.float64)
+    logits = logits[len(ids) - 1 - count : len(ids) - 1]
+    targets = np.asarray(ids[-count:])
+    peak = logits.max(-1)
+    sums = peak + np.log(np.exp(logits - peak[:, None]).sum(-1))
+    chances = logits[np.arange(count), targets] - sums
+    return chances.sum(), bool((logits.argmax(-1) == targets).all())
+
+
+_forward = jax.jit(lambda model, tokens: model(tokens))
+
+
+def with_tokenizer(lm, *, adds_bos=False, **attributes):
+    """A copy with other attributes of the tokenizer, whose bos token is <|endoftext|>, id 0."""
+    tokenizer = copy.copy(lm.tokenizer)
+    tokenizer.backend = tokenizers.Tokenizer.from_str(lm.tokenizer.backend.to_str())
+    if adds_bos:
+        tokenizer.backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+    for name, value in attributes.items():
+        setattr(tokenizer, name, value)
+    return dataclasses.replace(lm, tokenizer=tokenizer)
+
+
+def test_loglikelihood_is_that_of_the_full_forward_pass(model, tiny):
+    encode = tiny.tokenizer.encode
+    # What the model would write itself, in a case where its text is read as the same tokens.
+    context = "import os"
+    written = mpjax.generate(tiny, context, max_new_tokens=2)
+    assert encode(context + written.text[0]) == encode(context) + written.tokens[0]
+    half = tiny.tokenizer.decode(written.tokens[0][:1]) + "("
+    assert encode(context + half)[:-1] == encode(context) + written.tokens[0][:1]
+    pairs = [*PAIRS, (context, half), (context, written.text[0])]
+    found = model.loglikelihood(requests("loglikelihood", *pairs))
+    for (context, continuation), (logprob, greedy) in zip(pairs, found, strict=True):
+        ids = encode(context + continuation)
+        expected, likeliest = score(tiny, ids, len(ids) - len(encode(context)))
+        assert logprob == pytest.approx(expected, rel=1e-5)
+        assert greedy is likeliest
+    assert [greedy for _, greedy in found] == [False] * len(pairs[:-1]) + [True]
+
+
+def test_the_cache_counts_and_few_programs_do(harness, tiny, monkeypatch):
+    shapes, inner = set(), evaluate._score
+
+    def watched(model, tokens, counts, cache):
+        shapes.add((tokens.shape, cache.layers[0].keys.shape))
+        return inner(model, tokens, counts, cache)
+
+    monkeypatch.setattr(evaluate, "_score", watched)
+    pairs = requests("loglikelihood", *PAIRS)
+    expected = np.array(harness.HarnessLM(tiny, batch_size=2).loglikelihood(pairs))[:, 0]
+    assert len(shapes) == 1  # though five requests in batches of two leave a part of one
+    rounded = dataclasses.replace(tiny, kv_format=KVFormat(4))
+    found = np.array(harness.HarnessLM(rounded, batch_size=2).loglikelihood(pairs))[:, 0]
+    assert 1e-4 < np.abs(found / expected - 1).max() < 0.1
+
+
+def test_without_a_context_bos_stands_before(model, tiny):
+    pairs = [("", "import os"), (" ", "x = 1"), ("", "<|endoftext|>def f")]
+    found = model.loglikelihood(requests("loglikelihood", *pairs))
+    for text, (logprob, _) in zip(["import os", " x = 1", "def f"], found, strict=True):
+        ids = tiny.tokenizer.encode(text)
+        assert logprob == pytest.approx(score(tiny, [0, *ids], len(ids))[0], rel=1e-5)
+
+
+def test_a_long_context_loses_its_beginning(harness, tiny):
+    ids, seen = tiny.tokenizer.encode(CODE + "\nimport os"), tiny.tokenizer.encode(CODE)
+    assert len(ids) > 9 > len(ids) - len(seen)
+    model = harness.HarnessLM(tiny, max_length=8)
+    [(logprob, _)] = model.loglikelihood(requests("loglikelihood", (CODE, "\nimport os")))
+    assert logprob == pytest.approx(score(tiny, ids[-9:], len(ids) - len(seen))[0], rel=1e-5)
+
+
+def test_rolling_is_what_perplexity_sums(harness, tiny):
+    window = 8
+    texts = ["x = [1, 2]\n", "", CODE * 2, "import os"]
+    model = harness.HarnessLM(tiny, batch_size=2, max_length=window)
+    found = model.loglikelihood_rolling(requests("loglikelihood_rolling", *[(t,) for t in texts]))
+    reached_back = 0
+    for text, logprob in zip(texts, found, strict=True):
+        ids = [0, *tiny.tokenizer.encode(text)]
+        last = (len(ids) - 1) % window
+        whole = len(ids) - last
+        parts = [
+            score(tiny, ids[i : i + window + 1], window)[0] for i in range(0, whole - 1, window)
+        ]
+        if last:  # where there are several windows, the last one sees as much as the others
+            parts.append(score(tiny, ids[-window - 1 :], last)[0])
+            reached_back += len(parts) > 1
+        assert logprob == pytest.approx(sum(parts), rel=1e-5)
+    assert reached_back
+    # Without windows they are the same numbers.
+    sums = harness.HarnessLM(tiny).loglikelihood_rolling(
+        requests("loglikelihood_rolling", *[(t,) for t in texts])
+    )
+    expected = evaluate.perplexity(tiny, texts)
+    assert -sum(sums) == pytest.approx(expected.nats_per_token * expected.tokens, rel=1e-6)
+
+
+def test_generation_is_that_of_generate(model, tiny):
+    contexts = ["for i in", CODE, "import os"]
+    text = mpjax.generate(tiny, contexts, max_new_tokens=12).text[0]
+    stops = [text[3:5], "never"]
+    greedy = {"until": stops, "max_gen_toks": 12, "do_sample": False}
+    drawn = {"until": [], "max_gen_toks": 12, "temperature": 1.5}
+    asked = [(context, greedy) for context in contexts] + [(contexts[0], drawn)] * 2
+    found = model.generate_until(requests("generate_until", *asked))
+    assert found[:3] == mpjax.generate(tiny, contexts, max_new_tokens=12, stop=stops).text
+    assert found[0] == text[: text.index(stops[0])] != text
+    hot = mpjax.Sampling(temperature=1.5)
+    again = mpjax.generate(tiny, contexts[:1] * 2, max_new_tokens=12, sampling=hot, seeds=[3, 4])
+    assert found[3:] == again.text
+    assert found[3] != found[4]  # the same request twice is two draws
+
+
+@pytest.fixture
+def prompts(harness, monkeypatch):
+    """The prompts that `generate` is asked to continue: one list for each batch."""
+    calls = []
+
+    def watched(lm, prompts, **keywords):
+        calls.append(list(prompts))
+        return types.SimpleNamespace(text=[prompt[:2] for prompt in prompts])
+
+    monkeypatch.setattr(harness, "generate", watched)
+    return calls
+
+
+def test_batches_have_one_shape_and_near_lengths(model, prompts):
+    contexts = ["import os", CODE, "x"]
+    asked = requests("generate_until", *[(context, {"max_gen_toks": 3}) for context in contexts])
+    assert model.generate_until(asked) == ["im", "de", "x"]
+    assert prompts == [[CODE, "import os"], ["x", "x"]]
+
+
+def test_a_long_prompt_loses_its_beginning(harness, tiny, prompts):
+    model = harness.HarnessLM(tiny, max_length=16, max_new_tokens=6)
+    context = f"{CODE}\n\n" * 9 + "import os"
+    model.generate_until(requests("generate_until", (context, {})))
+    [[prompt]] = prompts
+    assert context.endswith(prompt)
+    assert 5 <= len(tiny.tokenizer.encode(prompt)) <= 10
+    with pytest.raises(ValueError, match="16 new tokens leave no room"):
+        model.generate_until(requests("generate_until", ("x", {"max_gen_toks": 16})))
+
+
+def test_a_chat_begins_with_one_bos(harness, tiny):
+    lm = with_tokenizer(tiny, adds_bos=True, chat_templates={"default": CHAT})
+    model = harness.HarnessLM(lm)
+    plain = harness.HarnessLM(with_tokenizer(tiny, chat_templates={"default": CHAT}))
+    text = model.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert text == "<|endoftext|>user: hi\nassistant:"
+    assert model.tok_encode(text) == plain.tok_encode(text) == tiny.tokenizer.encode(text)
+    assert model.tok_encode("hi") == [0, *plain.tok_encode("hi")]
+    assert model.tok_encode("hi", add_special_tokens=False) == plain.tok_encode("hi")
+    asked = requests("generate_until", (text, {"max_gen_toks": 4}))
+    assert model.generate_until(asked) == plain.generate_until(asked)
+    assert model.prefix_token_id == model.eot_token_id == 0
+    pairs = requests("loglikelihood", (text, " yes"), ("", " yes"))
+    np.testing.assert_allclose(model.loglikelihood(pairs), plain.loglikelihood(pairs), rtol=1e-6)
+    rolling = requests("loglikelihood_rolling", (CODE,))
+    assert model.loglikelihood_rolling(rolling) == plain.loglikelihood_rolling(rolling)
+
+
+def test_a_turn_that_has_begun_stays_open(harness, tiny):
+    model = harness.HarnessLM(with_tokenizer(tiny, chat_templates={"default": CHAT}))
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Answer: "}]
+    text = model.apply_chat_template(chat, add_generation_prompt=False)
+    assert text == "<|endoftext|>user: 2 + 2?\n<|endoftext|>assistant: Answer:"
+    assert model.chat_template(True) == CHAT
+    assert model.chat_template(False) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 257}, "max_length is 257 .* 256 positions"),
+        ({"max_length": 0}, "max_length is 0"),
+        ({"batch_size": 0}, "batch_size 0"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(harness, tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        harness.HarnessLM(tiny, **options)
+
+
+def test_what_can_not_be_scored_is_refused(harness, tiny):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        harness.HarnessLM(dataclasses.replace(tiny, tokenizer=None))
+    model = harness.HarnessLM(tiny, max_length=4)
+    long = "\n" + CODE
+    for continuation, count in (("", 0), (long, len(tiny.tokenizer.encode("x" + long)) - 1)):
+        with pytest.raises(ValueError, match=f"has {count} tokens, not 1 to 4"):
+            model.loglikelihood(requests("loglikelihood", ("x", continuation)))
+    bare = harness.HarnessLM(with_tokenizer(tiny, bos_id=None, special_tokens={}))
+    with pytest.raises(ValueError, match="no bos or eos token"):
+        bare.loglikelihood(requests("loglikelihood", ("", "x")))
+
+
+DOCUMENTS: list[dict[str, Any]] = [
+    {"question": "import", "choices": [" os", " sys", " 7"], "answer": 0, "text": CODE},
+    {"question": "def f(x):\n    return", "choices": [" x", " +"], "answer": 1, "text": "x = 1"},
+]
+
+
+def read_documents(**_):
+    return {"test": importlib.import_module("datasets").Dataset.from_list(DOCUMENTS)}
+
+
+TASK = {
+    "custom_dataset": read_documents,
+    "test_split": "test",
+    "doc_to_text": "{{question}}",
+}
+CHOICE = TASK | {
+    "task": "choice",
+    "output_type": "multiple_choice",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "answer",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc"}],
+}
+WRITE = TASK | {
+    "task": "write",
+    "output_type": "generate_until",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+    "metric_list": [{"metric": "exact_match"}],
+}
+ROLL = TASK | {
+    "task": "roll",
+    "output_type": "loglikelihood_rolling",
+    "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "bits_per_byte"}],
+}
+
+
+@pytest.mark.filterwarnings("default")  # what lm_eval and its dependencies warn of is theirs
+def test_lm_eval_runs_tasks(harness, tiny, tiny_folder):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    # Without the list of all its tasks, which takes seconds to read.
+    options = {"bootstrap_iters": 0, "task_manager": TaskManager(include_defaults=False)}
+    found = lm_eval.simple_evaluate(harness.HarnessLM(tiny), tasks=[CHOICE, WRITE, ROLL], **options)
+    likeliest = [
+        np.argmax(
+            [score(tiny, tiny.tokenizer.encode(d["question"] + c), 1)[0] for c in d["choices"]]
+        )
+        for d in DOCUMENTS
+    ]
+    right = [best == d["answer"] for best, d in zip(likeliest, DOCUMENTS, strict=True)]
+    assert found["results"]["choice"]["acc,none"] == np.mean(right)
+    expected = evaluate.perplexity(tiny, [d["text"] for d in DOCUMENTS]).bits_per_byte
+    assert found["results"]["roll"]["bits_per_byte,none"] == pytest.approx(expected, rel=1e-6)
+    assert found["config"]["precision"] == tiny.precision
+    written = [sample["resps"][0][0] for sample in found["samples"]["write"]]
+    prompts = [d["question"] for d in DOCUMENTS]
+    assert written == mpjax.generate(tiny, prompts, max_new_tokens=4, stop="\n").text
+    arguments = f"pretrained={tiny_folder},precision=A16KV4"
+    again = lm_eval.simple_evaluate("mpjax", arguments, tasks=[ROLL], **options)
+    assert again["config"]["precision"].endswith("KV4")
+    assert again["results"]["roll"] != found["results"]["roll"]
+
+
+def test_a_name_needs_a_folder(harness):
+    with pytest.raises(ValueError, match="lacks pretrained="):
+        harness.HarnessLM.create_from_arg_string("precision=W4A16KV8")
+
+
+def test_without_the_extra(monkeypatch):
+    for name in {"lm_eval", *(name for name in sys.modules if name.startswith("lm_eval."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "mpjax.harness", raising=False)
+    with pytest.raises(ImportError, match=r'needs lm_eval: pip install "mpjax\[eval\]"'):
+        importlib.import_module("mpjax.harness")
+
+
+def test_importing_mpjax_leaves_it_alone():
+    code = "import sys, mpjax, mpjax.evaluate; sys.exit('lm_eval' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,108 @@
+"""The application that the commands belong to: their order, errors and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+import mpjax
+from mpjax.cli import chat, convert, environment, evaluate, generate, info
+
+# As shells report programs that a signal ends: SIGINT and SIGPIPE.
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+EPILOG = """\b
+Examples:
+  mpjax generate "def fibonacci(n):"
+  mpjax chat --model Qwen3-8B-AWQ --precision W4A16KV8
+  mpjax convert Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8
+
+\b
+A precision says how many bits the weights (W), activations (A) and the KV
+cache have: W4A16KV8. Weights are W16, W8 or W4, in groups of 128 input
+channels that share a scale: W4g32, W4g64 and W4gK (one group) choose another
+size, and W4sym fixes the zero point. The cache is KV16, KV8 or KV4. A16KV8
+leaves the weights as they are in the checkpoint.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. MPJAX_DEBUG=1 is --traceback.
+"""
+
+
+class Commands(typer.core.TyperGroup):
+    """Commands whose expected failures are one sentence on stderr instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command that was asked for."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # here, where a reader that has gone can still be handled
+            return result
+        except KeyboardInterrupt:
+            typer.echo(err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Python flushes stdout once more as it ends, and would complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from None
+        except Exception as error:
+            message = _explain(error)
+            if message is None or ctx.params.get("traceback"):
+                raise
+            typer.echo(f"mpjax: {message}", err=True)
+            raise typer.Exit(1) from None
+
+
+def _explain(error: Exception) -> str | None:
+    """What to tell people; None for an error that nobody expected, which deserves a traceback."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text:  # XLA's, where the need could not be known before
+        return f"the device ran out of memory: {text.splitlines()[0]}"
+    # CheckpointError and UnsupportedError are ValueErrors, DeviceMemoryError is a MemoryError.
+    if isinstance(error, (ValueError, OSError, MemoryError)):
+        return text or type(error).__name__
+    return None
+
+
+app = typer.Typer(
+    name="mpjax",
+    cls=Commands,
+    help="Mixed-precision LLM inference in JAX: generate, chat, convert and measure.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help reads the same in a terminal, a pipe and a test
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mpjax {mpjax.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+    ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option("--traceback", envvar="MPJAX_DEBUG", help="Show where an error came from."),
+    ] = False,
+) -> None:
+    pass
+
+
+for _module in (generate, chat, convert, info, evaluate, environment):
+    app.command(_module.NAME, epilog=_module.EPILOG)(_module.command)
+
+
+def main() -> None:
+    """Runs the command line of this process and exits."""
+    app(prog_name="mpjax")

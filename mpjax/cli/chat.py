@@ -1,0 +1,136 @@
+"""`mpjax chat`: a conversation in the terminal, in the form that the checkpoint's template says."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mpjax.cli import options
+
+if TYPE_CHECKING:
+    from mpjax.language_model import LanguageModel
+    from mpjax.sampling import Sampling
+
+NAME = "chat"
+EPILOG = """\b
+Examples:
+  mpjax chat --model Qwen3-8B-AWQ --precision W4A16KV8
+  mpjax chat --model Qwen/Qwen3-8B --precision W4A16KV8 --temperature 0.7
+  mpjax chat --model Qwen3-8B-AWQ --system "Answer in one sentence."
+
+\b
+In the conversation:
+  /reset   forget what was said        /exit    leave (as does Ctrl-D)
+  Ctrl-C   stop the answer
+"""
+
+
+def command(
+    model: options.Model = None,
+    precision: options.PrecisionText = None,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before the conversation.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 512,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = 0,
+    stop: options.Stop = None,
+    dtype: options.ComputeDtype = None,
+) -> None:
+    """Talk with a model."""
+    sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
+    lm = options.load(model, precision, dtype)
+    if lm.tokenizer is None or not lm.tokenizer.chat_templates:
+        raise ValueError(
+            f"{lm.source} has no chat template, like most base models: continue a text with "
+            "`mpjax generate`, or choose a model that was trained for chats"
+        )
+    start = [] if system is None else [{"role": "system", "content": system}]
+    conversation = Conversation(lm, sampling, max_new_tokens, stop or [], seed, start)
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 (importing it gives `input` line editing and a history)
+        typer.echo("/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    _converse(conversation)
+
+
+class Conversation:
+    """What was said so far, and how answers are made."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        sampling: Sampling,
+        max_new_tokens: int,
+        stop: list[str],
+        seed: int,
+        start: list[dict[str, str]],
+    ) -> None:
+        self._lm, self._sampling, self._stop, self._seed = lm, sampling, stop, seed
+        self._max_new_tokens = max_new_tokens
+        self._start = start
+        self.messages = list(start)
+
+    def reset(self) -> None:
+        """Forgets everything but the system's message."""
+        self.messages = list(self._start)
+
+    def answer(self, text: str) -> None:
+        """Writes the answer to stdout as it comes; interrupted, what was written stays said."""
+        import mpjax
+
+        asked = [*self.messages, {"role": "user", "content": text}]
+        tokenizer, positions = self._lm.tokenizer, self._lm.config.max_position_embeddings
+        assert tokenizer is not None  # command() makes sure
+        room = positions - len(tokenizer.encode_chat(asked))
+        if room < 1:
+            raise ValueError(
+                f"the conversation would pass the {positions} positions of this model: /reset it"
+            )
+        said = ""
+        try:
+            for piece in mpjax.stream(
+                self._lm,
+                asked,
+                max_new_tokens=min(self._max_new_tokens, room),
+                sampling=self._sampling,
+                stop=self._stop,
+                seed=self._seed,
+            ):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+                said += piece
+        except KeyboardInterrupt:
+            typer.echo(" [stopped]", nl=False)
+        typer.echo()
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+
+
+def _converse(conversation: Conversation) -> None:
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            text = input(prompt).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            typer.echo(" (Ctrl-D or /exit leaves)")
+            continue
+        if text == "/exit":
+            return
+        if text == "/reset":
+            conversation.reset()
+        elif text.startswith("/"):
+            typer.echo(f"unknown command {text}: there are /reset and /exit", err=True)
+        elif text:
+            try:
+                conversation.answer(text)
+            except (ValueError, MemoryError) as error:  # said too much: nothing is lost
+                typer.echo(f"mpjax: {error}", err=True)

@@ -1,0 +1,69 @@
+"""`mpjax convert`: saves a checkpoint in the form that loads fastest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import rich.console
+import typer
+
+from mpjax.cli import options
+
+NAME = "convert"
+EPILOG = """\b
+Examples:
+  mpjax convert Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8
+  mpjax convert Qwen/Qwen3-8B-AWQ Qwen3-8B-AWQ-packed
+
+The target is loaded like any other checkpoint, bit for bit as converted, without packing anything
+again. The KV format in the precision becomes its default.
+"""
+
+
+def command(
+    source: Annotated[str, typer.Argument(help=options.SOURCE_HELP.split(" By default")[0])],
+    target: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
+    precision: options.PrecisionText = None,
+    dtype: options.ComputeDtype = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model saved there before.")
+    ] = False,
+) -> None:
+    """Quantise and pack a checkpoint once, and save the result."""
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        # `save` says so too, but only after the model has been loaded.
+        raise ValueError(
+            f"{target} is not empty: choose another folder, or replace a model saved there with "
+            "--overwrite"
+        )
+    lm = options.load(source, precision, dtype)
+
+    from mpjax.checkpoint import orbax
+
+    console = rich.console.Console(stderr=True)
+    if console.is_terminal:
+        with console.status(f"Saving {target}"):
+            orbax.save(lm, target, overwrite=overwrite)
+    else:
+        orbax.save(lm, target, overwrite=overwrite)
+    typer.echo(f"{lm.source}: {_size(_weight_bytes(lm.source))} of weights")
+    typer.echo(
+        f"{target}: {_size(_weight_bytes(target))} of weights, {lm.precision}, "
+        f"{_size(lm.nbytes)} in device memory"
+    )
+    sys.stdout.flush()
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Bytes of the files that hold a checkpoint's weights."""
+    from mpjax.checkpoint import orbax
+
+    saved = folder / orbax.WEIGHTS_NAME
+    files = saved.rglob("*") if saved.is_dir() else folder.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

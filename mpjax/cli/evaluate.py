@@ -1,0 +1,205 @@
+"""`mpjax evaluate`: what each precision costs in perplexity."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import rich.box
+import rich.console
+import rich.table
+import typer
+
+from mpjax.cli import options
+
+if TYPE_CHECKING:
+    from mpjax.precision import Precision
+
+NAME = "evaluate"
+WEIGHT_PRECISIONS = ("W16A16KV16", "W8A16KV16", "W4A16KV16", "W4g32A16KV16")
+BOTH_PRECISIONS = ("W16A16KV8", "W16A16KV4", "W4A16KV8", "W4A16KV4")
+CACHE_PRECISIONS = ("A16KV16", "A16KV8", "A16KV4")
+HEADERS = ("precision", "perplexity", "Δ", "bits per byte", "weights")
+EPILOG = """\b
+Examples:
+  mpjax evaluate
+  mpjax evaluate --precision W16A16KV16 --precision W4A16KV8
+  mpjax evaluate --format markdown --output results.json
+  mpjax evaluate Qwen3-8B-AWQ --text wikitext.txt --window 2048
+
+\b
+The text is read through the KV cache, as in decoding, so its format counts
+like that of the weights. Δ is the change against the first precision. The
+text by default is part of Python's standard library, which the bundled model
+was not trained on; perplexities compare only on the same text and windows.
+"""
+
+
+class Format(enum.StrEnum):
+    """How results are printed."""
+
+    table = "table"
+    markdown = "markdown"
+    json = "json"
+
+
+def command(
+    source: options.Source = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+            help='Text to measure on: one document, or for .jsonl one per line, as {"text": ...}. '
+            "By default the held-out text that comes with mpjax.",
+        ),
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="W4A16KV8",
+            show_default=False,
+            help="What to measure; may be given several times. By default eight of W16, W8, W4 "
+            "with KV16, KV8, KV4, or for a quantised checkpoint the three of the KV cache.",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Tokens that a prediction can see: 1024, or the model's longest context.",
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Windows to read at a time.")] = 8,
+    dtype: options.ComputeDtype = None,
+    format: Annotated[Format, typer.Option(help="How to print the results.")] = Format.table,
+    output: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the results as JSON, too.")
+    ] = None,
+) -> None:
+    """Measure the perplexity of a model in several precisions."""
+    import mpjax
+    from mpjax.evaluate import read_held_out
+    from mpjax.loading import find_folder
+
+    folder = find_folder(mpjax.bundled_model() if source is None else source)
+    chosen = [options.parse_precision(name) for name in precision or _defaults(folder)]
+    if text is None:
+        text = mpjax.bundled_model() / "held_out.jsonl"
+    jsonl = text.suffix == ".jsonl"
+    documents = read_held_out(text) if jsonl else [text.read_text(encoding="utf-8")]
+    rows = _measure(folder, chosen, dtype, documents, window, batch)
+    result = _result(folder, text, documents, batch, rows)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    if format is Format.json:
+        typer.echo(json.dumps(result, indent=1, ensure_ascii=False))
+    elif format is Format.markdown:
+        typer.echo(markdown(rows))
+    else:
+        _print_table(rows)
+
+
+def _defaults(folder: Path) -> tuple[str, ...]:
+    """Weights can be rounded only where the checkpoint has 16-bit ones."""
+    from mpjax.checkpoint import huggingface, orbax
+
+    saved = (folder / orbax.DESCRIPTION_NAME).is_file()
+    if saved or huggingface.read_config(folder).get("quantization_config") is not None:
+        return CACHE_PRECISIONS
+    return WEIGHT_PRECISIONS + BOTH_PRECISIONS
+
+
+def _measure(
+    folder: Path,
+    precisions: list[Precision],
+    dtype: options.Dtype | None,
+    documents: list[str],
+    window: int | None,
+    batch: int,
+) -> list[dict[str, Any]]:
+    """One row for each precision; each kind of weights is loaded once, in turn."""
+    from mpjax.evaluate import perplexity
+
+    console = rich.console.Console(stderr=True)
+    rows: dict[int, dict[str, Any]] = {}
+    for weights in dict.fromkeys(precision.weights for precision in precisions):
+        lm = None
+        for index, precision in enumerate(precisions):
+            if precision.weights != weights:
+                continue
+            if console.is_terminal:
+                console.print(f"{precision}", highlight=False)
+            if lm is None:
+                lm = options.load(str(folder), precision, dtype)
+            lm = dataclasses.replace(lm, kv_format=precision.kv)
+            found = perplexity(lm, documents, window=window, batch=batch)
+            rows[index] = {
+                "precision": lm.precision,
+                **dataclasses.asdict(found),
+                "weights_bytes": lm.nbytes,
+            }
+    return [rows[index] for index in sorted(rows)]
+
+
+def _result(
+    folder: Path,
+    text: Path,
+    documents: list[str],
+    batch: int,
+    rows: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """What --output writes: the rows, and all that they depend on."""
+    import jax
+
+    import mpjax
+
+    device = jax.devices()[0]
+    return {
+        "model": folder.name,
+        "text": text.name,
+        "documents": len(documents),
+        "bytes": sum(len(document.encode()) for document in documents),
+        "batch": batch,
+        "device": f"{device.platform}: {device.device_kind}",
+        "versions": {"mpjax": mpjax.__version__, "jax": jax.__version__},
+        "rows": rows,
+    }
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    base = rows[0]["perplexity"]
+    return [
+        (
+            row["precision"],
+            f"{row['perplexity']:.4f}",
+            f"{100 * (row['perplexity'] / base - 1):+.2f} %" if index else "",
+            f"{row['bits_per_byte']:.4f}",
+            f"{row['weights_bytes'] / 1e6:,.2f} MB",
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A table in Markdown from the rows of a result."""
+    table = [HEADERS, ("---", *["---:"] * (len(HEADERS) - 1)), *_cells(rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in table)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    terminal = sys.stdout.isatty()
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD if terminal else None)
+    for index, header in enumerate(HEADERS):
+        table.add_column(header, justify="right" if index else "left", no_wrap=True)
+    for row in _cells(rows):
+        table.add_row(*row)
+    # In a pipe there is no width to fit into.
+    rich.console.Console(width=None if terminal else 120).print(table)

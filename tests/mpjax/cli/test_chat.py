@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+import mpjax
+from mpjax.cli.application import app
+
+
+@pytest.fixture
+def talk(chat_folder):
+    def call(said, *arguments):
+        command = ["chat", "--model", str(chat_folder), "--max-new-tokens", "16", *arguments]
+        return CliRunner().invoke(app, command, input=said)
+
+    return call
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """What the model was asked; its answers are A, B, C, ..."""
+    asked = []
+
+    def stream(lm, messages, **options):
+        asked.append((messages, options))
+        if messages[-1]["content"] == "interrupt me":
+            yield "half "
+            raise KeyboardInterrupt
+        yield chr(ord("A") + len(asked) - 1)
+
+    monkeypatch.setattr(mpjax, "stream", stream)
+    return asked
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_an_answer_is_what_generate_says(talk, chat_folder):
+    lm = mpjax.load(chat_folder)
+    expected = mpjax.generate(lm, [user("hello")], max_new_tokens=16).text[0]
+    result = talk("hello\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, expected + "\n", "")
+
+
+def test_the_conversation_is_remembered_until_it_is_reset(talk, heard):
+    result = talk("one\n\n  two \n/reset\nthree\n/exit\nnever\n", "--system", "be brief")
+    system = {"role": "system", "content": "be brief"}
+    assert [messages for messages, _ in heard] == [
+        [system, user("one")],
+        [system, user("one"), assistant("A"), user("two")],
+        [system, user("three")],
+    ]
+    assert (result.exit_code, result.stdout) == (0, "A\nB\nC\n")
+
+
+def test_options_are_passed_on(talk, heard):
+    talk("one\n", "--temperature", "0.5", "--seed", "7", "--stop", "x", "--stop", "y")
+    [(_, options)] = heard
+    assert options == {
+        "max_new_tokens": 16,
+        "sampling": mpjax.Sampling(temperature=0.5),
+        "stop": ["x", "y"],
+        "seed": 7,
+    }
+
+
+def test_an_interrupt_stops_the_answer_alone(talk, heard):
+    result = talk("interrupt me\nmore\n")
+    assert (result.exit_code, result.stdout) == (0, "half  [stopped]\nB\n")
+    assert heard[1][0] == [user("interrupt me"), assistant("half "), user("more")]
+
+
+def test_unknown_commands_are_not_said(talk, heard):
+    result = talk("/help\nhi\n")
+    assert "unknown command /help: there are /reset and /exit" in result.stderr
+    assert [messages for messages, _ in heard] == [[user("hi")]]
+
+
+def test_an_answer_gets_what_room_is_left(talk, heard):
+    result = talk("x " * 100 + "\n" + "y " * 300 + "\nshort\n", "--max-new-tokens", "200")
+    assert result.exit_code == 0
+    assert "mpjax: the conversation would pass the 256 positions of this model" in result.stderr
+    assert len(heard) == 2  # the second was refused, and is not part of the conversation
+    assert 0 < heard[0][1]["max_new_tokens"] < 200
+    assert [m["content"] for m in heard[1][0]][1:] == ["A", "short"]
+
+
+def test_a_base_model_can_not_chat(tiny_folder):
+    result = CliRunner().invoke(app, ["chat", "--model", str(tiny_folder)], input="hi\n")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "has no chat template, like most base models" in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from typer.testing import CliRunner
+
+import mpjax
+from mpjax.cli.application import app
+
+
+def convert(*arguments):
+    return CliRunner().invoke(app, ["convert", *map(str, arguments)])
+
+
+def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
+    target = tmp_path / "converted"
+    options = ("--precision", "W4A16KV8", "--dtype", "bfloat16")
+    result = convert(tiny_folder, target, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    before, after = result.stdout.splitlines()
+    assert re.fullmatch(rf"{tiny_folder}: 2\.89 MB of weights", before)
+    assert re.fullmatch(
+        rf"{target}: [\d.]+ MB of weights, W4A16KV8, [\d.]+ MB in device memory", after
+    )
+    saved = mpjax.load(target)
+    assert saved.precision == "W4A16KV8"
+    expected = mpjax.load(tiny_folder, precision="W4A16KV8", dtype="bfloat16")
+    found = mpjax.generate(saved, "def f", max_new_tokens=4)
+    assert found.tokens == mpjax.generate(expected, "def f", max_new_tokens=4).tokens
+    words = [
+        leaf
+        for lm in (saved, expected)
+        for leaf in jax.tree.leaves(nnx.state(lm.model))
+        if leaf.dtype == jnp.uint16
+    ]
+    assert len(words) == 2 * 8
+    for ours, theirs in zip(words[:8], words[8:], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+    again = convert(tiny_folder, target, *options)
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "is not empty" in again.stderr
+    assert "--overwrite" in again.stderr
+    assert convert(tiny_folder, target, "--dtype", "bfloat16", "--overwrite").exit_code == 0
+    description = json.loads((target / "mpjax.json").read_text())
+    assert description["kv_format"] == "KV16"
+
+
+def test_nothing_else_is_overwritten(tiny_folder, tmp_path):
+    (tmp_path / "precious").write_text("x")
+    result = convert(tiny_folder, tmp_path, "--overwrite")
+    assert result.exit_code == 1
+    assert "is no saved model" in result.stderr
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_wrong_usage(tiny_folder, tmp_path):
+    assert convert(tiny_folder).exit_code == 2
+    assert convert(tiny_folder, tmp_path / "x", "--precision", "W4").exit_code == 2
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert convert(tiny_folder, file).exit_code == 2

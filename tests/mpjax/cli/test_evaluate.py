@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+import mpjax
+from mpjax.cli import evaluate as command
+from mpjax.cli import options
+from mpjax.cli.application import app
+from mpjax.evaluate import Perplexity, perplexity
+
+DOCUMENTS = ["import os\nimport sys\n", "def f(x):\n    return x + 1\n"]
+ROWS = [
+    {"precision": "W16A16KV16", "perplexity": 10.0, "bits_per_byte": 1.0, "weights_bytes": 2e9},
+    {"precision": "W4A16KV8", "perplexity": 10.5, "bits_per_byte": 1.25, "weights_bytes": 5e6},
+]
+MARKDOWN = """\
+| precision | perplexity | Δ | bits per byte | weights |
+| --- | ---: | ---: | ---: | ---: |
+| W16A16KV16 | 10.0000 |  | 1.0000 | 2,000.00 MB |
+| W4A16KV8 | 10.5000 | +5.00 % | 1.2500 | 5.00 MB |"""
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return path
+
+
+@pytest.fixture
+def run(tiny_folder, text):
+    def call(*arguments):
+        command = ["evaluate", str(tiny_folder), "--text", str(text), "--dtype", "bfloat16"]
+        return CliRunner().invoke(app, [*command, "--batch", "2", *map(str, arguments)])
+
+    return call
+
+
+def test_each_precision_is_measured(run, tiny_folder, tmp_path, monkeypatch):
+    loads = []
+    load = options.load
+
+    def counted(*arguments):
+        loads.append(arguments)
+        return load(*arguments)
+
+    monkeypatch.setattr(options, "load", counted)
+    output = tmp_path / "new folder" / "results.json"
+    names = ["W16A16KV16", "W4A16KV16", "W16A16KV4"]
+    result = run("--output", output, *(f"--precision={name}" for name in names))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert len(loads) == 2  # once for each kind of weights
+    written = json.loads(output.read_text())
+    assert [row["precision"] for row in written["rows"]] == names
+    assert (written["model"], written["text"]) == ("tiny", "texts.jsonl")
+    assert (written["documents"], written["bytes"]) == (2, len("".join(DOCUMENTS)))
+    for row in written["rows"]:
+        lm = mpjax.load(tiny_folder, precision=row["precision"], dtype="bfloat16")
+        expected = perplexity(lm, DOCUMENTS, batch=2)
+        assert Perplexity(*(row[name] for name in Perplexity.__dataclass_fields__)) == expected
+        assert row["weights_bytes"] == lm.nbytes
+        assert row["perplexity"] == pytest.approx(math.exp(row["nats_per_token"]))
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["precision", "perplexity", "Δ", "bits", "per", "byte", "weights"]
+    assert [line.split()[0] for line in lines[1:]] == names
+    assert f"{written['rows'][0]['perplexity']:.4f}" in lines[1]
+    assert result.stdout.isprintable() or "\x1b" not in result.stdout
+    assert "─" not in result.stdout  # plain where it is no terminal
+
+
+@pytest.mark.parametrize("format", ["markdown", "json"])
+def test_formats(run, monkeypatch, format):
+    monkeypatch.setattr(command, "_measure", lambda *arguments: ROWS)
+    result = run("--format", format)
+    assert result.exit_code == 0
+    if format == "markdown":
+        assert result.stdout == MARKDOWN + "\n"
+    else:
+        assert json.loads(result.stdout)["rows"] == ROWS
+
+
+def test_markdown_can_be_made_from_what_was_written():
+    assert command.markdown(ROWS) == MARKDOWN
+
+
+def test_precisions_by_default(tiny_folder, tmp_path):
+    names = command._defaults(tiny_folder)
+    assert len(names) == len(set(names)) == 8
+    assert names[0] == "W16A16KV16"  # what the others are compared with
+    for quantised in ("mpjax.json", "config.json"):
+        folder = tmp_path / quantised
+        folder.mkdir()
+        (folder / quantised).write_text('{"quantization_config": {"quant_method": "awq"}}')
+        assert command._defaults(folder) == ("A16KV16", "A16KV8", "A16KV4")
+
+
+def test_plain_text_is_one_document_and_the_bundled_text_the_default(
+    tiny_folder, tmp_path, monkeypatch
+):
+    seen = []
+
+    def measure(*arguments):
+        seen.append(arguments)
+        return ROWS
+
+    monkeypatch.setattr(command, "_measure", measure)
+    path = tmp_path / "text.txt"
+    path.write_text("größer\n\nx", encoding="utf-8")
+    CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path), "--window", "7"])
+    CliRunner().invoke(app, ["evaluate", str(tiny_folder)])
+    assert seen[0][3:] == (["größer\n\nx"], 7, 8)
+    assert len(seen[1][3]) == 17
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--precision", "W3"], 2, "can't read the precision"),
+        (["--window", "0"], 2, "--window"),
+        (["--window", "300", "--precision", "A16KV16"], 1, "256 positions"),
+        (["--text", "/nowhere"], 2, "does not exist"),
+    ],
+)
+def test_failures(run, arguments, code, message):
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import mpjax
+from mpjax.checkpoint import orbax, safetensors
+from mpjax.cli import info
+from mpjax.cli.application import app
+from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
+from tests.mpjax.checkpoint.write_checkpoint import (
+    CONFIGS,
+    linear_shapes,
+    random_tensors,
+    replace_module,
+    round_to_nearest,
+    write_checkpoint,
+)
+
+PLAIN = ("model.layers.1.self_attn.o_proj", "model.layers.0.self_attn.v_proj")
+METHODS = {
+    "awq": (pack_awq, {"zero_point": True, "version": "gemm"}),
+    "gptq": (pack_gptq, {"desc_act": False, "sym": False}),
+}
+
+
+def write(folder, name, method):
+    """A checkpoint of which some modules are packed and some are not."""
+    hf = CONFIGS[name]
+    tensors = random_tensors(hf, np.random.default_rng(0), np.float16)
+    if method is not None:
+        pack, config = METHODS[method]
+        hf = hf | {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 32}}
+        hf["quantization_config"] |= config
+        for module in linear_shapes(hf):
+            if module not in PLAIN:
+                parts = round_to_nearest(tensors[f"{module}.weight"].T, 32, 4)
+                replace_module(tensors, module, pack(*parts))
+    return write_checkpoint(folder, hf, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("llama-tied", None), ("qwen2", None), ("qwen3", "awq"), ("llama", "gptq")]
+)
+def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method):
+    folder = write(tmp_path / "model", name, method)
+    lm = mpjax.load(folder)
+    expected = lm.describe()
+    saved = tmp_path / "saved"
+    orbax.save(lm, saved)
+    saved_rows = mpjax.load(saved).describe()
+    if method is not None:
+        text = "\n".join(line for _, line in expected)
+        assert "W16 in 1 layers" in text
+        assert "W4g32 | W4g32 | W16 in 1 layers" in text
+
+    monkeypatch.setattr(safetensors.Checkpoint, "read", lambda *args: pytest.fail("read a tensor"))
+    monkeypatch.setattr(orbax, "_read_arrays", lambda *args: pytest.fail("read the arrays"))
+    assert info.inspect(folder).describe() == expected
+    assert info.inspect(saved).describe() == saved_rows
+
+    result = CliRunner().invoke(app, ["info", str(folder)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    width = max(len(label) for label, _ in expected) + 2
+    assert [(line[:width].strip(), line[width:]) for line in result.stdout.splitlines()] == expected
+
+
+def test_a_folder_that_can_not_be_loaded(tmp_path):
+    result = CliRunner().invoke(app, ["info", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"mpjax: {tmp_path} has ")
+    assert result.stderr.count("\n") == 1

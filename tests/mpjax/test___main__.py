@@ -1,0 +1,79 @@
+"""The command line as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mpjax
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def run(*arguments, text=None):
+    """Runs Python; what it reads from stdin is empty unless given."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=text or "",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRONMENT,
+    )
+
+
+def test_a_completion_goes_to_stdout_alone(tiny_folder, tiny):
+    arguments = ["generate", "-", "--model", str(tiny_folder), "--max-new-tokens", "10"]
+    done = run("-m", "mpjax", *arguments, text="def f(x):\n")
+    assert done.returncode == 0
+    assert done.stdout == mpjax.generate(tiny, "def f(x):", max_new_tokens=10).text[0]
+    assert "tokens/s" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_needs_no_jax_and_answers_at_once():
+    code = """
+import sys
+sys.argv = ["mpjax", "generate", "--help"]
+from mpjax.cli import main
+try:
+    main()
+except SystemExit as exit:
+    loaded = {"jax", "numpy", "flax", "orbax", "tokenizers"} & set(sys.modules)
+    sys.exit(f"imported {loaded}" if loaded else exit.code)
+"""
+    done = run("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: mpjax generate" in done.stdout
+
+
+def test_failures_have_codes_and_no_tracebacks(tmp_path):
+    done = run("-m", "mpjax", "generate", "x", "--model", str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"mpjax: {tmp_path} has neither config.json nor mpjax.json")
+    assert done.stderr.count("\n") == 1
+    done = run("-m", "mpjax", "--traceback", "generate", "x", "--model", str(tmp_path))
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert run("-m", "mpjax", "nonsense").returncode == 2
+
+
+def test_a_reader_that_leaves_is_no_failure(tiny_folder):
+    arguments = ["generate", "x", "--model", str(tiny_folder), "--max-new-tokens", "10"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mpjax", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        message = process.stderr.read()
+    assert process.wait() == 141
+    assert message == ""

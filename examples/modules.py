@@ -1,0 +1,42 @@
+"""A decoder as an ordinary Flax NNX module: initialise it, run it, differentiate it, step it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models import DecoderConfig, Qwen3
+from pallas_kernels import KVFormat
+
+config = DecoderConfig(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    windows=(None, None),  # one per layer: how many keys a query sees; None: all
+    max_position_embeddings=512,
+    qk_norm=True,
+    dtype="float32",
+)
+model = Qwen3(config, nnx.Rngs(0))
+tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
+
+
+def loss(model: Qwen3, tokens: jax.Array) -> jax.Array:
+    """Mean negative log-likelihood of each token after the ones before it."""
+    chances = jax.nn.log_softmax(model(tokens[:, :-1]))
+    return -jnp.take_along_axis(chances, tokens[:, 1:, None], axis=-1).mean()
+
+
+value, gradient = jax.jit(jax.value_and_grad(loss))(model, tokens)
+print(f"loss {value:.3f}, gradient of the embedding {gradient.embedding[...].shape}")
+
+# The same model with a KV cache: the cache goes in and comes out, and nothing else changes.
+step = jax.jit(Qwen3.step, static_argnames="fresh", donate_argnames="cache")
+cache = model.create_cache(batch=2, max_tokens=64, format=KVFormat(8))
+logits, cache = step(model, tokens, jnp.array([16, 9], jnp.int32), cache, fresh=True)
+logits, cache = step(model, logits.argmax(-1)[:, None], jnp.ones(2, jnp.int32), cache)
+print(f"after two steps the sequences have {cache.lengths.tolist()} tokens")

@@ -1,0 +1,98 @@
+"""Checkpoints of a published model's shapes with random weights: what speed needs of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from models import DecoderConfig
+
+BYTES_PER_SHARD = 4 << 30
+
+
+def write_awq(folder: Path, config: DecoderConfig, group_size: int = 128, seed: int = 0) -> None:
+    """Writes an AWQ checkpoint (config.json and sharded safetensors) of a Qwen3 model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hf = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "num_hidden_layers": config.num_layers,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": list(config.stop_ids),
+        "quantization_config": {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": group_size,
+            "version": "gemm",
+            "zero_point": True,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(hf, indent=2))
+    shard: dict[str, np.ndarray] = {}
+    index: dict[str, str] = {}
+    number = 0
+
+    def flush() -> None:
+        nonlocal number
+        number += 1
+        name = f"model-{number:05d}.safetensors"
+        save_file(shard, folder / name)
+        index.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in _tensors(config, group_size, np.random.default_rng(seed)):
+        shard[name] = tensor
+        if sum(array.nbytes for array in shard.values()) > BYTES_PER_SHARD:
+            flush()
+    flush()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def _tensors(
+    config: DecoderConfig, group: int, rng: np.random.Generator
+) -> Iterator[tuple[str, np.ndarray]]:
+    def words(*shape: int) -> np.ndarray:
+        return rng.integers(-(2**31), 2**31, shape, np.int32)
+
+    def dense(*shape: int) -> np.ndarray:
+        # bfloat16 has no numpy dtype that safetensors writes; float16 is cast on load.
+        return (rng.random(shape, np.float32) * 0.04 - 0.02).astype(np.float16)
+
+    names = {
+        "query": "self_attn.q_proj",
+        "key": "self_attn.k_proj",
+        "value": "self_attn.v_proj",
+        "output": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+    yield "model.embed_tokens.weight", dense(config.vocab_size, config.hidden_size)
+    yield "lm_head.weight", dense(config.vocab_size, config.hidden_size)
+    yield "model.norm.weight", np.ones(config.hidden_size, np.float16)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}.{norm}.weight", np.ones(config.hidden_size, np.float16)
+        for norm in ("q_norm", "k_norm"):
+            yield f"{prefix}.self_attn.{norm}.weight", np.ones(config.head_dim, np.float16)
+        for projection, (channels, outputs) in config.projection_shapes.items():
+            name = f"{prefix}.{names[projection]}"
+            yield f"{name}.qweight", words(channels, outputs // 8)
+            yield f"{name}.qzeros", words(channels // group, outputs // 8)
+            # Uniform 4-bit codes have a deviation of about 6.5: this scale keeps activations tame.
+            scale = np.float16(1 / (6.5 * channels**0.5))
+            yield f"{name}.scales", np.full((channels // group, outputs), scale)

@@ -53,7 +53,7 @@ def cast(model: Decoder, dtype: str) -> Decoder:
 
 
 def linear_layers(model: Decoder) -> list[Linear]:
-    layers = []
+    layers: list[Linear] = []
     for layer in model.layers:
         for fused in (layer.attention.qkv, layer.mlp.gate_up):
             layers.extend(fused.parts)

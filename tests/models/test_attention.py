@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def test_with_and_without_a_cache_fresh_or_not(window, rng):
     assert nothing is None
     assert alone.shape == x.shape
     cache = empty_cache(2)
-    written = []
+    written: list[Any] = []
     for fresh in (True, False):
         cached, pages = attention(x, angles, cache.layers[0], span(cache, [9, 9], fresh=fresh))
         np.testing.assert_allclose(cached, alone, atol=1e-5)
@@ -56,8 +57,8 @@ def test_norms_and_biases_are_there_where_the_config_asks_for_them():
     assert plain.query_norm is None
     assert plain.key_norm is None
     assert plain.qkv.parts[0].bias is None
-    changes = {"qk_norm": True, "qkv_bias": True, "output_bias": True}
-    full = Attention(dataclasses.replace(CONFIG, **changes), None, nnx.Rngs(0))
+    changes: dict[str, Any] = {"qk_norm": True, "qkv_bias": True, "output_bias": True}
+    full: Any = Attention(dataclasses.replace(CONFIG, **changes), None, nnx.Rngs(0))
     assert full.query_norm.weight.get_value().shape == (16,)
     assert full.key_norm.weight.get_value().shape == (16,)
     assert full.qkv.parts[0].bias.get_value().shape == (64 + 2 * 32,)
@@ -72,7 +73,8 @@ def test_norms_make_the_size_of_queries_irrelevant(rng):
     before, _ = attention(x, angles, None, None)
     [fused] = attention.qkv.parts
     scale = jnp.concatenate([jnp.full(64, 7.0), jnp.full(32, 0.5), jnp.ones(32)])
-    fused.kernel = nnx.Param(fused.kernel.get_value() * scale)
+    kernel: Any = fused.kernel.get_value()
+    fused.kernel = nnx.Param(kernel * scale)
     after, _ = attention(x, angles, None, None)
     np.testing.assert_allclose(after, before, atol=1e-5)
 
@@ -81,4 +83,5 @@ def test_a_span_is_a_pytree_whose_freshness_is_static():
     cache = empty_cache(2)
     fresh, later = (span(cache, [1, 1], fresh=fresh) for fresh in (True, False))
     assert len(jax.tree.leaves(fresh)) == 3
-    assert jax.tree.structure(fresh) != jax.tree.structure(later)
+    structures: list[Any] = [jax.tree.structure(fresh), jax.tree.structure(later)]
+    assert structures[0] != structures[1]

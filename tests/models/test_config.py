@@ -51,7 +51,7 @@ def test_a_config_is_static():
     assert hash(config) == hash(DecoderConfig(**common_fields(HF)))
     assert config.num_layers == 3
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.hidden_size = 1
+        config.hidden_size = 1  # type: ignore[misc]
 
 
 def test_projection_shapes():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from tests.models.small import (
 )
 from tests.pallas_kernels.oracles import relative_error, wide
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied, with biases everywhere": {
         "tie_word_embeddings": True,
@@ -219,7 +220,7 @@ def test_a_decoding_step_lowers_for_cuda(bits, pretend_gpu, lower_for_cuda):
 def test_gradients_reach_every_weight_and_are_right(rng):
     model = small_model(dataclasses.replace(CONFIG, **VARIANTS["normed, windowed, multi-query"]))
     graph, state = nnx.split(model)
-    tokens = random_tokens(rng, 2, 8)
+    tokens = jnp.asarray(random_tokens(rng, 2, 8))
 
     @jax.jit
     def loss(state):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def test_linear(bias, rng):
     kernel, x = random_array(rng, (8, 5), "float32"), random_array(rng, (2, 3, 8), "float32")
     offset = random_array(rng, (5,), "float32") if bias else None
     y = Linear(kernel, offset)(x)
-    expected = wide(x) @ wide(kernel) + (wide(offset) if bias else 0)
+    expected = wide(x) @ wide(kernel) + (0 if offset is None else wide(offset))
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
@@ -32,7 +33,8 @@ def test_linear_with_a_quantized_kernel(rng):
 
 def test_linear_is_created_with_a_normal_kernel_and_no_bias():
     linear = Linear.create((400, 300), bias=True, dtype="bfloat16", rngs=nnx.Rngs(0))
-    kernel = linear.kernel.get_value()
+    kernel: Any = linear.kernel.get_value()
+    assert linear.bias is not None
     assert (kernel.shape, kernel.dtype) == ((400, 300), jnp.bfloat16)
     assert abs(wide(kernel).std() - 0.02) < 1e-3
     np.testing.assert_array_equal(wide(linear.bias.get_value()), np.zeros(300))
@@ -75,12 +77,13 @@ def test_gated_mlp(bias, rng):
     [fused] = mlp.gate_up.parts
     for linear in (fused, mlp.down):
         assert (linear.bias is not None) == bias
-        if bias:
+        if linear.bias is not None:
             linear.bias = nnx.Param(random_array(rng, linear.bias.get_value().shape, "float32"))
     x = random_array(rng, (2, 64), "float32") * 20
 
     def apply(x, linear):
-        return x @ wide(linear.kernel.get_value()) + (wide(linear.bias.get_value()) if bias else 0)
+        offset = 0 if linear.bias is None else wide(linear.bias.get_value())
+        return x @ wide(linear.kernel.get_value()) + offset
 
     gate, up = np.split(apply(wide(x), fused), 2, axis=-1)
     expected = apply(gate / (1 + np.exp(-gate)) * up, mlp.down)

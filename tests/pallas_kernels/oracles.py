@@ -12,6 +12,13 @@ WEIGHT_FORMATS = tuple(
     f"{codes}:g{size}" for codes in ("uint4", "uint8") for size in (32, 64, 128, "K")
 )
 
+# Compiler options for programs that run once: on a CPU, most of a test's time is LLVM's.
+QUICK = (
+    {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    if jax.default_backend() == "cpu"
+    else None
+)
+
 # mean|Δ| / mean|reference| that a 16-bit kernel may be off, against float64.
 GATES = {"bfloat16": 8e-3, "float16": 1e-3}
 
@@ -26,18 +33,18 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -
     return as_array(rng.standard_normal(shape), dtype)
 
 
-def wide(x: jax.Array) -> np.ndarray:
+def wide(x: jax.Array | np.ndarray) -> np.ndarray:
     """As float64."""
     return np.asarray(x).astype(np.float64)
 
 
-def relative_error(actual: jax.Array, expected: np.ndarray) -> float:
+def relative_error(actual: jax.Array | np.ndarray, expected: np.ndarray) -> float:
     """mean|Δ| / mean|expected|, and infinite where `actual` is not finite."""
-    actual = wide(actual)
-    assert actual.shape == expected.shape
-    if not np.isfinite(actual).all():
+    found = wide(actual)
+    assert found.shape == expected.shape
+    if not np.isfinite(found).all():
         return np.inf
-    return float(np.abs(actual - expected).mean() / np.abs(expected).mean())
+    return float(np.abs(found - expected).mean() / np.abs(expected).mean())
 
 
 def plane_words(codes: np.ndarray, bits: int, width: int) -> np.ndarray:

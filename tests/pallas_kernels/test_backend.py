@@ -46,7 +46,7 @@ def test_with_a_gpu_since_ampere(machine, capability):
 def test_this_machine():
     if jax.default_backend() == "gpu":
         assert backend.multiprocessors() > 0
-        assert backend.compute_capability() > 5
+        assert (backend.compute_capability() or 0) > 5
     else:
         assert backend.multiprocessors() == 132
         assert backend.compute_capability() is None

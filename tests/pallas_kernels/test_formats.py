@@ -69,7 +69,7 @@ def packed_weights(draw) -> tuple[WeightFormat, Plain, np.ndarray | None]:
     return format, plain, draw(st.sampled_from([None, permutation]))
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(packed_weights())
 def test_packing_bit_for_bit(weight):
     format, plain, permutation = weight
@@ -229,7 +229,7 @@ def test_concatenate_joins_output_channels(permuted):
     ).pack(FORMAT, permutation)
     assert joined is not None
     jax.tree.map(np.testing.assert_array_equal, joined, whole)
-    assert jax.tree.structure(joined) == jax.tree.structure(whole)
+    assert (joined.format, joined.channels) == (whole.format, whole.channels)
 
 
 def test_concatenate_of_one_is_itself():

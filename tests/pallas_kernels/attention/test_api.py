@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from tests.pallas_kernels.oracles import (
     wide,
 )
 
-DECODE = {"starts": [70, 0], "counts": [1, 1]}
+DECODE: dict[str, Any] = {"starts": [70, 0], "counts": [1, 1]}
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -44,10 +45,10 @@ def test_queries_must_fit_the_pages(shape, rng):
 def test_unknown_implementations_are_refused(rng):
     test = scene(rng, "KV16", "float32", **DECODE)
     with pytest.raises(ValueError, match="unknown implementation 'cudnn'"):
-        paged_attention(*test.arguments, implementation="cudnn")
+        paged_attention(*test.arguments, implementation="cudnn")  # type: ignore[arg-type]
     x = jnp.zeros((1, 4, 2, 8))
     with pytest.raises(ValueError, match="unknown implementation 'triton'"):
-        prefill_attention(x, x, x, implementation="triton")
+        prefill_attention(x, x, x, implementation="triton")  # type: ignore[arg-type]
 
 
 def test_the_kernel_needs_a_gpu(rng, monkeypatch):
@@ -84,13 +85,15 @@ def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
     assert chosen == ("triton" if supported else "reference")
 
 
-def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **options) -> float:
+def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **options: Any) -> float:
     queries = random_array(rng, (2, 33, 4, dim), dtype)
     keys, values = (random_array(rng, (2, 33, 2, dim), dtype) for _ in range(2))
     out = jax.jit(functools.partial(prefill_attention, **options))(queries, keys, values)
     assert out.dtype == queries.dtype
     expected = softmax_attention(
-        *map(wide, (queries, keys, values)),
+        wide(queries),
+        wide(keys),
+        wide(values),
         np.broadcast_to(np.arange(33), (2, 33)),
         np.full(2, 33),
         options.get("scale", dim**-0.5),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 from pallas_kernels import KVFormat, PagedKVCache, paged_attention
 from pallas_kernels.attention import shapes, triton, tuning
 from tests.pallas_kernels.attention.scenes import Scene, scene
-from tests.pallas_kernels.oracles import GATES
+from tests.pallas_kernels.oracles import GATES, QUICK
 
 each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4"])
 
 
-@functools.partial(jax.jit, static_argnames=("splits", "window", "scale", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("splits", "window", "scale", "interpret"), compiler_options=QUICK
+)
 def kernel(
     queries, pages, block_tables, starts, counts, *, splits, window=None, scale=None, interpret=True
 ):
@@ -44,9 +47,9 @@ def check(test: Scene, dtype: str, splits: int | None, window: int | None = None
 
 
 # Every sequence at once: empty, one key, full pages, one key more, the middle of a page.
-DECODE = {"starts": [0, 0, 63, 64, 200], "counts": [0, 1, 1, 1, 1]}
+DECODE: dict[str, Any] = {"starts": [0, 0, 63, 64, 200], "counts": [0, 1, 1, 1, 1]}
 # A prompt, its continuation across a page boundary, a short one with padding, nothing.
-CHUNKS = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
+CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_on_the_gpu(text, dtype, rng):
         ((2, 4), 128, 128, 1, 1),
         ((2, 4), 64, 64, 5, 70),
     ):
-        sizes = {"heads": heads, "head_dim": head_dim, "page_size": page_size}
+        sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "page_size": page_size}
         for lengths in (DECODE, CHUNKS):
             test = scene(rng, text, dtype, **sizes, **lengths)
             error = test.error(run(*test.arguments, splits=splits, window=window), window=window)
@@ -168,13 +171,14 @@ def test_on_the_gpu(text, dtype, rng):
     ("context", "heads", "kinds"),
     [
         (1024, (2, 4), ("normal", "uniform", "outlier", "small")),
-        (32768, (2, 4), ("normal", "uniform", "outlier", "small")),
+        # No small values here: their mean over so many keys is a subnormal float16.
+        (32768, (2, 4), ("normal", "uniform", "outlier")),
         (131072, (1, 4), ("uniform",)),
     ],
 )
 def test_long_context_on_the_gpu(context, heads, kinds, dtype, text, rng):
     attend = jax.jit(functools.partial(paged_attention, implementation="triton"))
-    sizes = {"heads": heads, "head_dim": 128, "page_size": 128}
+    sizes: dict[str, Any] = {"heads": heads, "head_dim": 128, "page_size": 128}
     for kind in kinds:
         test = scene(rng, text, dtype, starts=[context - 1], counts=[1], kind=kind, **sizes)
         error = test.error(attend(*test.arguments))

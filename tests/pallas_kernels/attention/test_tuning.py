@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pallas_kernels import backend
 from pallas_kernels.attention import shapes, tuning
 
 
@@ -33,6 +34,6 @@ def test_any_shape(batch, kv_heads, rows, pages):
 
 
 def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
-    monkeypatch.setattr(tuning.backend, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     assert tuning.configure(1, 8, 4, 1024).splits > 4
     assert tuning.configure(256, 8, 4, 1024).splits == 1

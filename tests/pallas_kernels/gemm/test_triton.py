@@ -16,6 +16,7 @@ from tests.pallas_kernels.gemm.weights import dense, integer_weight, random_weig
 from tests.pallas_kernels.oracles import (
     GATES,
     NUMPY_DTYPES,
+    QUICK,
     WEIGHT_FORMATS,
     as_array,
     relative_error,
@@ -23,7 +24,7 @@ from tests.pallas_kernels.oracles import (
 )
 
 
-@functools.partial(jax.jit, static_argnames="splits")
+@functools.partial(jax.jit, static_argnames="splits", compiler_options=QUICK)
 def interpreted(x: jax.Array, weight: QuantizedTensor, splits: int) -> jax.Array:
     config = dataclasses.replace(tuning.configure(x.shape[0], weight), splits=splits)
     return triton.matmul(x, weight, config, interpret=True)
@@ -97,7 +98,7 @@ def test_more_splits_than_blocks(rng):
 def test_dequantize_is_exact(text, channels, outputs, dtype, rng):
     weight = random_weight(rng, text, channels, outputs)
     write = functools.partial(triton.dequantize, dtype=jnp.dtype(dtype), interpret=True)
-    matrix = np.asarray(jax.jit(write)(weight))
+    matrix = np.asarray(jax.jit(write, compiler_options=QUICK)(weight))
     assert matrix.shape == (outputs, weight.padded_channels)
     expected = dense(weight).T.astype(NUMPY_DTYPES[dtype])
     np.testing.assert_array_equal(matrix[:, :channels], expected)

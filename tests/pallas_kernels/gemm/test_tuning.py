@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import backend
 from pallas_kernels.gemm import shapes, tuning
 from tests.pallas_kernels.gemm.weights import weight_struct
 from tests.pallas_kernels.oracles import WEIGHT_FORMATS
@@ -45,7 +46,7 @@ def test_any_shape(rows, text, groups, outputs):
 
 @pytest.mark.parametrize("multiprocessors", [16, 132])
 def test_small_gpus_get_fewer_programs(multiprocessors, monkeypatch):
-    monkeypatch.setattr(tuning.backend, "multiprocessors", lambda: multiprocessors)
+    monkeypatch.setattr(backend, "multiprocessors", lambda: multiprocessors)
     assert_sound(1, "uint4:g128", 4096, 4096)
 
 

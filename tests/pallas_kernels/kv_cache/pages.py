@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,12 @@ def random_pages(
     shape = (pages, kv_heads, page_size)
     if not format.is_quantized:
         values = rng.standard_normal((2, *shape, head_dim)).astype(NUMPY_DTYPES.get(dtype, dtype))
-        return KVPages(*map(jnp.asarray, values), None, None, format)
+        return KVPages(jnp.asarray(values[0]), jnp.asarray(values[1]), None, None, format)
     width = head_dim // format.planes
     words = rng.integers(0, 2**16, (2, *shape, width), dtype=np.uint16)
     parameters = rng.integers(0, 2**32, (2, *shape), dtype=np.uint32)
-    return KVPages(*map(jnp.asarray, words), *map(jnp.asarray, parameters), format)
+    arrays = [jnp.asarray(array) for array in (*words, *parameters)]
+    return KVPages(arrays[0], arrays[1], arrays[2], arrays[3], format)
 
 
 def appended(
@@ -43,7 +45,7 @@ def appended(
 ) -> KVPages:
     """The pages after append, token by token."""
     format = pages.format
-    result = {}
+    result: dict[str, Any] = {}
     for name, new in (("key", keys), ("value", values)):
         stored = np.array(getattr(pages, f"{name}s"))
         parameters = np.array(getattr(pages, f"{name}_parameters"))

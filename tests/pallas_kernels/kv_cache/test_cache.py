@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from pallas_kernels import KVFormat, KVPages, PagedKVCache
 
 
 def create(**changes) -> PagedKVCache:
-    arguments = {
+    arguments: dict[str, Any] = {
         "layers": 2,
         "batch": 3,
         "max_tokens": 100,
@@ -62,7 +63,7 @@ def test_create(text, dtype, storage, width):
         assert (pages.page_size, pages.head_dim) == (64, 64)
         assert pages.keys.shape == pages.values.shape == (6, 2, 64, width)
         assert pages.keys.dtype == pages.values.dtype == storage
-        parameters = [pages.key_parameters, pages.value_parameters]
+        parameters: list[Any] = [pages.key_parameters, pages.value_parameters]
         if text == "KV16":
             assert parameters == [None, None]
         else:
@@ -110,6 +111,7 @@ def test_every_buffer_is_its_own(bits):
 
 def test_a_cache_is_a_pytree_with_static_formats():
     cache = create()
+    structure: Any
     leaves, structure = jax.tree.flatten(cache)
     assert len(leaves) == 2 * 4 + 2
     assert jax.tree.unflatten(structure, leaves).format == KVFormat(8)

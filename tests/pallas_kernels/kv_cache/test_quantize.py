@@ -19,8 +19,7 @@ def encode(x: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     dtype = quantize.parameter_dtype(x.dtype)
     values = x.astype(jnp.float32)
     scale, zero = quantize.parameters(values.min(-1), values.max(-1), bits, dtype)
-    wide = [jnp.broadcast_to(part[..., None], x.shape) for part in (scale, zero)]
-    return quantize.encode(values, *wide, bits), scale, zero
+    return quantize.encode(values, scale[..., None], zero[..., None], bits), scale, zero
 
 
 @each_bits

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import DecoderConfig, Llama
+from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
+from mpjax.sampling import Sampling, row_keys
+from pallas_kernels import KVFormat, backend
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+
+LENGTHS = (5, 1, 9)
+ROWS = len(LENGTHS)
+NEW = 8
+FORMATS = [KVFormat(bits) for bits in (16, 8, 4)]
+HOT = Sampling(temperature=1.5)
+FULL = 32  # the length that the oracle pads to, so that it is compiled once
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Three prompts padded with tokens that must not matter, and their lengths."""
+    tokens = np.random.default_rng(0).integers(1, 2048, (ROWS, 16))
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(LENGTHS, jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def full_logits(tiny):
+    """Logits after a list of tokens, float64 [vocabulary], by the forward pass without a cache."""
+    forward = jax.jit(lambda model, tokens: model(tokens))
+
+    def compute(tokens):
+        padded = np.zeros((1, FULL), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = forward(tiny.model, jnp.asarray(padded))
+        return np.asarray(logits, np.float64)[0, len(tokens) - 1]
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def run(tiny, prompts):
+    """generate_tokens of the three prompts, or of some of them."""
+
+    def call(rows=slice(None), **options: Any):
+        tokens, lengths = prompts
+        defaults: dict[str, Any] = {"stop_ids": (0,), "max_new_tokens": NEW}
+        return generate_tokens(tiny.model, tokens[rows], lengths[rows], **(defaults | options))
+
+    return call
+
+
+def prompt(prompts, row):
+    return prompts[0][row, : LENGTHS[row]].tolist()
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def test_greedy_takes_the_likeliest_token_of_the_full_forward_pass(run, prompts, full_logits):
+    found = run()
+    for row in range(ROWS):
+        text = prompt(prompts, row)
+        for step in range(NEW):
+            logits = full_logits(text)
+            assert found.tokens[row, step] == np.argmax(logits)
+            expected = log_softmax(logits)[np.argmax(logits)]
+            np.testing.assert_allclose(found.logprobs[row, step], expected, rtol=1e-4)
+            text.append(int(np.argmax(logits)))
+    np.testing.assert_array_equal(found.lengths, NEW)
+    assert not found.stopped.any()
+
+
+def test_logprobs_are_of_the_unmodified_distribution(run, prompts, full_logits):
+    found = run(sampling=Sampling(temperature=1.5, top_k=50), seeds=[3, 4, 5])
+    text = prompt(prompts, 2)
+    for step in range(NEW):
+        token = int(found.tokens[2, step])
+        expected = log_softmax(full_logits(text))[token]
+        np.testing.assert_allclose(found.logprobs[2, step], expected, rtol=1e-4)
+        text.append(token)
+
+
+def test_a_repetition_penalty_counts_prompt_and_text_but_no_padding(run, prompts, full_logits):
+    penalty = 0.3  # below 1 it rewards, so that a random model repeats itself
+    found = run(sampling=Sampling(repetition_penalty=penalty))
+    changed = False
+    for row in range(ROWS):
+        text = prompt(prompts, row)
+        for step in range(NEW):
+            logits = full_logits(text)
+            seen = np.unique(text)
+            penalised = logits.copy()
+            penalised[seen] *= np.where(logits[seen] < 0, penalty, 1 / penalty)
+            assert found.tokens[row, step] == np.argmax(penalised)
+            changed |= bool(np.argmax(penalised) != np.argmax(logits))
+            text.append(int(found.tokens[row, step]))
+    assert changed, "the penalty never decided anything: choose another"
+
+
+def test_a_row_ends_with_its_stop_token_and_the_others_go_on(run):
+    free = run()
+    stop = int(free.tokens[0, 2])
+    first = free.tokens[0].tolist().index(stop)
+    found = run(stop_ids=(stop,))
+    ends = [row.index(stop) + 1 if stop in row else NEW for row in np.asarray(free.tokens).tolist()]
+    assert ends[0] == first + 1 < NEW
+    assert max(ends) == NEW
+    assert found.lengths.tolist() == ends
+    assert found.stopped.tolist() == [end < NEW for end in ends]
+    for row, end in enumerate(ends):
+        np.testing.assert_array_equal(found.tokens[row, :end], free.tokens[row, :end])
+        assert not found.tokens[row, end:].any()
+        assert not found.logprobs[row, end:].any()
+
+
+def test_stop_tokens_are_held_back_until_the_minimum(run, prompts, full_logits):
+    stop = int(run().tokens[0, 2])
+    found = run(stop_ids=(stop,), min_new_tokens=5)
+    assert stop not in found.tokens[0, :5].tolist()
+    assert found.lengths.min() >= 5
+    text = [*prompt(prompts, 0), *found.tokens[0, :2].tolist()]
+    logits = full_logits(text)
+    assert np.argmax(logits) == stop
+    logits[stop] = -np.inf
+    assert found.tokens[0, 2] == np.argmax(logits)
+
+
+def test_what_a_row_draws_is_its_own_affair(run):
+    options = {"sampling": HOT, "kv_format": KVFormat(4)}
+    together = run(seeds=[7, 8, 9], **options).tokens
+    assert len({tuple(row) for row in np.asarray(together).tolist()}) == ROWS
+    backwards = run(slice(None, None, -1), seeds=[9, 8, 7], **options).tokens
+    np.testing.assert_array_equal(backwards[::-1], together)
+    alone = run(slice(2, 3), seeds=[9], **options).tokens
+    np.testing.assert_array_equal(alone[0], together[2])
+    other = run(slice(2, 3), seeds=[10], **options).tokens
+    assert not np.array_equal(other, alone)
+
+
+def test_it_can_be_jitted(run, tiny, prompts):
+    jitted = jax.jit(
+        functools.partial(generate_tokens, max_new_tokens=NEW, stop_ids=(0,)),
+        static_argnames="kv_format",
+    )
+    found = jitted(tiny.model, *prompts, sampling=HOT, kv_format=KVFormat(4))
+    expected = run(sampling=HOT, kv_format=KVFormat(4))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_padding_does_not_matter(run, tiny, prompts):
+    tokens, lengths = prompts
+    zeros = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    found = generate_tokens(tiny.model, zeros, lengths, max_new_tokens=NEW, stop_ids=(0,))
+    np.testing.assert_array_equal(found.tokens, run().tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [5, 1]}, "lengths have shape"),
+        ({"lengths": [5, 0, 9]}, "each must be from 1 to 16"),
+        ({"lengths": [5, 1, 17]}, "each must be from 1 to 16"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"seeds": [1, 2]}, r"seeds have shape \(2,\); expected one for each of 3 rows"),
+        ({"seeds": [1, -2, 3]}, "seeds are"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(tiny, prompts, change, message):
+    arguments = {"lengths": LENGTHS, "max_new_tokens": NEW, "sampling": HOT} | change
+    lengths = jnp.asarray(arguments.pop("lengths"), jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        generate_tokens(tiny.model, prompts[0], lengths, **arguments)
+
+
+def begin(model, format, sampling, rows=2, lengths=(16, 5)):
+    """The state after prefill in a cache of two pages for each row, and the limits."""
+    limits = Limits(
+        jnp.asarray([0], jnp.int32), jnp.zeros(rows, jnp.int32), jnp.full(rows, 16, jnp.int32)
+    )
+    state = jit_prefill(
+        model,
+        jnp.ones((rows, 16), jnp.int32),
+        jnp.asarray(lengths, jnp.int32),
+        model.create_cache(rows, 128, format, 64),
+        row_keys(range(rows)),
+        sampling,
+        limits,
+        room=16,
+    )
+    return state, limits
+
+
+def primitives(jaxpr):
+    """The names of all primitives, those of inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def test_decoding_is_one_loop_that_never_visits_the_host(tiny):
+    sampling = Sampling(temperature=1.0, top_k=5, repetition_penalty=1.1)
+    state, limits = jax.eval_shape(lambda: begin(tiny.model, KVFormat(8), sampling))
+    traced = jax.make_jaxpr(decode)(tiny.model, state, sampling, limits, jnp.int32(16))
+    names = list(primitives(traced))
+    assert names.count("while") == 1
+    assert len(names) > 100, "the loop's body was not looked at"
+    assert not [name for name in names if "callback" in name or "feed" in name]
+    assert traced.eqns[-1].primitive.name == "while"
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_the_loop_does_not_copy_the_cache(tiny, format):
+    state, limits = begin(tiny.model, format, Sampling())
+    arguments = (tiny.model, state, Sampling(), limits, jnp.int32(16))
+
+    def copies(program):
+        text = program.lower(*arguments).compile().as_text()
+        assert len(re.findall(r" while\(", text)) == 1
+        shapes = {leaf.shape for leaf in jax.tree.leaves(state.cache.layers)}
+        names = "|".join(",".join(map(str, shape)) for shape in shapes)
+        return re.findall(rf"\[(?:{names})\]\S* copy(?:-start)?\(", text)
+
+    if not format.is_quantized:  # once is enough: it takes seconds to compile
+        assert copies(jax.jit(decode)), "without donation there must be copies to find"
+    assert not copies(jit_decode)
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache.layers)]
+    after = jit_decode(*arguments).cache.layers
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)] == before
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache.layers))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monkeypatch):
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
+    config = DecoderConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=128,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        windows=(None,),
+        max_position_embeddings=256,
+    )
+    model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    sampling = Sampling()
+    arrays = 2 if format.bits == 16 else 4  # pages and their parameters
+
+    def program(model, tokens):
+        limits = Limits(jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32), jnp.full(2, 8, jnp.int32))
+        state = prefill(
+            model,
+            tokens,
+            jnp.full(2, 4, jnp.int32),
+            model.create_cache(2, 64, format, 64),
+            row_keys(jnp.arange(2)),
+            sampling,
+            limits,
+            room=8,
+        )
+        return decode(model, state, sampling, limits, jnp.int32(8)).tokens
+
+    # The prompt's own attention would go to cuDNN, which only a GPU can choose.
+    text = lower_for_cuda(program, model, jax.ShapeDtypeStruct((2, 4), jnp.int32))
+    calls = [line for line in text.splitlines() if "custom_call" in line and "append_kv" in line]
+    assert len(calls) == 2  # of prefill, and of the loop's body
+    for call in calls:
+        assert call.count("output_operand_alias<") == arrays

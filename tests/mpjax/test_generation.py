@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+import mpjax
+from mpjax import Sampling, decoding
+from mpjax import generation as module
+from mpjax.memory import DeviceMemoryError
+from mpjax.tokenizer import Tokenizer
+from pallas_kernels import KVFormat
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+
+
+PROMPTS = ["def f(x):\n    return", "import", "class Stack(list):\n    "]
+HOT = Sampling(temperature=1.2)
+NEW = 24
+
+
+def drain(stream):
+    """The pieces of a stream, and what it returns."""
+    pieces = []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            return pieces, end.value
+
+
+@pytest.fixture(scope="module")
+def hot(tiny):
+    """A generation of the three prompts that nothing ends early."""
+    return mpjax.generate(tiny, PROMPTS, max_new_tokens=NEW, sampling=HOT, seeds=[1, 2, 3])
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """The third prompt's."""
+    return mpjax.generate(tiny, PROMPTS[2], max_new_tokens=NEW, sampling=HOT, seeds=[3])
+
+
+def test_it_is_generate_tokens_with_a_tokenizer(tiny, hot):
+    ids = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
+    padded = np.zeros((3, 16), np.int32)
+    for row, tokens in zip(padded, ids, strict=True):
+        row[: len(tokens)] = tokens
+    found = decoding.generate_tokens(
+        tiny.model,
+        jnp.asarray(padded),
+        jnp.asarray([len(tokens) for tokens in ids], jnp.int32),
+        [1, 2, 3],
+        max_new_tokens=NEW,
+        sampling=HOT,
+        kv_format=tiny.kv_format,
+    )
+    assert hot.tokens == found.tokens.tolist()
+    np.testing.assert_allclose(hot.logprobs, found.logprobs, rtol=1e-5)
+    assert hot.prompt_tokens == [len(tokens) for tokens in ids]
+    assert hot.text == [tiny.tokenizer.decode(row) for row in hot.tokens]
+    assert hot.finish_reasons == ["length"] * 3
+
+
+def test_a_row_does_not_depend_on_its_neighbours(hot, alone):
+    assert (alone.text, alone.tokens) == (hot.text[2:], hot.tokens[2:])
+    np.testing.assert_allclose(alone.logprobs, hot.logprobs[2:], rtol=1e-4)
+
+
+def test_speed_leaves_the_first_token_out(hot):
+    assert hot.prefill_seconds > 0
+    assert hot.tokens_per_second == pytest.approx(3 * (NEW - 1) / hot.decode_seconds)
+    one = dataclasses.replace(hot, tokens=[[1]], decode_seconds=0.0)
+    assert one.tokens_per_second == 0
+
+
+def test_pieces_of_a_stream_joined_are_the_text(tiny, alone):
+    stream = mpjax.stream(tiny, PROMPTS[2], max_new_tokens=NEW, sampling=HOT, seed=3)
+    pieces, returned = drain(stream)
+    assert len(pieces) > 2
+    assert all(pieces)
+    assert ["".join(pieces)] == returned.text == alone.text
+    assert (returned.tokens, returned.finish_reasons) == (alone.tokens, alone.finish_reasons)
+    np.testing.assert_allclose(returned.logprobs, alone.logprobs, rtol=1e-5)
+
+
+def test_time_between_pieces_is_not_decoding(tiny, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    stream = mpjax.stream(tiny, PROMPTS[2], max_new_tokens=NEW, sampling=HOT)
+    for _ in stream:
+        now += 1000
+    _, returned = drain(mpjax.stream(tiny, PROMPTS[2], max_new_tokens=NEW, sampling=HOT))
+    assert returned.decode_seconds == 0
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 3), (0, 1), (4, 5), (16, 17), (15, 18), (22, 23)])
+def test_a_stop_string_ends_the_text_wherever_chunks_and_tokens_end(tiny, alone, first, last):
+    """Chunks are tokens 0, 1 to 8, 9 to 16 and 17 to 23."""
+    [whole], [tokens] = alone.text, alone.tokens
+    before = tiny.tokenizer.decode(tokens[:first])
+    upto = tiny.tokenizer.decode(tokens[: last + 1])
+    # From within the first token to within the last one, and no earlier in the text.
+    stop = upto[len(before) :] if first == last else upto[len(before) + 1 :]
+    assert stop.isprintable()
+    at = whole.index(stop)
+    options = {"max_new_tokens": NEW, "sampling": HOT, "stop": stop}
+    found = mpjax.generate(tiny, PROMPTS[2], seeds=[3], **options)
+    assert found.text == [whole[:at]]
+    assert found.finish_reasons == ["stop"]
+    [used] = found.tokens
+    assert used == tokens[: len(used)]
+    assert stop in tiny.tokenizer.decode(used)
+    assert stop not in tiny.tokenizer.decode(used[:-1])
+    assert len(found.logprobs[0]) == len(used)
+    pieces, returned = drain(mpjax.stream(tiny, PROMPTS[2], seed=3, **options))
+    assert ["".join(pieces)] == found.text
+    assert returned.tokens == found.tokens
+
+
+def test_the_first_of_several_stop_strings_ends_its_row_alone(tiny, hot):
+    stops = ["never in there", hot.text[1][20:26], hot.text[1][10:16]]
+    found = mpjax.generate(
+        tiny, PROMPTS, max_new_tokens=NEW, sampling=HOT, seeds=[1, 2, 3], stop=stops
+    )
+    assert found.text[1] == hot.text[1][: min(hot.text[1].index(stop) for stop in stops[1:])]
+    assert found.finish_reasons[1] == "stop"
+    for row in (0, 2):
+        if not any(stop in hot.text[row] for stop in stops):
+            assert found.text[row] == hot.text[row]
+            assert found.finish_reasons[row] == "length"
+
+
+def test_a_stream_holds_back_what_may_become_a_stop_string(tiny, alone):
+    [whole] = alone.text
+    stop = whole[-3:] + "?"  # never completed, so it is all shown in the end
+    pieces, _ = drain(
+        mpjax.stream(tiny, PROMPTS[2], max_new_tokens=NEW, sampling=HOT, stop=stop, seed=3)
+    )
+    assert "".join(pieces) == whole
+
+
+def test_a_stop_token_ends_a_row_and_has_no_text(tiny, hot, monkeypatch):
+    token = hot.tokens[1][4]
+    monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token, 0))
+    found = mpjax.generate(tiny, PROMPTS, max_new_tokens=NEW, sampling=HOT, seeds=[1, 2, 3])
+    assert found.tokens[1] == hot.tokens[1][: hot.tokens[1].index(token) + 1]
+    assert found.finish_reasons[1] == "stop"
+    assert len(found.logprobs[1]) == len(found.tokens[1])
+
+
+def test_minimum_and_maximum(tiny, hot, monkeypatch):
+    token = hot.tokens[1][4]
+    monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token, 0))
+    options: dict[str, Any] = {"sampling": HOT, "seeds": [1, 2, 3]}
+    found = mpjax.generate(tiny, PROMPTS, max_new_tokens=17, min_new_tokens=10, **options)
+    assert all(10 <= len(row) <= 17 for row in found.tokens)
+    assert token not in found.tokens[1][:9]
+    assert found.tokens[0] == hot.tokens[0][:17]
+    assert (
+        mpjax.generate(tiny, PROMPTS, max_new_tokens=17, **options).tokens[1]
+        == (hot.tokens[1][: hot.tokens[1].index(token) + 1])
+    )
+
+
+def test_chats_go_through_the_template(tiny, monkeypatch):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setitem(tiny.tokenizer.chat_templates, "default", template)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": HOT, "seeds": [3]}
+    chat = [{"role": "system", "content": "class Stack"}]
+    chat.append({"role": "user", "content": PROMPTS[2].removeprefix("class Stack")})
+    expected = mpjax.generate(tiny, PROMPTS[2], **options)
+    for prompts in (chat, [chat]):  # one chat, and a batch of one
+        assert mpjax.generate(tiny, prompts, **options).tokens == expected.tokens
+
+
+@pytest.fixture
+def counted(monkeypatch, trace_counter):
+    """Fresh jits in the place of the module's, which count how often they are traced."""
+    prefill, decode = trace_counter(decoding.prefill), trace_counter(decoding.decode)
+    jitted = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
+    monkeypatch.setattr(module, "jit_prefill", jitted)
+    monkeypatch.setattr(module, "jit_decode", jax.jit(decode, donate_argnames="state"))
+    return lambda: (prefill.count, decode.count)
+
+
+def test_the_same_shapes_are_never_traced_twice(tiny, counted):
+    def run(prompt, **options):
+        return mpjax.generate(tiny, prompt, **options)
+
+    run("import os", max_new_tokens=10, sampling=Sampling(temperature=1.0, top_p=0.9))
+    assert counted() == (1, 1)
+    # Another prompt and numbers of the same buckets, other values, seeds and stops.
+    other = Sampling(temperature=2, top_p=0.5)
+    run("def f(", max_new_tokens=16, min_new_tokens=3, sampling=other, seeds=[4], stop="zzz")
+    drain(mpjax.stream(tiny, "x", max_new_tokens=12, sampling=other, seed=9))
+    assert counted() == (1, 1)
+    run("x = 1\n" * 10, max_new_tokens=10, sampling=other)  # a longer bucket, the same state
+    assert counted()[0] == 2
+
+
+def test_buckets():
+    assert [module.bucket(n) for n in (1, 16, 17, 64, 65, 512, 513, 1024, 1025)] == [
+        *(16, 16, 32, 64, 128, 512, 1024, 1024, 1536)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "there are no prompts"),
+        ("", {}, "prompt 0 is empty"),
+        (["x", ""], {}, "prompt 1 is empty"),
+        (["x", "import os\n" * 100], {}, "prompt 1 has .* positions"),
+        ("x", {"max_new_tokens": 256}, "prompt 0 has 1 tokens, and with 256 .* 256 positions"),
+        ("x", {"max_new_tokens": 0}, "at least one new token"),
+        ("x", {"min_new_tokens": 200}, "min_new_tokens is 200 and max_new_tokens 128"),
+        ("x", {"min_new_tokens": -1}, "min_new_tokens is -1"),
+        ("x", {"stop": ""}, "empty stop string"),
+        ("x", {"stop": ["a", ""]}, "empty stop string"),
+        (["x", "y"], {"seeds": [1]}, "1 seeds for 2 prompts"),
+        ([[{"role": "user", "content": "x"}]], {}, "no chat template"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(tiny, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        mpjax.generate(tiny, prompts, **options)
+
+
+def test_a_model_without_tokenizer_has_no_text(tiny):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        mpjax.generate(dataclasses.replace(tiny, tokenizer=None), "x")
+
+
+def test_a_tokenizer_of_another_checkpoint_is_noticed(tiny):
+    small = dataclasses.replace(tiny.config, vocab_size=10)
+    model = dataclasses.replace(tiny)
+    object.__setattr__(model, "model", type("Model", (), {"config": small})())
+    with pytest.raises(ValueError, match="not from the same checkpoint"):
+        mpjax.generate(model, "import os")
+
+
+def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(tiny, monkeypatch):
+    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: 10_000)
+    lm = dataclasses.replace(tiny, kv_format=KVFormat(8))
+    allocated = []
+    create = type(lm.model).create_cache
+
+    def watched(*args):
+        cache = create(*args)
+        if isinstance(cache.lengths, jax.core.Tracer):
+            return cache
+        allocated.append(cache)
+        return cache
+
+    monkeypatch.setattr(type(lm.model), "create_cache", watched)
+    with pytest.raises(DeviceMemoryError, match="a KV8 cache for 2 × 144 tokens needs"):
+        mpjax.generate(lm, ["x", "y"])
+    assert not allocated
+
+
+def test_a_stop_string_that_is_a_special_token_stops_by_its_id(tiny, alone):
+    """Such a token has no text, so no search of the text could find it."""
+    place, chosen = next(
+        (place, token)
+        for place, token in enumerate(alone.tokens[0])
+        if place > 2 and token not in alone.tokens[0][:place]
+    )
+    backend = tokenizers.Tokenizer.from_str(tiny.tokenizer.backend.to_str())
+    name = backend.id_to_token(chosen)
+    backend.add_special_tokens([name])
+    lm = dataclasses.replace(tiny, tokenizer=Tokenizer(backend, stop_ids=tiny.tokenizer.stop_ids))
+    found = mpjax.generate(
+        lm, PROMPTS[2], max_new_tokens=NEW, sampling=HOT, seeds=[3], stop=["zzz", name]
+    )
+    assert found.tokens == [alone.tokens[0][: place + 1]]
+    assert found.finish_reasons == ["stop"]
+    assert name not in found.text[0]

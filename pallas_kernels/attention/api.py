@@ -93,15 +93,16 @@ def prefill_attention(
             f"prefill_attention: unknown implementation {implementation!r}: "
             "expected cudnn, xla or reference"
         )
-    return jax.nn.dot_product_attention(
-        queries,
-        keys,
-        values,
-        scale=scale,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
-    )
+    with jax.numpy_dtype_promotion("standard"):  # its XLA implementation relies on promotion
+        return jax.nn.dot_product_attention(
+            queries,
+            keys,
+            values,
+            scale=scale,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation=implementation,
+        )
 
 
 def _choose_prefill(queries: jax.Array) -> Literal["cudnn", "xla", "reference"]:

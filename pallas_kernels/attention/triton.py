@@ -203,12 +203,18 @@ def _kernel(
         new_peak = jnp.maximum(peak, scores.max(1))
         shrink = jnp.exp2(peak - new_peak)
         weights = jnp.where(visible, jnp.exp2(scores - new_peak[:, None] + lift), 0.0)
-        total = total * shrink + weights.sum(1)
+        # What multiplies the codes is rounded to 16 bits. The total and the sum of middles must use
+        # the same rounded weights: codes and middles may be large and all but cancel.
         if format.is_quantized:
             step, middle = fetch_parameters(parameter_refs[1], page)
-            middle_sum = middle_sum * shrink + (weights * middle[None, :]).sum(1)
-            weights *= step[None, :]
-        weights = weights.astype(dtype)
+            weights = (weights * step[None, :]).astype(dtype)
+            inverse = jnp.where(step == 0, 0.0, 1 / step)  # 0 in slots that were never written
+            rounded = weights.astype(jnp.float32) * inverse[None, :]
+            middle_sum = middle_sum * shrink + (rounded * middle[None, :]).sum(1)
+        else:
+            weights = weights.astype(dtype)
+            rounded = weights.astype(jnp.float32)
+        total = total * shrink + rounded.sum(1)
         words = fetch(values_ref, page)
         accumulators = tuple(
             accumulator * shrink[:, None] + backend.dot(weights, decode(words, plane))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -50,14 +51,14 @@ def read_bandwidth() -> float:
 
 
 def stamp() -> dict[str, Any]:
-    """Device, versions and commit."""
-    commit = subprocess.run(
+    """Device, versions and commit; GIT_COMMIT names it where a copy without history is measured."""
+    found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
     environment = mpjax.environment.collect()
     return {
         "device": jax.devices()[0].device_kind,
-        "commit": commit.stdout.strip() or None,
+        "commit": os.environ.get("GIT_COMMIT") or found.stdout.strip() or None,
         "versions": environment.get("versions", environment),
     }
 

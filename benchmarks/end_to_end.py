@@ -77,6 +77,7 @@ def _generate(lm: mpjax.LanguageModel, batch: int, prompt: int, new: int) -> dic
         state.tokens.block_until_ready()
         decode_seconds.append(time.perf_counter() - begin)
     print(f"prefill {prefill_seconds}, decode {decode_seconds}", flush=True)
+    peak_bytes = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
     seconds_per_step = statistics.median(decode_seconds[1:]) / (new - 1)
 
     # The kernels of a few steps, undonated, so that the same state can be run again: the copy of
@@ -107,7 +108,7 @@ def _generate(lm: mpjax.LanguageModel, batch: int, prompt: int, new: int) -> dic
         "read_bandwidth_bytes_per_second": bandwidth,
         "weights_bytes": lm.nbytes,
         "cache_bytes": state.cache.nbytes,
-        "peak_bytes": jax.devices()[0].memory_stats()["peak_bytes_in_use"],
+        "peak_bytes": peak_bytes,
         "kernel_microseconds_per_step": dict(sorted(kernels.items(), key=lambda item: -item[1])),
         "prefill_kernel_microseconds": dict(
             sorted(prefill_kernels.items(), key=lambda item: -item[1])

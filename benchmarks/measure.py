@@ -59,7 +59,8 @@ def stamp() -> dict[str, Any]:
     return {
         "device": jax.devices()[0].device_kind,
         "commit": os.environ.get("GIT_COMMIT") or found.stdout.strip() or None,
-        "versions": environment.get("versions", environment),
+        "driver": environment["driver"],
+        "versions": environment["packages"],
     }
 
 

@@ -18,6 +18,7 @@ def main() -> None:
     parts = [(Path(__file__).parent / "benchmarks_intro.md").read_text()]
     for build in (_end_to_end, _gemm, _attention, _perplexity):
         parts.append(build())
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(parts))
     print(PAGE)
 
@@ -27,9 +28,8 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def _source(result: dict[str, Any], command: str) -> str:
-    packages = result["versions"]["packages"]
     return (
-        f"`{command}` · {result['device']}, jax {packages['jax']}, "
+        f"`{command}` · {result['device']}, jax {result['versions']['jax']}, "
         f"commit {result['commit'] or 'not recorded'}\n"
     )
 
@@ -42,7 +42,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def _end_to_end() -> str:
     parts = ["## End to end: Qwen3-8B's shapes, random weights\n"]
     rows = []
-    shares = []
+    shares, sources = [], []
     for path in sorted(RESULTS.glob("end_to_end-*.json")):
         result = json.loads(path.read_text())
         step, roofline = result["decode_step_microseconds"], result["roofline_microseconds"]
@@ -60,7 +60,8 @@ def _end_to_end() -> str:
             ]
         )
         shares.append(_shares(result))
-        source = _source(result, "python -m benchmarks.end_to_end")
+        command = f"--precision {result['precision']} --batch {result['batch']}"
+        sources.append(_source(result, f"python -m benchmarks.end_to_end {command}"))
     parts.append(
         _table(
             [
@@ -77,8 +78,7 @@ def _end_to_end() -> str:
             rows,
         )
     )
-    parts.append(source)
-    return "\n".join(parts + shares)
+    return "\n".join(parts + sources + shares)
 
 
 def _shares(result: dict[str, Any]) -> str:

@@ -79,9 +79,13 @@ class Decoder(nnx.Module):
         fresh: the cache is known to be empty (static): attention then reads the prompt itself.
         every_position: predict what follows each of the tokens, not only the last (static).
 
+        Raises ValueError for more tokens than the cache has room for, where lengths are known;
+        under `jit` the caller sees to that, and what doesn't fit is not written.
+
         Returns logits float32 and the next cache. Logits are [batch, vocabulary], after the last
         real token, or with every_position [batch, tokens, vocabulary].
         """
+        cache.require_room(counts)
         span = Span(cache.block_tables, cache.lengths, counts, fresh)
         hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
         if not every_position:

@@ -202,9 +202,24 @@ def generate_tokens(
     stop_ids: tokens that end a row; the configuration's by default.
     kv_format: of the cache, which is created here and dropped at the end; KV16 by default.
 
-    Raises ValueError for shapes that don't fit, and for an empty prompt where lengths are known.
+    A row's output does not depend on its neighbours, but for rounding: kernels choose their tiles,
+    and with them the order of sums, by the batch's size.
+
+    Raises ValueError for shapes that don't fit, and for an empty prompt or a token out of range
+    where they are known.
     """
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
     batch, padded = tokens.shape
+    if padded + max_new_tokens > model.config.max_position_embeddings:
+        raise ValueError(
+            f"prompts padded to {padded} tokens and {max_new_tokens} new ones would pass the "
+            f"{model.config.max_position_embeddings} positions of this model"
+        )
+    vocabulary = model.config.vocab_size
+    if not isinstance(tokens, jax.core.Tracer) and not bool(
+        ((tokens >= 0) & (tokens < vocabulary)).all()
+    ):
+        raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
     if lengths.shape != (batch,):
         raise ValueError(
             f"lengths have shape {lengths.shape}; tokens {tokens.shape} need ({batch},)"

@@ -71,8 +71,8 @@ def generate(
     max_new_tokens, min_new_tokens: of each row; stop tokens are held back until the minimum.
     sampling: greedy by default.
     stop: strings that end a row; the text ends before them.
-    seeds: one per prompt, which alone decide what it draws, whatever its neighbours; row numbers
-        by default.
+    seeds: one per prompt, which alone decide what it draws, whatever its neighbours (but for
+        rounding: kernels choose their tiles by the batch's size); row numbers by default.
 
     Raises ValueError for an empty prompt, a prompt that leaves no room, or arguments that don't
     fit; DeviceMemoryError, before anything is allocated, where the cache is too large.
@@ -252,7 +252,10 @@ def _run(
         lambda: lm.model.create_cache(batch, padded + room, lm.kv_format, page_size)
     )
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape))
-    require_free(needed, f"a {lm.kv_format} cache for {batch} × {padded + room} tokens")
+    needed += _prefill_bytes(lm, batch * padded)
+    require_free(
+        needed, f"a {lm.kv_format} cache for {batch} × {padded + room} tokens, with prefill,"
+    )
 
     begin = time.perf_counter()
     state = jit_prefill(
@@ -296,6 +299,13 @@ def bucket(tokens: int) -> int:
     if tokens > 512:
         return -(-tokens // 512) * 512
     return max(16, 1 << (tokens - 1).bit_length())
+
+
+def _prefill_bytes(lm: LanguageModel, tokens: int) -> int:
+    """What a layer's activations take at their widest, inside the MLP, for so many tokens."""
+    config = lm.config
+    wide = 3 * config.intermediate_size + 3 * config.hidden_size
+    return tokens * wide * jnp.dtype(config.dtype).itemsize
 
 
 def _tokenizer(lm: LanguageModel) -> Tokenizer:

@@ -32,6 +32,14 @@ class UnsupportedError(ValueError):
     """An implementation was asked for something that it cannot do; the message says what."""
 
 
+def warn_of_reference(operation: str, reason: str) -> None:
+    """Says, on a GPU, that an operation runs as plain JAX there, and why."""
+    if on_gpu():
+        warnings.warn(
+            f"{operation} runs as plain JAX on this GPU, which is slow: {reason}", stacklevel=3
+        )
+
+
 def on_gpu() -> bool:
     """Whether arrays live on a CUDA GPU by default."""
     return jax.default_backend() in ("gpu", "cuda")

@@ -44,7 +44,7 @@ class WeightFormat:
 
     @classmethod
     def parse(cls, text: str) -> WeightFormat:
-        """Reads `codes[:gSIZE][:sym]`, where SIZE is a number or K; a missing size means g128."""
+        """Reads `codes[:gSIZE][:sym]`, where SIZE is a number or K, which a missing size means."""
         match = re.fullmatch(r"(\w+?)(?::g(\d+|K))?(:sym)?", text)
         if match is None:
             raise ValueError(
@@ -56,7 +56,7 @@ class WeightFormat:
             if size or symmetric:
                 raise ValueError(f"{text!r}: {codes} takes no group size and no symmetry")
             return cls(codes)
-        group_size = None if size == "K" else int(size or 128)
+        group_size = None if size in (None, "K") else int(size)
         return cls(codes, group_size, symmetric is not None)
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ def pack(
 
     codes: unsigned integers [K, N], K a multiple of the group size.
     scales: float16 or bfloat16 [groups, N].
-    zeros: integers [groups, N], from 0 to 2**bits (GPTQ v1 can store 2**bits).
+    zeros: integers [groups, N], from 0 to 2**bits.
     permutation: see QuantizedTensor.
 
     Raises ValueError where a shape or a dtype does not fit.

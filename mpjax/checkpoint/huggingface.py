@@ -50,7 +50,8 @@ def load(
 
     precision: packed weights in it mean that the linear maps of a 16-bit checkpoint are rounded to
         nearest, one by one on the device; a checkpoint that is quantised already must agree.
-    dtype: what the model computes in; config.json's by default.
+    dtype: what the model computes in; config.json's by default, or bfloat16 where that is float32
+        and a precision, which has 16-bit activations, is given.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that it
@@ -62,6 +63,8 @@ def load(
     decoder, config = decoder_config(folder, hf)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
+    elif precision is not None and config.dtype == "float32":
+        config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
     packing = read_packing(folder, hf)
     quantize = _format_to_quantize(folder, hf, packing, precision)
     checkpoint = Checkpoint.open(folder)
@@ -100,6 +103,15 @@ def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], 
         value = getattr(config, field)
         if type(value) is not int or value < 1:
             raise CheckpointError(f"{path}: {field} is {value!r}: expected a positive integer")
+    for field in ("rms_norm_eps", "rope_theta"):
+        value = getattr(config, field)
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise CheckpointError(f"{path}: {field} is {value!r}: expected a positive number")
+    if not all(type(i) is int and 0 <= i < config.vocab_size for i in config.stop_ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id is {hf['eos_token_id']!r}: expected token ids from 0 to "
+            f"{config.vocab_size - 1}"
+        )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise CheckpointError(
             f"{path}: {config.num_heads} heads of {config.head_dim} channels for "

@@ -84,7 +84,7 @@ def save(lm: LanguageModel, folder: str | os.PathLike[str], *, overwrite: bool =
             folder.rename(previous)
         try:
             new.rename(folder)
-        except OSError:
+        except BaseException:  # a person's Ctrl-C too
             if previous.exists():
                 previous.rename(folder)
             raise
@@ -261,8 +261,12 @@ def _require_agreement(
         )
     if precision is None or precision.weights is None:
         return
-    wanted, found = describe_weights(precision.weights), weight_precisions(model)
-    if [wanted] != found:
+    found = weight_precisions(model)
+    # As when loading the original: maps that it left in 16 bits don't count, nor does symmetry,
+    # which only a quantiser cares about.
+    packed = {name.removesuffix("sym") for name in found if name not in ("W16", "W32")}
+    name = describe_weights(precision.weights).removesuffix("sym")
+    if packed != ({name} if precision.weights.is_packed else set()):
         raise ValueError(
             f"precision is {precision}, but the weights in {folder} are {'+'.join(found)}: ask for "
             f"A16{precision.kv}, which leaves them as they are, or convert the original again"

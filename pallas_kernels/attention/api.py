@@ -41,9 +41,14 @@ def paged_attention(
     with the reason, where a forced implementation can't run.
     """
     _check_heads(queries, pages.keys.shape[1], pages.head_dim)
+    if queries.size == 0:
+        return jnp.zeros_like(queries)
     scale = scale if scale is not None else 1 / math.sqrt(pages.head_dim)
     if implementation is None:
-        implementation = "reference" if _why_not_triton(queries, pages) else "triton"
+        implementation = "triton"
+        if reason := _why_not_triton(queries, pages):
+            backend.warn_of_reference("paged_attention", reason)
+            implementation = "reference"
     arguments = (queries, pages, block_tables, starts, counts)
     if implementation == "reference":
         return reference.paged_attention(*arguments, scale=scale, window=window)
@@ -74,11 +79,13 @@ def prefill_attention(
     queries: [batch, tokens, query heads, head dim]; keys, values: the same with KV heads. Prompts
     are padded on the right: causality keeps padding out of every real token.
 
-    On a GPU, 16-bit inputs with a head dimension up to 128 go to cuDNN's flash attention; the rest
-    to XLA. Returns the shape and dtype of the queries.
+    On a GPU, 16-bit inputs with a head dimension that is a multiple of 8 up to 128 go to cuDNN's
+    flash attention; the rest, with a warning, to XLA. Returns the shape and dtype of the queries.
     """
     _check_heads(queries, keys.shape[2], keys.shape[3])
     scale = scale if scale is not None else 1 / math.sqrt(queries.shape[-1])
+    if window is not None and window >= queries.shape[1]:
+        window = None  # wider than the prompt: no different, and faster
     if implementation is None:
         implementation = _choose_prefill(queries)
     if implementation == "reference":
@@ -108,8 +115,12 @@ def prefill_attention(
 def _choose_prefill(queries: jax.Array) -> Literal["cudnn", "xla", "reference"]:
     if not backend.on_gpu():
         return "reference"
-    sixteen_bit = queries.dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if sixteen_bit and queries.shape[-1] <= 128 else "xla"
+    dim = queries.shape[-1]
+    if queries.dtype in (jnp.bfloat16, jnp.float16) and dim <= 128 and dim % 8 == 0:
+        return "cudnn"
+    reason = f"cuDNN takes 16-bit heads of a multiple of 8 up to 128, not {queries.dtype} of {dim}"
+    backend.warn_of_reference("prefill_attention", reason)
+    return "xla"
 
 
 def _why_not_triton(queries: jax.Array, pages: KVPages) -> str | None:

@@ -152,7 +152,8 @@ def _kernel(
     lane, slot = jnp.arange(width), jnp.arange(page_size)
     row_mask = row < rows
     start = backend.load(starts_ref.at[batch])
-    length = start + backend.load(counts_ref.at[batch])
+    count = backend.load(counts_ref.at[batch])
+    length = jnp.minimum(start + count, block_tables_ref.shape[1] * page_size)
     position = start + row // group  # [rows]
     limit = jnp.minimum(position, length - 1)  # the last visible key
 
@@ -224,6 +225,7 @@ def _kernel(
 
     last_token = jnp.minimum(first_row + config.tile_rows, rows) - 1
     end = jnp.minimum(length, start + last_token // group + 1)
+    end = jnp.where(count > 0, end, 0)  # a sequence without new tokens has nothing to read
     begin = jnp.int32(0)
     if window is not None:
         begin = jnp.maximum(0, start + first_row // group - window + 1)

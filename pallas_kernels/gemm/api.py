@@ -41,6 +41,8 @@ def matmul(
         )
     if not isinstance(weight, QuantizedTensor):
         return jnp.dot(x, weight)
+    if x.size == 0:
+        return jnp.zeros((*x.shape[:-1], weight.shape[1]), x.dtype)
     rows = x.reshape(-1, x.shape[-1])  # [M, K]
     if implementation is None:
         implementation = _choose(rows)
@@ -62,7 +64,8 @@ def matmul(
 
 
 def _choose(rows: jax.Array) -> Implementation:
-    if _why_not_triton(rows):
+    if reason := _why_not_triton(rows):
+        backend.warn_of_reference("matmul", reason)
         return "reference"
     return "triton" if rows.shape[0] <= tuning.FUSED_ROWS else "dequantize"
 

@@ -10,6 +10,8 @@ from pallas_kernels import backend
 from pallas_kernels.kv_cache import reference, triton
 from pallas_kernels.kv_cache.cache import KVPages
 
+HEAD_DIMS = (64, 128)  # of the Triton kernels
+
 
 def append(
     pages: KVPages,
@@ -39,8 +41,13 @@ def append(
             f"{expected[0]}, {expected[1]}], the KV heads and head dimension of the pages"
         )
     arguments = (pages, keys, values, block_tables, starts, counts)
+    if keys.size == 0:
+        return pages
     if implementation is None:
-        implementation = "reference" if why_not_triton(pages) else "triton"
+        implementation = "triton"
+        if reason := why_not_triton(pages):
+            backend.warn_of_reference("append", reason)
+            implementation = "reference"
     if implementation == "reference":
         return reference.append(*arguments)
     if implementation != "triton":
@@ -58,6 +65,6 @@ def why_not_triton(pages: KVPages) -> str | None:
         return reason
     if pages.keys.dtype.itemsize != 2:
         return f"pages of {pages.keys.dtype} are not 16 bits wide"
-    if pages.head_dim & (pages.head_dim - 1) or pages.head_dim < 64:
-        return f"head dimension {pages.head_dim} is not a power of two from 64 on"
+    if pages.head_dim not in HEAD_DIMS:
+        return f"head dimension {pages.head_dim} is not one of {HEAD_DIMS}"
     return None

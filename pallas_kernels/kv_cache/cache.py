@@ -164,10 +164,12 @@ class PagedKVCache:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def require_room(self, tokens: int | jax.Array) -> None:
-        """Raises ValueError if `tokens` more (per sequence, or for each) don't fit.
+        """Raises ValueError if `tokens` more (for all sequences, or for each) don't fit.
 
-        For calls outside `jit`, where lengths are known; reads the lengths back from the device.
+        Reads lengths back from the device. Under `jit` nothing is known, and nothing refused.
         """
+        if any(isinstance(x, jax.core.Tracer) for x in (self.lengths, tokens)):
+            return
         needed = int(jnp.max(self.lengths + jnp.asarray(tokens, jnp.int32)))
         if needed > self.capacity:
             raise ValueError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from models import Attention
 from models.attention import Span
 from pallas_kernels import KVFormat, PagedKVCache
 from tests.models.small import CONFIG
-from tests.pallas_kernels.oracles import random_array
+from tests.pallas_kernels.oracles import QUICK, random_array
 
 
 def span(cache: PagedKVCache, counts: list[int], *, fresh: bool) -> Span:
@@ -38,13 +39,19 @@ def test_with_and_without_a_cache_fresh_or_not(window, rng):
     attention = Attention(CONFIG, window, nnx.Rngs(0))
     x = random_array(rng, (2, 9, 64), "float32") * 30
     angles = jnp.broadcast_to(jnp.arange(9.0)[:, None] * 0.1, (2, 9, 8))
-    alone, nothing = attention(x, angles, None, None)
+    graph, state = nnx.split(attention)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def attend(state, *arguments):
+        return nnx.merge(graph, state)(x, angles, *arguments)
+
+    alone, nothing = attend(state, None, None)
     assert nothing is None
     assert alone.shape == x.shape
     cache = empty_cache(2)
     written: list[Any] = []
     for fresh in (True, False):
-        cached, pages = attention(x, angles, cache.layers[0], span(cache, [9, 9], fresh=fresh))
+        cached, pages = attend(state, cache.layers[0], span(cache, [9, 9], fresh=fresh))
         np.testing.assert_allclose(cached, alone, atol=1e-5)
         written.append(pages)
     jax.tree.map(np.testing.assert_array_equal, *written)

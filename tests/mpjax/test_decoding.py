@@ -201,6 +201,18 @@ def begin(model, format, sampling, rows=2, lengths=(16, 5)):
     return state, limits
 
 
+KERNELS_CONFIG = DecoderConfig(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    windows=(None,),
+    max_position_embeddings=256,
+)
+
+
 def primitives(jaxpr):
     """The names of all primitives, those of inner jaxprs included."""
     for equation in jaxpr.eqns:
@@ -225,8 +237,25 @@ def test_decoding_is_one_loop_that_never_visits_the_host(tiny):
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_the_loop_does_not_copy_the_cache(tiny, format):
-    state, limits = begin(tiny.model, format, Sampling())
-    arguments = (tiny.model, state, Sampling(), limits, jnp.int32(16))
+    check_that_the_loop_copies_nothing(tiny.model, format)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_the_loop_does_not_copy_the_cache_on_the_gpu(format):
+    """A model in bfloat16 with heads of 64 channels: the kernels' own path."""
+    model = Llama(KERNELS_CONFIG, nnx.Rngs(0))
+    check_that_the_loop_copies_nothing(model, format)
+    prompt = jnp.arange(40, dtype=jnp.int32).reshape(2, 20)
+    options = {"max_new_tokens": 12, "kv_format": format, "stop_ids": ()}
+    first, again = (generate_tokens(model, prompt, jnp.array([20, 7]), **options) for _ in range(2))
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert first.lengths.tolist() == [12, 12]
+
+
+def check_that_the_loop_copies_nothing(model, format):
+    state, limits = begin(model, format, Sampling())
+    arguments = (model, state, Sampling(), limits, jnp.int32(16))
 
     def copies(program):
         text = program.lower(*arguments).compile().as_text()
@@ -247,17 +276,7 @@ def test_the_loop_does_not_copy_the_cache(tiny, format):
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monkeypatch):
     monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
-    config = DecoderConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=128,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        windows=(None,),
-        max_position_embeddings=256,
-    )
-    model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Llama(KERNELS_CONFIG, nnx.Rngs(0)))
     sampling = Sampling()
     arrays = 2 if format.bits == 16 else 4  # pages and their parameters
 

@@ -259,7 +259,9 @@ def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(tiny, monke
         return cache
 
     monkeypatch.setattr(type(lm.model), "create_cache", watched)
-    with pytest.raises(DeviceMemoryError, match="a KV8 cache for 2 × 144 tokens needs"):
+    with pytest.raises(
+        DeviceMemoryError, match="a KV8 cache for 2 × 144 tokens, with prefill, needs"
+    ):
         mpjax.generate(lm, ["x", "y"])
     assert not allocated
 

@@ -156,3 +156,11 @@ config = tuning.configure(1, weight)
 triton.matmul(jnp.ones((1, 128), jnp.bfloat16), weight, config, interpret=True)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_a_gpu_user_is_told_of_the_slow_path(monkeypatch):
+    monkeypatch.setattr(backend, "on_gpu", lambda: True)
+    with pytest.warns(UserWarning, match="matmul runs as plain JAX on this GPU.*: no reason"):
+        backend.warn_of_reference("matmul", "no reason")
+    monkeypatch.setattr(backend, "on_gpu", lambda: False)
+    backend.warn_of_reference("matmul", "a CPU has no other way")

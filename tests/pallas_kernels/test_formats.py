@@ -130,10 +130,10 @@ def test_parse_inverts_str(format):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("uint4", WeightFormat("uint4", 128)),
+        ("uint4", WeightFormat("uint4")),
         ("uint4:g32", WeightFormat("uint4", 32)),
         ("uint8:gK:sym", WeightFormat("uint8", None, True)),
-        ("uint8:sym", WeightFormat("uint8", 128, True)),
+        ("uint8:sym", WeightFormat("uint8", None, True)),
         ("bfloat16", WeightFormat("bfloat16")),
         ("float16", WeightFormat("float16")),
     ],

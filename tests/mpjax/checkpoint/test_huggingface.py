@@ -264,6 +264,9 @@ BAD_CONFIGS = [
     ({"architectures": None}, "config.json: unsupported architecture: none (model_type 'llama')"),
     ({"hidden_size": None}, "config.json has no 'hidden_size', which this architecture needs"),
     ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu'"),
+    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': expected a positive number"),
+    ({"rope_theta": -5}, "rope_theta is -5.0: expected a positive number"),
+    ({"eos_token_id": -1}, "eos_token_id is -1: expected token ids from 0 to"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "config.json: rotary scaling 'yarn' is not"),
     ({"num_hidden_layers": "two"}, "config.json has a value of an unexpected type: can't multiply"),
     ({"num_attention_heads": 0}, "config.json: num_heads is 0: expected a positive integer"),
@@ -326,3 +329,14 @@ def test_precision_and_dtype_leave_the_rest_of_the_config_alone(tmp_path, rng):
     plain = huggingface.load(tmp_path).config
     other = huggingface.load(tmp_path, precision=Precision.parse("W8g32A16KV8"), dtype="float16")
     assert other.config == dataclasses.replace(plain, dtype="float16")
+
+
+def test_a_precision_has_16_bit_activations_unless_a_dtype_is_asked_for(tmp_path, rng):
+    folder = write_checkpoint(
+        tmp_path, LLAMA | {"torch_dtype": "float32"}, random_tensors(LLAMA, rng)
+    )
+    precision = Precision.parse("W16A16KV8")
+    assert huggingface.load(folder).config.dtype == "float32"
+    assert huggingface.load(folder, precision=precision).config.dtype == "bfloat16"
+    kept = huggingface.load(folder, precision=precision, dtype="float32")
+    assert kept.config.dtype == "float32"

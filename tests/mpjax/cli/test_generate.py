@@ -58,7 +58,8 @@ def test_precision_minimum_and_stop_are_passed_on(run, tiny, expected):
     stop = expected[20:24]
     result = run("def f", *HOT_OPTIONS, "--stop", "zzz", "--stop", stop)
     assert result.stdout == expected[: expected.index(stop)]
-    result = run("def f", *HOT_OPTIONS, "--precision", "A16KV4", "--min-new-tokens", "2")
+    more = ["--precision", "A16KV4", "--dtype", "float32", "--min-new-tokens", "2"]
+    result = run("def f", *HOT_OPTIONS, *more)
     cached = dataclasses.replace(tiny, kv_format=KVFormat(4))
     options: dict[str, Any] = {
         "max_new_tokens": 20,

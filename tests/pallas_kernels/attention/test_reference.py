@@ -9,11 +9,24 @@ import pytest
 
 from pallas_kernels.attention import reference
 from tests.pallas_kernels.attention.scenes import scene
-from tests.pallas_kernels.oracles import random_array, relative_error, softmax_attention, wide
+from tests.pallas_kernels.oracles import (
+    QUICK,
+    random_array,
+    relative_error,
+    softmax_attention,
+    wide,
+)
 
 SCALE = 0.125
 
-paged = jax.jit(functools.partial(reference.paged_attention, scale=SCALE), static_argnames="window")
+paged = jax.jit(
+    functools.partial(reference.paged_attention, scale=SCALE),
+    static_argnames="window",
+    compiler_options=QUICK,
+)
+attention = jax.jit(
+    reference.attention, static_argnames=("scale", "window"), compiler_options=QUICK
+)
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])
@@ -23,7 +36,7 @@ def test_attention(kv_heads, group, window, rng):
     keys, values = (random_array(rng, (3, 20, kv_heads, 16), "float32") for _ in range(2))
     positions = np.array([[0], [5], [14]], np.int32) + np.arange(6, dtype=np.int32)
     lengths = np.array([6, 3, 20], np.int32)
-    out = reference.attention(
+    out = attention(
         queries,
         keys,
         values,
@@ -54,7 +67,7 @@ def test_paged_attention(text, dtype, rng):
 def test_huge_scores_do_not_overflow(rng):
     queries = random_array(rng, (1, 4, 2, 8), "float32") * 1e6
     keys = random_array(rng, (1, 4, 2, 8), "float32") * 1e6
-    out = reference.attention(
+    out = attention(
         queries,
         keys,
         keys,
@@ -75,7 +88,7 @@ def test_gradients_are_numbers_even_where_nothing_is_visible(rng):
             keys, keys, keys, positions, lengths, scale=1.0, window=None
         ).sum()
 
-    gradient = np.asarray(jax.grad(total)(keys))
+    gradient = np.asarray(jax.jit(jax.grad(total))(keys))
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[0], 0)
     assert np.abs(gradient[1]).max() > 0

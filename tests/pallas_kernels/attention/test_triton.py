@@ -5,11 +5,12 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import KVFormat, PagedKVCache, paged_attention
-from pallas_kernels.attention import shapes, triton, tuning
+from pallas_kernels.attention import reference, shapes, triton, tuning
 from tests.pallas_kernels.attention.scenes import Scene, scene
 from tests.pallas_kernels.oracles import GATES, QUICK
 
@@ -209,3 +210,26 @@ def test_reference_and_kernel_agree_on_the_gpu(text, rng):
     for implementation in ("triton", "reference"):
         attend = functools.partial(paged_attention, implementation=implementation)
         assert test.error(jax.jit(attend)(*test.arguments)) < GATES["bfloat16"], implementation
+
+
+@each_format
+def test_keys_beyond_the_block_table_are_not_read(text, rng):
+    """A length that the table has no pages for: as the reference, what is there counts."""
+    test = scene(rng, text, "bfloat16", starts=[60, 62], counts=[4, 2], page_size=64)
+    longer = jnp.asarray(np.array([62, 64], np.int32))
+    queries, pages, tables, _, counts = test.arguments
+    out = kernel(queries, pages, tables, longer, counts, splits=2)
+    expected = reference.paged_attention(
+        queries, pages, tables, longer, counts, scale=queries.shape[3] ** -0.5, window=None
+    )
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=2e-2
+    )
+
+
+@each_format
+def test_a_sequence_without_new_tokens_reads_nothing(text, rng):
+    test = scene(rng, text, "bfloat16", starts=[60, 30], counts=[1, 0], page_size=64)
+    out = np.asarray(kernel(*test.arguments, splits=1), np.float32)
+    assert (out[1] == 0).all()
+    assert (out[0] != 0).any()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,8 @@ def test_the_kernel_needs_a_gpu(rng, monkeypatch):
     ("changes", "reason"),
     [
         ({"bits": 16, "dtype": "float32"}, "pages of float32 are not 16 bits wide"),
-        ({"head_dim": 96}, "head dimension 96 is not a power of two from 64 on"),
-        ({"head_dim": 32}, "head dimension 32 is not a power of two from 64 on"),
+        ({"head_dim": 96}, "head dimension 96 is not one of (64, 128)"),
+        ({"head_dim": 32}, "head dimension 32 is not one of (64, 128)"),
     ],
 )
 def test_what_the_kernel_cannot_do_goes_to_the_reference(changes, reason, rng, pretend_gpu):
@@ -73,7 +74,7 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference(changes, reason, rng, p
     assert api.why_not_triton(pages) == reason
     written = jax.jit(append, compiler_options=QUICK)(pages, *new.arrays())
     assert_same_bits(written, new.oracle(pages))
-    with pytest.raises(UnsupportedError, match=reason):
+    with pytest.raises(UnsupportedError, match=re.escape(reason)):
         append(pages, *new.arrays(), implementation="triton")
 
 

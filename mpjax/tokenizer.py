@@ -84,11 +84,6 @@ class Tokenizer:
             name=str(folder),
         )
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included; a model's embedding may have more rows."""
-        return self.backend.get_vocab_size()
-
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the bos token where the checkpoint's post-processor adds it.
 

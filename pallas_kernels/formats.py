@@ -136,11 +136,6 @@ class QuantizedTensor:
         return self.channels, self.words.shape[1]
 
     @property
-    def ndim(self) -> int:
-        """Always 2."""
-        return 2
-
-    @property
     def padded_channels(self) -> int:
         """K rounded up to whole blocks."""
         return self.words.shape[0] * self.format.block

@@ -33,13 +33,12 @@ class AWQConfig:
 
     group_size: input channels per group; None means one group of all.
     zero_point: whether the quantiser stored zero points.
-    modules_to_not_convert: parts of the names of modules left in 16 bits, for cross-checks only:
-        the tensors of a module decide.
+
+    `modules_to_not_convert` is not needed: the tensors of a module say whether it is packed.
     """
 
     group_size: int | None
     zero_point: bool = True
-    modules_to_not_convert: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> AWQConfig:
@@ -69,12 +68,7 @@ class AWQConfig:
         return cls(
             packed_module.parse_group_size(config, ("group_size", "q_group_size"), SOURCE),
             bool(config.get("zero_point", True)),
-            tuple(config.get("modules_to_not_convert") or ()),
         )
-
-    def leaves_in_16_bits(self, name: str) -> bool:
-        """Whether modules_to_not_convert names the module: a part of its path is enough."""
-        return any(part in name for part in self.modules_to_not_convert)
 
 
 def matches(specs: Mapping[str, TensorSpec]) -> bool:

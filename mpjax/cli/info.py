@@ -21,7 +21,8 @@ Examples:
   mpjax info
   mpjax info Qwen3-8B-AWQ
 
-Only headers are read, so it answers at once and needs no GPU.
+Of a folder only headers are read, so it answers at once and needs no GPU. A hub id is fetched
+whole first.
 """
 
 

@@ -96,7 +96,7 @@ def test_packing_bit_for_bit(weight):
         expected = rows
     np.testing.assert_array_equal(np.asarray(tensor.dequantize(), np.float64), expected)
 
-    assert (tensor.shape, tensor.ndim) == ((channels, outputs), 2)
+    assert tensor.shape == (channels, outputs)
     assert tensor.padded_channels % format.block == 0
     assert 0 <= tensor.padded_channels - channels < format.block
     stored = tensor.words.nbytes + tensor.parameters.nbytes

@@ -205,16 +205,11 @@ def generate_tokens(
     A row's output does not depend on its neighbours, but for rounding: kernels choose their tiles,
     and with them the order of sums, by the batch's size.
 
-    Raises ValueError for shapes that don't fit, and for an empty prompt or a token out of range
-    where they are known.
+    Raises ValueError for shapes that don't fit, and, where values are known, for an empty prompt,
+    a token out of range, or more tokens than the model has positions.
     """
     tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
     batch, padded = tokens.shape
-    if padded + max_new_tokens > model.config.max_position_embeddings:
-        raise ValueError(
-            f"prompts padded to {padded} tokens and {max_new_tokens} new ones would pass the "
-            f"{model.config.max_position_embeddings} positions of this model"
-        )
     vocabulary = model.config.vocab_size
     if not isinstance(tokens, jax.core.Tracer) and not bool(
         ((tokens >= 0) & (tokens < vocabulary)).all()
@@ -230,6 +225,14 @@ def generate_tokens(
         ((lengths > 0) & (lengths <= padded)).all()
     ):
         raise ValueError(f"lengths are {lengths.tolist()}; each must be from 1 to {padded}")
+    positions = model.config.max_position_embeddings
+    if not isinstance(lengths, jax.core.Tracer) and bool(
+        (lengths + max_new_tokens > positions).any()
+    ):
+        raise ValueError(
+            f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
+            f"{positions} positions of this model: shorten the prompts or ask for fewer"
+        )
     if seeds is not None and np.shape(seeds) != (batch,):
         raise ValueError(
             f"seeds have shape {np.shape(seeds)}; expected one for each of {batch} rows"

@@ -18,7 +18,7 @@ def quantize(weight: jax.Array, format: WeightFormat) -> QuantizedTensor | jax.A
     Per group of input channels, asymmetric: scale = (max − min) / (2**b − 1) over a range that
     includes zero, zero point = round(−min / scale); symmetric: scale = 2·max|w| / (2**b − 1), zero
     point 2**(b − 1), as GPTQ's quantiser. Codes are rounded with the float16 scale that is stored,
-    so its own rounding costs nothing. A group of zeros stays exactly zero.
+    so its own rounding costs nothing but at the ends of a range. A group of zeros stays zero.
 
     Raises ValueError where K is not a multiple of the group size.
     """

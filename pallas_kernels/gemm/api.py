@@ -21,7 +21,7 @@ def matmul(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """X [..., K] · weight [K, N] → [..., N] in the dtype of x, accumulated in float32.
+    """Multiplies x [..., K] by weight [K, N]: [..., N] in the dtype of x, summed in float32.
 
     A plain array is a plain dot. For a QuantizedTensor the implementation is chosen by device and
     number of rows, or forced:

@@ -38,7 +38,7 @@ class GemmConfig:
 def matmul(
     x: jax.Array, weight: QuantizedTensor, config: GemmConfig, *, interpret: bool = False
 ) -> jax.Array:
-    """X [M, K] (bfloat16 or float16) · W [K, N] → [M, N]; x is padded to whole blocks of W."""
+    """The product x [M, K] (bfloat16 or float16) · W [K, N]; x is padded to whole blocks of W."""
     rows, outputs = x.shape[0], weight.shape[1]
     blocks = weight.words.shape[0]
     x = jnp.pad(x, ((0, 0), (0, weight.padded_channels - x.shape[1])))

@@ -300,3 +300,14 @@ def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monk
     assert len(calls) == 2  # of prefill, and of the loop's body
     for call in calls:
         assert call.count("output_operand_alias<") == arrays
+
+
+def test_positions_are_counted_from_real_lengths(tiny, prompts):
+    """Padding takes no position, and more tokens than the model has positions are refused."""
+    tokens, lengths = prompts
+    positions = tiny.config.max_position_embeddings
+    padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, positions - tokens.shape[1])))
+    found = generate_tokens(tiny.model, padded, lengths, max_new_tokens=2)
+    assert found.lengths.max() <= 2
+    with pytest.raises(ValueError, match=f"would pass the {positions} positions"):
+        generate_tokens(tiny.model, tokens, lengths, max_new_tokens=positions)

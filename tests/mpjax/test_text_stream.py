@@ -52,7 +52,7 @@ def test_streamed_ids_are_the_decoded_ids_even_where_they_are_no_text(
     name, data, sizes, skip_special
 ):
     tokenizer = TOKENIZERS[name]
-    size = tokenizer.vocab_size
+    size = tokenizer.backend.get_vocab_size()
     index = st.integers(0, size + 3) | st.integers(size - 13, size)  # the last ones are words
     ids = data.draw(st.lists(index, max_size=30))
     pieces, rest = streamed(tokenizer, cut(ids, sizes), skip_special)

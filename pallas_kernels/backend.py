@@ -22,8 +22,8 @@ warnings.filterwarnings(
 )
 
 MINIMUM_COMPUTE_CAPABILITY = 8.0  # cp.async, bf16 tensor cores and lop3 arrived with Ampere
+FLOAT8_COMPUTE_CAPABILITY = 8.9
 
-dot = plgpu.dot
 load = plgpu.load
 store = plgpu.store
 
@@ -69,6 +69,14 @@ def why_triton_cannot_run() -> str | None:
     return None
 
 
+def why_not_float8() -> str | None:
+    """The reason why kernels on the default device can't hold FP8 values, or None if they can."""
+    capability = compute_capability()
+    if capability is None or capability >= FLOAT8_COMPUTE_CAPABILITY:
+        return None
+    return f"FP8 came with compute capability {FLOAT8_COMPUTE_CAPABILITY}; this is {capability}"
+
+
 def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
     """Loads a tile whose leading rows are limited by `mask`; what is masked out reads as zero.
 
@@ -77,12 +85,19 @@ def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
     if mask is None:
         return load(ref)
     mask = mask.reshape(-1, *[1] * (len(ref.shape) - 1))
-    return load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0)
+    return load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=jnp.zeros((), ref.dtype))
+
+
+def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
+    """A [n, k] · b [k, m] (or [m, k]), summed in int32 for int8 operands and in float32 else."""
+    sum_dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    dimensions = (((1,), (1 if trans_b else 0,)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=sum_dtype)
 
 
 def pallas_call(
     kernel: Callable[..., None],
-    *arguments: jax.Array,
+    *arguments: Any,
     out_shape: Any,
     grid: tuple[int, ...],
     name: str,
@@ -93,7 +108,8 @@ def pallas_call(
 ) -> Any:
     """Launches a kernel over whole arrays in global memory.
 
-    The kernel gets one reference per argument and per output and does its own indexing.
+    The kernel gets a reference for each array in its arguments and outputs, in the same trees, and
+    does its own indexing.
     `aliases` maps an argument to the output that takes over its buffer. With `interpret`, the
     kernel runs as plain JAX on any device.
     """
@@ -109,25 +125,64 @@ def pallas_call(
 
 
 def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Applies PTX to pairs of neighbouring 16-bit elements, a pair in each 32-bit register."""
-    constraints = ",".join(["=r"] + ["r"] * len(arguments))
+    """Applies PTX to 32-bit registers of neighbouring elements of the first argument and `dtype`.
+
+    A register holds two 16-bit or four 8-bit elements. An argument of wider elements than the
+    first fills as many more operands.
+    """
+    constraints = ",".join(
+        ["=r"] + ["r"] * sum(a.dtype.itemsize // arguments[0].dtype.itemsize for a in arguments)
+    )
     [result] = plgpu.elementwise_inline_asm(
         assembly,
         args=arguments,
         constraints=constraints,
-        pack=2,
+        pack=4 // arguments[0].dtype.itemsize,
         result_shape_dtypes=[jax.ShapeDtypeStruct(arguments[0].shape, dtype)],
     )
     return result
 
 
+def multiply_add(factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
+    """Factor · other + addend in float32, as the one instruction that the compiler won't make."""
+    return _float32_ptx("fma.rn.f32 $0, $1, $2, $3;", factor, other, addend)
+
+
 def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     """float32 division, correctly rounded inside a kernel, where Triton's own is approximate."""
+    return _float32_ptx("div.rn.f32 $0, $1, $2;", numerator, denominator)
+
+
+def exp2(x: jax.Array) -> jax.Array:
+    """2**x in float32, as one instruction: to two units in the last place, subnormals to zero."""
+    return _float32_ptx("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x in float32, as one instruction: to one unit in the last place, subnormals to zero."""
+    return _float32_ptx("rcp.approx.ftz.f32 $0, $1;", x)
+
+
+def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """float32 in bfloat16 or float16, two in one instruction."""
+    suffix = "bf16x2" if jnp.dtype(dtype) == jnp.bfloat16 else "f16x2"
     [result] = plgpu.elementwise_inline_asm(
-        "div.rn.f32 $0, $1, $2;",
-        args=[numerator, denominator],
-        constraints="=f,f,f",
+        f"cvt.rn.{suffix}.f32 $0, $2, $1;",
+        args=[x],
+        constraints="=r,f,f",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
+    )
+    return result
+
+
+def _float32_ptx(assembly: str, *arguments: jax.Array) -> jax.Array:
+    shape = jnp.broadcast_shapes(*(argument.shape for argument in arguments))
+    [result] = plgpu.elementwise_inline_asm(
+        assembly,
+        args=[jnp.broadcast_to(argument, shape) for argument in arguments],
+        constraints=",".join(["=f"] + ["f"] * len(arguments)),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(numerator.shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
     )
     return result

@@ -21,7 +21,7 @@ from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.memory import default_device
 from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
-from pallas_kernels.formats import concatenate
+from pallas_kernels.quantized_tensor import concatenate
 
 Read = Callable[[TensorInfo], np.ndarray]
 

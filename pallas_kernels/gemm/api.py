@@ -3,87 +3,192 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.formats import QuantizedTensor
-from pallas_kernels.gemm import reference, triton, tuning
-
-Implementation = Literal["triton", "dequantize", "reference"]
+from pallas_kernels.activations import QuantizedActivations
+from pallas_kernels.gemm import dequantize, reference, triton, tuning, xla
+from pallas_kernels.gemm.config import Implementation, Plan
+from pallas_kernels.gemm.gradient import differentiable
+from pallas_kernels.quantized_tensor import QuantizedTensor, replace_scales
+from pallas_kernels.rowwise.api import quantize_rows
 
 
 def matmul(
-    x: jax.Array,
+    x: jax.Array | QuantizedActivations,
     weight: jax.Array | QuantizedTensor,
     *,
     implementation: Implementation | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    scales: jax.Array | None = None,
 ) -> jax.Array:
-    """Multiplies x [..., K] by weight [K, N]: [..., N] in the dtype of x, summed in float32.
+    """Multiplies x [..., K] by weight [K, N]: [..., N], summed in float32 or, for int8, in int32.
 
-    A plain array is a plain dot. For a QuantizedTensor the implementation is chosen by device and
-    number of rows, or forced:
+    A plain weight is a plain dot. For a QuantizedTensor whose format has 8-bit activations, x is
+    quantised first (`quantize_activations`), or comes quantised. The implementation is looked up
+    for the device, the shape and the number of rows, or forced:
 
-    - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4). bfloat16 and
-      float16 on a CUDA GPU of compute capability 8.0 or more.
-    - `dequantize`: writes the weight in x's dtype, then cuBLAS; the faster way for many rows.
+    - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4, LiquidGEMM §4,
+      FLUTE §3). 16-bit x on a CUDA GPU of compute capability 8.0 or more.
+    - `dequantize`: writes the weight out, then cuBLAS; the faster way for many rows.
+    - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.
     - `reference`: plain jnp in float32, on any device.
 
-    Raises ValueError where K differs, and UnsupportedError, with the reason, where a forced
-    implementation can't do the call.
+    out_dtype: the dtype of x unless it is given.
+    scales: [groups, N] in the place of those in the weight.
+
+    Differentiable with respect to x and `scales` (FLUTE's learned scales), and to the table and
+    the channel scales of a weight that has them; rounding counts as the identity.
+
+    Raises ValueError where K differs or x does not suit the format, and UnsupportedError, with the
+    reason, where a forced implementation can't do the call.
     """
+    if isinstance(weight, QuantizedTensor):
+        terms = matmul_terms(
+            x, weight, implementation=implementation, out_dtype=out_dtype, scales=scales
+        )
+        # XLA fuses this sum, in a fixed order, into whatever consumes the product.
+        dtype = _out_dtype(x, out_dtype)
+        return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(dtype)
+    _check_channels(x, weight)
+    if isinstance(x, QuantizedActivations):
+        raise ValueError("matmul: x is quantised, but the weight is a plain array")
+    if scales is not None:
+        raise ValueError("matmul: there are scales, but the weight is a plain array")
+    return jnp.dot(x, weight, preferred_element_type=out_dtype)
+
+
+def matmul_terms(
+    x: jax.Array | QuantizedActivations,
+    weight: QuantizedTensor,
+    *,
+    implementation: Implementation | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    scales: jax.Array | None = None,
+) -> jax.Array:
+    """Terms [splits, ..., N] whose sum over the first axis is `matmul`: float32, or one, rounded.
+
+    For a consumer that adds them itself, as `add_rms_norm` does. Derivatives are those of the sum.
+    """
+    _check_channels(x, weight)
+    dtype = _out_dtype(x, out_dtype)
+    outputs = *x.shape[:-1], weight.shape[1]
+    if 0 in x.shape:
+        return jnp.zeros((1, *outputs), dtype)
+    multiply = functools.partial(_multiply_rows, dtype=dtype, implementation=implementation)
+    if isinstance(x, QuantizedActivations):
+        if scales is not None:
+            weight = replace_scales(weight, scales)
+        terms = multiply(_as_rows(x), weight)
+    else:
+        rows = x.reshape(-1, x.shape[-1])  # [M, K]
+        terms = differentiable(multiply, rows, weight, scales)
+    return terms.reshape(-1, *outputs)
+
+
+def _check_channels(x: jax.Array | QuantizedActivations, weight: Any) -> None:
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"matmul: x has {x.shape[-1]} channels in shape {x.shape}, "
             f"but the weight expects {weight.shape[0]} (shape {weight.shape})"
         )
-    if not isinstance(weight, QuantizedTensor):
-        return jnp.dot(x, weight)
-    if x.size == 0:
-        return jnp.zeros((*x.shape[:-1], weight.shape[1]), x.dtype)
-    rows = x.reshape(-1, x.shape[-1])  # [M, K]
-    if implementation is None:
-        implementation = _choose(rows)
-    elif implementation in ("triton", "dequantize") and (reason := _why_not_triton(rows)):
-        raise backend.UnsupportedError(f"matmul: {implementation!r} can't run: {reason}")
-    if implementation != "reference" and weight.permutation is not None:
-        rows = jnp.take(rows, weight.permutation, axis=1)  # into the packed order
-    compute = {
-        "triton": _fused,
-        "dequantize": _dequantize_then_dot,
-        "reference": reference.matmul,
-    }.get(implementation)
-    if compute is None:
+
+
+def _out_dtype(
+    x: jax.Array | QuantizedActivations, wanted: jax.typing.DTypeLike | None
+) -> jnp.dtype:
+    if wanted is not None:
+        return jnp.dtype(wanted)
+    return jnp.dtype(x.dtype)
+
+
+def _multiply_rows(
+    rows: jax.Array | QuantizedActivations,
+    weight: QuantizedTensor,
+    dtype: jnp.dtype,
+    implementation: Implementation | None,
+) -> jax.Array:  # [splits, M, N]
+    if isinstance(rows, QuantizedActivations):
+        _check_activations(rows, weight)
+    if weight.permutation is not None:  # into the packed order
+        if isinstance(rows, QuantizedActivations):
+            raise ValueError("matmul: x is quantised, but the weight has a permutation of channels")
+        rows = jnp.take(rows, weight.permutation, axis=1)
+        weight = dataclasses.replace(weight, permutation=None)
+    name = implementation or _choose(rows, weight)
+    if name not in ("triton", "dequantize", "xla", "reference"):
         raise ValueError(
-            f"matmul: unknown implementation {implementation!r}: "
-            "expected triton, dequantize or reference"
+            f"matmul: unknown implementation {name!r}: "
+            "expected triton, dequantize, xla or reference"
         )
-    return compute(rows, weight).reshape(*x.shape[:-1], weight.shape[1])
+    if implementation and (reason := _why_not(implementation, rows, weight)):
+        raise backend.UnsupportedError(f"matmul: {implementation!r} can't run: {reason}")
+    if weight.format.activations and not isinstance(rows, QuantizedActivations):
+        choice: Literal["reference"] | None = "reference" if name == "reference" else None
+        rows = quantize_rows(rows, weight.format, implementation=choice)
+    if name == "reference":
+        return reference.matmul(rows, weight, dtype)[None]
+    if name == "xla":
+        assert isinstance(rows, QuantizedActivations)
+        return xla.matmul(rows, weight, dtype)[None]
+    if name == "dequantize":
+        return dequantize.matmul(rows, weight, dtype)[None]
+    plan = _plan(rows, weight)
+    config = plan.config or tuning.configure(rows.shape[0], weight)
+    return triton.matmul_terms(rows, weight, config, dtype)
 
 
-def _choose(rows: jax.Array) -> Implementation:
-    if reason := _why_not_triton(rows):
-        backend.warn_of_reference("matmul", reason)
-        return "reference"
-    return "triton" if rows.shape[0] <= tuning.FUSED_ROWS else "dequantize"
+def _plan(rows: jax.Array | QuantizedActivations, weight: QuantizedTensor) -> Plan:
+    return tuning.plan(rows.shape[0], weight)
 
 
-def _why_not_triton(rows: jax.Array) -> str | None:
-    if rows.dtype not in (jnp.bfloat16, jnp.float16):
+def _choose(rows: jax.Array | QuantizedActivations, weight: QuantizedTensor) -> Implementation:
+    name = _plan(rows, weight).implementation
+    if not (reason := _why_not(name, rows, weight)):
+        return name
+    backend.warn_of_reference("matmul", reason)
+    return "reference"
+
+
+def _why_not(
+    name: Implementation, rows: jax.Array | QuantizedActivations, weight: QuantizedTensor
+) -> str | None:
+    format = weight.format
+    if name == "reference":
+        return None
+    if name == "xla":
+        if format.is_flat and format.group_size is None:
+            return None
+        return f"{format} is not a plain 8-bit matrix with a scale per output channel"
+    if format.activations is None and rows.dtype not in (jnp.bfloat16, jnp.float16):
         return f"activations are {rows.dtype}, expected bfloat16 or float16"
-    return backend.why_triton_cannot_run()
+    if reason := backend.why_triton_cannot_run():
+        return reason
+    if name == "triton" and format.activations == "float8":
+        return backend.why_not_float8()
+    return None
 
 
-def _fused(rows: jax.Array, weight: QuantizedTensor) -> jax.Array:
-    return triton.matmul(rows, weight, tuning.configure(rows.shape[0], weight))
+def _check_activations(x: QuantizedActivations, weight: QuantizedTensor) -> None:
+    format = weight.format
+    if format.activations is None:
+        raise ValueError(f"matmul: x is quantised, but {format} multiplies 16-bit activations")
+    dtype = jnp.int8 if format.activations == "int8" else jnp.float8_e4m3fn
+    groups = 1
+    if format.codes == "float8" and format.group_size is not None:
+        groups = format.groups(weight.shape[0])
+    if x.values.dtype != dtype or x.scales.shape != (*x.shape[:-1], groups):
+        raise ValueError(
+            f"matmul: x has {x.values.dtype} values and scales of shape {x.scales.shape}; {format} "
+            f"expects {jnp.dtype(dtype)} and {(*x.shape[:-1], groups)}: use quantize_activations"
+        )
 
 
-def _dequantize_then_dot(rows: jax.Array, weight: QuantizedTensor) -> jax.Array:
-    # The barrier ties the scratch copy to its use: without it XLA may write out the weights of
-    # several layers ahead of time, and hold them all.
-    words, rows = jax.lax.optimization_barrier((weight.words, rows))
-    scratch = triton.dequantize(dataclasses.replace(weight, words=words), rows.dtype)
-    rows = jnp.pad(rows, ((0, 0), (0, weight.padded_channels - rows.shape[1])))
-    return jnp.einsum("mk,nk->mn", rows, scratch)
+def _as_rows(x: QuantizedActivations) -> QuantizedActivations:
+    return QuantizedActivations(
+        x.values.reshape(-1, x.shape[-1]), x.scales.reshape(-1, x.scales.shape[-1]), x.dtype
+    )

@@ -1,15 +1,32 @@
-"""What the fused dequantise-GEMM computes, in plain jnp."""
+"""What the product of activations and a packed weight is, in plain jnp."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.formats import QuantizedTensor
+from pallas_kernels import codes as code_kinds
+from pallas_kernels.activations import QuantizedActivations
+from pallas_kernels.codes.liquid import Liquid
+from pallas_kernels.quantized_tensor import QuantizedTensor, unpack_codes
 
 
-def matmul(x: jax.Array, weight: QuantizedTensor) -> jax.Array:
-    """The product x [M, K] · W [K, N], [M, N] in x's dtype, in float32 over the exact weight."""
+def matmul(
+    x: jax.Array | QuantizedActivations, weight: QuantizedTensor, out_dtype: jnp.dtype
+) -> jax.Array:
+    """The product x [M, K] · W [K, N] in `out_dtype`: float32 over exact operands.
+
+    Of two int8 operands the sums are exact integers. Rows of W and channels of x are in packed
+    order where x is quantised, else in the order of the input channels.
+    """
+    if isinstance(x, QuantizedActivations) and x.values.dtype == jnp.int8:
+        codes = unpack_codes(weight)
+        kind = code_kinds.of(weight.format)
+        if isinstance(kind, Liquid):
+            codes = kind.first_level(codes, weight)
+        sums = jnp.dot(x.values, codes, preferred_element_type=jnp.int32)
+        scales = weight.channel_scales if weight.channel_scales is not None else weight.scales()[0]
+        return (sums.astype(jnp.float32) * x.scales * scales).astype(out_dtype)
+    rows = x.dequantize() if isinstance(x, QuantizedActivations) else x.astype(jnp.float32)
     dense = weight.dequantize(jnp.float32)  # [K, N]
-    product = jnp.dot(x.astype(jnp.float32), dense, precision=jax.lax.Precision.HIGHEST)
-    return product.astype(x.dtype)
+    return jnp.dot(rows, dense, precision=jax.lax.Precision.HIGHEST).astype(out_dtype)

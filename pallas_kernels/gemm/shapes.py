@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +29,28 @@ LLAMA3_70B = (
     GemmShape("llama3-70b.down", 28672, 8192),
 )
 
+# Lists by the name that their shapes' names begin with.
+MODELS = {"qwen3-8b": QWEN3_8B, "llama3-70b": LLAMA3_70B}
+
 # Small enough for interpret mode; N and K that no tile divides.
 SMALL = (
     GemmShape("small.even", 512, 128),
     GemmShape("small.ragged", 384, 200),
 )
+
+
+def named(names: Iterable[str]) -> tuple[GemmShape, ...]:
+    """The shapes that names stand for, each once: a model's (`qwen3-8b`) or one (`qwen3-8b.qkv`).
+
+    Raises ValueError, listing the names there are, for one that is unknown.
+    """
+    known = {shape.name: (shape,) for model in MODELS.values() for shape in model} | MODELS
+    found: dict[GemmShape, None] = {}
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"unknown shape {name!r}: expected a model ({', '.join(MODELS)}) or one of its "
+                f"matrices, such as {next(iter(known))}"
+            )
+        found.update(dict.fromkeys(known[name]))
+    return tuple(found)

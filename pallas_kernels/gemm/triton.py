@@ -2,85 +2,127 @@
 
 out.T = W · x.T, so that the weight is the operand that stays in registers and the batch is the
 narrow side of the tensor-core instruction. A program owns `tile_n` output channels, `tile_m` rows
-of x and one of `splits` ranges of K. Each row of words it loads becomes planes of exact integers
-(code − zero); groups are multiplied by their scale in the float32 accumulator, where the scale
-costs one operation per output instead of one per weight and loses no precision.
+of x and one of `splits` ranges of K. Each tile of words that it loads becomes, plane by plane, an
+operand of the tensor cores; how is the only thing that the loop leaves to the kind of codes.
+
+Scales go where they are cheapest: those of an output channel or a row into the epilogue, those of
+a group to the sum over the group (one operation per output, no precision lost) or to the decoded
+weight (one per weight, rounded to 16 bits; cheaper once there are more outputs than weights).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.bits import decode_plane, unpack_pair
-from pallas_kernels.formats import QuantizedTensor, WeightFormat
+from pallas_kernels import arithmetic, backend
+from pallas_kernels import codes as code_kinds
+from pallas_kernels.activations import QuantizedActivations
+from pallas_kernels.bits import multiply
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.gemm.config import GemmConfig
+from pallas_kernels.quantized_tensor import QuantizedTensor
 
-DEQUANTIZE_TILE = 64  # output channels that one program writes out
 
+class _Operands(NamedTuple):
+    """What the kernel reads; references, inside of it."""
 
-@dataclasses.dataclass(frozen=True)
-class GemmConfig:
-    """Tile sizes and compiler settings of one launch; `splits` programs share one output tile."""
-
-    tile_m: int
-    tile_n: int
-    splits: int
-    warps: int
-    stages: int
+    x: Any  # [M, K padded]
+    x_scales: Any  # [M, 1 or groups], of quantised activations
+    words: Any  # [K blocks, N, columns · plane width], or [1, N, K padded]
+    parameters: Any  # [groups, N]
+    channel_scales: Any  # [N]
+    table: Any  # [2**bits]
 
 
 def matmul(
-    x: jax.Array, weight: QuantizedTensor, config: GemmConfig, *, interpret: bool = False
+    x: jax.Array | QuantizedActivations,
+    weight: QuantizedTensor,
+    config: GemmConfig,
+    out_dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
-    """The product x [M, K] (bfloat16 or float16) · W [K, N]; x is padded to whole blocks of W."""
-    rows, outputs = x.shape[0], weight.shape[1]
-    blocks = weight.words.shape[0]
-    x = jnp.pad(x, ((0, 0), (0, weight.padded_channels - x.shape[1])))
-    splits = min(config.splits, blocks)
+    """The product x [M, K] · W [K, N] in `out_dtype`; see `matmul_terms`."""
+    terms = matmul_terms(x, weight, config, out_dtype, interpret=interpret)
+    # XLA fuses this sum, in a fixed order, into whatever consumes the product.
+    return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(out_dtype)
+
+
+# Compiled once for each configuration, also where nobody's `jit` is around it.
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
+def matmul_terms(
+    x: jax.Array | QuantizedActivations,
+    weight: QuantizedTensor,
+    config: GemmConfig,
+    out_dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Terms [splits, M, N] whose sum is x [M, K] · W [K, N]: float32, a single one in `out_dtype`.
+
+    x is bfloat16 or float16, or QuantizedActivations where the format asks for them. K is padded
+    to whole blocks of W.
+    """
+    values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
+    rows, outputs = values.shape[0], weight.shape[1]
+    steps = weight.padded_channels // (weight.format.planes * _width(weight.format, config))
+    padding = weight.padded_channels - values.shape[1]
+    splits = min(config.splits, steps)
     kernel = functools.partial(
         _kernel,
         format=weight.format,
-        scale_dtype=jnp.dtype(weight.scale_dtype),
+        scale_dtype=weight.scale_dtype,
         config=dataclasses.replace(config, splits=splits),
+        steps=steps,
         ptx=not interpret,
     )
-    grid = (pl.cdiv(rows, config.tile_m), pl.cdiv(outputs, config.tile_n), splits)
-    partial_dtype = x.dtype if splits == 1 else jnp.float32
-    partials = backend.pallas_call(
-        kernel,
-        x,
+    operands = _Operands(
+        jnp.pad(values, ((0, 0), (0, padding))) if padding else values,
+        x_scales,
         weight.words,
         weight.parameters,
-        out_shape=jax.ShapeDtypeStruct((splits, rows, outputs), partial_dtype),
-        grid=grid,
+        weight.channel_scales,
+        weight.table,
+    )
+    return backend.pallas_call(
+        kernel,
+        operands,
+        out_shape=jax.ShapeDtypeStruct(
+            (splits, rows, outputs), out_dtype if splits == 1 else jnp.float32
+        ),
+        grid=(pl.cdiv(rows, config.tile_m), pl.cdiv(outputs, config.tile_n), splits),
         name=f"matmul_{weight.format.codes}",
         warps=config.warps,
         stages=config.stages,
         interpret=interpret,
     )
-    # XLA fuses this sum, in a fixed order, into whatever consumes the product.
-    return partials[0] if splits == 1 else partials.sum(0).astype(x.dtype)
+
+
+def _width(format: WeightFormat, config: GemmConfig) -> int:
+    return config.width or format.plane_width
 
 
 def _kernel(
-    x_ref: Any,  # [M, K padded]
-    words_ref: Any,  # [K blocks, N, plane width]
-    parameters_ref: Any,  # [groups, N]
+    operands: _Operands,
     out_ref: Any,  # [splits, M, N]
     *,
     format: WeightFormat,
-    scale_dtype: jnp.dtype,
+    scale_dtype: str,
     config: GemmConfig,
+    steps: int,
     ptx: bool,
 ) -> None:
-    rows, outputs = x_ref.shape[0], words_ref.shape[1]
-    tile_m, tile_n, width = config.tile_m, config.tile_n, format.plane_width
+    kind = code_kinds.of(format)
+    x_ref, x_scales_ref = operands.x, operands.x_scales
+    rows, outputs = x_ref.shape[0], operands.words.shape[1]
+    tile_m, tile_n, width = config.tile_m, config.tile_n, _width(format, config)
+    parts = format.plane_width // width  # steps that share a block
     row = pl.program_id(0) * tile_m + jnp.arange(tile_m)
     output = pl.program_id(1) * tile_n + jnp.arange(tile_n)
     split = pl.program_id(2)
@@ -88,88 +130,85 @@ def _kernel(
     # Masks only where a tile can stick out of the matrix.
     row_mask = None if rows % tile_m == 0 else row < rows
     output_mask = None if outputs % tile_n == 0 else output < outputs
+    shared = kind.shared(operands.table, x_ref.dtype)
 
-    def load_parameters(group: jax.Array) -> tuple[jax.Array, jax.Array]:
-        word = backend.load_masked(parameters_ref.at[group, output], output_mask)  # [tile_n]
-        scale, zero = unpack_pair(word, scale_dtype, jnp.int16)
-        return scale.astype(jnp.float32)[:, None], zero.astype(x_ref.dtype)[:, None]
+    def load_group(index: jax.Array) -> code_kinds.Group:
+        words = backend.load_masked(operands.parameters.at[index, output], output_mask)
+        return kind.load(words, scale_dtype, x_ref.dtype)
 
-    # A block holds one or more whole groups, or all blocks share one.
-    groups = 1 if format.group_size is None else format.block // format.group_size
-    planes = format.planes // groups
-    shared = load_parameters(jnp.int32(0)) if format.group_size is None else None
+    def load_columns(block: jax.Array, lane: jax.Array) -> list[jax.Array]:
+        if format.is_flat:
+            block, lane = jnp.int32(0), block * format.block + lane
+        return [
+            backend.load_masked(
+                operands.words.at[
+                    block, output[:, None], (column * format.plane_width + lane)[None, :]
+                ],
+                output_mask,
+            )
+            for column in range(format.columns)
+        ]
 
-    def step(block: jax.Array, accumulator: jax.Array) -> jax.Array:
-        words = backend.load_masked(
-            words_ref.at[block, output[:, None], lane[None, :]], output_mask
-        )  # [tile_n, width]
-        for group in range(groups):
-            scale, zero = shared or load_parameters(block * groups + group)
-            product = jnp.zeros((tile_n, tile_m), jnp.float32)
-            for plane in range(group * planes, (group + 1) * planes):
-                channel = block * format.block + plane * width + lane
-                tile = backend.load_masked(x_ref.at[row[:, None], channel[None, :]], row_mask)
-                weight = decode_plane(words, plane, format.bits, zero, ptx=ptx)
-                product += backend.dot(weight, tile, trans_b=True)
-            accumulator += product if shared else product * scale
+    def load_x(channel: jax.Array) -> jax.Array:
+        return backend.load_masked(x_ref.at[row[:, None], channel[None, :]], row_mask)
+
+    # A run of planes lies in one group; where all channels are one group, it is loaded here.
+    size = format.group_size
+    run = format.planes if size is None else min(format.planes, size // format.plane_width)
+    whole = load_group(jnp.int32(0)) if size is None else None
+    # A scale becomes an operand only where the operand's dtype has its range.
+    fits = x_ref.dtype == jnp.bfloat16 or scale_dtype == x_ref.dtype.name
+    scale_weight = config.scaling == "weight" and whole is None and fits
+    sum_dtype = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
+    # Rows of FP8 have a scale for each group of the weight, also where there is only one.
+    x_by_group = size is not None and x_ref.dtype == jnp.float8_e4m3fn
+
+    def step(number: jax.Array, accumulator: jax.Array) -> jax.Array:
+        block, lanes = number, lane
+        if parts > 1:
+            block, lanes = number // parts, number % parts * width + lane
+        columns = load_columns(block, lanes)
+        for first in range(0, format.planes, run):
+            channel = block * format.block + first * format.plane_width
+            index = channel // (size or 1)
+            group = load_group(index) if whole is None else whole
+            decode = kind.decoder(columns, group.arguments, shared, x_ref.dtype, ptx=ptx)
+            # Only a sum that is scaled before it is added needs an accumulator of its own.
+            scale = None if whole is not None or scale_weight else group.scale
+            total = accumulator if scale is None else jnp.zeros((tile_n, tile_m), sum_dtype)
+            for plane in range(first, first + run):
+                weight = decode(plane)
+                if scale_weight and group.scale is not None:
+                    weight = multiply(weight, group.scale, ptx=ptx)
+                tile = load_x(channel + (plane - first) * format.plane_width + lanes)
+                total += backend.dot(weight, tile, trans_b=True)
+            if scale is not None:
+                if x_by_group:
+                    scale = scale * load_x_scales(index)[None, :]
+                total = multiply_add(total, scale, accumulator)
+            accumulator = total
         return accumulator
 
-    blocks = words_ref.shape[0]
-    first = split * blocks // config.splits
-    last = (split + 1) * blocks // config.splits
-    accumulator = jnp.zeros((tile_n, tile_m), jnp.float32)
-    accumulator = jax.lax.fori_loop(first, last, step, accumulator)
-    if shared:
-        accumulator *= shared[0]
+    def load_x_scales(index: jax.Array) -> jax.Array:
+        return backend.load_masked(x_scales_ref.at[row, index], row_mask)  # [tile_m]
+
+    multiply_add = (arithmetic.PTX if ptx else arithmetic.PLAIN).multiply_add
+    accumulator = jax.lax.fori_loop(
+        split * steps // config.splits,
+        (split + 1) * steps // config.splits,
+        step,
+        jnp.zeros((tile_n, tile_m), sum_dtype),
+    )
+    accumulator = accumulator.astype(jnp.float32)
+    if whole is not None:
+        accumulator *= whole.scale
+    if operands.channel_scales is not None:
+        scales = backend.load_masked(operands.channel_scales.at[output], output_mask)
+        accumulator *= scales[:, None]
+    if x_scales_ref is not None and not x_by_group:
+        accumulator *= load_x_scales(jnp.int32(0))[None, :]
     backend.store(
         out_ref.at[split, row[:, None], output[None, :]],
         accumulator.T.astype(out_ref.dtype),
         mask=(row < rows)[:, None] & (output < outputs)[None, :],
     )
-
-
-def dequantize(weight: QuantizedTensor, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
-    """The packed matrix as [N, K padded] in `dtype`, rows in packed order of input channels."""
-    blocks, outputs, _ = weight.words.shape
-    kernel = functools.partial(
-        _dequantize_kernel, format=weight.format, scale_dtype=jnp.dtype(weight.scale_dtype)
-    )
-    return backend.pallas_call(
-        kernel,
-        weight.words,
-        weight.parameters,
-        out_shape=jax.ShapeDtypeStruct((outputs, blocks * weight.format.block), dtype),
-        grid=(pl.cdiv(outputs, DEQUANTIZE_TILE), blocks),
-        name=f"dequantize_{weight.format.codes}",
-        warps=4,
-        stages=1,
-        interpret=interpret,
-    )
-
-
-def _dequantize_kernel(
-    words_ref: Any,  # [K blocks, N, plane width]
-    parameters_ref: Any,  # [groups, N]
-    out_ref: Any,  # [N, K padded]
-    *,
-    format: WeightFormat,
-    scale_dtype: jnp.dtype,
-) -> None:
-    output = pl.program_id(0) * DEQUANTIZE_TILE + jnp.arange(DEQUANTIZE_TILE)
-    block = pl.program_id(1)
-    lane = jnp.arange(format.plane_width)
-    mask = None if words_ref.shape[1] % DEQUANTIZE_TILE == 0 else output < words_ref.shape[1]
-    words = backend.load_masked(words_ref.at[block, output[:, None], lane[None, :]], mask)
-    for plane in range(format.planes):
-        first = block * format.block + plane * format.plane_width
-        group = jnp.int32(0) if format.group_size is None else first // format.group_size
-        parameters = backend.load_masked(parameters_ref.at[group, output], mask)
-        scale, zero = unpack_pair(parameters, scale_dtype, jnp.int16)
-        codes = (words >> jnp.uint16(plane * format.bits)) & jnp.uint16(2**format.bits - 1)
-        centred = codes.astype(jnp.int32) - zero.astype(jnp.int32)[:, None]
-        values = centred.astype(jnp.float32) * scale.astype(jnp.float32)[:, None]
-        backend.store(
-            out_ref.at[output[:, None], (first + lane)[None, :]],
-            values.astype(out_ref.dtype),
-            mask=None if mask is None else jnp.broadcast_to(mask[:, None], values.shape),
-        )

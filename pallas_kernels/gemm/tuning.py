@@ -1,32 +1,251 @@
-"""Which configuration a GEMM runs with."""
+"""Which plan a product runs with: from a table of measured ones, else by a rule of thumb."""
 
 from __future__ import annotations
 
-from pallas_kernels import backend
-from pallas_kernels.formats import QuantizedTensor
-from pallas_kernels.gemm.triton import GemmConfig
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Literal
 
-# Above this many rows it is faster to write the weight out in 16 bits and call cuBLAS: measured
-# on the H200 at K4096 N24576, where the two cross between 256 and 1024 rows.
-FUSED_ROWS = 256
+from pallas_kernels import backend
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.gemm import tables
+from pallas_kernels.gemm.config import GemmConfig, Plan
+from pallas_kernels.quantized_tensor import QuantizedTensor
+
+# Up to so many rows the fused kernel is the faster one. Writing the weight out in 16 bits for
+# cuBLAS crosses it between 256 and 1024 rows, measured on the H200 at K4096 N24576; XLA's own 8-bit
+# product reads the weight as it is, so that there is less to gain from fusing.
+FUSED_ROWS = {"dequantize": 256, "xla": 64}
+# tile_m, tile_n and warps for more and more rows, measured on the H200 for uint4:g128. Square
+# tiles read each operand least often, but need as many tiles as multiprocessors.
+TILES = ((8, 64, 2), (16, 64, 2), (32, 64, 4), (64, 64, 4), (128, 128, 8))
+# Enough warps to keep every multiprocessor's memory pipeline full.
+WARPS_PER_MULTIPROCESSOR = 10
+# Each split adds a partial sum to write and read back, and pays for a pipeline of its own.
+BLOCKS_PER_SPLIT = 4
+MAXIMUM_SPLITS = 8
+# Of a thread's 255 registers; the rest holds words, decoded weights and addresses.
+ACCUMULATOR_REGISTERS = 128
+# Bytes of shared memory that one program can have, by compute capability (CUDA programming guide).
+SHARED_KIBIBYTES = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227}
+LEAST_SHARED_KIBIBYTES = 99  # of every GPU since Ampere
+FLOAT8_CAPABILITY = 8.9  # the first with FP8 tensor cores
+
+_forced: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("forced plan", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a GPU allows."""
+
+    multiprocessors: int
+    compute_capability: float
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that one program can have."""
+        return 1024 * SHARED_KIBIBYTES.get(self.compute_capability, LEAST_SHARED_KIBIBYTES)
+
+
+def current_limits() -> Limits:
+    """Those of the first GPU; an H200's where there is none."""
+    return Limits(backend.multiprocessors(), backend.compute_capability() or 9.0)
+
+
+def plan(rows: int, weight: QuantizedTensor) -> Plan:
+    """How to multiply x of `rows` rows by a weight: as measured, else by `heuristic`.
+
+    Only looks at shapes, so that it can be called while tracing. Raises tables.TableError for a
+    damaged table.
+    """
+    if (forced := _forced.get()) is not None:
+        return forced
+    place = tables.key(weight.format, *weight.shape, rows)
+    entry = tables.lookup(tables.current_device(), place)
+    if entry is not None:
+        return entry.plan
+    return heuristic(rows, weight.format, *weight.shape, current_limits())
 
 
 def configure(rows: int, weight: QuantizedTensor) -> GemmConfig:
-    """A sound configuration for x of `rows` rows, from the shapes and the size of the GPU."""
-    outputs, blocks = weight.shape[1], weight.words.shape[0]
-    multiprocessors = backend.multiprocessors()
-    if rows <= 16:
-        tile_m, tile_n, warps = 16, 64, 2
-    elif rows <= 32:
-        tile_m, tile_n, warps = 32, 64, 4
-    elif rows <= 128 or -(-rows // 128) * -(-outputs // 128) < multiprocessors:
-        tile_m, tile_n, warps = 64, 64, 4
-    else:
-        # Square tiles read each operand least often, but need as many tiles as multiprocessors.
-        tile_m, tile_n, warps = 128, 128, 8
-    tiles = -(-rows // tile_m) * -(-outputs // tile_n)
-    # Enough warps to keep every multiprocessor's memory pipeline full. Each split adds a partial
-    # sum to write and read back and pays for a pipeline of its own, so it gets four blocks or more.
-    wanted = multiprocessors * 10 // warps
-    splits = max(1, min(round(wanted / tiles), blocks // 4, 8))
-    return GemmConfig(tile_m, tile_n, splits, warps, stages=3)
+    """A configuration of the fused kernel, also where `plan` would choose something else.
+
+    Raises UnsupportedError, with the reason, where the GPU can't multiply the format.
+    """
+    config = plan(rows, weight).config
+    return config or tile(rows, weight.format, *weight.shape, current_limits())
+
+
+@contextlib.contextmanager
+def forced(plan: Plan) -> Iterator[None]:
+    """Inside, in this thread, `plan` is the answer for every product that is traced."""
+    token = _forced.set(plan)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def unfused(format: WeightFormat, limits: Limits) -> Literal["dequantize", "xla"]:
+    """The implementation for many rows.
+
+    XLA's own product takes operands of 8 bits whose scales are constant along K.
+    """
+    if format.is_flat and format.group_size is None and why_not_fused(format, limits) is None:
+        return "xla"
+    return "dequantize"
+
+
+def why_not_fused(format: WeightFormat, limits: Limits) -> str | None:
+    """Why the fused kernel can't multiply a format on a GPU; None if it can."""
+    if format.activations == "float8" and limits.compute_capability < FLOAT8_CAPABILITY:
+        return (
+            f"FP8 products need compute capability {FLOAT8_CAPABILITY}, "
+            f"and this GPU has {limits.compute_capability}"
+        )
+    return None
+
+
+def heuristic(rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits) -> Plan:
+    """A sound plan for any shape and format, without having measured it."""
+    other = unfused(format, limits)
+    if why_not_fused(format, limits) or rows > FUSED_ROWS[other]:
+        return Plan(other)
+    return Plan("triton", tile(rows, format, channels, outputs, limits))
+
+
+def tile(
+    rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits
+) -> GemmConfig:
+    """A sound configuration of the fused kernel for any shape and format.
+
+    Raises UnsupportedError, with the reason, where the GPU can't multiply the format at all.
+    """
+    size = next((size for size in range(3) if rows <= TILES[size][0]), 3)
+    if rows > 128 and _tiles(rows, outputs, *TILES[4][:2]) >= limits.multiprocessors:
+        size = 4
+    # Where shared memory does not hold three whole steps, less of a large tile is still better than
+    # a smaller one.
+    for (tile_m, tile_n, warps), stages, width in itertools.product(
+        reversed(TILES[: size + 1]), (3, 2), widths(format)
+    ):
+        tiles = _tiles(rows, outputs, tile_m, tile_n)
+        wanted = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR / (warps * tiles)
+        splits = max(1, min(round(wanted), _most_splits(format, channels)))
+        # The scale costs an operation for each output and group in the accumulator, and one for
+        # every two weights otherwise.
+        on_weight = tile_m >= 64 and can_scale_weights(format)
+        scaling: tables.Scaling = "weight" if on_weight else "accumulator"
+        config = GemmConfig(tile_m, tile_n, splits, warps, stages, scaling, width)
+        if (reason := why_unsound(config, format, limits)) is None:
+            return config
+    raise backend.UnsupportedError(f"the fused kernel can't multiply {format}: {reason}")
+
+
+def _tiles(rows: int, outputs: int, tile_m: int, tile_n: int) -> int:
+    return -(-rows // tile_m) * -(-outputs // tile_n)
+
+
+def _most_splits(format: WeightFormat, channels: int) -> int:
+    blocks = -(-channels // format.block)
+    return max(1, min(blocks // BLOCKS_PER_SPLIT, MAXIMUM_SPLITS))
+
+
+def widths(format: WeightFormat) -> tuple[int | None, ...]:
+    """Lanes of a plane that a step may take: all, or half of them if rows stay 64 bytes long."""
+    half = format.plane_width // 2
+    return (None, half) if half * format.word_bits >= 64 * 8 else (None,)
+
+
+def can_scale_weights(format: WeightFormat) -> bool:
+    """Whether `scaling="weight"` is a choice: only 16-bit operands can hold a group's scale."""
+    return format.group_size is not None and format.activations is None
+
+
+def why_unsound(config: GemmConfig, format: WeightFormat, limits: Limits) -> str | None:
+    """Why a configuration can't run well, or at all, on a GPU; None if it can."""
+    if reason := why_not_fused(format, limits):
+        return reason
+    if config.scaling == "weight" and not can_scale_weights(format):
+        return f"{format} has no scales that can be applied to its weights"
+    if config.tile_n < 16 * config.warps:
+        return f"{config.tile_n} output channels are too few for {config.warps} warps: 16 each"
+    if (needed := shared_memory(config, format, limits)) > limits.shared_memory:
+        return f"{needed} bytes of shared memory; there are {limits.shared_memory}"
+    if (needed := accumulator_registers(config, format)) > ACCUMULATOR_REGISTERS:
+        return f"{needed} registers for sums; there is room for {ACCUMULATOR_REGISTERS}"
+    return None
+
+
+def shared_memory(config: GemmConfig, format: WeightFormat, limits: Limits) -> int:
+    """Bytes of shared memory that Triton gives a program of the fused kernel, or a few more.
+
+    A load that is `stages` − 1 steps ahead of its use has so many buffers, and one more where
+    `wgmma` (compute capability 9.0, four warps or more) still reads the last: it takes x from
+    shared memory, and also the weight where words are codes and nothing is decoded.
+    """
+    channels = format.planes * (config.width or format.plane_width)  # of a step
+    words = config.tile_n * channels * format.bits // 8
+    x = config.tile_m * channels * format.word_bits // 8
+    groups = 0 if format.group_size is None else max(1, format.block // format.group_size)
+    parameters = 4 * groups * (config.tile_n + (config.tile_m if format.activations else 0))
+    reads_shared = limits.compute_capability >= 9 and config.warps >= 4 and config.tile_n >= 64
+    loop = (config.stages - 1) * (words + x + parameters)
+    if reads_shared:
+        loop += x + (words if format.is_flat else 0)
+    transposed = config.tile_m * config.tile_n * 4  # on the way out, when the loop's are free
+    return max(loop, transposed)
+
+
+def accumulator_registers(config: GemmConfig, format: WeightFormat) -> int:
+    """Registers of a thread that hold sums: those of a group apart, where they are scaled later."""
+    # The groups of liquid4 become int8, so that one sum runs over all of K.
+    apart = format.group_size is not None and format.codes != "liquid4"
+    sums = 2 if apart and config.scaling == "accumulator" else 1
+    return sums * config.tile_m * config.tile_n // (32 * config.warps)
+
+
+def candidates(
+    rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits, most: int = 40
+) -> list[Plan]:
+    """The plans worth measuring, the rule of thumb's own first: those nearest to it, all sound.
+
+    rows: a bucket. Nearness counts doublings of a tile's sides, of the outputs of a warp, the
+    width and the warps in flight, and stages.
+    """
+    other = Plan(unfused(format, limits))
+    if why_not_fused(format, limits):
+        return [other]
+    center = tile(rows, format, channels, outputs, limits)
+
+    def place(config: GemmConfig) -> tuple[float, ...]:
+        programs = _tiles(rows, outputs, config.tile_m, config.tile_n) * config.splits
+        per_warp = config.tile_n / config.warps
+        width = config.width or format.plane_width
+        logarithms = map(math.log2, (config.tile_m, config.tile_n, per_warp, width))
+        return *logarithms, math.log2(programs * config.warps), config.stages
+
+    def distance(config: GemmConfig) -> float:
+        moved = sum(abs(a - b) for a, b in zip(place(config), place(center), strict=True))
+        return moved + (config.scaling != center.scaling)
+
+    height = max(8, min(256, 2 ** math.ceil(math.log2(rows))))
+    space = itertools.product(
+        [size for size in (height, height // 2, height // 4) if size >= 8],
+        (32, 64, 128, 256),
+        [splits for splits in (1, 2, 3, 4, 6, 8) if splits <= _most_splits(format, channels)],
+        (1, 2, 4, 8),
+        (2, 3, 4, 5),
+        tables.SCALINGS,
+        widths(format),
+    )
+    configs = {center} | {GemmConfig(*fields) for fields in space}
+    sound = [config for config in configs if why_unsound(config, format, limits) is None]
+    sound.sort(key=lambda config: (distance(config), str(config)))
+    plans = [Plan("triton", config) for config in sound]
+    # What many rows run with has no tiles, and is a bound that no product may miss.
+    return [*plans[: most - 1], other]

@@ -19,7 +19,7 @@ def encode(x: jax.Array, format: KVFormat) -> tuple[jax.Array, jax.Array | None]
     low, high = values.min(-1), values.max(-1)
     scale, zero = quantize.parameters(low, high, format.bits, dtype)
     codes = quantize.encode(values, scale[..., None], zero[..., None], format.bits)
-    planes = codes.reshape(*x.shape[:-1], format.planes, -1)
+    planes = codes.reshape(*x.shape[:-1], format.planes, x.shape[-1] // format.planes)
     return bit_planes.pack_planes(planes, format.bits), bit_planes.pack_pair(
         scale.astype(dtype), zero.astype(dtype)
     )

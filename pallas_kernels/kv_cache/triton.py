@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,37 +60,79 @@ def _kernel(
     interpret: bool,
 ) -> None:
     outputs = page_refs[len(page_refs) // 2 :]
-    tokens, page_size = keys_ref.shape[1], outputs[0].shape[2]
+    tokens, dim = keys_ref.shape[1], keys_ref.shape[3]
     batch, token = pl.program_id(0) // tokens, pl.program_id(0) % tokens
     head = pl.program_id(1)
-    position = backend.load(starts_ref.at[batch]) + token
-    entry = position // page_size
-    entries = block_tables_ref.shape[1]
-    valid = (token < backend.load(counts_ref.at[batch])) & (entry < entries)
-    page = backend.load(block_tables_ref.at[batch, jnp.minimum(entry, entries - 1)])
-    slot = position % page_size
-    width = outputs[0].shape[3]
-    lane = jnp.arange(width)
-    mask = jnp.broadcast_to(valid, (width,))
+    tables = _Tables(block_tables_ref, starts_ref, counts_ref)
+    slot = find_slot(tables, outputs[0].shape[2], batch, token)
+    lane = jnp.arange(dim // format.planes)
     for source, index in ((keys_ref, 0), (values_ref, 1)):
         planes = [
-            backend.load(source.at[batch, token, head, plane * width + lane])
+            backend.load(source.at[batch, token, head, plane * len(lane) + lane])
             for plane in range(format.planes)
         ]
-        target = outputs[index].at[page, head, slot, lane]
-        if not format.is_quantized:
-            backend.store(target, planes[0].astype(outputs[index].dtype), mask=mask)
-            continue
-        words, parameters = _encode(planes, format.bits, interpret)
-        backend.store(target, words, mask=mask)
-        target = outputs[2 + index].at[page, head, slot + jnp.arange(1)]
-        backend.store(target, parameters, mask=jnp.broadcast_to(valid, (1,)))
+        write(outputs, index, planes, source.dtype, slot, head, format, interpret)
 
 
-def _encode(planes: list[jax.Array], bits: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
+class _Tables(NamedTuple):
+    block_tables: Any
+    starts: Any
+    counts: Any
+
+
+class Slot(NamedTuple):
+    """Where a token goes in the pages, and whether it goes there at all."""
+
+    page: jax.Array
+    position: jax.Array
+    valid: jax.Array
+
+
+def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
+    """The slot of a new token, in a kernel. `tables` has block_tables, starts and counts."""
+    position = backend.load(tables.starts.at[batch]) + token
+    entry = position // page_size
+    entries = tables.block_tables.shape[1]
+    valid = (token < backend.load(tables.counts.at[batch])) & (entry < entries)
+    page = backend.load(tables.block_tables.at[batch, jnp.minimum(entry, entries - 1)])
+    return Slot(page, position % page_size, valid)
+
+
+def write(
+    page_refs: Sequence[Any],
+    index: int,
+    pieces: list[jax.Array],
+    dtype: jnp.dtype,
+    slot: Slot,
+    head: jax.Array,
+    format: KVFormat,
+    interpret: bool,
+) -> None:
+    """Quantises a head's key (index 0) or value (1) and stores it, in a kernel.
+
+    pieces: the channels in order, as many pieces as the format has planes, or more without them.
+    dtype: of the vector, which decides that of its parameters.
+    """
+    if not format.is_quantized:
+        for piece, values in enumerate(pieces):
+            lane = piece * len(values) + jnp.arange(len(values))
+            target = page_refs[index].at[slot.page, head, slot.position, lane]
+            mask = jnp.broadcast_to(slot.valid, values.shape)
+            backend.store(target, values.astype(page_refs[index].dtype), mask=mask)
+        return
+    words, parameters = _encode(pieces, dtype, format.bits, interpret)
+    target = page_refs[index].at[slot.page, head, slot.position, jnp.arange(len(words))]
+    backend.store(target, words, mask=jnp.broadcast_to(slot.valid, words.shape))
+    target = page_refs[2 + index].at[slot.page, head, slot.position + jnp.arange(1)]
+    backend.store(target, parameters, mask=jnp.broadcast_to(slot.valid, (1,)))
+
+
+def _encode(
+    planes: list[jax.Array], dtype: jnp.dtype, bits: int, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
     """Words [width] and parameters [1] of one head."""
     arithmetic = quantize.PLAIN if interpret else _IN_KERNEL
-    dtype = quantize.parameter_dtype(planes[0].dtype)
+    dtype = quantize.parameter_dtype(dtype)
     planes = [plane.astype(jnp.float32) for plane in planes]
     low = functools.reduce(jnp.minimum, planes).min()
     high = functools.reduce(jnp.maximum, planes).max()

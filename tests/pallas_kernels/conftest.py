@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
 
 import pallas_kernels.attention.triton
+import pallas_kernels.gemm.dequantize
+import pallas_kernels.gemm.gradient
 import pallas_kernels.gemm.triton
 import pallas_kernels.kv_cache.triton
+import pallas_kernels.rotary.triton
+import pallas_kernels.rowwise.triton
 from pallas_kernels import backend
+from pallas_kernels.gemm import tables
+from tests.pallas_kernels import ptx
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +35,21 @@ def without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The public functions choose as they do on a GPU; what they choose can be lowered only."""
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The public functions choose as they do on an H200; what they choose can be lowered only."""
     monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
     monkeypatch.setattr(backend, "on_gpu", lambda: True)
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(backend, "compute_capability", lambda: 9.0)
+    # The plans that ship, and none of this machine's own.
+    monkeypatch.setattr(tables, "current_device", lambda: "NVIDIA H200")
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+
+
+@pytest.fixture
+def interpreted_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inline PTX runs in numpy, on any device."""
+    monkeypatch.setattr(backend, "inline_ptx", ptx.inline_ptx)
 
 
 @pytest.fixture
@@ -41,9 +58,15 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
     for module, name in (
         (pallas_kernels.gemm.triton, "matmul"),
-        (pallas_kernels.gemm.triton, "dequantize"),
+        (pallas_kernels.gemm.triton, "matmul_terms"),
+        (pallas_kernels.gemm.dequantize, "write_out"),
+        (pallas_kernels.gemm.gradient, "write_out"),
         (pallas_kernels.kv_cache.triton, "append"),
         (pallas_kernels.attention.triton, "paged_attention"),
+        (pallas_kernels.rotary.triton, "rotate_and_append"),
+        (pallas_kernels.rowwise.triton, "add_rms_norm"),
+        (pallas_kernels.rowwise.triton, "gated_silu"),
+        (pallas_kernels.rowwise.triton, "quantize_rows"),
     ):
         launch = functools.partial(getattr(module, name), interpret=True)
         monkeypatch.setattr(module, name, launch)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels import QuantizedTensor, WeightFormat, pack
+
 NUMPY_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 WEIGHT_FORMATS = tuple(
     f"{codes}:g{size}" for codes in ("uint4", "uint8") for size in (32, 64, 128, "K")
 )
+
+# Every legal format, written in full.
+ALL_FORMATS = (
+    *(text + suffix for text in WEIGHT_FORMATS for suffix in ("", ":sym")),
+    *(f"table{bits}:g{size}" for bits in (4, 3, 2) for size in (32, 64, 128, 256)),
+    *("float8:g128", "float8:gK", "float8:g128/float8", "float8:gK/float8"),
+    *("int8:gK/int8", "liquid4:g64/int8", "bfloat16", "float16"),
+)
+PACKED_FORMATS = ALL_FORMATS[:-2]
 
 # Compiler options for programs that run once: on a CPU, most of a test's time is LLVM's.
 QUICK = (
@@ -59,6 +72,56 @@ def plane_words(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
     return words
 
 
+def nibble_words(codes: np.ndarray) -> np.ndarray:
+    """uint8 words [blocks, N, 64] of codes [K, N]: channels 0 … 63 of 128 in the low nibbles."""
+    channels, outputs = codes.shape
+    words = np.zeros((-(-channels // 128), outputs, 64), np.uint8)
+    for channel in range(channels):
+        block, rest = divmod(channel, 128)
+        words[block, :, rest % 64] |= codes[channel].astype(np.uint8) << (rest // 64 * 4)
+    return words
+
+
+def table_words(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
+    """uint16 words [blocks, N, columns · width] of codes [K, N], as `codes/table.py` lays them out.
+
+    A register is the words of lanes 2i and 2i + 1; a code goes to its nibble of a register.
+    """
+    columns = 3 if bits == 3 else 1
+    block_size = columns * 16 // bits * width
+    channels, outputs = codes.shape
+    words = np.zeros((-(-channels // block_size), outputs, columns, width), np.uint16)
+    for channel in range(channels):
+        block, rest = divmod(channel, block_size)
+        plane, lane = divmod(rest, width)
+        quad, nibble = plane // 4, plane % 4 * 2 + lane % 2
+        word, place = lane // 2 * 2 + nibble // 4, nibble % 4 * 4
+        code = codes[channel].astype(np.uint16)
+        if bits == 4:
+            words[block, :, 0, word] |= code << place
+            continue
+        words[block, :, quad // 2, word] |= code % 4 << (place + quad % 2 * 2)
+        if bits == 3:
+            words[block, :, 2, word] |= code // 4 << (place + quad)
+    return words.reshape(*words.shape[:2], -1)
+
+
+def table_codes(columns: list[np.ndarray], plane: int, bits: int) -> np.ndarray:
+    """Codes [..., width] of one plane of words [..., width] that `table_words` packed."""
+    codes = np.empty(columns[0].shape, np.uint16)
+    quad = plane // 4
+    for lane in range(codes.shape[-1]):
+        nibble = plane % 4 * 2 + lane % 2
+        fields = [c[..., lane // 2 * 2 + nibble // 4] >> (nibble % 4 * 4) & 15 for c in columns]
+        if bits == 4:
+            codes[..., lane] = fields[0]
+            continue
+        codes[..., lane] = fields[quad // 2] >> (quad % 2 * 2) & 3
+        if bits == 3:
+            codes[..., lane] |= (fields[2] >> quad & 1) << 2
+    return codes
+
+
 def parameter_words(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """uint32: the 16 bits of `low` below those of `high`."""
     return low.view(np.uint16).astype(np.uint32) + high.view(np.uint16).astype(np.uint32) * 65536
@@ -73,6 +136,100 @@ def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.
         difference = codes[channel].astype(np.float64) - zeros[group].astype(np.float64)
         values[channel] = difference * scales[group].astype(np.float64)
     return values
+
+
+_pack = jax.jit(pack, static_argnames="format", compiler_options=QUICK)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainWeight:
+    """A weight as `pack` takes it; `scale_dtype` where a kind of codes leaves a choice."""
+
+    format: WeightFormat
+    codes: np.ndarray  # [K, N]
+    scales: np.ndarray  # [groups, N]
+    zeros: np.ndarray | None = None  # [groups, N]
+    channel_scales: np.ndarray | None = None  # [N]
+    table: np.ndarray | None = None  # [2**bits]
+
+    @classmethod
+    def random(
+        cls,
+        rng: np.random.Generator,
+        format: WeightFormat,
+        channels: int,
+        outputs: int,
+        scale_dtype: str = "float16",
+    ) -> PlainWeight:
+        """Everything over its whole range, but no NaN and no value outside of int8."""
+        shape, group_shape = (channels, outputs), (format.groups(channels), outputs)
+        scales = rng.uniform(0.005, 0.02, group_shape) * rng.choice([-1, 1], group_shape)
+        codes = rng.integers(0, 2**format.bits, shape).astype(np.uint8)
+        if format.codes in ("float8", "int8"):
+            if format.codes == "float8":
+                codes = np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8)
+            dtype = ml_dtypes.float8_e4m3fn if format.codes == "float8" else np.int8
+            return cls(format, codes.view(dtype), scales.astype(np.float32))
+        if format.codes == "liquid4":
+            steps = rng.integers(1, 17, group_shape).astype(np.uint16)
+            offsets = rng.integers(9, 256 - 15 * steps).clip(9, 247).astype(np.uint16)
+            return cls(format, codes, steps, offsets, np.abs(scales[0]).astype(np.float32))
+        scales = scales.astype(NUMPY_DTYPES[scale_dtype])
+        if format.codes.startswith("table"):
+            table = rng.standard_normal(2**format.bits).astype(np.float32)
+            return cls(format, codes, scales, table=table)
+        zeros = rng.integers(0, 2**format.bits + 1, group_shape).astype(np.uint16)
+        return cls(format, codes, scales, zeros)
+
+    def words(self) -> np.ndarray:
+        """What QuantizedTensor.words says."""
+        format = self.format
+        if format.activations and format.codes != "liquid4":
+            return np.pad(self.codes, ((0, -len(self.codes) % 128), (0, 0))).T[None]
+        width = min(format.group_size or 64, 64)
+        if format.codes == "liquid4":
+            return nibble_words(self.codes)
+        if format.codes.startswith("table"):
+            width = 32 if format.bits == 3 else width
+            return table_words(self.codes, format.bits, width)
+        return plane_words(self.codes.view(np.uint8), format.bits, width)
+
+    def parameters(self) -> np.ndarray:
+        """What QuantizedTensor.parameters says, without the groups of padding."""
+        if self.scales.dtype == np.float32:
+            return self.scales.view(np.uint32)
+        zeros = np.zeros(self.scales.shape, np.uint16) if self.zeros is None else self.zeros
+        return parameter_words(self.scales, zeros)
+
+    def values(self) -> np.ndarray:
+        """float64 [K, N], rounded once to float32 as the last product is."""
+        size = len(self.codes) // len(self.scales)
+        scales = np.repeat(wide(self.scales), size, axis=0)
+        if self.format.codes.startswith("table"):
+            assert self.table is not None
+            product = wide(self.table)[self.codes] * scales
+        elif self.format.codes == "liquid4":
+            assert self.zeros is not None
+            assert self.channel_scales is not None
+            offsets = np.repeat(wide(self.zeros), size, axis=0)
+            product = (wide(self.codes) * scales + offsets - 128) * wide(self.channel_scales)
+        elif self.zeros is not None:
+            product = dequantized(self.codes, self.scales, self.zeros)
+        else:
+            product = wide(self.codes) * scales
+        return wide(product.astype(np.float32))
+
+    def pack(self, permutation: np.ndarray | None = None) -> QuantizedTensor:
+        """By the function under test."""
+        return _pack(
+            self.codes,
+            self.scales,
+            self.zeros,
+            self.format,
+            permutation,
+            channel_scales=self.channel_scales,
+            table=self.table,
+        )
 
 
 def kv_encoded(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

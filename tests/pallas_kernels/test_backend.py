@@ -146,14 +146,54 @@ def test_division_in_a_kernel_is_rounded_correctly(rng):
     np.testing.assert_array_equal(np.asarray(quotient), x / y)
 
 
+def multiply_add_in_kernel(factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
+    def kernel(factor_ref, other_ref, addend_ref, out_ref):
+        row, column = jnp.arange(factor.shape[0])[:, None], jnp.arange(factor.shape[1])[None, :]
+        result = backend.multiply_add(
+            backend.load(factor_ref.at[row, column]),
+            backend.load(other_ref.at[row]),
+            backend.load(addend_ref.at[row, column]),
+        )
+        backend.store(out_ref.at[row, column], result)
+
+    return backend.pallas_call(
+        kernel,
+        factor,
+        other,
+        addend,
+        out_shape=jax.ShapeDtypeStruct(factor.shape, jnp.float32),
+        grid=(1,),
+        name="multiply_add",
+        warps=4,
+        stages=1,
+        interpret=False,
+    )
+
+
+def test_multiply_add_lowers_to_one_instruction(lower_for_cuda):
+    tile = jnp.ones((64, 64))
+    assert "fma.rn.f32" in lower_for_cuda(multiply_add_in_kernel, tile, tile[:, 0], tile)
+
+
+@pytest.mark.gpu
+def test_multiply_add_in_a_kernel_rounds_once(rng):
+    factor = rng.standard_normal((64, 64)).astype(np.float32)
+    other = rng.standard_normal(64).astype(np.float32)
+    exact = factor.astype(np.float64) * other[:, None].astype(np.float64)
+    addend = -exact.astype(np.float32)  # what is left is the product's rounding error
+    found = jax.jit(multiply_add_in_kernel)(
+        jnp.asarray(factor), jnp.asarray(other), jnp.asarray(addend)
+    )
+    np.testing.assert_array_equal(np.asarray(found, np.float64), exact + addend)
+
+
 def test_nobody_sees_the_deprecation_warning():
     script = """
 import jax, jax.numpy as jnp
 from pallas_kernels import WeightFormat, quantize
-from pallas_kernels.gemm import triton, tuning
-weight = quantize(jnp.ones((128, 64)), WeightFormat.parse("uint4:g128"))
-config = tuning.configure(1, weight)
-triton.matmul(jnp.ones((1, 128), jnp.bfloat16), weight, config, interpret=True)
+from pallas_kernels.gemm.dequantize import write_out
+weight = quantize(jnp.ones((256, 64)), WeightFormat.parse("uint4:g128"))
+write_out(weight, jnp.dtype("bfloat16"), interpret=True)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,79 +69,107 @@ def zero_points(width: int) -> list[int]:
     return [0, 1, 2 ** (width - 1), 2**width - 1, 2**width]
 
 
+@pytest.fixture(params=["twin", "interpreted_ptx"])
+def ptx(request: pytest.FixtureRequest) -> bool:
+    """Whether inline PTX runs, which numpy then interprets; tests run with it and with the twin."""
+    if request.param == "interpreted_ptx":
+        request.getfixturevalue("interpreted_ptx")
+    return request.param == "interpreted_ptx"
+
+
 @each_width
 @each_dtype
-def test_decoded_planes_are_exact(width, dtype):
+def test_decoded_planes_are_exact(width, dtype, ptx):
     words = jnp.asarray(ALL_WORDS)
     for plane in range(16 // width):
         codes = ALL_WORDS // 2 ** (plane * width) % 2**width
         for zero in zero_points(width):
-            decoded = bits.decode_plane(words, plane, width, jnp.asarray(zero, dtype), ptx=False)
+            decoded = bits.decode_plane(words, plane, width, jnp.asarray(zero, dtype), ptx=ptx)
             assert decoded.dtype == jnp.dtype(dtype)
             np.testing.assert_array_equal(
-                np.asarray(decoded).astype(np.int64), codes.astype(np.int64) - zero
+                np.asarray(decoded).astype(np.float32), codes.astype(np.float32) - zero
             )
 
 
 @each_width
 @each_dtype
-def test_zero_points_broadcast_over_a_tile(width, dtype):
+def test_zero_points_broadcast_over_a_tile(width, dtype, ptx):
     words = jnp.asarray(ALL_WORDS[:64].reshape(4, 16))
     zero = np.arange(4)[:, None]
-    decoded = bits.decode_plane(words, 0, width, jnp.asarray(zero, dtype), ptx=False)
-    expected = ALL_WORDS[:64].reshape(4, 16).astype(np.int64) % 2**width - zero
-    np.testing.assert_array_equal(np.asarray(decoded).astype(np.int64), expected)
+    decoded = bits.decode_plane(words, 0, width, jnp.asarray(zero, dtype), ptx=ptx)
+    expected = ALL_WORDS[:64].reshape(4, 16).astype(np.float32) % 2**width - zero
+    np.testing.assert_array_equal(np.asarray(decoded).astype(np.float32), expected)
 
 
-def decode_in_kernel(words: jax.Array, zeros: jax.Array, plane: int, width: int) -> jax.Array:
-    """decode_plane with PTX over flat arrays, in a kernel of its own."""
+def factors(rng: np.random.Generator, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """All finite values of a dtype, each with a random scale that keeps it a normal number."""
+    values = ALL_WORDS.view(NUMPY_DTYPES[dtype])
+    with np.errstate(invalid="ignore"):
+        magnitude = np.abs(values.astype(np.float32))
+    info = jnp.finfo(dtype)
+    is_normal = (magnitude >= 4 * float(info.tiny)) & (magnitude <= float(info.max) / 4)
+    values = np.where(is_normal, values, np.copysign(np.zeros_like(values), values))
+    scales = rng.uniform(0.25, 4, values.shape) * rng.choice([-1, 1], values.shape)
+    return values, scales.astype(NUMPY_DTYPES[dtype])
+
+
+def assert_products_round_once(products: jax.Array, values: np.ndarray, scales: np.ndarray) -> None:
+    exact = values.astype(np.float32) * scales.astype(np.float32)  # 22 bits at most
+    expected = exact.astype(values.dtype)
+    assert products.dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(products).view(np.uint16), expected.view(np.uint16))
+
+
+@each_dtype
+def test_multiply_rounds_once(dtype, ptx, rng):
+    values, scales = factors(rng, dtype)
+    products = bits.multiply(jnp.asarray(values), jnp.asarray(scales), ptx=ptx)
+    assert_products_round_once(products, values, scales)
+
+
+@each_dtype
+def test_multiply_rounds_the_scale_to_the_tiles_dtype_and_broadcasts_it(dtype, ptx, rng):
+    tile = rng.standard_normal((4, 8)).astype(NUMPY_DTYPES[dtype])
+    scale = rng.standard_normal((4, 1)).astype(np.float32)
+    products = bits.multiply(jnp.asarray(tile), jnp.asarray(scale), ptx=ptx)
+    rounded = np.broadcast_to(scale.astype(tile.dtype), tile.shape)
+    assert_products_round_once(products, tile, rounded)
+
+
+def multiply_in_kernel(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """`multiply` with PTX over flat arrays, in a kernel of its own."""
     tile = 1024
 
-    def kernel(words_ref, zeros_ref, out_ref):
+    def kernel(values_ref, scales_ref, out_ref):
         place = pl.program_id(0) * tile + jnp.arange(tile)
-        decoded = bits.decode_plane(
-            backend.load(words_ref.at[place]),
-            plane,
-            width,
-            backend.load(zeros_ref.at[place]),
-            ptx=True,
+        products = bits.multiply(
+            backend.load(values_ref.at[place]), backend.load(scales_ref.at[place]), ptx=True
         )
-        backend.store(out_ref.at[place], decoded)
+        backend.store(out_ref.at[place], products)
 
     return backend.pallas_call(
         kernel,
-        words,
-        zeros,
-        out_shape=jax.ShapeDtypeStruct(words.shape, zeros.dtype),
-        grid=(words.size // tile,),
-        name="decode_plane",
+        values,
+        scales,
+        out_shape=jax.ShapeDtypeStruct(values.shape, values.dtype),
+        grid=(values.size // tile,),
+        name="multiply",
         warps=4,
         stages=1,
         interpret=False,
     )
 
 
-@each_width
 @each_dtype
-def test_ptx_decoding_lowers(width, dtype, lower_for_cuda):
-    words, zeros = jnp.zeros(2048, jnp.uint16), jnp.zeros(2048, dtype)
-    for plane in range(16 // width):
-        function = functools.partial(decode_in_kernel, plane=plane, width=width)
-        assert "lop3.b32" in lower_for_cuda(function, words, zeros)
+def test_ptx_multiplication_lowers(dtype, lower_for_cuda):
+    suffix = "bf16x2" if dtype == "bfloat16" else "f16x2"
+    values = jnp.zeros(2048, dtype)
+    assert f"fma.rn.{suffix}" in lower_for_cuda(multiply_in_kernel, values, values)
 
 
 @pytest.mark.gpu
-@each_width
 @each_dtype
-def test_ptx_decoding_is_exact_for_all_words(width, dtype):
-    points = np.array(zero_points(width))
-    words = jnp.asarray(np.tile(ALL_WORDS, len(points)))
-    zeros = np.repeat(points, 2**16)
-    for plane in range(16 // width):
-        decoded = jax.jit(functools.partial(decode_in_kernel, plane=plane, width=width))(
-            words, jnp.asarray(zeros.astype(NUMPY_DTYPES[dtype]))
-        )
-        codes = np.tile(ALL_WORDS // 2 ** (plane * width) % 2**width, len(points))
-        np.testing.assert_array_equal(
-            np.asarray(decoded).astype(np.int64), codes.astype(np.int64) - zeros
-        )
+def test_ptx_multiplication_on_a_gpu_rounds_once(dtype, rng):
+    values, scales = factors(rng, dtype)
+    products = jax.jit(multiply_in_kernel)(jnp.asarray(values), jnp.asarray(scales))
+    assert_products_round_once(products, values, scales)

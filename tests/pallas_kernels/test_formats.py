@@ -1,130 +1,37 @@
 from __future__ import annotations
 
-import dataclasses
+import itertools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pallas_kernels import QuantizedTensor, WeightFormat, pack, unpack
-from pallas_kernels.formats import concatenate
-from tests.pallas_kernels.oracles import (
-    NUMPY_DTYPES,
-    WEIGHT_FORMATS,
-    dequantized,
-    parameter_words,
-    plane_words,
-)
+from pallas_kernels import WeightFormat
+from tests.pallas_kernels.oracles import ALL_FORMATS, PACKED_FORMATS
 
-each_format = pytest.mark.parametrize("text", WEIGHT_FORMATS)
+each_format = pytest.mark.parametrize("text", ALL_FORMATS)
+each_packed_format = pytest.mark.parametrize("text", PACKED_FORMATS)
 
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """A weight before packing."""
-
-    codes: np.ndarray
-    scales: np.ndarray
-    zeros: np.ndarray
-
-    @classmethod
-    def random(cls, format: WeightFormat, channels: int, outputs: int, dtype: str, seed: int = 0):
-        rng = np.random.default_rng(seed)
-        shape = format.groups(channels), outputs
-        return cls(
-            rng.integers(0, 2**format.bits, (channels, outputs), dtype=np.uint8),
-            (rng.standard_normal(shape) / 100).astype(NUMPY_DTYPES[dtype]),
-            rng.integers(0, 2**format.bits + 1, shape, dtype=np.uint16),
-        )
-
-    def pack(self, format: WeightFormat, permutation: np.ndarray | None = None) -> QuantizedTensor:
-        return pack(self.codes, self.scales, self.zeros, format, permutation)
-
-
-def plane_width(format: WeightFormat) -> int:
-    return 64 if format.group_size is None else min(64, format.group_size)
-
-
-formats = st.builds(
-    WeightFormat,
-    st.sampled_from(["uint4", "uint8"]),
-    st.sampled_from([32, 64, 128, None]),
-    st.booleans(),
-)
-
-
-@st.composite
-def packed_weights(draw) -> tuple[WeightFormat, Plain, np.ndarray | None]:
-    format = draw(formats)
-    multiple = format.group_size or draw(st.sampled_from([1, 2, 50]))
-    channels = multiple * draw(st.integers(1, 7))
-    outputs = draw(st.integers(1, 9))
-    seed = draw(st.integers(0, 2**32 - 1))
-    dtype = draw(st.sampled_from(["bfloat16", "float16"]))
-    permutation = np.random.default_rng(seed).permutation(channels).astype(np.int32)
-    plain = Plain.random(format, channels, outputs, dtype, seed)
-    return format, plain, draw(st.sampled_from([None, permutation]))
-
-
-@settings(max_examples=15)
-@given(packed_weights())
-def test_packing_bit_for_bit(weight):
-    format, plain, permutation = weight
-    tensor = plain.pack(format, permutation)
-    channels, outputs = plain.codes.shape
-
-    words = plane_words(plain.codes, format.bits, plane_width(format))
-    np.testing.assert_array_equal(tensor.words, words)
-    parameters = parameter_words(plain.scales, plain.zeros)
-    np.testing.assert_array_equal(tensor.parameters[: len(parameters)], parameters)
-    assert not np.asarray(tensor.parameters)[len(parameters) :].any()
-
-    codes, scales, zeros = unpack(tensor)
-    np.testing.assert_array_equal(codes, plain.codes)
-    np.testing.assert_array_equal(np.asarray(scales), plain.scales)
-    np.testing.assert_array_equal(zeros, plain.zeros)
-    assert scales.dtype == plain.scales.dtype
-
-    expected = dequantized(plain.codes, plain.scales, plain.zeros)
-    if permutation is not None:
-        rows = np.empty_like(expected)
-        for row, channel in enumerate(permutation):
-            rows[channel] = expected[row]
-        expected = rows
-    np.testing.assert_array_equal(np.asarray(tensor.dequantize(), np.float64), expected)
-
-    assert tensor.shape == (channels, outputs)
-    assert tensor.padded_channels % format.block == 0
-    assert 0 <= tensor.padded_channels - channels < format.block
-    stored = tensor.words.nbytes + tensor.parameters.nbytes
-    assert format.nbytes((channels, outputs)) == stored
-    assert tensor.nbytes == stored + (0 if permutation is None else 4 * channels)
+CODES = ["uint4", "uint8", "table4", "table3", "table2", "float8", "int8", "liquid4"]
+CODES += ["bfloat16", "float16"]
 
 
 @each_format
-def test_a_plane_never_straddles_groups(text):
-    format = WeightFormat.parse(text)
-    assert format.plane_width == plane_width(format)
-    assert format.block == format.plane_width * 16 // format.bits
-    assert (format.group_size or format.plane_width) % format.plane_width == 0
-    assert format.block % (format.group_size or format.block) == 0
+def test_parse_inverts_str(text):
+    assert str(WeightFormat.parse(text)) == text
+    assert WeightFormat.parse(text) == WeightFormat.parse(str(WeightFormat.parse(text)))
 
 
-def test_dequantize_to_sixteen_bits_rounds_the_exact_value():
-    format = WeightFormat.parse("uint8:g32")
-    plain = Plain.random(format, 64, 8, "bfloat16")
-    exact = dequantized(plain.codes, plain.scales, plain.zeros)
-    for name, dtype in NUMPY_DTYPES.items():
-        actual = np.asarray(plain.pack(format).dequantize(name))
-        np.testing.assert_array_equal(actual, exact.astype(np.float32).astype(dtype))
-
-
-@given(formats)
-def test_parse_inverts_str(format):
-    assert WeightFormat.parse(str(format)) == format
+def test_no_other_combination_is_legal():
+    found = set()
+    sizes, activations = (None, 0, 16, 32, 64, 128, 256, 512), (None, "int8", "float8", "float16")
+    for fields in itertools.product(CODES, sizes, (False, True), activations):
+        try:
+            format = WeightFormat(*fields)
+        except ValueError:
+            continue
+        found.add(str(format))
+        assert WeightFormat.parse(str(format)) == format
+        assert (format.codes, format.group_size, format.symmetric) == fields[:3]
+    assert found == set(ALL_FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -134,26 +41,54 @@ def test_parse_inverts_str(format):
         ("uint4:g32", WeightFormat("uint4", 32)),
         ("uint8:gK:sym", WeightFormat("uint8", None, True)),
         ("uint8:sym", WeightFormat("uint8", None, True)),
+        ("table3:g256", WeightFormat("table3", 256)),
+        ("float8", WeightFormat("float8")),
+        ("float8:g128/float8", WeightFormat("float8", 128, activations="float8")),
+        ("int8", WeightFormat("int8", activations="int8")),
+        ("int8/int8", WeightFormat("int8")),
+        ("liquid4:g64", WeightFormat("liquid4", 64, activations="int8")),
         ("bfloat16", WeightFormat("bfloat16")),
         ("float16", WeightFormat("float16")),
     ],
 )
 def test_parse(text, expected):
     assert WeightFormat.parse(text) == expected
+    assert hash(WeightFormat.parse(text)) == hash(expected)
+
+
+SIZES = "expected 32 or 64 or 128 or "
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "can't read the weight format ''"),
-        ("uint4:128", "can't read the weight format 'uint4:128'"),
+        ("", r"can't read the weight format ''.*uint4:g128"),
+        ("uint4:128", "can't read the weight format 'uint4:128'.*for example"),
         ("uint4:g128:sym:sym", "can't read"),
-        ("int4", "unknown weight format 'int4'"),
-        ("uint2:g64", "unknown weight format 'uint2'"),
-        ("uint4:g16", r"uint4 with group size 16: expected one of \(32, 64, 128\)"),
-        ("uint4:g0", "group size 0"),
-        ("bfloat16:g128", "takes no group size"),
-        ("float16:sym", "no symmetry"),
+        ("uint4:sym:g128", "can't read"),
+        ("uint4:g128/", "can't read"),
+        (" uint4:g128", "can't read"),
+        ("uint4:g-1", "can't read"),
+        ("int4", "unknown weight format 'int4': expected one of uint4, uint8, table4"),
+        ("uint2:g64", "unknown weight format 'uint2'.*liquid4, bfloat16, float16"),
+        ("uint4:g16", rf"uint4 with group size 16: {SIZES}K \(None\)"),
+        ("uint8:g0", rf"uint8 with group size 0: {SIZES}K \(None\)"),
+        ("uint4:g256", rf"uint4 with group size 256: {SIZES}K \(None\)"),
+        ("table4", f"table4 with group size None: {SIZES}256"),
+        ("table2:g512", f"table2 with group size 512: {SIZES}256"),
+        ("float8:g64", r"float8 with group size 64: expected 128 or K \(None\)"),
+        ("int8:g128", r"int8 with group size 128: expected K \(None\)"),
+        ("liquid4", "liquid4 with group size None: expected 64"),
+        ("bfloat16:g128", r"bfloat16 with group size 128: expected K \(None\)"),
+        ("float16:sym", "float16 has no zero point, so that it can't be symmetric"),
+        ("table4:g64:sym", "table4 has no zero point"),
+        ("liquid4:g64:sym", "liquid4 has no zero point"),
+        ("int8:sym", "int8 has no zero point"),
+        ("uint4:g128/int8", r"uint4 with activations 'int8': expected 16 bits \(None\)"),
+        ("float8:gK/int8", r"float8 with activations 'int8': expected 16 bits \(None\) or float8"),
+        ("int8/float8", "int8 with activations 'float8': expected int8"),
+        ("liquid4:g64/float8", "liquid4 with activations 'float8': expected int8"),
+        ("bfloat16/int8", r"bfloat16 with activations 'int8': expected 16 bits \(None\)"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -161,103 +96,80 @@ def test_parse_refuses(text, message):
         WeightFormat.parse(text)
 
 
-@pytest.mark.parametrize("fields", [{"group_size": 128}, {"symmetric": True}])
-def test_plain_formats_have_no_groups(fields):
-    with pytest.raises(ValueError, match="bfloat16 is a plain array"):
-        WeightFormat("bfloat16", **fields)
+@pytest.mark.parametrize(
+    ("text", "word_bits", "columns", "planes", "plane_width"),
+    [
+        # As wide as a group, and at most a cache line: 64 words.
+        ("uint4:g32", 16, 1, 4, 32),
+        ("uint4:g128", 16, 1, 4, 64),
+        ("uint4:gK", 16, 1, 4, 64),
+        ("uint8:g32", 16, 1, 2, 32),
+        ("uint8:gK", 16, 1, 2, 64),
+        ("table4:g256", 16, 1, 4, 64),
+        ("table2:g32", 16, 1, 8, 32),
+        ("table2:g256", 16, 1, 8, 64),
+        # Sixteen codes of three bits in three words; blocks of 512 channels.
+        ("table3:g32", 16, 3, 16, 32),
+        ("table3:g256", 16, 3, 16, 32),
+        # Words as wide as the operand that they become.
+        ("float8:g128", 16, 1, 2, 64),
+        ("float8:gK", 16, 1, 2, 64),
+        ("liquid4:g64", 8, 1, 2, 64),
+        ("float8:g128/float8", 8, 1, 1, 128),
+        ("int8/int8", 8, 1, 1, 128),
+    ],
+)
+def test_layout(text, word_bits, columns, planes, plane_width):
+    format = WeightFormat.parse(text)
+    assert (format.word_bits, format.columns) == (word_bits, columns)
+    assert (format.planes, format.plane_width) == (planes, plane_width)
+    assert format.block == planes * plane_width
+    assert format.is_flat == (planes == 1)
 
 
-def test_plain_formats_take_two_bytes_an_element():
-    format = WeightFormat.parse("bfloat16")
+@each_packed_format
+def test_a_plane_never_straddles_groups(text):
+    format = WeightFormat.parse(text)
+    group = format.group_size or format.block
+    assert group % format.plane_width == 0
+    assert max(group, format.block) % min(group, format.block) == 0
+    assert format.plane_width & (format.plane_width - 1) == 0  # a kernel's tiles are powers of two
+
+
+@each_packed_format
+def test_no_bit_is_padding(text):
+    format = WeightFormat.parse(text)
+    assert format.is_packed
+    assert format.columns * format.plane_width * format.word_bits == format.block * format.bits
+
+
+@pytest.mark.parametrize("text", ["bfloat16", "float16"])
+def test_plain_formats_take_two_bytes_an_element(text):
+    format = WeightFormat.parse(text)
     assert not format.is_packed
     assert format.bits == 16
     assert format.nbytes((300, 7)) == 300 * 7 * 2
 
 
-def test_four_bits_with_groups_of_128_take_a_quarter_and_a_thirtysecond():
-    assert WeightFormat.parse("uint4:g128").nbytes((4096, 1024)) == 4096 * 1024 // 2 * 17 // 16
-
-
-FORMAT = WeightFormat.parse("uint4:g32")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("uint4:g128", 4096 * 1024 // 2 + 32 * 1024 * 4),
+        ("uint8:gK", 4096 * 1024 + 1024 * 4),
+        ("table3:g64", 4096 * 1024 * 3 // 8 + 64 * 1024 * 4 + 8 * 4),
+        ("table2:g256", 4096 * 1024 // 4 + 16 * 1024 * 4 + 4 * 4),
+        ("float8:g128/float8", 4096 * 1024 + 32 * 1024 * 4),
+        ("int8/int8", 4096 * 1024 + 1024 * 4),
+        ("liquid4:g64/int8", 4096 * 1024 // 2 + 64 * 1024 * 4 + 1024 * 4),
+    ],
+)
+def test_bytes_of_whole_blocks(text, expected):
+    assert WeightFormat.parse(text).nbytes((4096, 1024)) == expected
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"codes": np.zeros((48, 4), np.uint8)}, "48 input channels can't be split into groups"),
-        ({"codes": np.zeros(64, np.uint8)}, r"codes have shape \(64,\)"),
-        ({"codes": np.zeros((64, 4), np.int8)}, "codes have dtype int8"),
-        ({"scales": np.ones((1, 4), np.float16)}, r"scales have shape \(1, 4\).*\(2, 4\)"),
-        ({"zeros": np.ones((2, 5), np.uint8)}, r"zeros have shape \(2, 5\).*\(2, 4\)"),
-        ({"scales": np.ones((2, 4), np.float32)}, "scales have dtype float32"),
-        ({"permutation": np.arange(32, dtype=np.int32)}, r"permutation has shape \(32,\)"),
-        ({"format": WeightFormat.parse("bfloat16")}, "bfloat16 is not packed"),
-    ],
+    ("text", "expected"), [("uint4:gK", 1), ("uint4:g32", 4), ("table4:g64", 2), ("float8:g128", 1)]
 )
-def test_pack_refuses(change, message):
-    arguments = {
-        "codes": np.zeros((64, 4), np.uint8),
-        "scales": np.ones((2, 4), np.float16),
-        "zeros": np.zeros((2, 4), np.uint8),
-        "format": FORMAT,
-    }
-    pack(**arguments)
-    with pytest.raises(ValueError, match=message):
-        pack(**(arguments | change))
-
-
-def test_a_tensor_is_a_pytree_with_a_static_layout():
-    tensor = Plain.random(FORMAT, 64, 4, "float16").pack(FORMAT)
-    leaves, structure = jax.tree.flatten(tensor)
-    assert [leaf.dtype for leaf in leaves] == [jnp.uint16, jnp.uint32]
-    again = jax.tree.unflatten(structure, leaves)
-    assert (again.format, again.channels, again.scale_dtype) == (FORMAT, 64, "float16")
-    shape = jax.eval_shape(lambda tensor: tensor, tensor)
-    assert shape.shape == (64, 4)
-
-
-@pytest.mark.parametrize("permuted", [False, True])
-def test_concatenate_joins_output_channels(permuted):
-    permutation = np.arange(64, dtype=np.int32)[::-1].copy() if permuted else None
-    plains = [Plain.random(FORMAT, 64, outputs, "float16", outputs) for outputs in (3, 1, 8)]
-    joined = concatenate([plain.pack(FORMAT, permutation) for plain in plains])
-    whole = Plain(
-        *(
-            np.concatenate([getattr(plain, field.name) for plain in plains], axis=1)
-            for field in dataclasses.fields(Plain)
-        )
-    ).pack(FORMAT, permutation)
-    assert joined is not None
-    jax.tree.map(np.testing.assert_array_equal, joined, whole)
-    assert (joined.format, joined.channels) == (whole.format, whole.channels)
-
-
-def test_concatenate_of_one_is_itself():
-    tensor = Plain.random(FORMAT, 64, 4, "float16").pack(FORMAT)
-    jax.tree.map(np.testing.assert_array_equal, concatenate([tensor]), tensor)
-
-
-@pytest.mark.parametrize(
-    ("text", "channels", "dtype", "permutation"),
-    [
-        ("uint8:g32", 64, "float16", None),
-        ("uint4:g64", 64, "float16", None),
-        ("uint4:g32:sym", 64, "float16", None),
-        ("uint4:g32", 96, "float16", None),
-        ("uint4:g32", 64, "bfloat16", None),
-        ("uint4:g32", 64, "float16", np.arange(64, dtype=np.int32)),
-    ],
-)
-def test_concatenate_needs_one_layout(text, channels, dtype, permutation):
-    first = Plain.random(FORMAT, 64, 4, "float16").pack(FORMAT)
-    format = WeightFormat.parse(text)
-    other = Plain.random(format, channels, 4, dtype).pack(format, permutation)
-    assert concatenate([first, other]) is None
-    assert concatenate([other, first]) is None
-
-
-def test_concatenate_needs_one_permutation():
-    plain = Plain.random(FORMAT, 64, 4, "float16")
-    permutation = np.arange(64, dtype=np.int32)
-    tensors = [plain.pack(FORMAT, order) for order in (permutation, permutation[::-1].copy())]
-    assert concatenate(tensors) is None
+def test_groups(text, expected):
+    assert WeightFormat.parse(text).groups(128) == expected
+    assert WeightFormat.parse(text).groups(127) == expected

@@ -1,53 +1,62 @@
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.gemm import reference
-from tests.pallas_kernels.gemm.weights import dense, integer_weight, random_weight
-from tests.pallas_kernels.oracles import (
-    WEIGHT_FORMATS,
-    random_array,
-    relative_error,
-    wide,
+from tests.pallas_kernels.gemm.weights import (
+    ALL_FORMATS,
+    dense,
+    exact,
+    integer_activations,
+    integer_weight,
+    random_activations,
+    random_weight,
 )
+from tests.pallas_kernels.oracles import QUICK, random_array, relative_error, wide
+
+multiply = jax.jit(reference.matmul, static_argnums=2, compiler_options=QUICK)
 
 
-@pytest.mark.parametrize("text", WEIGHT_FORMATS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_is_the_product_with_the_dequantized_weight(text, dtype, rng):
-    weight = random_weight(rng, text, 256, 24)
-    x = random_array(rng, (5, 256), dtype)
-    product = reference.matmul(x, weight)
-    assert product.dtype == x.dtype
-    expected = wide(x) @ dense(weight)
-    assert relative_error(product, expected) < (1e-6 if dtype == "float32" else 3e-3)
+@pytest.mark.parametrize("text", ALL_FORMATS)
+def test_is_the_product_with_the_dequantized_weight(text, rng):
+    weight = random_weight(rng, text, 256, 8)
+    x = random_activations(rng, weight, 4, "bfloat16")
+    product = multiply(x, weight, jnp.dtype(jnp.float32))
+    assert relative_error(product, exact(x) @ dense(weight)) < 1e-6
 
 
-def test_integers_are_exact(rng):
-    weight = integer_weight(rng, "uint4:g32", 96, 8)
-    x = rng.integers(-8, 9, (4, 96)).astype(np.float32)
-    expected = x @ dense(weight)
-    np.testing.assert_array_equal(np.asarray(reference.matmul(jnp.asarray(x), weight)), expected)
+def test_products_are_rounded_once(rng):
+    weight = random_weight(rng, "uint4:g128", 256, 8)
+    x = random_activations(rng, weight, 4, "bfloat16")
+    product = multiply(x, weight, jnp.dtype(jnp.bfloat16))
+    rounded = multiply(x, weight, jnp.dtype(jnp.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(product), np.asarray(rounded))
+
+
+@pytest.mark.parametrize("text", ALL_FORMATS)
+def test_integers_are_exact(text, rng):
+    weight = integer_weight(rng, text, 256, 8)
+    x = integer_activations(rng, weight, 4, "bfloat16")
+    product = multiply(x, weight, jnp.dtype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(product), exact(x) @ dense(weight))
 
 
 def test_permuted_rows_meet_their_channels(rng):
     weight = random_weight(rng, "uint8:g32", 64, 8, permuted=True)
+    permutation = np.asarray(weight.permutation)
     x = random_array(rng, (3, 64), "float32")
-    packed = dense(dataclasses.replace(weight, permutation=None))
-    expected = np.zeros((3, 8))
-    for row, channel in enumerate(np.asarray(weight.permutation)):
-        expected += np.outer(wide(x)[:, channel], packed[row])
-    assert relative_error(reference.matmul(x, weight), expected) < 1e-6
+    expected = wide(x) @ dense(weight)
+    assert relative_error(reference.matmul(x, weight, x.dtype), expected) < 1e-6
+    shuffled = x[:, permutation]
+    assert relative_error(reference.matmul(shuffled, weight, x.dtype), expected) > 0.1
 
 
 def test_is_differentiable_in_the_activations(rng):
     weight = random_weight(rng, "uint4:g64", 128, 8)
     x = random_array(rng, (2, 128), "float32")
-    gradient = jax.grad(lambda x: reference.matmul(x, weight).sum())(x)
+    gradient = jax.grad(lambda x: reference.matmul(x, weight, x.dtype).sum())(x)
     expected = np.broadcast_to(dense(weight).sum(1), x.shape)
     assert relative_error(gradient, expected) < 1e-5

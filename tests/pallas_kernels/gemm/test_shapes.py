@@ -38,3 +38,16 @@ def test_llama3_70b_has_64_query_and_8_key_heads(shape):
         "down": (inner, hidden),
     }
     assert (shape.channels, shape.outputs) == expected[shape.name.split(".")[1]]
+
+
+def test_shapes_by_name_each_once():
+    down = shapes.QWEN3_8B[3]
+    assert shapes.named(["llama3-70b"]) == shapes.LLAMA3_70B
+    assert shapes.named(["qwen3-8b.down", "qwen3-8b"]) == (down, *shapes.QWEN3_8B[:3])
+    for model, members in shapes.MODELS.items():
+        assert all(shape.name.startswith(f"{model}.") for shape in members)
+
+
+def test_an_unknown_name_is_met_with_those_there_are():
+    with pytest.raises(ValueError, match=r"'gpt': expected a model \(qwen3-8b, llama3-70b\)"):
+        shapes.named(["qwen3-8b", "gpt"])

@@ -1,13 +1,30 @@
-"""Random packed weights, made in numpy from the layout that QuantizedTensor describes."""
+"""Random packed weights, made and read in numpy from what the docstrings say of their layouts."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from pallas_kernels import QuantizedTensor, WeightFormat, pack
-from tests.pallas_kernels.oracles import NUMPY_DTYPES, parameter_words
+from pallas_kernels import QuantizedTensor, WeightFormat, quantize
+from pallas_kernels.activations import QuantizedActivations, quantize_activations
+from tests.pallas_kernels.oracles import (
+    NUMPY_DTYPES,
+    PACKED_FORMATS,
+    as_array,
+    parameter_words,
+    table_codes,
+    wide,
+)
+
+# Packed formats; a symmetric one is the same but for its quantiser.
+ALL_FORMATS = tuple(text for text in PACKED_FORMATS if not text.endswith(":sym"))
+INTEGER_FORMATS = ("int8:gK/int8", "liquid4:g64/int8")
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def random_weight(
@@ -19,68 +36,227 @@ def random_weight(
     *,
     permuted: bool = False,
 ) -> QuantizedTensor:
-    """Codes and zero points over their whole range, 2**bits included; scales around 0.01."""
+    """Codes, zero points and offsets over their whole range, scales around 0.01, random tables.
+
+    scale_dtype: of the formats that have a choice.
+    """
     format = WeightFormat.parse(text)
-    codes = rng.integers(0, 2**format.bits, _blocks(format, channels, outputs), dtype=np.uint8)
     groups = format.groups(channels), outputs
-    scales = rng.uniform(0.005, 0.02, groups).astype(NUMPY_DTYPES[scale_dtype])
-    zeros = rng.integers(0, 2**format.bits + 1, groups, dtype=np.uint16)
-    permutation = rng.permutation(channels).astype(np.int32) if permuted else None
-    return _assemble(format, channels, codes, scales, zeros, permutation)
+    return _assemble(
+        format,
+        channels,
+        _random_words(rng, format, channels, outputs),
+        rng.uniform(0.005, 0.02, groups),
+        _random_zeros(rng, format, groups),
+        scale_dtype,
+        channel_scales=rng.uniform(0.005, 0.02, outputs),
+        table=np.sort(rng.uniform(-1, 1, 2**format.bits)),
+        permutation=rng.permutation(channels).astype(np.int32) if permuted else None,
+    )
 
 
 def integer_weight(
-    rng: np.random.Generator, text: str, channels: int, outputs: int
+    rng: np.random.Generator,
+    text: str,
+    channels: int,
+    outputs: int,
+    scale_dtype: str = "float16",
 ) -> QuantizedTensor:
-    """Weights whose values are small multiples of a half, so that products are exact."""
+    """Weights whose values are small multiples of a power of two, so that products are exact."""
     format = WeightFormat.parse(text)
-    middle = 2 ** (format.bits - 1)
-    codes = rng.integers(middle - 4, middle + 4, _blocks(format, channels, outputs), dtype=np.uint8)
+    words = _random_words(rng, format, channels, outputs)
+    if format.codes == "uint8":
+        words = (words & 0x0707) + np.uint16(0x7C7C)  # codes in 124 … 131
+    if format.codes == "float8":
+        small = rng.integers(-4, 5, words.nbytes).astype(FLOAT8)
+        words = small.view(words.dtype).reshape(words.shape)
     groups = format.groups(channels), outputs
-    scales = rng.choice([0.5, 1.0, 2.0], groups).astype(np.float16)
-    zeros = rng.integers(middle - 2, middle + 3, groups, dtype=np.uint16)
-    return _assemble(format, channels, codes, scales, zeros, None)
+    middle = 2 ** (format.bits - 1)
+    zeros = rng.integers(middle - 2, middle + 3, groups)
+    return _assemble(
+        format,
+        channels,
+        words,
+        rng.choice([0.5, 1.0, 2.0], groups),
+        zeros if format.codes.startswith("uint") else _random_zeros(rng, format, groups),
+        scale_dtype,
+        channel_scales=rng.choice([0.5, 1.0, 2.0], outputs),
+        table=np.arange(2**format.bits) - middle,
+    )
 
 
-def _blocks(format: WeightFormat, channels: int, outputs: int) -> tuple[int, int, int, int]:
-    return -(-channels // format.block), format.planes, outputs, format.plane_width
+def random_activations(
+    rng: np.random.Generator, weight: QuantizedTensor, rows: int, dtype: str
+) -> jax.Array | QuantizedActivations:
+    """Normal, one channel 50 times as strong as the rest; as a kernel for `weight` takes them."""
+    x = rng.standard_normal((rows, weight.channels))
+    x[:, weight.channels // 3] *= 50
+    activations = as_array(x, dtype)
+    if weight.format.activations is None:
+        return activations
+    return jax.jit(quantize_activations, static_argnums=1)(activations, weight.format)
+
+
+def integer_activations(
+    rng: np.random.Generator, weight: QuantizedTensor, rows: int, dtype: str
+) -> jax.Array | QuantizedActivations:
+    """Small integers, or int8 over its range, scaled by powers of two."""
+    shape = rows, weight.channels
+    activations = weight.format.activations
+    if activations is None:
+        return as_array(rng.integers(-2, 3, shape), dtype)
+    by_group = weight.format.codes == "float8" and weight.format.group_size is not None
+    groups = len(weight.parameters) if by_group else 1
+    scales = rng.choice([0.5, 1.0, 2.0], (rows, groups)).astype(np.float32)
+    if activations == "float8":
+        values = rng.integers(-4, 5, shape).astype(FLOAT8)
+    else:
+        values = rng.integers(-127, 128, shape).astype(np.int8)
+    return QuantizedActivations(jnp.asarray(values), jnp.asarray(scales), dtype)
+
+
+def exact(x: jax.Array | QuantizedActivations) -> np.ndarray:
+    """float64 [..., K]: values · scales where x is quantised."""
+    if not isinstance(x, QuantizedActivations):
+        return wide(x)
+    values, scales = wide(x.values), wide(x.scales)
+    groups = values.reshape(*values.shape[:-1], scales.shape[-1], -1)
+    return (groups * scales[..., None]).reshape(values.shape)
+
+
+def output_channels(weight: QuantizedTensor, chosen: np.ndarray) -> QuantizedTensor:
+    """Some output channels of a weight: enough to judge a large product by."""
+    channel_scales = weight.channel_scales
+    return dataclasses.replace(
+        weight,
+        words=np.asarray(weight.words)[:, chosen],
+        parameters=np.asarray(weight.parameters)[:, chosen],
+        channel_scales=None if channel_scales is None else np.asarray(channel_scales)[chosen],
+    )
+
+
+def _random_words(
+    rng: np.random.Generator, format: WeightFormat, channels: int, outputs: int
+) -> np.ndarray:
+    """Also where K is padded; every bit of a word is part of a code. No NaN among FP8 values."""
+    blocks = -(-channels // format.block)
+    shape = blocks, outputs, format.columns * format.plane_width
+    if format.is_flat:
+        shape = 1, outputs, blocks * format.block
+    itemsize = format.word_bits // 8
+    limits = (-127, 128) if format.codes == "int8" else (0, 256)
+    data = rng.integers(*limits, (*shape, itemsize)).astype(np.uint8)
+    if format.codes == "float8":
+        data[data & 0x7F == 0x7F] ^= 1
+    dtype = {1: FLOAT8 if format.codes == "float8" else np.uint8, 2: np.uint16}[itemsize]
+    if format.codes == "int8":
+        dtype = np.int8
+    return data.view(dtype)[..., 0]
+
+
+def _random_zeros(
+    rng: np.random.Generator, format: WeightFormat, groups: tuple[int, int]
+) -> np.ndarray:
+    """Zero points, 2**bits included; of `liquid4`, offsets in the place of scales too."""
+    if format.codes.startswith("uint"):
+        return rng.integers(0, 2**format.bits + 1, groups)
+    if format.codes == "liquid4":
+        steps = rng.integers(1, 16, groups)
+        return steps + 2**16 * rng.integers(0, 256 - 15 * steps)  # no sum above 255
+    return np.zeros(groups, np.int64)
 
 
 def _assemble(
     format: WeightFormat,
     channels: int,
-    codes: np.ndarray,  # [blocks, planes, N, plane width]; random where K is padded
+    words: np.ndarray,
     scales: np.ndarray,
     zeros: np.ndarray,
-    permutation: np.ndarray | None,
+    scale_dtype: str,
+    *,
+    channel_scales: np.ndarray,
+    table: np.ndarray,
+    permutation: np.ndarray | None = None,
 ) -> QuantizedTensor:
-    words = np.zeros((codes.shape[0], *codes.shape[2:]), np.uint16)
-    for plane in range(format.planes):
-        words |= codes[:, plane].astype(np.uint16) << (plane * format.bits)
-    padding = 0
-    if format.group_size is not None:
-        padding = codes.shape[0] * format.block // format.group_size - len(scales)
-    parameters = np.pad(parameter_words(scales, zeros), ((0, padding), (0, 0)))
+    has_table, is_liquid = format.codes.startswith("table"), format.codes == "liquid4"
+    if is_liquid:
+        scale_dtype, parameters = "uint16", zeros.astype(np.uint32)
+    elif format.codes in ("float8", "int8"):
+        scale_dtype, parameters = "float32", scales.astype(np.float32).view(np.uint32)
+    else:
+        low = scales.astype(NUMPY_DTYPES[scale_dtype])
+        parameters = parameter_words(low, zeros.astype(np.uint16))
+    blocks = -(-channels // format.block)
+    padding = format.groups(blocks * format.block) - len(parameters)
     return QuantizedTensor(
         jnp.asarray(words),
-        jnp.asarray(parameters),
+        jnp.asarray(np.pad(parameters, ((0, padding), (0, 0)))),
         None if permutation is None else jnp.asarray(permutation),
         format,
         channels,
-        scales.dtype.name,
+        scale_dtype,
+        jnp.asarray(channel_scales.astype(np.float32)) if is_liquid else None,
+        jnp.asarray(table.astype(np.float32)) if has_table else None,
     )
 
 
-def dense(weight: QuantizedTensor) -> np.ndarray:
-    """The exact matrix float64 [K, N], in the order of the input channels."""
+def dense(weight: QuantizedTensor, table_dtype: str = "float32") -> np.ndarray:
+    """The exact matrix float64 [K, N], in the order of the input channels.
+
+    table_dtype: what the entries of a table are rounded to, as they are in a kernel.
+    """
+    parameters, codes = np.asarray(weight.parameters), weight.format.codes
+    fields = _fields(weight)  # [K padded, N]
+    if codes == "liquid4":
+        values = integers(weight) * np.asarray(weight.channel_scales).astype(np.float64)
+        return _restored(values, weight)
+    if weight.scale_dtype == "float32":
+        scales = parameters.view(np.float32)
+    else:
+        scales = (parameters % 2**16).astype(np.uint16).view(NUMPY_DTYPES[weight.scale_dtype])
+    if codes.startswith("table"):
+        table = np.asarray(weight.table).astype(NUMPY_DTYPES.get(table_dtype, table_dtype))
+        values = table.astype(np.float64)[fields]
+    elif codes.startswith("uint"):
+        groups = fields.reshape(len(parameters), -1, fields.shape[1]).astype(np.float64)
+        values = (groups - (parameters >> 16)[:, None]).reshape(fields.shape)
+    else:
+        values = fields.astype(np.float64)
+    groups = values.reshape(len(parameters), -1, fields.shape[1])
+    scaled = (groups * scales.astype(np.float64)[:, None]).reshape(fields.shape)
+    return _restored(scaled[: weight.channels], weight)
+
+
+def integers(weight: QuantizedTensor) -> np.ndarray:
+    """The int64 [K, N], in packed order, that an integer product multiplies."""
+    fields = _fields(weight).astype(np.int64)
+    if weight.format.codes == "liquid4":
+        parameters = np.asarray(weight.parameters).astype(np.int64)[:, None]
+        groups = fields.reshape(len(parameters), -1, fields.shape[1])
+        values = groups * (parameters % 2**16) + (parameters >> 16)
+        assert values.max() < 256
+        fields = (values ^ 0x80).astype(np.uint8).view(np.int8).reshape(fields.shape)
+    return fields[: weight.channels].astype(np.int64)
+
+
+def _fields(weight: QuantizedTensor) -> np.ndarray:
+    """Codes [K padded, N], of `float8` their values."""
     format, words = weight.format, np.asarray(weight.words)
-    fields = [words >> (plane * format.bits) for plane in range(format.planes)]
-    codes = (np.stack(fields, 1) % 2**format.bits).swapaxes(2, 3).reshape(-1, words.shape[1])
-    parameters = np.asarray(weight.parameters)
-    scales = (parameters % 2**16).astype(np.uint16).view(NUMPY_DTYPES[weight.scale_dtype])
-    groups = codes.reshape(len(parameters), -1, words.shape[1]).astype(np.float64)
-    values = (groups - (parameters >> 16)[:, None]) * scales.astype(np.float64)[:, None]
-    values = values.reshape(codes.shape)[: weight.channels]
+    if format.is_flat:
+        return words[0].T
+    words = words.reshape(*words.shape[:2], format.columns, format.plane_width)
+    columns, bits = list(np.moveaxis(words, 2, 0)), format.bits
+    if format.codes.startswith("table"):
+        fields = [table_codes(columns, plane, bits) for plane in range(format.planes)]
+    else:
+        fields = [columns[0] >> (j * bits) & (2**bits - 1) for j in range(format.planes)]
+    planes = np.stack(fields, 2)  # [blocks, N, planes, plane width]
+    codes = planes.transpose(0, 2, 3, 1).reshape(-1, words.shape[1]).astype(np.uint8)
+    return codes.view(FLOAT8) if format.codes == "float8" else codes
+
+
+def _restored(values: np.ndarray, weight: QuantizedTensor) -> np.ndarray:
+    """Rows in the order of the input channels."""
     if weight.permutation is None:
         return values
     restored = np.empty_like(values)
@@ -90,11 +266,5 @@ def dense(weight: QuantizedTensor) -> np.ndarray:
 
 def weight_struct(text: str, channels: int, outputs: int) -> QuantizedTensor:
     """The shapes and dtypes of a packed weight, without its bytes."""
-    format = WeightFormat.parse(text)
-    parameters = (format.groups(channels), outputs)
-    return jax.eval_shape(
-        lambda *arrays: pack(*arrays, format),
-        jax.ShapeDtypeStruct((channels, outputs), jnp.uint8),
-        jax.ShapeDtypeStruct(parameters, jnp.float16),
-        jax.ShapeDtypeStruct(parameters, jnp.uint8),
-    )
+    matrix = jax.ShapeDtypeStruct((channels, outputs), jnp.bfloat16)
+    return jax.eval_shape(lambda w: quantize(w, WeightFormat.parse(text)), matrix)

@@ -1,0 +1,78 @@
+"""Activations that are quantised on the fly, for products of two 8-bit operands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
+from pallas_kernels.formats import WeightFormat
+
+# Largest magnitudes below this count as zero: their reciprocals would overflow.
+NEARLY_ZERO = 1e-30
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizedActivations:
+    """x [..., K] = values · scales.
+
+    values: int8 or float8_e4m3fn [..., K].
+    scales: float32 [..., 1], or [..., groups] where runs of K / groups channels share one.
+    dtype: name of the dtype that x had, and that products of it have.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of x."""
+        return self.values.shape
+
+    def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+        """X again, computed in float32."""
+        groups = self.scales.shape[-1]
+        values = self.values.astype(jnp.float32).reshape(*self.shape[:-1], groups, -1)
+        return (values * self.scales[..., None]).reshape(self.shape).astype(dtype)
+
+
+def quantize_activations(
+    x: jax.Array, format: WeightFormat, dtype: jax.typing.DTypeLike | None = None
+) -> QuantizedActivations:
+    """Rounds x [..., K] to what `format` multiplies with.
+
+    The scale of a token is its largest magnitude over 127 (int8) or 448 (float8). Formats with
+    FP8 weights in groups have one for each token and group (DeepSeek-V3). A pure function of x:
+    under `jit`, XLA fuses it into whatever produces x.
+    dtype: of products with the result; that of x where it is None.
+
+    Raises ValueError where the format has 16-bit activations, or groups that don't divide K.
+    """
+    if format.activations is None:
+        raise ValueError(f"{format} multiplies 16-bit activations: there is nothing to quantise")
+    channels = x.shape[-1]
+    size = format.group_size if format.codes == "float8" and format.group_size else channels
+    if channels % size:
+        raise ValueError(
+            f"{channels} channels can't be split into the groups of {size} of {format}"
+        )
+    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], channels // size, size)
+    top = 127.0 if format.activations == "int8" else LARGEST_FLOAT8
+    peaks = jnp.abs(wide).max(-1)
+    peaks = jnp.where(peaks < NEARLY_ZERO, top, peaks)
+    scales = peaks * (1 / top)
+    scaled = wide * (top / peaks)[..., None]  # one division for each scale
+    if format.activations == "int8":
+        # Halves go up, as in kernels, which have no other rounding.
+        values = jnp.floor(jnp.clip(scaled, -top, top) + 0.5).astype(jnp.int8)
+    else:
+        values = jnp.clip(scaled, -top, top).astype(jnp.float8_e4m3fn)
+    name = jnp.dtype(x.dtype if dtype is None else dtype).name
+    return QuantizedActivations(values.reshape(x.shape), scales, name)

@@ -1,0 +1,29 @@
+"""Operations on float32 tiles that Triton spells in many instructions, and PTX in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+
+
+class Arithmetic(NamedTuple):
+    """The same operations for kernels and for their interpretation as plain JAX.
+
+    multiply_add(a, b, c): a · b + c, broadcast. narrow(x, dtype): float32 in 16 bits.
+    """
+
+    multiply_add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    exp2: Callable[[jax.Array], jax.Array]
+    reciprocal: Callable[[jax.Array], jax.Array]
+    narrow: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
+
+
+PTX = Arithmetic(backend.multiply_add, backend.exp2, backend.reciprocal, backend.narrow)
+PLAIN = Arithmetic(
+    lambda a, b, c: a * b + c, jnp.exp2, lambda x: 1 / x, lambda x, dtype: x.astype(dtype)
+)

@@ -1,0 +1,34 @@
+"""What codes mean: one module for each kind, and the one place that knows them all.
+
+A kind contributes its quantiser, its packer, and the few instructions with which words become the
+operands of the tensor cores. There is one packed tensor and one main loop for all of them.
+"""
+
+from __future__ import annotations
+
+from pallas_kernels.codes.base import CodeKind, Group, Quantized
+from pallas_kernels.codes.float8 import Float8
+from pallas_kernels.codes.integer import Integer
+from pallas_kernels.codes.liquid import Liquid
+from pallas_kernels.codes.signed import Signed
+from pallas_kernels.codes.table import Table
+from pallas_kernels.formats import WeightFormat
+
+_KINDS: dict[str, CodeKind] = {
+    "uint4": Integer(4),
+    "uint8": Integer(8),
+    "table4": Table(4),
+    "table3": Table(3),
+    "table2": Table(2),
+    "float8": Float8(),
+    "int8": Signed(),
+    "liquid4": Liquid(),
+}
+
+
+def of(format: WeightFormat) -> CodeKind:
+    """The kind of codes of a packed format."""
+    return _KINDS[format.codes]
+
+
+__all__ = ["CodeKind", "Group", "Quantized", "of"]

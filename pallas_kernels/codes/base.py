@@ -1,0 +1,105 @@
+"""What a kind of codes contributes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.formats import WeightFormat
+
+if TYPE_CHECKING:
+    from pallas_kernels.quantized_tensor import QuantizedTensor
+
+Decoder = Callable[[int], jax.Array]
+
+
+class Quantized(NamedTuple):
+    """What a quantiser found, as `pack` takes it."""
+
+    codes: jax.Array  # [K, N]
+    scales: jax.Array  # [groups, N]
+    zeros: jax.Array | None = None  # [groups, N]
+    channel_scales: jax.Array | None = None  # [N]
+    table: jax.Array | None = None  # [2**bits]
+
+
+class Group(NamedTuple):
+    """A group's parameters in a kernel, for `tile_n` output channels.
+
+    scale: float32 [tile_n, 1], by which the sum over the group is multiplied, or None.
+    arguments: [tile_n, 1] each; what decoding needs. Where it needs nothing, a piece of the
+        parameters all the same: the compiler loads ahead only what the tensor cores depend on.
+    """
+
+    scale: jax.Array | None
+    arguments: tuple[jax.Array, ...] = ()
+
+
+class CodeKind(abc.ABC):
+    """The meaning of codes, outside and inside of kernels. Kinds hold no state."""
+
+    code_dtype = jnp.dtype(jnp.uint8)
+    scale_dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    has_zeros = False
+    has_channel_scales = False
+    has_table = False
+
+    @abc.abstractmethod
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+        """Rounds float32 [K, N], K a multiple of the group size, to the nearest codes."""
+
+    @abc.abstractmethod
+    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+        """The values float32 [K, N] of codes [K, N]; scales [groups, N], the rest from `tensor`."""
+
+    def pack(self, planes: jax.Array) -> jax.Array:
+        """Words [..., columns, width] of codes uint8 [..., planes, width]."""
+        raise NotImplementedError
+
+    def unpack(self, words: jax.Array) -> jax.Array:
+        """The inverse of `pack`."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+        """In a kernel: what the words uint32 [tile_n] of a group's parameters say."""
+
+    def shared(self, table: Any, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """In a kernel, before its loop: tiles [1, 1] that all groups share, of a table."""
+        return ()
+
+    @abc.abstractmethod
+    def decoder(
+        self,
+        columns: list[jax.Array],
+        arguments: tuple[jax.Array, ...],
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+        *,
+        ptx: bool,
+    ) -> Decoder:
+        """In a kernel: a function from a plane to its tile, before scaling, in dtype `operand`.
+
+        columns: tiles of words [tile_n, width]. With `ptx` the work is inline assembly; without,
+        its twin in jnp.
+        """
+
+
+def divisible(scales: jax.Array) -> jax.Array:
+    """Float32 scales, with 1 for those too small to divide by: of zeros, or nearly zeros."""
+    return jnp.where(scales < jnp.finfo(jnp.float32).tiny, 1.0, scales)
+
+
+def by_group(values: jax.Array, groups: int) -> jax.Array:
+    """Values [K, N] as [groups, K / groups, N]; groups of padding are left out by the caller."""
+    return values.reshape(groups, -1, values.shape[-1])
+
+
+def scaled(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Values [K, N] times the scales [groups, N] of their groups, in float32."""
+    groups = by_group(values.astype(jnp.float32), len(scales))
+    return (groups * scales.astype(jnp.float32)[:, None]).reshape(values.shape)

@@ -1,0 +1,116 @@
+"""FP8 (e4m3) codes: against 16-bit activations, or as the operand of an FP8 product."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.codes.base import (
+    CodeKind,
+    Decoder,
+    Group,
+    Quantized,
+    by_group,
+    divisible,
+    scaled,
+)
+from pallas_kernels.formats import WeightFormat
+
+if TYPE_CHECKING:
+    from pallas_kernels.quantized_tensor import QuantizedTensor
+
+LARGEST = 448.0  # of e4m3, which has no infinities
+
+
+class Float8(CodeKind):
+    """W = e4m3(code) · scale, the scale of an output channel or of 128 of its input channels."""
+
+    code_dtype = jnp.dtype(jnp.float8_e4m3fn)
+    scale_dtypes = ("float32",)
+
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+        """Scale = max|w| / 448 over a channel, or over a block of 128 × 128 (DeepSeek-V3)."""
+        groups = by_group(weight, format.groups(weight.shape[0]))
+        peak = jnp.abs(groups).max(1)  # [groups, N]
+        if format.group_size is not None:
+            outputs = peak.shape[1]
+            tiles = jnp.pad(peak, ((0, 0), (0, -outputs % format.group_size)))
+            tiles = tiles.reshape(len(peak), -1, format.group_size).max(2, keepdims=True)
+            peak = jnp.broadcast_to(tiles, (*tiles.shape[:2], format.group_size))
+            peak = peak.reshape(len(groups), -1)[:, :outputs]
+        scales = divisible(peak * (1 / LARGEST))
+        codes = jnp.clip(groups / scales[:, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+        return Quantized(codes.reshape(weight.shape), scales)
+
+    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+        """e4m3(code) · scale."""
+        return scaled(codes, scales)
+
+    def pack(self, planes: jax.Array) -> jax.Array:
+        """Plane 0 is the low byte of a word, plane 1 the high one."""
+        low, high = (planes[..., plane, :].astype(jnp.uint16) for plane in (0, 1))
+        return (low | (high << jnp.uint16(8)))[..., None, :]
+
+    def unpack(self, words: jax.Array) -> jax.Array:
+        """The inverse of `pack`."""
+        words = words[..., 0, :]
+        planes = jnp.stack([words & jnp.uint16(0xFF), words >> jnp.uint16(8)], -2)
+        return planes.astype(jnp.uint8)
+
+    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+        """The scale."""
+        scale = jax.lax.bitcast_convert_type(parameters, jnp.float32)
+        return Group(scale[:, None], (parameters.astype(jnp.int16)[:, None],))
+
+    def decoder(
+        self,
+        columns: list[jax.Array],
+        arguments: tuple[jax.Array, ...],
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+        *,
+        ptx: bool,
+    ) -> Decoder:
+        """The e4m3 values in 16 bits, exact; or the words as they are, for FP8 activations."""
+        [words], [carried] = columns, arguments
+        if operand == jnp.float8_e4m3fn:
+            return lambda plane: words
+        return lambda plane: decode_plane(words, plane, operand, carried, ptx=ptx)
+
+
+def decode_plane(
+    words: jax.Array, plane: int, operand: jnp.dtype, carried: jax.Array, *, ptx: bool
+) -> jax.Array:
+    """One byte of each uint16 word, read as e4m3, in bfloat16 or float16; exact for all but NaN.
+
+    Exponent and mantissa are moved to the place where the wider type has its mantissa and the low
+    end of its exponent; one product corrects the bias, and normalises e4m3's subnormals. `carried`
+    is not used: see Group.arguments.
+    """
+    if not ptx:
+        # By way of float16 for either operand: as bfloat16, e4m3's subnormals would be float32's,
+        # which XLA takes for zeros on the CPU.
+        high = words if plane else words << jnp.uint16(8)
+        moved = (high & jnp.uint16(0x8000)) | ((high & jnp.uint16(0x7F00)) >> jnp.uint16(1))
+        tiny = jax.lax.bitcast_convert_type(moved, jnp.float16)
+        return (tiny.astype(jnp.float32) * 2.0**8).astype(operand)
+    is_bfloat16 = operand == jnp.bfloat16
+    shift = 4 if is_bfloat16 else 1
+    mask = 0x7F00 >> shift
+    factor, negative_zero = (0x7B80, 0x8000) if is_bfloat16 else (0x5C00, 0x8000)
+    suffix = "bf16x2" if is_bfloat16 else "f16x2"
+    assembly = f"""{{
+        .reg .b32 high, low, factor, zero;
+        mov.b32 factor, 0x{factor:04X}{factor:04X};
+        mov.b32 zero, 0x{negative_zero:04X}{negative_zero:04X};
+        shl.b32 high, $1, {0 if plane else 8};
+        shr.b32 low, high, {shift};
+        and.b32 low, low, 0x{mask:04X}{mask:04X};
+        lop3.b32 high, high, 0x80008000, low, 0xEA;
+        fma.rn.{suffix} $0, high, factor, zero;
+    }}"""
+    carried = jnp.broadcast_to(carried, words.shape)
+    return backend.inline_ptx(assembly, words, carried, dtype=operand)

@@ -1,0 +1,122 @@
+"""LiquidQuant: four-bit codes that become int8 with one multiply-add and one XOR (LiquidGEMM §4).
+
+Two levels. Per output channel, weights become int8 in −119 … 119. Per 64 input channels, those
+become four bits: u = q − min(q) in 0 … 238, step s = round(max(u) / 15), code = round(u / s). Then
+q ≈ code·s + min(q), which in bytes is (code·s + a) XOR 0x80 with a = 128 + min(q): no product or
+sum exceeds 255, so that four bytes fit one 32-bit multiply-add without a carry.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.codes.base import (
+    CodeKind,
+    Decoder,
+    Group,
+    Quantized,
+    by_group,
+    divisible,
+    scaled,
+)
+from pallas_kernels.formats import WeightFormat
+
+if TYPE_CHECKING:
+    from pallas_kernels.quantized_tensor import QuantizedTensor
+
+PROTECTED = 119  # the range of the first level that keeps the second from overflowing
+TOP = 15
+
+
+class Liquid(CodeKind):
+    """W = (code · step + offset − 128) · channel scale, the bracket an int8."""
+
+    scale_dtypes = ("uint16",)
+    has_zeros = True
+    has_channel_scales = True
+
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+        """Rounds at both levels.
+
+        The paper leaves the rounding of the step open. Rounded to nearest, at least 1, with the
+        code clamped to 15, no pair (min, max) overflows a byte, and the error is smaller than
+        with a step that is rounded up.
+        """
+        channel_scales = divisible(jnp.abs(weight).max(0) * (1 / PROTECTED))
+        first = jnp.clip(jnp.round(weight / channel_scales), -PROTECTED, PROTECTED)
+        groups = by_group(first.astype(jnp.int32), format.groups(weight.shape[0]))
+        low = groups.min(1)
+        shifted = groups - low[:, None]
+        steps = jnp.maximum(1, (2 * shifted.max(1) + TOP) // (2 * TOP))
+        codes = (2 * shifted + steps[:, None]) // (2 * steps[:, None])  # halves go up
+        codes = jnp.minimum(codes, TOP).reshape(weight.shape).astype(jnp.uint8)
+        offsets = (low + 128).astype(jnp.uint16)
+        return Quantized(codes, steps.astype(jnp.uint16), offsets, channel_scales)
+
+    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+        """The int8 of the first level times its channel's scale."""
+        assert tensor.channel_scales is not None
+        values = self.first_level(codes, tensor)
+        return scaled(values, tensor.channel_scales[None])
+
+    def first_level(self, codes: jax.Array, tensor: QuantizedTensor) -> jax.Array:
+        """The int8 [K, N] that the kernel multiplies."""
+        groups = tensor.format.groups(tensor.channels)
+        steps, offsets = (
+            half[:groups].astype(jnp.uint8)[:, None] for half in (tensor.scales(), tensor.zeros())
+        )
+        values = (by_group(codes, groups) * steps + offsets) ^ jnp.uint8(0x80)
+        return jax.lax.bitcast_convert_type(values, jnp.int8).reshape(codes.shape)
+
+    def pack(self, planes: jax.Array) -> jax.Array:
+        """Plane 0 is the low nibble of a byte, plane 1 the high one."""
+        return (planes[..., 0, :] | (planes[..., 1, :] << jnp.uint8(4)))[..., None, :]
+
+    def unpack(self, words: jax.Array) -> jax.Array:
+        """The inverse of `pack`."""
+        words = words[..., 0, :]
+        return jnp.stack([words & jnp.uint8(0xF), words >> jnp.uint8(4)], -2)
+
+    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+        """Step and offset, a byte each."""
+        step = (parameters & jnp.uint32(0xFF)).astype(jnp.uint8)[:, None]
+        offset = (parameters >> jnp.uint32(16)).astype(jnp.uint8)[:, None]
+        return Group(None, (step, offset))
+
+    def decoder(
+        self,
+        columns: list[jax.Array],
+        arguments: tuple[jax.Array, ...],
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+        *,
+        ptx: bool,
+    ) -> Decoder:
+        """The int8 of the first level: seven instructions for eight of them."""
+        [words] = columns
+        step, offset = (jnp.broadcast_to(argument, words.shape) for argument in arguments)
+        return lambda plane: decode_plane(words, plane, step, offset, ptx=ptx)
+
+
+def decode_plane(
+    words: jax.Array, plane: int, step: jax.Array, offset: jax.Array, *, ptx: bool
+) -> jax.Array:
+    """(code · step + offset) XOR 0x80 as int8, of one nibble of each uint8 word."""
+    if not ptx:
+        codes = (words >> jnp.uint8(4 * plane)) & jnp.uint8(0xF)
+        values = (codes * step + offset) ^ jnp.uint8(0x80)
+        return jax.lax.bitcast_convert_type(values, jnp.int8)
+    # A register holds four bytes of one output channel, so that one step serves all four.
+    assembly = f"""{{
+        .reg .b32 codes, step;
+        shr.b32 codes, $1, {4 * plane};
+        and.b32 codes, codes, 0x0F0F0F0F;
+        and.b32 step, $2, 0xFF;
+        mad.lo.u32 codes, codes, step, $3;
+        xor.b32 $0, codes, 0x80808080;
+    }}"""
+    return backend.inline_ptx(assembly, words, step, offset, dtype=jnp.int8)

@@ -1,0 +1,47 @@
+"""Signed integers with a scale per output channel: the weights of W8A8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, divisible, scaled
+from pallas_kernels.formats import WeightFormat
+
+if TYPE_CHECKING:
+    from pallas_kernels.quantized_tensor import QuantizedTensor
+
+
+class Signed(CodeKind):
+    """W = code · scale, the codes themselves being the operand."""
+
+    code_dtype = jnp.dtype(jnp.int8)
+    scale_dtypes = ("float32",)
+
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+        """Per output channel: scale = max|w| / 127 (SmoothQuant's convention)."""
+        scales = divisible(jnp.abs(weight).max(0, keepdims=True) * (1 / 127))
+        codes = jnp.clip(jnp.round(weight / scales), -127, 127).astype(jnp.int8)
+        return Quantized(codes, scales)
+
+    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+        """Code · scale."""
+        return scaled(codes, scales)
+
+    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+        """The scale."""
+        return Group(jax.lax.bitcast_convert_type(parameters, jnp.float32)[:, None])
+
+    def decoder(
+        self,
+        columns: list[jax.Array],
+        arguments: tuple[jax.Array, ...],
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+        *,
+        ptx: bool,
+    ) -> Decoder:
+        """The words as they are."""
+        return lambda plane: columns[0]

@@ -1,0 +1,261 @@
+"""Codes that index a table of two, three or four bits: normal float, or any table (FLUTE §3).
+
+The lookup is PTX's `prmt`, which picks bytes by the nibbles of a selector: codes that lie in
+nibbles are selectors already. One `prmt` looks up a byte of four codes in a table of eight bytes;
+a 16-bit value takes two, and a table of sixteen entries two halves with a third `prmt` to choose.
+
+So words are packed for it. Two neighbouring lanes (words e and e + 1) are a 32-bit register of
+eight nibbles: for planes p … p + 3, nibble n is the code of lane e + n % 2 in plane p + n // 2.
+Two-bit codes share their nibbles, those of the next four planes in the upper half. Three bits are
+such a pair of two-bit words and a word of the top bits, four to a nibble: no bit is padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import backend
+from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.rounding import round_to
+
+if TYPE_CHECKING:
+    from pallas_kernels.quantized_tensor import QuantizedTensor
+
+# The outermost quantiles of a normal distribution that a table represents (QLoRA).
+_TAIL = (1 / 32 + 1 / 30) / 2
+
+
+@functools.cache
+def normal_float(bits: int) -> np.ndarray:
+    """The normal-float table float32 [2**bits], from −1 to 1 with an exact zero (QLoRA, FLUTE §4).
+
+    Quantiles of a normal distribution, one more above zero than below, divided by the largest.
+    """
+    count = 2 ** (bits - 1)
+    quantile = statistics.NormalDist().inv_cdf
+    below = [-quantile(p) for p in np.linspace(1 - _TAIL, 0.5, count)]
+    above = [quantile(p) for p in np.linspace(0.5, 1 - _TAIL, count + 1)[1:]]
+    return np.array([*below, *above], np.float32) / np.float32(above[-1]) + np.float32(0)
+
+
+class Table(CodeKind):
+    """W = table[code] · scale."""
+
+    has_table = True
+
+    def __init__(self, bits: int):
+        self.bits = bits
+
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+        """Nearest entries of the normal-float table, scaled by the group's largest magnitude."""
+        return quantize_with_table(weight, format, jnp.asarray(normal_float(self.bits)))
+
+    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+        """table[code] · scale."""
+        assert tensor.table is not None
+        return scaled(tensor.table[codes], scales)
+
+    def pack(self, planes: jax.Array) -> jax.Array:
+        """Words as the module describes, columns of two-bit words first."""
+        quads = _to_nibbles(planes)  # [..., quads, pairs of lanes, 8 nibbles]
+        if self.bits == 4:
+            registers = quads[..., 0, :, :][..., None, :, :]
+        else:
+            two = quads & jnp.uint8(3)
+            registers = two[..., 0::2, :, :] | (two[..., 1::2, :, :] << jnp.uint8(2))
+        if self.bits == 3:
+            shifts = jnp.arange(4, dtype=jnp.uint8)[:, None, None]
+            top = ((quads >> jnp.uint8(2)) << shifts).sum(-3, keepdims=True, dtype=jnp.uint8)
+            registers = jnp.concatenate([registers, top], -3)
+        return _to_words(registers)
+
+    def unpack(self, words: jax.Array) -> jax.Array:
+        """The inverse of `pack`."""
+        registers = _from_words(words)  # [..., columns, pairs, 8 nibbles]
+        if self.bits == 4:
+            return _from_nibbles(registers)
+        two = registers[..., : self.bits - 1, :, :]
+        if self.bits == 2:
+            two = registers
+        halves = jnp.stack([two & jnp.uint8(3), two >> jnp.uint8(2)], -3)
+        quads = halves.reshape(*halves.shape[:-4], -1, *halves.shape[-2:])
+        if self.bits == 3:
+            shifts = jnp.arange(4, dtype=jnp.uint8)[:, None, None]
+            top = (registers[..., 2:, :, :] >> shifts) & jnp.uint8(1)
+            quads |= top << jnp.uint8(2)
+        return _from_nibbles(quads)
+
+    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+        """The scale, in the low half."""
+        low = parameters.astype(jnp.uint16)
+        scale = jax.lax.bitcast_convert_type(low, jnp.dtype(scale_dtype)).astype(jnp.float32)
+        return Group(scale[:, None], (low.astype(jnp.int16)[:, None],))
+
+    def shared(self, table: Any, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """The table in `operand`, as `prmt` takes it: four entries' bytes in each uint32.
+
+        All low bytes come first, then all high bytes.
+        """
+
+        def entry(index: int) -> jax.Array:
+            # A tile of one element rather than a scalar: a broadcast tile can take the layout of an
+            # operand, a scalar that is spread over a tile can't.
+            value = backend.load(table.at[jnp.full((1, 1), index)]).astype(operand)
+            return jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
+
+        def four(first: int, byte: int) -> jax.Array:
+            word = jnp.zeros((1, 1), jnp.uint32)
+            for i in range(4):
+                chosen = (entry(first + i) >> jnp.uint32(8 * byte)) & jnp.uint32(0xFF)
+                word |= chosen << jnp.uint32(8 * i)
+            return word
+
+        return tuple(four(first, byte) for byte in (0, 1) for first in range(0, 2**self.bits, 4))
+
+    def decoder(
+        self,
+        columns: list[jax.Array],
+        arguments: tuple[jax.Array, ...],
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+        *,
+        ptx: bool,
+    ) -> Decoder:
+        """table[code] in `operand`; the lookup of two planes is shared between them."""
+        if not ptx:
+            return lambda plane: self._look_up(columns, plane, shared, operand)
+        [carried] = arguments
+        tables = [jnp.broadcast_to(word, columns[0].shape) for word in shared]
+        low, high = tables[: len(tables) // 2], tables[len(tables) // 2 :]
+
+        @functools.cache
+        def selectors(quad: int) -> jax.Array:
+            return self._selectors(columns, quad, jnp.broadcast_to(carried, columns[0].shape))
+
+        @functools.cache
+        def look_up(pair: int) -> tuple[jax.Array, jax.Array]:
+            quad, half = divmod(pair, 2)
+            chosen = selectors(quad)
+            return tuple(_look_up_bytes(chosen, half, table) for table in (low, high))  # type: ignore[return-value]
+
+        def decode(plane: int) -> jax.Array:
+            pair, second = divmod(plane, 2)
+            assembly = f"prmt.b32 $0, $1, $2, 0x{0x7362 if second else 0x5140:04X};"
+            return backend.inline_ptx(assembly, *look_up(pair), dtype=operand)
+
+        return decode
+
+    def _selectors(self, columns: list[jax.Array], quad: int, carried: jax.Array) -> jax.Array:
+        """Four planes' codes in nibbles. `carried` is not used: see Group.arguments."""
+        if self.bits == 4:
+            return backend.inline_ptx("mov.b32 $0, $1;", columns[0], carried, dtype=jnp.int16)
+        two = columns[quad // 2]
+        shift = 2 * (quad % 2)
+        if self.bits == 2:
+            assembly = f"""{{
+                .reg .b32 t;
+                shr.b32 t, $1, {shift};
+                and.b32 $0, t, 0x33333333;
+            }}"""
+            return backend.inline_ptx(assembly, two, carried, dtype=jnp.int16)
+        move = f"shl.b32 top, $2, {2 - quad};" if quad < 3 else "shr.b32 top, $2, 1;"
+        assembly = f"""{{
+            .reg .b32 t, top;
+            shr.b32 t, $1, {shift};
+            and.b32 t, t, 0x33333333;
+            {move}
+            lop3.b32 $0, top, 0x44444444, t, 0xEA;
+        }}"""
+        return backend.inline_ptx(assembly, two, columns[2], carried, dtype=jnp.int16)
+
+    def _look_up(
+        self,
+        columns: list[jax.Array],
+        plane: int,
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+    ) -> jax.Array:
+        words = jnp.stack(columns, -2)
+        codes = self.unpack(words)[..., plane, :].astype(jnp.uint32)
+        half = len(shared) // 2
+
+        def byte_of(words: tuple[jax.Array, ...]) -> jax.Array:
+            found = jnp.zeros(codes.shape, jnp.uint32)
+            for i, word in enumerate(words):
+                byte = (word >> (jnp.uint32(8) * (codes % jnp.uint32(4)))) & jnp.uint32(0xFF)
+                found = jnp.where(codes // jnp.uint32(4) == jnp.uint32(i), byte, found)
+            return found
+
+        value = byte_of(shared[:half]) | (byte_of(shared[half:]) << jnp.uint32(8))
+        return jax.lax.bitcast_convert_type(value.astype(jnp.uint16), operand)
+
+
+def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Array) -> Quantized:
+    """The nearest entries of an ascending table, scaled so that its larger end is max|w|."""
+    groups = by_group(weight, format.groups(weight.shape[0]))
+    largest = jnp.abs(table).max()
+    scales = round_to(jnp.abs(groups).max(1) / largest, jnp.float16)
+    # The scale of a group of zeros is 0: not every table has an entry that is.
+    divisors = jnp.where(scales == 0, 1.0, scales)[:, None]
+    middles = (table[1:] + table[:-1]) / 2
+    codes = jnp.searchsorted(middles, groups / divisors, method="compare_all")
+    codes = codes.astype(jnp.uint8).reshape(weight.shape)
+    return Quantized(codes, scales.astype(jnp.float16), table=table.astype(jnp.float32))
+
+
+def _look_up_bytes(selectors: jax.Array, half: int, table: list[jax.Array]) -> jax.Array:
+    """One byte of the value of each of four codes: in a register, those of one half's nibbles.
+
+    table: tiles of one uint32 each, four entries' bytes in every one. A 32-bit argument fills two
+    operands of the assembly, of which the first is used.
+    """
+    operands = [f"${2 + 2 * i}" for i in range(len(table))]
+    shift = f"shr.b32 s, $1, {16 * half};"
+    if len(table) == 4:
+        look_up = f"""
+        and.b32 t, s, 0x7777;
+        prmt.b32 low, {operands[0]}, {operands[1]}, t;
+        prmt.b32 high, {operands[2]}, {operands[3]}, t;
+        shr.b32 t, s, 1;
+        lop3.b32 t, t, 0x4444, 0x3210, 0xEA;
+        prmt.b32 $0, low, high, t;"""
+    else:
+        look_up = f"prmt.b32 $0, {operands[0]}, {operands[-1]}, s;"
+    assembly = f"{{ .reg .b32 s, t, low, high; {shift} {look_up} }}"
+    return backend.inline_ptx(assembly, selectors, *table, dtype=jnp.int16)
+
+
+def _to_nibbles(planes: jax.Array) -> jax.Array:
+    """Codes [..., planes, width] as [..., planes / 4, width / 2, 8]: a register's nibbles."""
+    *leading, count, width = planes.shape
+    quads = planes.reshape(*leading, count // 4, 4, width // 2, 2)
+    return jnp.swapaxes(quads, -3, -2).reshape(*leading, count // 4, width // 2, 8)
+
+
+def _from_nibbles(quads: jax.Array) -> jax.Array:
+    """The inverse of `_to_nibbles`."""
+    *leading, count, pairs, _ = quads.shape
+    planes = jnp.swapaxes(quads.reshape(*leading, count, pairs, 4, 2), -3, -2)
+    return planes.reshape(*leading, count * 4, pairs * 2)
+
+
+def _to_words(nibbles: jax.Array) -> jax.Array:
+    """Nibbles [..., pairs, 8] as uint16 words [..., 2 · pairs]."""
+    halves = nibbles.reshape(*nibbles.shape[:-1], 2, 4).astype(jnp.uint16)
+    shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)
+    words = (halves << shifts).sum(-1, dtype=jnp.uint16)
+    return words.reshape(*nibbles.shape[:-2], -1)
+
+
+def _from_words(words: jax.Array) -> jax.Array:
+    """The inverse of `_to_words`."""
+    shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)
+    nibbles = (words[..., None] >> shifts) & jnp.uint16(0xF)
+    return nibbles.reshape(*words.shape[:-1], -1, 8).astype(jnp.uint8)

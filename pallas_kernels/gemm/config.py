@@ -1,0 +1,39 @@
+"""What a GEMM can be told about how to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Implementation = Literal["triton", "dequantize", "xla", "reference"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """Tile sizes and compiler settings of one launch of the fused kernel.
+
+    tile_m, tile_n: rows of x and output channels of a program's tile.
+    splits: programs that share a tile, each with a part of K.
+    warps, stages: the compiler's; stages is how many steps of K are in flight.
+    scaling: where the scale of a group is applied: to the float32 `accumulator`, once per output
+        and group, or to each decoded `weight`, rounded to 16 bits; which is fewer instructions
+        depends on tile_m, and only formats with group scales and 16-bit activations have a choice.
+    width: lanes of each plane that a step takes, a divisor of the format's plane width, or None for
+        all: fewer, where the tile of x for a whole block would not fit shared memory.
+    """
+
+    tile_m: int
+    tile_n: int
+    splits: int
+    warps: int
+    stages: int
+    scaling: Literal["accumulator", "weight"] = "accumulator"
+    width: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An implementation of a product, with the configuration that the fused kernel needs."""
+
+    implementation: Literal["triton", "dequantize", "xla"]
+    config: GemmConfig | None = None

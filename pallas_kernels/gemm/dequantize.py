@@ -1,0 +1,110 @@
+"""Writing a packed matrix out, for products that are best left to cuBLAS."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels import codes as code_kinds
+from pallas_kernels.activations import QuantizedActivations
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.gemm import xla
+from pallas_kernels.quantized_tensor import QuantizedTensor
+
+TILE = 64  # output channels that one program writes out
+
+
+def matmul(
+    x: jax.Array | QuantizedActivations, weight: QuantizedTensor, out_dtype: jnp.dtype
+) -> jax.Array:
+    """The product x [M, K] · W [K, N] in `out_dtype`, over a copy of W that lives for this call.
+
+    The copy is in the dtype of x, or `out_dtype` where x is FP8; of `liquid4` it is the int8 of its
+    first level.
+    """
+    # The barrier ties the scratch copy to its use: without it XLA may write out the weights of
+    # several layers ahead of time, and hold them all.
+    words, x = jax.lax.optimization_barrier((weight.words, x))
+    weight = dataclasses.replace(weight, words=words)
+    if weight.format.activations == "int8":
+        assert isinstance(x, QuantizedActivations)
+        if weight.channel_scales is None:
+            return xla.matmul(x, weight, out_dtype)  # a plain matrix already
+        scratch = write_out(weight, jnp.dtype(jnp.int8))
+        return xla.scaled_dot(x, scratch, weight.channel_scales, out_dtype)
+    rows = x.dequantize(out_dtype) if isinstance(x, QuantizedActivations) else x
+    scratch = write_out(weight, rows.dtype)
+    rows = jnp.pad(rows, ((0, 0), (0, scratch.shape[1] - rows.shape[1])))
+    wide = out_dtype if out_dtype == jnp.float32 else None  # without rounding in between
+    return jnp.einsum("mk,nk->mn", rows, scratch, preferred_element_type=wide).astype(out_dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
+def write_out(weight: QuantizedTensor, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
+    """The packed matrix as [N, K padded] in `dtype`, rows in packed order of input channels."""
+    format = weight.format
+    if format.is_flat:
+        # A word is a code: XLA does this in one pass.
+        groups = weight.parameters.shape[0]
+        values = weight.words[0].astype(jnp.float32)  # [N, K padded]
+        scaled = values.reshape(len(values), groups, -1) * weight.scales().T[:, :, None]
+        return scaled.reshape(values.shape).astype(dtype)
+    if weight.channel_scales is not None and dtype != jnp.int8:
+        first = write_out(weight, jnp.dtype(jnp.int8), interpret=interpret)
+        return (first.astype(jnp.float32) * weight.channel_scales[:, None]).astype(dtype)
+    blocks, outputs, _ = weight.words.shape
+    kernel = functools.partial(
+        _kernel, format=format, scale_dtype=weight.scale_dtype, ptx=not interpret
+    )
+    return backend.pallas_call(
+        kernel,
+        (weight.words, weight.parameters, weight.table),
+        out_shape=jax.ShapeDtypeStruct((outputs, blocks * format.block), dtype),
+        grid=(pl.cdiv(outputs, TILE), blocks),
+        name=f"dequantize_{format.codes}",
+        warps=4,
+        stages=1,
+        interpret=interpret,
+    )
+
+
+def _kernel(
+    operands: tuple[Any, Any, Any],
+    out_ref: Any,  # [N, K padded]
+    *,
+    format: WeightFormat,
+    scale_dtype: str,
+    ptx: bool,
+) -> None:
+    words_ref, parameters_ref, table_ref = operands
+    kind, width = code_kinds.of(format), format.plane_width
+    output = pl.program_id(0) * TILE + jnp.arange(TILE)
+    block = pl.program_id(1)
+    lane = jnp.arange(width)
+    mask = None if words_ref.shape[1] % TILE == 0 else output < words_ref.shape[1]
+    columns = [
+        backend.load_masked(
+            words_ref.at[block, output[:, None], (column * width + lane)[None, :]], mask
+        )
+        for column in range(format.columns)
+    ]
+    shared = kind.shared(table_ref, out_ref.dtype)
+    for plane in range(format.planes):
+        first = block * format.block + plane * width
+        index = jnp.int32(0) if format.group_size is None else first // format.group_size
+        parameters = backend.load_masked(parameters_ref.at[index, output], mask)
+        group = kind.load(parameters, scale_dtype, out_ref.dtype)
+        values = kind.decoder(columns, group.arguments, shared, out_ref.dtype, ptx=ptx)(plane)
+        if group.scale is not None:
+            values = (values.astype(jnp.float32) * group.scale).astype(out_ref.dtype)
+        backend.store(
+            out_ref.at[output[:, None], (first + lane)[None, :]],
+            values,
+            mask=None if mask is None else jnp.broadcast_to(mask[:, None], values.shape),
+        )

@@ -1,0 +1,270 @@
+"""Tables of measured plans: where they lie, and how they are read, looked up and written.
+
+A table is a JSON file for one kind of GPU, `nvidia_h200.json`, made by `mpjax tune`. A person's own
+table goes before the one that ships with the project, plan by plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.gemm.config import GemmConfig, Plan
+
+SHIPPED = Path(__file__).parents[1] / "tuned"
+VARIABLE = "MPJAX_TUNED"
+# A plan measured for so many rows serves all numbers of rows down to the next smaller one.
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+IMPLEMENTATIONS = ("triton", "dequantize", "xla")
+Scaling = Literal["accumulator", "weight"]
+SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
+CONFIG_FIELDS = {field.name: field for field in dataclasses.fields(GemmConfig)}
+REQUIRED_FIELDS = {
+    name for name, field in CONFIG_FIELDS.items() if field.default is dataclasses.MISSING
+}
+POWERS_OF_TWO = ("tile_m", "tile_n", "warps", "width")
+
+
+class TableError(ValueError):
+    """A table that can't be read; the message names the file, the place in it and the reason."""
+
+
+class Key(NamedTuple):
+    """What a plan is for: a format's text, the weight's shape [K, N], and a bucket of rows."""
+
+    format: str
+    channels: int
+    outputs: int
+    rows: int
+
+
+class Entry(NamedTuple):
+    """The fastest plan that was found, and the time of one product with it."""
+
+    plan: Plan
+    microseconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The plans of a file; `stamps` say what they were measured with, one for each differing run.
+
+    device: the GPU as JAX names it, such as `NVIDIA H200`.
+    """
+
+    device: str
+    stamps: tuple[Mapping[str, Any], ...] = ()
+    entries: Mapping[Key, Entry] = dataclasses.field(default_factory=dict)
+
+
+def key(format: WeightFormat, channels: int, outputs: int, rows: int) -> Key:
+    """Where the plan for x [rows, channels] and a weight [channels, outputs] stands in a table."""
+    # Only quantisers tell symmetric codes from others.
+    text = str(dataclasses.replace(format, symmetric=False))
+    return Key(text, channels, outputs, bucket(rows))
+
+
+def bucket(rows: int) -> int:
+    """The smallest of BUCKETS that holds `rows`; above the last, the last."""
+    return next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
+
+
+def current_device() -> str:
+    """The default device as JAX names its kind."""
+    return jax.devices()[0].device_kind
+
+
+def file_name(device: str) -> str:
+    """The file of a device's table: `nvidia_h200.json` for `NVIDIA H200`."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") + ".json"
+
+
+def own_folder() -> Path | None:
+    """Where a person's own tables are; None where MPJAX_TUNED is empty, so that none are used.
+
+    The folder that MPJAX_TUNED names, else `mpjax/tuned` in XDG_CACHE_HOME or `~/.cache`.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "mpjax", "tuned")
+
+
+def in_use(device: str) -> list[tuple[Path, Table]]:
+    """The files for a device and their tables, what is looked up first coming first.
+
+    A file is read once a process. Raises TableError for a damaged one.
+    """
+    own = own_folder()
+    if own is None:
+        return []
+    paths = [folder / file_name(device) for folder in dict.fromkeys((own, SHIPPED))]
+    found = [(path, _read_once(path, device)) for path in paths]
+    return [(path, table) for path, table in found if table is not None]
+
+
+def lookup(device: str, wanted: Key) -> Entry | None:
+    """The plan measured for a key on a device, or None. Raises TableError for a damaged table."""
+    for _, table in in_use(device):
+        if wanted in table.entries:
+            return table.entries[wanted]
+    return None
+
+
+@functools.cache
+def _read_once(path: Path, device: str) -> Table | None:
+    return read(path, device) if path.is_file() else None
+
+
+def forget() -> None:
+    """Lets the next lookup read the files again; programs compiled before stay as they are."""
+    _read_once.cache_clear()
+
+
+def record(path: Path, device: str, entries: Mapping[Key, Entry], stamp: Mapping[str, Any]) -> None:
+    """Adds entries to a file, in the place of older ones, and keeps everything else in it.
+
+    The file is replaced at once, so that an interrupted process leaves the old or the new one.
+    Raises TableError where what stands there is damaged.
+    """
+    table = read(path, device) if path.is_file() else Table(device)
+    stamps = table.stamps if stamp in table.stamps else (*table.stamps, stamp)
+    write(path, Table(device, stamps, {**table.entries, **entries}))
+    forget()
+
+
+def write(path: Path, table: Table) -> None:
+    """Writes a table as sorted JSON, a line for each plan."""
+    plans: dict[str, dict[str, dict[str, Any]]] = {}
+    for place, entry in sorted(table.entries.items()):
+        shapes = plans.setdefault(place.format, {})
+        rows = shapes.setdefault(f"{place.channels}x{place.outputs}", {})
+        config = {} if entry.plan.config is None else dataclasses.asdict(entry.plan.config)
+        config = {name: value for name, value in config.items() if value is not None}
+        fields = {"implementation": entry.plan.implementation, **config}
+        rows[str(place.rows)] = {**fields, "microseconds": round(entry.microseconds, 2)}
+    content = {"device": table.device, "gemm": plans, "stamps": list(table.stamps)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(_to_json(content) + "\n", encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _to_json(value: Any, indent: str = "") -> str:
+    """JSON with an object or a list of plain values on one line."""
+    children = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list) or not any(isinstance(c, dict | list) for c in children):
+        return json.dumps(value, ensure_ascii=False)
+    deeper = indent + "  "
+    if isinstance(value, list):
+        opening, lines, closing = "[", [_to_json(child, deeper) for child in value], "]"
+    else:
+        lines = [f"{json.dumps(name)}: {_to_json(child, deeper)}" for name, child in value.items()]
+        opening, closing = "{", "}"
+    return f"{opening}\n{deeper}" + f",\n{deeper}".join(lines) + f"\n{indent}{closing}"
+
+
+def read(path: Path, device: str) -> Table:
+    """The table in a file, which must be that of `device`.
+
+    Raises TableError that says what is wrong in which file, and how to get rid of it.
+    """
+    try:
+        return _parse(json.loads(path.read_text(encoding="utf-8")), device)
+    except (OSError, ValueError) as error:
+        raise TableError(
+            f"the tuning table {path} can't be used: {error}; mend it, or delete it and run "
+            "`mpjax tune` again"
+        ) from error
+
+
+def _parse(content: Any, device: str) -> Table:
+    _require_fields(content, {"device", "gemm", "stamps"}, "the file")
+    if content["device"] != device:
+        raise ValueError(f"it is for the device {content['device']!r}, expected {device!r}")
+    stamps = content["stamps"]
+    if not isinstance(stamps, list) or not all(isinstance(stamp, dict) for stamp in stamps):
+        raise ValueError("stamps must be a list of objects")
+    entries = {}
+    for text, shapes in _objects(content["gemm"], "gemm"):
+        format = WeightFormat.parse(text)
+        for shape, rows in _objects(shapes, text):
+            match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+            if match is None:
+                raise ValueError(f"{text}: the shape {shape!r} is not KxN, such as 4096x24576")
+            for bound, fields in _objects(rows, f"{text} {shape}"):
+                where = f"{text} {shape} {bound}"
+                if bound not in map(str, BUCKETS):
+                    raise ValueError(f"{where}: rows must be one of {BUCKETS}")
+                place = key(format, int(match[1]), int(match[2]), int(bound))
+                if place.format != text:
+                    raise ValueError(f"{where}: the format is written {place.format!r} in a table")
+                entries[place] = _entry(fields, format, where)
+    return Table(device, tuple(stamps), entries)
+
+
+def _objects(value: Any, where: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, found {type(value).__name__}")
+    return list(value.items())
+
+
+def _require_fields(
+    value: Any, required: set[str], where: str, optional: Set[str] = frozenset()
+) -> None:
+    found = {name for name, _ in _objects(value, where)}
+    problems = [f"unknown field {name!r}" for name in sorted(found - required - optional)]
+    problems += [f"missing field {name!r}" for name in sorted(required - found)]
+    if problems:
+        raise ValueError(f"{where}: {', '.join(problems)}")
+
+
+def _entry(fields: Any, format: WeightFormat, where: str) -> Entry:
+    implementation = dict(_objects(fields, where)).get("implementation")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{where}: implementation is {implementation!r}, expected one of {IMPLEMENTATIONS}"
+        )
+    common = {"implementation", "microseconds"}
+    tiled = implementation == "triton"
+    if tiled:
+        _require_fields(fields, common | REQUIRED_FIELDS, where, CONFIG_FIELDS.keys())
+    else:
+        _require_fields(fields, common, where)
+    microseconds = fields["microseconds"]
+    if type(microseconds) not in (int, float) or not 0 < microseconds < float("inf"):
+        raise ValueError(f"{where}: microseconds is {microseconds!r}, expected a positive number")
+    if not tiled:
+        return Entry(Plan(implementation), microseconds)
+    config = {name: value for name, value in fields.items() if name not in common}
+    _check_config(config, format, where)
+    return Entry(Plan("triton", GemmConfig(**config)), microseconds)
+
+
+def _check_config(config: Mapping[str, Any], format: WeightFormat, where: str) -> None:
+    for name, value in config.items():
+        if name == "scaling":
+            if value not in SCALINGS:
+                raise ValueError(f"{where}: scaling is {value!r}, expected one of {SCALINGS}")
+        elif type(value) is not int or value < 1:
+            raise ValueError(f"{where}: {name} is {value!r}, expected a positive integer")
+        elif name in POWERS_OF_TWO and value & (value - 1):
+            raise ValueError(f"{where}: {name} is {value}, expected a power of two")
+    if format.plane_width % config.get("width", 1):
+        raise ValueError(
+            f"{where}: width is {config['width']}, expected a divisor of {format.plane_width}"
+        )

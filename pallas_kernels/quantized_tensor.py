@@ -1,0 +1,258 @@
+"""The packed weight that every format fills."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import bits as bit_planes
+from pallas_kernels import codes as code_kinds
+from pallas_kernels.formats import WeightFormat
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["words", "parameters", "permutation", "channel_scales", "table"],
+    meta_fields=["format", "channels", "scale_dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """A packed weight matrix W [K, N]; `pallas_kernels.codes` says what its codes mean.
+
+    words: [K blocks, N, columns · plane width], unsigned, as wide as the operand that they become.
+        A lane's words hold one code of each plane: code j is that of input channel
+        i·block + j·plane_width + lane. A tile of neighbouring output channels is contiguous.
+        Where a word is a code, the plain matrix [1, N, padded K] in int8 or float8_e4m3fn.
+    parameters: uint32 [groups, N], a group's parameters in one 32-bit word, because narrower loads
+        are not pipelined: the scale's 16 bits below the zero point (0 where there is none), the 32
+        bits of a float32 scale, or the step below the offset of `liquid4`.
+    permutation: int32 [K] or None; row i of the packed matrix belongs to input channel
+        permutation[i] (GPTQ's act-order).
+    channel_scales: float32 [N], the second level of `liquid4`, else None.
+    table: float32 [2**bits], the values of `table…` codes, else None.
+    channels: K before padding; the codes of padded channels meet zeros of the activations.
+    scale_dtype: `float16`, `bfloat16` or `float32`: what the scales in `parameters` are.
+    """
+
+    words: jax.Array
+    parameters: jax.Array
+    permutation: jax.Array | None
+    format: WeightFormat
+    channels: int
+    scale_dtype: str
+    channel_scales: jax.Array | None = None
+    table: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The logical shape [K, N]."""
+        return self.channels, self.words.shape[1]
+
+    @property
+    def padded_channels(self) -> int:
+        """K rounded up to whole blocks."""
+        blocks, _, words = self.words.shape
+        return blocks * words // self.format.columns * self.format.planes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in device memory."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def scales(self) -> jax.Array:
+        """Scales [groups, N] in `scale_dtype`, padding groups included; of `liquid4`, the steps."""
+        if self.scale_dtype == "float32":
+            return jax.lax.bitcast_convert_type(self.parameters, jnp.float32)
+        return bit_planes.unpack_pair(self.parameters, self.scale_dtype, jnp.uint16)[0]
+
+    def zeros(self) -> jax.Array:
+        """Integer zero points [groups, N] as uint16; padding groups included."""
+        return bit_planes.unpack_pair(self.parameters, jnp.uint16, jnp.uint16)[1]
+
+    def dequantize(
+        self, dtype: jax.typing.DTypeLike = jnp.float32, *, scales: jax.Array | None = None
+    ) -> jax.Array:
+        """The matrix [K, N] in the order of the input channels, computed in float32.
+
+        scales: [groups, N] in the place of the tensor's own.
+        """
+        if scales is None:
+            scales = self.scales()[: self.format.groups(self.channels)]
+        elif code_kinds.of(self.format).has_channel_scales:
+            raise ValueError(f"{self.format} has integer steps, which other scales can't replace")
+        values = code_kinds.of(self.format).dequantize(unpack_codes(self), self, scales)
+        if self.permutation is not None:
+            values = jnp.zeros_like(values).at[self.permutation].set(values)
+        return values.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def pack(
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    format: WeightFormat,
+    permutation: jax.Array | None = None,
+    *,
+    channel_scales: jax.Array | None = None,
+    table: jax.Array | None = None,
+) -> QuantizedTensor:
+    """Packs plain codes into the layout that the kernels read; `unpack` is its exact inverse.
+
+    codes: [K, N], K a multiple of the group size: unsigned integers, int8 for `int8` and
+        float8_e4m3fn for `float8`.
+    scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
+        `float8`, uint16 steps for `liquid4`.
+    zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
+        `liquid4`; None for the others.
+    permutation, channel_scales, table: see QuantizedTensor.
+
+    Raises ValueError where a shape or a dtype does not fit.
+    """
+    _check(codes, scales, zeros, format, permutation, channel_scales, table)
+    padding = -codes.shape[0] % format.block
+    codes = jnp.pad(codes, ((0, padding), (0, 0)))
+    if scales.dtype == jnp.float32:
+        parameters = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    else:
+        low_half = jnp.zeros_like(scales, jnp.uint16) if zeros is None else zeros
+        parameters = bit_planes.pack_pair(scales, low_half.astype(jnp.uint16))
+    groups = format.groups(codes.shape[0])
+    parameters = jnp.pad(parameters, ((0, groups - parameters.shape[0]), (0, 0)))
+    return QuantizedTensor(
+        _pack_words(codes, format),
+        parameters,
+        permutation,
+        format,
+        codes.shape[0] - padding,
+        scales.dtype.name,
+        channel_scales,
+        table,
+    )
+
+
+def _pack_words(codes: jax.Array, format: WeightFormat) -> jax.Array:
+    if format.is_flat:
+        return codes.T[None]
+    planes = codes.reshape(-1, format.planes, format.plane_width, codes.shape[1])
+    planes = planes.transpose(0, 3, 1, 2)  # [blocks, N, planes, plane width]
+    if jnp.issubdtype(codes.dtype, jnp.integer):
+        planes = planes.astype(jnp.uint8)
+    else:
+        planes = jax.lax.bitcast_convert_type(planes, jnp.uint8)
+    words = code_kinds.of(format).pack(planes)  # [blocks, N, columns, plane width]
+    return words.reshape(*words.shape[:2], -1)
+
+
+def unpack_codes(tensor: QuantizedTensor) -> jax.Array:
+    """Codes [K, N] bit for bit as packed, in packed order: see `permutation`."""
+    format = tensor.format
+    if format.is_flat:
+        return tensor.words[0].T[: tensor.channels]
+    words = tensor.words.reshape(*tensor.words.shape[:2], format.columns, -1)
+    planes = code_kinds.of(format).unpack(words)  # [blocks, N, planes, plane width]
+    codes = planes.transpose(0, 2, 3, 1).reshape(-1, words.shape[1])[: tensor.channels]
+    return jax.lax.bitcast_convert_type(codes, code_kinds.of(format).code_dtype)
+
+
+@jax.jit
+def unpack(tensor: QuantizedTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Codes [K, N], scales [groups, N] and zeros uint16 [groups, N], bit for bit as packed.
+
+    Codes are in packed order: with act-order, row i belongs to input channel permutation[i].
+    Formats without zero points have zeros of 0.
+    """
+    groups = tensor.format.groups(tensor.channels)
+    zeros = tensor.zeros()
+    if tensor.scale_dtype == "float32":
+        zeros = jnp.zeros_like(zeros)
+    return unpack_codes(tensor), tensor.scales()[:groups], zeros[:groups]
+
+
+def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
+    """The tensor with other scales [groups, N], rounded to its scale_dtype.
+
+    Raises ValueError for another shape, and for `liquid4`, whose steps are integers.
+    """
+    kind = code_kinds.of(tensor.format)
+    expected = (tensor.format.groups(tensor.channels), tensor.shape[1])
+    if kind.has_channel_scales:
+        raise ValueError(f"{tensor.format} has integer steps: replace its channel_scales instead")
+    if scales.shape != expected:
+        raise ValueError(f"scales have shape {scales.shape}; {tensor.format} expects {expected}")
+    padding = ((0, len(tensor.parameters) - len(scales)), (0, 0))
+    scales = jnp.pad(scales.astype(tensor.scale_dtype), padding)
+    if tensor.scale_dtype == "float32":
+        parameters = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    else:
+        parameters = bit_planes.pack_pair(scales, tensor.zeros())
+    return dataclasses.replace(tensor, parameters=parameters)
+
+
+def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
+    """One tensor with the output channels of all, or None where they don't share a layout.
+
+    Layouts agree when format, input channels, scale dtype, permutation and table are equal;
+    checking permutations and tables reads them back from the device.
+    """
+    first = tensors[0]
+    if len({(tensor.format, tensor.channels, tensor.scale_dtype) for tensor in tensors}) > 1:
+        return None
+    for shared in ("permutation", "table"):
+        arrays = [getattr(tensor, shared) for tensor in tensors]
+        if any((array is None) != (arrays[0] is None) for array in arrays):
+            return None
+        if arrays[0] is not None and not all(jnp.array_equal(arrays[0], a) for a in arrays[1:]):
+            return None
+    channel_scales = [t.channel_scales for t in tensors if t.channel_scales is not None]
+    return dataclasses.replace(
+        first,
+        words=jnp.concatenate([tensor.words for tensor in tensors], axis=1),
+        parameters=jnp.concatenate([tensor.parameters for tensor in tensors], axis=1),
+        channel_scales=jnp.concatenate(channel_scales) if channel_scales else None,
+    )
+
+
+def _check(
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    format: WeightFormat,
+    permutation: jax.Array | None,
+    channel_scales: jax.Array | None,
+    table: jax.Array | None,
+) -> None:
+    if not format.is_packed:
+        raise ValueError(f"{format} is not packed: a plain array needs no packing")
+    kind = code_kinds.of(format)
+    if codes.ndim != 2:
+        raise ValueError(f"codes have shape {codes.shape}; expected a matrix [K, N]")
+    unsigned = kind.code_dtype == jnp.uint8 and jnp.issubdtype(codes.dtype, jnp.unsignedinteger)
+    if not unsigned and codes.dtype != kind.code_dtype:
+        expected = "unsigned integers" if kind.code_dtype == jnp.uint8 else kind.code_dtype
+        raise ValueError(f"codes have dtype {codes.dtype}; expected {expected}")
+    channels, outputs = codes.shape
+    if format.group_size is not None and channels % format.group_size:
+        raise ValueError(
+            f"{channels} input channels can't be split into groups of {format.group_size}; "
+            "choose a group size that divides them, or gK for one group"
+        )
+    groups = format.groups(channels), outputs
+    wanted = {
+        "scales": (scales, groups),
+        "zeros": (zeros, groups if kind.has_zeros else None),
+        "permutation": (permutation, (channels,) if permutation is not None else None),
+        "channel_scales": (channel_scales, (outputs,) if kind.has_channel_scales else None),
+        "table": (table, (2**format.bits,) if kind.has_table else None),
+    }
+    for name, (array, expected) in wanted.items():
+        found = None if array is None else array.shape
+        if found != expected:
+            raise ValueError(f"{name}: the shape is {found}, and {format} expects {expected}")
+    if scales.dtype.name not in kind.scale_dtypes:
+        raise ValueError(
+            f"scales have dtype {scales.dtype}; expected {' or '.join(kind.scale_dtypes)}"
+        )

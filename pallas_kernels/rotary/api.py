@@ -1,0 +1,69 @@
+"""Everything between the query-key-value product and attention over the cache, in one operation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.kv_cache.api import why_not_triton
+from pallas_kernels.kv_cache.cache import KVPages
+from pallas_kernels.rotary import reference, triton
+from pallas_kernels.rotary.reference import HeadNorms
+
+
+def rotate_and_append(
+    terms: jax.Array,
+    pages: KVPages,
+    cosines: jax.Array,
+    sines: jax.Array,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    dtype: jax.typing.DTypeLike,
+    heads: tuple[int, int],
+    norms: HeadNorms | None = None,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> tuple[jax.Array, KVPages]:
+    """Rotates queries and keys and appends keys and values to one layer's pages, in place.
+
+    terms: [splits, batch, tokens, (query heads + 2 · KV heads) · dim], whose sum is the product of
+        the query, key and value projections, side by side.
+    cosines, sines: float32 [batch, tokens, dim / 2] of the angles of each position.
+    pages, block_tables, starts, counts: as `append` takes them.
+    heads: query heads and KV heads.
+    norms: of queries and keys, before the rotation, or None.
+
+    Returns the queries [batch, tokens, query heads, dim] in `dtype`, and the pages. On the GPU this
+    is one kernel, where XLA makes five. Raises ValueError for shapes that don't fit the pages, and
+    UnsupportedError, with the reason, where a forced implementation can't run.
+    """
+    width = (heads[0] + 2 * heads[1]) * pages.head_dim
+    if terms.shape[-1] != width or heads[1] != pages.keys.shape[1]:
+        raise ValueError(
+            f"rotate_and_append: terms have shape {terms.shape}, and the pages "
+            f"{pages.keys.shape[1]} heads of {pages.head_dim}; {heads[0]} query and {heads[1]} KV "
+            f"heads take {width} channels"
+        )
+    dtype = jnp.dtype(dtype)
+    reason = why_not_triton(pages)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        reason = f"queries are {dtype}, expected bfloat16 or float16"
+    if implementation is None:
+        implementation = "reference" if reason else "triton"
+        if reason:
+            backend.warn_of_reference("rotate_and_append", reason)
+    arguments = (terms, pages, cosines, sines, block_tables, starts, counts, dtype, heads, norms)
+    if implementation == "reference" or terms.size == 0:
+        return reference.rotate_and_append(*arguments)
+    if implementation != "triton":
+        raise ValueError(
+            f"rotate_and_append: unknown implementation {implementation!r}: "
+            "expected triton or reference"
+        )
+    if reason:
+        raise backend.UnsupportedError(f"rotate_and_append: 'triton' can't run: {reason}")
+    return triton.rotate_and_append(*arguments)

@@ -1,0 +1,71 @@
+"""Head norms and the rotary embedding, in plain jnp."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_cache import reference as kv_cache
+from pallas_kernels.kv_cache.cache import KVPages
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms over each query's and key's head dimension (Qwen3)."""
+
+    query: jax.Array  # [head dim]
+    key: jax.Array  # [head dim]
+    epsilon: float
+
+
+def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
+    """Rotary embedding of x [batch, tokens, heads, dim], computed in float32 (RoFormer).
+
+    cosines, sines: float32 [batch, tokens, dim / 2]. Channel i turns with channel i + dim / 2, the
+    convention of Hugging Face checkpoints.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cosines, sines = cosines[:, :, None], sines[:, :, None]
+    turned = [first * cosines - second * sines, second * cosines + first * sines]
+    return jnp.concatenate(turned, -1).astype(x.dtype)
+
+
+def normalise_heads(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """X [..., dim] / √(mean(x²) + ε) · weight, computed in float32."""
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
+    return (wide * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def split_heads(
+    product: jax.Array, heads: tuple[int, int], norms: HeadNorms | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values [batch, tokens, heads, dim] of a product, before the rotation."""
+    queries, keys = heads
+    total = queries + 2 * keys
+    parts = product.reshape(*product.shape[:2], total, product.shape[-1] // total)
+    query, key, value = jnp.split(parts, [queries, queries + keys], axis=2)
+    if norms is not None:
+        query = normalise_heads(query, norms.query, norms.epsilon)
+        key = normalise_heads(key, norms.key, norms.epsilon)
+    return query, key, value
+
+
+def rotate_and_append(
+    terms: jax.Array,
+    pages: KVPages,
+    cosines: jax.Array,
+    sines: jax.Array,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    dtype: jnp.dtype,
+    heads: tuple[int, int],
+    norms: HeadNorms | None,
+) -> tuple[jax.Array, KVPages]:
+    """Queries and pages; see the public function."""
+    product = terms.astype(jnp.float32).sum(0).astype(dtype)
+    query, key, value = split_heads(product, heads, norms)
+    query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+    return query, kv_cache.append(pages, key, value, block_tables, starts, counts)

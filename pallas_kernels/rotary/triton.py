@@ -1,0 +1,146 @@
+"""Head norm, rotation and append as one kernel: a program owns a head of a token."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.kv_cache.cache import KVPages
+from pallas_kernels.kv_cache.triton import Slot, find_slot, write
+from pallas_kernels.rotary.reference import HeadNorms
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads; references, inside of it."""
+
+    block_tables: Any  # [batch, pages per sequence]
+    starts: Any  # [batch]
+    counts: Any  # [batch]
+    terms: Any  # [splits, batch, tokens, heads, dim]
+    cosines: Any  # [batch, tokens, dim / 2]
+    sines: Any
+    query_norm: Any  # [dim]
+    key_norm: Any
+
+
+def rotate_and_append(
+    terms: jax.Array,
+    pages: KVPages,
+    cosines: jax.Array,
+    sines: jax.Array,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    dtype: jnp.dtype,
+    heads: tuple[int, int],
+    norms: HeadNorms | None,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, KVPages]:
+    """Queries and pages, which are aliased; see the public function."""
+    splits, batch, tokens, _ = terms.shape
+    total = heads[0] + 2 * heads[1]
+    operands = _Operands(
+        block_tables,
+        starts,
+        counts,
+        terms.reshape(splits, batch, tokens, total, -1),
+        cosines,
+        sines,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+    )
+    stored, structure = jax.tree.flatten(pages)
+    first = len(jax.tree.leaves(operands))
+    queries = jax.ShapeDtypeStruct((batch, tokens, heads[0], pages.head_dim), dtype)
+    queries, *stored = backend.pallas_call(
+        functools.partial(
+            _kernel,
+            pages=pages,
+            heads=heads,
+            epsilon=0.0 if norms is None else norms.epsilon,
+            interpret=interpret,
+        ),
+        operands,
+        *stored,
+        out_shape=[queries, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in stored)],
+        grid=(batch * tokens, total),
+        name=f"rotate_and_append_kv{pages.format.bits}",
+        warps=1,
+        stages=1,
+        interpret=interpret,
+        aliases={first + i: 1 + i for i in range(len(stored))},
+    )
+    return queries, jax.tree.unflatten(structure, stored)
+
+
+def _kernel(
+    operands: _Operands,
+    *references: Any,  # the pages as inputs; the queries; the pages as outputs
+    pages: KVPages,
+    heads: tuple[int, int],
+    epsilon: float,
+    interpret: bool,
+) -> None:
+    count = len(references) // 2
+    queries_ref, page_refs = references[count], references[count + 1 :]
+    tokens, dim = queries_ref.shape[1], queries_ref.shape[3]
+    batch, token = pl.program_id(0) // tokens, pl.program_id(0) % tokens
+    head = pl.program_id(1)
+    is_query, is_value = head < heads[0], head >= heads[0] + heads[1]
+    dtype = queries_ref.dtype
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return x.astype(dtype).astype(jnp.float32)
+
+    # As many pieces as a word has codes, and two at least: the halves that turn together.
+    pieces = max(2, pages.format.planes)
+    width, half = dim // pieces, pieces // 2
+    lane = jnp.arange(width)
+
+    def load(piece: int) -> jax.Array:
+        total = jnp.zeros(width, jnp.float32)
+        for split in range(operands.terms.shape[0]):
+            at = operands.terms.at[split, batch, token, head, piece * width + lane]
+            total += backend.load(at).astype(jnp.float32)
+        return rounded(total)
+
+    x = [load(piece) for piece in range(pieces)]
+    if operands.query_norm is not None:
+        square = functools.reduce(jnp.add, [piece * piece for piece in x])
+        inverse = jax.lax.rsqrt(jnp.sum(square) / dim + epsilon)
+
+        def normalise(piece: int) -> jax.Array:
+            channel = piece * width + lane
+            query, key = operands.query_norm.at[channel], operands.key_norm.at[channel]
+            weight = jnp.where(is_query, backend.load(query), backend.load(key))
+            return jnp.where(
+                is_value, x[piece], rounded(x[piece] * inverse * weight.astype(jnp.float32))
+            )
+
+        x = [normalise(piece) for piece in range(pieces)]
+
+    def turn(piece: int) -> jax.Array:
+        angle = piece % half * width + lane
+        cosine = backend.load(operands.cosines.at[batch, token, angle])
+        sine = backend.load(operands.sines.at[batch, token, angle])
+        other = x[(piece + half) % pieces] * (-sine if piece < half else sine)
+        return jnp.where(is_value, x[piece], rounded(x[piece] * cosine + other))
+
+    x = [turn(piece) for piece in range(pieces)]
+    for piece in range(pieces):
+        at = queries_ref.at[batch, token, jnp.minimum(head, heads[0] - 1), piece * width + lane]
+        backend.store(at, x[piece].astype(dtype), mask=jnp.broadcast_to(is_query, (width,)))
+    slot = find_slot(operands, page_refs[0].shape[2], batch, token)
+    for index, first, chosen in (
+        (0, heads[0], ~is_query & ~is_value),
+        (1, heads[0] + heads[1], is_value),
+    ):
+        kv_head = jnp.clip(head - first, 0, heads[1] - 1)
+        where = Slot(slot.page, slot.position, slot.valid & chosen)
+        write(page_refs, index, x, dtype, where, kv_head, pages.format, interpret)

@@ -1,0 +1,1 @@
+"""What stands between two products in a decoder: operations on whole rows."""

@@ -1,0 +1,142 @@
+"""Residual sum and norm, gated activation, rounding to 8 bits: one operation each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.activations import QuantizedActivations, quantize_activations
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.rowwise import reference, triton
+
+Implementation = Literal["triton", "reference"]
+
+
+def add_rms_norm(
+    terms: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    epsilon: float,
+    *,
+    format: WeightFormat | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
+    """Adds terms to the residual stream, and normalises it: x / √(mean(x²) + ε) · weight.
+
+    terms: [splits, ..., H], from `matmul_terms`, or any x as x[None].
+    residual: [..., H], or None for none.
+    weight: [H]; its dtype is that of the results.
+    format: of the weight that the result is multiplied with: where its activations have 8 bits and
+        one scale per token, the result is quantised here.
+
+    Returns the stream x [..., H], rounded to its dtype before it is normalised, and the result.
+    On the GPU one kernel reads every term once. Differentiable unless it quantises. Raises
+    ValueError for shapes that don't fit, and UnsupportedError, with the reason, where a forced
+    implementation can't run.
+    """
+    if (
+        terms.ndim < 2
+        or weight.shape != terms.shape[-1:]
+        or (residual is not None and residual.shape != terms.shape[1:])
+    ):
+        found = None if residual is None else residual.shape
+        raise ValueError(
+            f"add_rms_norm: terms have shape {terms.shape}, the residual {found} and the weight "
+            f"{weight.shape}; expected [splits, ..., H], [..., H] and [H]"
+        )
+    kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format)
+    plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format)
+    reason = _why_not_triton(terms, weight.dtype, format)
+    if _choose("add_rms_norm", implementation, reason) == "reference":
+        return plain(terms, residual, weight)
+    return _differentiable(kernel, plain, terms, residual, weight)
+
+
+def gated_silu(
+    terms: jax.Array,
+    *,
+    dtype: jax.typing.DTypeLike,
+    format: WeightFormat | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | QuantizedActivations:
+    """SiLU(gate) · up in `dtype`, of terms [splits, ..., 2 · I] that hold gate before up.
+
+    format: of the weight that the result is multiplied with: where its activations have 8 bits and
+        one scale per token, the result is quantised here, and by default in a kernel; else XLA
+        makes one fusion of it as well.
+
+    Returns [..., I]. Differentiable unless it quantises. Raises ValueError for an odd number of
+    channels, and UnsupportedError, with the reason, where a forced implementation can't run.
+    """
+    if terms.ndim < 2 or terms.shape[-1] % 2:
+        raise ValueError(f"gated_silu: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
+    kernel = functools.partial(triton.gated_silu, dtype=jnp.dtype(dtype), format=format)
+    plain = functools.partial(reference.gated_silu, dtype=jnp.dtype(dtype), format=format)
+    reason = _why_not_triton(terms, jnp.dtype(dtype), format)
+    if implementation is None and not reference.quantizes(format):
+        implementation = "reference"
+    if _choose("gated_silu", implementation, reason) == "reference":
+        return plain(terms)
+    return _differentiable(kernel, plain, terms)
+
+
+def quantize_rows(
+    x: jax.Array, format: WeightFormat, *, implementation: Implementation | None = None
+) -> QuantizedActivations:
+    """Rounds x [..., K] to what `format` multiplies with: `quantize_activations`, as one kernel.
+
+    Where scales belong to groups of channels, XLA's fusions do it. Raises ValueError for a format
+    with 16-bit activations, and UnsupportedError, with the reason, where a forced implementation
+    can't run.
+    """
+    reason = _why_not_triton(x, x.dtype, format)
+    if not reference.quantizes(format):
+        reason = f"{format} does not have one scale per token"
+    if _choose("quantize_rows", implementation, reason) == "reference":
+        return quantize_activations(x, format)
+    return triton.quantize_rows(x, format)
+
+
+def _choose(name: str, wanted: Implementation | None, reason: str | None) -> Implementation:
+    if wanted is None:
+        return "reference" if reason else "triton"
+    if wanted not in ("triton", "reference"):
+        raise ValueError(f"{name}: unknown implementation {wanted!r}: expected triton or reference")
+    if wanted == "triton" and reason:
+        raise backend.UnsupportedError(f"{name}: 'triton' can't run: {reason}")
+    return wanted
+
+
+def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: WeightFormat | None) -> str | None:
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the result is {dtype}, expected bfloat16 or float16"
+    if terms.size == 0:
+        return "there are no rows"
+    if reason := backend.why_triton_cannot_run():
+        return reason
+    if format is not None and format.activations == "float8":
+        return backend.why_not_float8()
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
+    return kernel(*arguments)
+
+
+def _forward(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
+    return kernel(*arguments), arguments
+
+
+def _backward(
+    kernel: Callable[..., Any], plain: Callable[..., Any], saved: Any, gradients: Any
+) -> Any:
+    return jax.vjp(plain, *saved)[1](gradients)
+
+
+_differentiable.defvjp(_forward, _backward)

@@ -1,0 +1,50 @@
+"""What the operations between two products compute, in plain jnp."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.activations import QuantizedActivations, quantize_activations
+from pallas_kernels.formats import WeightFormat
+
+
+def quantizes(format: WeightFormat | None) -> bool:
+    """Whether a weight's format wants activations of 8 bits with one scale per token."""
+    if format is None or format.activations is None:
+        return False
+    return format.codes != "float8" or format.group_size is None
+
+
+def add_rms_norm(
+    terms: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    epsilon: float,
+    format: WeightFormat | None = None,
+) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
+    """The stream and the result, computed in float32; see the public function."""
+    wide = terms.astype(jnp.float32).sum(0)
+    if residual is not None:
+        wide += residual.astype(jnp.float32)
+    stream = wide.astype(weight.dtype)
+    wide = stream.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
+    wide *= weight.astype(jnp.float32)
+    return stream, _rounded(wide, format, weight.dtype)
+
+
+def gated_silu(
+    terms: jax.Array, dtype: jnp.dtype, format: WeightFormat | None = None
+) -> jax.Array | QuantizedActivations:
+    """SiLU(gate) · up, computed in float32; see the public function."""
+    gate, up = jnp.split(terms.astype(jnp.float32).sum(0), 2, axis=-1)
+    return _rounded(gate * jax.nn.sigmoid(gate) * up, format, dtype)
+
+
+def _rounded(
+    wide: jax.Array, format: WeightFormat | None, dtype: jnp.dtype
+) -> jax.Array | QuantizedActivations:
+    if format is not None and quantizes(format):
+        return quantize_activations(wide, format, dtype)
+    return wide.astype(dtype)

@@ -1,0 +1,170 @@
+"""The operations between two products as kernels: a program owns a row."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.activations import NEARLY_ZERO, QuantizedActivations
+from pallas_kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.rowwise.reference import quantizes
+
+CHANNELS_PER_WARP = 512  # sixteen a thread, which two 128-bit loads bring in
+
+
+class _Operands(NamedTuple):
+    """What the norm's kernel reads; references, inside of it."""
+
+    terms: Any  # [splits, rows, H]
+    residual: Any  # [rows, H]
+    weight: Any  # [H]
+
+
+def add_rms_norm(
+    terms: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    epsilon: float,
+    format: WeightFormat | None = None,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
+    """The stream and the result; see the public function."""
+    splits, *shape, channels = terms.shape
+    rows = terms.size // (splits * channels)
+    operands = _Operands(
+        terms.reshape(splits, rows, channels),
+        None if residual is None else residual.reshape(rows, channels),
+        weight,
+    )
+    stream = jax.ShapeDtypeStruct((rows, channels), weight.dtype)
+    result = _result(rows, channels, weight.dtype, format)
+    kernel = functools.partial(_norm_kernel, epsilon=epsilon, size=pl.next_power_of_2(channels))
+    outputs = _launch(kernel, operands, (stream, result), "add_rms_norm", interpret)
+    return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
+
+
+def gated_silu(
+    terms: jax.Array,
+    dtype: jnp.dtype,
+    format: WeightFormat | None = None,
+    *,
+    interpret: bool = False,
+) -> jax.Array | QuantizedActivations:
+    """SiLU(gate) · up; see the public function."""
+    splits, *shape, both = terms.shape
+    rows, channels = terms.size // (splits * both), both // 2
+    kernel = functools.partial(_gated_kernel, size=pl.next_power_of_2(channels))
+    result = _result(rows, channels, dtype, format)
+    rows_of_terms = terms.reshape(splits, rows, both)
+    outputs = _launch(kernel, rows_of_terms, result, "gated_silu", interpret)
+    return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
+
+
+def quantize_rows(
+    x: jax.Array, format: WeightFormat, *, interpret: bool = False
+) -> QuantizedActivations:
+    """X rounded to 8 bits; see the public function."""
+    *shape, channels = x.shape
+    rows = x.reshape(-1, channels)
+    kernel = functools.partial(_quantize_kernel, size=pl.next_power_of_2(channels))
+    result = _result(len(rows), channels, x.dtype, format)
+    outputs = _launch(kernel, rows, result, "quantize_rows", interpret)
+    quantized: QuantizedActivations = jax.tree.map(
+        lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs
+    )
+    return quantized
+
+
+def _result(rows: int, channels: int, dtype: jnp.dtype, format: WeightFormat | None) -> Any:
+    """Shapes of a result: rows in `dtype`, or quantised for a weight of `format`."""
+    if format is None or not quantizes(format):
+        return jax.ShapeDtypeStruct((rows, channels), dtype)
+    values = jnp.int8 if format.activations == "int8" else jnp.float8_e4m3fn
+    return QuantizedActivations(
+        jax.ShapeDtypeStruct((rows, channels), values),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct((rows, 1), jnp.float32),  # type: ignore[arg-type]
+        jnp.dtype(dtype).name,
+    )
+
+
+def _launch(kernel: Any, operands: Any, outputs: Any, name: str, interpret: bool) -> Any:
+    rows, channels = jax.tree.leaves(outputs)[0].shape
+    return backend.pallas_call(
+        kernel,
+        operands,
+        out_shape=outputs,
+        grid=(rows,),
+        name=name,
+        warps=min(16, max(1, pl.next_power_of_2(channels) // CHANNELS_PER_WARP)),
+        stages=1,
+        interpret=interpret,
+    )
+
+
+def _norm_kernel(
+    operands: _Operands, stream_ref: Any, result_ref: Any, *, epsilon: float, size: int
+) -> None:
+    splits, _, channels = operands.terms.shape
+    row, channel, mask = _row(channels, size)
+    wide = jnp.zeros(size, jnp.float32)
+    for split in range(splits):
+        wide += _load(operands.terms.at[split, row, channel], mask)
+    if operands.residual is not None:
+        wide += _load(operands.residual.at[row, channel], mask)
+    stream = wide.astype(stream_ref.dtype)
+    backend.store(stream_ref.at[row, channel], stream, mask=mask)
+    wide = stream.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.sum(wide * wide) / channels + epsilon)
+    wide *= _load(operands.weight.at[channel], mask)
+    _store(result_ref, wide, row, channel, mask)
+
+
+def _gated_kernel(terms_ref: Any, result_ref: Any, *, size: int) -> None:
+    splits, _, both = terms_ref.shape
+    channels = both // 2
+    row, channel, mask = _row(channels, size)
+    gate = up = jnp.zeros(size, jnp.float32)
+    for split in range(splits):
+        gate += _load(terms_ref.at[split, row, channel], mask)
+        up += _load(terms_ref.at[split, row, channels + channel], mask)
+    _store(result_ref, gate / (1 + jnp.exp(-gate)) * up, row, channel, mask)
+
+
+def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
+    row, channel, mask = _row(x_ref.shape[1], size)
+    _store(result_ref, _load(x_ref.at[row, channel], mask), row, channel, mask)
+
+
+def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    channel = jnp.arange(size)
+    return pl.program_id(0), channel, None if channels == size else channel < channels
+
+
+def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    return backend.load_masked(ref, mask).astype(jnp.float32)
+
+
+def _store(
+    ref: Any, wide: jax.Array, row: jax.Array, channel: jax.Array, mask: jax.Array | None
+) -> None:
+    if not isinstance(ref, QuantizedActivations):
+        backend.store(ref.at[row, channel], wide.astype(ref.dtype), mask=mask)
+        return
+    is_int8 = ref.values.dtype == jnp.int8
+    top = 127.0 if is_int8 else LARGEST_FLOAT8
+    peak = jnp.max(jnp.abs(wide))
+    peak = jnp.where(peak < NEARLY_ZERO, top, peak)
+    scale = peak * (1 / top)
+    scaled = jnp.clip(wide * (top / peak), -top, top)
+    values = jnp.floor(scaled + 0.5) if is_int8 else scaled
+    values_ref: Any = ref.values
+    scales_ref: Any = ref.scales
+    backend.store(values_ref.at[row, channel], values.astype(values_ref.dtype), mask=mask)
+    backend.store(scales_ref.at[row, jnp.int32(0)], scale)

@@ -1,0 +1,70 @@
+"""A kernel that decodes words and does nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_kernels import WeightFormat, backend, codes
+from tests.pallas_kernels.oracles import QUICK
+
+TILE = 4096  # words of a column that a program decodes on a GPU
+
+
+def launch(
+    words: jax.Array,  # [rows, columns · width]
+    parameters: jax.Array,  # uint32 [rows]
+    table: jax.Array | None,  # float32 [2**bits]
+    *,
+    format: WeightFormat,
+    operand: str,
+    scale_dtype: str,
+    ptx: bool,
+    interpret: bool,
+) -> jax.Array:
+    """All planes [planes, rows, width] in `operand`, before scaling."""
+    kind, dtype = codes.of(format), jnp.dtype(operand)
+    rows, width = words.shape[0], words.shape[1] // format.columns
+    tile = rows if interpret else TILE // width
+    assert rows % tile == 0
+
+    def kernel(operands: tuple[Any, Any, Any], out_ref: Any) -> None:
+        words_ref, parameters_ref, table_ref = operands
+        row, lane = pl.program_id(0) * tile + jnp.arange(tile), jnp.arange(width)
+        shared = kind.shared(table_ref, dtype)
+        group = kind.load(backend.load(parameters_ref.at[row]), scale_dtype, dtype)
+        columns = [
+            backend.load(words_ref.at[row[:, None], (column * width + lane)[None, :]])
+            for column in range(format.columns)
+        ]
+        plane_of = kind.decoder(columns, group.arguments, shared, dtype, ptx=ptx)
+        for plane in range(format.planes):
+            backend.store(out_ref.at[plane, row[:, None], lane[None, :]], plane_of(plane))
+
+    return backend.pallas_call(
+        kernel,
+        (words, parameters, table),
+        out_shape=jax.ShapeDtypeStruct((format.planes, rows, width), dtype),
+        grid=(rows // tile,),
+        name="decode",
+        warps=4,
+        stages=1,
+        interpret=interpret,
+    )
+
+
+decode = jax.jit(
+    launch,
+    static_argnames=("format", "operand", "scale_dtype", "ptx", "interpret"),
+    compiler_options=QUICK,
+)
+
+
+def bits_of(x: jax.Array | np.ndarray) -> np.ndarray:
+    """The bits as unsigned integers, which tell −0 from 0."""
+    array = np.asarray(x)
+    return array.view(f"u{array.dtype.itemsize}")

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import WeightFormat, codes
+from pallas_kernels.codes.base import by_group, scaled
+from tests.pallas_kernels.codes import decoding
+
+
+def test_groups_are_runs_of_channels(rng):
+    values = rng.standard_normal((6, 4)).astype(np.float32)
+    np.testing.assert_array_equal(by_group(jnp.asarray(values), 3), values.reshape(3, 2, 4))
+    scales = jnp.asarray([[1, 2, 4, 8], [0.5, 0.25, 3, 0], [-1, 1, 1, 1]], jnp.bfloat16)
+    expected = values * np.repeat(np.asarray(scales, np.float32), 2, axis=0)
+    found = scaled(jnp.asarray(values), scales)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, expected)
+
+
+def operands(format: WeightFormat) -> list[str]:
+    if format.activations is None:
+        return ["bfloat16", "float16"]
+    return ["int8" if format.activations == "int8" else "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("uint4:g32", "uint4:g128", "uint8:g32", "uint8:gK", "table4:g32", "table4:g256"),
+        *("table3:g64", "table2:g32", "table2:g64", "float8:gK", "float8:gK/float8"),
+        *("int8/int8", "liquid4:g64/int8"),
+    ],
+)
+def test_decoders_lower_for_cuda(text, lower_for_cuda):
+    """In every width, from the type of words that the format has."""
+    format = WeightFormat.parse(text)
+    kind = codes.of(format)
+    word = kind.code_dtype if format.is_flat else jnp.dtype(f"uint{format.word_bits}")
+    rows, width = decoding.TILE // format.plane_width, format.plane_width
+    lowered = functools.partial(
+        decoding.launch,
+        format=format,
+        scale_dtype=kind.scale_dtypes[0],
+        ptx=True,
+        interpret=False,
+    )
+    for operand in operands(format):
+        text = lower_for_cuda(
+            functools.partial(lowered, operand=operand),
+            jax.ShapeDtypeStruct((rows, format.columns * width), word),
+            jax.ShapeDtypeStruct((rows,), jnp.uint32),
+            jax.ShapeDtypeStruct((2**format.bits,), jnp.float32) if kind.has_table else None,
+        )
+        assert ("elementwise_inline_asm" in text) != format.is_flat

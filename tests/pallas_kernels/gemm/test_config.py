@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.gemm import tables
+from pallas_kernels.gemm.config import GemmConfig, Implementation, Plan
+
+
+def test_equal_configurations_share_a_compiled_program(trace_counter):
+    double = trace_counter(lambda x, plan: 2 * x)
+    compiled = jax.jit(double, static_argnums=1)
+    for stages in (2, 3, 3):
+        compiled(jnp.ones(3), Plan("triton", GemmConfig(16, 64, 1, 4, stages)))
+    assert double.count == 2
+
+
+def test_unless_told_otherwise_sums_are_scaled_and_steps_are_whole():
+    config = GemmConfig(16, 64, 1, 4, 3)
+    assert (config.scaling, config.width) == ("accumulator", None)
+    assert Plan("dequantize").config is None
+
+
+@pytest.mark.parametrize("value", [GemmConfig(16, 64, 1, 4, 3), Plan("xla")])
+def test_nothing_changes_afterwards(value):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        functools.partial(setattr, value, dataclasses.fields(value)[0].name)(None)
+
+
+def test_a_plan_is_for_a_gpu():
+    """Tables name every implementation but the reference, which needs no plan."""
+    assert {*tables.IMPLEMENTATIONS, "reference"} == set(typing.get_args(Implementation))

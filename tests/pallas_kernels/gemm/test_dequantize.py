@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QuantizedTensor
+from pallas_kernels.gemm import dequantize
+from tests.pallas_kernels.gemm.weights import (
+    ALL_FORMATS,
+    INTEGER_FORMATS,
+    dense,
+    exact,
+    integer_activations,
+    integer_weight,
+    integers,
+    random_activations,
+    random_weight,
+    weight_struct,
+)
+from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES, QUICK, relative_error
+
+TABLES = ("table4:g256", "table3:g32", "table2:g64")
+each_format = pytest.mark.parametrize("text", ALL_FORMATS)
+# K of whole groups that is not of whole blocks, where groups are smaller than a block.
+CHANNELS = {"g32": 96, "g64": 192, "g128": 384, "g256": 768, "gK": 300}
+
+
+def channels_of(text: str) -> int:
+    return CHANNELS[text.split(":")[1].split("/")[0]]
+
+
+def as_written(weight: QuantizedTensor, dtype: str) -> np.ndarray:
+    """The exact matrix [N, K], its table in `dtype` as in a kernel; rounded to float32, then again.
+
+    Only FP8 values times a scale have more bits than a float32.
+    """
+    return dense(weight, dtype).T.astype(np.float32).astype(NUMPY_DTYPES[dtype])
+
+
+@functools.partial(jax.jit, static_argnames="dtype", compiler_options=QUICK)
+def written(weight: QuantizedTensor, dtype: str) -> jax.Array:
+    return dequantize.write_out(weight, jnp.dtype(dtype), interpret=True)
+
+
+# Decoding tables is slow without a GPU, and groups are the same for all codes.
+@pytest.mark.parametrize("text", [t for t in ALL_FORMATS if "table" not in t or t in TABLES])
+def test_write_out_is_exact(text, rng):
+    channels, outputs = channels_of(text), int(rng.choice([7, 65, 130]))
+    weight = random_weight(rng, text, channels, outputs)
+    dtype = "float16" if text in ALL_FORMATS[::2] else "bfloat16"
+    matrix = np.asarray(written(weight, dtype))
+    assert matrix.shape == (outputs, weight.padded_channels)
+    np.testing.assert_array_equal(matrix[:, :channels], as_written(weight, dtype))
+    # What pads K meets zeros of x, so that it must be a number.
+    assert np.isfinite(matrix.astype(np.float32)).all()
+
+
+def test_write_out_of_the_first_level(rng):
+    weight = random_weight(rng, "liquid4:g64/int8", 192, 70)
+    matrix = np.asarray(written(weight, "int8"))
+    assert matrix.dtype == np.int8
+    np.testing.assert_array_equal(matrix[:, :192].T, integers(weight))
+
+
+@functools.partial(jax.jit, static_argnames="dtype", compiler_options=QUICK)
+def multiplied(x: jax.Array, weight: QuantizedTensor, dtype: str) -> jax.Array:
+    return dequantize.matmul(x, weight, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("uint4:g32", "bfloat16"),
+        ("uint8:gK", "float16"),
+        ("table2:g128", "bfloat16"),
+        ("float8:g128", "float16"),
+        ("float8:g128/float8", "bfloat16"),
+        ("float8:gK/float8", "float16"),
+        ("int8:gK/int8", "bfloat16"),
+        ("liquid4:g64/int8", "float16"),
+    ],
+)
+def test_against_float64(text, dtype, rng, interpreted_triton):
+    weight = random_weight(rng, text, channels_of(text), 70)
+    x = random_activations(rng, weight, 5, dtype)
+    product = multiplied(x, weight, dtype)
+    assert product.dtype == dtype
+    assert relative_error(product, exact(x) @ dense(weight)) < GATES[dtype]
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "float8:gK/float8"])
+def test_float32_products_are_not_rounded_on_the_way(text, rng, interpreted_triton):
+    weight = random_weight(rng, text, channels_of(text), 70)
+    x = random_activations(rng, weight, 5, "bfloat16")
+    product = multiplied(x, weight, "float32")
+    assert product.dtype == jnp.float32
+    matrix = dense(weight)
+    if text == "uint4:g32":
+        matrix = as_written(weight, "bfloat16").T.astype(np.float64)
+    assert relative_error(product, exact(x) @ matrix) < 1e-6
+
+
+@pytest.mark.parametrize("text", INTEGER_FORMATS)
+def test_integers_are_exact(text, rng, interpreted_triton):
+    weight = integer_weight(rng, text, channels_of(text), 70)
+    x = integer_activations(rng, weight, 5, "bfloat16")
+    expected = exact(x) @ dense(weight)
+    np.testing.assert_array_equal(np.asarray(multiplied(x, weight, "float32")), expected)
+
+
+@each_format
+def test_lowers(text, lower_for_cuda):
+    write = functools.partial(dequantize.write_out, dtype=jnp.dtype(jnp.bfloat16))
+    weight = weight_struct(text, 4096, 1000)
+    is_fused = f'name = "dequantize_{weight.format.codes}"' in lower_for_cuda(write, weight)
+    assert is_fused == (not weight.format.is_flat), "a plain matrix is left to XLA"
+
+
+@pytest.mark.gpu
+@each_format
+def test_write_out_is_exact_on_the_gpu(text, rng):
+    weight = random_weight(rng, text, 3 * channels_of(text), 1000)
+    for dtype in NUMPY_DTYPES:
+        write = jax.jit(functools.partial(dequantize.write_out, dtype=jnp.dtype(dtype)))
+        matrix = np.asarray(write(weight))[:, : weight.channels]
+        np.testing.assert_array_equal(matrix, as_written(weight, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["uint4:g128", *INTEGER_FORMATS])
+def test_products_on_the_gpu(text, rng):
+    weight = random_weight(rng, text, 1152, 1000)
+    x = random_activations(rng, weight, 300, "bfloat16")
+    multiply = jax.jit(functools.partial(dequantize.matmul, out_dtype=jnp.dtype("bfloat16")))
+    assert relative_error(multiply(x, weight), exact(x) @ dense(weight)) < GATES["bfloat16"]

@@ -1,0 +1,206 @@
+"""Products of the query, key and value projections, and what becomes of them, in numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import HeadNorms, KVFormat, KVPages
+from tests.pallas_kernels.kv_cache.pages import (
+    Append,
+    assert_same_bits,
+    ragged_append,
+    random_pages,
+    vectors,
+)
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, QUICK, wide
+
+EPSILON = 1e-3
+
+# Largest error over the largest value of a head: three roundings, and half a step of the codes.
+ROUNDING = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float32": 1e-5}
+CODING = {16: 0.0, 8: 1 / 127, 4: 1 / 14}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """Arguments of `rotate_and_append`, ragged as `ragged_append` makes them."""
+
+    terms: np.ndarray  # [splits, batch, tokens, (query heads + 2 · KV heads) · dim]
+    pages: KVPages
+    angles: np.ndarray  # float64 [batch, tokens, dim / 2]
+    places: Append  # keys and values before the rotation
+    queries: np.ndarray
+    norms: tuple[np.ndarray, np.ndarray] | None
+
+    @property
+    def dtype(self) -> str:
+        return self.queries.dtype.name
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.queries.shape[2], self.places.keys.shape[2]
+
+    @property
+    def arrays(self) -> tuple[jax.Array | KVPages, ...]:
+        """All that is not static."""
+        cosines, sines = np.cos(self.angles), np.sin(self.angles)
+        if self.turns_by_quarters:
+            cosines, sines = np.round(cosines), np.round(sines)
+        places = self.places
+        return (
+            jnp.asarray(self.terms),
+            self.pages,
+            jnp.asarray(cosines.astype(np.float32)),
+            jnp.asarray(sines.astype(np.float32)),
+            *(jnp.asarray(x) for x in (places.block_tables, places.starts, places.counts)),
+        )
+
+    def run(self, function: Callable[..., Any]) -> tuple[jax.Array, KVPages]:
+        """By a compiled implementation, or the public function, of `rotate_and_append`."""
+
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def compute(arguments: Any, weights: Any) -> Any:
+            norms = None if weights is None else HeadNorms(*weights, EPSILON)
+            return function(*arguments, dtype=jnp.dtype(self.dtype), heads=self.heads, norms=norms)
+
+        weights = None if self.norms is None else tuple(jnp.asarray(w) for w in self.norms)
+        return compute(self.arrays, weights)
+
+    @property
+    def turns_by_quarters(self) -> bool:
+        """As `angles` says, up to its own rounding."""
+        return bool((self.angles % (np.pi / 2) == 0).all())
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing needs rounding before keys and values are quantised."""
+        return self.turns_by_quarters and self.norms is None
+
+    def turned(self, x: np.ndarray, norm: int) -> np.ndarray:
+        """Queries (norm 0) or keys (1), normed and rotated, in their dtype."""
+        values = wide(x)
+        if self.norms is not None:
+            root = np.sqrt((values * values).mean(-1, keepdims=True) + EPSILON)
+            values = wide((values / root * wide(self.norms[norm])).astype(x.dtype))
+        half = values.shape[-1] // 2
+        turn = np.exp(1j * self.angles)[:, :, None]
+        if self.turns_by_quarters:
+            turn = np.round(turn)
+        pairs = (values[..., :half] + 1j * values[..., half:]) * turn
+        return np.concatenate([pairs.real, pairs.imag], -1).astype(x.dtype)
+
+    def expected_pages(self) -> KVPages:
+        keys = self.turned(self.places.keys, 1)
+        return dataclasses.replace(self.places, keys=keys).oracle(self.pages)
+
+    def written(self) -> np.ndarray:
+        """bool [pages, page size]."""
+        places, size = self.places, self.pages.page_size
+        mask = np.zeros((self.pages.keys.shape[0], size), bool)
+        for table, start, count in zip(
+            places.block_tables, places.starts, places.counts, strict=True
+        ):
+            for position in range(start, min(start + count, len(table) * size)):
+                mask[table[position // size], position % size] = True
+        return mask
+
+    def check(self, queries: jax.Array, pages: KVPages) -> None:
+        """Bit by bit where every step is exact, and to within roundings else."""
+        expected = self.turned(self.queries, 0)
+        assert queries.dtype == self.dtype
+        if self.is_exact:
+            np.testing.assert_array_equal(wide(queries), wide(expected))
+            assert_same_bits(pages, self.expected_pages())
+            return
+        assert head_error(wide(queries), wide(expected)) < ROUNDING[self.dtype]
+        expected_pages, mask = self.expected_pages(), self.written()
+        half = NUMPY_DTYPES["bfloat16" if self.dtype == "bfloat16" else "float16"]
+        decoded, exact = (stored(p, mask, half) for p in (pages, expected_pages))
+        limit = ROUNDING[self.dtype] + CODING[self.pages.format.bits]
+        assert head_error(decoded[0], exact[0]) < limit
+        np.testing.assert_array_equal(decoded[1], exact[1])  # values go in as they are
+        for one, other in zip(jax.tree.leaves(pages), jax.tree.leaves(self.pages), strict=True):
+            kept = (np.moveaxis(np.asarray(leaf), 2, 1)[~mask] for leaf in (one, other))
+            np.testing.assert_array_equal(*(leaf.view(np.uint8) for leaf in kept))
+
+
+def head_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The worst max|Δ| / max|expected| of a head [..., dim]."""
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all()
+    return float((np.abs(actual - expected).max(-1) / np.abs(expected).max(-1)).max())
+
+
+def stored(pages: KVPages, mask: np.ndarray, half: np.dtype) -> list[np.ndarray]:
+    """Keys and values float64 [tokens, KV heads, dim] of some slots, read from their bits."""
+    format, result = pages.format, []
+    for words, parameters in (
+        (pages.keys, pages.key_parameters),
+        (pages.values, pages.value_parameters),
+    ):
+        rows = np.moveaxis(np.asarray(words), 2, 1)[mask]  # [tokens, KV heads, words]
+        if parameters is None:
+            result.append(wide(rows))
+            continue
+        planes = [rows >> (j * format.bits) & (2**format.bits - 1) for j in range(format.planes)]
+        pairs = np.moveaxis(np.asarray(parameters), 2, 1)[mask][..., None]
+        scale, zero = (
+            wide((pairs >> shift & 0xFFFF).astype(np.uint16).view(half)) for shift in (0, 16)
+        )
+        result.append(wide(np.concatenate(planes, -1)) * scale + zero)
+    return result
+
+
+def scene(
+    rng: np.random.Generator,
+    bits: int,
+    dtype: str,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 64,
+    page_size: int = 64,
+    tokens: int = 1,
+    splits: int = 1,
+    normed: bool = False,
+    quarters: bool = False,
+    pages: int = 11,
+) -> Scene:
+    """Several terms are float32 and add up exactly; one alone is in `dtype`."""
+    before = random_pages(
+        rng,
+        KVFormat(bits),
+        pages=pages,
+        kv_heads=heads[1],
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    # Of few bits also where they are float32, so that all shares of them are exact.
+    drawn = "float16" if dtype == "float32" else dtype
+    places = ragged_append(rng, before, tokens, drawn)
+    batch = len(places.starts)
+    queries = vectors(rng, (batch, tokens, heads[0], head_dim), drawn)
+    # No zeros, whose sign a rotation turns as well.
+    queries, keys = (np.where(x == 0, x.dtype.type(2**-8), x) for x in (queries, places.keys))
+    queries, keys, values = (
+        x.astype(NUMPY_DTYPES.get(dtype, dtype)) for x in (queries, keys, places.values)
+    )
+    places = dataclasses.replace(places, keys=keys, values=values)
+    product = np.concatenate([queries, keys, values], 2).reshape(batch, tokens, -1)
+    terms = product[None]
+    if splits > 1:
+        shares = rng.choice([0.0, 0.25, 0.5, 1.5], (splits - 1, *product.shape))
+        terms = np.concatenate([shares, 1 - shares.sum(0, keepdims=True)])
+        terms = (terms * wide(product)).astype(np.float32)
+    steps = rng.integers(0, 4, (batch, tokens, head_dim // 2))
+    angles = steps * (np.pi / 2) if quarters else rng.uniform(-100, 100, steps.shape)
+    weights = rng.standard_normal((2, head_dim)) + 1
+    norms = weights.astype(NUMPY_DTYPES.get(dtype, dtype)) if normed else None
+    return Scene(terms, before, angles, places, queries, None if norms is None else (*norms,))

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import UnsupportedError, append, backend, rotate, rotate_and_append
+from pallas_kernels.rotary import reference, triton
+from tests.pallas_kernels.oracles import QUICK
+from tests.pallas_kernels.rotary.heads import scene
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_implementations_agree(implementation, rng, interpreted_triton):
+    test = scene(rng, 8, "bfloat16", tokens=2, splits=3, quarters=True)
+    run = functools.partial(rotate_and_append, implementation=implementation)
+    test.check(*test.run(run))
+
+
+def test_it_is_a_rotation_and_an_append(rng):
+    """What a program would write without it, in the dtypes of the public functions."""
+    test = scene(rng, 4, "bfloat16", tokens=3)
+    queries, pages = test.run(rotate_and_append)
+    _, before, cosines, sines, *places = test.arrays
+    keys, values = jnp.asarray(test.places.keys), jnp.asarray(test.places.values)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def separate(queries, keys):
+        queries, keys = (rotate(x, cosines, sines) for x in (queries, keys))
+        return queries, append(before, keys, values, *places)
+
+    expected = separate(jnp.asarray(test.queries), keys)
+    jax.tree.map(np.testing.assert_array_equal, (queries, pages), expected)
+
+
+def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
+    test = scene(rng, 8, "bfloat16", tokens=4, quarters=True)
+    terms, pages, cosines, sines, table, starts, counts = test.arrays
+    step = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
+    pages = jax.tree.map(jnp.copy, pages)  # donated below
+    counted = trace_counter(step)
+    step = jax.jit(counted, donate_argnums=1, compiler_options=QUICK)
+    queries = []
+    for token in range(4):
+        one = slice(token, token + 1)
+        more = (counts > token).astype(jnp.int32)
+        query, pages = step(
+            terms[:, :, one], pages, cosines[:, one], sines[:, one], table, starts + token, more
+        )
+        queries.append(query)
+    assert counted.count == 1
+    assert counts.tolist() == [4, 0, 3, 4]
+    test.check(jnp.concatenate(queries, 1), pages)
+
+
+@pytest.mark.parametrize(
+    ("channels", "heads"), [(511, (4, 2)), (512, (4, 3)), (512, (3, 2)), (640, (4, 3))]
+)
+def test_terms_must_fit_the_pages(channels, heads, rng):
+    test = scene(rng, 8, "bfloat16")
+    _, *others = test.arrays
+    with pytest.raises(ValueError, match="rotate_and_append: terms have shape") as caught:
+        rotate_and_append(jnp.ones((1, 4, 1, channels)), *others, dtype="bfloat16", heads=heads)
+    assert str(caught.value) == (
+        f"rotate_and_append: terms have shape (1, 4, 1, {channels}), and the pages 2 heads of 64; "
+        f"{heads[0]} query and {heads[1]} KV heads take {(heads[0] + 2 * heads[1]) * 64} channels"
+    )
+
+
+def call(test, **keywords):
+    keywords = {"dtype": test.dtype, "heads": test.heads} | keywords
+    return rotate_and_append(*test.arrays, **keywords)
+
+
+def test_unknown_implementations_are_refused(rng):
+    message = "rotate_and_append: unknown implementation 'xla': expected triton or reference"
+    with pytest.raises(ValueError, match=message):
+        call(scene(rng, 8, "bfloat16"), implementation="xla")
+
+
+def test_the_kernel_needs_a_gpu(rng, monkeypatch):
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+    message = "rotate_and_append: 'triton' can't run: there is no GPU"
+    with pytest.raises(UnsupportedError, match=message):
+        call(scene(rng, 8, "bfloat16"), implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "head_dim", "reason"),
+    [
+        (16, "float32", 64, "queries are float32, expected bfloat16 or float16"),
+        (8, "float32", 64, "queries are float32, expected bfloat16 or float16"),
+        (4, "bfloat16", 96, "head dimension 96 is not one of (64, 128)"),
+    ],
+)
+def test_what_the_kernel_cannot_do_goes_to_the_reference(
+    bits, dtype, head_dim, reason, rng, pretend_gpu
+):
+    test = scene(rng, bits, dtype, head_dim=head_dim, splits=3, quarters=True)
+    message = f"rotate_and_append runs as plain JAX on this GPU, which is slow: {reason}"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        test.check(*test.run(rotate_and_append))
+    with pytest.raises(UnsupportedError, match=re.escape(reason)):
+        call(test, implementation="triton")
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
+    reason = None if supported else "there is no GPU"
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: reason)
+    monkeypatch.setattr(triton, "rotate_and_append", lambda *_: "triton")
+    monkeypatch.setattr(reference, "rotate_and_append", lambda *_: "reference")
+    test = scene(rng, 8, "bfloat16")
+    assert call(test) == ("triton" if supported else "reference")
+    assert call(test, implementation="reference") == "reference"
+
+
+def test_no_tokens_go_to_the_reference(rng, pretend_gpu):
+    test = scene(rng, 8, "bfloat16")
+    terms, pages, cosines, sines, *places = test.arrays
+    call = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
+    queries, written = jax.jit(call, compiler_options=QUICK)(
+        terms[:, :, :0], pages, cosines[:, :0], sines[:, :0], *places
+    )
+    assert queries.shape == (4, 0, 4, 64)
+    jax.tree.map(np.testing.assert_array_equal, written, pages)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_implementations_agree_on_the_gpu(bits, dtype, rng):
+    sizes = {"heads": (32, 8), "head_dim": 128, "page_size": 128, "splits": 4}
+    for tokens in (1, 5):
+        for quarters in (True, False):
+            test = scene(
+                rng, bits, dtype, tokens=tokens, quarters=quarters, normed=not quarters, **sizes
+            )
+            for name in ("triton", "reference"):
+                test.check(*test.run(functools.partial(rotate_and_append, implementation=name)))

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import HeadNorms, KVFormat, PagedKVCache
+from pallas_kernels.rotary import reference, triton
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
+from tests.pallas_kernels.rotary.heads import (
+    CODING,
+    ROUNDING,
+    Scene,
+    head_error,
+    scene,
+    stored,
+)
+
+CASES = [
+    (16, "bfloat16", (4, 2), 64, 64, 5, 3),
+    (16, "float16", (2, 2), 128, 128, 1, 1),
+    (8, "bfloat16", (3, 1), 128, 64, 1, 3),
+    (8, "float16", (4, 2), 64, 128, 5, 1),
+    (4, "bfloat16", (2, 2), 64, 128, 1, 1),
+    (4, "float16", (4, 1), 128, 64, 5, 3),
+]
+each_case = pytest.mark.parametrize(
+    ("bits", "dtype", "heads", "head_dim", "page_size", "tokens", "splits"), CASES
+)
+
+
+def check(test: Scene, **keywords):
+    """Against the oracle, and where that leaves some room against the reference."""
+    queries, pages = test.run(functools.partial(triton.rotate_and_append, **keywords))
+    test.check(queries, pages)
+    if test.is_exact:
+        return
+    expected, expected_pages = test.run(reference.rotate_and_append)
+    assert head_error(wide(queries), wide(expected)) < ROUNDING[test.dtype]
+    mask, half = test.written(), NUMPY_DTYPES[test.dtype]
+    keys, values = zip(*(stored(p, mask, half) for p in (pages, expected_pages)), strict=True)
+    assert head_error(*keys) < ROUNDING[test.dtype] + CODING[test.pages.format.bits]
+    np.testing.assert_array_equal(*values)
+
+
+@each_case
+def test_without_norms_by_quarter_turns(
+    bits, dtype, heads, head_dim, page_size, tokens, splits, rng
+):
+    """All of it is exact, so that each bit must be right."""
+    sizes = {"heads": heads, "head_dim": head_dim, "page_size": page_size, "tokens": tokens}
+    test = scene(rng, bits, dtype, splits=splits, quarters=True, **sizes)
+    assert test.is_exact
+    check(test, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "heads", "head_dim", "tokens", "splits"),
+    [
+        (16, "bfloat16", (4, 2), 128, 3, 3),
+        (8, "float16", (4, 1), 64, 1, 1),
+        (4, "bfloat16", (2, 2), 64, 3, 1),
+    ],
+)
+def test_with_norms_by_any_angle(bits, dtype, heads, head_dim, tokens, splits, rng):
+    sizes = {"heads": heads, "head_dim": head_dim, "tokens": tokens, "splits": splits}
+    check(scene(rng, bits, dtype, normed=True, **sizes), interpret=True)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize(("dtype", "splits"), [("bfloat16", 1), ("float16", 3)])
+@pytest.mark.parametrize("tokens", [1, 512])
+def test_lowers_with_every_page_array_aliased(bits, dtype, splits, tokens, lower_for_cuda):
+    """Qwen3-8B's heads."""
+    batch, queries, heads, dim = 4, 32, 8, 128
+    cache = jax.eval_shape(
+        lambda: PagedKVCache.create(
+            layers=1,
+            batch=batch,
+            max_tokens=4096,
+            kv_heads=heads,
+            head_dim=dim,
+            format=KVFormat(bits),
+            dtype=dtype,
+        )
+    )
+    terms = jax.ShapeDtypeStruct(
+        (splits, batch, tokens, (queries + 2 * heads) * dim), "float32" if splits > 1 else dtype
+    )
+    angles = jax.ShapeDtypeStruct((batch, tokens, dim // 2), jnp.float32)
+    places = cache.block_tables, cache.lengths, cache.lengths
+    weight = jax.ShapeDtypeStruct((dim,), dtype)
+    for weights in ((), (weight, weight)):
+
+        def append(terms, pages, cosines, sines, *others):
+            norms = HeadNorms(*others[3:], 1e-6) if others[3:] else None
+            return triton.rotate_and_append(
+                terms,
+                pages,
+                cosines,
+                sines,
+                *others[:3],
+                jnp.dtype(dtype),
+                (queries, heads),
+                norms,
+            )
+
+        program = lower_for_cuda(append, terms, cache.layers[0], angles, angles, *places, *weights)
+        assert f'name = "rotate_and_append_kv{bits}"' in program
+        assert ("div.rn.f32" in program) == (bits < 16)
+        arrays, first = 2 if bits == 16 else 4, 6 + len(weights)
+        assert program.count("#stablehlo.output_operand_alias<") == arrays
+        for index in range(arrays):
+            alias = f"output_tuple_indices = [{1 + index}], operand_index = {first + index},"
+            assert alias in program
+
+
+@pytest.mark.gpu
+@each_case
+@pytest.mark.parametrize(("normed", "quarters"), [(False, True), (False, False), (True, False)])
+def test_on_the_gpu(bits, dtype, heads, head_dim, page_size, tokens, splits, normed, quarters, rng):
+    sizes = {"heads": heads, "head_dim": head_dim, "page_size": page_size, "tokens": tokens}
+    check(scene(rng, bits, dtype, splits=splits, normed=normed, quarters=quarters, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [1, 512])
+def test_many_tokens_bit_for_bit_and_in_place_on_the_gpu(bits, dtype, tokens, rng):
+    """Four sequences of up to 512 tokens; quarter turns leave nothing to round."""
+    sizes = {"heads": (8, 2), "head_dim": 128, "page_size": 128, "tokens": tokens}
+    test = scene(rng, bits, dtype, splits=3, quarters=True, pages=24, **sizes)
+    terms, pages, *others = test.arrays
+    pages = jax.tree.map(jnp.copy, pages)
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pages)]
+    append = functools.partial(
+        triton.rotate_and_append, dtype=jnp.dtype(dtype), heads=test.heads, norms=None
+    )
+    queries, written = jax.jit(append, donate_argnums=1)(terms, pages, *others)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == pointers
+    test.check(queries, written)

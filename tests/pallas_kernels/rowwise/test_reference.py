@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import WeightFormat
+from pallas_kernels.rowwise import reference
+from tests.pallas_kernels.oracles import random_array, relative_error, wide
+from tests.pallas_kernels.rowwise.rows import (
+    EPSILON,
+    OTHERS,
+    QUANTIZING,
+    Rows,
+    assert_result,
+    parsed,
+    run,
+    with_large_gates,
+)
+
+norm = functools.partial(run, reference.add_rms_norm, epsilon=EPSILON)
+gate = functools.partial(run, reference.gated_silu)
+
+
+def test_formats_that_quantise_a_token_at_a_time():
+    assert [text for text in (*QUANTIZING, *OTHERS) if reference.quantizes(parsed(text))] == [
+        *QUANTIZING
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "splits", "terms_dtype", "residual", "text"),
+    [
+        ("bfloat16", 1, "bfloat16", True, None),
+        ("float16", 3, "float32", True, None),
+        ("float32", 3, "float32", False, "uint4:g64"),
+        ("bfloat16", 3, "float32", False, "float8:g128/float8"),
+        ("bfloat16", 3, "float32", True, "int8/int8"),
+        ("float32", 1, "float32", False, "liquid4:g64/int8"),
+        ("float16", 1, "float16", True, "float8:gK/float8"),
+    ],
+)
+def test_add_rms_norm(dtype, splits, terms_dtype, residual, text, rng):
+    rows = Rows.random(
+        rng, (2, 3, 300), dtype, splits=splits, residual=residual, terms_dtype=terms_dtype
+    )
+    stream, result = norm(*rows.arrays, format=parsed(text))
+    assert stream.dtype == dtype
+    np.testing.assert_array_equal(wide(stream), wide(rows.stream()))
+    assert_result(result, rows.normed(), dtype, text)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "splits", "terms_dtype", "text"),
+    [
+        ("bfloat16", 1, "bfloat16", None),
+        ("float16", 3, "float32", "float8:g128/float8"),
+        ("float32", 3, "float32", None),
+        ("float32", 1, "float32", "int8/int8"),
+        ("bfloat16", 3, "float32", "float8:gK/float8"),
+        ("float16", 1, "float16", "liquid4:g64/int8"),
+    ],
+)
+def test_gated_silu(dtype, splits, terms_dtype, text, rng):
+    rows = Rows.random(rng, (2, 3, 600), dtype, splits=splits, terms_dtype=terms_dtype)
+    result = gate(rows.arrays[0], dtype=jnp.dtype(dtype), format=parsed(text))
+    assert_result(result, rows.gated(), dtype, text)
+
+
+def test_gates_whose_exponentials_overflow(rng):
+    rows = with_large_gates(Rows.random(rng, (4, 600), "float32"))
+    assert wide(rows.terms).min() < -100
+    assert_result(gate(rows.arrays[0], dtype=jnp.dtype("float32")), rows.gated(), "float32", None)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradients_of_add_rms_norm(residual, rng):
+    rows = Rows.random(rng, (2, 3, 40), "float32", splits=3, residual=residual)
+    of_stream, of_normed = random_array(rng, (2, 2, 3, 40), "float32")
+    function = functools.partial(reference.add_rms_norm, epsilon=EPSILON)
+    of_terms, of_residual, of_weight = run(
+        lambda *arrays: jax.vjp(function, *arrays)[1]((of_stream, of_normed)), *rows.arrays
+    )
+    expected, expected_of_weight = rows.norm_gradients(wide(of_stream), wide(of_normed))
+    for gradient in (*of_terms, of_residual)[: 3 + residual]:
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
+    assert (of_residual is None) == (not residual)
+    np.testing.assert_allclose(of_weight, expected_of_weight, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_gated_silu(rng):
+    rows = Rows.random(rng, (3, 40), "float32", splits=3)
+    cotangent = random_array(rng, (3, 20), "float32")
+    function = functools.partial(reference.gated_silu, dtype=jnp.dtype("float32"))
+    [of_terms] = run(lambda terms: jax.vjp(function, terms)[1](cotangent), rows.arrays[0])
+    for gradient in of_terms:
+        np.testing.assert_allclose(gradient, rows.gated_gradient(wide(cotangent)), atol=1e-5)
+
+
+def test_a_quantised_result_stands_for_the_plain_one(rng):
+    rows = Rows.random(rng, (5, 256), "float32", residual=True)
+    _, plain = norm(*rows.arrays)
+    for text, gap in (("int8/int8", 0.02), ("float8:gK/float8", 0.04)):
+        _, quantised = norm(*rows.arrays, format=WeightFormat.parse(text))
+        assert 1e-3 < relative_error(quantised.dequantize(), wide(plain)) < gap

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import arithmetic, backend
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, as_array, wide
+
+
+def apply(operation, *tiles, dtype="float32", interpret=False):
+    """An operation on whole tiles, in a kernel of its own."""
+
+    def kernel(*references):
+        *inputs, out = references
+        place = tuple(jnp.meshgrid(*(jnp.arange(side) for side in out.shape), indexing="ij"))
+        backend.store(out.at[place], operation(*(backend.load(ref.at[place]) for ref in inputs)))
+
+    return backend.pallas_call(
+        kernel,
+        *tiles,
+        out_shape=jax.ShapeDtypeStruct(tiles[0].shape, dtype),
+        grid=(1,),
+        name="arithmetic",
+        warps=1,
+        stages=1,
+        interpret=interpret,
+    )
+
+
+@pytest.fixture
+def values(rng):
+    return as_array(rng.uniform(0.1, 9, (8, 32)) * rng.choice([-1, 1], (8, 32)), "float32")
+
+
+ORACLES = {
+    "exp2": np.exp2,
+    "reciprocal": lambda x: 1 / x,
+    "multiply_add": lambda x: x * x + x,
+}
+
+
+def call(kind, name):
+    operation = getattr(kind, name)
+    return (lambda x: operation(x, x, x)) if name == "multiply_add" else operation
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_plain(name, values):
+    found = apply(call(arithmetic.PLAIN, name), values, interpret=True)
+    np.testing.assert_allclose(found, ORACLES[name](wide(values)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_plain_narrowing(dtype, values):
+    found = apply(lambda x: arithmetic.PLAIN.narrow(x, dtype), values, dtype=dtype, interpret=True)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(values).astype(NUMPY_DTYPES[dtype]))
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [
+        ("exp2", "ex2.approx.ftz.f32"),
+        ("reciprocal", "rcp.approx.ftz.f32"),
+        ("multiply_add", "fma.rn.f32"),
+    ],
+)
+def test_lowers_to_one_instruction(name, instruction, lower_for_cuda):
+    tile = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    program = lower_for_cuda(lambda x: apply(call(arithmetic.PTX, name), x), tile)
+    assert program.count(instruction) == 1
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), [("bfloat16", "bf16x2"), ("float16", "f16x2")])
+def test_narrowing_lowers_to_one_instruction_for_two(dtype, suffix, lower_for_cuda):
+    tile = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+
+    def narrow(x):
+        return apply(lambda x: arithmetic.PTX.narrow(x, dtype), x, dtype=dtype)
+
+    assert f"cvt.rn.{suffix}.f32" in lower_for_cuda(narrow, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ORACLES)
+def test_on_the_gpu(name, values):
+    found = jax.jit(lambda x: apply(call(arithmetic.PTX, name), x))(values)
+    np.testing.assert_allclose(found, ORACLES[name](wide(values)), rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_narrowing_on_the_gpu(dtype, values):
+    narrow = jax.jit(lambda x: apply(lambda x: arithmetic.PTX.narrow(x, dtype), x, dtype=dtype))
+    expected = np.asarray(values).astype(NUMPY_DTYPES[dtype])
+    np.testing.assert_array_equal(np.asarray(narrow(values)), expected)

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize, unpack
+from pallas_kernels.quantized_tensor import concatenate, replace_scales
+from tests.pallas_kernels.oracles import (
+    ALL_FORMATS,
+    NUMPY_DTYPES,
+    PACKED_FORMATS,
+    QUICK,
+    PlainWeight,
+)
+
+# What is packed does not depend on symmetry.
+LAYOUTS = [text for text in PACKED_FORMATS if ":sym" not in text]
+each_layout = pytest.mark.parametrize("text", LAYOUTS)
+# One of every kind of codes, and of every width.
+KINDS = [
+    *("uint4:g32", "uint8:g32", "table4:g64", "table3:g32", "table2:g32", "float8:g128"),
+    *("float8:gK", "float8:g128/float8", "int8/int8", "liquid4:g64"),
+]
+each_kind = pytest.mark.parametrize("text", KINDS)
+
+
+def assert_same(actual: jax.Array, expected: np.ndarray) -> None:
+    """Of one dtype and shape, bit for bit."""
+    found = np.asarray(actual)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    unsigned = f"u{found.dtype.itemsize}"
+    np.testing.assert_array_equal(
+        np.ascontiguousarray(found).view(unsigned), np.ascontiguousarray(expected).view(unsigned)
+    )
+
+
+@functools.partial(jax.jit, compiler_options=QUICK)
+def read(tensor: QuantizedTensor) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """In one program, which is quicker to compile than each operation by itself."""
+    return unpack(tensor), tensor.dequantize()
+
+
+def assert_packed(tensor: QuantizedTensor, plain: PlainWeight, permutation=None) -> None:
+    format, (channels, outputs) = plain.format, plain.codes.shape
+    assert (tensor.format, tensor.shape) == (format, (channels, outputs))
+    assert tensor.padded_channels % format.block == 0
+    assert 0 <= tensor.padded_channels - channels < format.block
+
+    assert_same(tensor.words, plain.words())
+    parameters = plain.parameters()
+    assert_same(tensor.parameters[: len(parameters)], parameters)
+    assert not np.asarray(tensor.parameters)[len(parameters) :].any()
+    assert len(tensor.parameters) == format.groups(tensor.padded_channels)
+
+    (codes, scales, zeros), dequantized = read(tensor)
+    assert_same(codes, plain.codes)
+    assert_same(scales, plain.scales)
+    expected = np.zeros(scales.shape, np.uint16) if plain.zeros is None else plain.zeros
+    assert_same(zeros, expected)
+    assert tensor.scale_dtype == plain.scales.dtype.name
+
+    values = plain.values()
+    if permutation is not None:
+        values = values[np.argsort(permutation)]
+    assert dequantized.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(dequantized, np.float64), values)
+
+    order = 0 if permutation is None else 4 * channels
+    assert tensor.nbytes == format.nbytes((channels, outputs)) + order
+
+
+@each_layout
+def test_packs_bit_for_bit(text, rng):
+    """Blocks that are full and one that isn't, groups of padding, an odd number of outputs."""
+    format = WeightFormat.parse(text)
+    channels = format.group_size * 5 if format.group_size else 2 * format.block + 51
+    plain = PlainWeight.random(rng, format, channels, 5)
+    assert_packed(plain.pack(), plain)
+
+
+@st.composite
+def weights(draw) -> tuple[PlainWeight, np.ndarray | None]:
+    format = WeightFormat.parse(draw(st.sampled_from(PACKED_FORMATS)))
+    multiple = format.group_size or draw(st.sampled_from([1, 2, 51]))
+    channels = multiple * draw(st.integers(1, 9))
+    outputs = draw(st.integers(1, 9))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    dtype = draw(st.sampled_from(["bfloat16", "float16"]))
+    permutation = rng.permutation(channels).astype(np.int32) if draw(st.booleans()) else None
+    return PlainWeight.random(rng, format, channels, outputs, dtype), permutation
+
+
+@settings(max_examples=20)
+@given(weights())
+def test_packs_any_shape_in_any_order(weight):
+    plain, permutation = weight
+    assert_packed(plain.pack(permutation), plain, permutation)
+
+
+@pytest.mark.parametrize("shape", [(256, 1), (768, 3), (1280, 129)])
+@pytest.mark.parametrize("text", ALL_FORMATS)
+def test_a_format_knows_the_bytes(text, shape):
+    format = WeightFormat.parse(text)
+    weight = jax.ShapeDtypeStruct(shape, jnp.float32)
+    tensor = jax.eval_shape(lambda weight: quantize(weight, format), weight)
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tensor))
+    assert format.nbytes(shape) == nbytes
+
+
+@pytest.mark.parametrize("text", ["uint4:gK", "float8:gK", "int8/int8"])
+@pytest.mark.parametrize("channels", [1, 127, 300])
+def test_a_format_knows_the_bytes_of_any_number_of_channels(text, channels):
+    format = WeightFormat.parse(text)
+    weight = jax.ShapeDtypeStruct((channels, 3), jnp.float32)
+    tensor = jax.eval_shape(lambda weight: quantize(weight, format), weight)
+    assert format.nbytes((channels, 3)) == sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tensor)
+    )
+
+
+@pytest.mark.parametrize("text", ["uint8:g32", "table3:g32", "float8:g128", "liquid4:g64"])
+def test_dequantize_to_sixteen_bits_rounds_the_float32_value(text, rng):
+    plain = PlainWeight.random(rng, WeightFormat.parse(text), 128, 6, "bfloat16")
+    for name, dtype in NUMPY_DTYPES.items():
+        expected = plain.values().astype(np.float32).astype(dtype)
+        dequantize = jax.jit(lambda tensor, name=name: tensor.dequantize(name))
+        assert_same(dequantize(plain.pack()), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_codes_of_any_unsigned_type_pack_alike(dtype, rng):
+    plain = PlainWeight.random(rng, FORMAT, 64, 3)
+    assert_packed(dataclasses.replace(plain, codes=plain.codes.astype(dtype)).pack(), plain)
+
+
+@each_kind
+def test_replace_scales_replaces_nothing_else(text, rng):
+    plain = PlainWeight.random(rng, WeightFormat.parse(text), 384, 3)
+    tensor = plain.pack()
+    scales = rng.uniform(0.1, 1, plain.scales.shape).astype(np.float32)
+    if text.startswith("liquid4"):
+        with pytest.raises(ValueError, match="integer steps: replace its channel_scales"):
+            replace_scales(tensor, jnp.asarray(scales))
+        return
+    rounded = scales.astype(plain.scales.dtype)
+    replaced = replace_scales(tensor, jnp.asarray(scales))
+    assert_packed(replaced, dataclasses.replace(plain, scales=rounded))
+    # The same values come from the scales given to dequantize.
+    given = jax.jit(lambda tensor, scales: tensor.dequantize(scales=scales))(tensor, rounded)
+    np.testing.assert_array_equal(given, read(replaced)[1])
+
+
+def test_replace_scales_needs_one_scale_for_each_group(rng):
+    tensor = PlainWeight.random(rng, FORMAT, 96, 3).pack()
+    assert len(tensor.parameters) == 4  # one of padding
+    with pytest.raises(ValueError, match=r"shape \(4, 3\); uint4:g32 expects \(3, 3\)"):
+        replace_scales(tensor, tensor.scales())
+
+
+FORMAT = WeightFormat.parse("uint4:g32")
+UINT4 = {
+    "codes": np.zeros((64, 4), np.uint8),
+    "scales": np.ones((2, 4), np.float16),
+    "zeros": np.zeros((2, 4), np.uint8),
+    "format": FORMAT,
+}
+TABLE2 = {
+    "codes": np.zeros((64, 4), np.uint8),
+    "scales": np.ones((2, 4), np.float16),
+    "zeros": None,
+    "format": WeightFormat.parse("table2:g32"),
+    "table": np.zeros(4, np.float32),
+}
+LIQUID4 = {
+    "codes": np.zeros((64, 4), np.uint8),
+    "scales": np.ones((1, 4), np.uint16),
+    "zeros": np.ones((1, 4), np.uint16),
+    "format": WeightFormat.parse("liquid4:g64"),
+    "channel_scales": np.ones(4, np.float32),
+}
+INT8 = {
+    "codes": np.zeros((64, 4), np.int8),
+    "scales": np.ones((1, 4), np.float32),
+    "zeros": None,
+    "format": WeightFormat.parse("int8"),
+}
+FLOAT8 = INT8 | {
+    "codes": np.zeros((64, 4), ml_dtypes.float8_e4m3fn),
+    "format": WeightFormat.parse("float8"),
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (UINT4, {"format": WeightFormat.parse("bfloat16")}, "bfloat16 is not packed"),
+        (UINT4, {"codes": np.zeros(64, np.uint8)}, r"codes have shape \(64,\); expected a matrix"),
+        (UINT4, {"codes": np.zeros((64, 4), np.int8)}, "dtype int8; expected unsigned integers"),
+        (UINT4, {"codes": np.zeros((64, 4), np.float32)}, "dtype float32; expected unsigned"),
+        (INT8, {"codes": np.zeros((64, 4), np.uint8)}, "dtype uint8; expected int8"),
+        (FLOAT8, {"codes": np.zeros((64, 4), np.uint8)}, "dtype uint8; expected float8_e4m3fn"),
+        (UINT4, {"codes": np.zeros((48, 4), np.uint8)}, "48 input channels can't be split into"),
+        (UINT4, {"scales": np.ones((1, 4), np.float16)}, r"scales.*\(1, 4\).*expects \(2, 4\)"),
+        (UINT4, {"zeros": np.ones((2, 5), np.uint8)}, r"zeros.*\(2, 5\).*expects \(2, 4\)"),
+        (UINT4, {"zeros": None}, r"zeros.*None.*expects \(2, 4\)"),
+        (TABLE2, {"zeros": np.ones((2, 4), np.uint8)}, r"zeros.*\(2, 4\).*expects None"),
+        (UINT4, {"permutation": np.arange(32, dtype=np.int32)}, r"permutation.*\(32,\).*\(64,\)"),
+        (UINT4, {"channel_scales": np.ones(4, np.float32)}, r"channel_scales.*\(4,\).*None"),
+        (LIQUID4, {"channel_scales": None}, r"channel_scales.*None.*expects \(4,\)"),
+        (LIQUID4, {"channel_scales": np.ones(1, np.float32)}, r"channel_scales.*\(1,\).*\(4,\)"),
+        (UINT4, {"table": np.ones(16, np.float32)}, r"table.*\(16,\).*expects None"),
+        (TABLE2, {"table": None}, r"table.*None.*expects \(4,\)"),
+        (TABLE2, {"table": np.ones(8, np.float32)}, r"table.*\(8,\).*expects \(4,\)"),
+        (UINT4, {"scales": np.ones((2, 4), np.float32)}, "float32; expected float16 or bfloat16"),
+        (INT8, {"scales": np.ones((1, 4), np.float16)}, "dtype float16; expected float32"),
+        (FLOAT8, {"scales": np.ones((1, 4), np.float16)}, "dtype float16; expected float32"),
+        (LIQUID4, {"scales": np.ones((1, 4), np.float16)}, "dtype float16; expected uint16"),
+    ],
+)
+def test_pack_refuses(base, change, message):
+    assert jax.eval_shape(lambda: pack(**base)).shape == (64, 4)
+    with pytest.raises(ValueError, match=message):
+        pack(**(base | change))
+
+
+@each_kind
+def test_a_tensor_is_a_pytree_with_a_static_layout(text, rng):
+    plain = PlainWeight.random(rng, WeightFormat.parse(text), 128, 4)
+    tensor = plain.pack()
+    leaves, structure = jax.tree.flatten(tensor)
+    assert tensor.nbytes == sum(leaf.nbytes for leaf in leaves)
+    again = jax.tree.unflatten(structure, leaves)
+    assert (again.format, again.channels) == (plain.format, 128)
+    assert again.scale_dtype == plain.scales.dtype.name
+    same = jax.jit(lambda tensor: tensor)(tensor)
+    assert_packed(same, plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "permuted"), [*((text, False) for text in KINDS), ("uint4:g32", True)]
+)
+def test_concatenate_joins_output_channels(text, permuted, rng):
+    format = WeightFormat.parse(text)
+    permutation = rng.permutation(128).astype(np.int32) if permuted else None
+    plains = [PlainWeight.random(rng, format, 128, outputs) for outputs in (3, 1, 3)]
+    table = plains[0].table
+    plains = [dataclasses.replace(plain, table=table) for plain in plains]
+    joined = concatenate([plain.pack(permutation) for plain in plains])
+
+    def along_outputs(name: str) -> np.ndarray | None:
+        arrays = [getattr(plain, name) for plain in plains]
+        return None if arrays[0] is None else np.concatenate(arrays, axis=-1)
+
+    names = ("codes", "scales", "zeros", "channel_scales")
+    whole = PlainWeight(format, **{name: along_outputs(name) for name in names}, table=table)
+    assert joined is not None
+    assert_packed(joined, whole, permutation)
+
+
+def test_concatenate_of_one_is_itself(rng):
+    tensor = PlainWeight.random(rng, FORMAT, 64, 4).pack()
+    jax.tree.map(np.testing.assert_array_equal, concatenate([tensor]), tensor)
+
+
+ORDER = np.arange(64, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("text", "channels", "dtype", "permutation"),
+    [
+        ("uint8:g32", 64, "float16", None),
+        ("uint4:g64", 64, "float16", None),
+        ("uint4:g32:sym", 64, "float16", None),
+        ("table4:g32", 64, "float16", None),
+        ("uint4:g32", 96, "float16", None),
+        ("uint4:g32", 64, "bfloat16", None),
+        ("uint4:g32", 64, "float16", ORDER),
+    ],
+)
+def test_concatenate_needs_one_layout(text, channels, dtype, permutation, rng):
+    first = PlainWeight.random(rng, FORMAT, 64, 4).pack()
+    other = PlainWeight.random(rng, WeightFormat.parse(text), channels, 4, dtype).pack(permutation)
+    for tensors in itertools.permutations([first, other]):
+        assert concatenate(list(tensors)) is None
+
+
+def test_concatenate_needs_one_permutation(rng):
+    plain = PlainWeight.random(rng, FORMAT, 64, 4)
+    tensors = [plain.pack(order) for order in (ORDER, ORDER, ORDER[::-1].copy())]
+    assert concatenate(tensors) is None
+    assert concatenate(tensors[:2]) is not None
+
+
+def test_concatenate_needs_one_table(rng):
+    plain = PlainWeight.random(rng, WeightFormat.parse("table2:g32"), 64, 4)
+    assert plain.table is not None
+    other = dataclasses.replace(plain, table=np.nextafter(plain.table, np.float32(9)))
+    assert concatenate([plain.pack(), plain.pack(), other.pack()]) is None
+    assert concatenate([plain.pack(), plain.pack()]) is not None

@@ -61,7 +61,8 @@ def paged_attention(
         raise backend.UnsupportedError(f"paged_attention: 'triton' can't run: {reason}")
     batch, tokens, heads, _ = queries.shape
     kv_heads = pages.keys.shape[1]
-    config = tuning.configure(batch, kv_heads, tokens * heads // kv_heads, block_tables.shape[1])
+    rows = tokens * heads // kv_heads
+    config = tuning.configure(batch, kv_heads, rows, block_tables.shape[1], pages.format)
     return triton.paged_attention(*arguments, config, scale=scale, window=window)
 
 

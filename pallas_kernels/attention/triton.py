@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels import arithmetic as arithmetics
 from pallas_kernels import backend
-from pallas_kernels.bits import decode_plane, unpack_pair
+from pallas_kernels.bits import decode_centred, unpack_pair
 from pallas_kernels.kv_cache.cache import KVFormat, KVPages
 
 _FLOOR = -1e30  # below any score, and finite, so that a tile without visible keys makes no NaN
+_HIDDEN = 2 * _FLOOR  # of keys that a row doesn't see: of weight zero, also beside no other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,18 +167,44 @@ def _kernel(
     ]
     query_sum = functools.reduce(jnp.add, [q.astype(jnp.float32).sum(1) for q in queries])  # [rows]
 
+    arithmetic = arithmetics.PTX if ptx else arithmetics.PLAIN
+    log2_scale = scale * math.log2(math.e)
+
     # A power of two on all weights cancels in the end. It keeps small ones, times the small steps
     # of values, out of float16's subnormals; a step is no more than 131008 / (2**bits - 1).
     lift = {16: 15.0, 8: 6.0, 4: 2.0}[format.bits] if dtype == jnp.float16 else 0.0
 
-    def fetch(ref: Any, page: jax.Array) -> jax.Array:
-        return backend.load(ref.at[page, head, slot[:, None], lane[None, :]])
+    # Which operand of the tensor cores is the narrow one, eight high: a few rows, or, where there
+    # are many, keys. Scores are [page size, rows] or [rows, page size].
+    few = config.tile_rows <= 8
+    slots, across = (0, 1) if few else (1, 0)
+
+    def for_slots(x: jax.Array) -> jax.Array:
+        return jnp.expand_dims(x, across)
+
+    def for_rows(x: jax.Array) -> jax.Array:
+        return jnp.expand_dims(x, slots)
+
+    def tile_shape(slot_side: int, row_side: int = config.tile_rows) -> tuple[int, int]:
+        return (slot_side, row_side) if few else (row_side, slot_side)
+
+    def times_queries(keys: jax.Array, q: jax.Array) -> jax.Array:
+        return backend.dot(*((keys, q) if few else (q, keys)), trans_b=True)
+
+    def times_values(weights: jax.Array, values: jax.Array) -> jax.Array:
+        return backend.dot(*((values, weights) if few else (weights, values)))
+
+    def fetch_keys(page: jax.Array) -> jax.Array:
+        return backend.load(keys_ref.at[page, head, slot[:, None], lane[None, :]])
+
+    def fetch_values(page: jax.Array) -> jax.Array:
+        at = (slot[None, :], lane[:, None]) if few else (slot[:, None], lane[None, :])
+        return backend.load(values_ref.at[page, head, *at])
 
     def decode(words: jax.Array, plane: int) -> jax.Array:
         if not format.is_quantized:
             return words.astype(dtype)
-        centre = jnp.asarray(2 ** (format.bits - 1), dtype)
-        return decode_plane(words, plane, format.bits, centre, ptx=ptx)
+        return decode_centred(words, plane, format.bits, dtype, ptx=ptx)
 
     def fetch_parameters(ref: Any, page: jax.Array) -> tuple[jax.Array, jax.Array]:
         half = jnp.dtype(dtype)
@@ -185,40 +213,53 @@ def _kernel(
         middle = zero.astype(jnp.float32) + step * float(2 ** (format.bits - 1))
         return step, middle  # [page size] each
 
+    # Sums over keys. A narrow tile keeps one for each slot of a page, so that the warps, between
+    # which the slots are divided, meet once in the end instead of at every page.
+    by_slot = config.tile_rows <= 16
+
+    def gather(x: jax.Array) -> jax.Array:
+        return x if by_slot else x.sum(slots, keepdims=True)
+
     def visit(entry: jax.Array, carry: Any) -> Any:
         accumulators, middle_sum, peak, total = carry
         page = backend.load(block_tables_ref.at[batch, entry])
-        words = fetch(keys_ref, page)
-        scores = jnp.zeros((config.tile_rows, page_size), jnp.float32)
+        words = fetch_keys(page)
+        scores = jnp.zeros(tile_shape(page_size), jnp.float32)
         for plane, q in enumerate(queries):
-            scores += backend.dot(q, decode(words, plane), trans_b=True)
+            scores += times_queries(decode(words, plane), q)
         if format.is_quantized:
-            step, middle = fetch_parameters(parameter_refs[0], page)
-            scores = scores * step[None, :] + query_sum[:, None] * middle[None, :]
-        scores *= scale * math.log2(math.e)
+            # Scaled for each slot, of which there are fewer than scores.
+            step, middle = (x * log2_scale for x in fetch_parameters(parameter_refs[0], page))
+            offset = for_slots(middle) * for_rows(query_sum)
+            scores = arithmetic.multiply_add(scores, for_slots(step), offset)
+        else:
+            scores *= log2_scale
         key = entry * page_size + slot
-        visible = key[None, :] <= limit[:, None]
+        visible = for_slots(key) <= for_rows(limit)
         if window is not None:
-            visible &= key[None, :] > (position - window)[:, None]
-        scores = jnp.where(visible, scores, _FLOOR)
-        new_peak = jnp.maximum(peak, scores.max(1))
-        shrink = jnp.exp2(peak - new_peak)
-        weights = jnp.where(visible, jnp.exp2(scores - new_peak[:, None] + lift), 0.0)
+            visible &= for_slots(key) > for_rows(position - window)
+        scores = jnp.where(visible, scores, _HIDDEN)
+        new_peak = jnp.maximum(peak, scores.max(slots))
+        shrink = for_rows(arithmetic.exp2(peak - new_peak))
+        weights = arithmetic.exp2(scores - for_rows(new_peak - lift))
         # What multiplies the codes is rounded to 16 bits. The total and the sum of middles must use
         # the same rounded weights: codes and middles may be large and all but cancel.
         if format.is_quantized:
             step, middle = fetch_parameters(parameter_refs[1], page)
-            weights = (weights * step[None, :]).astype(dtype)
-            inverse = jnp.where(step == 0, 0.0, 1 / step)  # 0 in slots that were never written
-            rounded = weights.astype(jnp.float32) * inverse[None, :]
-            middle_sum = middle_sum * shrink + (rounded * middle[None, :]).sum(1)
+            weights = arithmetic.narrow(weights * for_slots(step), dtype)
+            # Slots that were never written have a step of 0.
+            inverse = jnp.where(step == 0, 0.0, arithmetic.reciprocal(step))
+            rounded = weights.astype(jnp.float32) * for_slots(inverse)
+            middle_sum = arithmetic.multiply_add(
+                middle_sum, shrink, gather(rounded * for_slots(middle))
+            )
         else:
-            weights = weights.astype(dtype)
+            weights = arithmetic.narrow(weights, dtype)
             rounded = weights.astype(jnp.float32)
-        total = total * shrink + rounded.sum(1)
-        words = fetch(values_ref, page)
+        total = arithmetic.multiply_add(total, shrink, gather(rounded))
+        words = fetch_values(page)
         accumulators = tuple(
-            accumulator * shrink[:, None] + backend.dot(weights, decode(words, plane))
+            accumulator * shrink + times_values(weights, decode(words, plane))
             for plane, accumulator in enumerate(accumulators)
         )
         return accumulators, middle_sum, new_peak, total
@@ -233,24 +274,22 @@ def _kernel(
     share = (end_page - first_page + config.splits - 1) // config.splits
     first = first_page + split * share
     last = jnp.minimum(first + share, end_page)
-    zeros = jnp.zeros((config.tile_rows,), jnp.float32)
+    zeros = jnp.zeros(tile_shape(page_size if by_slot else 1), jnp.float32)
     carry = (
-        tuple(jnp.zeros((config.tile_rows, width), jnp.float32) for _ in queries),
+        tuple(jnp.zeros(tile_shape(width), jnp.float32) for _ in queries),
         zeros,
-        zeros + _FLOOR,
+        jnp.full((config.tile_rows,), _FLOOR),
         zeros,
     )
     accumulators, middle_sum, peak, total = jax.lax.fori_loop(first, last, visit, carry)
+    middle_sum, total = middle_sum.sum(slots), total.sum(slots)
 
     # An empty range has weight zero, and its output must be a number all the same.
     divisor = jnp.where(total == 0, 1.0, total)
     for plane, accumulator in enumerate(accumulators):
-        out = (accumulator + middle_sum[:, None]) / divisor[:, None]
+        out = (accumulator + for_rows(middle_sum)) / for_rows(divisor)
         target = out_ref.at[batch, head, split, row[:, None], (plane * width + lane)[None, :]]
-        backend.store(
-            target,
-            out.astype(out_ref.dtype),
-            mask=jnp.broadcast_to(row_mask[:, None], out.shape),
-        )
+        mask = jnp.broadcast_to(row_mask[:, None], (config.tile_rows, width))
+        backend.store(target, (out.T if few else out).astype(out_ref.dtype), mask=mask)
     sums = jnp.where(total == 0, _FLOOR, peak + jnp.log2(divisor))
     backend.store(sums_ref.at[batch, head, split, row], sums, mask=row_mask)

@@ -26,7 +26,7 @@ def kernel(
     batch, tokens, heads, dim = queries.shape
     kv_heads = pages.keys.shape[1]
     rows = tokens * heads // kv_heads
-    config = tuning.configure(batch, kv_heads, rows, block_tables.shape[1])
+    config = tuning.configure(batch, kv_heads, rows, block_tables.shape[1], pages.format)
     return triton.paged_attention(
         queries,
         pages,
@@ -120,8 +120,9 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
                 )
             )
             group = shape.query_heads // shape.kv_heads
+            pages = cache.block_tables.shape[1]
             config = tuning.configure(
-                shape.batch, shape.kv_heads, tokens * group, cache.block_tables.shape[1]
+                shape.batch, shape.kv_heads, tokens * group, pages, KVFormat.parse(text)
             )
             ragged = tokens * group % config.tile_rows > 0
             key = (

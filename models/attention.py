@@ -6,11 +6,19 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from models.config import DecoderConfig
-from models.layers import FusedLinear, Linear, RMSNorm, rotate
-from pallas_kernels import KVPages, append, paged_attention, prefill_attention
+from models.layers import Activations, FusedLinear, Linear, RMSNorm, rotate
+from pallas_kernels import (
+    HeadNorms,
+    KVPages,
+    append,
+    paged_attention,
+    prefill_attention,
+    rotate_and_append,
+)
 
 
 @functools.partial(
@@ -48,18 +56,40 @@ class Attention(nnx.Module):
         norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, config.dtype)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
+        self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.window = window
 
     def __call__(
-        self, x: jax.Array, angles: jax.Array, pages: KVPages | None, span: Span | None
+        self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
     ) -> tuple[jax.Array, KVPages | None]:
-        """Attends x [batch, tokens, hidden]; the same shape, and the pages with the new tokens.
+        """Maps x [batch, tokens, hidden] to the same shape; see `attend`."""
+        attended, pages = self.attend(x, angles, pages, span)
+        return self.output(attended), pages
+
+    def attend(
+        self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
+    ) -> tuple[jax.Array, KVPages | None]:
+        """What `output` maps, [batch, tokens, heads · head dim], and the pages with the new tokens.
 
         pages and span come together: a layer's part of the cache and where the tokens go in it.
         Without them x is whole sequences from position 0.
         """
         batch, tokens, _ = x.shape
+        if pages is not None and span is not None and not span.fresh:
+            where = (span.block_tables, span.starts, span.counts)
+            query, pages = rotate_and_append(
+                self.qkv.terms(x),
+                pages,
+                jnp.cos(angles),
+                jnp.sin(angles),
+                *where,
+                dtype=x.dtype,
+                heads=self.heads,
+                norms=self._norms(),
+            )
+            attended = paged_attention(query, pages, *where, window=self.window)
+            return attended.reshape(batch, tokens, -1), pages
         query, key, value = (
             part.reshape(batch, tokens, -1, self.head_dim) for part in self.qkv(x)
         )  # [batch, tokens, heads, head dim]
@@ -67,10 +97,12 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles), rotate(key, angles)
         if pages is not None and span is not None:
-            where = (span.block_tables, span.starts, span.counts)
-            pages = append(pages, key, value, *where)
-        if pages is None or span is None or span.fresh:
-            attended = prefill_attention(query, key, value, window=self.window)
-        else:
-            attended = paged_attention(query, pages, *where, window=self.window)
-        return self.output(attended.reshape(batch, tokens, -1)), pages
+            pages = append(pages, key, value, span.block_tables, span.starts, span.counts)
+        attended = prefill_attention(query, key, value, window=self.window)
+        return attended.reshape(batch, tokens, -1), pages
+
+    def _norms(self) -> HeadNorms | None:
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        weights = self.query_norm.weight.get_value(), self.key_norm.weight.get_value()
+        return HeadNorms(*weights, self.query_norm.epsilon)

@@ -9,8 +9,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import pallas_kernels
 from models.config import DecoderConfig, RopeScaling
-from pallas_kernels import QuantizedTensor, matmul
+from pallas_kernels import (
+    QuantizedActivations,
+    QuantizedTensor,
+    WeightFormat,
+    add_rms_norm,
+    gated_silu,
+    matmul,
+    matmul_terms,
+)
+
+Activations = jax.Array | QuantizedActivations
 
 
 class Linear(nnx.Module):
@@ -26,11 +37,26 @@ class Linear(nnx.Module):
         kernel = nnx.initializers.normal(0.02)(rngs.params(), shape, jnp.dtype(dtype))
         return cls(kernel, jnp.zeros(shape[1], dtype) if bias else None)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Activations) -> jax.Array:
         """Maps [..., in] to [..., out]."""
         kernel: Any = self.kernel.get_value()
         y = matmul(x, kernel)
         return y if self.bias is None else y + self.bias.get_value()
+
+    def terms(self, x: Activations) -> jax.Array:
+        """Terms [splits, ..., out] whose sum is the map of x, for `RMSNorm.add` to add."""
+        kernel: Any = self.kernel.get_value()
+        if self.bias is None and isinstance(kernel, QuantizedTensor):
+            return matmul_terms(x, kernel)
+        return self(x)[None]
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """The format of a packed kernel; None of a plain one or one with a permutation."""
+        kernel: Any = self.kernel.get_value()
+        if not isinstance(kernel, QuantizedTensor) or kernel.permutation is not None:
+            return None
+        return kernel.format
 
 
 class FusedLinear(nnx.Module):
@@ -44,7 +70,19 @@ class FusedLinear(nnx.Module):
         self.parts = nnx.List(parts)
         self.sizes = sizes
 
-    def __call__(self, x: jax.Array) -> list[jax.Array]:
+    @property
+    def format(self) -> WeightFormat | None:
+        """The packed format that all parts share, or None."""
+        formats = {part.format for part in self.parts}
+        return formats.pop() if len(formats) == 1 else None
+
+    def terms(self, x: Activations) -> jax.Array:
+        """Terms [splits, ..., sum of sizes] whose sum are all outputs side by side."""
+        if len(self.parts) == 1:
+            return self.parts[0].terms(x)
+        return jnp.concatenate([part(x) for part in self.parts], -1)[None]
+
+    def __call__(self, x: Activations) -> list[jax.Array]:
         """Maps [..., in] to one array [..., size] for each of `sizes`."""
         outputs = [part(x) for part in self.parts]
         if len(outputs) == len(self.sizes):
@@ -67,6 +105,17 @@ class RMSNorm(nnx.Module):
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.epsilon)
         return (wide * self.weight.get_value().astype(jnp.float32)).astype(x.dtype)
 
+    def add(
+        self, terms: jax.Array, residual: jax.Array | None, format: WeightFormat | None
+    ) -> tuple[jax.Array, Activations]:
+        """The residual stream with the sum of `terms` added to it, and its norm.
+
+        format: of the weight that the norm is for; where it multiplies activations of 8 bits, the
+        norm comes quantised. See `add_rms_norm`.
+        """
+        weight = self.weight.get_value()
+        return add_rms_norm(terms, residual, weight, self.epsilon, format=format)
+
 
 class GatedMLP(nnx.Module):
     """down(SiLU(gate(x)) · up(x))."""
@@ -81,10 +130,13 @@ class GatedMLP(nnx.Module):
             (inner, hidden), bias=config.mlp_bias, dtype=config.dtype, rngs=rngs
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def gated(self, x: Activations, format: WeightFormat | None = None) -> Activations:
+        """SiLU(gate(x)) · up(x) [..., inner], quantised if a weight of `format` wants that."""
+        return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
+
+    def __call__(self, x: Activations) -> jax.Array:
         """Maps [..., hidden] to the same shape."""
-        gate, up = self.gate_up(x)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(self.gated(x))
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
@@ -102,11 +154,5 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> j
 
 
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotary embedding of x [batch, tokens, heads, dim] by angles [batch, tokens, dim / 2].
-
-    Channel i turns with channel i + dim / 2, the convention of Hugging Face checkpoints.
-    """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, -1).astype(x.dtype)
+    """Rotary embedding of x [batch, tokens, heads, dim] by angles [batch, tokens, dim / 2]."""
+    return pallas_kernels.rotate(x, jnp.cos(angles), jnp.sin(angles))

@@ -12,9 +12,17 @@ from flax import nnx
 
 from models import Attention
 from models.attention import Span
-from pallas_kernels import KVFormat, PagedKVCache
+from pallas_kernels import (
+    KVFormat,
+    PagedKVCache,
+    WeightFormat,
+    quantize,
+    quantize_activations,
+)
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import QUICK, random_array
+
+compiled = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 def span(cache: PagedKVCache, counts: list[int], *, fresh: bool) -> Span:
@@ -57,6 +65,51 @@ def test_with_and_without_a_cache_fresh_or_not(window, rng):
     jax.tree.map(np.testing.assert_array_equal, *written)
     assert np.abs(written[0].keys[:, :, :9]).min() > 0
     np.testing.assert_array_equal(written[0].keys[:, :, 9:], 0)
+
+
+def test_calling_is_attending_and_the_output_projection(rng):
+    changes: dict[str, Any] = {"qk_norm": True, "output_bias": True}
+    attention: Any = Attention(dataclasses.replace(CONFIG, **changes), None, nnx.Rngs(0))
+    norms = attention.query_norm, attention.key_norm
+    for parameter in (attention.output.bias, *(norm.weight for norm in norms)):
+        parameter.set_value(random_array(rng, parameter.get_value().shape, "float32"))
+    x = random_array(rng, (2, 5, 64), "float32") * 30
+    angles = jnp.asarray(rng.uniform(-9, 9, (2, 5, 8)).astype(np.float32))
+    cache, results = empty_cache(2), []
+    spans = [None, *(span(cache, [5, 3], fresh=fresh) for fresh in (True, False))]
+    for where in spans:
+        pages = None if where is None else cache.layers[0]
+        attended, written = compiled(attention.attend)(x, angles, pages, where)
+        assert attended.shape == (2, 5, 4 * 16)
+        y, others = compiled(attention)(x, angles, pages, where)
+        np.testing.assert_allclose(y, attention.output(attended), atol=1e-5)
+        jax.tree.map(np.testing.assert_array_equal, written, others)
+        results.append((attended, written))
+    for attended, _ in results[1:]:
+        for row, count in enumerate((5, 3)):
+            np.testing.assert_allclose(attended[row, :count], results[0][0][row, :count], atol=1e-4)
+    for one, other in zip(*(jax.tree.leaves(pages) for _, pages in results[1:]), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("fresh", [None, True, False])
+def test_attending_to_quantised_activations(fresh, rng):
+    attention = Attention(CONFIG, None, nnx.Rngs(0))
+    [fused] = attention.qkv.parts
+    kernel: Any = fused.kernel.get_value()
+    fused.kernel = nnx.Param(quantize(kernel, WeightFormat.parse("int8/int8")))
+    x = random_array(rng, (2, 5, 64), "float32") * 30
+    assert attention.qkv.format is not None
+    ready = quantize_activations(x, attention.qkv.format)
+    angles, cache = jnp.ones((2, 5, 8)), empty_cache(2)
+    where = None if fresh is None else span(cache, [5, 5], fresh=fresh)
+    pages = None if fresh is None else cache.layers[0]
+    attend = compiled(attention.attend)
+    attended, written = attend(ready, angles, pages, where)
+    expected, expected_pages = attend(x, angles, pages, where)
+    assert attended.dtype == jnp.float32
+    np.testing.assert_allclose(attended, expected, atol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), written, expected_pages)
 
 
 def test_norms_and_biases_are_there_where_the_config_asks_for_them():

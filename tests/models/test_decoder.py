@@ -165,6 +165,40 @@ def test_quantized_kernels_equal_the_weights_they_stand_for(text, rng):
     assert relative_error(call(small_model(), tokens), expected) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("text", "gap"), [("int8/int8", 0.05), ("liquid4:g64/int8", 0.05), ("float8:gK/float8", 0.15)]
+)
+def test_eight_bit_activations_through_a_whole_model(text, gap, rng):
+    """Against plain kernels of the same values: what is left is the rounding of activations."""
+    model, plain = small_model(), small_model()
+    for each in (model, plain):
+        quantize_kernels(each, text)
+    dequantize_kernels(plain)
+    tokens = random_tokens(rng, 2, 12)
+    expected = forward(plain, tokens)
+    stepped, _ = run(model, model.create_cache(2, 64, KVFormat(16), 64), tokens, [9, 3])
+    for last, end in zip(stepped, (9, 12), strict=True):
+        assert 1e-4 < relative_error(last, expected[:, end - 1]) < gap
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_layer_is_the_plain_formula_on_a_stream_and_terms(splits, rng):
+    model = small_model(dataclasses.replace(CONFIG, qk_norm=True, mlp_bias=True))
+    layer = model.layers[0]
+    terms = jnp.asarray(rng.standard_normal((splits, 2, 5, 64)).astype(np.float32))
+    residual = jnp.asarray(rng.standard_normal((2, 5, 64)).astype(np.float32))
+    angles = jnp.asarray(rng.uniform(-9, 9, (2, 5, 8)).astype(np.float32))
+    for stream in (residual, None):
+        x = terms.sum(0) + (0.0 if stream is None else stream)
+        attended, _ = layer.attention(layer.attention_norm(x), angles, None, None)
+        x = x + attended
+        more, after, pages = layer(terms, stream, angles, None, None)
+        assert pages is None
+        assert more.shape[1:] == x.shape
+        np.testing.assert_allclose(after, x, atol=1e-4)
+        np.testing.assert_allclose(more.sum(0), layer.mlp(layer.mlp_norm(x)), atol=1e-4)
+
+
 KERNEL_CONFIG = dataclasses.replace(CONFIG, head_dim=64, qk_norm=True, windows=(6,))
 
 
@@ -200,10 +234,13 @@ def test_interpreted_kernels_inside_a_model(rng, interpreted_triton):
     assert half_precision_error(rng, "uint4:g32", 8, "float16") < 0.005
 
 
-@pytest.mark.parametrize("bits", [16, 4])
-def test_a_decoding_step_lowers_for_cuda(bits, pretend_gpu, lower_for_cuda):
+@pytest.mark.parametrize(
+    ("text", "bits", "gates"),
+    [("uint4:g32", 16, 0), ("uint4:g32", 4, 0), ("liquid4:g64/int8", 8, 1)],
+)
+def test_a_decoding_step_lowers_for_cuda(text, bits, gates, pretend_gpu, lower_for_cuda):
     model = cast(small_model(KERNEL_CONFIG), "bfloat16")
-    quantize_kernels(model, "uint4:g32")
+    quantize_kernels(model, text)
     graph, state = nnx.split(model)
     cache = model.create_cache(2, 64, KVFormat(bits), 64)
     tokens, counts = jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
@@ -213,8 +250,14 @@ def test_a_decoding_step_lowers_for_cuda(bits, pretend_gpu, lower_for_cuda):
 
     program = lower_for_cuda(step, state, tokens, counts, cache)
     layers = len(KERNEL_CONFIG.windows)
-    for name, times in (("matmul_uint4", 4), (f"append_kv{bits}", 1), (f"attention_kv{bits}", 1)):
-        assert program.count(f'name = "{name}"') == times * layers, name
+    for name, times in (
+        (f"matmul_{text.split(':')[0]}", 4 * layers),
+        ("add_rms_norm", 2 * layers + 1),
+        (f"rotate_and_append_kv{bits}", layers),
+        (f"attention_kv{bits}", layers),
+        ("gated_silu", gates * layers),
+    ):
+        assert program.count(f'name = "{name}"') == times, name
 
 
 def test_gradients_reach_every_weight_and_are_right(rng):
@@ -238,6 +281,33 @@ def test_gradients_reach_every_weight_and_are_right(rng):
         return float(loss(jax.tree.map(lambda w, g: w + distance / norm * g, state, gradient)))
 
     assert (moved(1e-2) - moved(-1e-2)) / 2e-2 == pytest.approx(norm, rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "int8/int8", "liquid4:g64/int8"])
+def test_gradients_pass_through_packed_kernels(text, rng):
+    """Straight through the rounding of activations: as with plain kernels of the same values."""
+    model, plain = small_model(), small_model()
+    for each in (model, plain):
+        quantize_kernels(each, text)
+    dequantize_kernels(plain)
+    tokens = jnp.asarray(random_tokens(rng, 2, 8))
+
+    def gradient(model):
+        graph, state = nnx.split(model)
+
+        def loss(embedding):
+            changed = nnx.merge(graph, state)
+            changed.embedding = nnx.Param(embedding)
+            chosen = jnp.take_along_axis(
+                jax.nn.log_softmax(changed(tokens[:, :-1])), tokens[:, 1:, None], -1
+            )
+            return -chosen.mean()
+
+        embedding = model.embedding.get_value()
+        return jax.jit(jax.grad(loss), compiler_options=QUICK)(embedding)
+
+    found, expected = gradient(model), wide(gradient(plain))
+    assert relative_error(found, expected) < (1e-4 if text == "uint4:g32" else 0.15)
 
 
 def test_modules_hold_no_hidden_state(rng):
@@ -301,7 +371,10 @@ def test_only_families_read_config_files():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("text", "bits"),
-    [(None, 16), ("uint4:g32", 16), ("uint4:g32", 8), ("uint8:g64", 4), ("uint8:gK:sym", 8)],
+    [
+        *((None, 16), ("uint4:g32", 16), ("uint4:g32", 8), ("uint8:g64", 4), ("uint8:gK:sym", 8)),
+        *(("int8/int8", 8), ("liquid4:g64/int8", 16), ("float8:gK/float8", 8)),
+    ],
 )
 def test_a_model_on_the_gpu(text, bits, dtype, rng):
     """The float32 model goes through the reference implementations."""

@@ -11,9 +11,11 @@ from flax import nnx
 
 from models import FusedLinear, GatedMLP, Linear, RMSNorm, RopeScaling
 from models.layers import rotary_frequencies, rotate
-from pallas_kernels import WeightFormat, quantize
+from pallas_kernels import QuantizedActivations, WeightFormat, quantize
+from pallas_kernels.gemm import tuning
+from pallas_kernels.gemm.config import GemmConfig, Plan
 from tests.models.small import CONFIG
-from tests.pallas_kernels.oracles import random_array, relative_error, wide
+from tests.pallas_kernels.oracles import QUICK, random_array, relative_error, wide
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -54,6 +56,53 @@ def test_fused_linear_gives_the_same_however_its_parts_are_cut(cuts, rng):
     np.testing.assert_allclose(np.concatenate(outputs, -1), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("text", [None, "uint4:g32", "int8/int8"])
+def test_terms_of_a_linear_map_add_up_to_it(text, bias, rng):
+    kernel: Any = random_array(rng, (64, 6), "float32")
+    if text is not None:
+        kernel = quantize(kernel, WeightFormat.parse(text))
+    linear = Linear(kernel, random_array(rng, (6,), "float32") if bias else None)
+    assert linear.format == (None if text is None else WeightFormat.parse(text))
+    x = random_array(rng, (2, 3, 64), "float32")
+    terms = linear.terms(x)
+    assert terms.shape[1:] == (2, 3, 6)
+    np.testing.assert_allclose(terms.sum(0), linear(x), atol=1e-5)
+
+
+def test_a_kernel_leaves_its_terms_apart(rng, monkeypatch, interpreted_triton):
+    """In float32, so that whoever adds them rounds once."""
+    plan = Plan("triton", GemmConfig(16, 16, 2, 4, 3))
+    monkeypatch.setattr(tuning, "plan", lambda *_: plan)
+    kernel = quantize(random_array(rng, (512, 16), "float32"), WeightFormat.parse("uint4:g64"))
+    x = random_array(rng, (3, 512), "float16")
+    fused = FusedLinear([Linear(kernel)], (12, 4))
+    terms = jax.jit(fused.terms, compiler_options=QUICK)(x)
+    assert (terms.shape, terms.dtype) == ((2, 3, 16), jnp.float32)
+    assert relative_error(terms.sum(0), wide(x) @ wide(kernel.dequantize())) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["int8/int8"], "int8/int8"),
+        (["uint4:g32", "uint4:g32"], "uint4:g32"),
+        (["uint4:g32", "uint4:g64"], None),
+        (["uint4:g32", None], None),
+        ([None, None], None),
+    ],
+)
+def test_the_format_and_the_terms_of_fused_linear_maps(texts, expected, rng):
+    kernel, offset = random_array(rng, (64, 8), "float32"), random_array(rng, (8,), "float32")
+    kernels = [kernel if t is None else quantize(kernel, WeightFormat.parse(t)) for t in texts]
+    fused = FusedLinear([Linear(k, offset) for k in kernels], (5, 8 * len(texts) - 5))
+    assert fused.format == (None if expected is None else WeightFormat.parse(expected))
+    x = random_array(rng, (2, 64), "float32")
+    terms = fused.terms(x)
+    assert terms.shape == (1, 2, 8 * len(texts))
+    np.testing.assert_allclose(terms[0], np.concatenate(fused(x), -1), atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rms_norm(dtype, rng):
     norm = RMSNorm(16, 1e-5, dtype)
@@ -71,6 +120,23 @@ def test_rms_norm_of_zeros_is_zero():
     np.testing.assert_array_equal(RMSNorm(4, 1e-5, "float32")(jnp.zeros((2, 4))), 0)
 
 
+@pytest.mark.parametrize("text", [None, "uint4:g32", "int8/int8"])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_a_norm_adds_terms_to_the_stream_first(has_residual, text, rng):
+    norm = RMSNorm(64, 1e-5, "float32")
+    norm.weight = nnx.Param(random_array(rng, (64,), "float32"))
+    terms = random_array(rng, (3, 2, 5, 64), "float32")
+    residual = random_array(rng, (2, 5, 64), "float32") if has_residual else None
+    format = None if text is None else WeightFormat.parse(text)
+    stream, normed = norm.add(terms, residual, format)
+    expected = wide(terms).sum(0) + (0 if residual is None else wide(residual))
+    np.testing.assert_allclose(stream, expected, atol=1e-5)
+    assert isinstance(normed, QuantizedActivations) == (text == "int8/int8")
+    if isinstance(normed, QuantizedActivations):
+        normed = normed.dequantize()
+    assert relative_error(normed, wide(norm(stream))) < (0.02 if text == "int8/int8" else 1e-6)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp(bias, rng):
     mlp = GatedMLP(dataclasses.replace(CONFIG, mlp_bias=bias), nnx.Rngs(0))
@@ -86,8 +152,24 @@ def test_gated_mlp(bias, rng):
         return x @ wide(linear.kernel.get_value()) + offset
 
     gate, up = np.split(apply(wide(x), fused), 2, axis=-1)
-    expected = apply(gate / (1 + np.exp(-gate)) * up, mlp.down)
-    np.testing.assert_allclose(mlp(x), expected, atol=1e-4)
+    gated = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(mlp.gated(x), gated, atol=1e-4)
+    np.testing.assert_allclose(mlp(x), apply(gated, mlp.down), atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["int8/int8", "liquid4:g64/int8", "float8:gK/float8"])
+def test_gated_activations_come_as_the_last_kernel_takes_them(text, rng):
+    mlp = GatedMLP(CONFIG, nnx.Rngs(0))
+    x = random_array(rng, (2, 64), "float32") * 20
+    expected = wide(mlp.gated(x))
+    kernel: Any = mlp.down.kernel.get_value()
+    mlp.down.kernel = nnx.Param(quantize(kernel, WeightFormat.parse(text)))
+    gated = mlp.gated(x, mlp.down.format)
+    assert isinstance(gated, QuantizedActivations)
+    assert gated.dtype == "float32"
+    assert 1e-4 < relative_error(gated.dequantize(), expected) < 0.05
+    plain = wide(gated.dequantize()) @ wide(mlp.down.kernel.get_value().dequantize())
+    assert relative_error(mlp(x), plain) < 1e-5
 
 
 def test_rotation_turns_pairs_as_complex_numbers(rng):

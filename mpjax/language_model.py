@@ -54,8 +54,12 @@ class LanguageModel:
     @property
     def precision(self) -> str:
         """What is really there, such as `W4A16KV8`; `W4+W16A16KV8` where linear maps differ."""
-        activations = jnp.dtype(self.config.dtype).itemsize * 8
-        return f"{'+'.join(weight_precisions(self.model))}A{activations}{self.kv_format}"
+        names = weight_precisions(self.model)
+        activations = f"A{jnp.dtype(self.config.dtype).itemsize * 8}"
+        if not any("A" in name for name in names):
+            return f"{'+'.join(names)}{activations}{self.kv_format}"
+        each = [name if "A" in name else name + activations for name in names]
+        return f"{'+'.join(each)}{self.kv_format}"
 
     def describe(self) -> list[tuple[str, str]]:
         """What `mpjax info` prints: labels and texts, in order."""

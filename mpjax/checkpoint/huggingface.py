@@ -163,7 +163,7 @@ def _format_to_quantize(
         return wanted if wanted.is_packed else None
     bits = BITS if isinstance(packing, AWQConfig) else packing.bits
     symmetric = bool(hf["quantization_config"].get("sym", False))
-    agrees = (wanted.bits, wanted.group_size) == (bits, packing.group_size)
+    agrees = (wanted.codes, wanted.group_size) == (f"uint{bits}", packing.group_size)
     if not agrees or (wanted.symmetric and not symmetric):
         size = "K" if packing.group_size is None else packing.group_size
         found = f"W{bits}" + ("" if size == DEFAULT_GROUP_SIZE else f"g{size}")

@@ -36,6 +36,8 @@ from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
 from pallas_kernels import KVFormat, QuantizedTensor, WeightFormat
 
+# The arrays of a QuantizedTensor; those that a format has no use for are None.
+PACKED_ARRAYS = ("words", "parameters", "permutation", "channel_scales", "table")
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights"
 FORMAT = "mpjax checkpoint"
@@ -156,10 +158,9 @@ def _arrays(model: Decoder) -> dict[str, jax.Array]:
             path = f"{place.path}.{index}"
             kernel = part.kernel.get_value()
             if isinstance(kernel, QuantizedTensor):
-                arrays[f"{path}.words"] = kernel.words
-                arrays[f"{path}.parameters"] = kernel.parameters
-                if kernel.permutation is not None:
-                    arrays[f"{path}.permutation"] = kernel.permutation
+                for name in PACKED_ARRAYS:
+                    if (array := getattr(kernel, name)) is not None:
+                        arrays[f"{path}.{name}"] = array
             else:
                 arrays[f"{path}.kernel"] = kernel
             if part.bias is not None:
@@ -238,13 +239,14 @@ def assign_arrays(model: Decoder, arrays: dict[str, Any], description: dict[str,
             if packed is None:
                 kernel = arrays[f"{path}.kernel"]
             else:
+                stored: dict[str, Any] = {
+                    name: arrays.get(f"{path}.{name}") for name in PACKED_ARRAYS
+                }
                 kernel = QuantizedTensor(
-                    arrays[f"{path}.words"],
-                    arrays[f"{path}.parameters"],
-                    arrays.get(f"{path}.permutation"),
-                    WeightFormat.parse(packed["format"]),
-                    packed["channels"],
-                    packed["scale_dtype"],
+                    format=WeightFormat.parse(packed["format"]),
+                    channels=packed["channels"],
+                    scale_dtype=packed["scale_dtype"],
+                    **stored,
                 )
             parts.append(Linear(kernel, arrays.get(f"{path}.bias")))
         assign_linear(model, linear_place, parts)

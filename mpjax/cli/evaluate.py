@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from mpjax.precision import Precision
 
 NAME = "evaluate"
-WEIGHT_PRECISIONS = ("W16A16KV16", "W8A16KV16", "W4A16KV16", "W4g32A16KV16")
+WEIGHT_PRECISIONS = (
+    *("W16A16KV16", "W8A16KV16", "W4A16KV16", "W4g32A16KV16", "WNF4A16KV16", "WNF3A16KV16"),
+    *("WFP8A16KV16", "WFP8AFP8KV16", "W8A8KV16", "W4A8KV16"),
+)
 BOTH_PRECISIONS = ("W16A16KV8", "W16A16KV4", "W4A16KV8", "W4A16KV4")
 CACHE_PRECISIONS = ("A16KV16", "A16KV8", "A16KV4")
 HEADERS = ("precision", "perplexity", "Δ", "bits per byte", "weights")
@@ -64,8 +67,8 @@ def command(
         typer.Option(
             metavar="W4A16KV8",
             show_default=False,
-            help="What to measure; may be given several times. By default eight of W16, W8, W4 "
-            "with KV16, KV8, KV4, or for a quantised checkpoint the three of the KV cache.",
+            help="What to measure; may be given several times. By default every kind of "
+            "weights, and the KV formats, or for a quantised checkpoint these alone.",
         ),
     ] = None,
     window: Annotated[

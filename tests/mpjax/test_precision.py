@@ -7,16 +7,30 @@ from hypothesis import strategies as st
 from mpjax.precision import Precision, describe_weights
 from pallas_kernels import KVFormat, WeightFormat
 
-packed_formats = st.builds(
-    WeightFormat,
-    st.sampled_from(["uint4", "uint8"]),
-    st.sampled_from([32, 64, 128, None]),
-    st.booleans(),
+packed_formats = st.one_of(
+    st.builds(
+        WeightFormat,
+        st.sampled_from(["uint4", "uint8"]),
+        st.sampled_from([32, 64, 128, None]),
+        st.booleans(),
+    ),
+    st.builds(
+        WeightFormat,
+        st.sampled_from(["table4", "table3", "table2"]),
+        st.sampled_from([32, 64, 128, 256]),
+    ),
+    st.builds(
+        WeightFormat,
+        st.just("float8"),
+        st.sampled_from([128, None]),
+        st.just(False),
+        st.sampled_from([None, "float8"]),
+    ),
+    st.sampled_from([WeightFormat("int8"), WeightFormat("liquid4", 64)]),
 )
 precisions = st.builds(
     Precision,
     st.one_of(st.none(), st.just(WeightFormat("bfloat16")), packed_formats),
-    st.just(16),
     st.sampled_from([KVFormat(16), KVFormat(8), KVFormat(4)]),
 )
 
@@ -30,12 +44,19 @@ precisions = st.builds(
         ("W4gKsymA16KV16", WeightFormat("uint4", None, True), 16),
         ("W8symA16KV16", WeightFormat("uint8", 128, True), 16),
         ("W16A16KV16", WeightFormat("bfloat16"), 16),
+        ("WNF4A16KV8", WeightFormat("table4", 64), 8),
+        ("WNF3g128A16KV8", WeightFormat("table3", 128), 8),
+        ("WFP8A16KV8", WeightFormat("float8", 128), 8),
+        ("WFP8AFP8KV8", WeightFormat("float8", None, False, "float8"), 8),
+        ("WFP8g128AFP8KV8", WeightFormat("float8", 128, False, "float8"), 8),
+        ("W8A8KV8", WeightFormat("int8"), 8),
+        ("W4A8KV4", WeightFormat("liquid4", 64), 4),
         ("A16KV8", None, 8),
     ],
 )
 def test_parse(text, weights, kv_bits):
     precision = Precision.parse(text)
-    assert precision == Precision(weights, 16, KVFormat(kv_bits))
+    assert precision == Precision(weights, KVFormat(kv_bits))
     assert str(precision) == text
 
 
@@ -55,9 +76,13 @@ def test_parse_inverts_str(precision):
         ("w4a16kv8", "can't read the precision"),
         ("W4A16KV8 ", "can't read the precision"),
         ("", "can't read the precision ''"),
-        ("W4A8KV4", r"'W4A8KV4': activations of 8 bits \(A8\) are not implemented yet: only A16"),
-        ("W3A16KV8", "W3 is not implemented: weights can be W16, W8 or W4"),
-        ("W4g48A16KV8", "group size 48: expected one of"),
+        ("W4A4KV4", "'W4A4KV4': A4 is not implemented: activations can be A16, A8 or AFP8"),
+        ("W3A16KV8", "W3A16 is not implemented: there are W16A16, W8A16"),
+        ("W16A8KV8", "W16A8 is not implemented"),
+        ("A8KV8", "A8 needs a W part"),
+        ("W4g48A16KV8", "group size 48: expected 32 or 64 or 128 or K"),
+        ("W4g128A8KV8", "liquid4 with group size 128: expected 64"),
+        ("WNF4symA16KV8", "table4 has no zero point"),
         ("W16g32A16KV8", "16-bit weights take no group size"),
         ("W16symA16KV8", "16-bit weights take no group size and no sym"),
         ("W4A16KV2", "KV2 is not a KV format: expected KV16, KV8 or KV4"),

@@ -1,1 +1,1 @@
-"""Measurements on a GPU: every figure in the docs comes from a file that one of these wrote."""
+"""What `mpjax bench` measured, and the page of the docs that is written from it."""

@@ -1,30 +1,47 @@
-"""Writes docs/benchmarks.md from the results that the other benchmarks saved."""
+"""Writes docs/benchmarks.md, and its plots, from the results that `mpjax bench` saved.
+
+python -m benchmarks.report
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import RESULTS
+from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+SHARES = 10  # kernels of a step that are named
 
 
 def main() -> None:
-    """Writes the page."""
-    parts = [(Path(__file__).parent / "benchmarks_intro.md").read_text()]
-    for build in (_end_to_end, _gemm, _attention, _perplexity):
-        parts.append(build())
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text("\n".join(parts))
+    """Writes the page of this checkout."""
+    write(RESULTS, PAGE)
     print(PAGE)
 
 
-def _load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def write(results: Path, page: Path) -> None:
+    """Writes a page from a folder of results, and its plots beside it; what is missing is left out.
+
+    Of each benchmark there may be several files, `gemm*.json` for example, which were measured at
+    different times: each has its table and its source, and a plot shows the rows of all.
+    """
+    page.parent.mkdir(parents=True, exist_ok=True)
+    parts = [(HERE / "benchmarks_intro.md").read_text()]
+    for pattern, build in (
+        ("generate-*.json", _generate),
+        ("gemm*.json", _gemm),
+        ("attention*.json", _attention),
+        ("perplexity.json", _perplexity),
+    ):
+        if found := [json.loads(path.read_text()) for path in sorted(results.glob(pattern))]:
+            parts += build(found, page.parent)
+    page.write_text("\n".join(parts))
 
 
 def _source(result: dict[str, Any], command: str) -> str:
@@ -34,125 +51,92 @@ def _source(result: dict[str, Any], command: str) -> str:
     )
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+def _plot(text: str, name: str) -> str:
+    return f"![{text}]({name})\n"
 
 
-def _end_to_end() -> str:
-    parts = ["## End to end: Qwen3-8B's shapes, random weights\n"]
-    rows = []
-    shares, sources = [], []
-    for path in sorted(RESULTS.glob("end_to_end-*.json")):
-        result = json.loads(path.read_text())
-        step, roofline = result["decode_step_microseconds"], result["roofline_microseconds"]
-        rows.append(
-            [
-                result["precision"],
-                result["batch"],
-                f"{result['load_seconds']:.1f} s",
-                f"{result['time_to_first_token_seconds'] * 1e3:.1f} ms",
-                f"{result['decode_tokens_per_second']:.0f}",
-                f"{step:.0f} µs",
-                f"{result['sum_of_kernels_microseconds']:.0f} µs",
-                f"{roofline:.0f} µs ({roofline / step:.0%})",
-                f"{result['peak_bytes'] / 1e9:.1f} GB",
-            ]
-        )
-        shares.append(_shares(result))
-        command = f"--precision {result['precision']} --batch {result['batch']}"
-        sources.append(_source(result, f"python -m benchmarks.end_to_end {command}"))
-    parts.append(
-        _table(
-            [
-                "precision",
-                "batch",
-                "load",
-                "first token",
-                "tokens/s",
-                "step",
-                "sum of its kernels",
-                "memory roofline",
-                "peak memory",
-            ],
-            rows,
-        )
-    )
-    return "\n".join(parts + sources + shares)
+def _generate(results: list[dict[str, Any]], folder: Path) -> list[str]:
+    results.sort(key=lambda result: (result["batch"], result["precision"]))
+    roofline.draw_generate(results, folder / "generate.svg")
+    sources = []
+    for result in results:
+        command = f"mpjax bench generate --precision {result['precision']}"
+        command += f" --batch {result['batch']}"
+        command += "" if result.get("load_seconds") is None else " --from-disk"
+        sources.append(_source(result, command))
+        if "step_bytes" not in result:
+            sources.append("Its peak memory was read after the 2 GB that measure bandwidth.\n")
+    return [
+        "## End to end: Qwen3-8B's shapes, random weights\n",
+        tables.markdown(generate.HEADERS, map(generate.cells, results)),
+        _plot("tokens per second below the memory roofline", "generate.svg"),
+        *sources,
+        *map(_shares, results),
+    ]
 
 
 def _shares(result: dict[str, Any]) -> str:
     kernels: dict[str, float] = result["kernel_microseconds_per_step"]
     total = sum(kernels.values())
-    largest = sorted(kernels.items(), key=lambda item: -item[1])[:10]
-    rows = [[name, f"{time:.0f} µs", f"{time / total:.0%}"] for name, time in largest]
+    largest = sorted(kernels.items(), key=lambda item: -item[1])[:SHARES]
     rest = total - sum(time for _, time in largest)
-    rows.append(["everything else", f"{rest:.0f} µs", f"{rest / total:.0%}"])
+    rows = [
+        [name, f"{time:.0f} µs", f"{time / total:.0%}"]
+        for name, time in [*largest, ("everything else", rest)]
+    ]
     title = f"Kernels of a decoding step, {result['precision']}, batch {result['batch']}:\n"
-    return "\n".join([title, _table(["kernel", "time", "share"], rows)])
+    return "\n".join([title, tables.markdown(["kernel", "time", "share"], rows)])
 
 
-def _gemm() -> str:
-    result = _load("gemm")
-    rows = [
-        [
-            f"{row['K']} × {row['N']}",
-            row["format"],
-            row["M"],
-            f"{row['microseconds']:.1f}",
-            f"{row['microseconds'] / row['floor_microseconds']:.2f}",
-            f"{row['cublas_microseconds']:.1f}",
-            f"{row['cublas_microseconds'] / row['microseconds']:.2f}",
-            f"{row['relative_error']:.1e}",
-        ]
-        for row in result["results"]
+def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
+    rows = [row for result in results for row in result["results"]]
+    parts = ["## Products with packed weights\n"]
+    for model in roofline.models(rows):
+        name = f"gemm-{model}.svg"
+        chosen = [row for row in rows if row["shape"].partition(".")[0] == model]
+        roofline.draw_gemm(chosen, folder / name)
+        parts.append(_plot(f"TFLOP/s over rows, below the rooflines, {model}", name))
+    for result in results:
+        rows = result["results"]
+        options = {
+            "formats": _distinct(rows, "format"),
+            "rows": _distinct(rows, "M"),
+            "shapes": ",".join(roofline.models(rows)),
+        }
+        command = "".join(f" --{option} {value}" for option, value in options.items())
+        cells = [[f"{row['K']} × {row['N']}", *gemm.cells(row)] for row in rows]
+        parts.append(tables.markdown(["K × N", *gemm.HEADERS], cells))
+        if not all("packed_bytes" in row for row in rows):
+            parts.append("This floor reads the codes alone, without scales and zero points.\n")
+        parts.append(_source(result, "mpjax bench gemm" + command))
+    return parts
+
+
+def _attention(results: list[dict[str, Any]], folder: Path) -> list[str]:
+    parts = ["## Paged decode attention\n"]
+    for result in results:
+        rows = result["results"]
+        parts.append(tables.markdown(attention.HEADERS, map(attention.cells, rows)))
+        if not all("copies" in row for row in rows):
+            parts.append("Read without rotation: a cache below 60 MB may lie in the L2 cache.\n")
+        parts.append(_source(result, "mpjax bench attention"))
+    return parts
+
+
+def _distinct(rows: Sequence[dict[str, Any]], key: str) -> str:
+    """The values of a column, once each, with commas between them."""
+    return ",".join(dict.fromkeys(str(row[key]) for row in rows))
+
+
+def _perplexity(results: list[dict[str, Any]], folder: Path) -> list[str]:
+    [result] = results
+    return [
+        "## Perplexity of the bundled model\n",
+        "On its held-out text, every token read through the cache; Δ against the first row.\n",
+        markdown(result["rows"]) + "\n",
+        "`mpjax evaluate --output benchmarks/results/perplexity.json` · "
+        f"{result['device']}, jax {result['versions']['jax']}\n",
     ]
-    header = ["K × N", "format", "M", "µs", "× floor", "cuBLAS µs", "speed-up", "error"]
-    return "\n".join(
-        [
-            "## Dequantise-GEMM\n",
-            _table(header, rows),
-            _source(result, "python -m benchmarks.gemm"),
-        ]
-    )
-
-
-def _attention() -> str:
-    result = _load("attention")
-    rows = [
-        [
-            row["shape"],
-            row["format"],
-            f"{row['microseconds']:.1f}",
-            f"{row['cache_bytes'] / row['microseconds'] / 1e6:.2f}",
-            f"{row['microseconds'] / row['floor_microseconds']:.2f}",
-            f"{row['cudnn_microseconds']:.1f}",
-            f"{row['cudnn_microseconds'] / row['microseconds']:.2f}",
-            "" if row["relative_error"] is None else f"{row['relative_error']:.1e}",
-        ]
-        for row in result["results"]
-    ]
-    header = ["shape", "format", "µs", "TB/s", "× floor", "cuDNN µs", "speed-up", "error"]
-    return "\n".join(
-        [
-            "## Paged decode attention\n",
-            _table(header, rows),
-            _source(result, "python -m benchmarks.attention"),
-        ]
-    )
-
-
-def _perplexity() -> str:
-    result = _load("perplexity")
-    return "\n".join(
-        [
-            "## Perplexity of the bundled model\n",
-            "On its held-out text, every token read through the cache; Δ against the first row.\n",
-            markdown(result["rows"]) + "\n",
-            "`mpjax evaluate --output benchmarks/results/perplexity.json` · "
-            f"{result['device']}, jax {result['versions']['jax']}\n",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ CUDA = (
     *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cublas", "nvidia-cudnn-cu13"),
 )
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NVIDIA_TF32_OVERRIDE")
-VARIABLE_PREFIXES = ("JAX_", "XLA_")
+VARIABLE_PREFIXES = ("JAX_", "XLA_", "MPJAX_")
 TRITON_COMPUTE_CAPABILITY = 8.0
 
 
@@ -37,6 +37,7 @@ def collect() -> dict[str, Any]:
         "driver": _attempt(_driver),
         "devices": _attempt(_devices),
         "pallas_triton": _attempt(_pallas_triton),
+        "tuning_tables": _attempt(_tuning_tables),
         "variables": _attempt(_variables),
     }
 
@@ -140,6 +141,19 @@ def _pallas_triton() -> str:
     if capability < TRITON_COMPUTE_CAPABILITY:
         return f"no: compute capability {capability} is below {TRITON_COMPUTE_CAPABILITY}"
     return f"yes: compute capability {capability}"
+
+
+def _tuning_tables() -> dict[str, str] | str:
+    """Each table that products with packed weights look their plans up in, the first one first."""
+    from pallas_kernels.gemm import tables
+
+    device = tables.current_device()
+    used = {str(path): f"{len(table.entries)} plans" for path, table in tables.in_use(device)}
+    if used:
+        return used | {"anything else": "heuristics"}
+    if tables.own_folder() is None:
+        return f"none, because {tables.VARIABLE} is empty: heuristics"
+    return f"none for {device!r}: heuristics (`mpjax tune` makes a table)"
 
 
 def _variables() -> dict[str, str]:

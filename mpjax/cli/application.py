@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 import mpjax
-from mpjax.cli import chat, convert, environment, evaluate, generate, info
+from mpjax.cli import bench, chat, convert, environment, evaluate, generate, info, tune
 
 # As shells report programs that a signal ends: SIGINT and SIGPIPE.
 INTERRUPTED = 130
@@ -22,11 +22,13 @@ Examples:
   mpjax convert Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8
 
 \b
-A precision says how many bits the weights (W), activations (A) and the KV
-cache have: W4A16KV8. Weights are W16, W8 or W4, in groups of 128 input
-channels that share a scale: W4g32, W4g64 and W4gK (one group) choose another
-size, and W4sym fixes the zero point. The cache is KV16, KV8 or KV4. A16KV8
-leaves the weights as they are in the checkpoint.
+A precision says how the weights (W), activations (A) and the KV cache are
+held: W4A16KV8. Beside A16, weights are W16, W8, W4 (integers), WNF4, WNF3,
+WNF2 (normal float) or WFP8, in groups of input channels that share a scale:
+W4g32, W4g64 and W4gK (one group) choose another size than the usual one, and
+W4sym fixes the zero point. W8A8, W4A8 and WFP8AFP8 round the activations on
+the fly. The cache is KV16, KV8 or KV4. A16KV8 leaves the weights as they are
+in the checkpoint.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. MPJAX_DEBUG=1 is --traceback.
 """
@@ -99,8 +101,9 @@ def _options(
     pass
 
 
-for _module in (generate, chat, convert, info, evaluate, environment):
+for _module in (generate, chat, convert, info, evaluate, tune, environment):
     app.command(_module.NAME, epilog=_module.EPILOG)(_module.command)
+app.add_typer(bench.app, name=bench.NAME)
 
 
 def main() -> None:

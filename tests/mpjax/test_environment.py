@@ -11,6 +11,8 @@ import pytest
 
 import mpjax
 from mpjax import environment
+from pallas_kernels.gemm import tables
+from pallas_kernels.gemm.config import Plan
 
 
 def gpu(compute_capability: str) -> SimpleNamespace:
@@ -24,7 +26,10 @@ def gpu(compute_capability: str) -> SimpleNamespace:
 
 def test_every_section_is_there_and_goes_through_json():
     facts = environment.collect()
-    assert list(facts) == ["system", "packages", "driver", "devices", "pallas_triton", "variables"]
+    assert list(facts) == [
+        *("system", "packages", "driver", "devices", "pallas_triton"),
+        *("tuning_tables", "variables"),
+    ]
     assert json.loads(json.dumps(facts)) == facts
 
 
@@ -51,8 +56,10 @@ def test_devices_are_jax_devices():
 
 def test_variables_are_those_that_steer_jax(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/somewhere")
+    monkeypatch.setenv("MPJAX_TUNED", "")
     monkeypatch.setenv("UNRELATED", "secret")
     assert environment.collect()["variables"]["XLA_FLAGS"] == "--xla_dump_to=/somewhere"
+    assert "MPJAX_TUNED" in environment.collect()["variables"]
     assert "--xla_dump_to=/somewhere" in environment.report()
     assert "secret" not in environment.report()
 
@@ -124,6 +131,40 @@ def test_driver(monkeypatch, tmp_path, script, driver):
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.collect()["driver"] == driver
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """The file of a person's own table, for a GPU that none ships for."""
+    monkeypatch.setattr(tables, "current_device", lambda: "NVIDIA Test")
+    monkeypatch.setenv("MPJAX_TUNED", str(tmp_path))
+    tables.forget()
+    yield tmp_path / "nvidia_test.json"
+    tables.forget()
+
+
+def test_the_tuning_tables_in_use_are_told(tuned, monkeypatch):
+    untuned = environment.collect()["tuning_tables"]
+    assert untuned == "none for 'NVIDIA Test': heuristics (`mpjax tune` makes a table)"
+
+    entry = tables.Entry(Plan("dequantize"), 1.0)
+    plans = {tables.Key("uint4:g128", 256, 64, rows): entry for rows in (16, 32)}
+    tables.record(tuned, "NVIDIA Test", plans, {})
+    assert environment.collect()["tuning_tables"] == {
+        str(tuned): "2 plans",
+        "anything else": "heuristics",
+    }
+    assert f"{tuned}  2 plans" in environment.report()
+
+    monkeypatch.setenv("MPJAX_TUNED", "")
+    unused = environment.collect()["tuning_tables"]
+    assert unused == "none, because MPJAX_TUNED is empty: heuristics"
+
+
+def test_a_damaged_tuning_table_is_told(tuned):
+    tuned.write_text("{")
+    found = environment.collect()["tuning_tables"]
+    assert found.startswith(f"could not be found out: TableError: the tuning table {tuned}")
 
 
 def test_an_empty_section_says_none(monkeypatch):

@@ -9,7 +9,7 @@ from mpjax.cli import main
 from mpjax.cli.application import app
 from mpjax.memory import DeviceMemoryError
 
-COMMANDS = ("generate", "chat", "convert", "info", "evaluate", "env")
+COMMANDS = ("generate", "chat", "convert", "info", "evaluate", "tune", "bench", "env")
 
 
 @pytest.fixture

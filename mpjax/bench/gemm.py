@@ -1,0 +1,217 @@
+"""The product with packed weights, beside the floor of its bytes and cuBLAS."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.bench import measure
+from pallas_kernels import QuantizedTensor, WeightFormat, matmul, quantize
+from pallas_kernels.gemm import tuning
+from pallas_kernels.gemm.config import Implementation
+from pallas_kernels.gemm.shapes import GemmShape
+
+GATE = 8e-3  # mean error over mean magnitude, for bfloat16
+CHECKED_ROWS = 64
+PRODUCT_BYTES = 2_000_000_000  # of the products of one call; several calls' are held
+HEADERS = (
+    *("format", "M", "µs", "GB/s", "TFLOP/s", "× floor"),
+    *("cuBLAS µs", "speed-up", "error", "as"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What to measure: every format at every number of rows, for each shape.
+
+    implementation: forces one for the packed weights; None lets `matmul` choose.
+
+    Raises ValueError for a format that can't be read or is not packed, and for rows below 1.
+    """
+
+    shapes: tuple[GemmShape, ...]
+    rows: tuple[int, ...]
+    formats: tuple[str, ...]
+    implementation: Implementation | None = None
+
+    def __post_init__(self) -> None:
+        for text in self.formats:
+            if not WeightFormat.parse(text).is_packed:
+                raise ValueError(f"{text} is not packed: cuBLAS, beside every format, measures it")
+        if min(self.rows, default=0) < 1:
+            raise ValueError(f"rows are {self.rows}: expected one or more positive numbers")
+
+    @property
+    def cases(self) -> int:
+        """Number of rows that `run` gives."""
+        return len(self.shapes) * len(self.rows) * len(self.formats)
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with what follows from its measured times.
+
+    TFLOP/s count 2·M·K·N operations. GB/s count the packed weight, x and the product in 16 bits
+    once each, and are left out of a row that does not say how large its weight is.
+    """
+    rows, channels, outputs = row["M"], row["K"], row["N"]
+    time = row["microseconds"]
+    derived = {
+        "teraflops": 2 * rows * channels * outputs / time / 1e6,
+        "times_floor": time / row["floor_microseconds"],
+        "cublas_teraflops": 2 * rows * channels * outputs / row["cublas_microseconds"] / 1e6,
+        "speedup": row["cublas_microseconds"] / time,
+    }
+    if "packed_bytes" in row:
+        nbytes = row["packed_bytes"] + 2 * rows * (channels + outputs)
+        derived["gigabytes_per_second"] = nbytes / time / 1e3
+    return dict(row) | derived
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """The texts of a row of the table, in the order of HEADERS."""
+    row = figures(row)
+    bandwidth = row.get("gigabytes_per_second")
+    return [
+        row["format"],
+        str(row["M"]),
+        f"{row['microseconds']:.1f}",
+        "" if bandwidth is None else f"{bandwidth:.0f}",
+        f"{row['teraflops']:.1f}",
+        f"{row['times_floor']:.2f}",
+        f"{row['cublas_microseconds']:.1f}",
+        f"{row['speedup']:.2f}",
+        f"{row['relative_error']:.1e}",
+        row.get("implementation", ""),
+    ]
+
+
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each row whose error is not below the gate; a NaN is not."""
+    return [
+        f"{row['shape']}, {row['format']}, M = {row['M']}: the error is "
+        f"{row['relative_error']:.1e}, and the gate is {GATE:.0e}"
+        for row in rows
+        if not row["relative_error"] < GATE
+    ]
+
+
+def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) -> dict[str, Any]:
+    """What a product of so many rows runs: the implementation, and the fused kernel's tiles."""
+    name = forced or tuning.plan(rows, weight).implementation
+    config = tuning.configure(rows, weight) if name == "triton" else None
+    return {
+        "implementation": name,
+        "configuration": None if config is None else dataclasses.asdict(config),
+    }
+
+
+def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Measures every case of a sweep on the default device, and gives its row.
+
+    Every product has a weight and an x of its own, in turn, so that none of them is in the L2
+    cache and XLA finds nothing to merge. Memory is bounded: the copies of one weight, and their
+    products, at a time.
+    """
+    for shape in sweep.shapes:
+        cublas = _cublas(shape, sweep.rows)
+        for text in sweep.formats:
+            yield from _format(shape, text, sweep, cublas)
+
+
+def copies(shape: GemmShape, rows: int, nbytes: int) -> int:
+    """Products to compute in turn, for a weight of `nbytes`: fewer where they are large."""
+    products = PRODUCT_BYTES // (2 * rows * shape.outputs)
+    return max(2, min(measure.copies(nbytes), products))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_weight(
+    key: jax.Array, shape: GemmShape, format: WeightFormat | None = None
+) -> QuantizedTensor | jax.Array:
+    """A matrix [K, N] of normal numbers, rounded to a format; in bfloat16 without one."""
+    dims = (shape.channels, shape.outputs)
+    # Products as large as x, and scales that float16 holds with all their bits.
+    weight = jax.random.normal(key, dims, jnp.bfloat16) * jnp.bfloat16(shape.channels**-0.5)
+    return weight if format is None else quantize(weight, format)
+
+
+def _cublas(shape: GemmShape, all_rows: tuple[int, ...]) -> dict[int, float]:
+    """Microseconds of the bfloat16 product, for each number of rows."""
+    nbytes = 2 * shape.channels * shape.outputs
+    keys = jax.random.split(jax.random.key(0), measure.copies(nbytes))
+    weights = [random_weight(key, shape) for key in keys]
+    each = jax.jit(lambda xs, weights: list(map(jnp.dot, xs, weights)))
+    times = {}
+    for rows in all_rows:
+        count = copies(shape, rows, nbytes)
+        xs = _activations(shape, rows, count)
+        times[rows] = measure.microseconds(each, xs, weights[:count]) / count
+    return times
+
+
+def _format(
+    shape: GemmShape, text: str, sweep: Sweep, cublas: Mapping[int, float]
+) -> Iterator[dict[str, Any]]:
+    format = WeightFormat.parse(text)
+    like = jax.eval_shape(lambda: random_weight(jax.random.key(0), shape, format))
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    keys = jax.random.split(jax.random.key(0), measure.copies(nbytes))
+    weights = [random_weight(key, shape, format) for key in keys]
+    floor = measure.floor_microseconds(weights)
+    product = functools.partial(matmul, implementation=sweep.implementation)
+    each = jax.jit(lambda xs, weights: list(map(product, xs, weights)))
+    for rows in sweep.rows:
+        count = copies(shape, rows, nbytes)
+        xs = _activations(shape, rows, count)
+        arguments = (xs, weights[:count])
+        times = measure.kernel_microseconds(each, *arguments)
+        kernels = measure.merge_names(times, calls=count)
+        yield figures(
+            {
+                "shape": shape.name,
+                "K": shape.channels,
+                "N": shape.outputs,
+                "M": rows,
+                "format": text,
+                **choice(rows, weights[0], sweep.implementation),
+                "packed_bytes": nbytes,
+                "copies": count,
+                "microseconds": sum(kernels.values()),
+                "floor_microseconds": floor,
+                "cublas_microseconds": cublas[rows],
+                "relative_error": _error(each(*arguments)[0], xs[0], weights[0]),
+                "kernel_microseconds": kernels,
+            }
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, rows: int, channels: int) -> jax.Array:
+    return jax.random.normal(key, (rows, channels), jnp.bfloat16)
+
+
+def _activations(shape: GemmShape, rows: int, count: int) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(1), count)
+    return [_normal(key, rows, shape.channels) for key in keys]
+
+
+@jax.jit
+def _reference(x: jax.Array, weight: QuantizedTensor) -> jax.Array:
+    return matmul(x.astype(jnp.float32), weight, implementation="reference")
+
+
+def _error(product: jax.Array, x: jax.Array, weight: QuantizedTensor) -> float:
+    """Mean error over mean magnitude of a product, in rows from all over x.
+
+    Exact is the float32 reference, which computes the chosen rows alone.
+    """
+    chosen = np.linspace(0, x.shape[0] - 1, min(x.shape[0], CHECKED_ROWS)).astype(int)
+    found = np.asarray(product[chosen], np.float64)
+    exact = np.asarray(_reference(x[chosen], weight), np.float64)
+    return float(np.abs(found - exact).mean() / np.abs(exact).mean())

@@ -1,0 +1,154 @@
+"""Plots of results under their rooflines, as SVG (`pip install "mpjax[bench]"`).
+
+Roofs are measured, in the run of the results: the memory's by an XLA reduction over the same bytes,
+the tensor cores' by the fastest cuBLAS product. The same results give the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpjax.bench import gemm, generate
+
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError('plots need matplotlib: pip install "mpjax[bench]"') from error
+
+Rows = Sequence[Mapping[str, Any]]
+
+# Okabe and Ito's, which people with any colour vision can tell apart; black is cuBLAS.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#6a51a3")
+MARKERS = "osD^vP*X"
+GREY = "#767676"
+# Text stays text, and nothing depends on the time or the machine.
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "mpjax",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "legend.frameon": False,
+}
+
+
+def models(rows: Rows) -> list[str]:
+    """The models that the rows' shapes belong to, in their order."""
+    return list(dict.fromkeys(row["shape"].partition(".")[0] for row in rows))
+
+
+def draw_gemm(rows: Rows, path: Path) -> None:
+    """Draws TFLOP/s over the number of rows, a panel for each shape and a line for each format."""
+    rows = [gemm.figures(row) for row in rows]
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    formats = list(dict.fromkeys(row["format"] for row in rows))
+    columns = min(2, len(shapes))
+    lines = -(-len(shapes) // columns)
+    with _figure(path, (4.6 * columns, 3.2 * lines + 0.9)) as figure:
+        panels = list(figure.subplots(lines, columns, sharey=True, squeeze=False).flat)
+        compute = max(row["cublas_teraflops"] for row in rows)
+        for panel, shape in zip(panels, shapes, strict=False):
+            _gemm_panel(panel, [row for row in rows if row["shape"] == shape], formats, compute)
+        for panel in panels[len(shapes) :]:
+            panel.set_visible(False)
+        # The fullest panel: a format need not be measured at every shape.
+        fullest = max(figure.axes, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
+        handles, labels = fullest.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+
+
+def _gemm_panel(axes: Axes, rows: Rows, formats: Sequence[str], compute: float) -> None:
+    by_format = {
+        name: sorted((row for row in rows if row["format"] == name), key=lambda row: row["M"])
+        for name in formats
+    }
+    cublas = dict(sorted((row["M"], row["cublas_teraflops"]) for row in rows))
+    for index, (name, measured) in enumerate(by_format.items()):
+        if not measured:
+            continue
+        color = COLORS[index % len(COLORS)]
+        heights = [row["teraflops"] for row in measured]
+        marker = MARKERS[index % len(MARKERS)]
+        axes.plot(
+            [row["M"] for row in measured],
+            heights,
+            label=name,
+            color=color,
+            lw=1.4,
+            marker=marker,
+            markersize=3.5,
+        )
+        axes.plot(*memory_roof(measured, compute), color=color, ls="--", lw=0.9)
+    axes.plot(list(cublas), list(cublas.values()), color="black", lw=1, label="cuBLAS bf16")
+    axes.axhline(compute, color=GREY, ls=":", lw=1, label="compute roof (best cuBLAS bf16)")
+    axes.plot([], [], color=GREY, ls="--", lw=0.9, label="memory roof of a format")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({row["M"] for row in rows})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=7.5)
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("TFLOP/s")
+    axes.label_outer()  # for all panels of a line
+    axes.set_xlabel("M, rows of x")
+    axes.tick_params(labelbottom=True)
+    axes.set_title(f"{rows[0]['shape']}   K {rows[0]['K']}, N {rows[0]['N']}", fontsize=9)
+
+
+def memory_roof(rows: Rows, compute: float) -> tuple[list[float], list[float]]:
+    """M and TFLOP/s of a format that takes its floor at every M, from the first to the last one.
+
+    It ends where it meets the compute roof, and is empty where it begins above.
+    """
+    slope = rows[0]["teraflops"] * rows[0]["times_floor"] / rows[0]["M"]
+    first, last = rows[0]["M"], min(rows[-1]["M"], compute / slope)
+    ends = [first, last] if last > first else []
+    return ends, [slope * rows for rows in ends]
+
+
+def draw_generate(rows: Rows, path: Path) -> None:
+    """Draws tokens/s within the memory roofline's: a panel for each batch, a bar for each row."""
+    rows = [generate.figures(row) for row in rows]
+    batches = sorted({row["batch"] for row in rows})
+    height = 0.34 * len(rows) + 0.75 * len(batches) + 0.5
+    with _figure(path, (7.2, height)) as figure:
+        counts = [sum(row["batch"] == batch for row in rows) for batch in batches]
+        ratios = {"height_ratios": counts}
+        panels = figure.subplots(len(batches), 1, squeeze=False, gridspec_kw=ratios).flat
+        for panel, batch in zip(panels, batches, strict=True):
+            _generate_panel(panel, [row for row in rows if row["batch"] == batch])
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=2)
+
+
+def _generate_panel(axes: Axes, rows: Rows) -> None:
+    rows = sorted(rows, key=lambda row: row["decode_tokens_per_second"])
+    names = [row["precision"] for row in rows]
+    roofs = [row["roofline_tokens_per_second"] for row in rows]
+    measured = [row["decode_tokens_per_second"] for row in rows]
+    axes.barh(names, roofs, color="#d9e6f0", label="memory roofline")
+    bars = axes.barh(names, measured, height=0.5, color=COLORS[0], label="measured, with its share")
+    texts = [f" {row['decode_tokens_per_second']:.0f}, {row['roofline_share']:.0%}" for row in rows]
+    axes.bar_label(bars, texts, fontsize=8)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("tokens/s")
+    axes.set_title(f"batch {rows[0]['batch']}", fontsize=9, loc="left")
+
+
+@contextlib.contextmanager
+def _figure(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
+    """A figure without a window, written at the end."""
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

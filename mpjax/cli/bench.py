@@ -1,0 +1,312 @@
+"""`mpjax bench`: how fast the kernels and whole models are on this GPU, and how fast they could be.
+
+Three commands of one pattern: what to measure comes from options, each measured row is saved as
+soon as it is there, and a table, a plot and a check of every result against the reference end it.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, TypeVar
+
+import rich.console
+import rich.progress
+import typer
+
+NAME = "bench"
+WEIGHT_FORMATS = (
+    "uint4:g128,uint8:g128,float8:g128,int8/int8,liquid4:g64/int8,table4:g64,table3:g64,"
+    "float8:gK/float8"
+)
+ROWS = "1,16,32,64,128,256,512,1024,4096"
+T = TypeVar("T")
+EPILOG = """\b
+Examples:
+  mpjax bench gemm --formats uint4:g128,uint8:g128 --rows 1,16,64
+  mpjax bench attention --formats KV8,KV4
+  mpjax bench generate --precision W4A16KV8 --batch 1,16
+
+\b
+Times are those of the kernels on the GPU, from CUPTI, every helper kernel
+counted; what is read is larger than the L2 cache, or rotated past it. Results
+are saved as JSON with the device, versions and commit: in benchmarks/results
+of a checkout, else in the current folder. Exit code 1 if any result misses
+the reference by more than its gate.
+"""
+GEMM_EPILOG = """\b
+Examples:
+  mpjax bench gemm
+  mpjax bench gemm --formats uint4:g128 --shapes qwen3-8b.gate_up --rows 1,16
+  mpjax bench gemm --implementation dequantize --output dequantize.json
+
+\b
+x [M, K] times a packed weight [K, N], in bfloat16. Formats by default:
+uint4:g128 uint8:g128 float8:g128 int8/int8 liquid4:g64/int8 table4:g64
+table3:g64 float8:gK/float8.
+  µs         one product, the median of five
+  GB/s       packed weight, x and product, each once
+  TFLOP/s    2 M K N operations
+  × floor    µs over the time in which an XLA reduction reads the same packed
+             bytes, in the same run: up to 16 rows or so nothing can be faster
+             than 1, below 1.35 is good and below 1.15 very good
+  speed-up   over cuBLAS (jnp.dot in bfloat16) at the same shape: with many
+             rows the operations count, not the bytes, and 1 is good for
+             16-bit activations, 1.5 and more for 8-bit ones
+  error      mean error over mean magnitude against the float32 reference over
+             the same packed weight; the gate is 8e-3
+  as         what ran: triton (fused), dequantize (then cuBLAS), or xla
+
+The plot, which needs pip install "mpjax[bench]", has each format's line below its rooflines.
+"""
+ATTENTION_EPILOG = """\b
+Examples:
+  mpjax bench attention
+  mpjax bench attention --shapes b8-h32/8-d128-c32768 --formats KV16,KV4
+
+\b
+One new token for each sequence over a full paged cache, in bfloat16.
+  TB/s       bytes of the cache over the time
+  × floor    over the time in which an XLA reduction reads the same bytes, in
+             the same run: 1.1 is good
+  speed-up   over cuDNN (jax.nn.dot_product_attention) on an unpaged 16-bit
+             cache: 8 and 4 bits should gain what they save in bytes
+  error      mean error over mean magnitude against the reference over the
+             same cache, up to 131072 tokens in all; the gate is 8e-3
+"""
+GENERATE_EPILOG = """\b
+Examples:
+  mpjax bench generate
+  mpjax bench generate --precision W16A16KV16,W4A16KV8 --batch 1,16,64
+  mpjax bench generate --from-disk
+
+\b
+Qwen3-8B's shapes with random weights, greedy, without stop tokens.
+  step             wall time of one decoding step, all rows; tokens/s follow
+  memory roofline  the time to read all weights and the cache at half of the
+                   new tokens, at the rate of an XLA reduction over 2 GB
+  of it            its share of the step: 100 % is the limit of any
+                   implementation, above 60 % is good
+  peak memory      if this row set it: the allocator keeps only the highest
+
+The check: log-probabilities of the new tokens against those of one pass over the whole text, which
+uses other kernels and no cache; the gate is 1 nat on average.
+"""
+
+app = typer.Typer(
+    help="Measure the kernels and whole models on this GPU, beside what it could do.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+class Implementation(enum.StrEnum):
+    """Ways to compute a product with packed weights."""
+
+    triton = "triton"
+    dequantize = "dequantize"
+    xla = "xla"
+
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER|FILE.json",
+        show_default=False,
+        help="Where results go: a folder, or the file itself.",
+    ),
+]
+Plot = Annotated[bool, typer.Option(help="Draw a plot (SVG) beside the results; needs matplotlib.")]
+
+
+def _texts(metavar: str, help: str, show_default: bool = True) -> Any:
+    """An option that takes several texts, with commas between them."""
+    return typer.Option(metavar=f"{metavar},...", help=help, show_default=show_default)
+
+
+@app.command("gemm", epilog=GEMM_EPILOG)
+def gemm_command(
+    formats: Annotated[
+        str, _texts("FORMAT", "Weight formats; by default the eight below.", show_default=False)
+    ] = WEIGHT_FORMATS,
+    rows: Annotated[str, _texts("M", "Rows of x.")] = ROWS,
+    shapes: Annotated[
+        str, _texts("NAME", "Models, qwen3-8b or llama3-70b, or a matrix such as qwen3-8b.qkv.")
+    ] = "qwen3-8b",
+    implementation: Annotated[
+        Implementation | None,
+        typer.Option(help="Force one for the packed weights.", show_default=False),
+    ] = None,
+    output: Output = None,
+    plot: Plot = True,
+) -> None:
+    """Measure products with packed weights, beside floor and cuBLAS."""
+    from mpjax.bench import gemm, tables
+    from pallas_kernels.gemm.shapes import named
+
+    sweep = _checked(
+        lambda: gemm.Sweep(
+            named(_split(shapes)),
+            _numbers("--rows", rows),
+            _split(formats),
+            None if implementation is None else implementation.value,
+        )
+    )
+    measured, path = _measure("gemm", gemm, sweep, output)
+    for shape in sweep.shapes:
+        title = f"{shape.name}: K {shape.channels}, N {shape.outputs}"
+        tables.show(
+            title,
+            gemm.HEADERS,
+            [gemm.cells(row) for row in measured if row["shape"] == shape.name],
+        )
+    if plot:
+        _draw("draw_gemm", measured, path.with_suffix(".svg"))
+    _check(gemm, measured)
+
+
+@app.command("attention", epilog=ATTENTION_EPILOG)
+def attention_command(
+    formats: Annotated[str, _texts("FORMAT", "KV formats.")] = "KV16,KV8,KV4",
+    shapes: Annotated[
+        str | None,
+        _texts("NAME", "Such as b8-h32/8-d128-c32768; by default all six.", show_default=False),
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Measure paged decode attention, beside floor and cuDNN."""
+    from mpjax.bench import attention, tables
+    from pallas_kernels.attention.shapes import DECODE
+
+    sweep = _checked(
+        lambda: attention.Sweep(
+            DECODE if shapes is None else attention.named(_split(shapes)), _split(formats)
+        )
+    )
+    measured, _ = _measure("attention", attention, sweep, output)
+    tables.show("paged decode attention", attention.HEADERS, map(attention.cells, measured))
+    _check(attention, measured)
+
+
+@app.command("generate", epilog=GENERATE_EPILOG)
+def generate_command(
+    precision: Annotated[
+        str, _texts("W4A16KV8", "Precisions, as `mpjax --help` explains them.")
+    ] = "W4A16KV8",
+    batch: Annotated[str, _texts("ROWS", "Rows that are decoded at a time.")] = "1",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 2048,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 256,
+    from_disk: Annotated[
+        bool,
+        typer.Option(
+            "--from-disk",
+            help="Write an AWQ checkpoint (5 GB) to a temporary folder and time loading it; "
+            "otherwise the weights are made on the GPU.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            show_default=False,
+            help="Folder for the results, a file for each precision and batch.",
+        ),
+    ] = None,
+    plot: Plot = True,
+) -> None:
+    """Measure tokens/s of a whole model, beside its roofline."""
+    from mpjax.bench import generate, measure, tables
+
+    sweep = _checked(
+        lambda: generate.Sweep(
+            _split(precision),
+            _numbers("--batch", batch),
+            prompt_tokens,
+            new_tokens,
+            from_disk,
+        )
+    )
+    measure.require_gpu()
+    folder = measure.results_folder() if output is None else output
+    measured = []
+    for row in _progress("generate", generate.run(sweep), sweep.cases):
+        measured.append(row)
+        path = measure.save(f"generate-{row['precision']}-b{row['batch']}", row, folder)
+        typer.echo(f"saved {path}", err=True)
+    title = f"Qwen3-8B's shapes, {prompt_tokens} prompt tokens, {new_tokens} new ones"
+    tables.show(title, generate.HEADERS, map(generate.cells, measured))
+    if plot:
+        _draw("draw_generate", measured, folder / "generate.svg")
+    _check(generate, measured)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """What stands between the commas; what stands there twice is measured once."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = _split(text)
+    if wrong := [part for part in parts if not part.isdecimal()]:
+        raise typer.BadParameter(f"{wrong[0]!r} is not a number", param_hint=option)
+    return tuple(map(int, parts))
+
+
+def _checked(build: Callable[[], T]) -> T:
+    """What `build` makes of the options; wrong usage where they can't be read."""
+    try:
+        return build()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _measure(
+    name: str, benchmark: ModuleType, sweep: Any, output: Path | None
+) -> tuple[list[dict[str, Any]], Path]:
+    """Measures a sweep and returns its rows, and the file that they were saved to."""
+    from mpjax.bench import measure
+
+    measure.require_gpu()
+    folder = measure.results_folder() if output is None else output
+    if folder.suffix == ".json":
+        folder, name = folder.parent, folder.stem
+    measured: list[dict[str, Any]] = []
+    path = folder / f"{name}.json"
+    for row in _progress(name, benchmark.run(sweep), sweep.cases):
+        measured.append(row)
+        # Each time, because a long sweep may be cut short.
+        path = measure.save(name, {"results": measured}, folder)
+    typer.echo(f"saved {path}", err=True)
+    return measured, path
+
+
+def _progress(name: str, rows: Iterable[T], total: int) -> Iterable[T]:
+    """The rows, with a bar on stderr where that is a terminal."""
+    console = rich.console.Console(stderr=True)
+    return rich.progress.track(
+        rows, name, total=total, console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+def _draw(function: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo('no plot: matplotlib is missing (pip install "mpjax[bench]")', err=True)
+        return
+    from mpjax.bench import roofline
+
+    getattr(roofline, function)(rows, path)
+    typer.echo(f"saved {path}", err=True)
+
+
+def _check(benchmark: ModuleType, rows: Sequence[dict[str, Any]]) -> None:
+    """Ends with exit code 1 and a sentence for each row that misses its gate."""
+    sys.stdout.flush()
+    if failures := benchmark.failures(rows):
+        for failure in failures:
+            typer.echo(f"mpjax: {failure}", err=True)
+        raise typer.Exit(1)

@@ -1,0 +1,190 @@
+"""`mpjax tune`: measures how products with packed weights run fastest on this GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import rich.console
+import rich.progress
+import typer
+
+if TYPE_CHECKING:
+    from mpjax.tune import Outcome, Shape
+    from pallas_kernels import WeightFormat
+
+NAME = "tune"
+DEFAULT_FORMATS = "uint4:g128"
+EPILOG = """\b
+Examples:
+  mpjax tune --model qwen3-8b
+  mpjax tune --model Qwen3-8B-AWQ --formats uint4:g128,uint8:g128
+  mpjax tune --shapes 4096x24576,12288x4096 --rows 1,64 --formats table3:g64
+
+\b
+Measures configurations of the kernels and writes the fastest into a table,
+which later processes use for such shapes on such a GPU. Tables are looked up
+in the folder MPJAX_TUNED (by default mpjax/tuned in XDG_CACHE_HOME or in
+~/.cache), then among those that come with mpjax; where both have nothing, a
+rule of thumb chooses. With MPJAX_TUNED set to nothing, that is all there is.
+`mpjax env` says which tables are in use.
+
+\b
+Every result is saved as soon as it is there: interrupted, the same command
+goes on where it stopped.
+"""
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_FOLDER",
+            show_default=False,
+            help="Tune the shapes of a model: qwen3-8b, llama3-70b or llama3-1-8b, a checkpoint's "
+            "folder, or a hub id.",
+        ),
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KxN,...",
+            show_default=False,
+            help="Tune these shapes: input x output channels of the weight.",
+        ),
+    ] = None,
+    formats: Annotated[
+        str, typer.Option(metavar="FORMAT,...", help="Weight formats.")
+    ] = DEFAULT_FORMATS,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="M,...",
+            show_default=False,
+            help="Numbers of rows, tokens in a batch, each rounded up to 16, 32, 64 ... 8192. By "
+            "default all of these.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            show_default=False,
+            help="Folder of the table, where MPJAX_TUNED can find it. By default your own.",
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure also what the table has already.")
+    ] = False,
+) -> None:
+    """Measure the fastest kernels for a model's shapes on this GPU."""
+    from mpjax import tune
+    from pallas_kernels import UnsupportedError, backend
+    from pallas_kernels.gemm import tables
+
+    if (model is None) == (shapes is None):
+        raise typer.BadParameter("give either --model or --shapes", param_hint="--model")
+    wanted = _parse_shapes(shapes) if shapes is not None else None
+    packed = _parse_formats(formats)
+    buckets = _parse_rows(rows) if rows is not None else list(tables.BUCKETS)
+    if reason := backend.why_triton_cannot_run():
+        raise UnsupportedError(
+            f"tuning measures a CUDA GPU of compute capability 8.0 or newer: {reason}"
+        )
+    folder = output or tables.own_folder()
+    if folder is None:
+        raise ValueError(
+            f"{tables.VARIABLE} is empty, so that no tables are used: give --output, or unset it"
+        )
+    jobs = tune.make_jobs(wanted or tune.model_shapes(model or ""), packed, buckets)
+    device = tables.current_device()
+    path = folder / tables.file_name(device)
+    outcomes: list[Outcome] = []
+    with _progress() as bar:
+        task = bar.add_task("tuning", total=len(jobs))
+        try:
+            for outcome in tune.run(jobs, path, device, tune.stamp(), again=again):
+                outcomes.append(outcome)
+                bar.console.print(describe(outcome), highlight=False, markup=False)
+                bar.advance(task)
+        except KeyboardInterrupt:
+            bar.console.print("stopped: the same command goes on from here", markup=False)
+            raise
+    for line in summary(outcomes, path):
+        typer.echo(line)
+    if failed := sum(outcome.entry is None for outcome in outcomes):
+        raise ValueError(f"no configuration worked for {failed} of {len(outcomes)} products")
+
+
+def _progress() -> rich.progress.Progress:
+    columns = rich.progress.Progress.get_default_columns()
+    return rich.progress.Progress(
+        *columns,
+        rich.progress.MofNCompleteColumn(),
+        console=rich.console.Console(stderr=True, soft_wrap=True),
+    )
+
+
+def describe(outcome: Outcome) -> str:
+    """A line about a job: its time and plan, and the time that the rule of thumb would take."""
+    if outcome.entry is None:
+        return f"{outcome.job}: no configuration worked"
+    plan, microseconds = outcome.entry
+    line = f"{outcome.job}: {microseconds:.1f} µs, {plan.implementation}"
+    if (config := plan.config) is not None:
+        line += (
+            f" {config.tile_m}x{config.tile_n}, {config.splits} splits, {config.warps} warps, "
+            f"{config.stages} stages, scaling the {config.scaling}"
+            + ("" if config.width is None else f", {config.width} lanes")
+        )
+    if not outcome.trials:
+        return f"{line} (known)"
+    heuristic = outcome.heuristic_microseconds
+    return line if heuristic is None else f"{line} (untuned {heuristic:.1f} µs)"
+
+
+def summary(outcomes: list[Outcome], path: Path) -> list[str]:
+    """What was done in all, and which problems ruled out how many configurations."""
+    measured = sum(bool(outcome.trials) and outcome.entry is not None for outcome in outcomes)
+    known = sum(not outcome.trials for outcome in outcomes)
+    lines = [f"{path}: {measured} measured, {known} known before"]
+    problems: dict[str, int] = {}
+    for outcome in outcomes:
+        for problem, count in outcome.problems.items():
+            problems[problem] = problems.get(problem, 0) + count
+    for problem, count in sorted(problems.items(), key=lambda item: -item[1]):
+        lines.append(f"{count} configurations skipped: {problem}")
+    return lines
+
+
+def _parse_shapes(text: str) -> list[Shape]:
+    shapes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([1-9]\d*)[x×]([1-9]\d*)\s*", part)
+        if match is None:
+            raise typer.BadParameter(
+                f"can't read the shape {part!r}: expected KxN, such as 4096x24576",
+                param_hint="--shapes",
+            )
+        shapes.append((int(match[1]), int(match[2])))
+    return shapes
+
+
+def _parse_formats(text: str) -> list[WeightFormat]:
+    from pallas_kernels import WeightFormat
+
+    try:
+        return [WeightFormat.parse(part.strip()) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--formats") from error
+
+
+def _parse_rows(text: str) -> list[int]:
+    rows = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d*", part) for part in rows):
+        raise typer.BadParameter(
+            f"can't read the numbers of rows {text!r}: expected, for example, 1,64,4096",
+            param_hint="--rows",
+        )
+    return [int(part) for part in rows]

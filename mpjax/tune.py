@@ -1,0 +1,312 @@
+"""Measures plans for products with packed weights on this GPU; the fastest go into a table."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import DecoderConfig, presets
+from mpjax.bench import measure
+from mpjax.checkpoint import huggingface, orbax
+from mpjax.checkpoint.layout import linear_places
+from mpjax.loading import find_folder
+from pallas_kernels import QuantizedTensor, WeightFormat, matmul, quantize
+from pallas_kernels.gemm import tables, tuning
+from pallas_kernels.gemm.config import Plan
+from pallas_kernels.gemm.shapes import MODELS
+
+GATE = 8e-3  # mean error over mean magnitude that a plan may have, in bfloat16
+CHECKED_ROWS = 256
+ITERATIONS = 10
+# Compiling takes most of the time where few rows are multiplied, and running where many are.
+CANDIDATES = 40
+CANDIDATES_FOR_MANY_ROWS = 16
+MANY_ROWS = 1024
+
+Shape = tuple[int, int]  # [input, output channels] of a weight
+Compile = Callable[["Plan", list[jax.Array], list[QuantizedTensor]], Callable[..., Any]]
+Timer = Callable[..., float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One line of a table: x of `rows` rows, a bucket, times a weight [channels, outputs]."""
+
+    format: WeightFormat
+    channels: int
+    outputs: int
+    rows: int
+
+    @property
+    def key(self) -> tables.Key:
+        """Its place in a table."""
+        return tables.key(self.format, self.channels, self.outputs, self.rows)
+
+    def __str__(self) -> str:
+        return f"{self.key.format} {self.channels}x{self.outputs}, {self.rows} rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What became of a plan: its time for one product, or the problem that ruled it out."""
+
+    plan: Plan
+    microseconds: float | None = None
+    problem: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a job: its entry, None where no plan did it, and the trials behind it.
+
+    A job that the table already had comes with its entry and no trials.
+    """
+
+    job: Job
+    entry: tables.Entry | None
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def problems(self) -> dict[str, int]:
+        """How many plans each problem ruled out."""
+        return dict(collections.Counter(t.problem for t in self.trials if t.problem is not None))
+
+    @property
+    def heuristic_microseconds(self) -> float | None:
+        """The time of the plan that runs without a table, which is always tried."""
+        job, limits = self.job, tuning.current_limits()
+        plan = tuning.heuristic(job.rows, job.format, job.channels, job.outputs, limits)
+        return next((trial.microseconds for trial in self.trials if trial.plan == plan), None)
+
+
+def model_shapes(source: str) -> list[Shape]:
+    """The weights [K, N] of a model's layers, each once, joined as `mpjax.load` joins them.
+
+    source: a name in `known_models()`, or a checkpoint's folder or hub id. Raises CheckpointError
+    for what is neither.
+    """
+    known = known_models()
+    return known[source] if source in known else _shapes(_read_config(find_folder(source)))
+
+
+def known_models() -> dict[str, list[Shape]]:
+    """The shapes of published models by name, such as `qwen3-8b`."""
+    configs = {
+        name.lower().replace("_", "-"): _shapes(value)
+        for name, value in vars(presets).items()
+        if isinstance(value, DecoderConfig)
+    }
+    named = {
+        name: [(shape.channels, shape.outputs) for shape in matrices]
+        for name, matrices in MODELS.items()
+    }
+    return named | configs
+
+
+def _shapes(config: DecoderConfig) -> list[Shape]:
+    shapes = [
+        (place.shapes[0][0], sum(outputs for _, outputs in place.shapes))
+        for place in linear_places(config)
+    ]
+    return list(dict.fromkeys(shapes))
+
+
+def _read_config(folder: Path) -> DecoderConfig:
+    if (folder / orbax.DESCRIPTION_NAME).is_file():
+        return orbax.abstract_model(orbax.read_description(folder)).config
+    return huggingface.decoder_config(folder, huggingface.read_config(folder))[1]
+
+
+def make_jobs(
+    shapes: Sequence[Shape], formats: Sequence[WeightFormat], rows: Sequence[int]
+) -> list[Job]:
+    """Every format, shape and bucket of rows, each once; neighbours share their weights.
+
+    Raises ValueError for a format that is not packed, or that a shape can't have.
+    """
+    for format in formats:
+        if not format.is_packed:
+            raise ValueError(f"{format} is a plain array, whose product XLA tunes by itself")
+        for channels, _ in shapes:
+            if format.group_size is not None and channels % format.group_size:
+                raise ValueError(
+                    f"{format}: {channels} input channels can't be split into groups of "
+                    f"{format.group_size}"
+                )
+    plain = [dataclasses.replace(format, symmetric=False) for format in formats]
+    buckets = sorted({tables.bucket(count) for count in rows})
+    jobs = [
+        Job(format, *shape, bucket) for format in plain for shape in shapes for bucket in buckets
+    ]
+    return list(dict.fromkeys(jobs))
+
+
+def stamp() -> dict[str, Any]:
+    """What a table says about its measurements: commit, versions and driver."""
+    found = measure.stamp()
+    driver = found["driver"]
+    return {
+        "commit": found["commit"],
+        "driver": driver[0]["driver_version"] if isinstance(driver, list) and driver else driver,
+        "jax": found["versions"]["jax"],
+        "mpjax": found["versions"]["mpjax"],
+    }
+
+
+def run(
+    jobs: Sequence[Job],
+    path: Path,
+    device: str,
+    stamp: Mapping[str, Any],
+    *,
+    again: bool = False,
+    try_plans: Callable[[Job, list[Plan]], list[Trial]] | None = None,
+) -> Iterator[Outcome]:
+    """Does the jobs in turn, and records each in the table at `path` as soon as it is done.
+
+    again: measure also what the table has. try_plans: measures plans; `try_on_gpu` by default.
+    Raises tables.TableError, before anything is measured, where the table is damaged.
+    """
+    try_plans = try_plans or try_on_gpu
+    known = tables.read(path, device).entries if path.is_file() else {}
+    for job in jobs:
+        if not again and (entry := known.get(job.key)) is not None:
+            yield Outcome(job, entry)
+            continue
+        trials = tuple(try_plans(job, candidates(job)))
+        timed = [(t.microseconds, t.plan) for t in trials if t.microseconds is not None]
+        if not timed:
+            yield Outcome(job, None, trials)
+            continue
+        microseconds, plan = min(timed, key=lambda pair: pair[0])
+        entry = tables.Entry(plan, microseconds)
+        tables.record(path, device, {job.key: entry}, stamp)
+        yield Outcome(job, entry, trials)
+
+
+def candidates(job: Job) -> list[Plan]:
+    """The plans to try on this GPU."""
+    most = CANDIDATES if job.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
+    limits = tuning.current_limits()
+    return tuning.candidates(job.rows, job.format, job.channels, job.outputs, limits, most)
+
+
+def try_on_gpu(
+    job: Job,
+    plans: Sequence[Plan],
+    *,
+    compile: Compile | None = None,
+    timer: Timer = measure.microseconds,
+) -> list[Trial]:
+    """Measures plans on the default device, in their order; wrong answers get no time.
+
+    Every product reads another weight and another x, together larger than the L2 cache. All plans
+    compile at the same time, before the first is measured. compile, timer: for tests.
+    """
+    weights = _weights(job.format, job.channels, job.outputs)
+    xs = [
+        jax.random.normal(jax.random.key(i), (job.rows, job.channels), jnp.bfloat16)
+        for i in range(len(weights))
+    ]
+    exact = _reference(xs[0], weights[0])
+    compiled = _compile_all(compile or compile_products, plans, xs, weights)
+    trials = []
+    for plan, program in zip(plans, compiled, strict=True):
+        if isinstance(program, Exception):
+            trials.append(Trial(plan, problem=_sentence("does not compile", program)))
+            continue
+        try:
+            error = _relative_error(program(xs, weights)[0], exact)
+            if not error < GATE:
+                trials.append(Trial(plan, problem=f"wrong by more than {GATE:.1%} on average"))
+                continue
+            time = timer(program, xs, weights, iterations=ITERATIONS)
+            trials.append(Trial(plan, time / len(weights)))
+        except Exception as failure:
+            trials.append(Trial(plan, problem=_sentence("does not run", failure)))
+    return trials
+
+
+def compile_products(
+    plan: Plan, xs: list[jax.Array], weights: list[QuantizedTensor]
+) -> Callable[..., Any]:
+    """A program that multiplies each x by its weight as the plan says, one after the other."""
+    # One trace serves all of them, and XLA compiles its kernel once.
+    product = jax.jit(lambda x, weight: matmul(x, weight))
+
+    def each(xs: list[jax.Array], weights: list[QuantizedTensor]) -> list[jax.Array]:
+        results: list[jax.Array] = []
+        for x, weight in zip(xs, weights, strict=True):
+            if results:  # a chain, so that XLA merges no kernels of neighbours
+                results[-1], x = jax.lax.optimization_barrier((results[-1], x))
+            results.append(product(x, weight))
+        return results
+
+    with tuning.forced(plan):
+        lowered = jax.jit(each).lower(xs, weights)
+    return lowered.compile()
+
+
+@functools.lru_cache(maxsize=1)  # the next job has other rows, but most often the same weights
+def _weights(format: WeightFormat, channels: int, outputs: int) -> list[QuantizedTensor]:
+    dense = jax.random.normal(jax.random.key(0), (channels, outputs), jnp.bfloat16)
+    weight = quantize(dense, format)
+    assert isinstance(weight, QuantizedTensor)  # make_jobs sees to that
+    copies = range(measure.copies(weight.nbytes) - 1)
+    return [weight, *(jax.tree.map(jnp.copy, weight) for _ in copies)]
+
+
+def _checked_rows(x: jax.Array) -> jax.Array:
+    """Rows from all over x, so that every tile height is caught out at its edges."""
+    chosen = np.linspace(0, x.shape[0] - 1, min(x.shape[0], CHECKED_ROWS)).astype(int)
+    return x[chosen]
+
+
+def _reference(x: jax.Array, weight: QuantizedTensor) -> jax.Array:
+    return jax.jit(functools.partial(matmul, implementation="reference"))(_checked_rows(x), weight)
+
+
+@jax.jit
+def _mean_error(found: jax.Array, exact: jax.Array) -> jax.Array:
+    found, exact = found.astype(jnp.float32), exact.astype(jnp.float32)
+    return jnp.abs(found - exact).mean() / jnp.abs(exact).mean()
+
+
+def _relative_error(product: jax.Array, exact: jax.Array) -> float:
+    return float(_mean_error(_checked_rows(product), exact))
+
+
+def _compile_all(
+    compile: Compile,
+    plans: Sequence[Plan],
+    xs: list[jax.Array],
+    weights: list[QuantizedTensor],
+) -> list[Callable[..., Any] | Exception]:
+    """Programs in the order of the plans, or the errors in their place."""
+
+    def attempt(plan: Plan) -> Callable[..., Any] | Exception:
+        try:
+            return compile(plan, xs, weights)
+        except Exception as error:
+            return error
+
+    executor = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    try:
+        return list(executor.map(attempt, plans))
+    finally:  # interrupted, what has not begun never begins
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _sentence(what: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{what}: {type(error).__name__}: {lines[0] if lines else 'no message'}"

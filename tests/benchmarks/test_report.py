@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import report
+from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
+
+STAMP = {"device": "GPU", "commit": "abc1234", "versions": {"jax": "0.99"}}
+
+
+@pytest.fixture
+def page(tmp_path):
+    """`page(name=result, ...)`: the text of the page that is written from these files."""
+
+    def write(**results):
+        folder = tmp_path / "results"
+        folder.mkdir()
+        for name, result in results.items():
+            (folder / f"{name}.json").write_text(json.dumps(STAMP | result))
+        report.write(folder, tmp_path / "docs" / "page.md")
+        return (tmp_path / "docs" / "page.md").read_text()
+
+    return write
+
+
+def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
+    text = page(
+        **{
+            "gemm": {"results": [gemm_row(), gemm_row(M=16)]},
+            "gemm-more": {"results": [gemm_row(format="uint8:g128", packed_bytes=10**7)]},
+            "attention": {"results": [attention_row(), attention_row(copies=5)]},
+            "generate-x": generate_row(batch=16),
+            "generate-y": generate_row(load_seconds=3.0),
+        }
+    )
+    assert "| 4000 × 5000 | uint4:g128 | 16 | 20.0 | 32.0 | 2.00 | 60.0 | 3.00 | 1.0e-03 |" in text
+    assert "| 4000 × 5000 | uint8:g128 | 1 | 20.0 | 501 |" in text
+    source = "· GPU, jax 0.99, commit abc1234"
+    command = "mpjax bench gemm --formats uint4:g128 --rows 1,16 --shapes model"
+    assert f"`{command}` {source}" in text
+    assert "--formats uint8:g128 --rows 1 --shapes model" in text
+    assert f"`mpjax bench generate --precision W4A16KV8 --batch 16` {source}" in text
+    assert "--batch 2 --from-disk`" in text
+    assert text.index("| W4A16KV8 | 2 |") < text.index("| W4A16KV8 | 16 |")
+    assert "| matmul | 1500 µs | 79% |\n| other | 400 µs | 21% |" in text
+    assert f"`mpjax bench attention` {source}" in text
+    assert "without rotation" in text
+    for name in ("gemm-model.svg", "generate.svg"):
+        assert f"]({name})" in text
+        assert (tmp_path / "docs" / name).is_file()
+    svg = (tmp_path / "docs" / "gemm-model.svg").read_text()
+    assert "uint4:g128" in svg
+    assert "uint8:g128" in svg
+
+
+def test_what_was_not_measured_is_left_out(page, tmp_path):
+    text = page(attention={"results": [attention_row(copies=5)]})
+    assert "## Paged decode attention" in text
+    assert "## Products" not in text
+    assert "## End to end" not in text
+    assert "without rotation" not in text
+    assert not list((tmp_path / "docs").glob("*.svg"))
+
+
+def test_the_page_in_the_docs_is_that_of_the_results(tmp_path):
+    report.write(report.RESULTS, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == report.PAGE.read_text()
+    names = {path.name for path in tmp_path.glob("*.svg")}
+    assert names == {path.name for path in report.PAGE.parent.glob("*.svg")}

@@ -1,0 +1,66 @@
+"""A small Qwen3, and rows of results with round figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from models.presets import QWEN3_8B
+
+SMALL_MODEL = dataclasses.replace(
+    QWEN3_8B,
+    vocab_size=96,
+    hidden_size=128,
+    intermediate_size=128,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    windows=(None,),
+    max_position_embeddings=256,
+    stop_ids=(2,),
+)
+
+
+def gemm_row(**changes: Any) -> dict[str, Any]:
+    """K 4000, N 5000: 20 µs at M = 1, twice the floor, a third of cuBLAS."""
+    return {
+        "shape": "model.map",
+        "K": 4000,
+        "N": 5000,
+        "M": 1,
+        "format": "uint4:g128",
+        "microseconds": 20.0,
+        "floor_microseconds": 10.0,
+        "cublas_microseconds": 60.0,
+        "relative_error": 1e-3,
+    } | changes
+
+
+def attention_row(**changes: Any) -> dict[str, Any]:
+    """A cache of 40 MB in 20 µs."""
+    return {
+        "shape": "b1-h32/8-d128-c1000",
+        "format": "KV8",
+        "cache_bytes": 40_000_000,
+        "microseconds": 20.0,
+        "floor_microseconds": 16.0,
+        "cudnn_microseconds": 30.0,
+        "relative_error": 1e-3,
+    } | changes
+
+
+def generate_row(**changes: Any) -> dict[str, Any]:
+    """4 GB in a step of 2 ms, of which 4 TB/s would need 1."""
+    return {
+        "precision": "W4A16KV8",
+        "batch": 2,
+        "load_seconds": None,
+        "time_to_first_token_seconds": 0.05,
+        "decode_step_microseconds": 2000.0,
+        "sum_of_kernels_microseconds": 1900.0,
+        "step_bytes": 4e9,
+        "read_bandwidth_bytes_per_second": 4e12,
+        "peak_bytes": None,
+        "logprob_difference": 0.01,
+        "kernel_microseconds_per_step": {"matmul": 1500.0, "other": 400.0},
+    } | changes

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import pytest
+
+from mpjax.bench import attention
+from pallas_kernels import KVFormat
+from pallas_kernels.attention.shapes import DECODE, AttentionShape
+from tests.mpjax.bench.rows import attention_row
+
+SHAPE = AttentionShape(2, 4, 2, 64, 160)
+
+
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    """jax.nn's attention by XLA, which every machine has."""
+    attend = jax.nn.dot_product_attention
+
+    @functools.wraps(attend)
+    def by_xla(*arguments, implementation):
+        assert implementation == "cudnn"
+        with jax.numpy_dtype_promotion("standard"):
+            return attend(*arguments, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+
+
+def test_figures_follow_from_times():
+    numbers = {"batch": 1, "query_heads": 32, "kv_heads": 8, "head_dim": 125, "context": 1000}
+    row = attention.figures(attention_row(**numbers))
+    assert row["gigabytes_per_second"] == pytest.approx(2000.0)
+    assert row["times_floor"] == pytest.approx(1.25)
+    assert row["speedup"] == pytest.approx(1.5)
+    assert row["teraflops"] == pytest.approx(0.8)  # 4 · 32 · 125 · 1000 in 20 µs
+    assert attention.figures(row) == row
+
+
+def test_cells_are_in_the_order_of_the_headers():
+    row = attention_row(relative_error=None)
+    assert dict(zip(attention.HEADERS, attention.cells(row), strict=True)) == {
+        "shape": "b1-h32/8-d128-c1000",
+        "format": "KV8",
+        "µs": "20.0",
+        "TB/s": "2.00",
+        "TFLOP/s": "",
+        "× floor": "1.25",
+        "cuDNN µs": "30.0",
+        "speed-up": "1.50",
+        "error": "",
+    }
+
+
+def test_errors_from_the_gate_on_fail_where_they_were_measured():
+    rows = [attention_row(relative_error=error) for error in (7.9e-3, None, 8e-3, math.nan)]
+    assert len(attention.failures(rows)) == 2
+    assert "KV8: the error is 8.0e-03" in attention.failures(rows)[0]
+
+
+def test_shapes_by_name():
+    assert attention.named([DECODE[3].name, DECODE[0].name]) == (DECODE[3], DECODE[0])
+    with pytest.raises(ValueError, match=r"unknown shape 'x'.*b1-h32/8-d128-c2048, "):
+        attention.named(["x"])
+
+
+def test_formats_that_are_none():
+    with pytest.raises(ValueError, match="KV5"):
+        attention.Sweep((SHAPE,), ("KV16", "KV5"))
+
+
+def test_every_case_is_measured_and_checked(take, without_cudnn):
+    take(attention__1=6.0, attention=3.0)
+    sweep = attention.Sweep((SHAPE,), ("KV4",))
+    rows = list(attention.run(sweep))
+    assert len(rows) == sweep.cases == 1
+    assert [(row["shape"], row["batch"], row["format"]) for row in rows] == [(SHAPE.name, 2, "KV4")]
+    assert attention.failures(rows) == []
+    for row in rows:
+        # Two pages for each sequence, of 128 tokens with two heads: 64 codes and a word of 32
+        # bits, for keys and again for values.
+        codes = 64 * int(row["format"][2:]) // 8
+        assert row["cache_bytes"] == 2 * 2 * 128 * 2 * 2 * (codes + 4)
+        assert row["microseconds"] == pytest.approx(9.0 / row["copies"])
+        assert row["floor_microseconds"] == pytest.approx(9.0 / row["copies"])
+        assert row["kernel_microseconds"] == pytest.approx({"attention": 9.0 / row["copies"]})
+        assert row == attention.figures(row)
+
+
+def test_the_cache_is_full():
+    pages, tables = attention.fill(SHAPE, KVFormat(16))
+    assert tables.shape == (2, 2)
+    written = jax.numpy.abs(pages.keys.astype("float32")).sum((1, 3))  # [pages, page size]
+    assert (written > 0).sum() == SHAPE.batch * SHAPE.context
+
+
+def test_contexts_of_128k_are_checked_and_larger_batches_are_not():
+    checked = {shape.batch * shape.context: attention.is_checked(shape) for shape in DECODE}
+    assert checked[131072]
+    assert not checked[8 * 32768]

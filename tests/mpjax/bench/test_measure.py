@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental.mosaic.gpu import profiler
+
+from mpjax.bench import measure
+from pallas_kernels import UnsupportedError, backend
+
+
+@pytest.fixture
+def profile(monkeypatch):
+    """Makes CUPTI report calls, each a list of (kernel, milliseconds)."""
+
+    def install(calls):
+        def fake(function, aggregate, iterations):
+            assert not aggregate
+            if calls is not None:
+                assert iterations == len(calls)
+            result = calls[0] if calls is not None and iterations == 1 else calls
+            return lambda *arguments: (function(*arguments), result)
+
+        monkeypatch.setattr(profiler, "measure", fake)
+
+    return install
+
+
+def test_kernels_are_summed_by_name_and_the_median_call_counts(profile):
+    profile(
+        [
+            [("a", 0.001), ("b", 0.005), ("a", 0.002)],
+            [("a", 0.010), ("b", 0.004), ("a", 0.090)],
+            [("a", 0.002), ("b", 0.006), ("a", 0.002)],
+        ]
+    )
+    seen = []
+    found = measure.kernel_microseconds(lambda x: seen.append(x), 7, iterations=3)
+    assert found == pytest.approx({"a": 4.0, "b": 5.0})
+    assert seen == [7]
+    assert measure.microseconds(lambda x: x, 7, iterations=3) == pytest.approx(9.0)
+
+
+def test_a_single_call_comes_without_a_list_of_calls(profile):
+    profile([[("a", 0.001), ("a", 0.002)]])
+    assert measure.kernel_microseconds(lambda: None, iterations=1) == pytest.approx({"a": 3.0})
+
+
+def test_a_call_without_kernels_can_not_be_measured(profile):
+    profile(None)
+    with pytest.raises(RuntimeError, match="launched no kernel"):
+        measure.kernel_microseconds(lambda: None)
+
+
+def test_numbers_that_xla_appends_are_dropped():
+    names = {"matmul_uint4": 2.0, "matmul_uint4__2": 4.0, "fusion_12_1": 9.0, "gemm_64x5_TNN": 1.0}
+    found = measure.merge_names(names, calls=2)
+    assert list(found.items()) == [("fusion", 4.5), ("matmul_uint4", 3.0), ("gemm_64x5_TNN", 0.5)]
+
+
+def test_without_a_gpu_the_reason_is_said(monkeypatch):
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
+    measure.require_gpu()
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "it is a toaster")
+    with pytest.raises(UnsupportedError, match=r"CUDA GPU.*: it is a toaster"):
+        measure.require_gpu()
+
+
+def test_copies_pass_the_l2_cache_and_are_never_one():
+    assert [measure.copies(n) for n in (8_000_000, 150_000_000, 10**9)] == [25, 2, 2]
+
+
+def test_flat_bytes_are_all_bytes_in_order():
+    leaves: dict[str, np.ndarray] = {
+        "a": np.array([1, 65535, 3], np.uint16),
+        "b": np.array([[2**32 - 1], [5]], np.uint32),
+        "c": np.array([1.5, -2.0, 0.25], ml_dtypes.float8_e4m3fn),
+        "d": np.array([-1.5], ml_dtypes.bfloat16),
+    }
+    found = np.asarray(measure.flat_bytes(jax.tree.map(jnp.asarray, leaves)))
+    expected = b"".join(leaf.tobytes() for leaf in leaves.values())
+    assert found.dtype == np.uint32
+    assert found.tobytes() == expected + bytes(-len(expected) % 4)
+
+
+def test_the_floor_is_the_time_of_one_tree(take):
+    take(reduce=30.0)
+    trees = [{"words": jnp.ones((4, i + 1), jnp.uint16)} for i in range(3)]
+    assert measure.floor_microseconds(trees) == pytest.approx(10.0)
+
+
+def test_bandwidth_is_bytes_over_time(monkeypatch):
+    monkeypatch.setattr(measure, "microseconds", lambda function, buffer: 500.0)
+    monkeypatch.setattr(jnp, "ones", lambda shape, dtype: SimpleNamespace(nbytes=2e9))
+    assert measure.read_bandwidth() == pytest.approx(4e12)
+
+
+def test_results_are_stamped(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "stamp", lambda: {"device": "GPU", "commit": "abc"})
+    path = measure.save("name", {"x": 1}, tmp_path / "new")
+    assert path == tmp_path / "new" / "name.json"
+    assert json.loads(path.read_text()) == {"device": "GPU", "commit": "abc", "x": 1}
+
+
+def test_the_stamp_says_where_and_with_what(monkeypatch):
+    measure.stamp.cache_clear()
+    monkeypatch.setenv("GIT_COMMIT", "named")
+    found = measure.stamp()
+    assert list(found) == ["device", "commit", "driver", "versions"]
+    assert found["commit"] == "named"
+    assert found["versions"]["jax"] == jax.__version__
+    measure.stamp.cache_clear()
+
+
+def test_the_commit_is_that_of_the_package_not_of_the_folder_it_is_called_from(
+    tmp_path, monkeypatch
+):
+    ran = []
+
+    def run(command, **keywords):
+        ran.append(command)
+        return SimpleNamespace(stdout="abc-dirty\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert measure._commit(tmp_path) is None
+    (tmp_path / ".git").mkdir()
+    assert measure._commit(tmp_path) == "abc-dirty"
+    assert ran == [["git", "-C", str(tmp_path), "describe", "--always", "--dirty"]]
+
+
+def test_results_go_to_the_checkout_or_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "stamp", dict)
+    assert measure.save("x", {}).resolve() == tmp_path / "x.json"
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    assert measure.save("x", {}).resolve() == tmp_path / "benchmarks" / "results" / "x.json"

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import Qwen3
+from mpjax.bench.random_model import random_model
+from mpjax.checkpoint.layout import linear_kernels, linear_places
+from mpjax.language_model import weight_precisions
+from pallas_kernels import QuantizedTensor, WeightFormat
+from tests.mpjax.bench.rows import SMALL_MODEL
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("uint4:g128", "W4"), ("uint8:g128", "W8"), ("bfloat16", "W16")]
+)
+def test_every_linear_map_has_the_format_and_the_model_runs(text, name):
+    model = random_model(Qwen3, SMALL_MODEL, WeightFormat.parse(text))
+    assert weight_precisions(model) == [name]
+    logits = jax.jit(lambda model, tokens: model(tokens))(model, jnp.arange(12).reshape(2, 6))
+    assert logits.shape == (2, 6, SMALL_MODEL.vocab_size)
+    assert bool(jnp.isfinite(logits).all())
+    assert float(jnp.std(logits)) > 0.05  # no token is the only one
+
+
+def test_without_a_format_and_with_biases():
+    config = dataclasses.replace(SMALL_MODEL, qkv_bias=True, tie_word_embeddings=True)
+    model = random_model(Qwen3, config, None)
+    assert weight_precisions(model) == ["W16"]
+    assert jax.eval_shape(model, jnp.arange(4)[None]).shape == (1, 4, config.vocab_size)
+
+
+def test_maps_are_different_and_keep_the_size_of_what_goes_in():
+    model = random_model(Qwen3, SMALL_MODEL, WeightFormat.parse("uint8:g128"))
+    found = []
+    for place in linear_places(SMALL_MODEL):
+        [kernel] = linear_kernels(model, place)
+        assert isinstance(kernel, QuantizedTensor)
+        assert kernel.shape == (place.shapes[0][0], sum(shape[1] for shape in place.shapes))
+        dense = np.asarray(kernel.dequantize())
+        assert dense.std() == pytest.approx(kernel.shape[0] ** -0.5, rel=0.05)
+        found.append(dense.ravel()[:50].tobytes())
+    assert len(set(found)) == len(found)
+
+
+def test_the_seed_decides():
+    first, again, other = (
+        random_model(Qwen3, SMALL_MODEL, None, seed).embedding.get_value() for seed in (1, 1, 2)
+    )
+    assert jax.numpy.array_equal(first, again)
+    assert not jax.numpy.array_equal(first, other)

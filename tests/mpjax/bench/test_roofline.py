@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from mpjax.bench import gemm, roofline
+from tests.mpjax.bench.rows import gemm_row, generate_row
+
+
+def gemm_rows():
+    """Two shapes; at each, two formats whose times have nothing to do with one another."""
+    for shape, outputs in (("model.first", 5000), ("model.second", 2500)):
+        for format, time in (("uint4:g128", 10.0), ("uint8:g128", 16.0)):
+            for rows in (1, 16, 256, 4096):
+                slower = max(1.0, rows / 200)
+                yield gemm_row(
+                    shape=shape,
+                    N=outputs,
+                    M=rows,
+                    format=format,
+                    microseconds=1.3 * time * slower,
+                    floor_microseconds=time,
+                    cublas_microseconds=50.0 * slower,
+                )
+
+
+def labels(svg):
+    return set(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+
+
+def test_products_are_drawn_with_everything_named(tmp_path):
+    path = tmp_path / "new" / "gemm.svg"
+    roofline.draw_gemm(list(gemm_rows()), path)
+    found = labels(path.read_text())
+    assert {"uint4:g128", "uint8:g128", "cuBLAS bf16", "memory roof of a format"} <= found
+    assert {"compute roof (best cuBLAS bf16)", "TFLOP/s", "M, rows of x"} <= found
+    assert {"model.first   K 4000, N 5000", "model.second   K 4000, N 2500"} <= found
+    assert {"1", "16", "256", "4096", "100"} <= found
+
+
+def test_a_plot_is_the_same_each_time_and_has_no_date(tmp_path):
+    for name in ("a.svg", "b.svg"):
+        roofline.draw_gemm(list(gemm_rows()), tmp_path / name)
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    assert "dc:date" not in text
+    assert len(text) < 150_000
+
+
+def test_one_shape_and_one_row_can_be_drawn(tmp_path):
+    roofline.draw_gemm([gemm_row()], tmp_path / "one.svg")
+    assert "model.map   K 4000, N 5000" in labels((tmp_path / "one.svg").read_text())
+
+
+def test_the_memory_roof_is_the_floor_up_to_the_compute_roof():
+    rows = [gemm.figures(gemm_row(M=m, microseconds=20.0 * m)) for m in (1, 16, 4096)]
+    # The floor of 10 µs allows 4 TFLOP/s for each row of x: 400 are reached at M = 100.
+    x, y = roofline.memory_roof(rows, 400.0)
+    assert x == pytest.approx([1, 100])
+    assert y == pytest.approx([4, 400])
+    assert roofline.memory_roof(rows, 1e6)[0] == pytest.approx([1, 4096])
+    assert roofline.memory_roof(rows[2:], 400.0) == ([], [])
+
+
+def test_models_are_named_once_in_order():
+    names = ("b.x", "a.x", "b.y")
+    assert roofline.models([gemm_row(shape=name) for name in names]) == ["b", "a"]
+
+
+def test_generation_is_drawn_beside_its_roofline(tmp_path):
+    rows = [
+        generate_row(),
+        generate_row(precision="W8A16KV8", step_bytes=6e9),
+        generate_row(batch=16),
+    ]
+    roofline.draw_generate(rows, tmp_path / "generate.svg")
+    found = {text.strip() for text in labels((tmp_path / "generate.svg").read_text())}
+    assert {"W4A16KV8", "W8A16KV8", "batch 2", "batch 16", "tokens/s"} <= found
+    assert {"memory roofline", "measured, with its share"} <= found
+    assert {"1000, 50%", "1000, 75%", "8000, 50%"} <= found
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "mpjax.bench.roofline")
+    with pytest.raises(ImportError, match=r'pip install "mpjax\[bench\]"'):
+        import mpjax.bench.roofline  # noqa: F401

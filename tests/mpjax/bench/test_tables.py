@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from mpjax.bench import tables
+
+HEADERS = ("format", "µs", "GB/s")
+
+
+def test_markdown():
+    assert tables.markdown(HEADERS, [["a", "1", "2"], ["b", "3", ""]]) == (
+        "| format | µs | GB/s |\n| --- | --- | --- |\n| a | 1 | 2 |\n| b | 3 |  |\n"
+    )
+
+
+def test_empty_columns_are_left_out():
+    rows = iter([["a", "1", ""], ["b", "3", ""]])
+    assert tables.markdown(HEADERS, rows) == (
+        "| format | µs |\n| --- | --- |\n| a | 1 |\n| b | 3 |\n"
+    )
+
+
+def test_a_printed_table_has_a_title_and_cuts_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    tables.show("shape [4, 5]", HEADERS, [["x" * 60, "1", "2"], ["b", "30", ""]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "shape [4, 5]"
+    assert lines[1].split() == ["format", "µs", "GB/s"]
+    assert lines[2].split() == ["x" * 60, "1", "2"]
+    assert lines[3].split() == ["b", "30"]
+    assert lines[3].index("30") + 2 == lines[2].index("1 ") + 1  # to the right

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from mpjax.bench import attention, gemm, generate, measure, roofline
+from mpjax.cli import bench
+from mpjax.cli.application import app
+from pallas_kernels.attention.shapes import DECODE
+from pallas_kernels.gemm import shapes
+from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
+
+COMMANDS = ("gemm", "attention", "generate")
+MODULES = {"gemm": gemm, "attention": attention, "generate": generate}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty current folder, on a machine that has a GPU by its own word."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measure, "require_gpu", lambda: None)
+    monkeypatch.setattr(measure, "stamp", lambda: {"device": "Test"})
+    return tmp_path
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """`measured("gemm", rows)`: what is measured, whatever is asked; returns the sweeps seen."""
+
+    def install(command, rows):
+        sweeps = []
+
+        def run(sweep):
+            sweeps.append(sweep)
+            yield from rows
+
+        monkeypatch.setattr(MODULES[command], "run", run)
+        return sweeps
+
+    return install
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def figures():
+    return [
+        gemm.figures(gemm_row(shape="qwen3-8b.qkv", M=m, packed_bytes=10**7, implementation="xla"))
+        for m in (1, 16)
+    ]
+
+
+def test_products_are_printed_saved_and_drawn(measured, folder):
+    sweeps = measured("gemm", figures())
+    options = ("--formats", "uint4:g128, uint8:gK", "--rows", "1,16,1", "--shapes", "qwen3-8b.qkv")
+    result = run("gemm", *options)
+    assert result.exit_code == 0
+    [sweep] = sweeps
+    expected = gemm.Sweep(shapes.QWEN3_8B[:1], (1, 16), ("uint4:g128", "uint8:gK"))
+    assert sweep == expected
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0] == ["qwen3-8b.qkv:", "K", "4096,", "N", "6144"]
+    assert lines[1][:3] == ["format", "M", "µs"]
+    assert lines[2] == gemm.cells(figures()[0])
+    assert lines[3] == gemm.cells(figures()[1])
+    assert json.loads((folder / "gemm.json").read_text()) == {
+        "device": "Test",
+        "results": figures(),
+    }
+    assert "uint4:g128" in (folder / "gemm.svg").read_text()
+    assert result.stderr == "saved gemm.json\nsaved gemm.svg\n"
+
+
+def test_implementations_can_be_forced(measured):
+    sweeps = measured("gemm", figures())
+    run("gemm", "--formats", "uint4", "--implementation", "dequantize", "--no-plot")
+    assert sweeps[0].implementation == "dequantize"
+    assert run("gemm", "--implementation", "magic").exit_code == 2
+
+
+def test_output_is_a_folder_or_a_file(measured, folder):
+    measured("gemm", figures())
+    small = ("gemm", "--formats", "uint4", "--no-plot", "--output")
+    run(*small, folder / "a")
+    run(*small, folder / "b" / "other.json")
+    assert (folder / "a" / "gemm.json").is_file()
+    assert (folder / "b" / "other.json").is_file()
+    assert not list(folder.rglob("*.svg"))
+
+
+def test_what_was_measured_before_an_interruption_is_saved(monkeypatch, folder):
+    def interrupted(sweep):
+        yield figures()[0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gemm, "run", interrupted)
+    assert run("gemm", "--formats", "uint4").exit_code == 130
+    assert json.loads((folder / "gemm.json").read_text())["results"] == figures()[:1]
+
+
+def test_rows_that_miss_the_gate_are_named(measured, folder):
+    measured("gemm", [*figures(), gemm_row(shape="qwen3-8b.qkv", relative_error=math.nan)])
+    result = run("gemm", "--formats", "uint4", "--no-plot")
+    assert result.exit_code == 1
+    assert "mpjax: qwen3-8b.qkv, uint4:g128, M = 1: the error is nan" in result.stderr
+    assert result.stderr.count("mpjax:") == 1
+    assert len(json.loads((folder / "gemm.json").read_text())["results"]) == 3
+    assert "nan" in result.stdout
+
+
+def test_without_matplotlib_there_is_a_word_about_it(measured, monkeypatch, folder):
+    measured("gemm", figures())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(roofline, "draw_gemm", lambda *arguments: pytest.fail("drawn"))
+    result = run("gemm", "--formats", "uint4")
+    assert result.exit_code == 0
+    assert 'no plot: matplotlib is missing (pip install "mpjax[bench]")' in result.stderr
+
+
+def test_attention(measured, folder):
+    sweeps = measured("attention", [attention_row()])
+    result = run("attention", "--formats", "KV8,KV4", "--shapes", DECODE[1].name)
+    assert result.exit_code == 0
+    assert sweeps == [attention.Sweep(DECODE[1:2], ("KV8", "KV4"))]
+    assert attention.cells(attention_row())[0] in result.stdout
+    assert json.loads((folder / "attention.json").read_text())["results"] == [attention_row()]
+    run("attention")
+    assert sweeps[1] == attention.Sweep(DECODE, ("KV16", "KV8", "KV4"))
+    measured("attention", [attention_row(relative_error=1.0)])
+    assert run("attention").exit_code == 1
+
+
+def test_generation_has_a_file_for_each_precision_and_batch(measured, folder):
+    rows = [generate_row(), generate_row(batch=16)]
+    sweeps = measured("generate", rows)
+    options = ("--precision", "W4A16KV8,W8A16KV8", "--batch", "2,16", "--prompt-tokens", "100")
+    result = run("generate", *options, "--new-tokens", "7", "--output", folder / "new")
+    assert result.exit_code == 0
+    assert sweeps == [generate.Sweep(("W4A16KV8", "W8A16KV8"), (2, 16), 100, 7)]
+    for row in rows:
+        path = folder / "new" / f"generate-W4A16KV8-b{row['batch']}.json"
+        assert json.loads(path.read_text()) == {"device": "Test"} | row
+    assert "batch 16" in (folder / "new" / "generate.svg").read_text()
+    assert "100 prompt tokens, 7 new ones" in result.stdout
+    assert "50%" in result.stdout
+    run("generate", "--from-disk", "--no-plot")
+    assert sweeps[1] == generate.Sweep(("W4A16KV8",), (1,), 2048, 256, from_disk=True)
+    measured("generate", [generate_row(logprob_difference=7.0)])
+    assert run("generate", "--no-plot").exit_code == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("pallas_kernels.backend.why_triton_cannot_run", lambda: "there is none")
+    monkeypatch.setattr(MODULES[command], "run", lambda sweep: pytest.fail("measured"))
+    formats = ("--formats", "uint4") if command == "gemm" else ()
+    result = run(command, *formats)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("mpjax: a benchmark measures a CUDA GPU")
+    assert result.stderr.endswith(": there is none\n")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gemm", "--formats", "uint4:g5"), "group size 5"),
+        (("gemm", "--formats", "uint4", "--rows", "1,x"), "'x' is not a number"),
+        (("gemm", "--formats", "uint4", "--rows", "0"), "positive"),
+        (("gemm", "--formats", "uint4", "--shapes", "gpt"), "unknown shape 'gpt'"),
+        (("attention", "--formats", "KV1"), "KV1"),
+        (("attention", "--shapes", "b1"), "unknown shape 'b1'"),
+        (("generate", "--precision", "W4A16KV8,W"), "can't read the precision 'W'"),
+        (("generate", "--batch", "0"), "positive"),
+        (("generate", "--new-tokens", "1"), "--new-tokens"),
+        (("generate", "--prompt-tokens", "50000"), "40960 positions"),
+        (("magic",), "magic"),
+    ],
+)
+def test_wrong_usage(arguments, message):
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)], ids=str)
+def test_help_teaches(command):
+    result = run(*command, "--help")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "Examples:\n    mpjax bench " in result.stdout
+    assert "..." not in result.stdout.partition("Commands:")[2].partition("Examples:")[0]
+    if command:
+        assert "floor" in result.stdout or "roofline" in result.stdout
+        assert " good" in result.stdout
+
+
+def test_help_of_products_lists_the_formats_by_default():
+    text = " ".join(run("gemm", "--help").stdout.split())
+    assert " ".join(bench.WEIGHT_FORMATS.split(",")) in text

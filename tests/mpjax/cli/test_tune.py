@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from mpjax import tune
+from mpjax.cli.application import app
+from mpjax.tune import Trial
+from pallas_kernels import backend
+from pallas_kernels.gemm import tables
+
+SHAPES = ["--shapes", "256x64,128x4096", "--rows", "1,64"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["tune", *map(str, arguments)])
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU on which the n-th plan of a product takes n µs more than 5; gives the jobs it did."""
+    jobs = []
+
+    def try_on_gpu(job, plans):
+        jobs.append(job)
+        trials = [Trial(plan, 5.0 + index) for index, plan in enumerate(plans[:-1])]
+        return [*trials, Trial(plans[-1], problem="does not compile: ValueError: no room")]
+
+    monkeypatch.setattr(tune, "try_on_gpu", try_on_gpu)
+    monkeypatch.setattr(tune, "stamp", lambda: {"commit": "abc"})
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
+    monkeypatch.setattr(tables, "current_device", lambda: "NVIDIA Test 1")
+    return jobs
+
+
+def test_results_are_written_told_and_kept(gpu, tmp_path):
+    path = tmp_path / "nvidia_test_1.json"
+    result = invoke(*SHAPES, "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (
+        f"{path}: 4 measured, 0 known before\n"
+        "4 configurations skipped: does not compile: ValueError: no room\n"
+    )
+    line = "uint4:g128 256x64, 8 rows: 5.0 µs, triton 8x64, 1 splits, 2 warps, 3 stages, scaling"
+    assert f"{line} the accumulator (untuned 5.0 µs)\n" in result.stderr
+    assert "4/4" in result.stderr
+    assert len(tables.read(path, "NVIDIA Test 1").entries) == 4
+
+    more = ("--formats", "uint4:g128:sym,int8", "--output", tmp_path)
+    result = invoke(*SHAPES, *more)
+    assert result.stdout.startswith(f"{path}: 4 measured, 4 known before\n")
+    assert "5.0 µs, triton 8x64, 1 splits, 2 warps, 3 stages, scaling the accumulator (known)" in (
+        result.stderr
+    )
+    assert len(gpu) == 8
+    assert invoke(*SHAPES, *more, "--again").stdout.startswith(f"{path}: 8 measured, 0 known")
+
+
+def test_a_model_is_tuned_for_all_rows_in_the_own_folder(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("MPJAX_TUNED", str(tmp_path))
+    result = invoke("--model", "qwen3-8b")
+    assert result.exit_code == 0, result.output
+    assert {(job.channels, job.outputs) for job in gpu} == set(tune.model_shapes("qwen3-8b"))
+    assert {job.rows for job in gpu} == set(tables.BUCKETS)
+    assert (tmp_path / "nvidia_test_1.json").is_file()
+
+
+def test_interrupted_it_leaves_a_table(gpu, tmp_path, monkeypatch):
+    measure = tune.try_on_gpu
+
+    def stop_at_the_third(job, plans):
+        if len(gpu) == 2:
+            raise KeyboardInterrupt
+        return measure(job, plans)
+
+    monkeypatch.setattr(tune, "try_on_gpu", stop_at_the_third)
+    result = invoke(*SHAPES, "--output", tmp_path)
+    assert result.exit_code == 130
+    assert "goes on from here" in result.stderr
+    assert len(tables.read(tmp_path / "nvidia_test_1.json", "NVIDIA Test 1").entries) == 2
+
+
+def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):
+    def fail(job, plans):
+        return [Trial(plan, problem="wrong") for plan in plans]
+
+    monkeypatch.setattr(tune, "try_on_gpu", fail)
+    result = invoke("--shapes", "256x64", "--rows", "1", "--output", tmp_path)
+    assert result.exit_code == 1
+    assert "configurations skipped: wrong\n" in result.stdout
+    assert "uint4:g128 256x64, 8 rows: no configuration worked\n" in result.stderr
+    assert result.stderr.endswith("mpjax: no configuration worked for 1 of 1 products\n")
+
+
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "the default device is 'cpu'")
+    result = invoke(*SHAPES, "--output", tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == (
+        "mpjax: tuning measures a CUDA GPU of compute capability 8.0 or newer: the default device "
+        "is 'cpu'\n"
+    )
+
+
+def test_without_tables_it_needs_a_folder(gpu, monkeypatch):
+    monkeypatch.setenv("MPJAX_TUNED", "")
+    result = invoke(*SHAPES)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("mpjax: MPJAX_TUNED is empty")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "either --model or --shapes"),
+        (["--model", "qwen3-8b", "--shapes", "256x64"], "either --model or --shapes"),
+        (["--shapes", "256"], "can't read the shape '256'"),
+        (["--shapes", "256x0"], "can't read the shape '256x0'"),
+        (["--shapes", "256x64", "--rows", "0"], "can't read the numbers of rows '0'"),
+        (["--shapes", "256x64", "--formats", "uint5"], "unknown weight format 'uint5'"),
+    ],
+)
+def test_wrong_usage(gpu, arguments, reason):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert gpu == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--shapes", "96x64"], "96 input channels"),
+        (["--shapes", "256x64", "--formats", "bfloat16"], "plain array"),
+        (["--model", "qwen9-8b"], "does not exist"),
+    ],
+)
+def test_what_can_not_be_tuned(gpu, arguments, reason):
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert gpu == []

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
+        ("adapters.py", "step 23: loss"),
         ("generate.py", "--- sampled"),
         ("kernels.py", "uint4:g128"),
         ("modules.py", "the sequences have [17, 10] tokens"),

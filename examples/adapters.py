@@ -28,6 +28,10 @@ class AdaptedLinear(Linear):
         self.down = Adapter(jax.random.normal(key, (channels, RANK)) / channels**0.5)
         self.up = Adapter(jnp.zeros((RANK, outputs)))
 
+    @property
+    def format(self) -> None:
+        """None, so that x comes in 16 bits whatever the kernel multiplies."""
+
     def __call__(self, x: Any) -> jax.Array:
         """Maps [..., in] to [..., out]."""
         change: jax.Array = x.astype(jnp.float32) @ self.down.get_value() @ self.up.get_value()
@@ -52,7 +56,7 @@ ids = lm.tokenizer.encode(text)
 tokens = jnp.array(ids[: len(ids) // LENGTH * LENGTH]).reshape(-1, LENGTH)
 
 
-def loss(adapters: nnx.State, tokens: jax.Array) -> jax.Array:
+def loss(adapters: nnx.State, frozen: nnx.State, tokens: jax.Array) -> jax.Array:
     """Mean negative log-likelihood of each token after the ones before it."""
     model: Decoder = nnx.merge(structure, adapters, frozen)
     chances = jax.nn.log_softmax(model(tokens[:, :-1]))
@@ -60,14 +64,14 @@ def loss(adapters: nnx.State, tokens: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def step(adapters: nnx.State, tokens: jax.Array) -> tuple[nnx.State, jax.Array]:
-    """One step of gradient descent; the packed weights are constants of it."""
-    value, gradient = jax.value_and_grad(loss)(adapters, tokens)
+def step(adapters: nnx.State, frozen: nnx.State, tokens: jax.Array) -> tuple[nnx.State, jax.Array]:
+    """One step of gradient descent on the adapters alone."""
+    value, gradient = jax.value_and_grad(loss)(adapters, frozen, tokens)
     return jax.tree.map(lambda weight, g: weight - RATE * g, adapters, gradient), value
 
 
 for count in range(STEPS):
     first = count * BATCH % (len(tokens) - BATCH)
-    adapters, value = step(adapters, tokens[first : first + BATCH])
+    adapters, value = step(adapters, frozen, tokens[first : first + BATCH])
     if count % 4 == 0 or count == STEPS - 1:
         print(f"step {count:2}: loss {value:.3f}")

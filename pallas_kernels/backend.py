@@ -77,6 +77,16 @@ def why_not_float8() -> str | None:
     return f"FP8 came with compute capability {FLOAT8_COMPUTE_CAPABILITY}; this is {capability}"
 
 
+def why_too_large(elements: int) -> str | None:
+    """The reason why a kernel can't index an 8-bit array of so many elements, or None if it can.
+
+    Pallas counts 32-bit signed offsets up to 2**32 bytes, which is right for wider elements alone.
+    """
+    if elements < 2**31:
+        return None
+    return f"{elements} elements of 8 bits are more than 2**31, which is what offsets can count"
+
+
 def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
     """Loads a tile whose leading rows are limited by `mask`; what is masked out reads as zero.
 

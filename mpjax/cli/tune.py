@@ -62,7 +62,7 @@ def command(
         typer.Option(
             metavar="M,...",
             show_default=False,
-            help="Numbers of rows, tokens in a batch, each rounded up to 16, 32, 64 ... 8192. By "
+            help="Numbers of rows, tokens in a batch, each rounded up to 8, 16, 32 ... 8192. By "
             "default all of these.",
         ),
     ] = None,

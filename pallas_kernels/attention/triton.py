@@ -26,6 +26,8 @@ from pallas_kernels.kv_cache.cache import KVFormat, KVPages
 _FLOOR = -1e30  # below any score, and finite, so that a tile without visible keys makes no NaN
 _HIDDEN = 2 * _FLOOR  # of keys that a row doesn't see: of weight zero, also beside no other
 
+_TINY = 1e-37  # smaller steps have no reciprocal
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
@@ -248,7 +250,7 @@ def _kernel(
             step, middle = fetch_parameters(parameter_refs[1], page)
             weights = arithmetic.narrow(weights * for_slots(step), dtype)
             # Slots that were never written have a step of 0.
-            inverse = jnp.where(step == 0, 0.0, arithmetic.reciprocal(step))
+            inverse = jnp.where(step < _TINY, 0.0, arithmetic.reciprocal(step))
             rounded = weights.astype(jnp.float32) * for_slots(inverse)
             middle_sum = arithmetic.multiply_add(
                 middle_sum, shrink, gather(rounded * for_slots(middle))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -33,7 +34,7 @@ def matmul(
     for the device, the shape and the number of rows, or forced:
 
     - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4, LiquidGEMM §4,
-      FLUTE §3). 16-bit x on a CUDA GPU of compute capability 8.0 or more.
+      FLUTE §3). 16-bit or quantised x on a CUDA GPU of compute capability 8.0 or more.
     - `dequantize`: writes the weight out, then cuBLAS; the faster way for many rows.
     - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.
     - `reference`: plain jnp in float32, on any device.
@@ -42,7 +43,8 @@ def matmul(
     scales: [groups, N] in the place of those in the weight.
 
     Differentiable with respect to x and `scales` (FLUTE's learned scales), and to the table and
-    the channel scales of a weight that has them; rounding counts as the identity.
+    the channel scales of a weight that has them, where x comes as an array; rounding counts as the
+    identity.
 
     Raises ValueError where K differs or x does not suit the format, and UnsupportedError, with the
     reason, where a forced implementation can't do the call.
@@ -74,7 +76,11 @@ def matmul_terms(
 
     For a consumer that adds them itself, as `add_rms_norm` does. Derivatives are those of the sum.
     """
+    if not isinstance(weight, QuantizedTensor):
+        raise ValueError("matmul_terms: the weight is a plain array; use matmul")
     _check_channels(x, weight)
+    if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"matmul: x is {x.dtype}; expected floating point beside a packed weight")
     dtype = _out_dtype(x, out_dtype)
     outputs = *x.shape[:-1], weight.shape[1]
     if 0 in x.shape:
@@ -168,8 +174,10 @@ def _why_not(
         return f"activations are {rows.dtype}, expected bfloat16 or float16"
     if reason := backend.why_triton_cannot_run():
         return reason
-    if name == "triton" and format.activations == "float8":
-        return backend.why_not_float8()
+    if name == "triton" and format.activations:
+        if format.activations == "float8" and (reason := backend.why_not_float8()):
+            return reason
+        return backend.why_too_large(max(math.prod(rows.shape), weight.words.size))
     return None
 
 

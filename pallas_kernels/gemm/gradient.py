@@ -68,7 +68,10 @@ def _times_transposed(gradient: jax.Array, weight: QuantizedTensor) -> jax.Array
     """Gradient [M, N] · W.T, [M, K] in the order of the input channels."""
     if backend.why_triton_cannot_run() or gradient.dtype not in (jnp.bfloat16, jnp.float16):
         return jnp.einsum("mn,kn->mk", gradient, weight.dequantize(gradient.dtype))
-    product = jnp.einsum("mn,nk->mk", gradient, write_out(weight, gradient.dtype))
+    # As forward: the copy of the matrix waits for its use.
+    words, gradient = jax.lax.optimization_barrier((weight.words, gradient))
+    matrix = write_out(dataclasses.replace(weight, words=words), gradient.dtype)
+    product = jnp.einsum("mn,nk->mk", gradient, matrix)
     product = product[:, : weight.channels]
     if weight.permutation is None:
         return product

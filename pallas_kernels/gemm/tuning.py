@@ -137,8 +137,9 @@ def tile(
         wanted = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR / (warps * tiles)
         splits = max(1, min(round(wanted), _most_splits(format, channels)))
         # The scale costs an operation for each output and group in the accumulator, and one for
-        # every two weights otherwise.
-        on_weight = tile_m >= 64 and can_scale_weights(format)
+        # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
+        # it ahead only if it is part of an operand.
+        on_weight = tile_m >= 32 and can_scale_weights(format)
         scaling: tables.Scaling = "weight" if on_weight else "accumulator"
         config = GemmConfig(tile_m, tile_n, splits, warps, stages, scaling, width)
         if (reason := why_unsound(config, format, limits)) is None:

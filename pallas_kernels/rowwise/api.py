@@ -119,9 +119,13 @@ def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: WeightFormat | N
         return "there are no rows"
     if reason := backend.why_triton_cannot_run():
         return reason
-    if format is not None and format.activations == "float8":
-        return backend.why_not_float8()
-    return None
+    if (
+        format is not None
+        and format.activations == "float8"
+        and (reason := backend.why_not_float8())
+    ):
+        return reason
+    return backend.why_too_large(terms.size) if reference.quantizes(format) else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -130,7 +134,7 @@ def _differentiable(kernel: Callable[..., Any], plain: Callable[..., Any], *argu
 
 
 def _forward(kernel: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
-    return kernel(*arguments), arguments
+    return _differentiable(kernel, plain, *arguments), arguments
 
 
 def _backward(

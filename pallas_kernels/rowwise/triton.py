@@ -26,6 +26,8 @@ class _Operands(NamedTuple):
     weight: Any  # [H]
 
 
+# Each is compiled once, also where nobody's `jit` is around it.
+@functools.partial(jax.jit, static_argnames=("epsilon", "format", "interpret"))
 def add_rms_norm(
     terms: jax.Array,
     residual: jax.Array | None,
@@ -50,6 +52,7 @@ def add_rms_norm(
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "format", "interpret"))
 def gated_silu(
     terms: jax.Array,
     dtype: jnp.dtype,
@@ -67,6 +70,7 @@ def gated_silu(
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
+@functools.partial(jax.jit, static_argnames=("format", "interpret"))
 def quantize_rows(
     x: jax.Array, format: WeightFormat, *, interpret: bool = False
 ) -> QuantizedActivations:
@@ -161,7 +165,8 @@ def _store(
     top = 127.0 if is_int8 else LARGEST_FLOAT8
     peak = jnp.max(jnp.abs(wide))
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)
-    scale = peak * (1 / top)
+    # Maxima pass over NaN here; a sum does not, and the scale must tell of it.
+    scale = peak * (1 / top) + 0.0 * jnp.sum(wide)
     scaled = jnp.clip(wide * (top / peak), -top, top)
     values = jnp.floor(scaled + 0.5) if is_int8 else scaled
     values_ref: Any = ref.values

@@ -43,6 +43,11 @@ def test_with_a_gpu_since_ampere(machine, capability):
     assert backend.why_triton_cannot_run() is None
 
 
+def test_eight_bit_arrays_that_offsets_cannot_count():
+    assert backend.why_too_large(2**31 - 1) is None
+    assert "2147483648 elements" in str(backend.why_too_large(2**31))
+
+
 def test_this_machine():
     if jax.default_backend() == "gpu":
         assert backend.multiprocessors() > 0

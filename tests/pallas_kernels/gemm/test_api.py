@@ -87,6 +87,17 @@ def test_channels_must_agree(text, rng):
         matmul(jnp.ones((2, 96)), weight)
 
 
+def test_terms_are_of_packed_weights():
+    with pytest.raises(ValueError, match="plain array; use matmul"):
+        matmul_terms(jnp.ones((2, 64)), jnp.ones((64, 8)))  # type: ignore[arg-type]
+
+
+def test_integers_are_refused(rng):
+    weight = random_weight(rng, "uint4:g32", 64, 10)
+    with pytest.raises(ValueError, match="x is int32; expected floating point"):
+        matmul(jnp.ones((2, 64), jnp.int32), weight)
+
+
 def test_unknown_implementations_are_refused(rng):
     weight = random_weight(rng, "uint4:g32", 64, 10)
     with pytest.raises(ValueError, match="unknown implementation 'cuda': expected triton"):

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.activations import quantize_activations
 from pallas_kernels.rowwise import reference, triton
-from tests.pallas_kernels.oracles import wide
+from tests.pallas_kernels.oracles import random_array, wide
 from tests.pallas_kernels.rowwise.rows import (
     EPSILON,
     QUANTIZING,
@@ -114,6 +114,14 @@ def test_rows_of_nearly_zeros_stay_finite(text, peak, rng):
     """Where the reciprocal of the largest magnitude is no float32."""
     rows = Rows.random(rng, (3, 128), "bfloat16", terms_dtype="bfloat16")
     check_quantized(with_nearly_zeros(rows, peak), "bfloat16", text, interpret=True)
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
+def test_a_nan_shows_in_the_scale_of_its_row(text, interpret, rng):
+    x = random_array(rng, (3, 128), "bfloat16").at[1, 5].set(jnp.nan)
+    found = triton.quantize_rows(x, parsed(text), interpret=interpret)
+    assert np.isnan(found.scales[:, 0]).tolist() == [False, True, False]
 
 
 def test_gates_whose_exponentials_overflow(rng):

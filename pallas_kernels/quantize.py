@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.codes.table import quantize_with_table
@@ -13,17 +15,28 @@ from pallas_kernels.formats import WeightFormat
 from pallas_kernels.quantized_tensor import QuantizedTensor, pack
 
 
-@functools.partial(jax.jit, static_argnames="format")
-def quantize(
-    weight: jax.Array, format: WeightFormat, *, table: jax.Array | None = None
-) -> QuantizedTensor | jax.Array:
-    """Rounds `weight` [K, N] to the nearest codes of `format`; a 16-bit format just casts.
+def quantize(weight: jax.Array, format: WeightFormat, *, table: jax.Array | None = None) -> Any:
+    """Rounds `weight` [K, N] to the nearest codes of `format`: a QuantizedTensor.
+
+    A 16-bit format just casts, to a plain array.
 
     How scales are chosen is said where each kind of codes is: `pallas_kernels/codes`.
     table: ascending values [2**bits] for `table…` formats; normal float where it is None.
 
-    Raises ValueError where K is not a multiple of the group size, or the table does not fit.
+    Raises ValueError where K is not a multiple of the group size, or the table does not fit: its
+    values are looked at where they are known, which they are not under `jit`.
     """
+    if table is not None and not isinstance(table, jax.core.Tracer):
+        values = np.asarray(table, np.float64)
+        if not (np.isfinite(values).all() and (np.diff(values) > 0).all()):
+            raise ValueError(f"table is {values.tolist()}; expected finite values that ascend")
+    return _quantize(weight, format, table)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _quantize(
+    weight: jax.Array, format: WeightFormat, table: jax.Array | None
+) -> QuantizedTensor | jax.Array:
     if weight.ndim != 2:
         raise ValueError(f"quantize expects a matrix [K, N], got shape {weight.shape}")
     if table is not None and not format.codes.startswith("table"):

@@ -388,3 +388,11 @@ def test_the_gpu_computes_the_same_but_for_ties(text):
     for one, other in ((codes, wide(expected.codes)), (zeros, wide(expected.zeros))):
         assert (np.abs(one - other) <= np.maximum(1, np.abs(other) / 8)).all()
         assert (one != other).mean() < 2e-3
+
+
+@pytest.mark.parametrize(
+    "values", [[0, 0, 1, 2], [1, 0, 2, 3], [0, 1, 2, np.nan], [0, 1, 2, np.inf]]
+)
+def test_tables_that_nothing_can_be_looked_up_in_are_refused(values):
+    with pytest.raises(ValueError, match="expected finite values that ascend"):
+        quantize(jnp.ones((64, 8)), WeightFormat.parse("table2:g64"), table=jnp.asarray(values))

@@ -19,6 +19,7 @@ from pallas_kernels import (
     gated_silu,
     matmul,
     matmul_terms,
+    rms_norm,
 )
 
 Activations = jax.Array | QuantizedActivations
@@ -101,9 +102,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises x over its last axis; the same shape and dtype."""
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.epsilon)
-        return (wide * self.weight.get_value().astype(jnp.float32)).astype(x.dtype)
+        return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
     def add(
         self, terms: jax.Array, residual: jax.Array | None, format: WeightFormat | None

@@ -15,7 +15,8 @@ from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_tensor import QuantizedTensor, pack, unpack
 from pallas_kernels.rotary.api import rotate_and_append
 from pallas_kernels.rotary.reference import HeadNorms, rotate
-from pallas_kernels.rowwise.api import add_rms_norm, gated_silu
+from pallas_kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows
+from pallas_kernels.rowwise.reference import rms_norm
 
 __all__ = [
     "HeadNorms",
@@ -36,6 +37,8 @@ __all__ = [
     "prefill_attention",
     "quantize",
     "quantize_activations",
+    "quantize_rows",
+    "rms_norm",
     "rotate",
     "rotate_and_append",
     "unpack",

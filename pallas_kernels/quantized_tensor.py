@@ -34,7 +34,8 @@ class QuantizedTensor:
     channel_scales: float32 [N], the second level of `liquid4`, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
     channels: K before padding; the codes of padded channels meet zeros of the activations.
-    scale_dtype: `float16`, `bfloat16` or `float32`: what the scales in `parameters` are.
+    scale_dtype: what the scales in `parameters` are: `float16`, `bfloat16`, `float32`, or `uint16`
+        for the steps of `liquid4`.
     """
 
     words: jax.Array
@@ -118,8 +119,8 @@ def pack(
     if scales.dtype == jnp.float32:
         parameters = jax.lax.bitcast_convert_type(scales, jnp.uint32)
     else:
-        low_half = jnp.zeros_like(scales, jnp.uint16) if zeros is None else zeros
-        parameters = bit_planes.pack_pair(scales, low_half.astype(jnp.uint16))
+        high = jnp.zeros_like(scales, jnp.uint16) if zeros is None else zeros
+        parameters = bit_planes.pack_pair(scales, high.astype(jnp.uint16))
     groups = format.groups(codes.shape[0])
     parameters = jnp.pad(parameters, ((0, groups - parameters.shape[0]), (0, 0)))
     return QuantizedTensor(

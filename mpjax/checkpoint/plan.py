@@ -171,7 +171,7 @@ def _linear_source(
         if size is not None and shape[0] % size:
             raise CheckpointError(
                 f"{name} has {shape[0]} input channels, which groups of {size} don't divide: "
-                "choose another group size in precision, such as g32 or gK"
+                "choose another group size or format in precision, such as W4g32 or W4gK"
             )
         return LinearSource(name, shape, tensors, None, quantize)
     packed = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}

@@ -57,12 +57,12 @@ class CodeKind(abc.ABC):
         """The values float32 [K, N] of codes [K, N]; scales [groups, N], the rest from `tensor`."""
 
     def pack(self, planes: jax.Array) -> jax.Array:
-        """Words [..., columns, width] of codes uint8 [..., planes, width]."""
-        raise NotImplementedError
+        """Words [..., columns, width] of codes uint8 [..., planes, width]; not of flat formats."""
+        raise NotImplementedError(f"{type(self).__name__}: its codes are words already")
 
     def unpack(self, words: jax.Array) -> jax.Array:
         """The inverse of `pack`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: its words are codes already")
 
     @abc.abstractmethod
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:

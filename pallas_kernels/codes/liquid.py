@@ -3,7 +3,8 @@
 Two levels. Per output channel, weights become int8 in −119 … 119. Per 64 input channels, those
 become four bits: u = q − min(q) in 0 … 238, step s = round(max(u) / 15), code = round(u / s). Then
 q ≈ code·s + min(q), which in bytes is (code·s + a) XOR 0x80 with a = 128 + min(q): no product or
-sum exceeds 255, so that four bytes fit one 32-bit multiply-add without a carry.
+sum of a code that occurs exceeds 255, so that four bytes fit one 32-bit multiply-add and no carry
+crosses them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from pallas_kernels.quantized_tensor import QuantizedTensor
 # cuBLAS crosses it between 256 and 1024 rows, measured on the H200 at K4096 N24576; XLA's own 8-bit
 # product reads the weight as it is, so that there is less to gain from fusing.
 FUSED_ROWS = {"dequantize": 256, "xla": 64}
-# tile_m, tile_n and warps for more and more rows, measured on the H200 for uint4:g128. Square
-# tiles read each operand least often, but need as many tiles as multiprocessors.
+# tile_m, tile_n and warps for more and more rows, measured on the H200 for uint4:g128 but for the
+# first, which takes fewer instructions than the second. Square tiles read each operand least often,
+# but need as many tiles as multiprocessors.
 TILES = ((8, 64, 2), (16, 64, 2), (32, 64, 4), (64, 64, 4), (128, 128, 8))
 # Enough warps to keep every multiprocessor's memory pipeline full.
 WARPS_PER_MULTIPROCESSOR = 10
@@ -33,7 +34,6 @@ ACCUMULATOR_REGISTERS = 128
 # Bytes of shared memory that one program can have, by compute capability (CUDA programming guide).
 SHARED_KIBIBYTES = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227}
 LEAST_SHARED_KIBIBYTES = 99  # of every GPU since Ampere
-FLOAT8_CAPABILITY = 8.9  # the first with FP8 tensor cores
 
 _forced: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("forced plan", default=None)
 
@@ -102,9 +102,12 @@ def unfused(format: WeightFormat, limits: Limits) -> Literal["dequantize", "xla"
 
 def why_not_fused(format: WeightFormat, limits: Limits) -> str | None:
     """Why the fused kernel can't multiply a format on a GPU; None if it can."""
-    if format.activations == "float8" and limits.compute_capability < FLOAT8_CAPABILITY:
+    if (
+        format.activations == "float8"
+        and limits.compute_capability < backend.FLOAT8_COMPUTE_CAPABILITY
+    ):
         return (
-            f"FP8 products need compute capability {FLOAT8_CAPABILITY}, "
+            f"FP8 products need compute capability {backend.FLOAT8_COMPUTE_CAPABILITY}, "
             f"and this GPU has {limits.compute_capability}"
         )
     return None

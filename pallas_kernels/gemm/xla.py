@@ -19,8 +19,8 @@ def scaled_dot(
 ) -> jax.Array:
     """(x [M, K] · matrix [N, K].T) · scales [N], scaled by x's row scales, in `out_dtype`.
 
-    Stored [N, K], the matrix is read as it lies; XLA's GEMM multiplies by the scales before it
-    writes, so that the 32-bit sums never reach memory.
+    Stored [N, K], the matrix is read as it lies. Where XLA chooses a fusion of its own, that
+    multiplies by the scales before it writes, so that the 32-bit sums never reach memory.
     """
     values = jnp.pad(x.values, ((0, 0), (0, matrix.shape[1] - x.values.shape[1])))
     sums = jax.lax.dot_general(

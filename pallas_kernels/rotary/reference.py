@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_cache import reference as kv_cache
 from pallas_kernels.kv_cache.cache import KVPages
+from pallas_kernels.rowwise.reference import rms_norm
 
 
 class HeadNorms(NamedTuple):
@@ -31,13 +32,6 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     return jnp.concatenate(turned, -1).astype(x.dtype)
 
 
-def normalise_heads(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """X [..., dim] / √(mean(x²) + ε) · weight, computed in float32."""
-    wide = x.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
-    return (wide * weight.astype(jnp.float32)).astype(x.dtype)
-
-
 def split_heads(
     product: jax.Array, heads: tuple[int, int], norms: HeadNorms | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -47,8 +41,8 @@ def split_heads(
     parts = product.reshape(*product.shape[:2], total, product.shape[-1] // total)
     query, key, value = jnp.split(parts, [queries, queries + keys], axis=2)
     if norms is not None:
-        query = normalise_heads(query, norms.query, norms.epsilon)
-        key = normalise_heads(key, norms.key, norms.epsilon)
+        query = rms_norm(query, norms.query, norms.epsilon).astype(product.dtype)
+        key = rms_norm(key, norms.key, norms.epsilon).astype(product.dtype)
     return query, key, value
 
 

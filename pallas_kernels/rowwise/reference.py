@@ -16,6 +16,13 @@ def quantizes(format: WeightFormat | None) -> bool:
     return format.codes != "float8" or format.group_size is None
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """The norm x [..., H] / √(mean(x²) + ε) · weight, in float32."""
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
+    return wide * weight.astype(jnp.float32)
+
+
 def add_rms_norm(
     terms: jax.Array,
     residual: jax.Array | None,
@@ -28,10 +35,7 @@ def add_rms_norm(
     if residual is not None:
         wide += residual.astype(jnp.float32)
     stream = wide.astype(weight.dtype)
-    wide = stream.astype(jnp.float32)
-    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
-    wide *= weight.astype(jnp.float32)
-    return stream, _rounded(wide, format, weight.dtype)
+    return stream, _rounded(rms_norm(stream, weight, epsilon), format, weight.dtype)
 
 
 def gated_silu(

@@ -25,6 +25,16 @@ norm = functools.partial(run, reference.add_rms_norm, epsilon=EPSILON)
 gate = functools.partial(run, reference.gated_silu)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rms_norm(dtype, rng):
+    x, weight = random_array(rng, (2, 5, 3, 64), dtype), random_array(rng, (64,), dtype)
+    normed = reference.rms_norm(x, weight, EPSILON).astype(dtype)
+    assert normed.dtype == dtype
+    expected = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + EPSILON) * wide(weight)
+    assert relative_error(normed, expected) < {"float32": 1e-6, "float16": 1e-3}[dtype]
+    np.testing.assert_array_equal(reference.rms_norm(0 * x, weight, EPSILON), 0)
+
+
 def test_formats_that_quantise_a_token_at_a_time():
     assert [text for text in (*QUANTIZING, *OTHERS) if reference.quantizes(parsed(text))] == [
         *QUANTIZING

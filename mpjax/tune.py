@@ -29,8 +29,8 @@ GATE = 8e-3  # mean error over mean magnitude that a plan may have, in bfloat16
 CHECKED_ROWS = 256
 ITERATIONS = 10
 # Compiling takes most of the time where few rows are multiplied, and running where many are.
-CANDIDATES = 40
-CANDIDATES_FOR_MANY_ROWS = 16
+CANDIDATES = 24
+CANDIDATES_FOR_MANY_ROWS = 12
 MANY_ROWS = 1024
 
 Shape = tuple[int, int]  # [input, output channels] of a weight

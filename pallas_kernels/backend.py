@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,16 @@ def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
     sum_dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     dimensions = (((1,), (1 if trans_b else 0,)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=sum_dtype)
+
+
+def join(tiles: Sequence[jax.Array]) -> jax.Array:
+    """Concatenates tiles [n, k], a power of two of them, along k; in registers, nothing moves."""
+    while len(tiles) > 1:
+        tiles = [
+            jnp.stack(pair, -1).transpose(0, 2, 1).reshape(pair[0].shape[0], -1)
+            for pair in zip(tiles[::2], tiles[1::2], strict=True)
+        ]
+    return tiles[0]
 
 
 def pallas_call(

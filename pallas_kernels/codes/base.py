@@ -45,6 +45,7 @@ class CodeKind(abc.ABC):
     code_dtype = jnp.dtype(jnp.uint8)
     scale_dtypes: tuple[str, ...] = ("float16", "bfloat16")
     has_zeros = False
+    has_group_scales = True  # that multiply decoded values; else a group is part of decoding
     has_channel_scales = False
     has_table = False
 

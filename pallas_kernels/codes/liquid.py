@@ -39,6 +39,7 @@ class Liquid(CodeKind):
     scale_dtypes = ("uint16",)
     has_zeros = True
     has_channel_scales = True
+    has_group_scales = False
 
     def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
         """Rounds at both levels.

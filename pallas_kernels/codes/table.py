@@ -136,7 +136,7 @@ class Table(CodeKind):
         low, high = tables[: len(tables) // 2], tables[len(tables) // 2 :]
 
         @functools.cache
-        def selectors(quad: int) -> jax.Array:
+        def selectors(quad: int) -> tuple[jax.Array, ...]:
             return self._selectors(columns, quad, jnp.broadcast_to(carried, columns[0].shape))
 
         @functools.cache
@@ -152,10 +152,24 @@ class Table(CodeKind):
 
         return decode
 
-    def _selectors(self, columns: list[jax.Array], quad: int, carried: jax.Array) -> jax.Array:
-        """Four planes' codes in nibbles. `carried` is not used: see Group.arguments."""
+    def _selectors(
+        self, columns: list[jax.Array], quad: int, carried: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Four planes' codes in nibbles of three bits; of four bits, then what their top bit picks.
+
+        `carried` is not used: see Group.arguments.
+        """
         if self.bits == 4:
-            return backend.inline_ptx("mov.b32 $0, $1;", columns[0], carried, dtype=jnp.int16)
+            indices = "and.b32 $0, $1, 0x77777777;"
+            picks = """{
+                .reg .b32 t;
+                shr.b32 t, $1, 1;
+                lop3.b32 $0, t, 0x44444444, 0x32103210, 0xEA;
+            }"""
+            return tuple(
+                backend.inline_ptx(assembly, columns[0], carried, dtype=jnp.int16)
+                for assembly in (indices, picks)
+            )
         two = columns[quad // 2]
         shift = 2 * (quad % 2)
         if self.bits == 2:
@@ -164,7 +178,7 @@ class Table(CodeKind):
                 shr.b32 t, $1, {shift};
                 and.b32 $0, t, 0x33333333;
             }}"""
-            return backend.inline_ptx(assembly, two, carried, dtype=jnp.int16)
+            return (backend.inline_ptx(assembly, two, carried, dtype=jnp.int16),)
         move = f"shl.b32 top, $2, {2 - quad};" if quad < 3 else "shr.b32 top, $2, 1;"
         assembly = f"""{{
             .reg .b32 t, top;
@@ -173,7 +187,7 @@ class Table(CodeKind):
             {move}
             lop3.b32 $0, top, 0x44444444, t, 0xEA;
         }}"""
-        return backend.inline_ptx(assembly, two, columns[2], carried, dtype=jnp.int16)
+        return (backend.inline_ptx(assembly, two, columns[2], carried, dtype=jnp.int16),)
 
     def _look_up(
         self,
@@ -210,26 +224,33 @@ def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Arra
     return Quantized(codes, scales.astype(jnp.float16), table=table.astype(jnp.float32))
 
 
-def _look_up_bytes(selectors: jax.Array, half: int, table: list[jax.Array]) -> jax.Array:
+def _look_up_bytes(
+    selectors: tuple[jax.Array, ...], half: int, table: list[jax.Array]
+) -> jax.Array:
     """One byte of the value of each of four codes: in a register, those of one half's nibbles.
 
     table: tiles of one uint32 each, four entries' bytes in every one. A 32-bit argument fills two
     operands of the assembly, of which the first is used.
     """
-    operands = [f"${2 + 2 * i}" for i in range(len(table))]
-    shift = f"shr.b32 s, $1, {16 * half};"
+    first = len(selectors) + 1
+    words = [f"${first + 2 * i}" for i in range(len(table))]
+    shift = 16 * half  # `prmt` reads the low half
     if len(table) == 4:
-        look_up = f"""
-        and.b32 t, s, 0x7777;
-        prmt.b32 low, {operands[0]}, {operands[1]}, t;
-        prmt.b32 high, {operands[2]}, {operands[3]}, t;
-        shr.b32 t, s, 1;
-        lop3.b32 t, t, 0x4444, 0x3210, 0xEA;
-        prmt.b32 $0, low, high, t;"""
+        assembly = f"""{{
+            .reg .b32 indices, picks, low, high;
+            shr.b32 indices, $1, {shift};
+            shr.b32 picks, $2, {shift};
+            prmt.b32 low, {words[0]}, {words[1]}, indices;
+            prmt.b32 high, {words[2]}, {words[3]}, indices;
+            prmt.b32 $0, low, high, picks;
+        }}"""
     else:
-        look_up = f"prmt.b32 $0, {operands[0]}, {operands[-1]}, s;"
-    assembly = f"{{ .reg .b32 s, t, low, high; {shift} {look_up} }}"
-    return backend.inline_ptx(assembly, selectors, *table, dtype=jnp.int16)
+        assembly = f"""{{
+            .reg .b32 indices;
+            shr.b32 indices, $1, {shift};
+            prmt.b32 $0, {words[0]}, {words[-1]}, indices;
+        }}"""
+    return backend.inline_ptx(assembly, *selectors, *table, dtype=jnp.int16)
 
 
 def _to_nibbles(planes: jax.Array) -> jax.Array:

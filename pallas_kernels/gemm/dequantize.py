@@ -18,6 +18,7 @@ from pallas_kernels.gemm import xla
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
 TILE = 64  # output channels that one program writes out
+JOINED_CHANNELS = 256  # input channels that it writes at a time, in rows of 512 bytes
 
 
 def matmul(
@@ -95,16 +96,26 @@ def _kernel(
         for column in range(format.columns)
     ]
     shared = kind.shared(table_ref, out_ref.dtype)
-    for plane in range(format.planes):
-        first = block * format.block + plane * width
-        index = jnp.int32(0) if format.group_size is None else first // format.group_size
-        parameters = backend.load_masked(parameters_ref.at[index, output], mask)
-        group = kind.load(parameters, scale_dtype, out_ref.dtype)
-        values = kind.decoder(columns, group.arguments, shared, out_ref.dtype, ptx=ptx)(plane)
-        if group.scale is not None:
-            values = (values.astype(jnp.float32) * group.scale).astype(out_ref.dtype)
+    size = format.group_size
+    run = format.planes if size is None else min(format.planes, size // width)
+    joined = min(format.planes, JOINED_CHANNELS // width)
+    for first in range(0, format.planes, joined):
+        tiles = []
+        for plane in range(first, first + joined):
+            if plane % run == 0:
+                channel = block * format.block + plane * width
+                index = jnp.int32(0) if size is None else channel // size
+                parameters = backend.load_masked(parameters_ref.at[index, output], mask)
+                group = kind.load(parameters, scale_dtype, out_ref.dtype)
+                decode = kind.decoder(columns, group.arguments, shared, out_ref.dtype, ptx=ptx)
+            values = decode(plane)
+            if group.scale is not None:
+                values = (values.astype(jnp.float32) * group.scale).astype(out_ref.dtype)
+            tiles.append(values)
+        values = backend.join(tiles)
+        channel = block * format.block + first * width + jnp.arange(joined * width)
         backend.store(
-            out_ref.at[output[:, None], (first + lane)[None, :]],
+            out_ref.at[output[:, None], channel[None, :]],
             values,
             mask=None if mask is None else jnp.broadcast_to(mask[:, None], values.shape),
         )

@@ -28,6 +28,9 @@ from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import GemmConfig
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
+# Channels of one product: more of them, decoded, would not leave enough registers for the sums.
+JOINED_CHANNELS = 128
+
 
 class _Operands(NamedTuple):
     """What the kernel reads; references, inside of it."""
@@ -149,8 +152,12 @@ def _kernel(
             for column in range(format.columns)
         ]
 
-    def load_x(channel: jax.Array) -> jax.Array:
-        return backend.load_masked(x_ref.at[row[:, None], channel[None, :]], row_mask)
+    def load_x(first: jax.Array, planes: int) -> jax.Array:
+        number = jnp.arange(planes * width)
+        if parts > 1:  # in a form in which the compiler sees that lanes are neighbours
+            plane, lane = jax.lax.div(number, width), jax.lax.rem(number, width)
+            number = plane * format.plane_width + lane
+        return backend.load_masked(x_ref.at[row[:, None], (first + number)[None, :]], row_mask)
 
     # A run of planes lies in one group; where all channels are one group, it is loaded here.
     size = format.group_size
@@ -158,48 +165,54 @@ def _kernel(
     whole = load_group(jnp.int32(0)) if size is None else None
     # A scale becomes an operand only where the operand's dtype has its range.
     fits = x_ref.dtype == jnp.bfloat16 or scale_dtype == x_ref.dtype.name
-    scale_weight = config.scaling == "weight" and whole is None and fits
+    has_scale = whole is None and kind.has_group_scales
+    scale_weight = has_scale and config.scaling == "weight" and fits
+    scale_sum = has_scale and not scale_weight
     sum_dtype = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
     # Rows of FP8 have a scale for each group of the weight, also where there is only one.
     x_by_group = size is not None and x_ref.dtype == jnp.float8_e4m3fn
 
+    # Of the products in a step, the tensor cores work on the last one while the next step decodes:
+    # the compiler waits for every other, because a register can't be written while it is read.
+    joined = min(run if scale_sum else format.planes, max(1, JOINED_CHANNELS // width))
+
     def step(number: jax.Array, accumulator: jax.Array) -> jax.Array:
-        block, lanes = number, lane
+        block, part = number, jnp.int32(0)
         if parts > 1:
-            block, lanes = number // parts, number % parts * width + lane
-        columns = load_columns(block, lanes)
-        for first in range(0, format.planes, run):
-            channel = block * format.block + first * format.plane_width
-            index = channel // (size or 1)
-            group = load_group(index) if whole is None else whole
-            decode = kind.decoder(columns, group.arguments, shared, x_ref.dtype, ptx=ptx)
-            # Only a sum that is scaled before it is added needs an accumulator of its own.
-            scale = None if whole is not None or scale_weight else group.scale
-            total = accumulator if scale is None else jnp.zeros((tile_n, tile_m), sum_dtype)
-            for plane in range(first, first + run):
+            block, part = number // parts, number % parts * width
+        columns = load_columns(block, part + lane)
+        total = accumulator
+        for first in range(0, format.planes, joined):
+            weights = []
+            for plane in range(first, first + joined):
+                if plane % run == 0:
+                    index = (block * format.block + plane * format.plane_width) // (size or 1)
+                    group = load_group(index) if whole is None else whole
+                    decode = kind.decoder(columns, group.arguments, shared, x_ref.dtype, ptx=ptx)
                 weight = decode(plane)
                 if scale_weight and group.scale is not None:
                     weight = multiply(weight, group.scale, ptx=ptx)
-                tile = load_x(channel + (plane - first) * format.plane_width + lanes)
-                total += backend.dot(weight, tile, trans_b=True)
-            if scale is not None:
+                weights.append(weight)
+            tile = load_x(block * format.block + first * format.plane_width + part, joined)
+            if scale_sum and first % run == 0:
+                total = zeros  # what is scaled before it is added is a sum of its own
+            total += backend.dot(backend.join(weights), tile, trans_b=True)
+            if scale_sum and (first + joined) % run == 0:
+                assert group.scale is not None
+                scale = group.scale
                 if x_by_group:
                     scale = scale * load_x_scales(index)[None, :]
-                total = multiply_add(total, scale, accumulator)
-            accumulator = total
-        return accumulator
+                accumulator = total = multiply_add(total, scale, accumulator)
+        return total
 
     def load_x_scales(index: jax.Array) -> jax.Array:
         return backend.load_masked(x_scales_ref.at[row, index], row_mask)  # [tile_m]
 
     multiply_add = (arithmetic.PTX if ptx else arithmetic.PLAIN).multiply_add
+    zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
     accumulator = jax.lax.fori_loop(
-        split * steps // config.splits,
-        (split + 1) * steps // config.splits,
-        step,
-        jnp.zeros((tile_n, tile_m), sum_dtype),
-    )
-    accumulator = accumulator.astype(jnp.float32)
+        split * steps // config.splits, (split + 1) * steps // config.splits, step, zeros
+    ).astype(jnp.float32)
     if whole is not None:
         accumulator *= whole.scale
     if operands.channel_scales is not None:

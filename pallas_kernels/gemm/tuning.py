@@ -11,19 +11,21 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pallas_kernels import backend
+from pallas_kernels import codes as code_kinds
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm import tables
 from pallas_kernels.gemm.config import GemmConfig, Plan
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
-# Up to so many rows the fused kernel is the faster one. Writing the weight out in 16 bits for
-# cuBLAS crosses it between 256 and 1024 rows, measured on the H200 at K4096 N24576; XLA's own 8-bit
-# product reads the weight as it is, so that there is less to gain from fusing.
-FUSED_ROWS = {"dequantize": 256, "xla": 64}
-# tile_m, tile_n and warps for more and more rows, measured on the H200 for uint4:g128 but for the
-# first, which takes fewer instructions than the second. Square tiles read each operand least often,
-# but need as many tiles as multiprocessors.
-TILES = ((8, 64, 2), (16, 64, 2), (32, 64, 4), (64, 64, 4), (128, 128, 8))
+# Up to so many rows the fused kernel is the faster one, measured on the H200 at K4096 N24576. To
+# write the weight out in 16 bits for cuBLAS takes 68 µs there, which is the price of decoding it
+# again for every tile of rows. XLA's FP8 product beats what Triton makes of FP8, which it
+# multiplies in 16 bits; its int8 product never beats the fused one, as its sums cross memory.
+FUSED_ROWS = {None: 256, "float8": 32, "int8": 2**31}
+# tile_m, tile_n and warps for more and more rows, measured on the H200. The largest reads each
+# operand least often and decodes a weight for most rows, but wants enough tiles for every
+# multiprocessor.
+TILES = ((8, 64, 4), (16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8))
 # Enough warps to keep every multiprocessor's memory pipeline full.
 WARPS_PER_MULTIPROCESSOR = 10
 # Each split adds a partial sum to write and read back, and pays for a pipeline of its own.
@@ -116,7 +118,9 @@ def why_not_fused(format: WeightFormat, limits: Limits) -> str | None:
 def heuristic(rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits) -> Plan:
     """A sound plan for any shape and format, without having measured it."""
     other = unfused(format, limits)
-    if why_not_fused(format, limits) or rows > FUSED_ROWS[other]:
+    is_float8_by_group = format.activations == "float8" and other == "dequantize"
+    most = FUSED_ROWS[None if is_float8_by_group else format.activations]
+    if why_not_fused(format, limits) or rows > most:
         return Plan(other)
     return Plan("triton", tile(rows, format, channels, outputs, limits))
 
@@ -128,21 +132,28 @@ def tile(
 
     Raises UnsupportedError, with the reason, where the GPU can't multiply the format at all.
     """
-    size = next((size for size in range(3) if rows <= TILES[size][0]), 3)
-    if rows > 128 and _tiles(rows, outputs, *TILES[4][:2]) >= limits.multiprocessors:
-        size = 4
+    size = next((size for size in range(4) if rows <= TILES[size][0]), 4)
+    # What is cheap to decode can be decoded more often, in smaller tiles that fill the GPU better.
+    is_dear = format.bits <= 4 and format.activations is None
+    are_many = rows > (128 if is_dear else 256)
+    if are_many and _tiles(rows, outputs, *TILES[5][:2]) >= limits.multiprocessors:
+        size = 5
     # Where shared memory does not hold three whole steps, less of a large tile is still better than
     # a smaller one.
     for (tile_m, tile_n, warps), stages, width in itertools.product(
         reversed(TILES[: size + 1]), (3, 2), widths(format)
     ):
         tiles = _tiles(rows, outputs, tile_m, tile_n)
-        wanted = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR / (warps * tiles)
-        splits = max(1, min(round(wanted), _most_splits(format, channels)))
+        wanted = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR / tiles
+        # Two warps read as fast as four, without `wgmma`; a product that is split has more programs
+        # of them, which hide each other's latency.
+        if tile_m <= 16 and wanted > warps:
+            warps = 2
+        splits = max(1, min(round(wanted / warps), _most_splits(format, channels)))
         # The scale costs an operation for each output and group in the accumulator, and one for
         # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
         # it ahead only if it is part of an operand.
-        on_weight = tile_m >= 32 and can_scale_weights(format)
+        on_weight = tile_m >= 64 and can_scale_weights(format)
         scaling: tables.Scaling = "weight" if on_weight else "accumulator"
         config = GemmConfig(tile_m, tile_n, splits, warps, stages, scaling, width)
         if (reason := why_unsound(config, format, limits)) is None:
@@ -208,7 +219,7 @@ def shared_memory(config: GemmConfig, format: WeightFormat, limits: Limits) -> i
 def accumulator_registers(config: GemmConfig, format: WeightFormat) -> int:
     """Registers of a thread that hold sums: those of a group apart, where they are scaled later."""
     # The groups of liquid4 become int8, so that one sum runs over all of K.
-    apart = format.group_size is not None and format.codes != "liquid4"
+    apart = format.group_size is not None and code_kinds.of(format).has_group_scales
     sums = 2 if apart and config.scaling == "accumulator" else 1
     return sums * config.tile_m * config.tile_n // (32 * config.warps)
 

@@ -200,9 +200,9 @@ def chosen(monkeypatch) -> list[str]:
         ("uint4:g32", 1, "bfloat16", "triton"),
         ("table3:g32", 17, "float16", "triton"),
         ("uint4:g32", 5000, "bfloat16", "dequantize"),
-        ("liquid4:g64/int8", 5000, "bfloat16", "dequantize"),
+        ("liquid4:g64/int8", 5000, "bfloat16", "triton"),
         ("float8:g128/float8", 5000, "float16", "dequantize"),
-        ("int8:gK/int8", 5000, "bfloat16", "xla"),
+        ("int8:gK/int8", 5000, "bfloat16", "triton"),
         ("float8:gK/float8", 5000, "bfloat16", "xla"),
         ("int8:gK/int8", 1, "float32", "triton"),
     ],
@@ -223,7 +223,7 @@ def test_the_plan_is_followed(chosen, pretend_gpu):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("uint4:g32", "reference"), ("int8:gK/int8", "xla")]
+    ("text", "expected"), [("uint4:g32", "reference"), ("float8:gK/float8", "xla")]
 )
 def test_without_a_gpu(text, expected, rng, chosen, monkeypatch):
     monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")

@@ -160,12 +160,14 @@ def test_unsound_configurations_are_refused(text, capability, config, reason):
 @pytest.mark.parametrize(
     ("rows", "outputs", "sizes", "scaling"),
     [
-        (1, 24576, (8, 64, 2), "accumulator"),
-        (16, 24576, (16, 64, 2), "accumulator"),
-        (32, 24576, (32, 64, 4), "weight"),
+        (1, 24576, (8, 64, 4), "accumulator"),
+        (1, 4096, (8, 64, 2), "accumulator"),  # too few tiles: they are split
+        (16, 24576, (16, 64, 4), "accumulator"),
+        (32, 24576, (32, 64, 4), "accumulator"),
         (64, 24576, (64, 64, 4), "weight"),
+        (128, 24576, (128, 64, 4), "weight"),
         (256, 24576, (128, 128, 8), "weight"),
-        (256, 4096, (64, 64, 4), "weight"),  # too few tiles for large ones
+        (256, 4096, (128, 64, 4), "weight"),  # too few tiles for the largest
     ],
 )
 def test_the_rule_at_named_numbers_of_rows(rows, outputs, sizes, scaling):
@@ -183,9 +185,15 @@ def test_small_products_are_split_and_large_ones_not():
 
 def test_many_rows_are_not_fused():
     assert tuning.heuristic(257, PACKED, 4096, 4096, H200) == Plan("dequantize")
-    int8 = WeightFormat.parse("int8")
-    assert tuning.heuristic(64, int8, 4096, 4096, H200).implementation == "triton"
-    assert tuning.heuristic(65, int8, 4096, 4096, H200) == Plan("xla")
+    float8 = WeightFormat.parse("float8:gK/float8")
+    assert tuning.heuristic(32, float8, 4096, 4096, H200).implementation == "triton"
+    assert tuning.heuristic(33, float8, 4096, 4096, H200) == Plan("xla")
+
+
+@pytest.mark.parametrize("text", ["int8/int8", "liquid4:g64/int8"])
+def test_integer_products_are_always_fused(text):
+    plan = tuning.heuristic(8192, WeightFormat.parse(text), 4096, 24576, H200)
+    assert plan.implementation == "triton"
 
 
 def test_fused_fp8_products_need_a_gpu_that_has_them(monkeypatch):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -72,3 +73,21 @@ def test_on_the_gpu(text, rows, rng):
     x = integer_activations(rng, weight, rows, "bfloat16")
     product = multiply(x, weight, jnp.dtype(jnp.float32))
     np.testing.assert_array_equal(np.asarray(product), exact(x) @ dense(weight))
+
+
+def test_fp8_sums_that_leave_the_product_in_bfloat16(rng):
+    weight = random_weight(rng, "float8:gK/float8", 128, 1030)  # more than a tile, and a piece
+    x = random_activations(rng, weight, 3, "bfloat16")
+    product = xla.scaled_dot(
+        x, weight.words[0], weight.scales()[0], jnp.dtype(jnp.bfloat16), interpret=True
+    )
+    assert product.dtype == jnp.bfloat16
+    assert relative_error(product, exact(x) @ dense(weight)) < GATES["bfloat16"]
+
+
+def test_scaling_lowers(lower_for_cuda, monkeypatch, rng):
+    monkeypatch.setattr(xla.backend, "why_triton_cannot_run", lambda: None)
+    weight = random_weight(rng, "float8:gK/float8", 128, 1030)
+    x = random_activations(rng, weight, 3, "bfloat16")
+    multiply = functools.partial(xla.matmul, out_dtype=jnp.dtype(jnp.bfloat16))
+    assert 'name = "scale"' in lower_for_cuda(multiply, x, weight)

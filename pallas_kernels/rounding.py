@@ -1,21 +1,39 @@
-"""Rounding float32 values to a 16-bit dtype without leaving float32."""
+"""Rounding float32 values to a 16-bit dtype, so that XLA can't leave it out."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The float32 values of `x`, each rounded to the nearest of `dtype` (bfloat16 or float16).
+def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Float32 x in `dtype`, and rounded to it also where XLA takes it back to float32.
 
-    What casts there and back compute, and under `jit` do not: XLA removes the pair.
+    XLA removes a cast there and back, so that what follows would see more than is stored.
+    """
+    return round_to(x, dtype).astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The float32 values of `x`, each rounded to the nearest of a floating-point `dtype`.
+
+    What casts there and back compute, and under `jit` do not: XLA removes the pair. Differentiates
+    as the identity, as casts do.
     """
     info = jnp.finfo(dtype)
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if info.nexp == jnp.finfo(jnp.float32).nexp:
+    if info.nexp == jnp.finfo(jnp.float32).nexp:  # bfloat16, or float32 itself
         return rounded
     # reduce_precision flushes float16's subnormals, which the scales of small values need, to zero.
     spacing = float(info.smallest_subnormal)
     subnormal = jnp.round(x / spacing) * spacing
     return jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, rounded)
+
+
+@round_to.defjvp
+def _(dtype: jax.typing.DTypeLike, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return round_to(*primals, dtype), tangents[0]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.kv_cache import reference as kv_cache
 from pallas_kernels.kv_cache.cache import KVPages
+from pallas_kernels.rounding import narrow
 from pallas_kernels.rowwise.reference import rms_norm
 
 
@@ -29,7 +30,7 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = cosines[:, :, None], sines[:, :, None]
     turned = [first * cosines - second * sines, second * cosines + first * sines]
-    return jnp.concatenate(turned, -1).astype(x.dtype)
+    return narrow(jnp.concatenate(turned, -1), x.dtype)
 
 
 def split_heads(
@@ -41,8 +42,8 @@ def split_heads(
     parts = product.reshape(*product.shape[:2], total, product.shape[-1] // total)
     query, key, value = jnp.split(parts, [queries, queries + keys], axis=2)
     if norms is not None:
-        query = rms_norm(query, norms.query, norms.epsilon).astype(product.dtype)
-        key = rms_norm(key, norms.key, norms.epsilon).astype(product.dtype)
+        query = narrow(rms_norm(query, norms.query, norms.epsilon), product.dtype)
+        key = narrow(rms_norm(key, norms.key, norms.epsilon), product.dtype)
     return query, key, value
 
 
@@ -59,7 +60,7 @@ def rotate_and_append(
     norms: HeadNorms | None,
 ) -> tuple[jax.Array, KVPages]:
     """Queries and pages; see the public function."""
-    product = terms.astype(jnp.float32).sum(0).astype(dtype)
+    product = narrow(terms.astype(jnp.float32).sum(0), dtype)
     query, key, value = split_heads(product, heads, norms)
     query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
     return query, kv_cache.append(pages, key, value, block_tables, starts, counts)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.activations import QuantizedActivations, quantize_activations
 from pallas_kernels.formats import WeightFormat
+from pallas_kernels.rounding import narrow
 
 
 def quantizes(format: WeightFormat | None) -> bool:
@@ -34,7 +35,7 @@ def add_rms_norm(
     wide = terms.astype(jnp.float32).sum(0)
     if residual is not None:
         wide += residual.astype(jnp.float32)
-    stream = wide.astype(weight.dtype)
+    stream = narrow(wide, weight.dtype)
     return stream, _rounded(rms_norm(stream, weight, epsilon), format, weight.dtype)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rounding import round_to
+from pallas_kernels.rounding import narrow, round_to
 from tests.pallas_kernels.oracles import NUMPY_DTYPES
 
 
@@ -24,3 +24,20 @@ def test_equals_casting_there_and_back(dtype, transform, rng):
 def test_overflows_to_infinity():
     rounded = round_to(jnp.array([65520.0, -1e6]), jnp.float16)
     np.testing.assert_array_equal(rounded, [np.inf, -np.inf])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_narrow_is_a_cast_that_stays(dtype, rng):
+    x = jnp.asarray(rng.standard_normal(1000).astype(np.float32))
+    there, back = jax.jit(lambda x: (narrow(x, dtype), narrow(x, dtype).astype(jnp.float32)))(x)
+    expected = np.asarray(x).astype(NUMPY_DTYPES.get(dtype, dtype))
+    np.testing.assert_array_equal(np.asarray(there), expected)
+    np.testing.assert_array_equal(back, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_it_differentiates_as_the_identity(dtype):
+    """Also at zero and among float16's subnormals, which are rounded in steps."""
+    x = jnp.array([0.0, 1e-7, 3e-5, 1.0, -300.0])
+    gradient = jax.grad(lambda x: (narrow(x, dtype).astype(jnp.float32) * 3).sum())(x)
+    np.testing.assert_array_equal(gradient, np.full(5, 3.0))

@@ -43,6 +43,33 @@ def test_rotate_turns_pairs_as_complex_numbers(dtype, rng):
     assert head_error(wide(turned), expected) < ROUNDING[dtype]
 
 
+@pytest.mark.parametrize(("normed", "roundings"), [(False, 3), (True, 5)])
+def test_every_step_is_rounded(normed, roundings, rng):
+    """The product, norms and rotations: on a GPU, XLA would remove a cast there and back."""
+    test = scene(rng, 16, "bfloat16", splits=3, normed=normed)
+    norms = None if test.norms is None else reference.HeadNorms(*test.norms, EPSILON)
+    append = functools.partial(
+        reference.rotate_and_append, dtype=jnp.dtype("bfloat16"), heads=test.heads, norms=norms
+    )
+    program = jax.jit(append).lower(*test.arrays).as_text()
+    assert program.count("stablehlo.reduce_precision") == roundings
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, 4])
+def test_values_are_rounded_before_they_are_coded_on_the_gpu(bits, rng):
+    test = scene(rng, bits, "bfloat16", tokens=3, splits=2)
+    terms, *others = test.arrays
+    terms = random_array(rng, terms.shape, "float32")
+    append = functools.partial(
+        reference.rotate_and_append, dtype=jnp.dtype("bfloat16"), heads=test.heads, norms=None
+    )
+    rounded = (terms[0] + terms[1]).astype("bfloat16")[None]
+    (_, pages), (_, expected) = (jax.jit(append)(x, *others) for x in (terms, rounded))
+    np.testing.assert_array_equal(pages.values, expected.values)
+    np.testing.assert_array_equal(pages.value_parameters, expected.value_parameters)
+
+
 def test_split_heads_norms_queries_and_keys_alone(rng):
     product = random_array(rng, (2, 3, (3 + 2 * 2) * 8), "float32")
     parts = wide(product).reshape(2, 3, 7, 8)

@@ -63,6 +63,20 @@ def test_add_rms_norm(dtype, splits, terms_dtype, residual, text, rng):
     assert_result(result, rows.normed(), dtype, text)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_norm_is_that_of_the_stream_as_stored(dtype, rng):
+    """On a GPU, XLA would remove a cast there and back; what rounds has to be in the program."""
+    terms = random_array(rng, (3, 4, 64), "float32")
+    residual, weight = random_array(rng, (4, 64), dtype), random_array(rng, (64,), dtype)
+    add = functools.partial(reference.add_rms_norm, epsilon=EPSILON, format=parsed("int8/int8"))
+    lowered = jax.jit(add).lower(terms, residual, weight)
+    assert "stablehlo.reduce_precision" in lowered.as_text()
+    stream, result = lowered.compile()(terms, residual, weight)
+    expected = reference.rms_norm(stream, weight, EPSILON)
+    peaks = np.abs(expected).max(-1, keepdims=True)
+    np.testing.assert_allclose(result.scales, peaks / 127, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "splits", "terms_dtype", "text"),
     [

@@ -8,8 +8,8 @@ import re
 from pallas_kernels import KVFormat, WeightFormat
 
 EXPECTED = (
-    "expected W{16|8|4|FP8|NF4|NF3|NF2}[gSIZE][sym]A{16|8|FP8}KV{16|8|4}, for example W4A16KV8, "
-    "WNF3g128A16KV8, W4A8KV8 or W8gKsymA16KV16"
+    "expected W{16|8|4|FP8|NF4|NF3|NF2}[gSIZE][sym]A{16|8|FP8}KV{16|8|4|fp8}, or K…V… in place of "
+    "KV…, for example W4A16KV8, WNF3g128A16KV8, W4A8K8V4 or W8gKsymA16KVfp8"
 )
 DEFAULT_GROUP_SIZE = 128  # of integers beside 16-bit activations
 # The weight format and its usual group size, by the W and the A part.
@@ -45,22 +45,23 @@ class Precision:
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """Reads `W…A…KV…`.
+        """Reads `W…A…KV…` and `W…A…K…V…`.
 
         W is 16; 8 or 4 (integers); FP8 (e4m3); NF4, NF3 or NF2 (normal float). A is 16, or what
         activations are rounded to on the fly: 8 beside W8 (W8A8) and W4 (LiquidQuant), FP8 beside
-        WFP8. KV is 16, 8 or 4. `gSIZE` is the number of input channels that share a scale, or K
-        for all; `sym` fixes an integer zero point in the middle. Without the W part, as in
+        WFP8. KV, or K and V apart as in K8V4, is 16, 8 or 4 (integers), or fp8 (e4m3). `gSIZE` is
+        the number of input channels that share a scale, or K for all; `sym` fixes an integer zero
+        point in the middle. Without the W part, as in
         `A16KV8`, weights stay as they are in the checkpoint. Raises ValueError that names what
         can't be read.
         """
-        match = re.fullmatch(r"(?:W([A-Z]*\d+)(?:g(\d+|K))?(sym)?)?A([A-Z]*\d+)KV(\d+)", text)
+        match = re.fullmatch(r"(?:W([A-Z]*\d+)(?:g(\d+|K))?(sym)?)?A([A-Z]*\d+)(K\w*V\w+)", text)
         if match is None:
             raise ValueError(f"can't read the precision {text!r}: {EXPECTED}")
-        weights, size, symmetric, activations, kv_bits = match.groups()
+        weights, size, symmetric, activations, kv = match.groups()
         try:
-            kv = KVFormat(int(kv_bits))
-            return cls(_parse_weights(weights, size, symmetric is not None, activations), kv)
+            format = _parse_weights(weights, size, symmetric is not None, activations)
+            return cls(format, KVFormat.parse(kv))
         except ValueError as error:
             raise ValueError(f"precision {text!r}: {error}") from error
 

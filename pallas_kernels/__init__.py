@@ -10,7 +10,8 @@ from pallas_kernels.backend import UnsupportedError
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.api import matmul, matmul_terms
 from pallas_kernels.kv_cache.api import append
-from pallas_kernels.kv_cache.cache import KVFormat, KVPages, PagedKVCache
+from pallas_kernels.kv_cache.cache import KVPages, PagedKVCache
+from pallas_kernels.kv_cache.formats import KVFormat
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_tensor import QuantizedTensor, pack, unpack
 from pallas_kernels.rotary.api import rotate_and_append

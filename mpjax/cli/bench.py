@@ -175,7 +175,7 @@ def attention_command(
     formats: Annotated[str, _texts("FORMAT", "KV formats.")] = "KV16,KV8,KV4",
     shapes: Annotated[
         str | None,
-        _texts("NAME", "Such as b8-h32/8-d128-c32768; by default all six.", show_default=False),
+        _texts("NAME", "Such as b8-h32/8-d128-c32768; by default all twelve.", show_default=False),
     ] = None,
     output: Output = None,
 ) -> None:

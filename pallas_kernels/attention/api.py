@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.attention import reference, triton, tuning
-from pallas_kernels.kv_cache.api import why_not_triton
-from pallas_kernels.kv_cache.cache import KVPages
+from pallas_kernels.kv_cache.api import HEAD_DIMS, why_not_triton
+from pallas_kernels.kv_cache.cache import PAGE_SIZES, KVPages
+from pallas_kernels.kv_cache.formats import KVFormat
+
+PREFILL_PAGE_SIZE = 128  # of keys and values that aren't in a cache
 
 
 def paged_attention(
@@ -23,24 +26,35 @@ def paged_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    longest: int | None = None,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens over a cache that already holds them.
 
     queries: [batch, tokens, query heads, head dim], token t of sequence b at position
-        starts[b] + t. Query heads are a multiple of the pages' KV heads (GQA, MQA, MHA).
+        starts[b] + t. Query heads are a multiple of the pages' KV heads (GQA, MQA, MHA). Or
+        packed, [tokens, query heads, head dim]: the counts[b] tokens of a sequence come after those
+        of the one before, so that counts are the differences of cumulative lengths.
     pages, block_tables: one layer of the cache, after `append`.
     starts, counts: int32 [batch], as given to `append`: starts[b] + counts[b] keys count, and
-        rows past counts[b] are padding whose output means nothing.
+        rows past counts[b], or packed ones past the last sequence, are padding whose output means
+        nothing.
     scale: of the scores; 1/√(head dim) by default.
     window: how many keys a query sees, itself included (sliding window); None for all.
+    softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2); None for none.
+    sinks: [query heads], a learned score of each head that joins its softmax without having a
+        value, neither scaled nor capped (gpt-oss); None for none.
+    longest: of packed queries, what no count exceeds, to launch no more than is needed; without it,
+        all tokens may be of one sequence.
 
-    Returns [batch, tokens, query heads, head dim] in the dtype of the queries. On the GPU each
+    Returns the shape and dtype of the queries. On the GPU each
     cached byte is read once for all query heads of its group; long sequences are split over
     programs (FlashDecoding). Raises ValueError for shapes that don't fit, and UnsupportedError,
     with the reason, where a forced implementation can't run.
     """
-    _check_heads(queries, pages.keys.shape[1], pages.head_dim)
+    _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, softcap, sinks)
     if queries.size == 0:
         return jnp.zeros_like(queries)
     scale = scale if scale is not None else 1 / math.sqrt(pages.head_dim)
@@ -50,8 +64,9 @@ def paged_attention(
             backend.warn_of_reference("paged_attention", reason)
             implementation = "reference"
     arguments = (queries, pages, block_tables, starts, counts)
+    masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
     if implementation == "reference":
-        return reference.paged_attention(*arguments, scale=scale, window=window)
+        return reference.paged_attention(*arguments, scale=scale, **masks)
     if implementation != "triton":
         raise ValueError(
             f"paged_attention: unknown implementation {implementation!r}: "
@@ -59,11 +74,10 @@ def paged_attention(
         )
     if reason := _why_not_triton(queries, pages):
         raise backend.UnsupportedError(f"paged_attention: 'triton' can't run: {reason}")
-    batch, tokens, heads, _ = queries.shape
-    kv_heads = pages.keys.shape[1]
-    rows = tokens * heads // kv_heads
-    config = tuning.configure(batch, kv_heads, rows, block_tables.shape[1], pages.format)
-    return triton.paged_attention(*arguments, config, scale=scale, window=window)
+    longest = queries.shape[-3] if queries.ndim == 4 or longest is None else longest
+    rows = longest * queries.shape[-2] // pages.keys.shape[1]
+    config = tuning.configure(len(starts), rows, block_tables.shape[1], pages)
+    return triton.paged_attention(*arguments, config, scale=scale, longest=longest, **masks)
 
 
 def prefill_attention(
@@ -73,33 +87,58 @@ def prefill_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
-    implementation: Literal["cudnn", "xla", "reference"] | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Literal["cudnn", "triton", "xla", "reference"] | None = None,
 ) -> jax.Array:
     """Causal attention of prompts over themselves, from position 0, in 16 bits or more.
 
     queries: [batch, tokens, query heads, head dim]; keys, values: the same with KV heads. Prompts
     are padded on the right: causality keeps padding out of every real token.
+    scale, window, softcap, sinks: as `paged_attention` takes them.
 
     On a GPU, 16-bit inputs with a head dimension that is a multiple of 8 up to 128 go to cuDNN's
-    flash attention; the rest, with a warning, to XLA. Returns the shape and dtype of the queries.
+    flash attention. It has no softcap, and gives its sums in 16 bits, too few to add a sink later:
+    these, and heads of 256, go to the kernel of `paged_attention`, over keys and values copied into
+    pages. The rest goes, with a warning, to XLA, and with a softcap or sinks to the reference.
+    Returns the shape and dtype of the queries. Raises ValueError for shapes that don't fit, and
+    UnsupportedError, with the reason, where a forced implementation can't run.
     """
-    _check_heads(queries, keys.shape[2], keys.shape[3])
+    _check(queries, (4,), keys.shape[2], keys.shape[3], softcap, sinks)
+    if queries.size == 0:
+        return jnp.zeros_like(queries)
     scale = scale if scale is not None else 1 / math.sqrt(queries.shape[-1])
     if window is not None and window >= queries.shape[1]:
         window = None  # wider than the prompt: no different, and faster
+    masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
     if implementation is None:
-        implementation = _choose_prefill(queries)
+        implementation = _choose_prefill(queries, is_plain=softcap is None and sinks is None)
+    batch, tokens = queries.shape[:2]
     if implementation == "reference":
-        batch, tokens = queries.shape[:2]
         positions = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
         lengths = jnp.full((batch,), tokens, jnp.int32)
-        return reference.attention(
-            queries, keys, values, positions, lengths, scale=scale, window=window
+        return reference.attention(queries, keys, values, positions, lengths, scale=scale, **masks)
+    if implementation == "triton":
+        pages, block_tables = _as_pages(keys, values)
+        starts, counts = (jnp.full((batch,), n, jnp.int32) for n in (0, tokens))
+        return paged_attention(
+            queries,
+            pages,
+            block_tables,
+            starts,
+            counts,
+            scale=scale,
+            implementation="triton",
+            **masks,
         )
     if implementation not in ("cudnn", "xla"):
         raise ValueError(
             f"prefill_attention: unknown implementation {implementation!r}: "
-            "expected cudnn, xla or reference"
+            "expected cudnn, triton, xla or reference"
+        )
+    if softcap is not None or sinks is not None:
+        raise backend.UnsupportedError(
+            f"prefill_attention: {implementation!r} can't run: it has no softcap and no sinks"
         )
     with jax.numpy_dtype_promotion("standard"):  # its XLA implementation relies on promotion
         return jax.nn.dot_product_attention(
@@ -113,15 +152,44 @@ def prefill_attention(
         )
 
 
-def _choose_prefill(queries: jax.Array) -> Literal["cudnn", "xla", "reference"]:
+class _Masks(TypedDict):
+    window: int | None
+    softcap: float | None
+    sinks: jax.Array | None
+
+
+def _choose_prefill(
+    queries: jax.Array, *, is_plain: bool
+) -> Literal["cudnn", "triton", "xla", "reference"]:
+    """is_plain: that there is neither a softcap nor a sink."""
     if not backend.on_gpu():
         return "reference"
-    dim = queries.shape[-1]
-    if queries.dtype in (jnp.bfloat16, jnp.float16) and dim <= 128 and dim % 8 == 0:
+    dim, is_half = queries.shape[-1], queries.dtype in (jnp.bfloat16, jnp.float16)
+    if is_plain and is_half and dim <= 128 and dim % 8 == 0:
         return "cudnn"
-    reason = f"cuDNN takes 16-bit heads of a multiple of 8 up to 128, not {queries.dtype} of {dim}"
+    if is_half and dim in HEAD_DIMS and backend.why_triton_cannot_run() is None:
+        return "triton"
+    reason = (
+        "cuDNN takes 16-bit heads of a multiple of 8 up to 128, without softcap and sinks, and "
+        f"Triton 16-bit heads of {HEAD_DIMS}, not {queries.dtype} of {dim}"
+    )
     backend.warn_of_reference("prefill_attention", reason)
-    return "xla"
+    return "xla" if is_plain else "reference"
+
+
+def _as_pages(keys: jax.Array, values: jax.Array) -> tuple[KVPages, jax.Array]:
+    """Keys and values [batch, tokens, KV heads, head dim] as KV16 pages, and block tables."""
+    batch, tokens, heads, dim = keys.shape
+    size = min(PREFILL_PAGE_SIZE, max(min(PAGE_SIZES), 1 << (tokens - 1).bit_length()))
+    count = -(-tokens // size)
+
+    def paged(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0), (0, 0)))
+        x = x.reshape(batch, count, size, heads, dim).swapaxes(2, 3)
+        return x.reshape(batch * count, heads, size, dim)
+
+    block_tables = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
+    return KVPages(paged(keys), paged(values), None, None, KVFormat()), block_tables
 
 
 def _why_not_triton(queries: jax.Array, pages: KVPages) -> str | None:
@@ -130,9 +198,24 @@ def _why_not_triton(queries: jax.Array, pages: KVPages) -> str | None:
     return why_not_triton(pages)
 
 
-def _check_heads(queries: jax.Array, kv_heads: int, head_dim: int) -> None:
-    if queries.ndim != 4 or queries.shape[2] % kv_heads or queries.shape[3] != head_dim:
+def _check(
+    queries: jax.Array,
+    ranks: tuple[int, ...],
+    kv_heads: int,
+    head_dim: int,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> None:
+    *_, heads, dim = queries.shape
+    if queries.ndim not in ranks or heads % kv_heads or dim != head_dim:
         raise ValueError(
             f"attention: queries of shape {queries.shape} must be [batch, tokens, query heads, "
             f"{head_dim}] with query heads a multiple of the {kv_heads} KV heads"
+        )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"attention: softcap is {softcap}: expected a positive number, or None")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(
+            f"attention: sinks have shape {sinks.shape}: expected ({heads},), one for each query "
+            "head"
         )

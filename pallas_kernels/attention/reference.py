@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_cache import packed
 from pallas_kernels.kv_cache import reference as kv_cache
 from pallas_kernels.kv_cache.cache import KVPages
 
@@ -17,13 +18,18 @@ def attention(
     lengths: jax.Array,
     *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention in float32; a query at position p sees keys at positions ≤ p.
 
     queries: [batch, tokens, query heads, head dim]; positions: int32 [batch, tokens].
     keys, values: [batch, keys, KV heads, head dim]; the first lengths[b] of them count.
     window: a query sees its own and the window − 1 keys before it; None for all.
+    softcap: a score s becomes softcap · tanh(s / softcap) (Gemma 2); None for none.
+    sinks: [query heads], a score of each head that is in its softmax without having a value, and is
+        neither scaled nor capped (gpt-oss); None for none.
     A query that sees no key gets zeros.
     """
     batch, tokens, heads, dim = queries.shape
@@ -31,6 +37,8 @@ def attention(
     scores = scale * jnp.einsum(
         "bthgd,bkhd->bhgtk", grouped, keys.astype(jnp.float32), precision="highest"
     )
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     key = jnp.arange(keys.shape[1])
     visible = key <= positions[..., None]  # [batch, tokens, keys]
     visible &= key < lengths[:, None, None]
@@ -39,8 +47,14 @@ def attention(
     visible = visible[:, None, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    sink = None
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, keys.shape[2], -1, 1, 1)
+        peak = jnp.maximum(peak, sink)
     weights = jnp.exp(scores - peak)
     total = weights.sum(-1, keepdims=True)
+    if sink is not None:
+        total += jnp.exp(sink - peak)
     weights /= jnp.where(total == 0, 1.0, total)
     out = jnp.einsum("bhgtk,bkhd->bthgd", weights, values.astype(jnp.float32), precision="highest")
     return out.reshape(batch, tokens, heads, dim).astype(queries.dtype)
@@ -54,9 +68,29 @@ def paged_attention(
     counts: jax.Array,
     *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See api.paged_attention: attention over the dequantised cache."""
+    shape = queries.shape
+    if queries.ndim == 3:  # each token as a sequence of its own
+        tokens = packed.tokens_of(counts, len(queries))
+        block_tables = block_tables[tokens.sequence]
+        starts = starts[tokens.sequence] + tokens.number
+        counts = tokens.is_real.astype(counts.dtype)
+        queries = queries[:, None]
     keys, values = kv_cache.gather(pages, block_tables, queries.dtype)
     positions = starts[:, None] + jnp.arange(queries.shape[1])
-    return attention(queries, keys, values, positions, starts + counts, scale=scale, window=window)
+    out = attention(
+        queries,
+        keys,
+        values,
+        positions,
+        starts + counts,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return out.reshape(shape)

@@ -22,16 +22,24 @@ class AttentionShape:
 
 
 DECODE = (
-    AttentionShape(1, 32, 8, 128, 2048),
     AttentionShape(1, 32, 8, 128, 4096),
+    AttentionShape(1, 32, 8, 128, 32768),
     AttentionShape(1, 32, 8, 128, 131072),
+    AttentionShape(8, 32, 8, 128, 4096),
     AttentionShape(8, 32, 8, 128, 32768),
+    AttentionShape(32, 32, 8, 128, 1024),
     AttentionShape(32, 32, 8, 128, 4096),
+    AttentionShape(32, 32, 8, 128, 8192),
+    AttentionShape(128, 32, 8, 128, 2048),
+    AttentionShape(64, 64, 8, 128, 4096),
     AttentionShape(8, 32, 32, 128, 8192),
+    AttentionShape(8, 40, 8, 128, 32768),
 )
 
-# Small enough for interpret mode: grouped, multi-query and ungrouped heads.
+# Small enough for interpret mode: grouped, multi-query and ungrouped heads, of all sizes.
 SMALL = (
+    AttentionShape(1, 5, 1, 96, 100),
+    AttentionShape(1, 12, 2, 256, 80),
     AttentionShape(2, 4, 2, 64, 160),
     AttentionShape(1, 7, 1, 64, 130),
     AttentionShape(2, 2, 2, 128, 70),

@@ -2,9 +2,10 @@
 
 A program owns a tile of rows, the (token, query head) pairs that share a KV head, and one of
 `splits` ranges of that sequence's pages; decoding is the case of one token. Keys and values are
-decoded to integers centred on zero, exact in 16 bits, and what is linear is folded away from the
-elements: with k = code·s + m, a score is s·(q · code) + m·Σq, and likewise for values, so a cached
-element costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4).
+decoded to what is exact in 16 bits, integers to such as are centred on zero, and what is linear is
+folded away from the elements: with k = code·s + m, a score is s·(q · code) + m·Σq, and likewise for
+values, so a cached element costs its decoding and its multiply-add in the tensor core (TurboMind
+section 3.4).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import arithmetic as arithmetics
 from pallas_kernels import backend
-from pallas_kernels.bits import decode_centred, unpack_pair
-from pallas_kernels.kv_cache.cache import KVFormat, KVPages
+from pallas_kernels.attention.tiles import Span, fetch, fetch_parameters, load, locate, spans
+from pallas_kernels.kv_cache.cache import KVPages
 
 _FLOOR = -1e30  # below any score, and finite, so that a tile without visible keys makes no NaN
 _HIDDEN = 2 * _FLOOR  # of keys that a row doesn't see: of weight zero, also beside no other
@@ -31,9 +32,13 @@ _TINY = 1e-37  # smaller steps have no reciprocal
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Rows in a tile, programs that share one sequence's pages, and compiler settings."""
+    """Rows and keys in a tile, programs that share one sequence, and compiler settings.
+
+    A tile of keys is a piece of a page, or several pages: both sizes are powers of two.
+    """
 
     tile_rows: int
+    tile_keys: int
     splits: int
     warps: int
     stages: int
@@ -48,68 +53,62 @@ def paged_attention(
     config: AttentionConfig,
     *,
     scale: float,
-    window: int | None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    longest: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See api.paged_attention."""
-    batch, tokens, heads, dim = queries.shape
-    kv_heads = pages.keys.shape[1]
+    *leading, heads, dim = queries.shape
+    batch, kv_heads = len(starts), pages.keys.shape[1]
     group = heads // kv_heads
-    rows = tokens * group
-    # [batch, KV heads, rows, dim]: a row is a (token, head of the group) pair
-    arranged = queries.reshape(batch, tokens, kv_heads, group, dim).swapaxes(1, 2)
-    arranged = arranged.reshape(batch, kv_heads, rows, dim)
-    parameters = [p for p in (pages.key_parameters, pages.value_parameters) if p is not None]
+    is_packed = len(leading) == 1
+    offsets = jnp.cumsum(counts) - counts if is_packed else None
+    longest = leading[-1] if longest is None or not is_packed else longest
+    flat = queries.reshape(-1, heads, dim)
     kernel = functools.partial(
         _kernel,
-        format=pages.format,
         config=config,
-        group=group,
+        longest=longest,
         scale=scale,
         window=window,
+        softcap=softcap,
         ptx=not interpret,
     )
     splits = config.splits
     outputs, sums = backend.pallas_call(
         kernel,
-        arranged,
-        block_tables,
-        starts,
-        counts,
-        pages.keys,
-        pages.values,
-        *parameters,
+        _Operands(flat, block_tables, starts, counts, offsets, sinks),
+        pages,
         out_shape=(
             jax.ShapeDtypeStruct(
-                (batch, kv_heads, splits, rows, dim), queries.dtype if splits == 1 else jnp.float32
+                (len(flat), heads, splits, dim), queries.dtype if splits == 1 else jnp.float32
             ),
-            jax.ShapeDtypeStruct((batch, kv_heads, splits, rows), jnp.float32),
+            jax.ShapeDtypeStruct((len(flat), heads, splits), jnp.float32),
         ),
-        grid=(pl.cdiv(rows, config.tile_rows), batch * kv_heads, splits),
-        name=f"attention_kv{pages.format.bits}",
+        grid=(pl.cdiv(longest * group, config.tile_rows), batch * kv_heads, splits),
+        name=f"attention_{pages.format}".lower(),
         warps=config.warps,
         stages=config.stages,
         interpret=interpret,
     )
-    if splits == 1:
-        out = outputs[:, :, 0]
-    else:
-        out = _combine(outputs, sums, queries.dtype, interpret=interpret)
-    out = out.reshape(batch, kv_heads, tokens, group, dim).swapaxes(1, 2)
-    return out.reshape(batch, tokens, heads, dim)
+    if splits > 1:
+        outputs = _combine(outputs, sums, queries.dtype, interpret=interpret)
+    return outputs.reshape(queries.shape)
 
 
 def _combine(
     outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret: bool
 ) -> jax.Array:
-    """Joins splits: outputs [batch, heads, splits, rows, dim], sums log2 of their weights."""
-    batch, heads, _, rows, dim = outputs.shape
+    """Joins splits: outputs [tokens, heads, splits, dim], sums log2 of their weights."""
+    tokens, heads, _, dim = outputs.shape
     return backend.pallas_call(
         _combine_kernel,
         outputs,
         sums,
-        out_shape=jax.ShapeDtypeStruct((batch, heads, rows, dim), dtype),
-        grid=(rows, heads, batch),
+        out_shape=jax.ShapeDtypeStruct((tokens, heads, dim), dtype),
+        grid=(tokens, heads),
         name="attention_combine",
         warps=4,
         stages=1,
@@ -118,66 +117,97 @@ def _combine(
 
 
 def _combine_kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any) -> None:
-    row, head, batch = (pl.program_id(axis) for axis in range(3))
-    splits, dim = outputs_ref.shape[2], outputs_ref.shape[4]
-    split, lane = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(dim)
+    token, head = pl.program_id(0), pl.program_id(1)
+    splits, dim = outputs_ref.shape[2:]
+    split, lane = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(pl.next_power_of_2(dim))
     mask = split < splits
-    sums = backend.load(sums_ref.at[batch, head, split, row], mask=mask, other=_FLOOR)
+    sums = backend.load(sums_ref.at[token, head, split], mask=mask, other=_FLOOR)
     weights = jnp.where(mask, jnp.exp2(sums - sums.max()), 0.0)
-    parts = backend.load_masked(
-        outputs_ref.at[batch, head, split[:, None], row, lane[None, :]], mask
+    parts = load(
+        outputs_ref.at[token, head, split[:, None], lane[None, :]],
+        mask[:, None] & (lane < dim)[None, :],
     )  # [splits, dim]
     joined = (parts * weights[:, None]).sum(0) / weights.sum()
-    backend.store(out_ref.at[batch, head, row, lane], joined.astype(out_ref.dtype))
+    backend.store(out_ref.at[token, head, lane], joined.astype(out_ref.dtype), mask=lane < dim)
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads besides the pages; references, inside of it."""
+
+    queries: Any  # [tokens, query heads, dim]
+    block_tables: Any  # [batch, pages per sequence]
+    starts: Any  # [batch]
+    counts: Any  # [batch]
+    offsets: Any  # [batch], of each sequence's first token among packed ones, or None
+    sinks: Any  # [query heads] or None
 
 
 def _kernel(
-    queries_ref: Any,  # [batch, KV heads, rows, dim]
-    block_tables_ref: Any,  # [batch, pages per sequence]
-    starts_ref: Any,  # [batch]
-    counts_ref: Any,  # [batch]
-    keys_ref: Any,  # [pages, KV heads, page size, words]
-    values_ref: Any,
-    *refs: Any,  # key and value parameters [pages, KV heads, page size], unless KV16; outputs
-    format: KVFormat,
+    operands: _Operands,
+    pages: KVPages,
+    out_ref: Any,  # [tokens, query heads, splits, dim]
+    sums_ref: Any,  # [tokens, query heads, splits]
+    *,
     config: AttentionConfig,
-    group: int,
+    longest: int,
     scale: float,
     window: int | None,
+    softcap: float | None,
     ptx: bool,
 ) -> None:
-    *parameter_refs, out_ref, sums_ref = refs
-    kv_heads, page_size, width = keys_ref.shape[1:]
-    rows, dtype = queries_ref.shape[2], queries_ref.dtype
+    keys, values = pages.sides
+    kv_heads, page_size, key_width = keys.words.shape[1:]
+    value_width = values.words.shape[3]
+    group, dtype = operands.queries.shape[1] // kv_heads, operands.queries.dtype
     batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
     split = pl.program_id(2)
     first_row = pl.program_id(0) * config.tile_rows
     row = first_row + jnp.arange(config.tile_rows)
-    lane, slot = jnp.arange(width), jnp.arange(page_size)
-    row_mask = row < rows
-    start = backend.load(starts_ref.at[batch])
-    count = backend.load(counts_ref.at[batch])
-    length = jnp.minimum(start + count, block_tables_ref.shape[1] * page_size)
+    key_spans, value_spans = spans(key_width), spans(value_width)
+    start = backend.load(operands.starts.at[batch])
+    count = backend.load(operands.counts.at[batch])
+    real_rows = count * group
+    if operands.offsets is None:
+        first_token, row_mask = batch * longest, row < longest * group
+    else:
+        first_token, row_mask = backend.load(operands.offsets.at[batch]), row < real_rows
+    # A row is a token and one of the query heads that share the KV head.
+    place_of_row = first_token + row // group, head * group + row % group
+    entries = operands.block_tables.shape[1]
+    length = jnp.minimum(start + count, entries * page_size)
     position = start + row // group  # [rows]
     limit = jnp.minimum(position, length - 1)  # the last visible key
 
+    def load_queries(plane: int, span: Span) -> jax.Array:
+        channel = plane * key_width + span.lanes
+        mask = row_mask[:, None] if span.mask is None else row_mask[:, None] & span.mask[None, :]
+        token, query_head = (index[:, None] for index in place_of_row)
+        return load(operands.queries.at[token, query_head, channel[None, :]], mask)
+
     queries = [
-        backend.load_masked(
-            queries_ref.at[batch, head, row[:, None], (plane * width + lane)[None, :]], row_mask
-        )
-        for plane in range(format.planes)
+        [load_queries(plane, span) for plane in range(keys.codes.planes)] for span in key_spans
     ]
-    query_sum = functools.reduce(jnp.add, [q.astype(jnp.float32).sum(1) for q in queries])  # [rows]
+    sums = [q.astype(jnp.float32).sum(1) for parts in queries for q in parts]
+    query_sum = functools.reduce(jnp.add, sums)  # [rows]
 
     arithmetic = arithmetics.PTX if ptx else arithmetics.PLAIN
-    log2_scale = scale * math.log2(math.e)
+    log2_e = math.log2(math.e)
+    # Scores times this are exponents of 2, or, for the softcap, of what is in its tanh.
+    log2_scale: Any = scale * log2_e if softcap is None else scale * log2_e * 2 / softcap
+    if keys.codes.scaling == "head":
+        log2_scale *= backend.load(keys.parameters.at[head])
+    value_scale = None
+    if values.codes.scaling == "head":
+        value_scale = backend.load(values.parameters.at[head])
 
     # A power of two on all weights cancels in the end. It keeps small ones, times the small steps
     # of values, out of float16's subnormals; a step is no more than 131008 / (2**bits - 1).
-    lift = {16: 15.0, 8: 6.0, 4: 2.0}[format.bits] if dtype == jnp.float16 else 0.0
+    lift = 0.0
+    if dtype == jnp.float16:
+        lift = {8: 6.0, 4: 2.0}[values.codes.bits] if values.codes.scaling == "token" else 15.0
 
     # Which operand of the tensor cores is the narrow one, eight high: a few rows, or, where there
-    # are many, keys. Scores are [page size, rows] or [rows, page size].
+    # are many, keys. Scores are [tile keys, rows] or [rows, tile keys].
     few = config.tile_rows <= 8
     slots, across = (0, 1) if few else (1, 0)
 
@@ -196,47 +226,32 @@ def _kernel(
     def times_values(weights: jax.Array, values: jax.Array) -> jax.Array:
         return backend.dot(*((values, weights) if few else (weights, values)))
 
-    def fetch_keys(page: jax.Array) -> jax.Array:
-        return backend.load(keys_ref.at[page, head, slot[:, None], lane[None, :]])
-
-    def fetch_values(page: jax.Array) -> jax.Array:
-        at = (slot[None, :], lane[:, None]) if few else (slot[:, None], lane[None, :])
-        return backend.load(values_ref.at[page, head, *at])
-
-    def decode(words: jax.Array, plane: int) -> jax.Array:
-        if not format.is_quantized:
-            return words.astype(dtype)
-        return decode_centred(words, plane, format.bits, dtype, ptx=ptx)
-
-    def fetch_parameters(ref: Any, page: jax.Array) -> tuple[jax.Array, jax.Array]:
-        half = jnp.dtype(dtype)
-        step, zero = unpack_pair(backend.load(ref.at[page, head, slot]), half, half)
-        step = step.astype(jnp.float32)
-        middle = zero.astype(jnp.float32) + step * float(2 ** (format.bits - 1))
-        return step, middle  # [page size] each
-
-    # Sums over keys. A narrow tile keeps one for each slot of a page, so that the warps, between
+    # Sums over keys. A narrow tile keeps one for each of its slots, so that the warps, between
     # which the slots are divided, meet once in the end instead of at every page.
     by_slot = config.tile_rows <= 16
 
     def gather(x: jax.Array) -> jax.Array:
         return x if by_slot else x.sum(slots, keepdims=True)
 
-    def visit(entry: jax.Array, carry: Any) -> Any:
+    def visit(tile: jax.Array, carry: Any) -> Any:
         accumulators, middle_sum, peak, total = carry
-        page = backend.load(block_tables_ref.at[batch, entry])
-        words = fetch_keys(page)
-        scores = jnp.zeros(tile_shape(page_size), jnp.float32)
-        for plane, q in enumerate(queries):
-            scores += times_queries(decode(words, plane), q)
-        if format.is_quantized:
+        place = locate(tile, config.tile_keys, page_size, operands.block_tables, batch)
+        scores = jnp.zeros(tile_shape(config.tile_keys), jnp.float32)
+        for span, parts in zip(key_spans, queries, strict=True):
+            words = fetch(keys, head, place, span, axis=0)
+            for plane, q in enumerate(parts):
+                scores += times_queries(keys.codes.operand(words, plane, dtype, ptx=ptx), q)
+        if keys.codes.scaling == "token":
             # Scaled for each slot, of which there are fewer than scores.
-            step, middle = (x * log2_scale for x in fetch_parameters(parameter_refs[0], page))
+            step, middle = (x * log2_scale for x in fetch_parameters(keys, head, place, dtype))
             offset = for_slots(middle) * for_rows(query_sum)
             scores = arithmetic.multiply_add(scores, for_slots(step), offset)
         else:
             scores *= log2_scale
-        key = entry * page_size + slot
+        if softcap is not None:  # tanh(x) = 1 − 2 / (1 + exp(2x))
+            bound = softcap * log2_e
+            scores = bound - 2 * bound * arithmetic.reciprocal(1 + arithmetic.exp2(scores))
+        key = tile * config.tile_keys + jnp.arange(config.tile_keys)
         visible = for_slots(key) <= for_rows(limit)
         if window is not None:
             visible &= for_slots(key) > for_rows(position - window)
@@ -246,8 +261,8 @@ def _kernel(
         weights = arithmetic.exp2(scores - for_rows(new_peak - lift))
         # What multiplies the codes is rounded to 16 bits. The total and the sum of middles must use
         # the same rounded weights: codes and middles may be large and all but cancel.
-        if format.is_quantized:
-            step, middle = fetch_parameters(parameter_refs[1], page)
+        if values.codes.scaling == "token":
+            step, middle = fetch_parameters(values, head, place, dtype)
             weights = arithmetic.narrow(weights * for_slots(step), dtype)
             # Slots that were never written have a step of 0.
             inverse = jnp.where(step < _TINY, 0.0, arithmetic.reciprocal(step))
@@ -259,39 +274,56 @@ def _kernel(
             weights = arithmetic.narrow(weights, dtype)
             rounded = weights.astype(jnp.float32)
         total = arithmetic.multiply_add(total, shrink, gather(rounded))
-        words = fetch_values(page)
-        accumulators = tuple(
-            accumulator * shrink + times_values(weights, decode(words, plane))
-            for plane, accumulator in enumerate(accumulators)
-        )
-        return accumulators, middle_sum, new_peak, total
+        old, new = iter(accumulators), []
+        for span in value_spans:
+            words = fetch(values, head, place, span, axis=across)
+            for plane in range(values.codes.planes):
+                operand = values.codes.operand(words, plane, dtype, ptx=ptx)
+                new.append(next(old) * shrink + times_values(weights, operand))
+        return tuple(new), middle_sum, new_peak, total
 
-    last_token = jnp.minimum(first_row + config.tile_rows, rows) - 1
-    end = jnp.minimum(length, start + last_token // group + 1)
-    end = jnp.where(count > 0, end, 0)  # a sequence without new tokens has nothing to read
+    last_row = jnp.minimum(first_row + config.tile_rows, real_rows) - 1
+    end = jnp.minimum(length, start + last_row // group + 1)
+    end = jnp.where(first_row < real_rows, end, 0)  # without real rows there is nothing to read
     begin = jnp.int32(0)
     if window is not None:
         begin = jnp.maximum(0, start + first_row // group - window + 1)
-    first_page, end_page = begin // page_size, (end + page_size - 1) // page_size
-    share = (end_page - first_page + config.splits - 1) // config.splits
-    first = first_page + split * share
-    last = jnp.minimum(first + share, end_page)
-    zeros = jnp.zeros(tile_shape(page_size if by_slot else 1), jnp.float32)
+    size = config.tile_keys
+    first_tile, end_tile = begin // size, (end + size - 1) // size
+    share = (end_tile - first_tile + config.splits - 1) // config.splits
+    first = first_tile + split * share
+    last = jnp.minimum(first + share, end_tile)
+    # A sink is a score in the first range; where it is the largest of all, that is the peak.
+    sink, has_sink = None, split == 0
+    peak = jnp.full((config.tile_rows,), _FLOOR)
+    if operands.sinks is not None:
+        sink = load(operands.sinks.at[place_of_row[1]], row_mask)
+        sink = sink.astype(jnp.float32) * log2_e
+        peak = jnp.where(has_sink, sink, peak)
+    zeros = jnp.zeros(tile_shape(size if by_slot else 1), jnp.float32)
+    outputs = [(plane, span) for span in value_spans for plane in range(values.codes.planes)]
     carry = (
-        tuple(jnp.zeros(tile_shape(width), jnp.float32) for _ in queries),
+        tuple(jnp.zeros(tile_shape(span.size), jnp.float32) for _, span in outputs),
         zeros,
-        jnp.full((config.tile_rows,), _FLOOR),
+        peak,
         zeros,
     )
     accumulators, middle_sum, peak, total = jax.lax.fori_loop(first, last, visit, carry)
     middle_sum, total = middle_sum.sum(slots), total.sum(slots)
+    if sink is not None:
+        total += jnp.where(has_sink, arithmetic.exp2(sink - peak + lift), 0.0)
 
     # An empty range has weight zero, and its output must be a number all the same.
     divisor = jnp.where(total == 0, 1.0, total)
-    for plane, accumulator in enumerate(accumulators):
+    for (plane, span), accumulator in zip(outputs, accumulators, strict=True):
         out = (accumulator + for_rows(middle_sum)) / for_rows(divisor)
-        target = out_ref.at[batch, head, split, row[:, None], (plane * width + lane)[None, :]]
-        mask = jnp.broadcast_to(row_mask[:, None], (config.tile_rows, width))
+        if value_scale is not None:
+            out *= value_scale
+        channel = plane * value_width + span.lanes
+        mask = row_mask[:, None] if span.mask is None else row_mask[:, None] & span.mask[None, :]
+        token, query_head = (index[:, None] for index in place_of_row)
+        target = out_ref.at[token, query_head, split, channel[None, :]]
+        mask = jnp.broadcast_to(mask, target.shape)
         backend.store(target, (out.T if few else out).astype(out_ref.dtype), mask=mask)
-    sums = jnp.where(total == 0, _FLOOR, peak + jnp.log2(divisor))
-    backend.store(sums_ref.at[batch, head, split, row], sums, mask=row_mask)
+    log2_total = jnp.where(total == 0, _FLOOR, peak + jnp.log2(divisor))
+    backend.store(sums_ref.at[*place_of_row, split], log2_total, mask=row_mask)

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 from pallas_kernels import backend
 from pallas_kernels.attention.triton import AttentionConfig
-from pallas_kernels.kv_cache.cache import KVFormat
+from pallas_kernels.kv_cache.cache import KVPages
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
-WARPS_PER_MULTIPROCESSOR = 16  # that overlap each other's loads
+MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
+TILE_BYTES = 32768  # of keys or values at most: two stages of both are in shared memory
+# Measured on the H200 from KV4 to KV16: more programs cost more in joining their results than they
+# gain, and each wants so much on its way to it.
+PROGRAMS_PER_MULTIPROCESSOR = 4
+BYTES_IN_FLIGHT = 65536
+MOST_STAGES = 6
 
 
-def configure(
-    batch: int, kv_heads: int, rows: int, pages_per_sequence: int, format: KVFormat
-) -> AttentionConfig:
+def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
     """A sound configuration for `rows` (token, head) pairs of each sequence and KV head."""
     tile_rows = max(MINIMUM_ROWS, min(64, 1 << (rows - 1).bit_length()))
-    # With few rows, warps divide a plane's channels between them, sixteen each: a plane of KV4 has
-    # enough for two.
-    warps = 2 if format.bits == 4 and tile_rows == MINIMUM_ROWS else 4
-    programs = batch * kv_heads * -(-rows // tile_rows)
-    # Decoding a few long sequences would leave multiprocessors idle: share out each one's pages.
-    wanted = backend.multiprocessors() * WARPS_PER_MULTIPROCESSOR // warps
-    splits = max(1, min(wanted // programs, pages_per_sequence, 64))
-    return AttentionConfig(tile_rows, splits, warps, stages=2)
+    slot_bytes = max(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
+    fitting = 1 << (TILE_BYTES // slot_bytes).bit_length() - 1
+    tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
+    is_wide = pages.head_dim > 128
+    if tile_rows == MINIMUM_ROWS:
+        # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
+        # 4-bit values has enough for two.
+        warps = min(4, max(2, 1 << (pages.values.shape[3] // 16).bit_length() - 1))
+    else:
+        # Sums of more than 128 channels would not fit in the registers of four, nor beside them
+        # what is decoded of many keys.
+        warps = 8 if is_wide else 4
+        tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
+    programs = batch * pages.keys.shape[1] * -(-rows // tile_rows)
+    # Decoding a few long sequences would leave multiprocessors idle: share out each one's tiles.
+    wanted = backend.multiprocessors() * PROGRAMS_PER_MULTIPROCESSOR
+    tiles = -(-pages_per_sequence * pages.page_size // tile_keys)
+    splits = max(1, min(wanted // programs, tiles, 64))
+    tile_bytes = tile_keys * sum(
+        side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides
+    )
+    stages = max(2, min(1 + BYTES_IN_FLIGHT // tile_bytes, MOST_STAGES))
+    return AttentionConfig(tile_rows, tile_keys, splits, warps, stages)

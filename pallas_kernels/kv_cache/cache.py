@@ -1,51 +1,26 @@
-"""KV formats and the cache that they fill: pages, block tables and lengths, as a pytree."""
+"""The cache: pages, block tables and lengths, as a pytree."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bits as bit_planes
+from pallas_kernels.kv_cache.codes import KVCodes
+from pallas_kernels.kv_cache.formats import KVFormat
 
-PAGE_SIZES = (64, 128)
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
-@dataclasses.dataclass(frozen=True)
-class KVFormat:
-    """How keys and values are stored: KV16 as they are, KV8 and KV4 as codes.
+class Side(NamedTuple):
+    """The keys, or the values, of one layer's pages; in a kernel, references to them."""
 
-    KV8 and KV4 are TurboMind's: per token and head, asymmetric, x ≈ code · scale + zero with
-    scale = (max − min) / (2**bits − 1) and zero = min, keys after the rotary embedding.
-    """
-
-    bits: int = 16
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8, 16):
-            raise ValueError(f"KV{self.bits} is not a KV format: expected KV16, KV8 or KV4")
-
-    @classmethod
-    def parse(cls, text: str) -> KVFormat:
-        """Reads `KV16`, `KV8` or `KV4`."""
-        if not (text.startswith("KV") and text[2:].isdigit()):
-            raise ValueError(f"can't read the KV format {text!r}: expected KV16, KV8 or KV4")
-        return cls(int(text[2:]))
-
-    def __str__(self) -> str:
-        return f"KV{self.bits}"
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether pages hold codes rather than values."""
-        return self.bits < 16
-
-    @property
-    def planes(self) -> int:
-        """Codes in a 16-bit word; plane j holds the j-th slice of the head dimension."""
-        return bit_planes.planes_per_word(self.bits)
+    words: Any
+    parameters: Any
+    codes: KVCodes
 
 
 @functools.partial(
@@ -57,11 +32,11 @@ class KVFormat:
 class KVPages:
     """The pages of one layer.
 
-    keys, values: [pages, KV heads, page size, head dim] in the compute dtype for KV16, else uint16
-        words [pages, KV heads, page size, head dim / planes]: bits j·b … of word w are channel
-        j · head_dim / planes + w.
-    key_parameters, value_parameters: uint32 [pages, KV heads, page size], the scale below the
-        zero, each 16 bits; None for KV16.
+    keys, values: [pages, KV heads, page size, head dim] in the compute dtype where they are stored
+        as they are, else uint16 words [pages, KV heads, page size, head dim / planes]: code j of
+        word w is channel j · head dim / planes + w.
+    key_parameters, value_parameters: of integers uint32 [pages, KV heads, page size], the scale
+        below the zero, each 16 bits; of FP8 the scales float32 [KV heads]; else None.
     """
 
     keys: jax.Array
@@ -71,6 +46,14 @@ class KVPages:
     format: KVFormat
 
     @property
+    def sides(self) -> tuple[Side, Side]:
+        """Keys and values, each with its parameters and its kind of codes."""
+        return (
+            Side(self.keys, self.key_parameters, self.format.key_codes),
+            Side(self.values, self.value_parameters, self.format.value_codes),
+        )
+
+    @property
     def page_size(self) -> int:
         """Tokens in a page."""
         return self.keys.shape[2]
@@ -78,7 +61,7 @@ class KVPages:
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        return self.keys.shape[3] * self.format.planes
+        return self.keys.shape[3] * self.format.key_codes.planes
 
 
 @functools.partial(
@@ -113,36 +96,49 @@ class PagedKVCache:
         max_tokens: int,
         kv_heads: int,
         head_dim: int,
-        format: KVFormat = KVFormat(),
+        format: KVFormat = KVFormat(),  # noqa: B008 (frozen)
         page_size: int = 128,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        scales: jax.typing.ArrayLike = 1.0,
     ) -> PagedKVCache:
         """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
 
-        Capacity is rounded up to whole pages. dtype: of KV16's values; for KV8 and KV4 scales and
-        zeros are bfloat16 if it is bfloat16, else float16.
+        Capacity is rounded up to whole pages. dtype: of keys and values that are stored as they
+        are; beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16.
+        scales: of FP8 keys and values, positive, of a shape that broadcasts to [layers, 2, KV
+            heads], keys first (a checkpoint's k_scale and v_scale); 1 reaches up to 448.
         """
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}: a cache holds at least one token")
-        if head_dim % format.planes:
-            raise ValueError(f"{format} needs a head dimension divisible by {format.planes}")
+        kinds = (format.key_codes, format.value_codes)
+        if head_dim % (planes := max(codes.planes for codes in kinds)):
+            raise ValueError(f"{format} needs a head dimension divisible by {planes}")
         pages_per_sequence = -(-max_tokens // page_size)
         pages = batch * pages_per_sequence
-        shape = (pages, kv_heads, page_size, head_dim // format.planes)
-        storage = jnp.uint16 if format.is_quantized else dtype
+        each = jnp.broadcast_to(jnp.asarray(scales, jnp.float32), (layers, 2, kv_heads))
 
-        def layer() -> KVPages:
-            # Each buffer its own: a buffer that appears twice can't be donated.
-            keys, values = (jnp.zeros(shape, storage) for _ in range(2))
-            if not format.is_quantized:
-                return KVPages(keys, values, None, None, format)
-            scales = [jnp.zeros(shape[:3], jnp.uint32) for _ in range(2)]
-            return KVPages(keys, values, scales[0], scales[1], format)
+        # Each buffer its own: a buffer that appears twice can't be donated.
+        def stored(codes: KVCodes, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+            shape = (pages, kv_heads, page_size)
+            storage = jnp.uint16 if codes.is_quantized else dtype
+            parameters = {
+                "token": lambda: jnp.zeros(shape, jnp.uint32),
+                "head": lambda: jnp.copy(scale),
+                None: lambda: None,
+            }
+            words = jnp.zeros((*shape, head_dim // codes.planes), storage)
+            return words, parameters[codes.scaling]()
+
+        def layer(index: int) -> KVPages:
+            (keys, key_parameters), (values, value_parameters) = (
+                stored(codes, each[index, i]) for i, codes in enumerate(kinds)
+            )
+            return KVPages(keys, values, key_parameters, value_parameters, format)
 
         return cls(
-            tuple(layer() for _ in range(layers)),
+            tuple(layer(index) for index in range(layers)),
             jnp.arange(pages, dtype=jnp.int32).reshape(batch, pages_per_sequence),
             jnp.zeros(batch, jnp.int32),
             format,

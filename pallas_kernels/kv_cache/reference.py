@@ -5,37 +5,21 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bits as bit_planes
-from pallas_kernels.kv_cache import quantize
-from pallas_kernels.kv_cache.cache import KVFormat, KVPages
+from pallas_kernels.kv_cache.cache import KVPages, Side
+from pallas_kernels.kv_cache.codes import KVCodes
 
 
-def encode(x: jax.Array, format: KVFormat) -> tuple[jax.Array, jax.Array | None]:
-    """Words [..., head dim / planes] and parameters [...] of x [..., head dim]."""
-    if not format.is_quantized:
-        return x, None
-    values = x.astype(jnp.float32)
-    dtype = quantize.parameter_dtype(x.dtype)
-    low, high = values.min(-1), values.max(-1)
-    scale, zero = quantize.parameters(low, high, format.bits, dtype)
-    codes = quantize.encode(values, scale[..., None], zero[..., None], format.bits)
-    planes = codes.reshape(*x.shape[:-1], format.planes, x.shape[-1] // format.planes)
-    return bit_planes.pack_planes(planes, format.bits), bit_planes.pack_pair(
-        scale.astype(dtype), zero.astype(dtype)
-    )
+def encode(
+    x: jax.Array, codes: KVCodes, parameters: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Words [..., heads, head dim / planes] of x [..., heads, head dim], and parameters.
 
-
-def decode(
-    words: jax.Array, parameters: jax.Array | None, format: KVFormat, dtype: jnp.dtype
-) -> jax.Array:
-    """Values [..., head dim] in float32; dtype is that of the values that were encoded."""
-    if parameters is None:
-        return words.astype(jnp.float32)
-    codes = bit_planes.unpack_planes(words, format.bits)
-    codes = codes.reshape(*words.shape[:-1], -1).astype(jnp.float32)
-    half = quantize.parameter_dtype(dtype)
-    scale, zero = bit_planes.unpack_pair(parameters, half, half)
-    return codes * scale.astype(jnp.float32)[..., None] + zero.astype(jnp.float32)[..., None]
+    parameters: those of the pages, where each head has one. Those of tokens are [..., heads].
+    """
+    scale = parameters[:, None] if codes.scaling == "head" and parameters is not None else None
+    pieces = jnp.split(x, codes.planes, axis=-1)
+    [words], of_tokens = codes.encode(pieces, scale, x.dtype)
+    return words, None if of_tokens is None else of_tokens[..., 0]
 
 
 def append(
@@ -59,10 +43,15 @@ def append(
     def write(stored: jax.Array, new: jax.Array) -> jax.Array:
         return stored.at[page, :, slot].set(new.astype(stored.dtype), mode="drop")
 
-    key_words, key_parameters = encode(keys, pages.format)
-    value_words, value_parameters = encode(values, pages.format)
-    new = KVPages(key_words, value_words, key_parameters, value_parameters, pages.format)
-    return jax.tree.map(write, pages, new)
+    def stored(side: Side, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        words, of_tokens = encode(x, side.codes, side.parameters)
+        parameters = side.parameters if of_tokens is None else write(side.parameters, of_tokens)
+        return write(side.words, words), parameters
+
+    (key_words, key_parameters), (value_words, value_parameters) = (
+        stored(side, x) for side, x in zip(pages.sides, (keys, values), strict=True)
+    )
+    return KVPages(key_words, value_words, key_parameters, value_parameters, pages.format)
 
 
 def gather(
@@ -70,13 +59,14 @@ def gather(
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values as float32 [batch, capacity, KV heads, head dim], slots never written too."""
 
-    def read(words: jax.Array, parameters: jax.Array | None) -> jax.Array:
+    def read(side: Side) -> jax.Array:
+        words, parameters, codes = side
         rows = words[block_tables]  # [batch, pages, KV heads, page size, words]
-        chosen = None if parameters is None else parameters[block_tables]
-        x = decode(rows, chosen, pages.format, dtype).swapaxes(2, 3)
+        if parameters is not None:
+            by_token = codes.scaling == "token"
+            parameters = (parameters[block_tables] if by_token else parameters[:, None])[..., None]
+        x = codes.decode(rows, parameters, dtype).swapaxes(2, 3)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    return (
-        read(pages.keys, pages.key_parameters),
-        read(pages.values, pages.value_parameters),
-    )
+    keys, values = (read(side) for side in pages.sides)
+    return keys, values

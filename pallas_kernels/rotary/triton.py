@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.kv_cache.triton import Slot, find_slot, write
+from pallas_kernels.kv_cache.triton import Slot, find_slot, lanes, like, write
 from pallas_kernels.rotary.reference import HeadNorms
 
 
@@ -55,40 +55,37 @@ def rotate_and_append(
         None if norms is None else norms.query,
         None if norms is None else norms.key,
     )
-    stored, structure = jax.tree.flatten(pages)
     first = len(jax.tree.leaves(operands))
     queries = jax.ShapeDtypeStruct((batch, tokens, heads[0], pages.head_dim), dtype)
-    queries, *stored = backend.pallas_call(
+    return backend.pallas_call(
         functools.partial(
             _kernel,
-            pages=pages,
             heads=heads,
             epsilon=0.0 if norms is None else norms.epsilon,
             interpret=interpret,
         ),
         operands,
-        *stored,
-        out_shape=[queries, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in stored)],
+        pages,
+        out_shape=(queries, like(pages)),
         grid=(batch * tokens, total),
-        name=f"rotate_and_append_kv{pages.format.bits}",
+        name=f"rotate_and_append_{pages.format}".lower(),
         warps=1,
         stages=1,
         interpret=interpret,
-        aliases={first + i: 1 + i for i in range(len(stored))},
+        aliases={first + i: 1 + i for i in range(len(jax.tree.leaves(pages)))},
     )
-    return queries, jax.tree.unflatten(structure, stored)
 
 
 def _kernel(
     operands: _Operands,
-    *references: Any,  # the pages as inputs; the queries; the pages as outputs
+    before: KVPages,
+    queries_ref: Any,  # [batch, tokens, query heads, dim]
     pages: KVPages,
+    *,
     heads: tuple[int, int],
     epsilon: float,
     interpret: bool,
 ) -> None:
-    count = len(references) // 2
-    queries_ref, page_refs = references[count], references[count + 1 :]
     tokens, dim = queries_ref.shape[1], queries_ref.shape[3]
     batch, token = pl.program_id(0) // tokens, pl.program_id(0) % tokens
     head = pl.program_id(1)
@@ -98,13 +95,15 @@ def _kernel(
     def rounded(x: jax.Array) -> jax.Array:
         return x.astype(dtype).astype(jnp.float32)
 
-    # As many pieces as a word has codes, and two at least: the halves that turn together.
-    pieces = max(2, pages.format.planes)
+    # As many pieces as words have codes, and two at least: the halves that turn together.
+    pieces = max(2, *(side.codes.planes for side in pages.sides))
     width, half = dim // pieces, pieces // 2
-    lane = jnp.arange(width)
+    lane = lanes(width)
+    target = jnp.arange(len(lane))  # of stores, which may not meet where their mask differs
+    is_real = target < width
 
     def load(piece: int) -> jax.Array:
-        total = jnp.zeros(width, jnp.float32)
+        total = jnp.zeros(len(lane), jnp.float32)
         for split in range(operands.terms.shape[0]):
             at = operands.terms.at[split, batch, token, head, piece * width + lane]
             total += backend.load(at).astype(jnp.float32)
@@ -113,7 +112,7 @@ def _kernel(
     x = [load(piece) for piece in range(pieces)]
     if operands.query_norm is not None:
         square = functools.reduce(jnp.add, [piece * piece for piece in x])
-        inverse = jax.lax.rsqrt(jnp.sum(square) / dim + epsilon)
+        inverse = jax.lax.rsqrt(jnp.sum(jnp.where(is_real, square, 0.0)) / dim + epsilon)
 
         def normalise(piece: int) -> jax.Array:
             channel = piece * width + lane
@@ -134,13 +133,15 @@ def _kernel(
 
     x = [turn(piece) for piece in range(pieces)]
     for piece in range(pieces):
-        at = queries_ref.at[batch, token, jnp.minimum(head, heads[0] - 1), piece * width + lane]
-        backend.store(at, x[piece].astype(dtype), mask=jnp.broadcast_to(is_query, (width,)))
-    slot = find_slot(operands, page_refs[0].shape[2], batch, token)
-    for index, first, chosen in (
-        (0, heads[0], ~is_query & ~is_value),
-        (1, heads[0] + heads[1], is_value),
+        at = queries_ref.at[batch, token, jnp.minimum(head, heads[0] - 1), piece * width + target]
+        backend.store(at, x[piece].astype(dtype), mask=is_query & is_real)
+    slot = find_slot(operands, pages.page_size, batch, token)
+    for side, first, chosen in zip(
+        pages.sides,
+        (heads[0], heads[0] + heads[1]),
+        (~is_query & ~is_value, is_value),
+        strict=True,
     ):
         kv_head = jnp.clip(head - first, 0, heads[1] - 1)
         where = Slot(slot.page, slot.position, slot.valid & chosen)
-        write(page_refs, index, x, dtype, where, kv_head, pages.format, interpret)
+        write(side, x, dtype, where, kv_head, interpret)

@@ -31,12 +31,12 @@ packed_formats = st.one_of(
 precisions = st.builds(
     Precision,
     st.one_of(st.none(), st.just(WeightFormat("bfloat16")), packed_formats),
-    st.sampled_from([KVFormat(16), KVFormat(8), KVFormat(4)]),
+    st.builds(KVFormat, *[st.sampled_from([16, 8, 4, "fp8"])] * 2),
 )
 
 
 @pytest.mark.parametrize(
-    ("text", "weights", "kv_bits"),
+    ("text", "weights", "kv"),
     [
         ("W4A16KV8", WeightFormat("uint4", 128), 8),
         ("W8A16KV4", WeightFormat("uint8", 128), 4),
@@ -52,11 +52,14 @@ precisions = st.builds(
         ("W8A8KV8", WeightFormat("int8"), 8),
         ("W4A8KV4", WeightFormat("liquid4", 64), 4),
         ("A16KV8", None, 8),
+        ("W4A16KVfp8", WeightFormat("uint4", 128), "fp8"),
+        ("WFP8AFP8K8V4", WeightFormat("float8", None, False, "float8"), (8, 4)),
+        ("A16Kfp8V4", None, ("fp8", 4)),
     ],
 )
-def test_parse(text, weights, kv_bits):
+def test_parse(text, weights, kv):
     precision = Precision.parse(text)
-    assert precision == Precision(weights, KVFormat(kv_bits))
+    assert precision == Precision(weights, KVFormat(*kv) if isinstance(kv, tuple) else KVFormat(kv))
     assert str(precision) == text
 
 
@@ -85,7 +88,9 @@ def test_parse_inverts_str(precision):
         ("WNF4symA16KV8", "table4 has no zero point"),
         ("W16g32A16KV8", "16-bit weights take no group size"),
         ("W16symA16KV8", "16-bit weights take no group size and no sym"),
-        ("W4A16KV2", "KV2 is not a KV format: expected KV16, KV8 or KV4"),
+        ("W4A16KV2", "KV2 is not a KV format: expected KV16, KV8, KV4 or KVfp8"),
+        ("W4A16K8V", "can't read the precision"),
+        ("W4A16KxV8", "can't read the KV format 'KxV8'"),
     ],
 )
 def test_what_cannot_be_read_is_named(text, message):

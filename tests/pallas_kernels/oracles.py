@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -232,6 +233,14 @@ class PlainWeight:
         )
 
 
+class KVSide(NamedTuple):
+    """Keys or values as the cache stores them, and what they decode to."""
+
+    words: np.ndarray  # [..., dim / planes]
+    parameters: np.ndarray | None  # uint32 [...], of tokens
+    decoded: np.ndarray  # float64 [..., dim]
+
+
 def kv_encoded(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes uint16 [..., dim], scale and zero [...] in the dtype of x, per vector of x."""
     dtype = x.dtype if x.dtype.itemsize == 2 else np.dtype(np.float16)
@@ -244,6 +253,24 @@ def kv_encoded(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.nda
     halves *= (np.float32(2) / scale.astype(np.float32))[..., None]
     rounded = np.floor((np.floor(halves.astype(np.float64)) + 1) / 2)  # half up
     return np.clip(rounded, 0, 2**bits - 1).astype(np.uint16), scale, zero
+
+
+def kv_side(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
+    """What the cache holds of x [..., dim] by the name of the codes: 16, 8, 4 or fp8.
+
+    scale: float32, broadcastable to x, of FP8.
+    """
+    if kind == "16":
+        return KVSide(x, None, x.astype(np.float64))
+    if kind == "fp8":
+        assert scale is not None
+        scaled = x.astype(np.float32) * (np.float32(1) / scale)
+        codes = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        words = kv_words(codes.view(np.uint8).astype(np.uint16), 8)
+        return KVSide(words, None, codes.astype(np.float64) * scale.astype(np.float64))
+    codes, step, zero = kv_encoded(x, int(kind))
+    decoded = codes * step.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
+    return KVSide(kv_words(codes, int(kind)), parameter_words(step, zero), decoded)
 
 
 def kv_words(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -263,11 +290,13 @@ def softmax_attention(
     lengths: np.ndarray,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """float64 attention, one query at a time; zeros where a query sees no key.
 
     queries [batch, tokens, heads, dim], keys and values [batch, keys, KV heads, dim], positions
-    [batch, tokens], lengths [batch].
+    [batch, tokens], lengths [batch], sinks [heads].
     """
     out = np.zeros(queries.shape)
     group = queries.shape[2] // keys.shape[2]
@@ -278,6 +307,11 @@ def softmax_attention(
             continue
         visible = slice(first, last + 1)
         scores = keys[b, visible, h // group] @ queries[b, t, h] * scale
-        weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights @ values[b, visible, h // group] / weights.sum()
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        extra = scores[:0] if sinks is None else wide(sinks)[h : h + 1]
+        peak = np.concatenate([scores, extra]).max()
+        weights = np.exp(scores - peak)
+        total = weights.sum() + np.exp(extra - peak).sum()
+        out[b, t, h] = weights @ values[b, visible, h // group] / total
     return out

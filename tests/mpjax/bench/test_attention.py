@@ -61,7 +61,7 @@ def test_errors_from_the_gate_on_fail_where_they_were_measured():
 
 def test_shapes_by_name():
     assert attention.named([DECODE[3].name, DECODE[0].name]) == (DECODE[3], DECODE[0])
-    with pytest.raises(ValueError, match=r"unknown shape 'x'.*b1-h32/8-d128-c2048, "):
+    with pytest.raises(ValueError, match=r"unknown shape 'x'.*b1-h32/8-d128-c4096, "):
         attention.named(["x"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,7 @@ from pallas_kernels import KVFormat, KVPages
 from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,
     as_array,
-    kv_encoded,
-    kv_words,
-    parameter_words,
+    kv_side,
     relative_error,
     softmax_attention,
 )
@@ -36,8 +35,25 @@ class Scene:
     def arguments(self) -> tuple:
         return self.queries, self.pages, self.block_tables, self.starts, self.counts
 
-    def error(self, out: jax.Array, scale: float | None = None, window: int | None = None) -> float:
-        """mean|Δ| / mean|reference| over the real rows; infinite where any row is no number."""
+    def packed_queries(self, padding: int = 0) -> jax.Array:
+        """The queries of sequences one after another, and zeros after all."""
+        rows = [np.asarray(x)[:count] for x, count in zip(self.queries, self.counts, strict=True)]
+        zeros = np.zeros((padding, *rows[0].shape[1:]), rows[0].dtype)
+        return jnp.asarray(np.concatenate([*rows, zeros]))
+
+    def unpacked(self, out: jax.Array) -> jax.Array:
+        """The inverse for outputs, with zeros for padding."""
+        result = np.zeros(self.queries.shape, out.dtype)
+        ends = np.cumsum(np.asarray(self.counts))
+        for row, count, end in zip(result, np.asarray(self.counts), ends, strict=True):
+            row[:count] = np.asarray(out)[end - count : end]
+        return jnp.asarray(result)
+
+    def error(self, out: jax.Array, scale: float | None = None, **masks: Any) -> float:
+        """mean|Δ| / mean|reference| over the real rows; infinite where any row is no number.
+
+        masks: the window, softcap and sinks that `out` was computed with.
+        """
         assert out.shape == self.queries.shape
         assert out.dtype == self.queries.dtype
         if not np.isfinite(np.asarray(out).astype(np.float32)).all():
@@ -51,7 +67,7 @@ class Scene:
             starts[:, None] + tokens,
             starts + counts,
             self.queries.shape[3] ** -0.5 if scale is None else scale,
-            window,
+            **masks,
         )
         real = tokens < counts[:, None]
         return relative_error(np.asarray(out)[real], expected[real])
@@ -89,8 +105,10 @@ def scene(
     if kind == "small":
         values *= 1e-3
     format = KVFormat.parse(text)
+    scales = rng.uniform(0.05, 0.2, (2, kv_heads)).astype(np.float32)
     (key_pages, key_parameters, keys), (value_pages, value_parameters, values) = (
-        _stored(x.astype(NUMPY_DTYPES.get(dtype, dtype)), format) for x in (keys, values)
+        _stored(x.astype(NUMPY_DTYPES.get(dtype, dtype)), str(kind), scale)
+        for x, kind, scale in zip((keys, values), (format.keys, format.values), scales, strict=True)
     )
     block_tables = rng.permutation(shape[0])[: batch * entries].reshape(batch, entries)
 
@@ -108,11 +126,19 @@ def scene(
     )
 
 
-def _stored(x: np.ndarray, format: KVFormat) -> tuple[jax.Array, jax.Array | None, np.ndarray]:
+def _stored(
+    x: np.ndarray, kind: str, scale: np.ndarray
+) -> tuple[jax.Array, jax.Array | None, np.ndarray]:
     """Words, parameters and what they decode to in float64."""
-    if not format.is_quantized:
-        return jnp.asarray(x), None, x.astype(np.float64)
-    codes, scale, zero = kv_encoded(x, format.bits)
-    decoded = codes * scale.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
-    words = jnp.asarray(kv_words(codes, format.bits))
-    return words, jnp.asarray(parameter_words(scale, zero)), decoded
+    side = kv_side(x, kind, scale[:, None, None])
+    parameters = scale if kind == "fp8" else side.parameters
+    return (
+        jnp.asarray(side.words),
+        None if parameters is None else jnp.asarray(parameters),
+        side.decoded,
+    )
+
+
+def sinks_of(rng: np.random.Generator, heads: int) -> jax.Array:
+    """Sinks from negligible ones to such as leave hardly any weight to keys."""
+    return jnp.asarray(rng.uniform(-3, 9, heads).astype(np.float32))

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import UnsupportedError, backend, paged_attention, prefill_attention
 from pallas_kernels.attention import reference, triton
-from tests.pallas_kernels.attention.scenes import scene
+from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
     GATES,
     QUICK,
@@ -31,6 +31,22 @@ def test_implementations_agree(implementation, rng, interpreted_triton):
     assert test.error(out, window=50) < GATES["float16"]
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("longest", [None, 20])
+def test_sequences_can_be_packed(implementation, longest, rng, interpreted_triton):
+    """A prompt, one token, nothing, a continuation across a page; and tokens of no sequence."""
+    lengths: dict[str, Any] = {"starts": [0, 70, 9, 50], "counts": [13, 1, 0, 20]}
+    test = scene(rng, "KV8", "float16", heads=(2, 3), **lengths)
+    masks = {"window": 30, "sinks": sinks_of(rng, 6)}
+    attend = functools.partial(
+        paged_attention, implementation=implementation, longest=longest, **masks
+    )
+    queries = test.packed_queries(padding=2)
+    out = jax.jit(attend, compiler_options=QUICK)(queries, *test.arguments[1:])
+    assert out.shape == queries.shape
+    assert test.error(test.unpacked(out), **masks) < GATES["float16"]
+
+
 def test_the_scale_can_be_chosen(rng):
     test = scene(rng, "KV16", "float32", **DECODE)
     attend = jax.jit(paged_attention, static_argnames="scale", compiler_options=QUICK)
@@ -38,7 +54,7 @@ def test_the_scale_can_be_chosen(rng):
     assert test.error(attend(*test.arguments)) < 1e-5
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 3, 64), (2, 1, 4, 32), (2, 4, 64)])
+@pytest.mark.parametrize("shape", [(2, 1, 3, 64), (2, 1, 4, 32), (2, 3, 64), (4, 64)])
 def test_queries_must_fit_the_pages(shape, rng):
     test = scene(rng, "KV16", "float32", **DECODE)
     with pytest.raises(ValueError, match=r"must be .* query heads a multiple of the 2 KV heads"):
@@ -50,8 +66,8 @@ def test_unknown_implementations_are_refused(rng):
     with pytest.raises(ValueError, match="unknown implementation 'cudnn'"):
         paged_attention(*test.arguments, implementation="cudnn")  # type: ignore[arg-type]
     x = jnp.zeros((1, 4, 2, 8))
-    with pytest.raises(ValueError, match="unknown implementation 'triton'"):
-        prefill_attention(x, x, x, implementation="triton")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown implementation 'flash'"):
+        prefill_attention(x, x, x, implementation="flash")  # type: ignore[arg-type]
 
 
 def test_the_kernel_needs_a_gpu(rng, monkeypatch):
@@ -65,7 +81,7 @@ def test_the_kernel_needs_a_gpu(rng, monkeypatch):
     ("text", "dtype", "head_dim", "reason"),
     [
         ("KV8", "float32", 64, "queries are float32, expected bfloat16 or float16"),
-        ("KV16", "float16", 96, "head dimension 96 is not one of"),
+        ("KV16", "float16", 80, "head dimension 80 is not one of"),
     ],
 )
 def test_what_the_kernel_cannot_do_goes_to_the_reference(
@@ -102,7 +118,7 @@ def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **opti
         np.broadcast_to(np.arange(33), (2, 33)),
         np.full(2, 33),
         options.get("scale", dim**-0.5),
-        options.get("window"),
+        **{name: options.get(name) for name in ("window", "softcap", "sinks")},
     )
     return relative_error(out, expected)
 
@@ -111,6 +127,40 @@ def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **opti
 @pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 10, "scale": 0.3}])
 def test_prefill(implementation, options, rng):
     assert prefill_error("float32", rng, implementation=implementation, **options) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_prefill_with_softcap_and_sinks(implementation, masked, rng, interpreted_triton):
+    """Of 33 tokens: a page of 64 that isn't full."""
+    options: dict[str, Any] = {"scale": 0.3}
+    if masked:
+        options |= {"window": 10, "softcap": 1.5, "sinks": sinks_of(rng, 4)}
+    error = prefill_error("float16", rng, implementation=implementation, **options)
+    assert error < GATES["float16"]
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
+def test_jax_has_no_softcap_and_no_sinks(implementation, rng):
+    for options in ({"softcap": 5.0}, {"sinks": sinks_of(rng, 4)}):
+        message = f"prefill_attention: '{implementation}' can't run: it has no softcap and no sinks"
+        with pytest.raises(UnsupportedError, match=message):
+            prefill_error("float16", rng, implementation=implementation, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 0.0}, "softcap is 0.0: expected a positive number, or None"),
+        ({"sinks": np.zeros(2, np.float32)}, r"sinks have shape \(2,\): expected \(4,\), one for"),
+    ],
+)
+def test_softcap_and_sinks_must_make_sense(options, message, rng):
+    with pytest.raises(ValueError, match=f"attention: {message}"):
+        prefill_error("float32", rng, **options)
+    test = scene(rng, "KV16", "float32", heads=(2, 2), **DECODE)
+    with pytest.raises(ValueError, match=f"attention: {message}"):
+        paged_attention(*test.arguments, **options)
 
 
 def test_prefill_of_many_heads_needs_a_multiple():
@@ -128,16 +178,20 @@ def test_padding_on_the_right_changes_nothing_before_it(rng):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "expected"),
+    ("dtype", "dim", "softcap", "expected"),
     [
-        ("bfloat16", 128, "cudnn"),
-        ("float16", 64, "cudnn"),
-        ("float32", 64, "xla"),
-        ("bfloat16", 256, "xla"),
+        ("bfloat16", 128, None, "cudnn"),
+        ("float16", 96, None, "cudnn"),
+        ("bfloat16", 128, 30.0, "triton"),
+        ("bfloat16", 256, None, "triton"),
+        ("float16", 192, None, "xla"),
+        ("float32", 64, None, "xla"),
+        ("float32", 64, 30.0, "reference"),
     ],
 )
-def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_and_size(
-    dtype, dim, expected, monkeypatch, pretend_gpu
+@pytest.mark.filterwarnings("ignore:prefill_attention runs as plain JAX")
+def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_size_and_masks(
+    dtype, dim, softcap, expected, monkeypatch, pretend_gpu
 ):
     chosen = []
 
@@ -145,9 +199,14 @@ def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_and_size(
         chosen.append(implementation)
         return queries
 
+    def choose(name):
+        return lambda queries, *_, **__: attention(queries, implementation=name)
+
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    monkeypatch.setattr(triton, "paged_attention", choose("triton"))
+    monkeypatch.setattr(reference, "attention", choose("reference"))
     x = jnp.zeros((1, 4, 2, dim), dtype)
-    prefill_attention(x, x, x)
+    prefill_attention(x, x, x, softcap=softcap)
     assert chosen == [expected]
 
 
@@ -155,6 +214,15 @@ def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_and_size(
 @pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 10, "scale": 0.3}])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_prefill_on_the_gpu(dtype, options, rng):
-    for implementation, dim in ((None, 64), (None, 128), ("xla", 128), ("reference", 64)):
+    for implementation, dim in ((None, 96), (None, 128), (None, 256), ("xla", 128), ("triton", 64)):
         error = prefill_error(dtype, rng, dim=dim, implementation=implementation, **options)
         assert error < GATES[dtype], f"{implementation}, {dim} channels"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_prefill_with_softcap_and_sinks_on_the_gpu(dtype, rng):
+    options: dict[str, Any] = {"softcap": 1.5, "sinks": sinks_of(rng, 4)}
+    for dim in (64, 96, 128, 256):
+        assert prefill_error(dtype, rng, dim=dim, **options) < GATES[dtype], f"{dim} channels"
+        assert prefill_error(dtype, rng, dim=dim, window=10, **options) < GATES[dtype], f"{dim}"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import reference
-from tests.pallas_kernels.attention.scenes import scene
+from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
     QUICK,
     random_array,
@@ -21,11 +21,11 @@ SCALE = 0.125
 
 paged = jax.jit(
     functools.partial(reference.paged_attention, scale=SCALE),
-    static_argnames="window",
+    static_argnames=("window", "softcap"),
     compiler_options=QUICK,
 )
 attention = jax.jit(
-    reference.attention, static_argnames=("scale", "window"), compiler_options=QUICK
+    reference.attention, static_argnames=("scale", "window", "softcap"), compiler_options=QUICK
 )
 
 
@@ -53,15 +53,36 @@ def test_attention(kv_heads, group, window, rng):
     np.testing.assert_array_equal(np.asarray(out)[expected == 0], 0)
 
 
-@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4"])
+@pytest.mark.parametrize("text", ["KV16", "KV8", "K4Vfp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_paged_attention(text, dtype, rng):
     test = scene(rng, text, dtype, starts=[0, 37, 60, 0], counts=[7, 1, 5, 0], heads=(2, 3))
     gate = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 5e-4}[dtype]
     for window in (None, 6):
         out = paged(*test.arguments, window=window)
-        assert test.error(out, SCALE, window) < gate
+        assert test.error(out, SCALE, window=window) < gate
     np.testing.assert_array_equal(np.asarray(out[3]), 0)
+
+
+def test_softcap_and_sinks(rng):
+    test = scene(rng, "KV16", "float32", starts=[0, 37, 0], counts=[7, 1, 0], heads=(2, 3))
+    sinks = sinks_of(rng, 6)
+    for masks in (
+        {"softcap": 0.7},
+        {"sinks": sinks},
+        {"softcap": 2.0, "sinks": sinks, "window": 3},
+    ):
+        out = paged(*test.arguments, **masks)
+        assert test.error(out, SCALE, **masks) < 1e-5
+        assert np.isfinite(out).all()
+        np.testing.assert_array_equal(out[2], 0)
+
+
+def test_a_sink_far_above_all_scores_leaves_nothing(rng):
+    test = scene(rng, "KV16", "float32", starts=[5], counts=[1], heads=(2, 1))
+    out = paged(*test.arguments, sinks=jnp.array([1e4, -1e4]))
+    np.testing.assert_array_equal(out[..., 0, :], 0)
+    np.testing.assert_allclose(out[..., 1, :], paged(*test.arguments)[..., 1, :], atol=1e-6)
 
 
 def test_huge_scores_do_not_overflow(rng):

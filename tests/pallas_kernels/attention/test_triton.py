@@ -11,22 +11,34 @@ import pytest
 
 from pallas_kernels import KVFormat, PagedKVCache, paged_attention
 from pallas_kernels.attention import reference, shapes, triton, tuning
-from tests.pallas_kernels.attention.scenes import Scene, scene
+from tests.pallas_kernels.attention.scenes import Scene, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES, QUICK
 
-each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4"])
+each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8"])
 
 
 @functools.partial(
-    jax.jit, static_argnames=("splits", "window", "scale", "interpret"), compiler_options=QUICK
+    jax.jit,
+    static_argnames=("splits", "window", "softcap", "scale", "interpret"),
+    compiler_options=QUICK,
 )
 def kernel(
-    queries, pages, block_tables, starts, counts, *, splits, window=None, scale=None, interpret=True
+    queries,
+    pages,
+    block_tables,
+    starts,
+    counts,
+    *,
+    splits,
+    window=None,
+    softcap=None,
+    sinks=None,
+    scale=None,
+    interpret=True,
 ):
     batch, tokens, heads, dim = queries.shape
-    kv_heads = pages.keys.shape[1]
-    rows = tokens * heads // kv_heads
-    config = tuning.configure(batch, kv_heads, rows, block_tables.shape[1], pages.format)
+    rows = tokens * heads // pages.keys.shape[1]
+    config = tuning.configure(batch, rows, block_tables.shape[1], pages)
     return triton.paged_attention(
         queries,
         pages,
@@ -36,6 +48,8 @@ def kernel(
         dataclasses.replace(config, splits=splits or config.splits),
         scale=dim**-0.5 if scale is None else scale,
         window=window,
+        softcap=softcap,
+        sinks=sinks,
         interpret=interpret,
     )
 
@@ -57,11 +71,11 @@ CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
     ("text", "dtype", "heads", "splits", "window"),
     [
         ("KV16", "bfloat16", (2, 2), 1, None),
-        ("KV16", "float16", (1, 7), 5, 30),
+        ("K16V8", "float16", (1, 7), 5, 30),
         ("KV8", "bfloat16", (1, 7), 2, None),
-        ("KV8", "float16", (3, 1), 5, None),
+        ("KVfp8", "float16", (3, 1), 5, None),
         ("KV4", "bfloat16", (2, 2), 1, 1),
-        ("KV4", "float16", (2, 2), 2, 70),
+        ("K8V4", "float16", (2, 2), 2, 70),
     ],
 )
 def test_decoding(text, dtype, heads, splits, window, rng):
@@ -73,17 +87,51 @@ def test_decoding(text, dtype, heads, splits, window, rng):
     [
         ("KV16", "bfloat16", (2, 2), 2, None),
         ("KV8", "float16", (1, 7), 1, 25),
-        ("KV4", "bfloat16", (2, 1), 2, 25),
+        ("K4Vfp8", "bfloat16", (2, 1), 2, 25),
     ],
 )
 def test_chunked_prefill(text, dtype, heads, splits, window, rng):
     check(scene(rng, text, dtype, heads=heads, **CHUNKS), dtype, splits, window)
 
 
-@pytest.mark.parametrize(("text", "page_size"), [("KV8", 128), ("KV4", 64)])
-def test_heads_of_128_channels(text, page_size, rng):
-    test = scene(rng, text, "float16", head_dim=128, page_size=page_size, **DECODE)
-    check(test, "float16", 2)
+@pytest.mark.parametrize(
+    ("text", "dtype", "heads", "head_dim", "page_size", "lengths"),
+    [
+        ("KV8", "float16", (2, 1), 128, 128, DECODE),
+        ("KV4", "bfloat16", (1, 5), 96, 16, DECODE),
+        ("KV16", "bfloat16", (1, 6), 96, 256, CHUNKS),
+        ("K16V8", "float16", (1, 12), 256, 128, DECODE),
+        ("KV4", "float16", (1, 1), 256, 32, CHUNKS),
+    ],
+)
+def test_heads_and_pages_of_other_sizes(text, dtype, heads, head_dim, page_size, lengths, rng):
+    sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "page_size": page_size}
+    check(scene(rng, text, dtype, **sizes, **lengths), dtype, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "splits", "softcap", "has_sinks", "window", "lengths"),
+    [
+        ("KV8", "bfloat16", 1, 2.0, True, None, DECODE),
+        ("KV16", "float16", 3, None, True, 70, DECODE),
+        ("KVfp8", "float16", 2, 0.5, False, 25, CHUNKS),
+        ("KV4", "bfloat16", 2, None, True, None, CHUNKS),
+    ],
+)
+def test_softcap_and_sinks(text, dtype, splits, softcap, has_sinks, window, lengths, rng):
+    test = scene(rng, text, dtype, heads=(2, 2), **lengths)
+    masks: dict[str, Any] = {"window": window, "softcap": softcap}
+    if has_sinks:
+        masks["sinks"] = sinks_of(rng, 4)
+    out = kernel(*test.arguments, splits=splits, **masks)
+    assert test.error(out, **masks) < GATES[dtype]
+
+
+def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
+    test = scene(rng, "KV16", "bfloat16", **DECODE)
+    sinks = jnp.array([1e5, -1e5, 0.0, 60.0])
+    out = kernel(*test.arguments, splits=2, scale=1e4, softcap=50.0, sinks=sinks)
+    assert test.error(out, 1e4, softcap=50.0, sinks=sinks) < GATES["bfloat16"]
 
 
 @each_format
@@ -107,23 +155,22 @@ def test_the_scale_can_be_chosen(rng):
 def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
     lowered = set()
     for shape in shapes.DECODE + shapes.SMALL:
-        for dtype, window in (("bfloat16", None), ("float16", 1000)):
+        for dtype, window, page_size in (("bfloat16", None, 128), ("float16", 1000, 16)):
             cache = jax.eval_shape(
-                lambda shape=shape, dtype=dtype: PagedKVCache.create(
+                lambda shape=shape, dtype=dtype, page_size=page_size: PagedKVCache.create(
                     layers=1,
                     batch=shape.batch,
                     max_tokens=shape.context + tokens,
                     kv_heads=shape.kv_heads,
                     head_dim=shape.head_dim,
                     format=KVFormat.parse(text),
+                    page_size=page_size,
                     dtype=dtype,
                 )
             )
             group = shape.query_heads // shape.kv_heads
             pages = cache.block_tables.shape[1]
-            config = tuning.configure(
-                shape.batch, shape.kv_heads, tokens * group, pages, KVFormat.parse(text)
-            )
+            config = tuning.configure(shape.batch, tokens * group, pages, cache.layers[0])
             ragged = tokens * group % config.tile_rows > 0
             key = (
                 dataclasses.replace(config, splits=config.splits > 1),
@@ -135,15 +182,19 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
                 continue
             lowered.add(key)
             queries = (shape.batch, tokens, shape.query_heads, shape.head_dim)
+            is_packed = tokens > 1 and dtype == "float16"
+            masks = {"window": window, "softcap": None if window is None else 30.0}
+            sinks = jax.ShapeDtypeStruct((shape.query_heads,), dtype)
             program = lower_for_cuda(
-                functools.partial(triton.paged_attention, config=config, scale=0.1, window=window),
-                jax.ShapeDtypeStruct(queries, dtype),
+                functools.partial(triton.paged_attention, config=config, scale=0.1, **masks),
+                jax.ShapeDtypeStruct(queries[1:] if is_packed else queries, dtype),
                 cache.layers[0],
                 cache.block_tables,
                 cache.lengths,
                 cache.lengths,
+                sinks=None if window is None else sinks,
             )
-            assert f'name = "attention_kv{text[2:]}"' in program
+            assert f'name = "attention_{text.lower()}"' in program
             assert ("lop3.b32" in program) == (text != "KV16")
 
 
@@ -158,12 +209,18 @@ def test_on_the_gpu(text, dtype, rng):
         ((3, 1), 128, 128, 5, None),
         ((2, 4), 128, 128, 1, 1),
         ((2, 4), 64, 64, 5, 70),
+        ((1, 5), 96, 16, 2, None),
+        ((1, 6), 256, 256, 1, 30),
+        ((1, 12), 96, 32, 3, None),
+        ((2, 4), 256, 64, 2, None),
     ):
         sizes: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "page_size": page_size}
         for lengths in (DECODE, CHUNKS):
             test = scene(rng, text, dtype, **sizes, **lengths)
-            error = test.error(run(*test.arguments, splits=splits, window=window), window=window)
-            assert error < GATES[dtype], f"{sizes}, {splits} splits, window {window}, {lengths}"
+            sinks = sinks_of(rng, heads[0] * heads[1])
+            for masks in ({"window": window}, {"window": window, "softcap": 2.0, "sinks": sinks}):
+                error = test.error(run(*test.arguments, splits=splits, **masks), **masks)
+                assert error < GATES[dtype], f"{sizes}, {splits} splits, {masks}, {lengths}"
 
 
 @pytest.mark.gpu
@@ -202,6 +259,17 @@ def test_a_long_prompt_in_chunks_on_the_gpu(text, rng):
         page_size=128,
     )
     assert test.error(attend(*test.arguments)) < GATES["bfloat16"]
+
+
+@pytest.mark.gpu
+@each_format
+def test_packed_sequences_on_the_gpu(text, rng):
+    attend = jax.jit(functools.partial(paged_attention, implementation="triton"))
+    sizes: dict[str, Any] = {"heads": (2, 4), "head_dim": 128, "page_size": 128}
+    for counts in ([300, 1, 0, 57], [1, 1, 1, 1]):
+        test = scene(rng, text, "bfloat16", starts=[0, 900, 5, 130], counts=counts, **sizes)
+        out = attend(test.packed_queries(padding=3), *test.arguments[1:])
+        assert test.error(test.unpacked(out)) < GATES["bfloat16"]
 
 
 @pytest.mark.gpu

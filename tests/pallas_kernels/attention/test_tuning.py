@@ -1,44 +1,72 @@
 from __future__ import annotations
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import backend
+from pallas_kernels import KVFormat, KVPages, PagedKVCache, backend
 from pallas_kernels.attention import shapes, tuning
-from pallas_kernels.kv_cache.cache import KVFormat
 
 
-def assert_sound(batch: int, kv_heads: int, rows: int, pages: int, bits: int) -> None:
-    config = tuning.configure(batch, kv_heads, rows, pages, KVFormat(bits))
-    for size in (config.tile_rows, config.warps):
+def pages_of(text: str, kv_heads: int, page_size: int = 128, head_dim: int = 128) -> KVPages:
+    """Shapes of one layer's pages."""
+
+    def create() -> KVPages:
+        return PagedKVCache.create(
+            layers=1,
+            batch=1,
+            max_tokens=1,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            format=KVFormat.parse(text),
+            page_size=page_size,
+        ).layers[0]
+
+    return jax.eval_shape(create)
+
+
+def assert_sound(batch: int, rows: int, entries: int, pages: KVPages) -> None:
+    config = tuning.configure(batch, rows, entries, pages)
+    for size in (config.tile_rows, config.tile_keys, config.warps):
         assert size & (size - 1) == 0, f"{config}: Triton takes powers of two only"
     assert 8 <= config.tile_rows <= max(8, 2 * rows)
-    assert 1 <= config.splits <= pages
+    assert 16 <= config.tile_keys <= 128
+    assert 1 <= config.splits <= -(-entries * pages.page_size // config.tile_keys)
     assert 1 <= config.warps <= 8
     assert config.stages >= 1
-    # Accumulators of 128 channels, 32 bits each, must fit in the registers of the threads.
-    assert config.tile_rows * 128 <= 128 * 32 * config.warps
+    # Accumulators of 32 bits must fit in the registers of the threads, and two stages of keys and
+    # values in 227 KB of shared memory.
+    assert config.tile_rows * pages.head_dim <= 128 * 32 * config.warps
+    slot = sum(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
+    assert config.stages * config.tile_keys * slot <= 192 * 1024
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4"])
 @pytest.mark.parametrize("shape", shapes.DECODE, ids=lambda shape: shape.name)
-def test_named_shapes(shape, page_size, bits):
+def test_named_shapes(shape, text):
     group = shape.query_heads // shape.kv_heads
-    for tokens in (1, 4, 512):
-        assert_sound(shape.batch, shape.kv_heads, group * tokens, shape.context // page_size, bits)
+    for page_size in (64, 128):
+        pages = pages_of(text, shape.kv_heads, page_size, shape.head_dim)
+        for tokens in (1, 4, 512):
+            assert_sound(shape.batch, group * tokens, shape.context // page_size, pages)
 
 
 @given(
-    *(st.integers(1, 300), st.integers(1, 128), st.integers(1, 100_000), st.integers(1, 5000)),
-    st.sampled_from([16, 8, 4]),
+    *(st.integers(1, 300), st.integers(1, 100_000), st.integers(1, 5000)),
+    st.builds(
+        pages_of,
+        st.sampled_from(["KV16", "KV8", "KV4", "KVfp8", "K8V4", "K16V4"]),
+        st.integers(1, 128),
+        st.sampled_from([16, 32, 64, 128, 256]),
+        st.sampled_from([64, 96, 128, 256]),
+    ),
 )
-def test_any_shape(batch, kv_heads, rows, pages, bits):
-    assert_sound(batch, kv_heads, rows, pages, bits)
+def test_any_shape(batch, rows, entries, pages):
+    assert_sound(batch, rows, entries, pages)
 
 
 def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
-    assert tuning.configure(1, 8, 4, 1024, KVFormat(8)).splits > 4
-    assert tuning.configure(256, 8, 4, 1024, KVFormat(8)).splits == 1
+    assert tuning.configure(1, 4, 1024, pages_of("KV8", 8)).splits > 4
+    assert tuning.configure(256, 4, 1024, pages_of("KV8", 8)).splits == 1

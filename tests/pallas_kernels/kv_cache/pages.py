@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVFormat, KVPages
-from tests.pallas_kernels.oracles import NUMPY_DTYPES, kv_encoded, kv_words, parameter_words
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, kv_side
 
 
 def random_pages(
@@ -23,16 +23,25 @@ def random_pages(
     head_dim: int,
     dtype: str,
 ) -> KVPages:
-    """Pages full of arbitrary bits, or values for KV16, so that every write shows."""
+    """Pages full of arbitrary bits, or values for 16-bit codes, so that every write shows.
+
+    Scales of FP8 are around 1, and of few bits, so that their reciprocals are easy to round.
+    """
     shape = (pages, kv_heads, page_size)
-    if not format.is_quantized:
-        values = rng.standard_normal((2, *shape, head_dim)).astype(NUMPY_DTYPES.get(dtype, dtype))
-        return KVPages(jnp.asarray(values[0]), jnp.asarray(values[1]), None, None, format)
-    width = head_dim // format.planes
-    words = rng.integers(0, 2**16, (2, *shape, width), dtype=np.uint16)
-    parameters = rng.integers(0, 2**32, (2, *shape), dtype=np.uint32)
-    arrays = [jnp.asarray(array) for array in (*words, *parameters)]
-    return KVPages(arrays[0], arrays[1], arrays[2], arrays[3], format)
+
+    def stored(kind: object) -> tuple[jax.Array, jax.Array | None]:
+        if kind == 16:
+            values = rng.standard_normal((*shape, head_dim))
+            return jnp.asarray(values.astype(NUMPY_DTYPES.get(dtype, dtype))), None
+        width = head_dim // (4 if kind == 4 else 2)
+        words = jnp.asarray(rng.integers(0, 2**16, (*shape, width), dtype=np.uint16))
+        if kind == "fp8":
+            scales = rng.uniform(0.5, 2, kv_heads).astype(np.float16).astype(np.float32)
+            return words, jnp.asarray(scales)
+        return words, jnp.asarray(rng.integers(0, 2**32, shape, dtype=np.uint32))
+
+    (keys, key_parameters), (values, value_parameters) = map(stored, (format.keys, format.values))
+    return KVPages(keys, values, key_parameters, value_parameters, format)
 
 
 def appended(
@@ -44,25 +53,27 @@ def appended(
     counts: np.ndarray,
 ) -> KVPages:
     """The pages after append, token by token."""
-    format = pages.format
     result: dict[str, Any] = {}
-    for name, new in (("key", keys), ("value", values)):
+    for name, new, kind in (
+        ("key", keys, pages.format.keys),
+        ("value", values, pages.format.values),
+    ):
         stored = np.array(getattr(pages, f"{name}s"))
-        parameters = np.array(getattr(pages, f"{name}_parameters"))
-        if format.is_quantized:
-            codes, scale, zero = kv_encoded(new, format.bits)
-            new, new_parameters = kv_words(codes, format.bits), parameter_words(scale, zero)
+        before = getattr(pages, f"{name}_parameters")
+        scale = np.asarray(before)[:, None] if kind == "fp8" else None
+        side = kv_side(new, str(kind), scale)
+        parameters = None if side.parameters is None else np.array(before)
         for b, count in enumerate(counts):
             for t in range(count):
                 entry, slot = divmod(int(starts[b]) + t, pages.page_size)
                 if entry >= block_tables.shape[1]:
                     continue
                 page = block_tables[b, entry]
-                stored[page, :, slot] = new[b, t]
-                if format.is_quantized:
-                    parameters[page, :, slot] = new_parameters[b, t]
+                stored[page, :, slot] = side.words[b, t]
+                if parameters is not None and side.parameters is not None:
+                    parameters[page, :, slot] = side.parameters[b, t]
         result[f"{name}s"] = stored
-        result[f"{name}_parameters"] = parameters if format.is_quantized else None
+        result[f"{name}_parameters"] = before if parameters is None else parameters
     return dataclasses.replace(pages, **result)
 
 

@@ -16,46 +16,26 @@ from tests.pallas_kernels.kv_cache.pages import (
     random_pages,
     vectors,
 )
-from tests.pallas_kernels.oracles import kv_encoded, kv_words, parameter_words, wide
+from tests.pallas_kernels.oracles import kv_side, wide
 
 append = jax.jit(reference.append)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_encode_bit_for_bit_and_decode(bits, dtype, rng):
-    x = vectors(rng, (3, 50, 64), dtype)
-    format = KVFormat(bits)
-    words, parameters = jax.jit(reference.encode, static_argnums=1)(jnp.asarray(x), format)
-    codes, scale, zero = kv_encoded(x, bits)
-    np.testing.assert_array_equal(words, kv_words(codes, bits))
-    np.testing.assert_array_equal(parameters, parameter_words(scale, zero))
-    decoded = reference.decode(words, parameters, format, jnp.dtype(dtype))
-    assert decoded.dtype == jnp.float32
-    expected = codes * scale.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
-    np.testing.assert_allclose(wide(decoded), expected, rtol=1e-6, atol=1e-5)
-
-
-def test_sixteen_bits_are_kept_as_they_are(rng):
-    x = jnp.asarray(vectors(rng, (3, 64), "bfloat16"))
-    words, parameters = reference.encode(x, KVFormat(16))
-    assert parameters is None
-    np.testing.assert_array_equal(np.asarray(words), np.asarray(x))
-    np.testing.assert_array_equal(
-        reference.decode(words, None, KVFormat(16), x.dtype), x.astype(jnp.float32)
-    )
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("page_size", [64, 128])
 @pytest.mark.parametrize(
-    ("bits", "dtype", "head_dim"),
-    [(16, "bfloat16", 64), (16, "float32", 128), (8, "float16", 128), (4, "bfloat16", 64)],
+    ("text", "dtype", "head_dim"),
+    [
+        ("KV16", "bfloat16", 64),
+        ("K16V4", "float32", 128),
+        ("KV8", "float16", 128),
+        ("KVfp8", "bfloat16", 64),
+    ],
 )
-def test_append_bit_for_bit(bits, dtype, head_dim, page_size, tokens, rng):
+def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
     pages = random_pages(
         rng,
-        KVFormat(bits),
+        KVFormat.parse(text),
         pages=11,
         kv_heads=2,
         page_size=page_size,
@@ -104,9 +84,9 @@ def test_donated_pages_are_written_in_place(bits, dtype, rng):
     assert memory.temp_size_in_bytes < whole, "the pages are copied"
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_gather_reads_sequences_back_in_order(bits, rng):
-    format = KVFormat(bits)
+@pytest.mark.parametrize("text", ["KV16", "KVfp8", "K8V4"])
+def test_gather_reads_sequences_back_in_order(text, rng):
+    format = KVFormat.parse(text)
     pages = random_pages(
         rng, format, pages=6, kv_heads=3, page_size=64, head_dim=64, dtype="float16"
     )
@@ -121,11 +101,14 @@ def test_gather_reads_sequences_back_in_order(bits, rng):
     )
     pages = append(pages, *new.arrays())
     gathered = reference.gather(pages, jnp.asarray(block_tables), jnp.dtype("float16"))
-    for actual, x in zip(gathered, (new.keys, new.values), strict=True):
-        expected = x.astype(np.float64)
-        if format.is_quantized:
-            codes, scale, zero = kv_encoded(x, bits)
-            scale, zero = (part.astype(np.float64)[..., None] for part in (scale, zero))
-            expected = codes * scale + zero
+    for actual, x, kind, scale in zip(
+        gathered,
+        (new.keys, new.values),
+        (format.keys, format.values),
+        (pages.key_parameters, pages.value_parameters),
+        strict=True,
+    ):
+        given = np.asarray(scale)[:, None] if kind == "fp8" else None
         assert actual.dtype == jnp.float32
+        expected = kv_side(x, str(kind), given).decoded
         np.testing.assert_allclose(wide(actual), expected, rtol=1e-6, atol=1e-5)

@@ -22,20 +22,20 @@ interpreted = jax.jit(functools.partial(triton.append, interpret=True), compiler
 
 
 @pytest.mark.parametrize(
-    ("bits", "dtype", "head_dim", "page_size", "tokens"),
+    ("text", "dtype", "head_dim", "page_size", "tokens"),
     [
-        (16, "bfloat16", 64, 64, 5),
-        (16, "float16", 128, 128, 1),
-        (8, "bfloat16", 128, 64, 1),
-        (8, "float16", 64, 128, 5),
-        (4, "bfloat16", 64, 128, 1),
-        (4, "float16", 128, 64, 5),
+        ("KV16", "bfloat16", 96, 16, 5),
+        ("K16V8", "float16", 128, 128, 1),
+        ("KV8", "bfloat16", 256, 64, 1),
+        ("KVfp8", "float16", 96, 256, 5),
+        ("KV4", "bfloat16", 96, 32, 1),
+        ("K8V4", "float16", 64, 64, 5),
     ],
 )
-def test_append_bit_for_bit(bits, dtype, head_dim, page_size, tokens, rng):
+def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
     pages = random_pages(
         rng,
-        KVFormat(bits),
+        KVFormat.parse(text),
         pages=11,
         kv_heads=2,
         page_size=page_size,
@@ -48,10 +48,10 @@ def test_append_bit_for_bit(bits, dtype, head_dim, page_size, tokens, rng):
     assert_same_bits(written, jax.jit(reference.append)(pages, *new.arrays()))
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KVfp8", "K8V4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tokens", [1, 512])
-def test_lowers_with_every_page_array_aliased(bits, dtype, tokens, lower_for_cuda):
+def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cuda):
     batch, heads, dim = 4, 8, 128
     cache = jax.eval_shape(
         lambda: PagedKVCache.create(
@@ -60,7 +60,7 @@ def test_lowers_with_every_page_array_aliased(bits, dtype, tokens, lower_for_cud
             max_tokens=4096,
             kv_heads=heads,
             head_dim=dim,
-            format=KVFormat(bits),
+            format=KVFormat.parse(text),
             dtype=dtype,
         )
     )
@@ -69,8 +69,8 @@ def test_lowers_with_every_page_array_aliased(bits, dtype, tokens, lower_for_cud
     kernel = lower_for_cuda(
         triton.append, cache.layers[0], new, new, cache.block_tables, cache.lengths, counts
     )
-    assert f'name = "append_kv{bits}"' in kernel
-    arrays = 2 if bits == 16 else 4
+    assert f'name = "append_{text.lower()}"' in kernel
+    arrays = 2 if text == "KV16" else 4
     assert kernel.count("#stablehlo.output_operand_alias<") == arrays
     for output in range(arrays):
         assert f"output_tuple_indices = [{output}], operand_index = {5 + output}," in kernel
@@ -78,14 +78,13 @@ def test_lowers_with_every_page_array_aliased(bits, dtype, tokens, lower_for_cud
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("page_size", [64, 128])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (96, 256), (128, 128), (256, 64)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_append_bit_for_bit_on_the_gpu(bits, dtype, head_dim, page_size, tokens, rng):
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8", "K8V4"])
+def test_append_bit_for_bit_on_the_gpu(text, dtype, head_dim, page_size, tokens, rng):
     pages = random_pages(
         rng,
-        KVFormat(bits),
+        KVFormat.parse(text),
         pages=11,
         kv_heads=3,
         page_size=page_size,
@@ -97,12 +96,12 @@ def test_append_bit_for_bit_on_the_gpu(bits, dtype, head_dim, page_size, tokens,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("text", ["KV8", "KV4", "KVfp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_long_prompt_bit_for_bit_and_in_place_on_the_gpu(bits, dtype, rng):
+def test_a_long_prompt_bit_for_bit_and_in_place_on_the_gpu(text, dtype, rng):
     """Enough elements to meet a division or a rounding that is off in the last place."""
     pages = random_pages(
-        rng, KVFormat(bits), pages=64, kv_heads=8, page_size=128, head_dim=128, dtype=dtype
+        rng, KVFormat.parse(text), pages=64, kv_heads=8, page_size=128, head_dim=128, dtype=dtype
     )
     shape = (2, 4096, 8, 128)
     new = Append(

@@ -94,7 +94,7 @@ def test_the_kernel_needs_a_gpu(rng, monkeypatch):
     [
         (16, "float32", 64, "queries are float32, expected bfloat16 or float16"),
         (8, "float32", 64, "queries are float32, expected bfloat16 or float16"),
-        (4, "bfloat16", 96, "head dimension 96 is not one of (64, 128)"),
+        (4, "bfloat16", 80, "head dimension 80 is not one of (64, 96, 128, 256)"),
     ],
 )
 def test_what_the_kernel_cannot_do_goes_to_the_reference(

@@ -20,12 +20,12 @@ from tests.pallas_kernels.rotary.heads import (
 )
 
 CASES = [
-    (16, "bfloat16", (4, 2), 64, 64, 5, 3),
+    (16, "bfloat16", (4, 2), 96, 64, 5, 3),
     (16, "float16", (2, 2), 128, 128, 1, 1),
-    (8, "bfloat16", (3, 1), 128, 64, 1, 3),
-    (8, "float16", (4, 2), 64, 128, 5, 1),
+    (8, "bfloat16", (3, 1), 256, 64, 1, 3),
+    ("KVfp8", "float16", (4, 2), 64, 128, 5, 1),
     (4, "bfloat16", (2, 2), 64, 128, 1, 1),
-    (4, "float16", (4, 1), 128, 64, 5, 3),
+    ("K8V4", "float16", (4, 1), 96, 64, 5, 3),
 ]
 each_case = pytest.mark.parametrize(
     ("bits", "dtype", "heads", "head_dim", "page_size", "tokens", "splits"), CASES
@@ -42,7 +42,8 @@ def check(test: Scene, **keywords):
     assert head_error(wide(queries), wide(expected)) < ROUNDING[test.dtype]
     mask, half = test.written(), NUMPY_DTYPES[test.dtype]
     keys, values = zip(*(stored(p, mask, half) for p in (pages, expected_pages)), strict=True)
-    assert head_error(*keys) < ROUNDING[test.dtype] + CODING[test.pages.format.bits]
+    # A key that is rounded the other way may have the next code: each is half a step off at most.
+    assert head_error(*keys) < ROUNDING[test.dtype] + 2 * CODING[test.pages.format.key_codes.bits]
     np.testing.assert_array_equal(*values)
 
 
@@ -61,7 +62,7 @@ def test_without_norms_by_quarter_turns(
     ("bits", "dtype", "heads", "head_dim", "tokens", "splits"),
     [
         (16, "bfloat16", (4, 2), 128, 3, 3),
-        (8, "float16", (4, 1), 64, 1, 1),
+        (8, "float16", (4, 1), 96, 1, 1),
         (4, "bfloat16", (2, 2), 64, 3, 1),
     ],
 )

@@ -1,0 +1,100 @@
+"""Tiles of keys and values: where they are in the pages, and how a kernel loads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.bits import unpack_pair
+from pallas_kernels.kv_cache.cache import Side
+
+MINIMUM_SPAN = 16  # of a dimension that the tensor cores sum over
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Neighbouring words of a head, as many as a tile may be wide: a power of two.
+
+    The last of them may lie beyond the `width` of a head's words: what is loaded there is zero.
+    """
+
+    first: int
+    size: int
+    width: int
+
+    @property
+    def lanes(self) -> jax.Array:
+        """The words' indices; inside a kernel, where arrays can't come from outside."""
+        return self.first + jnp.arange(self.size)
+
+    @property
+    def mask(self) -> jax.Array | None:
+        """Which lanes there are, or None if all are."""
+        return None if self.first + self.size <= self.width else self.lanes < self.width
+
+
+def spans(width: int) -> tuple[Span, ...]:
+    """Spans that cover a width; padded at the end only where less than a half of one is left."""
+    found = []
+    first = 0
+    while first < width:
+        size = 1 << ((width - first).bit_length() - 1)
+        if size < MINIMUM_SPAN or (size < 2 * MINIMUM_SPAN and size < width - first):
+            size = max(2 * size, MINIMUM_SPAN)
+        found.append(Span(first, size, width))
+        first += size
+    return tuple(found)
+
+
+class Place(NamedTuple):
+    """Where the slots of a tile are: a page, of all alike or of each, and positions in it."""
+
+    page: jax.Array  # [] or [slots]
+    position: jax.Array  # [slots]
+
+
+def locate(
+    tile: jax.Array, slots: int, page_size: int, block_tables: Any, batch: jax.Array
+) -> Place:
+    """The place of a tile of keys, which is a piece of a page or several pages.
+
+    block_tables: a reference to them. Slots past the end of a sequence's are in its last page.
+    """
+    slot = jnp.arange(slots)
+    if slots <= page_size:
+        pieces = page_size // slots
+        page = backend.load(block_tables.at[batch, tile // pieces])
+        return Place(page, tile % pieces * slots + slot)
+    entry = tile * (slots // page_size) + slot // page_size
+    page = backend.load(block_tables.at[batch, jnp.minimum(entry, block_tables.shape[1] - 1)])
+    return Place(page, slot % page_size)
+
+
+def fetch(side: Side, head: jax.Array, place: Place, span: Span, axis: int) -> jax.Array:
+    """Words of a head, with the slots along one axis, and the lanes of a span along the other."""
+    page, position = place
+    page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
+    lanes, position = jnp.expand_dims(span.lanes, axis), jnp.expand_dims(position, 1 - axis)
+    mask = None if span.mask is None else jnp.expand_dims(span.mask, axis)
+    return load(side.words.at[page, head, position, lanes], mask)
+
+
+def fetch_parameters(
+    side: Side, head: jax.Array, place: Place, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Steps and middles [slots], float32: a channel is (code − 2**(bits − 1)) · step + middle."""
+    pair = backend.load(side.parameters.at[place.page, head, place.position])
+    step, zero = unpack_pair(pair, dtype, dtype)
+    step = step.astype(jnp.float32)
+    return step, zero.astype(jnp.float32) + step * float(2 ** (side.codes.bits - 1))
+
+
+def load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """A tile, zero where a mask that broadcasts to it says so."""
+    if mask is None:
+        return backend.load(ref)
+    return backend.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=jnp.zeros((), ref.dtype))

@@ -1,0 +1,173 @@
+"""What the cache holds of a head: its channels as they are, or codes of them.
+
+Keys and values each have a kind of codes. A kind is what append and attention need to know of it:
+how channels become words, and how a tile of words becomes an operand of the tensor cores. Scales
+and zeros are linear, so attention folds them into scores and weights and never meets them here.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import bits as bit_planes
+from pallas_kernels.codes import float8
+from pallas_kernels.kv_cache import quantize
+
+
+class KVCodes:
+    """Channels as they are, in 16 bits or more; the other kinds refine it.
+
+    bits: of a code. scaling: whose scale there is: each token's, with a zero beside it; the head's,
+    which is given; or none.
+    """
+
+    bits: int = 16
+    scaling: Literal["token", "head"] | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether pages hold codes in uint16 words rather than values."""
+        return self.bits < 16
+
+    @property
+    def planes(self) -> int:
+        """Codes in a 16-bit word; plane j holds the j-th slice of the head dimension."""
+        return bit_planes.planes_per_word(self.bits)
+
+    def encode(
+        self,
+        pieces: Sequence[jax.Array],
+        scale: jax.Array | None,
+        dtype: jax.typing.DTypeLike,
+        arithmetic: quantize.Arithmetic = quantize.PLAIN,
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """Words, and the parameters [..., 1] of each token if it has some; also in a kernel.
+
+        pieces: equal slices [..., width] of the head dimension, as many as `planes` or a multiple:
+            the words come in len(pieces) / planes slices.
+        scale: of the head, where that is the scaling. dtype: of the vectors, which decides that of
+            their parameters.
+        """
+        return list(pieces), None
+
+    def decode(
+        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """Values [..., head dim] in float32 of words [..., head dim / planes].
+
+        parameters: what broadcasts to [..., 1]; dtype: as `encode` took it.
+        """
+        return words.astype(jnp.float32)
+
+    def operand(
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+    ) -> jax.Array:
+        """One plane of a tile of words, in a kernel: exact in the 16-bit dtype, without its scale.
+
+        A score or sum of these times the scale is right but for what `middle` says.
+        """
+        return words.astype(dtype)
+
+    def _words(self, codes: list[jax.Array]) -> list[jax.Array]:
+        slices = len(codes) // self.planes
+        shifted = [code << (i // slices * self.bits) for i, code in enumerate(codes)]
+        return [
+            functools.reduce(operator.or_, shifted[i::slices]).astype(jnp.uint16)
+            for i in range(slices)
+        ]
+
+
+class Integers(KVCodes):
+    """TurboMind's: per token and head, asymmetric, x ≈ code · scale + zero."""
+
+    scaling = "token"
+
+    def __init__(self, bits: int):
+        self.bits = bits
+
+    def encode(
+        self,
+        pieces: Sequence[jax.Array],
+        scale: jax.Array | None,
+        dtype: jax.typing.DTypeLike,
+        arithmetic: quantize.Arithmetic = quantize.PLAIN,
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """Scale = (max − min) / (2**bits − 1) and zero = min, a pair of 16 bits."""
+        half = quantize.parameter_dtype(dtype)
+        values = [piece.astype(jnp.float32) for piece in pieces]
+        low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
+        high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
+        step, zero = quantize.parameters(low, high, self.bits, half, arithmetic)
+        codes = [quantize.encode(x, step, zero, self.bits, arithmetic) for x in values]
+        return self._words(codes), bit_planes.pack_pair(step.astype(half), zero.astype(half))
+
+    def decode(
+        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """Code · scale + zero."""
+        assert parameters is not None
+        codes = bit_planes.unpack_planes(words, self.bits)
+        codes = codes.reshape(*words.shape[:-1], -1).astype(jnp.float32)
+        half = quantize.parameter_dtype(dtype)
+        step, zero = bit_planes.unpack_pair(parameters, half, half)
+        return codes * step.astype(jnp.float32) + zero.astype(jnp.float32)
+
+    def operand(
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+    ) -> jax.Array:
+        """Codes − 2**(bits − 1)."""
+        return bit_planes.decode_centred(words, plane, self.bits, dtype, ptx=ptx)
+
+
+class Float8(KVCodes):
+    """FP8 (e4m3) with a scale that each head is given: x ≈ e4m3(code) · scale."""
+
+    bits = 8
+    scaling = "head"
+
+    def encode(
+        self,
+        pieces: Sequence[jax.Array],
+        scale: jax.Array | None,
+        dtype: jax.typing.DTypeLike,
+        arithmetic: quantize.Arithmetic = quantize.PLAIN,
+    ) -> tuple[list[jax.Array], jax.Array | None]:
+        """Codes of x / scale, rounded to the nearest; beyond e4m3's range, to its end."""
+        assert scale is not None
+        inverse = arithmetic.divide(jnp.ones_like(scale), scale)
+
+        def code(piece: jax.Array) -> jax.Array:
+            x = piece.astype(jnp.float32) * inverse
+            x = jnp.clip(x, -float8.LARGEST, float8.LARGEST).astype(jnp.float8_e4m3fn)
+            return jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
+
+        return self._words([code(piece) for piece in pieces]), None
+
+    def decode(
+        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """e4m3(code) · scale."""
+        assert parameters is not None
+        codes = bit_planes.unpack_planes(words, self.bits).reshape(*words.shape[:-1], -1)
+        values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        return values.astype(jnp.float32) * parameters
+
+    def operand(
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+    ) -> jax.Array:
+        """e4m3(code)."""
+        return float8.decode_plane(words, plane, jnp.dtype(dtype), words, ptx=ptx)
+
+
+KINDS: dict[str, KVCodes] = {
+    "16": KVCodes(),
+    "8": Integers(8),
+    "4": Integers(4),
+    "fp8": Float8(),
+}

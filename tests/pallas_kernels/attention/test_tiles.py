@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_kernels import backend
+from pallas_kernels.attention import tiles
+
+
+@given(st.integers(1, 600))
+def test_spans_cover_a_width_once(width):
+    spans = tiles.spans(width)
+    assert spans[0].first == 0
+    for span, following in itertools.pairwise(spans):
+        assert following.first == span.first + span.size
+        assert span.mask is None
+    for span in spans:
+        assert span.size >= tiles.MINIMUM_SPAN
+        assert span.size & (span.size - 1) == 0
+    last = spans[-1]
+    assert last.first < width <= last.first + last.size
+    assert (last.mask is None) == (last.first + last.size == width)
+    assert last.size - (width - last.first) < tiles.MINIMUM_SPAN
+
+
+@pytest.mark.parametrize(
+    ("width", "sizes"),
+    [(256, [256]), (128, [128]), (96, [64, 32]), (48, [32, 16]), (24, [32]), (16, [16])],
+)
+def test_spans_of_heads(width, sizes):
+    """All but 24 words, of 96 channels in four bits, come without padding."""
+    assert [span.size for span in tiles.spans(width)] == sizes
+
+
+@pytest.mark.parametrize(("slots", "page_size"), [(64, 64), (64, 128), (64, 16)])
+def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
+    tables = rng.permutation(14).astype(np.int32).reshape(2, 7)
+
+    def kernel(tables_ref: Any, pages_ref: Any, positions_ref: Any, *, tile: int) -> None:
+        batch = jnp.int32(1)
+        place = tiles.locate(jnp.int32(tile), slots, page_size, tables_ref, batch)
+        pages_ref[:] = jnp.broadcast_to(place.page, (slots,))
+        positions_ref[:] = place.position
+
+    for tile in range(-(-7 * page_size // slots)):
+        pages, positions = backend.pallas_call(
+            functools.partial(kernel, tile=tile),
+            jnp.asarray(tables),
+            out_shape=[jax.ShapeDtypeStruct((slots,), jnp.int32)] * 2,
+            grid=(1,),
+            name="places",
+            warps=1,
+            stages=1,
+            interpret=True,
+        )
+        for slot in range(slots):
+            entry, position = divmod(tile * slots + slot, page_size)
+            assert pages[slot] == tables[1, min(entry, 6)]
+            assert positions[slot] == position

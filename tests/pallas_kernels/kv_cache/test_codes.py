@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.kv_cache.codes import KINDS
+from tests.pallas_kernels.kv_cache.pages import vectors
+from tests.pallas_kernels.oracles import kv_side, wide
+
+SCALE = np.array([[0.25], [1.0], [3.0]], np.float32)  # of three heads
+
+
+def encode(x: jax.Array, kind: str, pieces: int) -> tuple[jax.Array, jax.Array | None]:
+    scale = jnp.asarray(SCALE) if KINDS[kind].scaling == "head" else None
+    slices, parameters = KINDS[kind].encode(jnp.split(x, pieces, -1), scale, x.dtype)
+    assert len(slices) == pieces // KINDS[kind].planes
+    return jnp.concatenate(slices, -1), parameters
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("dtype", "pieces"), [("bfloat16", 4), ("float16", 8), ("float32", 4)])
+def test_encode_bit_for_bit_and_decode(kind, dtype, pieces, rng):
+    """As many pieces as a word has codes, or more: the words are the same."""
+    x = vectors(rng, (40, 3, 64), dtype)
+    words, parameters = jax.jit(encode, static_argnums=(1, 2))(jnp.asarray(x), kind, pieces)
+    side = kv_side(x, kind, SCALE)
+    np.testing.assert_array_equal(np.asarray(words), side.words)
+    assert (parameters is None) == (side.parameters is None)
+    if parameters is not None:
+        np.testing.assert_array_equal(parameters[..., 0], side.parameters)
+    given = jnp.asarray(SCALE) if kind == "fp8" else parameters
+    decoded = KINDS[kind].decode(words, given, dtype)
+    assert decoded.dtype == jnp.float32
+    np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["8", "4", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
+    """On all words, without the bytes that e4m3 takes for NaN."""
+    codes = KINDS[kind]
+    words = np.arange(2**16, dtype=np.uint16)
+    for plane in range(codes.planes):
+        fields = words >> (plane * codes.bits) & (2**codes.bits - 1)
+        if kind == "fp8":
+            ones = np.ones((1, 1), np.float32)
+            expected = wide(codes.decode(jnp.asarray(words[:, None]), ones, dtype))[:, plane]
+            real = fields & 0x7F != 0x7F
+        else:
+            expected, real = fields - 2.0 ** (codes.bits - 1), np.ones_like(words, bool)
+        for ptx in (False, True):
+            found = codes.operand(jnp.asarray(words), plane, dtype, ptx=ptx)
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(wide(found)[real], expected[real])
+
+
+@settings(max_examples=20)
+@given(st.floats(-448, 448, width=32), st.sampled_from([2.0**-6, 1.0, 2.0**7]))
+def test_float8_is_off_by_a_sixteenth_or_half_of_its_smallest_step(value, scale):
+    scales = jnp.full((1, 1), scale, jnp.float32)
+    x = jnp.full((1, 1, 2), value * scale, jnp.float32)
+    [words], _ = KINDS["fp8"].encode(jnp.split(x, 2, -1), scales, "float32")
+    error = np.abs(wide(KINDS["fp8"].decode(words, scales, "float32")) / scale - value).max()
+    assert error <= max(abs(value) / 16, 2.0**-10)
+
+
+def test_float8_beyond_the_range_is_its_end():
+    x = jnp.asarray(np.array([[[1e9, -1e9, 449.0, -460.0]]], np.float32))
+    scale = jnp.ones((1, 1))
+    [words], _ = KINDS["fp8"].encode(jnp.split(x, 2, -1), scale, "float32")
+    np.testing.assert_array_equal(
+        KINDS["fp8"].decode(words, scale, "float32"), [[[448, -448, 448, -448]]]
+    )

@@ -23,11 +23,11 @@ from pallas_kernels.quantized_tensor import QuantizedTensor
 # multiplies in 16 bits; its int8 product never beats the fused one, as its sums cross memory.
 FUSED_ROWS = {None: 256, "float8": 32, "int8": 2**31}
 # tile_m, tile_n and warps for more and more rows, measured on the H200. The largest reads each
-# operand least often and decodes a weight for most rows, but wants enough tiles for every
-# multiprocessor.
-TILES = ((8, 64, 4), (16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8))
-# Enough warps to keep every multiprocessor's memory pipeline full.
-WARPS_PER_MULTIPROCESSOR = 10
+# operand least often and decodes a weight for most rows, but wants tiles for most multiprocessors.
+TILES = ((8, 64, 2), (16, 64, 2), (32, 64, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8))
+# Warps that keep the memory pipeline of a multiprocessor full, by tile_m. Where a program has more
+# to multiply it needs less company, and the partial sums of a split are dearer.
+WARPS_PER_MULTIPROCESSOR = {8: 10, 16: 10, 32: 10, 64: 8, 128: 4}
 # Each split adds a partial sum to write and read back, and pays for a pipeline of its own.
 BLOCKS_PER_SPLIT = 4
 MAXIMUM_SPLITS = 8
@@ -136,20 +136,16 @@ def tile(
     # What is cheap to decode can be decoded more often, in smaller tiles that fill the GPU better.
     is_dear = format.bits <= 4 and format.activations is None
     are_many = rows > (128 if is_dear else 256)
-    if are_many and _tiles(rows, outputs, *TILES[5][:2]) >= limits.multiprocessors:
+    if are_many and 3 * _tiles(rows, outputs, *TILES[5][:2]) >= 2 * limits.multiprocessors:
         size = 5
     # Where shared memory does not hold three whole steps, less of a large tile is still better than
     # a smaller one.
     for (tile_m, tile_n, warps), stages, width in itertools.product(
         reversed(TILES[: size + 1]), (3, 2), widths(format)
     ):
-        tiles = _tiles(rows, outputs, tile_m, tile_n)
-        wanted = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR / tiles
-        # Two warps read as fast as four, without `wgmma`; a product that is split has more programs
-        # of them, which hide each other's latency.
-        if tile_m <= 16 and wanted > warps:
-            warps = 2
-        splits = max(1, min(round(wanted / warps), _most_splits(format, channels)))
+        warps_in_flight = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR[tile_m]
+        wanted = warps_in_flight / (warps * _tiles(rows, outputs, tile_m, tile_n))
+        splits = _splits(wanted, format, channels)
         # The scale costs an operation for each output and group in the accumulator, and one for
         # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
         # it ahead only if it is part of an operand.
@@ -159,6 +155,17 @@ def tile(
         if (reason := why_unsound(config, format, limits)) is None:
             return config
     raise backend.UnsupportedError(f"the fused kernel can't multiply {format}: {reason}")
+
+
+def _splits(wanted: float, format: WeightFormat, channels: int) -> int:
+    """About as many splits as wanted, and of about the same length: the longest is waited for."""
+    blocks = -(-channels // format.block)
+
+    def loss(splits: int) -> float:
+        longest = -(-blocks // splits) * splits / blocks  # times the mean
+        return abs(math.log(splits / wanted)) + 2 * math.log(longest)
+
+    return min(range(1, _most_splits(format, channels) + 1), key=loss)
 
 
 def _tiles(rows: int, outputs: int, tile_m: int, tile_n: int) -> int:

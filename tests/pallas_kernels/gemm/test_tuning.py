@@ -160,9 +160,8 @@ def test_unsound_configurations_are_refused(text, capability, config, reason):
 @pytest.mark.parametrize(
     ("rows", "outputs", "sizes", "scaling"),
     [
-        (1, 24576, (8, 64, 4), "accumulator"),
-        (1, 4096, (8, 64, 2), "accumulator"),  # too few tiles: they are split
-        (16, 24576, (16, 64, 4), "accumulator"),
+        (1, 24576, (8, 64, 2), "accumulator"),
+        (16, 24576, (16, 64, 2), "accumulator"),
         (32, 24576, (32, 64, 4), "accumulator"),
         (64, 24576, (64, 64, 4), "weight"),
         (128, 24576, (128, 64, 4), "weight"),
@@ -181,6 +180,17 @@ def test_small_products_are_split_and_large_ones_not():
     assert tuning.tile(1, PACKED, 4096, 4096, H200).splits > 1
     assert tuning.tile(1, PACKED, 4096, 4096, Limits(16, 9.0)).splits == 1
     assert tuning.tile(256, PACKED, 4096, 57344, H200).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "splits"), [(32, 6144, 4), (64, 4096, 4), (128, 4096, 2), (128, 24576, 1)]
+)
+def test_splits_have_one_length(rows, outputs, splits):
+    assert tuning.tile(rows, PACKED, 4096, outputs, H200).splits == splits  # of 16 blocks
+
+
+def test_k_that_no_number_divides_is_split_all_the_same():
+    assert tuning.tile(1, PACKED, 13 * 256, 4096, H200).splits > 1
 
 
 def test_many_rows_are_not_fused():

@@ -16,7 +16,9 @@ import numpy as np
 
 from models import Decoder
 from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
-from pallas_kernels import KVFormat, PagedKVCache
+from pallas_kernels import KVFormat, PagedKVCache, backend
+
+STRIDE = 8
 
 
 @functools.partial(
@@ -123,62 +125,87 @@ def prefill(
         seen=seen,
         step=jnp.int32(0),
     )
-    return _draw(state, logits, sampling, limits)
+    return _draw(state, logits, sampling, limits, ~state.finished)
 
 
 def decode(
-    model: Decoder, state: DecodingState, sampling: Sampling, limits: Limits, until: jax.Array
+    model: Decoder,
+    state: DecodingState,
+    sampling: Sampling,
+    limits: Limits,
+    until: jax.Array,
+    *,
+    stride: int | None = None,
 ) -> DecodingState:
     """Generates until the longest row has `until` tokens (int32 scalar) or all rows are finished.
 
     One `while_loop`: no token visits the host. Donate `state` to `jit`, and the cache is written
     in place.
+
+    stride: steps between two looks at whether there is more to do (static). On a GPU the host takes
+        that look, and the GPU waits for it: STRIDE there, 1 elsewhere. Steps past the end change
+        nothing.
     """
+    stride = stride or (STRIDE if backend.on_gpu() else 1)
 
     def unfinished(state: DecodingState) -> jax.Array:
         return (state.step < until) & ~state.finished.all()
 
-    def advance(state: DecodingState) -> DecodingState:
+    def advance(_: int, state: DecodingState) -> DecodingState:
         newest = jnp.take_along_axis(
             state.tokens, jnp.full_like(state.counts, state.step - 1)[:, None], 1
         )
         # A finished row adds nothing to the cache; what it computes is thrown away.
-        alive = (~state.finished).astype(jnp.int32)
-        logits, cache = model.step(newest, alive, state.cache)
-        return _draw(dataclasses.replace(state, cache=cache), logits, sampling, limits)
+        alive = ~state.finished & (state.step < until)
+        logits, cache = model.step(newest, alive.astype(jnp.int32), state.cache)
+        return _draw(dataclasses.replace(state, cache=cache), logits, sampling, limits, alive)
 
-    return jax.lax.while_loop(unfinished, advance, state)
+    def advance_all(state: DecodingState) -> DecodingState:
+        # A loop whose length is known is launched ahead of the GPU.
+        return jax.lax.fori_loop(0, stride, advance, state) if stride > 1 else advance(0, state)
+
+    return jax.lax.while_loop(unfinished, advance_all, state)
 
 
 def _draw(
-    state: DecodingState, logits: jax.Array, sampling: Sampling, limits: Limits
+    state: DecodingState,
+    logits: jax.Array,
+    sampling: Sampling,
+    limits: Limits,
+    alive: jax.Array,
 ) -> DecodingState:
-    """Samples a token for each unfinished row and records it."""
+    """Samples a token for each row that is alive (bool [batch]) and records it."""
     batch, vocabulary = logits.shape
     too_short = state.counts < limits.minimum
     is_stop = jnp.zeros(vocabulary, bool).at[limits.stop_ids].set(True)
     allowed = jnp.where(too_short[:, None] & is_stop, -jnp.inf, logits)
     drawn = sample(allowed, step_keys(state.keys, state.step), sampling, state.seen)
-    drawn = jnp.where(state.finished, 0, drawn)
-    chance = jnp.where(state.finished, 0.0, logprobs(logits, drawn))
-    counts = state.counts + (~state.finished).astype(jnp.int32)
+    chance = logprobs(logits, drawn)
+    counts = state.counts + alive.astype(jnp.int32)
     seen = state.seen
     if seen is not None:
-        seen = seen.at[jnp.arange(batch), drawn].max(~state.finished)
+        seen = seen.at[jnp.arange(batch), drawn].max(alive)
+
+    def record(tokens: jax.Array, new: jax.Array) -> jax.Array:
+        # What is not alive keeps its zeros; after the last step there is no room for more.
+        old = jax.lax.dynamic_slice(tokens, (0, state.step), (batch, 1))
+        new = jnp.where(alive[:, None], new[:, None], old)
+        return jax.lax.dynamic_update_slice(tokens, new, (0, state.step))
+
     return dataclasses.replace(
         state,
-        tokens=jax.lax.dynamic_update_slice(state.tokens, drawn[:, None], (0, state.step)),
-        logprobs=jax.lax.dynamic_update_slice(state.logprobs, chance[:, None], (0, state.step)),
+        tokens=record(state.tokens, drawn),
+        logprobs=record(state.logprobs, chance),
         counts=counts,
-        finished=state.finished | is_stop[drawn] | (counts >= limits.maximum),
+        finished=state.finished | (alive & (is_stop[drawn] | (counts >= limits.maximum))),
         seen=seen,
-        step=state.step + 1,
+        step=state.step + alive.any().astype(jnp.int32),
     )
 
 
 # The state is donated, so that the loop owns the cache's buffers; the model never is.
 jit_prefill = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
-jit_decode = jax.jit(decode, donate_argnames="state")
+jit_decode = jax.jit(decode, static_argnames="stride", donate_argnames="state")
 
 
 def generate_tokens(

@@ -24,6 +24,10 @@ warnings.filterwarnings(
 MINIMUM_COMPUTE_CAPABILITY = 8.0  # cp.async, bf16 tensor cores and lop3 arrived with Ampere
 FLOAT8_COMPUTE_CAPABILITY = 8.9
 
+# Of shared memory that one program can have, by compute capability (CUDA programming guide).
+SHARED_KIBIBYTES = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227}
+LEAST_SHARED_KIBIBYTES = 99  # of every GPU since Ampere
+
 load = plgpu.load
 store = plgpu.store
 
@@ -57,6 +61,11 @@ def compute_capability() -> float | None:
 def multiprocessors() -> int:
     """Streaming multiprocessors of the first GPU (132, an H200's, where there is no GPU)."""
     return int(jax.devices()[0].core_count) if on_gpu() else 132
+
+
+def shared_memory(capability: float) -> int:
+    """Bytes of shared memory that one program can have on a GPU of a compute capability."""
+    return 1024 * SHARED_KIBIBYTES.get(capability, LEAST_SHARED_KIBIBYTES)
 
 
 def why_triton_cannot_run() -> str | None:

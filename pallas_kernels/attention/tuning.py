@@ -10,10 +10,12 @@ MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
 MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
 TILE_BYTES = 32768  # of keys or values at most: two stages of both are in shared memory
 # Measured on the H200 from KV4 to KV16: more programs cost more in joining their results than they
-# gain, and each wants so much on its way to it.
-PROGRAMS_PER_MULTIPROCESSOR = 4
+# gain, and what all of a multiprocessor's, and each of them, want on its way.
+MOST_PROGRAMS_PER_MULTIPROCESSOR = 4
+BYTES_PER_MULTIPROCESSOR = 131072
 BYTES_IN_FLIGHT = 65536
-MOST_STAGES = 6
+LEAST_AHEAD, MOST_AHEAD = 2, 5  # tiles
+OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 
 
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
@@ -34,11 +36,15 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
         tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
     programs = batch * pages.keys.shape[1] * -(-rows // tile_rows)
     # Decoding a few long sequences would leave multiprocessors idle: share out each one's tiles.
-    wanted = backend.multiprocessors() * PROGRAMS_PER_MULTIPROCESSOR
-    tiles = -(-pages_per_sequence * pages.page_size // tile_keys)
-    splits = max(1, min(wanted // programs, tiles, 64))
     tile_bytes = tile_keys * sum(
         side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides
     )
-    stages = max(2, min(1 + BYTES_IN_FLIGHT // tile_bytes, MOST_STAGES))
+    company = min(BYTES_PER_MULTIPROCESSOR // tile_bytes, MOST_PROGRAMS_PER_MULTIPROCESSOR)
+    wanted = backend.multiprocessors() * max(1, company)
+    tiles = -(-pages_per_sequence * pages.page_size // tile_keys)
+    splits = max(1, min(wanted // programs, tiles, 64))
+    # A load is `stages` − 1 tiles ahead of its use, if there is room for them.
+    shared = backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
+    ahead = max(LEAST_AHEAD, min(BYTES_IN_FLIGHT // tile_bytes, MOST_AHEAD))
+    stages = 1 + max(1, min(ahead, shared // tile_bytes))
     return AttentionConfig(tile_rows, tile_keys, splits, warps, stages)

@@ -18,24 +18,25 @@ from pallas_kernels.gemm.config import GemmConfig, Plan
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
 # Up to so many rows the fused kernel is the faster one, measured on the H200 at K4096 N24576. To
-# write the weight out in 16 bits for cuBLAS takes 68 µs there, which is the price of decoding it
-# again for every tile of rows. XLA's FP8 product beats what Triton makes of FP8, which it
-# multiplies in 16 bits; its int8 product never beats the fused one, as its sums cross memory.
-FUSED_ROWS = {None: 256, "float8": 32, "int8": 2**31}
-# tile_m, tile_n and warps for more and more rows, measured on the H200. The largest reads each
-# operand least often and decodes a weight for most rows, but wants tiles for most multiprocessors.
-TILES = ((8, 64, 2), (16, 64, 2), (32, 64, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8))
+# write the weight out in 16 bits for cuBLAS takes 67 µs there, which is the price of decoding it
+# again for every tile of rows; looking values up is dearer than computing them. XLA's FP8 product
+# beats what Triton makes of FP8, which it multiplies in 16 bits; its int8 product never beats the
+# fused one, as its sums cross memory.
+FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
+# tile_m, tile_n and warps for more and more rows, measured on the H200.
+TILES = ((8, 64, 2), (16, 64, 2), (32, 64, 4), (64, 64, 4), (128, 64, 4))
+# For many rows: it reads each operand least often, and decodes a weight for the most rows, but
+# wants tiles for most multiprocessors.
+LARGEST_TILE = (128, 128, 8)
+LARGEST_TILES = {"int8": (128, 128, 4), "liquid4": (256, 64, 4)}
 # Warps that keep the memory pipeline of a multiprocessor full, by tile_m. Where a program has more
 # to multiply it needs less company, and the partial sums of a split are dearer.
-WARPS_PER_MULTIPROCESSOR = {8: 10, 16: 10, 32: 10, 64: 8, 128: 4}
+WARPS_PER_MULTIPROCESSOR = {8: 10, 16: 10, 32: 10, 64: 8, 128: 4, 256: 4}
 # Each split adds a partial sum to write and read back, and pays for a pipeline of its own.
 BLOCKS_PER_SPLIT = 4
 MAXIMUM_SPLITS = 8
 # Of a thread's 255 registers; the rest holds words, decoded weights and addresses.
 ACCUMULATOR_REGISTERS = 128
-# Bytes of shared memory that one program can have, by compute capability (CUDA programming guide).
-SHARED_KIBIBYTES = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227}
-LEAST_SHARED_KIBIBYTES = 99  # of every GPU since Ampere
 
 _forced: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("forced plan", default=None)
 
@@ -50,7 +51,7 @@ class Limits:
     @property
     def shared_memory(self) -> int:
         """Bytes that one program can have."""
-        return 1024 * SHARED_KIBIBYTES.get(self.compute_capability, LEAST_SHARED_KIBIBYTES)
+        return backend.shared_memory(self.compute_capability)
 
 
 def current_limits() -> Limits:
@@ -118,11 +119,17 @@ def why_not_fused(format: WeightFormat, limits: Limits) -> str | None:
 def heuristic(rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits) -> Plan:
     """A sound plan for any shape and format, without having measured it."""
     other = unfused(format, limits)
-    is_float8_by_group = format.activations == "float8" and other == "dequantize"
-    most = FUSED_ROWS[None if is_float8_by_group else format.activations]
-    if why_not_fused(format, limits) or rows > most:
+    if why_not_fused(format, limits) or rows > _most_fused_rows(format):
         return Plan(other)
     return Plan("triton", tile(rows, format, channels, outputs, limits))
+
+
+def _most_fused_rows(format: WeightFormat) -> float:
+    if format.activations == "int8":
+        return math.inf
+    if format.activations == "float8" and format.group_size is None:
+        return FUSED_ROWS_OF_FLOAT8
+    return FUSED_ROWS_OF_TABLES if code_kinds.of(format).has_table else FUSED_ROWS
 
 
 def tile(
@@ -132,24 +139,27 @@ def tile(
 
     Raises UnsupportedError, with the reason, where the GPU can't multiply the format at all.
     """
+    has_table = code_kinds.of(format).has_table
     size = next((size for size in range(4) if rows <= TILES[size][0]), 4)
+    tiles = list(reversed(TILES[: size + 1]))
     # What is cheap to decode can be decoded more often, in smaller tiles that fill the GPU better.
     is_dear = format.bits <= 4 and format.activations is None
-    are_many = rows > (128 if is_dear else 256)
-    if are_many and 3 * _tiles(rows, outputs, *TILES[5][:2]) >= 2 * limits.multiprocessors:
-        size = 5
+    largest = LARGEST_TILES.get(format.codes, LARGEST_TILE)
+    fills = 3 * _tiles(rows, outputs, *largest[:2]) >= 2 * limits.multiprocessors
+    if rows > (128 if is_dear else 256) and fills:
+        tiles.insert(0, largest)
     # Where shared memory does not hold three whole steps, less of a large tile is still better than
     # a smaller one.
-    for (tile_m, tile_n, warps), stages, width in itertools.product(
-        reversed(TILES[: size + 1]), (3, 2), widths(format)
-    ):
+    for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, (3, 2), widths(format)):
+        if has_table:
+            warps = max(warps, 4)  # looking up keeps more of them busy
         warps_in_flight = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR[tile_m]
         wanted = warps_in_flight / (warps * _tiles(rows, outputs, tile_m, tile_n))
         splits = _splits(wanted, format, channels)
         # The scale costs an operation for each output and group in the accumulator, and one for
         # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
         # it ahead only if it is part of an operand.
-        on_weight = tile_m >= 64 and can_scale_weights(format)
+        on_weight = (tile_m >= 64 or has_table) and can_scale_weights(format)
         scaling: tables.Scaling = "weight" if on_weight else "accumulator"
         config = GemmConfig(tile_m, tile_n, splits, warps, stages, scaling, width)
         if (reason := why_unsound(config, format, limits)) is None:

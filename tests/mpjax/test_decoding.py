@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -235,9 +236,48 @@ def test_decoding_is_one_loop_that_never_visits_the_host(tiny):
     assert traced.eqns[-1].primitive.name == "while"
 
 
+@pytest.mark.parametrize("stop_ids", [(), (7, 1500)])
+@pytest.mark.parametrize(("stride", "until"), [(3, NEW), (16, NEW), (4, 3)])
+def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
+    """Neither where a stride passes the end, nor where rows end in the middle of one."""
+    sampling = Sampling(temperature=2.0, repetition_penalty=1.1)
+    ends = []
+    for steps in (1, stride):
+        state, limits = begin(tiny.model, KVFormat(8), sampling)
+        maximum = jnp.arange(len(state.counts), dtype=jnp.int32) + 2  # rows end one by one
+        limits = dataclasses.replace(
+            limits,
+            stop_ids=jnp.asarray(stop_ids, jnp.int32),
+            maximum=jnp.minimum(maximum, limits.maximum),
+        )
+        until_array = jnp.int32(until)
+        end = jit_decode(tiny.model, state, sampling, limits, until_array, stride=steps)
+        ends.append(dataclasses.replace(end, keys=jax.random.key_data(end.keys)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    assert ends[0].counts.max() > 1
+
+
+def test_a_stride_is_a_loop_whose_length_is_known(tiny):
+    sampling = Sampling()
+    state, limits = jax.eval_shape(lambda: begin(tiny.model, KVFormat(8), sampling))
+    traced = jax.make_jaxpr(functools.partial(decode, stride=5))(
+        tiny.model, state, sampling, limits, jnp.int32(16)
+    )
+    [inner] = [
+        equation
+        for equation in traced.eqns[-1].params["body_jaxpr"].eqns
+        if equation.primitive.name == "scan"
+    ]
+    assert inner.params["length"] == 5
+
+
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_the_loop_does_not_copy_the_cache(tiny, format):
-    check_that_the_loop_copies_nothing(tiny.model, format)
+    check_that_the_loop_copies_nothing(tiny.model, format, stride=1)
+
+
+def test_strides_do_not_copy_the_cache(tiny):
+    check_that_the_loop_copies_nothing(tiny.model, KVFormat(8), stride=4)
 
 
 @pytest.mark.gpu
@@ -245,7 +285,7 @@ def test_the_loop_does_not_copy_the_cache(tiny, format):
 def test_the_loop_does_not_copy_the_cache_on_the_gpu(format):
     """A model in bfloat16 with heads of 64 channels: the kernels' own path."""
     model = Llama(KERNELS_CONFIG, nnx.Rngs(0))
-    check_that_the_loop_copies_nothing(model, format)
+    check_that_the_loop_copies_nothing(model, format, stride=8)
     prompt = jnp.arange(40, dtype=jnp.int32).reshape(2, 20)
     options = {"max_new_tokens": 12, "kv_format": format, "stop_ids": ()}
     first, again = (generate_tokens(model, prompt, jnp.array([20, 7]), **options) for _ in range(2))
@@ -253,22 +293,24 @@ def test_the_loop_does_not_copy_the_cache_on_the_gpu(format):
     assert first.lengths.tolist() == [12, 12]
 
 
-def check_that_the_loop_copies_nothing(model, format):
+def check_that_the_loop_copies_nothing(model, format, stride):
     state, limits = begin(model, format, Sampling())
     arguments = (model, state, Sampling(), limits, jnp.int32(16))
 
     def copies(program):
-        text = program.lower(*arguments).compile().as_text()
-        assert len(re.findall(r" while\(", text)) == 1
+        text = program.lower(*arguments, stride=stride).compile().as_text()
+        assert len(re.findall(r" while\(", text)) == (2 if stride > 1 else 1)
         shapes = {leaf.shape for leaf in jax.tree.leaves(state.cache.layers)}
         names = "|".join(",".join(map(str, shape)) for shape in shapes)
         return re.findall(rf"\[(?:{names})\]\S* copy(?:-start)?\(", text)
 
     if format == KVFormat(16):  # once is enough: it takes seconds to compile
-        assert copies(jax.jit(decode)), "without donation there must be copies to find"
+        assert copies(jax.jit(decode, static_argnames="stride")), (
+            "without donation there must be copies to find"
+        )
     assert not copies(jit_decode)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache.layers)]
-    after = jit_decode(*arguments).cache.layers
+    after = jit_decode(*arguments, stride=stride).cache.layers
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)] == before
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache.layers))
 

@@ -195,6 +195,9 @@ def test_k_that_no_number_divides_is_split_all_the_same():
 
 def test_many_rows_are_not_fused():
     assert tuning.heuristic(257, PACKED, 4096, 4096, H200) == Plan("dequantize")
+    table = WeightFormat.parse("table4:g64")
+    assert tuning.heuristic(128, table, 4096, 4096, H200).implementation == "triton"
+    assert tuning.heuristic(129, table, 4096, 4096, H200) == Plan("dequantize")
     float8 = WeightFormat.parse("float8:gK/float8")
     assert tuning.heuristic(32, float8, 4096, 4096, H200).implementation == "triton"
     assert tuning.heuristic(33, float8, 4096, 4096, H200) == Plan("xla")

@@ -28,7 +28,8 @@ from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import GemmConfig
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
-# Channels of one product: more of them, decoded, would not leave enough registers for the sums.
+# Channels of one product: a whole step of them is one that the compiler splits, and then waits for
+# both halves (docs/compiler.md).
 JOINED_CHANNELS = 128
 
 

@@ -96,7 +96,9 @@ def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -
 
 def lanes(width: int) -> jax.Array:
     """0 … width − 1, and the last again up to a power of two, which changes no extremum."""
-    return jnp.minimum(jnp.arange(pl.next_power_of_2(width)), width - 1)
+    lane = jnp.arange(pl.next_power_of_2(width))
+    # Of a minimum the compiler doesn't see that lanes are neighbours, and loads them one by one.
+    return lane if len(lane) == width else jnp.minimum(lane, width - 1)
 
 
 def write(

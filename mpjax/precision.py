@@ -52,7 +52,8 @@ class Precision:
         WFP8. KV, or K and V apart as in K8V4, is 16, 8 or 4 (integers), or fp8 (e4m3). `gSIZE` is
         the number of input channels that share a scale, or K for all; `sym` fixes an integer zero
         point in the middle. Without the W part, as in
-        `A16KV8`, weights stay as they are in the checkpoint. Raises ValueError that names what
+        `A16KV8`, linear maps stay as they are in the checkpoint, with the activations that it says
+        if it is FP8. Raises ValueError that names what
         can't be read.
         """
         match = re.fullmatch(r"(?:W([A-Z]*\d+)(?:g(\d+|K))?(sym)?)?A([A-Z]*\d+)(K\w*V\w+)", text)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import Linear
-from mpjax.checkpoint import awq, gptq
+from mpjax.checkpoint import awq, fp8, gptq
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.fp8_config import FP8Config
 from mpjax.checkpoint.layout import LinearPlace
 from mpjax.checkpoint.linear import check_scales
-from mpjax.checkpoint.plan import LinearSource
+from mpjax.checkpoint.plan import LinearSource, Packing
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.memory import default_device
 from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
@@ -75,15 +75,18 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
     return _quantize(weight, source.format)
 
 
-def _packed_kernel(
-    source: LinearSource, packing: AWQConfig | GPTQConfig, read: Read
-) -> QuantizedTensor:
+def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> QuantizedTensor:
     # g_idx stays on the host: its values decide the order of the channels.
     tensors: dict[str, Any] = {
         suffix: read(info) if suffix == "g_idx" else _to_device(read(info))
         for suffix, info in source.tensors.items()
         if suffix != "bias"
     }
+    if isinstance(packing, FP8Config):
+        check_scales(source.name, tensors[packing.scale_name])
+        fp8.check_codes(source.name, tensors["weight"])
+        codes, scales = fp8.decode(tensors, packing, source.name, source.shape)
+        return pack(codes, scales, None, source.format)
     check_scales(source.name, tensors["scales"])
     if isinstance(packing, AWQConfig):
         linear = awq.decode(tensors, packing, source.name, source.shape)

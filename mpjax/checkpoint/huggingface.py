@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint folder: config.json and safetensors, plain, AWQ or GPTQ.
+"""Loads a Hugging Face checkpoint folder: config.json and safetensors, plain, AWQ, GPTQ or FP8.
 
 One tensor at a time goes from the mapped file to the device, so that host memory holds no more
 than the largest of them.
@@ -24,13 +24,14 @@ from models import ConfigError, Decoder, DecoderConfig, family
 from mpjax.checkpoint.awq import BITS, AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
 from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import assign_array, assign_linear
-from mpjax.checkpoint.plan import FLOAT_DTYPES, Plan, make_plan
+from mpjax.checkpoint.plan import FLOAT_DTYPES, Packing, Plan, make_plan
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.memory import require_free
 from mpjax.precision import DEFAULT_GROUP_SIZE, Precision
-from pallas_kernels import WeightFormat
+from pallas_kernels import KVFormat, WeightFormat
 
 CONFIG_NAME = "config.json"
 POSITIVE_FIELDS = (
@@ -49,7 +50,8 @@ def load(
     """Loads a decoder with its weights onto the default device.
 
     precision: packed weights in it mean that the linear maps of a 16-bit checkpoint are rounded to
-        nearest, one by one on the device; a checkpoint that is quantised already must agree.
+        nearest, one by one on the device; a checkpoint that is quantised already must agree. An FP8
+        checkpoint has the activations that it was made for, or those of a precision with a W part.
     dtype: what the model computes in; config.json's by default, or bfloat16 where that is float32
         and a precision, which has 16-bit activations, is given.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
@@ -65,7 +67,7 @@ def load(
         config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
     elif precision is not None and config.dtype == "float32":
         config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
-    packing = read_packing(folder, hf)
+    packing = read_packing(folder, hf, precision)
     quantize = _format_to_quantize(folder, hf, packing, precision)
     checkpoint = Checkpoint.open(folder)
     plan = make_plan(checkpoint, config, packing, quantize)
@@ -128,8 +130,13 @@ def _compute_dtype(dtype: jax.typing.DTypeLike) -> str:
     return name
 
 
-def read_packing(folder: Path, hf: Mapping[str, Any]) -> AWQConfig | GPTQConfig | None:
-    """What quantization_config says, None without one."""
+def read_packing(
+    folder: Path, hf: Mapping[str, Any], precision: Precision | None = None
+) -> Packing | None:
+    """What quantization_config says, None without one; of FP8, in the precision if given.
+
+    Raises CheckpointError for what can't be read, and ValueError where FP8 is not in the precision.
+    """
     written = hf.get("quantization_config")
     if written is None:
         return None
@@ -137,22 +144,48 @@ def read_packing(folder: Path, hf: Mapping[str, Any]) -> AWQConfig | GPTQConfig 
     if not isinstance(written, Mapping):
         raise CheckpointError(f"{path}: quantization_config is {written!r}: expected an object")
     method = written.get("quant_method", written.get("method"))
-    if method not in ("awq", "gptq"):
+    if method not in ("awq", "gptq", *SCALE_NAMES):
         raise CheckpointError(
-            f"{path}: quant_method {method!r} is not supported: load an AWQ, GPTQ or 16-bit "
+            f"{path}: quant_method {method!r} is not supported: load an AWQ, GPTQ, FP8 or 16-bit "
             "checkpoint of the model (a 16-bit one can be quantised with precision='W4A16KV8')"
         )
     try:
+        if method in SCALE_NAMES:
+            return _with_activations(folder, FP8Config.from_config(written), precision)
         config = AWQConfig if method == "awq" else GPTQConfig
         return config.from_config(written)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
+def _with_activations(folder: Path, packing: FP8Config, precision: Precision | None) -> FP8Config:
+    """The config with the activations to multiply with: those of the precision, or its own."""
+    choices = [
+        dataclasses.replace(packing, activations=activations, unsupported=None)
+        for activations in (None, "float8")
+    ]
+    kv = KVFormat() if precision is None else precision.kv
+    names = " or ".join(str(Precision(choice.format, kv)) for choice in choices)
+    if precision is None or precision.weights is None:
+        if packing.unsupported is None:
+            return packing
+        raise CheckpointError(
+            f"it was made for activations in {packing.unsupported}, which are not implemented: ask "
+            f"for the precision {names}, which leave the weights as they are"
+        )
+    for choice in choices:
+        if choice.format == precision.weights:
+            return choice
+    raise ValueError(
+        f"precision is {precision}, but {folder} is an FP8 checkpoint that can't be quantised "
+        f"again: ask for {names}, or load a 16-bit checkpoint"
+    )
+
+
 def _format_to_quantize(
     folder: Path,
     hf: Mapping[str, Any],
-    packing: AWQConfig | GPTQConfig | None,
+    packing: Packing | None,
     precision: Precision | None,
 ) -> WeightFormat | None:
     """The format to round weights to; ValueError where a quantised checkpoint has another."""
@@ -161,6 +194,8 @@ def _format_to_quantize(
     wanted = precision.weights
     if packing is None:
         return wanted if wanted.is_packed else None
+    if isinstance(packing, FP8Config):
+        return None
     bits = BITS if isinstance(packing, AWQConfig) else packing.bits
     symmetric = bool(hf["quantization_config"].get("sym", False))
     agrees = (wanted.codes, wanted.group_size) == (f"uint{bits}", packing.group_size)

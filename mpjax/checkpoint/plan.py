@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 
 from models import DecoderConfig
-from mpjax.checkpoint import awq, gptq
+from mpjax.checkpoint import awq, fp8, gptq
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.fp8_config import FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import ArrayPlace, LinearPlace, array_places, linear_places
 from mpjax.checkpoint.packed_module import check_packing, describe
@@ -23,6 +24,7 @@ from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from pallas_kernels import WeightFormat
 from pallas_kernels.formats import GROUP_SIZES
 
+Packing = AWQConfig | GPTQConfig | FP8Config
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 SHOWN_NAMES = 5
 # Bytes per weight that live beside a tensor's own while it is converted: codes of one byte and
@@ -43,7 +45,7 @@ class LinearSource:
     name: str
     shape: tuple[int, int]
     tensors: Mapping[str, TensorInfo]
-    packing: AWQConfig | GPTQConfig | None
+    packing: Packing | None
     format: WeightFormat | None
 
     @property
@@ -99,7 +101,7 @@ class Plan:
 def make_plan(
     checkpoint: Checkpoint,
     config: DecoderConfig,
-    packing: AWQConfig | GPTQConfig | None,
+    packing: Packing | None,
     quantize: WeightFormat | None,
 ) -> Plan:
     """Decides for each module, from the tensors that are present, what becomes of it.
@@ -124,7 +126,8 @@ def make_plan(
             # Without any weight the plain one is what is missing; parts of packed ones come below.
             expected |= set() if "qweight" in tensors else {f"{name}.weight"}
             expected |= {f"{name}.bias"} if place.bias else set()
-    _check_names(checkpoint, expected, config)
+    ignored = fp8.ACTIVATION_SUFFIXES if isinstance(packing, FP8Config) else ()
+    _check_names(checkpoint, expected, config, ignored)
     for array in arrays:
         _check_floats(array.name, checkpoint.tensors[array.name], array.shape)
     return Plan(
@@ -151,6 +154,8 @@ def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> di
     elif "qweight" in tensors:
         # Some GPTQ writers give each module a bias, of zeros where the model has none.
         suffixes = (*gptq.SUFFIXES, "bias")
+    elif fp8.matches(tensors):
+        suffixes = (*fp8.SUFFIXES, *bias)
     else:
         suffixes = ("weight", *bias)
     return {suffix: tensors[suffix] for suffix in suffixes if suffix in tensors}
@@ -160,11 +165,21 @@ def _linear_source(
     name: str,
     shape: tuple[int, int],
     tensors: Mapping[str, TensorInfo],
-    packing: AWQConfig | GPTQConfig | None,
+    packing: Packing | None,
     quantize: WeightFormat | None,
 ) -> LinearSource:
     if "bias" in tensors:
         _check_floats(f"{name}.bias", tensors["bias"], (shape[1],))
+    packed = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}
+    if fp8.matches(tensors):
+        named = f"{next(iter(tensors.values())).file}: {name}"
+        if not isinstance(packing, FP8Config):
+            raise CheckpointError(
+                f"{named} is an FP8 module ({', '.join(packed)}), but config.json has no "
+                "quantization_config with quant_method 'fp8' or 'compressed-tensors'"
+            )
+        fp8.check(packed, packing, named, shape)
+        return LinearSource(name, shape, tensors, packing, packing.format)
     if "weight" in tensors:
         _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
         size = None if quantize is None else quantize.group_size
@@ -174,7 +189,6 @@ def _linear_source(
                 "choose another group size or format in precision, such as W4g32 or W4gK"
             )
         return LinearSource(name, shape, tensors, None, quantize)
-    packed = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}
     if isinstance(packing, AWQConfig):
         awq.check(packed, packing, name, shape)
         bits, group_size = awq.BITS, packing.group_size
@@ -183,8 +197,8 @@ def _linear_source(
         module = packing.for_module(name) or packing
         bits, group_size = module.bits, module.group_size
     else:
-        check_packing(name, packed, None)
-        raise AssertionError("unreachable: without a method no packing is right")
+        check_packing(name, packed, packing.method if packing else None)
+        raise AssertionError("unreachable: no other method packs words")
     if group_size not in GROUP_SIZES and group_size == shape[0]:
         group_size = None  # one group, spelt as a number
     if group_size not in (*GROUP_SIZES, None):
@@ -195,14 +209,19 @@ def _linear_source(
     return LinearSource(name, shape, tensors, packing, WeightFormat(f"uint{bits}", group_size))
 
 
-def _check_names(checkpoint: Checkpoint, expected: Iterable[str], config: DecoderConfig) -> None:
+def _check_names(
+    checkpoint: Checkpoint,
+    expected: Iterable[str],
+    config: DecoderConfig,
+    ignored: tuple[str, ...],
+) -> None:
     wanted = set(expected)
     missing = sorted(wanted - checkpoint.tensors.keys())
     unexpected = sorted(
         name
         for name in checkpoint.tensors.keys() - wanted
         # Constants that old files carry; and with tied embeddings the head is the embedding.
-        if not name.endswith("rotary_emb.inv_freq")
+        if not name.endswith(("rotary_emb.inv_freq", *ignored))
         and not (config.tie_word_embeddings and name == "lm_head.weight")
     )
     problems = []

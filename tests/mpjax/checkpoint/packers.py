@@ -1,10 +1,11 @@
-"""Writes AWQ and GPTQ tensors from codes, scales and zero points, for tests of any floor.
+"""Writes AWQ and GPTQ tensors from codes, scales and zero points, and FP8 ones, for tests.
 
 numpy only, and vectorised, so that a whole model's checkpoint takes no time.
 """
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 # Field i of a word, lowest bits first, holds column AWQ_COLUMNS[i] of its eight.
@@ -42,6 +43,26 @@ def pack_gptq(codes, scales, zeros, g_idx=None, bits=4, version=1) -> dict[str, 
         "scales": np.ascontiguousarray(scales),
         "g_idx": np.asarray(g_idx, np.int32),
     }
+
+
+def pack_fp8(weight, block, name, scale_dtype=np.float32) -> tuple[dict, np.ndarray]:
+    """The tensors of an FP8 module by suffix, rounded to nearest, and the weight that they hold.
+
+    weight: [K, N]. block: output and input channels that share a scale, None for all. name: of the
+    scales. The weight that comes back is float32 [K, N].
+    """
+    channels, outputs = weight.shape
+    rows, columns = (block[0] or outputs), (block[1] or channels)
+    codes = np.empty((outputs, channels), ml_dtypes.float8_e4m3fn)
+    values = np.empty((outputs, channels), np.float32)
+    scales = np.empty((-(-outputs // rows), -(-channels // columns)), scale_dtype)
+    for i, j in np.ndindex(scales.shape):
+        part = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+        scales[i, j] = np.abs(weight.T[part]).max() / 448
+        scale = np.float32(scales[i, j])
+        codes[part] = np.clip(weight.T[part] / scale, -448, 448).astype(codes.dtype)
+        values[part] = codes[part].astype(np.float32) * scale
+    return {"weight": codes, name: scales if block[0] else scales[0]}, values.T
 
 
 def _awq_order(fields) -> np.ndarray:

@@ -279,8 +279,10 @@ BAD_CONFIGS = [
     ({"quantization_config": {}}, "config.json: quant_method None is not supported: load an AWQ"),
     *(
         ({"quantization_config": {"quant_method": name}}, f"quant_method '{name}' is not supported")
-        for name in ("fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "higgs")
+        for name in ("fbgemm_fp8", "bitsandbytes", "mxfp4", "higgs")
     ),
+    ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None: expected [128"),
+    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "format is None: expected"),
     ({"quantization_config": GPTQ | {"bits": 3}}, "bits is 3: only 4 and 8 bits are supported"),
     ({"quantization_config": AWQ | {"bits": 8}}, "config.json: quantization_config of an AWQ"),
     ({"quantization_config": AWQ | {"version": "gemv"}}, "layout 'gemv' (AWQ version) is not"),

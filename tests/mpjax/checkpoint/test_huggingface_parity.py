@@ -13,11 +13,16 @@ import safetensors.numpy
 from flax import nnx
 
 from mpjax.checkpoint import huggingface
+from mpjax.checkpoint.layout import linear_kernels, linear_places
 from mpjax.loading import load
 from pallas_kernels import KVFormat
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 from tests.mpjax.checkpoint.write_checkpoint import (
+    FP8,
+    FP8_SIZES,
     LLAMA3_SCALING,
+    compressed_fp8,
+    pack_module_fp8,
     replace_module,
     round_to_nearest,
 )
@@ -104,9 +109,9 @@ def generate(model, prompt, count):
     return np.concatenate(tokens, 1)
 
 
-def compare_logits(model, folder, request):
+def compare_logits(model, folder, request, precision=None):
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, 40))
-    loaded = load(folder, dtype="float32").model
+    loaded = load(folder, precision=precision, dtype="float32").model
     expected = reference_logits(model, tokens)
     logits = jax.jit(lambda model, tokens: model(tokens))(loaded, tokens.astype(np.int32))
     error = np.abs(np.asarray(logits) - expected).max()
@@ -116,8 +121,8 @@ def compare_logits(model, folder, request):
     return loaded, tokens[:, :PROMPT]
 
 
-def compare(model, folder, request):
-    loaded, prompt = compare_logits(model, folder, request)
+def compare(model, folder, request, precision=None):
+    loaded, prompt = compare_logits(model, folder, request, precision)
     greedy = model.generate(
         torch.from_numpy(prompt),
         attention_mask=torch.ones(BATCH, PROMPT, dtype=torch.long),
@@ -188,3 +193,54 @@ def test_quantized_checkpoints(name, tmp_path, request):
     hf = huggingface.read_config(tmp_path) | {"quantization_config": written}
     (tmp_path / "config.json").write_text(json.dumps(hf))
     compare(model, tmp_path, request)
+
+
+FP8_CHECKPOINTS = {
+    "fine-grained": (FP8, "WFP8A16KV16"),
+    "dynamic": (compressed_fp8("channel", "token"), "WFP8gKA16KV16"),
+}
+
+
+@pytest.mark.parametrize("name", FP8_CHECKPOINTS)
+def test_fp8_checkpoints(name, tmp_path, request):
+    # With 16-bit activations, which leave only the weights to differ.
+    model, (written, precision) = build("Qwen2", FP8_SIZES), FP8_CHECKPOINTS[name]
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    for module_name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module_name != "lm_head":
+            values = pack_module_fp8(tensors, written, module_name)
+            with torch.no_grad():
+                module.weight.copy_(torch.from_numpy(values.T.copy()))
+    safetensors.numpy.save_file(tensors, file)
+    hf = huggingface.read_config(tmp_path) | {"quantization_config": written}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    compare(model, tmp_path, request, precision)
+
+
+def test_fp8_as_transformers_reads_it(tmp_path):
+    """Where there is no GPU, transformers dequantises the fine-grained format itself."""
+    pytest.importorskip("accelerate")
+    # A whole number of blocks: transformers divides the weight by the number of its scales.
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    model = build("Qwen3", sizes | {"head_dim": 128})
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    for module_name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module_name != "lm_head":
+            pack_module_fp8(tensors, FP8, module_name)
+    safetensors.numpy.save_file(tensors, file)
+    hf = huggingface.read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf | {"quantization_config": FP8}))
+    config = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"], dequantize=True)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=config
+    )
+    loaded = load(tmp_path, dtype="float32").model
+    weights = dict(reference.named_parameters())
+    for place in linear_places(loaded.config):
+        [kernel] = linear_kernels(loaded, place)
+        expected = [weights[f"{name}.weight"].detach().numpy().T for name in place.names]
+        np.testing.assert_array_equal(kernel.dequantize(), np.concatenate(expected, 1))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models import family
-from mpjax.checkpoint import awq, convert, gptq, plan
+from mpjax.checkpoint import awq, convert, fp8, gptq, plan
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
@@ -218,6 +218,12 @@ def test_converting_takes_no_more_than_planned():
         WeightFormat("uint4", 32),
     )
     assert math.prod(shape) + used <= plan.DECODING_BYTES * math.prod(shape)
+    codes = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+    assert temporary_bytes(fp8._any_nan, codes) <= plan.DECODING_BYTES * math.prod(shape)
+    for text in ("float8:g128", "float8:g128/float8"):
+        scales = jax.ShapeDtypeStruct((channels // 128, outputs), jnp.float32)
+        used = temporary_bytes(pack, codes, scales, None, WeightFormat.parse(text))
+        assert math.prod(shape) + used <= plan.DECODING_BYTES * math.prod(shape)
     words = jax.ShapeDtypeStruct((channels, outputs // 8), jnp.int32)
     assert temporary_bytes(awq._unpack, words, words) <= math.prod(shape)
     words = jax.ShapeDtypeStruct((channels // 8, outputs), jnp.int32)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
+from tests.mpjax.checkpoint.packers import pack_awq, pack_fp8, pack_gptq
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -128,6 +128,52 @@ def pack_random(
         packed = pack_gptq(codes, scales, zeros, g_idx, bits, version)
     replace_module(tensors, name, packed)
     return (codes.astype(np.float32) - zeros[g_idx]) * scales[g_idx].astype(np.float32)
+
+
+# Blocks of 128 input channels; keys and values fill half a block of output channels.
+FP8_SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+FP8: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.norm"],
+}
+
+
+def compressed_fp8(strategy: str, activations: str | None, dynamic: bool = True) -> dict[str, Any]:
+    """A quantization_config of llm-compressor; the strategies of weights and of activations."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True, "actorder": None}
+    block = {"block_structure": [128, 128]} if strategy == "block" else {}
+    inputs = common | {"strategy": activations, "dynamic": dynamic, "group_size": None}
+    if activations == "group":
+        inputs["group_size"] = 128
+    weights = common | {"strategy": strategy, "dynamic": False, "group_size": None} | block
+    group = {"targets": ["Linear"], "weights": weights, "output_activations": None, "format": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if activations else "naive-quantized",
+        "config_groups": {
+            "group_0": group | {"input_activations": inputs if activations else None}
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+def pack_module_fp8(tensors: dict, written: dict[str, Any], name: str) -> np.ndarray:
+    """Rounds a module to what a quantization_config says; returns its weight, float32 [K, N]."""
+    block, scales = (128, 128), "weight_scale_inv"
+    if written["quant_method"] != "fp8":
+        [group] = written["config_groups"].values()
+        strategies = {"channel": (1, None), "tensor": (None, None), "block": block}
+        block, scales = strategies[group["weights"]["strategy"]], "weight_scale"
+    packed, values = pack_fp8(tensors[f"{name}.weight"].T.astype(np.float32), block, scales)
+    replace_module(tensors, name, packed)
+    return values
 
 
 def write_checkpoint(folder: Path, hf: dict[str, Any], tensors: dict, shards: int = 1) -> Path:

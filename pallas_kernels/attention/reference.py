@@ -73,14 +73,15 @@ def paged_attention(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See api.paged_attention: attention over the dequantised cache."""
-    shape = queries.shape
+    shape, lengths, rows = queries.shape, starts + counts, None
     if queries.ndim == 3:  # each token as a sequence of its own
         tokens = packed.tokens_of(counts, len(queries))
-        block_tables = block_tables[tokens.sequence]
-        starts = starts[tokens.sequence] + tokens.number
+        rows = tokens.sequence
+        block_tables, lengths = block_tables[rows], lengths[rows]
+        starts = starts[rows] + tokens.number
         counts = tokens.is_real.astype(counts.dtype)
         queries = queries[:, None]
-    keys, values = kv_cache.gather(pages, block_tables, queries.dtype)
+    keys, values = kv_cache.gather(pages, block_tables, queries.dtype, lengths, rows)
     positions = starts[:, None] + jnp.arange(queries.shape[1])
     out = attention(
         queries,

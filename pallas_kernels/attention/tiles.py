@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -74,13 +75,44 @@ def locate(
     return Place(page, slot % page_size)
 
 
-def fetch(side: Side, head: jax.Array, place: Place, span: Span, axis: int) -> jax.Array:
-    """Words of a head, with the slots along one axis, and the lanes of a span along the other."""
+def fetch(
+    side: Side, head: jax.Array, place: Place, span: Span, axis: int, first: int = 0
+) -> jax.Array:
+    """Words of a head, with the slots along one axis, and the lanes of a span along the other.
+
+    first: the word where lane 0 is.
+    """
     page, position = place
     page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
-    lanes, position = jnp.expand_dims(span.lanes, axis), jnp.expand_dims(position, 1 - axis)
+    lanes = jnp.expand_dims(span.lanes + first if first else span.lanes, axis)
+    position = jnp.expand_dims(position, 1 - axis)
     mask = None if span.mask is None else jnp.expand_dims(span.mask, axis)
     return load(side.words.at[page, head, position, lanes], mask)
+
+
+def operands(
+    side: Side,
+    head: jax.Array,
+    place: Place,
+    span: Span,
+    planes: int,
+    dtype: jnp.dtype,
+    *,
+    axis: int,
+    ptx: bool,
+) -> Iterator[jax.Array]:
+    """The channels of a tile that `planes` planes of a span of words hold, plane by plane.
+
+    From the words themselves; or from a side in 16 bits, where the same channels lie apart.
+    """
+    if side.codes.planes == planes:
+        words = fetch(side, head, place, span, axis)
+        for plane in range(planes):
+            yield side.codes.operand(words, plane, dtype, ptx=ptx)
+        return
+    for plane in range(planes):
+        words = fetch(side, head, place, span, axis, plane * span.width)
+        yield side.codes.operand(words, 0, dtype, ptx=ptx)
 
 
 def fetch_parameters(
@@ -88,6 +120,27 @@ def fetch_parameters(
 ) -> tuple[jax.Array, jax.Array]:
     """Steps and middles [slots], float32: a channel is (code − 2**(bits − 1)) · step + middle."""
     pair = backend.load(side.parameters.at[place.page, head, place.position])
+    return _steps_and_middles(pair, side, dtype)
+
+
+def fetch_channels(
+    side: Side,
+    head: jax.Array,
+    page: jax.Array,
+    group: jax.Array,
+    span: Span,
+    plane: int,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """Steps and middles [lanes] of the channels in one plane of a span, for a group of tokens."""
+    lanes = span.lanes + plane * span.width
+    pair = load(side.parameters.at[page, head, group, lanes], span.mask)
+    return _steps_and_middles(pair, side, dtype)
+
+
+def _steps_and_middles(
+    pair: jax.Array, side: Side, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
     step, zero = unpack_pair(pair, dtype, dtype)
     step = step.astype(jnp.float32)
     return step, zero.astype(jnp.float32) + step * float(2 ** (side.codes.bits - 1))

@@ -5,7 +5,8 @@ A program owns a tile of rows, the (token, query head) pairs that share a KV hea
 decoded to what is exact in 16 bits, integers to such as are centred on zero, and what is linear is
 folded away from the elements: with k = code·s + m, a score is s·(q · code) + m·Σq, and likewise for
 values, so a cached element costs its decoding and its multiply-add in the tensor core (TurboMind
-section 3.4).
+section 3.4). The scales and middles of channels are folded into the query, once for every tile.
+Tiles of tokens that wait in 16 bits come last, in the same loop body (BitDecoding section IV-A).
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import arithmetic as arithmetics
 from pallas_kernels import backend
-from pallas_kernels.attention.tiles import Span, fetch, fetch_parameters, load, locate, spans
+from pallas_kernels.attention.tiles import (
+    Place,
+    Span,
+    fetch_channels,
+    fetch_parameters,
+    load,
+    locate,
+    spans,
+)
+from pallas_kernels.attention.tiles import operands as fetch_operands
+from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages
 
 _FLOOR = -1e30  # below any score, and finite, so that a tile without visible keys makes no NaN
@@ -193,7 +204,8 @@ def _kernel(
     arithmetic = arithmetics.PTX if ptx else arithmetics.PLAIN
     log2_e = math.log2(math.e)
     # Scores times this are exponents of 2, or, for the softcap, of what is in its tanh.
-    log2_scale: Any = scale * log2_e if softcap is None else scale * log2_e * 2 / softcap
+    plain_scale = scale * log2_e if softcap is None else scale * log2_e * 2 / softcap
+    log2_scale: Any = plain_scale
     if keys.codes.scaling == "head":
         log2_scale *= backend.load(keys.parameters.at[head])
     value_scale = None
@@ -204,7 +216,9 @@ def _kernel(
     # of values, out of float16's subnormals; a step is no more than 131008 / (2**bits - 1).
     lift = 0.0
     if dtype == jnp.float16:
-        lift = {8: 6.0, 4: 2.0}[values.codes.bits] if values.codes.scaling == "token" else 15.0
+        lift = (
+            {8: 6.0, 4: 2.0, 2: 0.0}[values.codes.bits] if values.codes.scaling == "token" else 15.0
+        )
 
     # Which operand of the tensor cores is the narrow one, eight high: a few rows, or, where there
     # are many, keys. Scores are [tile keys, rows] or [rows, tile keys].
@@ -233,19 +247,49 @@ def _kernel(
     def gather(x: jax.Array) -> jax.Array:
         return x if by_slot else x.sum(slots, keepdims=True)
 
-    def visit(tile: jax.Array, carry: Any) -> Any:
+    residual = pages.residual
+    end_packed = length  # the position where the tokens that wait begin
+    if residual is not None:
+        end_packed = residuals.begin(length, residual.page_size)
+
+    def fold_channels(
+        q: jax.Array, tile: jax.Array, page: jax.Array, span: Span, plane: int
+    ) -> Any:
+        """One plane of queries times its channels' steps, and the sum of it times their middles."""
+        assert keys.codes.group is not None
+        group = tile * config.tile_keys % page_size // keys.codes.group
+        step, middle = fetch_channels(keys, head, page, group, span, plane, dtype)
+        exact = q.astype(jnp.float32)
+        return arithmetic.narrow(exact * step[None], dtype), (exact * middle[None]).sum(1)
+
+    def visit(tile: jax.Array, carry: Any, waiting: KVPages | None = None) -> Any:
         accumulators, middle_sum, peak, total = carry
-        place = locate(tile, config.tile_keys, page_size, operands.block_tables, batch)
+        if waiting is None:
+            tile_keys, tile_values = keys, values
+            place = locate(tile, config.tile_keys, page_size, operands.block_tables, batch)
+        else:
+            tile_keys, tile_values = waiting.sides
+            slot = tile * config.tile_keys - end_packed + jnp.arange(config.tile_keys)
+            place = Place(batch, slot)
+        channel_sum = None
         scores = jnp.zeros(tile_shape(config.tile_keys), jnp.float32)
         for span, parts in zip(key_spans, queries, strict=True):
-            words = fetch(keys, head, place, span, axis=0)
-            for plane, q in enumerate(parts):
-                scores += times_queries(keys.codes.operand(words, plane, dtype, ptx=ptx), q)
-        if keys.codes.scaling == "token":
+            channels = fetch_operands(
+                tile_keys, head, place, span, keys.codes.planes, dtype, axis=0, ptx=ptx
+            )
+            for plane, (q, operand) in enumerate(zip(parts, channels, strict=True)):
+                if tile_keys.codes.scaling == "channel":
+                    q, middles = fold_channels(q, tile, place.page, span, plane)
+                    channel_sum = middles if channel_sum is None else channel_sum + middles
+                scores += times_queries(operand, q)
+        if tile_keys.codes.scaling == "token":
             # Scaled for each slot, of which there are fewer than scores.
-            step, middle = (x * log2_scale for x in fetch_parameters(keys, head, place, dtype))
+            step, middle = (x * log2_scale for x in fetch_parameters(tile_keys, head, place, dtype))
             offset = for_slots(middle) * for_rows(query_sum)
             scores = arithmetic.multiply_add(scores, for_slots(step), offset)
+        elif channel_sum is not None:
+            offset = for_rows(channel_sum * log2_scale)
+            scores = arithmetic.multiply_add(scores, jnp.float32(log2_scale), offset)
         else:
             scores *= log2_scale
         if softcap is not None:  # tanh(x) = 1 − 2 / (1 + exp(2x))
@@ -261,8 +305,8 @@ def _kernel(
         weights = arithmetic.exp2(scores - for_rows(new_peak - lift))
         # What multiplies the codes is rounded to 16 bits. The total and the sum of middles must use
         # the same rounded weights: codes and middles may be large and all but cancel.
-        if values.codes.scaling == "token":
-            step, middle = fetch_parameters(values, head, place, dtype)
+        if tile_values.codes.scaling == "token":
+            step, middle = fetch_parameters(tile_values, head, place, dtype)
             weights = arithmetic.narrow(weights * for_slots(step), dtype)
             # Slots that were never written have a step of 0.
             inverse = jnp.where(step < _TINY, 0.0, arithmetic.reciprocal(step))
@@ -273,12 +317,14 @@ def _kernel(
         else:
             weights = arithmetic.narrow(weights, dtype)
             rounded = weights.astype(jnp.float32)
+            if values.codes.scaling == "token":
+                middle_sum *= shrink
         total = arithmetic.multiply_add(total, shrink, gather(rounded))
         old, new = iter(accumulators), []
         for span in value_spans:
-            words = fetch(values, head, place, span, axis=across)
-            for plane in range(values.codes.planes):
-                operand = values.codes.operand(words, plane, dtype, ptx=ptx)
+            for operand in fetch_operands(
+                tile_values, head, place, span, values.codes.planes, dtype, axis=across, ptx=ptx
+            ):
                 new.append(next(old) * shrink + times_values(weights, operand))
         return tuple(new), middle_sum, new_peak, total
 
@@ -308,7 +354,13 @@ def _kernel(
         peak,
         zeros,
     )
-    accumulators, middle_sum, peak, total = jax.lax.fori_loop(first, last, visit, carry)
+    if residual is None:
+        carry = jax.lax.fori_loop(first, last, visit, carry)
+    else:
+        boundary = jnp.clip(end_packed // size, first, last)
+        carry = jax.lax.fori_loop(first, boundary, visit, carry)
+        carry = _one_by_one(boundary, last, functools.partial(visit, waiting=residual), carry)
+    accumulators, middle_sum, peak, total = carry
     middle_sum, total = middle_sum.sum(slots), total.sum(slots)
     if sink is not None:
         total += jnp.where(has_sink, arithmetic.exp2(sink - peak + lift), 0.0)
@@ -327,3 +379,12 @@ def _kernel(
         backend.store(target, (out.T if few else out).astype(out_ref.dtype), mask=mask)
     log2_total = jnp.where(total == 0, _FLOOR, peak + jnp.log2(divisor))
     backend.store(sums_ref.at[*place_of_row, split], log2_total, mask=row_mask)
+
+
+def _one_by_one(first: jax.Array, last: jax.Array, body: Any, carry: Any) -> Any:
+    """A loop that isn't pipelined: as many 16-bit tiles as packed ones would not fit."""
+    return jax.lax.while_loop(
+        lambda state: last > state[0],
+        lambda state: (state[0] + 1, body(*state)),
+        (first, carry),
+    )[1]

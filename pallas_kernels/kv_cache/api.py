@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.kv_cache import reference, triton
+from pallas_kernels.kv_cache import reference, residual, triton
 from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.kv_cache.codes import Float8
 from pallas_kernels.kv_cache.packed import as_single_tokens
@@ -47,32 +49,78 @@ def append(
         )
     if keys.size == 0:
         return pages
+    module = _module(pages, implementation)
     places = block_tables, starts, counts
+    target = pages
+    if pages.residual is not None:
+        pages = _flush(module, pages, keys, values, *places)
+        assert pages.residual is not None
+        target, places = pages.residual, residual.places(pages, *places)
     if keys.ndim == 3:
-        places = as_single_tokens(*places, len(keys), pages.page_size)
+        places = as_single_tokens(*places, len(keys), target.page_size)
         keys, values = keys[:, None], values[:, None]
-    arguments = (pages, keys, values, *places)
+    target = module.append(target, keys, values, *places)
+    return target if pages.residual is None else dataclasses.replace(pages, residual=target)
+
+
+def make_room(
+    pages: KVPages,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    implementation: Literal["triton", "reference"] | None = None,
+) -> KVPages:
+    """Encodes the tokens that wait in 16 bits, of sequences that get one token in another block.
+
+    What `append` does before it writes, for callers that write to the residual themselves, one
+    token of a sequence at most: at `residual.places`.
+    """
+    return _flush(_module(pages, implementation), pages, None, None, block_tables, starts, counts)
+
+
+def _flush(
+    module: Any,
+    pages: KVPages,
+    keys: jax.Array | None,
+    values: jax.Array | None,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+) -> KVPages:
+    """Encodes every block that is complete when new tokens begin one behind it."""
+    tokens = 1
+    first_tokens = jnp.zeros_like(starts)
+    if keys is not None and values is not None:
+        tokens = keys.shape[-3]
+        offsets = jnp.arange(len(starts), dtype=starts.dtype) * tokens
+        first_tokens = jnp.cumsum(counts) - counts if keys.ndim == 3 else offsets
+        keys, values = (x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
+    return module.flush(pages, keys, values, first_tokens, tokens, block_tables, starts, counts)
+
+
+def _module(pages: KVPages, implementation: str | None) -> Any:
     if implementation is None:
         implementation = "triton"
         if reason := why_not_triton(pages):
             backend.warn_of_reference("append", reason)
             implementation = "reference"
     if implementation == "reference":
-        return reference.append(*arguments)
+        return reference
     if implementation != "triton":
         raise ValueError(
             f"append: unknown implementation {implementation!r}: expected triton or reference"
         )
     if reason := why_not_triton(pages):
         raise backend.UnsupportedError(f"append: implementation='triton' can't run: {reason}")
-    return triton.append(*arguments)
+    return triton
 
 
 def why_not_triton(pages: KVPages) -> str | None:
     """Why Triton kernels can't work on these pages here, or None if they can."""
     if reason := backend.why_triton_cannot_run():
         return reason
-    for side in pages.sides:
+    for side in pages.sides + (() if pages.residual is None else pages.residual.sides):
         if side.words.dtype.itemsize != 2:
             return f"pages of {side.words.dtype} are not 16 bits wide"
         if isinstance(side.codes, Float8) and (reason := backend.why_not_float8()):

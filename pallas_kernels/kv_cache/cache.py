@@ -25,7 +25,7 @@ class Side(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["keys", "values", "key_parameters", "value_parameters"],
+    data_fields=["keys", "values", "key_parameters", "value_parameters", "residual"],
     meta_fields=["format"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,13 @@ class KVPages:
     keys, values: [pages, KV heads, page size, head dim] in the compute dtype where they are stored
         as they are, else uint16 words [pages, KV heads, page size, head dim / planes]: code j of
         word w is channel j · head dim / planes + w.
-    key_parameters, value_parameters: of integers uint32 [pages, KV heads, page size], the scale
-        below the zero, each 16 bits; of FP8 the scales float32 [KV heads]; else None.
+    key_parameters, value_parameters: uint32, the scale below the zero, each 16 bits, where tokens
+        have them [pages, KV heads, page size], and where channels do [pages, KV heads, groups of
+        tokens, head dim]; of FP8 the scales float32 [KV heads]; else None.
+    residual: where the format has blocks, 16-bit pages of the size of one, page b for row b of the
+        batch: of the last block that sequence b has begun, they hold all tokens, at their positions
+        in it. A block is encoded into the other pages when the first token behind it comes. Row b
+        must remain the same sequence, and its length must not shrink but to 0. Else None.
     """
 
     keys: jax.Array
@@ -44,6 +49,7 @@ class KVPages:
     key_parameters: jax.Array | None
     value_parameters: jax.Array | None
     format: KVFormat
+    residual: KVPages | None = None
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -115,6 +121,8 @@ class PagedKVCache:
         kinds = (format.key_codes, format.value_codes)
         if head_dim % (planes := max(codes.planes for codes in kinds)):
             raise ValueError(f"{format} needs a head dimension divisible by {planes}")
+        if page_size % (group := format.key_codes.group or 1):
+            raise ValueError(f"page size {page_size}: {format} needs a multiple of {group}")
         pages_per_sequence = -(-max_tokens // page_size)
         pages = batch * pages_per_sequence
         each = jnp.broadcast_to(jnp.asarray(scales, jnp.float32), (layers, 2, kv_heads))
@@ -123,8 +131,10 @@ class PagedKVCache:
         def stored(codes: KVCodes, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
             shape = (pages, kv_heads, page_size)
             storage = jnp.uint16 if codes.is_quantized else dtype
+            groups = page_size // (codes.group or page_size)
             parameters = {
                 "token": lambda: jnp.zeros(shape, jnp.uint32),
+                "channel": lambda: jnp.zeros((*shape[:2], groups, head_dim), jnp.uint32),
                 "head": lambda: jnp.copy(scale),
                 None: lambda: None,
             }
@@ -135,7 +145,12 @@ class PagedKVCache:
             (keys, key_parameters), (values, value_parameters) = (
                 stored(codes, each[index, i]) for i, codes in enumerate(kinds)
             )
-            return KVPages(keys, values, key_parameters, value_parameters, format)
+            residual = None
+            if format.block is not None:
+                shape = (batch, kv_heads, format.block, head_dim)
+                waiting = [jnp.zeros(shape, dtype) for _ in range(2)]
+                residual = KVPages(waiting[0], waiting[1], None, None, KVFormat())
+            return KVPages(keys, values, key_parameters, value_parameters, format, residual)
 
         return cls(
             tuple(layer(index) for index in range(layers)),

@@ -2,7 +2,8 @@
 
 Keys and values each have a kind of codes. A kind is what append and attention need to know of it:
 how channels become words, and how a tile of words becomes an operand of the tensor cores. Scales
-and zeros are linear, so attention folds them into scores and weights and never meets them here.
+and zeros are linear, so attention folds them into queries, scores and weights and never meets them
+here.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from pallas_kernels.kv_cache import quantize
 class KVCodes:
     """Channels as they are, in 16 bits or more; the other kinds refine it.
 
-    bits: of a code. scaling: whose scale there is: each token's, with a zero beside it; the head's,
-    which is given; or none.
+    bits: of a code. scaling: whose scale there is: each token's, or each channel's over `group`
+    tokens, with a zero beside it; the head's, which is given; or none. block: how many tokens wait
+    in 16 bits and are encoded together (BitDecoding's residual block), or None where each token is
+    encoded as it comes.
     """
 
     bits: int = 16
-    scaling: Literal["token", "head"] | None = None
+    scaling: Literal["token", "channel", "head"] | None = None
+    group: int | None = None
+    block: int | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -46,22 +51,26 @@ class KVCodes:
         scale: jax.Array | None,
         dtype: jax.typing.DTypeLike,
         arithmetic: quantize.Arithmetic = quantize.PLAIN,
-    ) -> tuple[list[jax.Array], jax.Array | None]:
-        """Words, and the parameters [..., 1] of each token if it has some; also in a kernel.
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Words, and the parameters if they are made here; also in a kernel.
 
         pieces: equal slices [..., width] of the head dimension, as many as `planes` or a multiple:
-            the words come in len(pieces) / planes slices.
+            the words come in len(pieces) / planes slices. Where channels have scales, it is
+            [..., group, width], whole groups of tokens.
         scale: of the head, where that is the scaling. dtype: of the vectors, which decides that of
             their parameters.
+
+        Parameters are one array [..., 1], of tokens, or for each piece one [..., 1, width], of
+        channels.
         """
-        return list(pieces), None
+        return list(pieces), []
 
     def decode(
         self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
         """Values [..., head dim] in float32 of words [..., head dim / planes].
 
-        parameters: what broadcasts to [..., 1]; dtype: as `encode` took it.
+        parameters: what broadcasts to the values; dtype: as `encode` took it.
         """
         return words.astype(jnp.float32)
 
@@ -84,12 +93,15 @@ class KVCodes:
 
 
 class Integers(KVCodes):
-    """TurboMind's: per token and head, asymmetric, x ≈ code · scale + zero."""
+    """Asymmetric, x ≈ code · scale + zero.
 
-    scaling = "token"
+    Scale and zero are those of a token and head (TurboMind, BitDecoding's tensor-wise), or of a
+    channel over a group of tokens (BitDecoding's channel-wise).
+    """
 
-    def __init__(self, bits: int):
-        self.bits = bits
+    def __init__(self, bits: int, *, group: int | None = None, block: int | None = None):
+        self.bits, self.group, self.block = bits, group, block
+        self.scaling = "token" if group is None else "channel"
 
     def encode(
         self,
@@ -97,15 +109,26 @@ class Integers(KVCodes):
         scale: jax.Array | None,
         dtype: jax.typing.DTypeLike,
         arithmetic: quantize.Arithmetic = quantize.PLAIN,
-    ) -> tuple[list[jax.Array], jax.Array | None]:
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Scale = (max − min) / (2**bits − 1) and zero = min, a pair of 16 bits."""
         half = quantize.parameter_dtype(dtype)
         values = [piece.astype(jnp.float32) for piece in pieces]
-        low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
-        high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
-        step, zero = quantize.parameters(low, high, self.bits, half, arithmetic)
-        codes = [quantize.encode(x, step, zero, self.bits, arithmetic) for x in values]
-        return self._words(codes), bit_planes.pack_pair(step.astype(half), zero.astype(half))
+        if self.scaling == "channel":
+            ranges = [(x.min(-2)[..., None, :], x.max(-2)[..., None, :]) for x in values]
+        else:
+            low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
+            high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
+            ranges = [(low, high)]
+        scales = [quantize.parameters(*ends, self.bits, half, arithmetic) for ends in ranges]
+        of_each = scales * (len(values) // len(scales))
+        codes = [
+            quantize.encode(x, step, zero, self.bits, arithmetic)
+            for x, (step, zero) in zip(values, of_each, strict=True)
+        ]
+        pairs = [
+            bit_planes.pack_pair(step.astype(half), zero.astype(half)) for step, zero in scales
+        ]
+        return self._words(codes), pairs
 
     def decode(
         self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
@@ -137,7 +160,7 @@ class Float8(KVCodes):
         scale: jax.Array | None,
         dtype: jax.typing.DTypeLike,
         arithmetic: quantize.Arithmetic = quantize.PLAIN,
-    ) -> tuple[list[jax.Array], jax.Array | None]:
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Codes of x / scale, rounded to the nearest; beyond e4m3's range, to its end."""
         assert scale is not None
         inverse = arithmetic.divide(jnp.ones_like(scale), scale)
@@ -147,7 +170,7 @@ class Float8(KVCodes):
             x = jnp.clip(x, -float8.LARGEST, float8.LARGEST).astype(jnp.float8_e4m3fn)
             return jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
 
-        return self._words([code(piece) for piece in pieces]), None
+        return self._words([code(piece) for piece in pieces]), []
 
     def decode(
         self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
@@ -165,9 +188,25 @@ class Float8(KVCodes):
         return float8.decode_plane(words, plane, jnp.dtype(dtype), words, ptx=ptx)
 
 
-KINDS: dict[str, KVCodes] = {
+BLOCKS = {4: 128, 2: 256}  # tokens of BitDecoding's residual block, by the bits
+GROUPS = (128, 64, 32)  # tokens that share a channel's scale; the first goes without saying
+
+VALUE_KINDS: dict[str, KVCodes] = {
     "16": KVCodes(),
     "8": Integers(8),
     "4": Integers(4),
+    "2": Integers(2, block=BLOCKS[2]),
     "fp8": Float8(),
+}
+# Keys of two bits need the scales of channels; at four, those of tokens often do.
+KEY_KINDS: dict[str, KVCodes] = {
+    **VALUE_KINDS,
+    "2t": VALUE_KINDS["2"],
+    **{
+        f"{name}{f'g{group}' if group != GROUPS[0] else ''}": Integers(
+            bits, group=group, block=BLOCKS[bits]
+        )
+        for name, bits in (("4c", 4), ("2", 2))
+        for group in GROUPS
+    },
 }

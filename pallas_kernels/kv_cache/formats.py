@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal
 
-from pallas_kernels.kv_cache.codes import KINDS, KVCodes
+from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 
-KindName = Literal["fp8"] | int
-EXPECTED = "expected KV16, KV8, KV4 or KVfp8, or one for each as in K8V4"
+KindName = str | int
+EXPECTED = (
+    "expected KV16, KV8, KV4, KV4c, KV2, KV2t or KVfp8, or one for each as in K8V4; behind KV4c "
+    "and KV2, g64 or g32"
+)
+_NAME = r"\d+[ct]?(?:g\d+)?|fp8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +22,14 @@ class KVFormat:
     16: as they are. 8, 4: TurboMind's integers, per token and head, asymmetric, x ≈ code · scale +
     zero with scale = (max − min) / (2**bits − 1) and zero = min. "fp8": e4m3 with a scale that each
     head is given (PagedKVCache.create), x ≈ e4m3(code) · scale. Keys are stored after the rotary
-    embedding. Without `values`, they are stored as keys are.
+    embedding.
+
+    "4c", 2: BitDecoding's, whose keys have a scale and zero for each channel of 128 tokens, or of
+    64 or 32 ("4cg64", "2g32"), since it is a few channels that are large, in all tokens. Values
+    have them per token, and so have the keys of "2t". The tokens of a block, 128 of them at four
+    bits and 256 at two, wait in the compute dtype, and are encoded when the next one begins.
+
+    Without `values`, they are stored in as many bits as keys are.
     """
 
     keys: KindName = 16
@@ -27,32 +37,47 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if self.values is None:
-            object.__setattr__(self, "values", self.keys)
-        if unknown := {str(self.keys), str(self.values)} - set(KINDS):
-            raise ValueError(f"KV{min(unknown)} is not a KV format: {EXPECTED}")
+            object.__setattr__(self, "values", _values_beside(self.keys))
+        for name, kinds in ((self.keys, KEY_KINDS), (self.values, VALUE_KINDS)):
+            if str(name) not in kinds:
+                raise ValueError(f"KV{name} is not a KV format: {EXPECTED}")
+        if self.block is not None and "fp8" in (self.keys, self.values):
+            raise ValueError(f"{self}: the tokens that wait in 16 bits have no place beside fp8")
 
     @classmethod
     def parse(cls, text: str) -> KVFormat:
-        """Reads `KV16`, `KV8`, `KV4`, `KVfp8`, or one for each: `K16V8`, `K8V4`."""
-        match = re.fullmatch(r"K(\d+|fp8)?V(\d+|fp8)", text)
+        """Reads `KV16`, `KV8`, `KV4`, `KV4c`, `KV2`, `KV2t`, `KVfp8`, or one for each: `K8V4`."""
+        match = re.fullmatch(rf"K(?:({_NAME})V(\d+|fp8)|V({_NAME}))", text)
         if match is None:
             raise ValueError(f"can't read the KV format {text!r}: {EXPECTED}")
-        keys, values = (_kind_name(name) for name in (match[1] or match[2], match[2]))
-        return cls(keys, values)
+        keys, values, both = (name and _kind_name(name) for name in match.groups())
+        return cls(both or keys, values)
 
     def __str__(self) -> str:
-        return f"KV{self.keys}" if self.keys == self.values else f"K{self.keys}V{self.values}"
+        is_usual = self.values == _values_beside(self.keys)
+        return f"KV{self.keys}" if is_usual else f"K{self.keys}V{self.values}"
 
     @property
     def key_codes(self) -> KVCodes:
         """What keys are stored as."""
-        return KINDS[str(self.keys)]
+        return KEY_KINDS[str(self.keys)]
 
     @property
     def value_codes(self) -> KVCodes:
         """What values are stored as."""
-        return KINDS[str(self.values)]
+        return VALUE_KINDS[str(self.values)]
+
+    @property
+    def block(self) -> int | None:
+        """Tokens that wait in the compute dtype and are encoded together; None if none do."""
+        blocks = [codes.block for codes in (self.key_codes, self.value_codes) if codes.block]
+        return max(blocks, default=None)
 
 
 def _kind_name(text: str) -> KindName:
-    return "fp8" if text == "fp8" else int(text)
+    return int(text) if text.isdecimal() else text
+
+
+def _values_beside(keys: KindName) -> KindName:
+    digits = re.match(r"\d+", str(keys))
+    return int(digits[0]) if digits else keys

@@ -38,5 +38,6 @@ def as_single_tokens(
     position = starts[sequence] + number
     entry = position // page_size
     entries = block_tables.shape[1]
-    page = block_tables[sequence, jnp.minimum(entry, entries - 1)]
-    return page[:, None], position % page_size, (is_real & (entry < entries)).astype(counts.dtype)
+    page = block_tables[sequence, jnp.clip(entry, 0, entries - 1)]
+    is_real &= (entry >= 0) & (entry < entries)
+    return page[:, None], position % page_size, is_real.astype(counts.dtype)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages, Side
 from pallas_kernels.kv_cache.codes import KVCodes
 
@@ -12,14 +15,21 @@ from pallas_kernels.kv_cache.codes import KVCodes
 def encode(
     x: jax.Array, codes: KVCodes, parameters: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Words [..., heads, head dim / planes] of x [..., heads, head dim], and parameters.
+    """Words and parameters of x [..., tokens, heads, head dim].
 
-    parameters: those of the pages, where each head has one. Those of tokens are [..., heads].
+    Words are [..., tokens, heads, head dim / planes].
+    parameters: those of the pages, where each head has one. Those of tokens are [..., tokens,
+    heads], and those of channels [..., groups, heads, head dim] for groups of so many tokens.
     """
     scale = parameters[:, None] if codes.scaling == "head" and parameters is not None else None
+    if codes.group is not None:
+        x = x.reshape(*x.shape[:-3], -1, codes.group, *x.shape[-2:]).swapaxes(-3, -2)
     pieces = jnp.split(x, codes.planes, axis=-1)
-    [words], of_tokens = codes.encode(pieces, scale, x.dtype)
-    return words, None if of_tokens is None else of_tokens[..., 0]
+    [words], found = codes.encode(pieces, scale, x.dtype)
+    if codes.group is not None:
+        words = words.swapaxes(-3, -2).reshape(*x.shape[:-4], -1, x.shape[-3], words.shape[-1])
+        return words, jnp.concatenate(found, -1)[..., 0, :]
+    return words, found[0][..., 0] if found else None
 
 
 def append(
@@ -30,43 +40,129 @@ def append(
     starts: jax.Array,
     counts: jax.Array,
 ) -> KVPages:
-    """See api.append."""
+    """See api.append; pages without a residual."""
     tokens = keys.shape[1]
     position = starts[:, None] + jnp.arange(tokens)  # [batch, tokens]
+    valid = jnp.arange(tokens) < counts[:, None]
+    return _write(pages, (keys, values), block_tables, position, valid)
+
+
+def flush(
+    pages: KVPages,
+    keys: jax.Array | None,
+    values: jax.Array | None,
+    first_tokens: jax.Array,
+    tokens: int,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+) -> KVPages:
+    """Encodes the blocks that are complete when new tokens begin one behind them.
+
+    keys, values: the new tokens [all tokens, KV heads, head dim], of sequence b from
+        first_tokens[b]; or None, where each sequence gets one at most.
+    tokens: what no count exceeds. The rest as `append` takes it. The residual stays as it is.
+    """
+    assert pages.residual is not None
+    block, capacity = pages.residual.page_size, block_tables.shape[1] * pages.page_size
+    lengths = jnp.minimum(starts + counts, capacity)
+    first = residuals.begin(jnp.minimum(starts, capacity), block)[:, None]
+    position = first + jnp.arange(residuals.most_blocks(tokens, block) * block)  # [batch, tokens]
+    full = position < residuals.begin(lengths, block)[:, None]
+
+    def content(waiting: jax.Array, new: jax.Array | None) -> jax.Array:
+        rows = jnp.arange(len(starts))[:, None]
+        x = waiting[rows, :, position % block]  # [batch, tokens, KV heads, head dim]
+        if new is None:
+            return x
+        token = first_tokens[:, None] + position - starts[:, None]
+        is_new = (position >= starts[:, None])[..., None, None]
+        return jnp.where(is_new, new[jnp.clip(token, 0, len(new) - 1)].astype(x.dtype), x)
+
+    sides = (pages.residual.keys, keys), (pages.residual.values, values)
+    contents = tuple(content(*side) for side in sides)
+    return _write(pages, contents, block_tables, position, full)
+
+
+def _write(
+    pages: KVPages,
+    contents: tuple[jax.Array, ...],
+    block_tables: jax.Array,
+    position: jax.Array,
+    valid: jax.Array,
+) -> KVPages:
+    """Encodes keys and values [batch, tokens, KV heads, head dim] and writes the valid ones.
+
+    position, valid: [batch, tokens]; where channels have scales, of whole groups of tokens.
+    """
     entry = position // pages.page_size
-    page = jnp.take_along_axis(block_tables, jnp.minimum(entry, block_tables.shape[1] - 1), axis=1)
-    valid = (jnp.arange(tokens) < counts[:, None]) & (entry < block_tables.shape[1])
+    entries = block_tables.shape[1]
+    page = jnp.take_along_axis(block_tables, jnp.clip(entry, 0, entries - 1), axis=1)
     # An index past the end is dropped by the scatter: nothing is written for padding.
-    page = jnp.where(valid, page, pages.keys.shape[0])
+    page = jnp.where(valid & (entry >= 0) & (entry < entries), page, pages.keys.shape[0])
     slot = position % pages.page_size
 
-    def write(stored: jax.Array, new: jax.Array) -> jax.Array:
-        return stored.at[page, :, slot].set(new.astype(stored.dtype), mode="drop")
+    def write(stored: jax.Array, new: jax.Array, tokens: int = 1) -> jax.Array:
+        at = stored.at[page[:, ::tokens], :, slot[:, ::tokens] // tokens]
+        return at.set(new.astype(stored.dtype), mode="drop")
 
     def stored(side: Side, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        words, of_tokens = encode(x, side.codes, side.parameters)
-        parameters = side.parameters if of_tokens is None else write(side.parameters, of_tokens)
+        words, found = encode(x, side.codes, side.parameters)
+        parameters = side.parameters
+        if found is not None:
+            parameters = write(side.parameters, found, side.codes.group or 1)
         return write(side.words, words), parameters
 
     (key_words, key_parameters), (value_words, value_parameters) = (
-        stored(side, x) for side, x in zip(pages.sides, (keys, values), strict=True)
+        stored(side, x) for side, x in zip(pages.sides, contents, strict=True)
     )
-    return KVPages(key_words, value_words, key_parameters, value_parameters, pages.format)
+    return dataclasses.replace(
+        pages,
+        keys=key_words,
+        values=value_words,
+        key_parameters=key_parameters,
+        value_parameters=value_parameters,
+    )
 
 
 def gather(
-    pages: KVPages, block_tables: jax.Array, dtype: jnp.dtype
+    pages: KVPages,
+    block_tables: jax.Array,
+    dtype: jnp.dtype,
+    lengths: jax.Array | None = None,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values as float32 [batch, capacity, KV heads, head dim], slots never written too."""
+    """Keys and values as float32 [batch, capacity, KV heads, head dim], slots never written too.
+
+    lengths: of the sequences, which say what waits in the residual; rows: which sequences they are,
+        where not all in order. Neither matters to pages without a residual.
+    """
 
     def read(side: Side) -> jax.Array:
         words, parameters, codes = side
-        rows = words[block_tables]  # [batch, pages, KV heads, page size, words]
+        stored = words[block_tables]  # [batch, pages, KV heads, page size, words]
         if parameters is not None:
-            by_token = codes.scaling == "token"
-            parameters = (parameters[block_tables] if by_token else parameters[:, None])[..., None]
-        x = codes.decode(rows, parameters, dtype).swapaxes(2, 3)
+            if codes.scaling == "head":
+                parameters = parameters[:, None, None]
+            elif codes.scaling == "token":
+                parameters = parameters[block_tables][..., None]
+            elif codes.group is not None:
+                parameters = jnp.repeat(parameters[block_tables], codes.group, axis=3)
+        x = codes.decode(stored, parameters, dtype).swapaxes(2, 3)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
     keys, values = (read(side) for side in pages.sides)
-    return keys, values
+    if pages.residual is None:
+        return keys, values
+    if lengths is None:
+        raise ValueError("gather: pages with a residual need the lengths of the sequences")
+    block, position = pages.residual.page_size, jnp.arange(keys.shape[1])
+    lengths = jnp.minimum(lengths, keys.shape[1])
+    waits = (position >= residuals.begin(lengths, block)[:, None])[..., None, None]
+    rows = jnp.arange(len(lengths)) if rows is None else rows
+
+    def overlaid(x: jax.Array, waiting: jax.Array) -> jax.Array:
+        waiting = waiting[rows].swapaxes(1, 2)[:, position % block]
+        return jnp.where(waits, waiting.astype(jnp.float32), x)
+
+    return overlaid(keys, pages.residual.keys), overlaid(values, pages.residual.values)

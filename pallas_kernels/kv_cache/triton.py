@@ -12,7 +12,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache import quantize
+from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages, Side
+
+UNGROUPED_ROWS = 32  # of a piece of a block in which no tokens share a scale
 
 _IN_KERNEL = quantize.Arithmetic(
     divide=backend.divide, round=lambda x, dtype: x.astype(dtype).astype(jnp.float32)
@@ -29,7 +32,10 @@ def append(
     *,
     interpret: bool = False,
 ) -> KVPages:
-    """See api.append. One program for each new token and KV head; the pages are aliased."""
+    """See api.append; pages without a residual.
+
+    One program for each new token and KV head; the pages are aliased.
+    """
     batch, tokens, heads, _ = keys.shape
     operands = _Operands(block_tables, starts, counts, keys, values)
     first = len(operands)
@@ -41,6 +47,43 @@ def append(
         grid=(batch * tokens, heads),
         name=f"append_{pages.format}".lower(),
         warps=1,
+        stages=1,
+        interpret=interpret,
+        aliases={first + i: i for i in range(len(jax.tree.leaves(pages)))},
+    )
+
+
+def flush(
+    pages: KVPages,
+    keys: jax.Array | None,
+    values: jax.Array | None,
+    first_tokens: jax.Array,
+    tokens: int,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    interpret: bool = False,
+) -> KVPages:
+    """See reference.flush. One program for each piece of a block that may be full, and KV head.
+
+    A piece is a group of tokens, where these have scales in common. The pages are aliased, the
+    residual too, although it stays as it is: what writes to it next then comes after.
+    """
+    assert pages.residual is not None
+    block = pages.residual.page_size
+    rows = pages.format.key_codes.group or min(UNGROUPED_ROWS, pages.page_size)
+    blocks = residuals.most_blocks(tokens, block)
+    operands = _FlushOperands(block_tables, starts, counts, first_tokens, keys, values)
+    first = len(jax.tree.leaves(operands))
+    return backend.pallas_call(
+        functools.partial(_flush_kernel, rows=rows, blocks=blocks, interpret=interpret),
+        operands,
+        pages,
+        out_shape=like(pages),
+        grid=(len(starts) * blocks * (block // rows), pages.keys.shape[1]),
+        name=f"flush_{pages.format}".lower(),
+        warps=8 if rows > UNGROUPED_ROWS else 4,
         stages=1,
         interpret=interpret,
         aliases={first + i: i for i in range(len(jax.tree.leaves(pages)))},
@@ -76,8 +119,67 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages, *, interpret: 
         write(side, pieces, source.dtype, slot, head, interpret)
 
 
+class _FlushOperands(NamedTuple):
+    """What the kernel reads; references, inside of it."""
+
+    block_tables: Any  # [batch, pages per sequence]
+    starts: Any  # [batch]
+    counts: Any  # [batch]
+    first_tokens: Any  # [batch]
+    keys: Any  # [tokens, KV heads, head dim] or None
+    values: Any
+
+
+def _flush_kernel(
+    operands: _FlushOperands,
+    before: KVPages,
+    pages: KVPages,
+    *,
+    rows: int,
+    blocks: int,
+    interpret: bool,
+) -> None:
+    residual = pages.residual
+    assert residual is not None
+    block, dim = residual.page_size, residual.head_dim
+    pieces = block // rows
+    batch, piece = pl.program_id(0) // (blocks * pieces), pl.program_id(0) % (blocks * pieces)
+    head = pl.program_id(1)
+    capacity = operands.block_tables.shape[1] * pages.page_size
+    start = backend.load(operands.starts.at[batch])
+    end = start + backend.load(operands.counts.at[batch])
+    first = residuals.begin(jnp.minimum(start, capacity), block) + piece * rows
+
+    @pl.when(first < residuals.begin(jnp.minimum(end, capacity), block))
+    def _() -> None:
+        row = jnp.arange(rows)[:, None]
+        is_new = first + row >= start
+        token = jnp.maximum(backend.load(operands.first_tokens.at[batch]) + first + row - start, 0)
+        page = backend.load(operands.block_tables.at[batch, first // pages.page_size])
+        slot = Slot(page, first % pages.page_size, jnp.bool_(True))
+
+        def load(waiting: Any, new: Any, channel: jax.Array) -> jax.Array:
+            x = backend.load(waiting.at[batch, head, first % block + row, channel[None, :]])
+            if new is None:
+                return x
+            at = new.at[token, head, channel[None, :]]
+            mask = jnp.broadcast_to(is_new, x.shape)
+            return jnp.where(mask, backend.load(at, mask=mask, other=jnp.zeros((), x.dtype)), x)
+
+        sources = (
+            (residual.keys, operands.keys),
+            (residual.values, operands.values),
+        )
+        for side, source in zip(pages.sides, sources, strict=True):
+            width = dim // side.codes.planes
+            planes = [
+                load(*source, plane * width + lanes(width)) for plane in range(side.codes.planes)
+            ]
+            write(side, planes, source[0].dtype, slot, head, interpret)
+
+
 class Slot(NamedTuple):
-    """Where a token goes in the pages, and whether it goes there at all."""
+    """Where a token goes in the pages, or the first of several, and whether any goes there."""
 
     page: jax.Array
     position: jax.Array
@@ -89,8 +191,8 @@ def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -
     position = backend.load(tables.starts.at[batch]) + token
     entry = position // page_size
     entries = tables.block_tables.shape[1]
-    valid = (token < backend.load(tables.counts.at[batch])) & (entry < entries)
-    page = backend.load(tables.block_tables.at[batch, jnp.minimum(entry, entries - 1)])
+    valid = (token < backend.load(tables.counts.at[batch])) & (entry < entries) & (position >= 0)
+    page = backend.load(tables.block_tables.at[batch, jnp.clip(entry, 0, entries - 1)])
     return Slot(page, position % page_size, valid)
 
 
@@ -109,10 +211,10 @@ def write(
     head: jax.Array,
     interpret: bool,
 ) -> None:
-    """Encodes a head's key or value and stores it, in a kernel.
+    """Encodes a head's key or value, or several on one page, and stores them, in a kernel.
 
     pieces: equal slices of its channels, as many as the codes have planes, or a multiple; each at
-        its `lanes`.
+        its `lanes`. Of several tokens [tokens, lanes].
     dtype: of the vector, which decides that of its parameters.
     """
     scale = None
@@ -120,12 +222,26 @@ def write(
         scale = backend.load(side.parameters.at[head + jnp.arange(1)])
     arithmetic = quantize.PLAIN if interpret else _IN_KERNEL
     slices, parameters = side.codes.encode(pieces, scale, dtype, arithmetic)
+    *tokens, _ = pieces[0].shape
+    position = slot.position
+    if tokens:
+        position += jnp.arange(tokens[0])[:, None]
     width = side.words.shape[3] // len(slices)
     for i, words in enumerate(slices):
-        lane = jnp.arange(len(words))
-        target = side.words.at[slot.page, head, slot.position, i * width + lane]
-        mask = slot.valid & (lane < width)
+        lane = jnp.arange(words.shape[-1])
+        target = side.words.at[slot.page, head, position, i * width + lane]
+        mask = jnp.broadcast_to(slot.valid & (lane < width), target.shape)
         backend.store(target, words.astype(side.words.dtype), mask=mask)
-    if parameters is not None:
-        target = side.parameters.at[slot.page, head, slot.position + jnp.arange(1)]
-        backend.store(target, parameters, mask=jnp.broadcast_to(slot.valid, (1,)))
+    if side.codes.scaling == "token":
+        target = side.parameters.at[
+            slot.page, head, position if tokens else position + jnp.arange(1)
+        ]
+        backend.store(target, parameters[0], mask=jnp.broadcast_to(slot.valid, target.shape))
+    elif side.codes.group is not None:
+        group = slot.position // side.codes.group
+        width = side.parameters.shape[3] // len(parameters)
+        for i, found in enumerate(parameters):
+            lane = jnp.arange(found.shape[-1])
+            target = side.parameters.at[slot.page, head, group, (i * width + lane)[None, :]]
+            mask = jnp.broadcast_to(slot.valid & (lane < width), target.shape)
+            backend.store(target, found, mask=mask)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.kv_cache.api import why_not_triton
+from pallas_kernels.kv_cache import residual
+from pallas_kernels.kv_cache.api import append, make_room, why_not_triton
 from pallas_kernels.kv_cache.cache import KVPages
+from pallas_kernels.kv_cache.formats import KVFormat
 from pallas_kernels.rotary import reference, triton
 from pallas_kernels.rotary.reference import HeadNorms
 
@@ -38,8 +41,9 @@ def rotate_and_append(
     norms: of queries and keys, before the rotation, or None.
 
     Returns the queries [batch, tokens, query heads, dim] in `dtype`, and the pages. On the GPU this
-    is one kernel, where XLA makes five. Raises ValueError for shapes that don't fit the pages, and
-    UnsupportedError, with the reason, where a forced implementation can't run.
+    is one kernel, where XLA makes five; beside a residual two, or three for several tokens. Raises
+    ValueError for shapes that don't fit the pages, and UnsupportedError, with the reason, where a
+    forced implementation can't run.
     """
     width = (heads[0] + 2 * heads[1]) * pages.head_dim
     if terms.shape[-1] != width or heads[1] != pages.keys.shape[1]:
@@ -56,14 +60,36 @@ def rotate_and_append(
         implementation = "reference" if reason else "triton"
         if reason:
             backend.warn_of_reference("rotate_and_append", reason)
-    arguments = (terms, pages, cosines, sines, block_tables, starts, counts, dtype, heads, norms)
-    if implementation == "reference" or terms.size == 0:
-        return reference.rotate_and_append(*arguments)
-    if implementation != "triton":
+    if implementation not in ("triton", "reference"):
         raise ValueError(
             f"rotate_and_append: unknown implementation {implementation!r}: "
             "expected triton or reference"
         )
-    if reason:
+    if terms.size == 0:
+        implementation = "reference"
+    if implementation == "triton" and reason:
         raise backend.UnsupportedError(f"rotate_and_append: 'triton' can't run: {reason}")
-    return triton.rotate_and_append(*arguments)
+
+    def run(pages: KVPages, *places: jax.Array) -> tuple[jax.Array, KVPages]:
+        rotate_and_append = {"triton": triton, "reference": reference}[implementation]
+        return rotate_and_append.rotate_and_append(
+            terms, pages, cosines, sines, *places, dtype, heads, norms
+        )
+
+    places = block_tables, starts, counts
+    if pages.residual is None:
+        return run(pages, *places)
+    batch, tokens = terms.shape[1:3]
+    if tokens == 1:
+        pages = make_room(pages, *places, implementation=implementation)
+        assert pages.residual is not None
+        queries, waiting = run(pages.residual, *residual.places(pages, *places))
+        return queries, dataclasses.replace(pages, residual=waiting)
+    # Several may complete a block: keys must be there before any of it is encoded.
+    new = [jnp.zeros((batch, heads[1], tokens, pages.head_dim), dtype) for _ in range(2)]
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    queries, rotated = run(
+        KVPages(new[0], new[1], None, None, KVFormat()), rows, jnp.zeros_like(starts), counts
+    )
+    keys, values = (x.swapaxes(1, 2) for x in (rotated.keys, rotated.values))
+    return queries, append(pages, keys, values, *places, implementation=implementation)

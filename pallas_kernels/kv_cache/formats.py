@@ -51,7 +51,7 @@ class KVFormat:
         if match is None:
             raise ValueError(f"can't read the KV format {text!r}: {EXPECTED}")
         keys, values, both = (name and _kind_name(name) for name in match.groups())
-        return cls(both or keys, values)
+        return cls(keys if both is None else both, values)
 
     def __str__(self) -> str:
         is_usual = self.values == _values_beside(self.keys)

@@ -228,7 +228,7 @@ def write(
         position += jnp.arange(tokens[0])[:, None]
     width = side.words.shape[3] // len(slices)
     for i, words in enumerate(slices):
-        lane = jnp.arange(words.shape[-1])
+        lane = jnp.expand_dims(jnp.arange(words.shape[-1]), tuple(range(len(tokens))))
         target = side.words.at[slot.page, head, position, i * width + lane]
         mask = jnp.broadcast_to(slot.valid & (lane < width), target.shape)
         backend.store(target, words.astype(side.words.dtype), mask=mask)
@@ -241,7 +241,7 @@ def write(
         group = slot.position // side.codes.group
         width = side.parameters.shape[3] // len(parameters)
         for i, found in enumerate(parameters):
-            lane = jnp.arange(found.shape[-1])
-            target = side.parameters.at[slot.page, head, group, (i * width + lane)[None, :]]
+            lane = jnp.arange(found.shape[-1])[None, :]
+            target = side.parameters.at[slot.page, head, group, i * width + lane]
             mask = jnp.broadcast_to(slot.valid & (lane < width), target.shape)
             backend.store(target, found, mask=mask)

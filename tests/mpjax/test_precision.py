@@ -31,7 +31,10 @@ packed_formats = st.one_of(
 precisions = st.builds(
     Precision,
     st.one_of(st.none(), st.just(WeightFormat("bfloat16")), packed_formats),
-    st.builds(KVFormat, *[st.sampled_from([16, 8, 4, "fp8"])] * 2),
+    st.one_of(
+        st.builds(KVFormat, *[st.sampled_from([16, 8, 4, "fp8"])] * 2),
+        st.builds(KVFormat, st.sampled_from(["4c", 2, "2t", "2g32"]), st.sampled_from([16, 4, 2])),
+    ),
 )
 
 
@@ -55,6 +58,9 @@ precisions = st.builds(
         ("W4A16KVfp8", WeightFormat("uint4", 128), "fp8"),
         ("WFP8AFP8K8V4", WeightFormat("float8", None, False, "float8"), (8, 4)),
         ("A16Kfp8V4", None, ("fp8", 4)),
+        ("W16A16KV2", WeightFormat("bfloat16"), 2),
+        ("W4A16KV4cg32", WeightFormat("uint4", 128), "4cg32"),
+        ("A16K4cV2", None, ("4c", 2)),
     ],
 )
 def test_parse(text, weights, kv):
@@ -88,7 +94,7 @@ def test_parse_inverts_str(precision):
         ("WNF4symA16KV8", "table4 has no zero point"),
         ("W16g32A16KV8", "16-bit weights take no group size"),
         ("W16symA16KV8", "16-bit weights take no group size and no sym"),
-        ("W4A16KV2", "KV2 is not a KV format: expected KV16, KV8, KV4 or KVfp8"),
+        ("W4A16KV3", "KV3 is not a KV format: expected KV16, KV8, KV4, KV4c, KV2"),
         ("W4A16K8V", "can't read the precision"),
         ("W4A16KxV8", "can't read the KV format 'KxV8'"),
     ],

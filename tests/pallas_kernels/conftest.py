@@ -62,6 +62,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (pallas_kernels.gemm.dequantize, "write_out"),
         (pallas_kernels.gemm.gradient, "write_out"),
         (pallas_kernels.kv_cache.triton, "append"),
+        (pallas_kernels.kv_cache.triton, "flush"),
         (pallas_kernels.attention.triton, "paged_attention"),
         (pallas_kernels.rotary.triton, "rotate_and_append"),
         (pallas_kernels.rowwise.triton, "add_rms_norm"),

@@ -233,11 +233,15 @@ class PlainWeight:
         )
 
 
+# Tokens that share a channel's scale, by the names of keys that have such.
+KEY_GROUPS = {"4c": 128, "4cg64": 64, "4cg32": 32, "2": 128, "2g64": 64, "2g32": 32}
+
+
 class KVSide(NamedTuple):
     """Keys or values as the cache stores them, and what they decode to."""
 
     words: np.ndarray  # [..., dim / planes]
-    parameters: np.ndarray | None  # uint32 [...], of tokens
+    parameters: np.ndarray | None  # uint32 [...], of tokens, or [..., groups, dim], of channels
     decoded: np.ndarray  # float64 [..., dim]
 
 
@@ -256,7 +260,7 @@ def kv_encoded(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def kv_side(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
-    """What the cache holds of x [..., dim] by the name of the codes: 16, 8, 4 or fp8.
+    """What the cache holds of x [..., dim] by the name of the codes: 16, 8, 4, 2 or fp8.
 
     scale: float32, broadcastable to x, of FP8.
     """
@@ -271,6 +275,20 @@ def kv_side(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide
     codes, step, zero = kv_encoded(x, int(kind))
     decoded = codes * step.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
     return KVSide(kv_words(codes, int(kind)), parameter_words(step, zero), decoded)
+
+
+def kv_keys(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
+    """What the cache holds of keys x [..., tokens, dim], whole groups of them, by their name."""
+    if kind not in KEY_GROUPS:
+        return kv_side(x, kind.removesuffix("t"), scale)
+    bits, group = int(kind[0]), KEY_GROUPS[kind]
+    channels = np.moveaxis(x, -1, -2)
+    channels = channels.reshape(*channels.shape[:-1], -1, group)  # [..., dim, groups, group]
+    codes, step, zero = kv_encoded(channels, bits)
+    decoded = codes * step.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
+    codes, decoded = (np.moveaxis(y.reshape(*y.shape[:-2], -1), -1, -2) for y in (codes, decoded))
+    parameters = parameter_words(np.moveaxis(step, -1, -2), np.moveaxis(zero, -1, -2))
+    return KVSide(kv_words(codes, bits), parameters, decoded)
 
 
 def kv_words(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +12,11 @@ import numpy as np
 
 from pallas_kernels import KVFormat, KVPages
 from tests.pallas_kernels.oracles import (
+    KEY_GROUPS,
     NUMPY_DTYPES,
+    KVSide,
     as_array,
+    kv_keys,
     kv_side,
     relative_error,
     softmax_attention,
@@ -87,11 +91,15 @@ def scene(
 ) -> Scene:
     """heads: KV heads, and query heads for each. Slots past the lengths hold other numbers.
 
+    page_size: or what the format needs at least.
+
     kind: `normal`; `outlier`, with a channel 50 times as strong as the rest; `uniform`, with
     queries so weak that all keys weigh nearly the same, and the result is a small difference of
     large sums; `small`, with values around a thousandth.
     """
     kv_heads, group = heads
+    format = KVFormat.parse(text)
+    page_size = max(page_size, KEY_GROUPS.get(str(format.keys), 1))
     batch, tokens = len(starts), max(max(counts), 1)
     entries = -(-max(s + c for s, c in zip(starts, counts, strict=True)) // page_size) or 1
     shape = (batch * entries + 1, kv_heads, page_size, head_dim)
@@ -104,33 +112,46 @@ def scene(
         queries *= 0.01
     if kind == "small":
         values *= 1e-3
-    format = KVFormat.parse(text)
     scales = rng.uniform(0.05, 0.2, (2, kv_heads)).astype(np.float32)
+    residual = None
+    if format.block is not None:  # what waits has nothing to do with what is packed in its place
+        waiting = rng.standard_normal((2, batch, kv_heads, format.block, head_dim))
+        waiting *= np.abs(np.stack([keys, values])).max((1, 2, 3))[:, None, None, None] / 4
+        waiting = waiting.astype(NUMPY_DTYPES.get(dtype, dtype))
+        residual = KVPages(jnp.asarray(waiting[0]), jnp.asarray(waiting[1]), None, None, KVFormat())
     (key_pages, key_parameters, keys), (value_pages, value_parameters, values) = (
-        _stored(x.astype(NUMPY_DTYPES.get(dtype, dtype)), str(kind), scale)
-        for x, kind, scale in zip((keys, values), (format.keys, format.values), scales, strict=True)
+        _stored(side, x.astype(NUMPY_DTYPES.get(dtype, dtype)), str(kind), scale)
+        for side, x, kind, scale in zip(
+            (kv_keys, kv_side), (keys, values), (format.keys, format.values), scales, strict=True
+        )
     )
     block_tables = rng.permutation(shape[0])[: batch * entries].reshape(batch, entries)
 
-    def gathered(x: np.ndarray) -> np.ndarray:
-        return x[block_tables].swapaxes(2, 3).reshape(batch, -1, kv_heads, head_dim)
+    def gathered(x: np.ndarray, side: int) -> np.ndarray:
+        x = x[block_tables].swapaxes(2, 3).reshape(batch, -1, kv_heads, head_dim)
+        if format.block is None:
+            return x
+        for b, length in enumerate(np.add(starts, counts)):
+            begin = max(length - 1, 0) // format.block * format.block
+            x[b, begin:length] = waiting[side, b].swapaxes(0, 1)[: length - begin]
+        return x
 
     return Scene(
         as_array(queries, dtype),
-        KVPages(key_pages, value_pages, key_parameters, value_parameters, format),
+        KVPages(key_pages, value_pages, key_parameters, value_parameters, format, residual),
         jnp.asarray(block_tables.astype(np.int32)),
         jnp.asarray(np.array(starts, np.int32)),
         jnp.asarray(np.array(counts, np.int32)),
-        gathered(keys),
-        gathered(values),
+        gathered(keys, 0),
+        gathered(values, 1),
     )
 
 
 def _stored(
-    x: np.ndarray, kind: str, scale: np.ndarray
+    stored: Callable[..., KVSide], x: np.ndarray, kind: str, scale: np.ndarray
 ) -> tuple[jax.Array, jax.Array | None, np.ndarray]:
     """Words, parameters and what they decode to in float64."""
-    side = kv_side(x, kind, scale[:, None, None])
+    side = stored(x, kind, scale[:, None, None])
     parameters = scale if kind == "fp8" else side.parameters
     return (
         jnp.asarray(side.words),

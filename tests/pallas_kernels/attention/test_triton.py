@@ -14,7 +14,7 @@ from pallas_kernels.attention import reference, shapes, triton, tuning
 from tests.pallas_kernels.attention.scenes import Scene, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES, QUICK
 
-each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8"])
+each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8", "KV4c", "KV2"])
 
 
 @functools.partial(
@@ -65,6 +65,33 @@ def check(test: Scene, dtype: str, splits: int | None, window: int | None = None
 DECODE: dict[str, Any] = {"starts": [0, 0, 63, 64, 200], "counts": [0, 1, 1, 1, 1]}
 # A prompt, its continuation across a page boundary, a short one with padding, nothing.
 CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
+
+
+# Nothing packed yet, a block that is full and the same with one token more, and more blocks.
+BLOCKS: dict[str, Any] = {"starts": [0, 0, 127, 128, 400], "counts": [0, 1, 1, 1, 1]}
+BLOCK_CHUNKS: dict[str, Any] = {"starts": [0, 120, 400], "counts": [20, 20, 0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "splits", "page_size", "head_dim", "lengths", "masked"),
+    [
+        ("KV4c", "bfloat16", 1, 128, 64, BLOCKS, False),
+        ("KV4cg32", "float16", 5, 32, 96, BLOCKS, True),
+        ("KV2", "float16", 2, 256, 64, BLOCKS, False),
+        ("KV2t", "bfloat16", 3, 16, 64, BLOCKS, True),
+        ("KV2g64", "bfloat16", 2, 64, 128, BLOCK_CHUNKS, False),
+        ("K8V2", "float16", 1, 64, 64, BLOCK_CHUNKS, True),
+    ],
+)
+def test_what_waits_is_attended_beside_what_is_packed(
+    text, dtype, splits, page_size, head_dim, lengths, masked, rng
+):
+    test = scene(rng, text, dtype, page_size=page_size, head_dim=head_dim, **lengths)
+    masks: dict[str, Any] = {}
+    if masked:
+        masks = {"window": 150, "softcap": 3.0, "sinks": sinks_of(rng, 4)}
+    out = kernel(*test.arguments, splits=splits, **masks)
+    assert test.error(out, **masks) < GATES[dtype]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +182,8 @@ def test_the_scale_can_be_chosen(rng):
 def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
     lowered = set()
     for shape in shapes.DECODE + shapes.SMALL:
-        for dtype, window, page_size in (("bfloat16", None, 128), ("float16", 1000, 16)):
+        smallest = KVFormat.parse(text).key_codes.group or 16
+        for dtype, window, page_size in (("bfloat16", None, 128), ("float16", 1000, smallest)):
             cache = jax.eval_shape(
                 lambda shape=shape, dtype=dtype, page_size=page_size: PagedKVCache.create(
                     layers=1,

@@ -45,7 +45,7 @@ def assert_sound(
     assert ahead + 2 * config.tile_rows * pages.head_dim <= shared_kibibytes * 1024
 
 
-@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4"])
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4cg64", "KV2t"])
 @pytest.mark.parametrize("shape", shapes.DECODE, ids=lambda shape: shape.name)
 def test_named_shapes(shape, text):
     group = shape.query_heads // shape.kv_heads
@@ -59,9 +59,9 @@ def test_named_shapes(shape, text):
     *(st.integers(1, 300), st.integers(1, 100_000), st.integers(1, 5000)),
     st.builds(
         pages_of,
-        st.sampled_from(["KV16", "KV8", "KV4", "KVfp8", "K8V4", "K16V4"]),
+        st.sampled_from(["KV16", "KV8", "KV4", "KVfp8", "K8V4", "K16V4", "KV2t", "KV2g32"]),
         st.integers(1, 128),
-        st.sampled_from([16, 32, 64, 128, 256]),
+        st.sampled_from([32, 64, 128, 256]),
         st.sampled_from([64, 96, 128, 256]),
     ),
 )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVFormat, KVPages
-from tests.pallas_kernels.oracles import NUMPY_DTYPES, kv_side
+from tests.pallas_kernels.oracles import KEY_GROUPS, NUMPY_DTYPES, kv_side
 
 
 def random_pages(
@@ -29,19 +29,28 @@ def random_pages(
     """
     shape = (pages, kv_heads, page_size)
 
-    def stored(kind: object) -> tuple[jax.Array, jax.Array | None]:
+    def plain(shape: tuple[int, ...]) -> jax.Array:
+        values = rng.standard_normal((*shape, head_dim))
+        return jnp.asarray(values.astype(NUMPY_DTYPES.get(dtype, dtype)))
+
+    def stored(kind: object, group: int | None = None) -> tuple[jax.Array, jax.Array | None]:
         if kind == 16:
-            values = rng.standard_normal((*shape, head_dim))
-            return jnp.asarray(values.astype(NUMPY_DTYPES.get(dtype, dtype))), None
-        width = head_dim // (4 if kind == 4 else 2)
+            return plain(shape), None
+        width = head_dim // {"4": 4, "2": 8}.get(str(kind)[0], 2)
         words = jnp.asarray(rng.integers(0, 2**16, (*shape, width), dtype=np.uint16))
         if kind == "fp8":
             scales = rng.uniform(0.5, 2, kv_heads).astype(np.float16).astype(np.float32)
             return words, jnp.asarray(scales)
-        return words, jnp.asarray(rng.integers(0, 2**32, shape, dtype=np.uint32))
+        groups = shape if group is None else (*shape[:2], page_size // group, head_dim)
+        return words, jnp.asarray(rng.integers(0, 2**32, groups, dtype=np.uint32))
 
-    (keys, key_parameters), (values, value_parameters) = map(stored, (format.keys, format.values))
-    return KVPages(keys, values, key_parameters, value_parameters, format)
+    keys, key_parameters = stored(format.keys, KEY_GROUPS.get(str(format.keys)))
+    values, value_parameters = stored(format.values)
+    waiting = None
+    if format.block is not None:  # for as many sequences as there may be
+        waiting = [plain((pages, kv_heads, format.block)) for _ in range(2)]
+        waiting = KVPages(waiting[0], waiting[1], None, None, KVFormat())
+    return KVPages(keys, values, key_parameters, value_parameters, format, waiting)
 
 
 def appended(

@@ -72,6 +72,23 @@ def test_keys_and_values_of_a_format_may_differ():
 
 
 @pytest.mark.parametrize(
+    ("text", "groups", "block", "per_token"),
+    [("KV4c", 1, 128, 64 + 4 + 2), ("KV2g32", 4, 256, 32 + 4 + 8), ("KV2t", None, 256, 32 + 8)],
+)
+def test_channels_have_scales_and_blocks_a_place_to_wait(text, groups, block, per_token):
+    """Two bytes for each token's channels at 32 bits in 128 tokens."""
+    cache = create(format=KVFormat.parse(text), page_size=128)
+    pages = cache.layers[0]
+    assert pages.key_parameters is not None
+    assert pages.residual is not None
+    assert pages.key_parameters.shape == ((3, 2, 128) if groups is None else (3, 2, groups, 64))
+    for side in pages.residual.sides:
+        assert (side.words.shape, side.words.dtype) == ((3, 2, block, 64), jnp.bfloat16)
+    waiting = 2 * 3 * 2 * block * 64 * 2
+    assert cache.nbytes == 2 * (3 * 2 * 128 * per_token + waiting) + 4 * (3 + 3)
+
+
+@pytest.mark.parametrize(
     ("scales", "first_keys", "second_values"),
     [
         (0.5, [0.5, 0.5], [0.5, 0.5]),
@@ -98,6 +115,7 @@ def test_capacity_is_rounded_up_to_pages(max_tokens, page_size, capacity):
     [
         ({"page_size": 48}, r"page size 48: expected one of \(16, 32, 64, 128, 256\)"),
         ({"head_dim": 66, "format": KVFormat(4)}, "KV4 needs a head dimension divisible by 4"),
+        ({"format": KVFormat("4c")}, "page size 64: KV4c needs a multiple of 128"),
         ({"max_tokens": 0}, "max_tokens is 0"),
     ],
 )
@@ -106,7 +124,7 @@ def test_create_refuses(change, message):
         create(**change)
 
 
-@pytest.mark.parametrize("text", ["KV16", "K8Vfp8"])
+@pytest.mark.parametrize("text", ["KV16", "K8Vfp8", "KV2t"])
 def test_every_buffer_is_its_own(text):
     cache = create(format=KVFormat.parse(text))
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,42 +9,57 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.kv_cache.codes import KINDS
+from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 from tests.pallas_kernels.kv_cache.pages import vectors
-from tests.pallas_kernels.oracles import kv_side, wide
+from tests.pallas_kernels.oracles import KEY_GROUPS, kv_keys, kv_side, wide
 
 SCALE = np.array([[0.25], [1.0], [3.0]], np.float32)  # of three heads
 
 
-def encode(x: jax.Array, kind: str, pieces: int) -> tuple[jax.Array, jax.Array | None]:
-    scale = jnp.asarray(SCALE) if KINDS[kind].scaling == "head" else None
-    slices, parameters = KINDS[kind].encode(jnp.split(x, pieces, -1), scale, x.dtype)
-    assert len(slices) == pieces // KINDS[kind].planes
-    return jnp.concatenate(slices, -1), parameters
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def encode(x: jax.Array, codes: KVCodes, pieces: int) -> tuple[jax.Array, jax.Array | None]:
+    scale = jnp.asarray(SCALE) if codes.scaling == "head" else None
+    slices, parameters = codes.encode(jnp.split(x, pieces, -1), scale, x.dtype)
+    assert len(slices) == pieces // codes.planes
+    return jnp.concatenate(slices, -1), jnp.concatenate(parameters, -1) if parameters else None
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize(("dtype", "pieces"), [("bfloat16", 4), ("float16", 8), ("float32", 4)])
+@pytest.mark.parametrize("kind", list(VALUE_KINDS))
+@pytest.mark.parametrize(("dtype", "pieces"), [("bfloat16", 8), ("float16", 16), ("float32", 8)])
 def test_encode_bit_for_bit_and_decode(kind, dtype, pieces, rng):
     """As many pieces as a word has codes, or more: the words are the same."""
     x = vectors(rng, (40, 3, 64), dtype)
-    words, parameters = jax.jit(encode, static_argnums=(1, 2))(jnp.asarray(x), kind, pieces)
+    words, parameters = encode(jnp.asarray(x), VALUE_KINDS[kind], pieces)
     side = kv_side(x, kind, SCALE)
     np.testing.assert_array_equal(np.asarray(words), side.words)
     assert (parameters is None) == (side.parameters is None)
     if parameters is not None:
         np.testing.assert_array_equal(parameters[..., 0], side.parameters)
     given = jnp.asarray(SCALE) if kind == "fp8" else parameters
-    decoded = KINDS[kind].decode(words, given, dtype)
+    decoded = VALUE_KINDS[kind].decode(words, given, dtype)
     assert decoded.dtype == jnp.float32
     np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["8", "4", "fp8"])
+@pytest.mark.parametrize("kind", ["4c", "2g32"])
+@pytest.mark.parametrize(("dtype", "pieces"), [("bfloat16", 8), ("float16", 16), ("float32", 8)])
+def test_channels_bit_for_bit(kind, dtype, pieces, rng):
+    """Groups of tokens of two heads; the channel with the outliers costs the others nothing."""
+    group = KEY_GROUPS[kind]
+    x = vectors(rng, (3, 2, group, 64), dtype)  # [groups, heads, tokens, dim]
+    words, parameters = encode(jnp.asarray(x), KEY_KINDS[kind], pieces)
+    side = kv_keys(x, kind)
+    np.testing.assert_array_equal(np.asarray(words), side.words)
+    np.testing.assert_array_equal(parameters, side.parameters)
+    decoded = KEY_KINDS[kind].decode(words, parameters, dtype)
+    np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["8", "4", "2", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
     """On all words, without the bytes that e4m3 takes for NaN."""
-    codes = KINDS[kind]
+    codes = VALUE_KINDS[kind]
     words = np.arange(2**16, dtype=np.uint16)
     for plane in range(codes.planes):
         fields = words >> (plane * codes.bits) & (2**codes.bits - 1)
@@ -63,15 +80,15 @@ def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
 def test_float8_is_off_by_a_sixteenth_or_half_of_its_smallest_step(value, scale):
     scales = jnp.full((1, 1), scale, jnp.float32)
     x = jnp.full((1, 1, 2), value * scale, jnp.float32)
-    [words], _ = KINDS["fp8"].encode(jnp.split(x, 2, -1), scales, "float32")
-    error = np.abs(wide(KINDS["fp8"].decode(words, scales, "float32")) / scale - value).max()
+    [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), scales, "float32")
+    error = np.abs(wide(VALUE_KINDS["fp8"].decode(words, scales, "float32")) / scale - value).max()
     assert error <= max(abs(value) / 16, 2.0**-10)
 
 
 def test_float8_beyond_the_range_is_its_end():
     x = jnp.asarray(np.array([[[1e9, -1e9, 449.0, -460.0]]], np.float32))
     scale = jnp.ones((1, 1))
-    [words], _ = KINDS["fp8"].encode(jnp.split(x, 2, -1), scale, "float32")
+    [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), scale, "float32")
     np.testing.assert_array_equal(
-        KINDS["fp8"].decode(words, scale, "float32"), [[[448, -448, 448, -448]]]
+        VALUE_KINDS["fp8"].decode(words, scale, "float32"), [[[448, -448, 448, -448]]]
     )

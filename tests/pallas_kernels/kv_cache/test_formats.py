@@ -27,14 +27,56 @@ def test_values_are_stored_as_keys_are_unless_said_otherwise():
     assert len({KVFormat(8), KVFormat(8, 8), KVFormat(8, 4)}) == 2
 
 
-@pytest.mark.parametrize("text", ["KV", "kv8", "8", "KV8 ", "KVx", "KV-8", "K8", "K8KV8", "KVFP8"])
+@pytest.mark.parametrize(
+    "text", ["KV", "kv8", "8", "KV8 ", "KVx", "KV-8", "K8", "K8KV8", "KVFP8", "K8V4c"]
+)
 def test_parse_refuses_other_words(text):
     with pytest.raises(ValueError, match=f"can't read the KV format '{text}'"):
         KVFormat.parse(text)
 
 
-@pytest.mark.parametrize(("text", "kind"), [("KV0", 0), ("KV2", 2), ("K8V3", 3), ("K32V16", 32)])
-def test_other_widths_do_not_exist(text, kind):
-    message = f"KV{kind} is not a KV format: expected KV16, KV8, KV4 or KVfp8, or one for each as"
+@pytest.mark.parametrize(
+    ("text", "keys", "values", "block", "group"),
+    [
+        ("KV4c", "4c", 4, 128, 128),
+        ("KV4cg64", "4cg64", 4, 128, 64),
+        ("KV2", 2, 2, 256, 128),
+        ("KV2g32", "2g32", 2, 256, 32),
+        ("KV2t", "2t", 2, 256, None),
+        ("K4cV2", "4c", 2, 256, 128),
+        ("K8V2", 8, 2, 256, None),
+        ("K4V8", 4, 8, None, None),
+    ],
+)
+def test_formats_with_blocks(text, keys, values, block, group):
+    """BitDecoding's names; values beside channel-wise keys are per token."""
+    format = KVFormat.parse(text)
+    assert (format.keys, format.values) == (keys, values)
+    assert format == KVFormat(keys, values)
+    assert str(format) == text
+    assert format.block == block
+    assert (format.key_codes.group, format.value_codes.group) == (group, None)
+    assert format.key_codes.scaling == ("token" if group is None else "channel")
+
+
+@pytest.mark.parametrize("text", ["K4cVfp8", "Kfp8V2"])
+def test_fp8_has_no_place_for_tokens_that_wait(text):
+    with pytest.raises(ValueError, match=f"{text}: the tokens that wait in 16 bits"):
+        KVFormat.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("KV0", "0"),
+        ("K8V3", "3"),
+        ("K32V16", "32"),
+        ("KV8c", "8c"),
+        ("KV4t", "4t"),
+        ("KV2g16", "2g16"),
+    ],
+)
+def test_others_do_not_exist(text, kind):
+    message = f"KV{kind} is not a KV format: expected KV16, KV8, KV4, KV4c, KV2, KV2t or KVfp8"
     with pytest.raises(ValueError, match=message):
         KVFormat.parse(text)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -35,6 +36,36 @@ def test_it_is_a_rotation_and_an_append(rng):
 
     expected = separate(jnp.asarray(test.queries), keys)
     jax.tree.map(np.testing.assert_array_equal, (queries, pages), expected)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_beside_a_residual_it_is_a_rotation_and_an_append(implementation, rng, interpreted_triton):
+    """Three tokens at once, and one by one; the third sequence goes on to the next block."""
+    test = scene(rng, "KV4c", "bfloat16", page_size=128, tokens=3, quarters=True)
+    terms, before, cosines, sines, table, starts, counts = test.arrays
+    keys, values = jnp.asarray(test.turned(test.places.keys, 1)), jnp.asarray(test.places.values)
+    step = functools.partial(
+        rotate_and_append, dtype="bfloat16", heads=test.heads, implementation=implementation
+    )
+    step = jax.jit(step, compiler_options=QUICK)
+
+    def equal(one, other):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+    write = jax.jit(functools.partial(append, implementation="reference"), compiler_options=QUICK)
+    expected = write(before, keys, values, table, starts, counts)
+    queries, pages = step(terms, before, cosines, sines, table, starts, counts)
+    equal((queries, pages), (test.turned(test.queries, 0), expected))
+    pages = before
+    for token in range(3):
+        one = slice(token, token + 1)
+        more = (counts > token).astype(jnp.int32)
+        query, pages = step(
+            terms[:, :, one], pages, cosines[:, one], sines[:, one], table, starts + token, more
+        )
+        equal(query, queries[:, one])
+    equal(dataclasses.replace(pages, residual=None), dataclasses.replace(expected, residual=None))
+    assert (np.asarray(pages.keys) != np.asarray(before.keys)).any()
 
 
 def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):

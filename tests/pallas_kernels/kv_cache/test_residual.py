@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import KVFormat, KVPages, PagedKVCache, append
+from pallas_kernels.kv_cache import residual, triton
+from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
+from tests.pallas_kernels.oracles import QUICK, kv_keys, kv_side
+
+HEADS, DIM = 2, 64
+
+
+def empty(text: str, dtype: str, batch: int, max_tokens: int, page_size: int) -> PagedKVCache:
+    return PagedKVCache.create(
+        layers=1,
+        batch=batch,
+        max_tokens=max_tokens,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        format=KVFormat.parse(text),
+        page_size=page_size,
+        dtype=dtype,
+    )
+
+
+def expected_pages(cache: PagedKVCache, new: np.ndarray, lengths: list[int]) -> KVPages:
+    """The pages with tokens new [2, batch, tokens, KV heads, dim] up to the lengths in them."""
+    format, before, block = cache.format, cache.layers[0], cache.format.block
+    assert before.residual is not None
+    assert block is not None
+    arrays: dict[str, Any] = {}
+    waiting = []
+    for side, stored_by, kind, x in (
+        ("key", kv_keys, format.keys, new[0]),
+        ("value", kv_side, format.values, new[1]),
+    ):
+        words = np.array(getattr(before, f"{side}s"))
+        parameters = getattr(before, f"{side}_parameters")
+        parameters = None if parameters is None else np.array(parameters)
+        raw = np.array(getattr(before.residual, f"{side}s"))
+        for b, length in enumerate(lengths):
+            length = min(length, cache.capacity)
+            packed = max(length - 1, 0) // block * block
+            heads = x[b].swapaxes(0, 1)  # [KV heads, tokens, dim]
+            # A block that was full before it was packed is still there behind the tokens after it.
+            for first in range(0, length, block):
+                part = heads[:, first : min(first + block, length)]
+                raw[b, :, : part.shape[1]] = part
+            if not packed:
+                continue
+            stored = stored_by(heads[:, :packed], str(kind))
+            for position in range(packed):
+                entry, slot = divmod(position, before.page_size)
+                page = np.asarray(cache.block_tables)[b, entry]
+                words[page, :, slot] = stored.words[:, position]
+                if parameters is not None:
+                    per = before.page_size // parameters.shape[2]  # tokens for each
+                    parameters[page, :, slot // per] = stored.parameters[:, position // per]
+        arrays |= {f"{side}s": words, f"{side}_parameters": parameters}
+        waiting.append(raw)
+    return KVPages(
+        **arrays, format=format, residual=KVPages(waiting[0], waiting[1], None, None, KVFormat())
+    )
+
+
+def assert_same(actual: KVPages, expected: KVPages, lengths: list[int]) -> None:
+    """Bit by bit, but for slots of the residual that don't count."""
+    assert_same_bits(actual, expected)
+    assert actual.residual is not None
+    assert expected.residual is not None
+    block = actual.residual.page_size
+    for one, other in zip(actual.residual.sides, expected.residual.sides, strict=True):
+        for b, length in enumerate(lengths):
+            count = length - max(length - 1, 0) // block * block
+            np.testing.assert_array_equal(one.words[b, :, :count], other.words[b, :, :count])
+
+
+def compiled(implementation: str) -> Any:
+    step = functools.partial(append, implementation=implementation)
+    return jax.jit(step, compiler_options=QUICK)
+
+
+plain = compiled("reference")
+
+
+def write(cache: PagedKVCache, new: np.ndarray, chunks: list[list[int]], step: Any) -> KVPages:
+    """The pages after appending so many tokens of each sequence at a time."""
+    pages, starts = cache.layers[0], np.zeros(len(chunks[0]), np.int32)
+    for counts in chunks:
+        chunk = np.zeros((2, len(counts), max(counts), HEADS, DIM), new.dtype)
+        for b, count in enumerate(counts):
+            chunk[:, b, :count] = new[:, b, starts[b] : starts[b] + count]
+        places = cache.block_tables, jnp.asarray(starts), jnp.asarray(np.array(counts, np.int32))
+        pages = step(pages, jnp.asarray(chunk[0]), jnp.asarray(chunk[1]), *places)
+        starts = starts + np.array(counts, np.int32)
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "page_size", "implementation"),
+    [
+        ("KV4c", "bfloat16", 256, "triton"),
+        ("KV4c", "bfloat16", 256, "reference"),
+        ("KV2", "float16", 128, "triton"),
+        ("KV2g32", "float16", 32, "reference"),
+        ("KV2t", "bfloat16", 16, "triton"),
+        ("K16V2", "bfloat16", 64, "reference"),
+    ],
+)
+def test_bit_for_bit_about_a_boundary(
+    text, dtype, page_size, implementation, rng, interpreted_triton
+):
+    """Up to one token before the end of a block, to the end, and to the next; and on from there."""
+    block = KVFormat.parse(text).block
+    assert block is not None
+    cache = empty(text, dtype, 3, 2 * block, page_size)
+    new = vectors(rng, (2, 3, block + 3, HEADS, DIM), dtype)
+    chunks = [[block - 1, block, block + 1], [1, 1, 0], [1, 1, 1]]
+    step = compiled(implementation)
+    for count in range(1, 4):
+        lengths = np.sum(chunks[:count], 0).tolist()
+        pages = write(cache, new, chunks[:count], step)
+        assert_same(pages, expected_pages(cache, new, lengths), lengths)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_chunks_do_not_matter(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    cache = empty("KV4cg64", "bfloat16", 2, 384, 64)
+    new = vectors(rng, (2, 2, 384, HEADS, DIM), "bfloat16")
+    sizes = st.sampled_from([0, 1, 60, 190])  # few shapes to compile
+    chunks = [list(data.draw(st.tuples(sizes, sizes))) for _ in range(2)]
+    chunks = [counts for counts in chunks if max(counts)] or [[1, 0]]
+    lengths = np.sum(chunks, 0).tolist()
+    pages = write(cache, new, chunks, plain)
+    assert_same(pages, expected_pages(cache, new, lengths), lengths)
+
+
+def test_token_by_token_equals_all_at_once(rng):
+    cache = empty("KV4c", "bfloat16", 2, 384, 128)
+    new = vectors(rng, (2, 2, 261, HEADS, DIM), "bfloat16")
+    keys, values = (jnp.asarray(x) for x in new)
+    lengths = [261, 128]
+
+    @jax.jit
+    def one_by_one(pages):
+        def body(token, pages):
+            starts = jnp.full(2, token, jnp.int32)
+            counts = (starts < jnp.array(lengths)).astype(jnp.int32)
+            one = (jax.lax.dynamic_slice_in_dim(x, token, 1, 1) for x in (keys, values))
+            return append(pages, *one, cache.block_tables, starts, counts)
+
+        return jax.lax.fori_loop(0, 261, body, pages)
+
+    assert_same(one_by_one(cache.layers[0]), expected_pages(cache, new, lengths), lengths)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_sequences_can_be_packed(implementation, rng, interpreted_triton):
+    """One completes a block, one adds nothing, one begins; behind them is padding."""
+    cache = empty("KV4c", "bfloat16", 3, 256, 128)
+    new = vectors(rng, (2, 3, 140, HEADS, DIM), "bfloat16")
+    pages = write(cache, new, [[120, 130, 0]], plain)
+    starts, counts = [120, 130, 0], [20, 0, 3]
+    rows = [
+        new[:, b, start : start + n]
+        for b, (start, n) in enumerate(zip(starts, counts, strict=True))
+    ]
+    flat = np.concatenate([*rows, np.zeros_like(rows[2])], 1)
+    places = (jnp.asarray(np.array(x, np.int32)) for x in (starts, counts))
+    pages = compiled(implementation)(
+        pages, *(jnp.asarray(x) for x in flat), cache.block_tables, *places
+    )
+    lengths = np.add(starts, counts).tolist()
+    assert_same(pages, expected_pages(cache, new, lengths), lengths)
+
+
+def test_what_does_not_fit_is_not_written(rng):
+    cache = empty("KV4c", "bfloat16", 1, 256, 128)
+    new = vectors(rng, (2, 1, 300, HEADS, DIM), "bfloat16")
+    pages = write(cache, new, [[200], [100]], plain)
+    assert_same(pages, expected_pages(cache, new, [256]), [256])
+
+
+@given(st.integers(0, 1000), st.sampled_from([128, 256]))
+def test_the_last_token_always_waits(length, block):
+    first = int(residual.begin(jnp.int32(length), block))
+    assert first % block == 0
+    assert length == first == 0 or first < length <= first + block
+
+
+@pytest.mark.parametrize("text", ["KV4c", "KV2", "KV2t"])
+@pytest.mark.parametrize("tokens", [1, 512])
+def test_flush_lowers_with_every_page_array_aliased(text, tokens, lower_for_cuda):
+    cache = jax.eval_shape(lambda: empty(text, "bfloat16", 4, 4096, 128))
+    new = None
+    if tokens > 1:
+        new = jax.ShapeDtypeStruct((4 * tokens, HEADS, DIM), jnp.bfloat16)
+
+    def flush(pages, keys, values, block_tables, lengths):
+        return triton.flush(pages, keys, values, lengths, tokens, block_tables, lengths, lengths)
+
+    program = lower_for_cuda(flush, cache.layers[0], new, new, cache.block_tables, cache.lengths)
+    assert f'name = "flush_{text.lower()}"' in program
+    arrays = 6  # words and parameters of keys and values, and both that wait
+    assert program.count("#stablehlo.output_operand_alias<") == arrays
+    first = 4 + (0 if new is None else 2)
+    for index in range(arrays):
+        assert f"output_tuple_indices = [{index}], operand_index = {first + index}," in program
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("text", "page_size"),
+    [("KV4c", 256), ("KV4cg32", 32), ("KV2", 128), ("KV2g64", 64), ("KV2t", 16), ("K8V2", 128)],
+)
+def test_bit_for_bit_on_the_gpu(text, page_size, dtype, rng):
+    block = KVFormat.parse(text).block
+    assert block is not None
+    cache = empty(text, dtype, 4, 5 * block, page_size)
+    new = vectors(rng, (2, 4, 5 * block, HEADS, DIM), dtype)
+    chunks = [[block - 1, block, 0, 4 * block + 7], [1, 1, 1, 0], [1, 1, 2 * block, block - 7]]
+    lengths = np.sum(chunks, 0).tolist()
+    pages = write(cache, new, chunks, compiled("triton"))
+    assert_same(pages, expected_pages(cache, new, lengths), lengths)

@@ -81,7 +81,9 @@ def flush(
 
     sides = (pages.residual.keys, keys), (pages.residual.values, values)
     contents = tuple(content(*side) for side in sides)
-    return _write(pages, contents, block_tables, position, full)
+    written = _write(pages, contents, block_tables, position, full)
+    # What is written to the residual next must come after this has read it, or XLA copies it.
+    return jax.lax.optimization_barrier(written)
 
 
 def _write(

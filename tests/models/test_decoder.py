@@ -139,6 +139,20 @@ def test_fewer_bits_in_the_cache_cost_more(rng):
     assert 4 * errors[1] < errors[-1] < 0.3
 
 
+def test_a_block_at_a_time_is_a_token_at_a_time(rng):
+    """A token attends its own block as it is, however many come at once."""
+    model = small_model()
+    tokens = random_tokens(rng, 2, 134)
+    last = []
+    for sizes in ([128, 5, 1], [100, 28] + [1] * 6):
+        cache = model.create_cache(2, 134, KVFormat("4cg32"), 64)
+        logits, cache = run(model, cache, tokens, sizes)
+        last.append(wide(logits[-1]))
+    expected = forward(model, tokens)[:, -1]
+    assert relative_error(jnp.asarray(last[0]), last[1]) < 1e-4
+    assert 1e-4 < relative_error(jnp.asarray(last[0]), expected) < 0.3
+
+
 def test_a_window_hides_older_tokens(rng):
     model = small_model(dataclasses.replace(CONFIG, windows=(4,)))
     tokens = random_tokens(rng, 1, 12)
@@ -240,13 +254,14 @@ def test_interpreted_kernels_inside_a_model(rng, interpreted_triton):
 
 @pytest.mark.parametrize(
     ("text", "bits", "gates"),
-    [("uint4:g32", 16, 0), ("uint4:g32", 4, 0), ("liquid4:g64/int8", 8, 1)],
+    [("uint4:g32", 16, 0), ("uint4:g32", 4, 0), ("liquid4:g64/int8", 8, 1), ("uint4:g32", 2, 0)],
 )
 def test_a_decoding_step_lowers_for_cuda(text, bits, gates, pretend_gpu, lower_for_cuda):
     model = cast(small_model(KERNEL_CONFIG), "bfloat16")
     quantize_kernels(model, text)
     graph, state = nnx.split(model)
-    cache = model.create_cache(2, 64, KVFormat(bits), 64)
+    cache = model.create_cache(2, 64, KVFormat(bits))
+    appended, flushed = (16, 1) if bits == 2 else (bits, 0)  # to the tokens that wait
     tokens, counts = jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
 
     def step(state, tokens, counts, cache):
@@ -257,7 +272,8 @@ def test_a_decoding_step_lowers_for_cuda(text, bits, gates, pretend_gpu, lower_f
     for name, times in (
         (f"matmul_{text.split(':')[0]}", 4 * layers),
         ("add_rms_norm", 2 * layers + 1),
-        (f"rotate_and_append_kv{bits}", layers),
+        (f"rotate_and_append_kv{appended}", layers),
+        (f"flush_kv{bits}", flushed * layers),
         (f"attention_kv{bits}", layers),
         ("gated_silu", gates * layers),
     ):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("exact_products")
 LENGTHS = (5, 1, 9)
 ROWS = len(LENGTHS)
 NEW = 8
-FORMATS = [KVFormat(bits) for bits in (16, 8, 4)]
+FORMATS = [KVFormat(name) for name in (16, 8, 4, "2g64")]
 HOT = Sampling(temperature=1.5)
 FULL = 32  # the length that the oracle pads to, so that it is compiled once
 
@@ -321,6 +321,9 @@ def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monk
     model = nnx.eval_shape(lambda: Llama(KERNELS_CONFIG, nnx.Rngs(0)))
     sampling = Sampling()
     arrays = 2 if format == KVFormat(16) else 4  # pages and their parameters
+    flushed = 0
+    if format.block is not None:  # tokens are appended to 16-bit pages, and blocks encoded
+        arrays, flushed = 2, 6
 
     def program(model, tokens):
         limits = Limits(jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32), jnp.full(2, 8, jnp.int32))
@@ -338,10 +341,11 @@ def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monk
 
     # The prompt's own attention would go to cuDNN, which only a GPU can choose.
     text = lower_for_cuda(program, model, jax.ShapeDtypeStruct((2, 4), jnp.int32))
-    calls = [line for line in text.splitlines() if "custom_call" in line and "append_kv" in line]
-    assert len(calls) == 2  # of prefill, and of the loop's body
-    for call in calls:
-        assert call.count("output_operand_alias<") == arrays
+    for name, aliased in (("append_kv", arrays), ("flush_kv", flushed)):
+        calls = [line for line in text.splitlines() if "custom_call" in line and name in line]
+        assert len(calls) == (2 if aliased else 0)  # of prefill, and of the loop's body
+        for call in calls:
+            assert call.count("output_operand_alias<") == aliased
 
 
 def test_positions_are_counted_from_real_lengths(tiny, prompts):

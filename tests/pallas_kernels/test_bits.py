@@ -13,7 +13,7 @@ from tests.pallas_kernels.oracles import NUMPY_DTYPES
 
 ALL_WORDS = np.arange(2**16, dtype=np.uint16)
 
-each_width = pytest.mark.parametrize("width", [4, 8])
+each_width = pytest.mark.parametrize("width", [2, 4, 8])
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 

@@ -253,14 +253,18 @@ def _kernel(
         end_packed = residuals.begin(length, residual.page_size)
 
     def fold_channels(
-        q: jax.Array, tile: jax.Array, page: jax.Array, span: Span, plane: int
-    ) -> Any:
-        """One plane of queries times its channels' steps, and the sum of it times their middles."""
+        parts: list[jax.Array], tile: jax.Array, page: jax.Array, span: Span
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """A span's queries times their channels' steps, and the sum of them times the middles."""
         assert keys.codes.group is not None
         group = tile * config.tile_keys % page_size // keys.codes.group
-        step, middle = fetch_channels(keys, head, page, group, span, plane, dtype)
-        exact = q.astype(jnp.float32)
-        return arithmetic.narrow(exact * step[None], dtype), (exact * middle[None]).sum(1)
+        scaled, products = [], []
+        for plane, q in enumerate(parts):
+            step, middle = fetch_channels(keys, head, page, group, span, plane, dtype)
+            exact = q.astype(jnp.float32)
+            scaled.append(arithmetic.narrow(exact * step[None], dtype))
+            products.append(exact * middle[None])
+        return scaled, functools.reduce(jnp.add, products).sum(1)
 
     def visit(tile: jax.Array, carry: Any, waiting: KVPages | None = None) -> Any:
         accumulators, middle_sum, peak, total = carry
@@ -271,24 +275,24 @@ def _kernel(
             tile_keys, tile_values = waiting.sides
             slot = tile * config.tile_keys - end_packed + jnp.arange(config.tile_keys)
             place = Place(batch, slot)
-        channel_sum = None
+        channel_sums = []
         scores = jnp.zeros(tile_shape(config.tile_keys), jnp.float32)
         for span, parts in zip(key_spans, queries, strict=True):
             channels = fetch_operands(
                 tile_keys, head, place, span, keys.codes.planes, dtype, axis=0, ptx=ptx
             )
-            for plane, (q, operand) in enumerate(zip(parts, channels, strict=True)):
-                if tile_keys.codes.scaling == "channel":
-                    q, middles = fold_channels(q, tile, place.page, span, plane)
-                    channel_sum = middles if channel_sum is None else channel_sum + middles
+            if tile_keys.codes.scaling == "channel":
+                parts, channel_sum = fold_channels(parts, tile, place.page, span)
+                channel_sums.append(channel_sum)
+            for q, operand in zip(parts, channels, strict=True):
                 scores += times_queries(operand, q)
         if tile_keys.codes.scaling == "token":
             # Scaled for each slot, of which there are fewer than scores.
             step, middle = (x * log2_scale for x in fetch_parameters(tile_keys, head, place, dtype))
             offset = for_slots(middle) * for_rows(query_sum)
             scores = arithmetic.multiply_add(scores, for_slots(step), offset)
-        elif channel_sum is not None:
-            offset = for_rows(channel_sum * log2_scale)
+        elif channel_sums:
+            offset = for_rows(functools.reduce(jnp.add, channel_sums) * log2_scale)
             scores = arithmetic.multiply_add(scores, jnp.float32(log2_scale), offset)
         else:
             scores *= log2_scale

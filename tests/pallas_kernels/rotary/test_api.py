@@ -40,6 +40,15 @@ def test_it_is_a_rotation_and_an_append(rng):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_beside_a_residual_it_is_a_rotation_and_an_append(implementation, rng, interpreted_triton):
+    check_beside_a_residual(implementation, rng)
+
+
+@pytest.mark.gpu
+def test_beside_a_residual_it_is_a_rotation_and_an_append_on_the_gpu(rng):
+    check_beside_a_residual("triton", rng)
+
+
+def check_beside_a_residual(implementation, rng):
     """Three tokens at once, and one by one; the third sequence goes on to the next block."""
     test = scene(rng, "KV4c", "bfloat16", page_size=128, tokens=3, quarters=True)
     terms, before, cosines, sines, table, starts, counts = test.arrays

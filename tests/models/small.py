@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,3 +123,18 @@ def forward(model: Decoder, tokens: np.ndarray) -> np.ndarray:
         x = x + linear(gate / (1 + np.exp(-gate)) * up, layer.mlp.down)
     head = model.embedding if model.head is None else model.head
     return norm(x, model.norm) @ array(head).T
+
+
+def cast_around_kernels(model: Decoder, dtype: str) -> Decoder:
+    """Packed kernels stay as they are: their words and scales have dtypes of their own."""
+    graph, state = nnx.split(model)
+
+    def is_packed(x: Any) -> bool:
+        return isinstance(x, QuantizedTensor)
+
+    def narrow(x: Any) -> Any:
+        return x if is_packed(x) else x.astype(dtype)
+
+    result = nnx.merge(graph, jax.tree.map(narrow, state, is_leaf=is_packed))
+    result.config = dataclasses.replace(model.config, dtype=dtype)
+    return result

@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 
 from models import Decoder
-from pallas_kernels import KVFormat, PagedKVCache, QuantizedTensor
+from pallas_kernels import KVFormat, PagedKVCache
 from tests.models.small import (
     CONFIG,
     cast,
+    cast_around_kernels,
     dequantize_kernels,
     forward,
     quantize_kernels,
@@ -224,28 +225,13 @@ def half_precision_error(
     exact = cast(small_model(KERNEL_CONFIG), "float32")
     if text is not None:
         quantize_kernels(exact, text)
-    half = cast(exact, dtype) if text is None else _cast_around_kernels(exact, dtype)
+    half = cast(exact, dtype) if text is None else cast_around_kernels(exact, dtype)
     tokens = random_tokens(rng, 2, 12)
     results = []
     for model in (half, exact):
         cache = model.create_cache(2, 64, KVFormat(bits), 64)
         results.append(run(model, cache, tokens, [10, 2])[0])
     return relative_error(jnp.asarray(results[0]), wide(results[1]))
-
-
-def _cast_around_kernels(model: Decoder, dtype: str) -> Decoder:
-    """Packed kernels stay as they are: their words and scales have dtypes of their own."""
-    graph, state = nnx.split(model)
-
-    def is_packed(x: Any) -> bool:
-        return isinstance(x, QuantizedTensor)
-
-    def narrow(x: Any) -> Any:
-        return x if is_packed(x) else x.astype(dtype)
-
-    result = nnx.merge(graph, jax.tree.map(narrow, state, is_leaf=is_packed))
-    result.config = dataclasses.replace(model.config, dtype=dtype)
-    return result
 
 
 def test_interpreted_kernels_inside_a_model(rng, interpreted_triton):

@@ -32,8 +32,8 @@ ITERATIONS = 10
 CANDIDATES = 20
 CANDIDATES_FOR_MANY_ROWS = 12
 MANY_ROWS = 1024
-# Up to so many rows, what consumes a split product in a model adds its terms at no cost (measured
-# on the H200 for `add_rms_norm`): they are timed without the sum.
+# A model's next kernel adds the terms of a split product as it reads them. Up to so many rows they
+# are few next to the weight, so that products are timed without the sum.
 ROWS_OF_TERMS = 16
 
 Shape = tuple[int, int]  # [input, output channels] of a weight

@@ -97,13 +97,15 @@ def why_too_large(elements: int) -> str | None:
 
 
 def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
-    """Loads a tile whose leading rows are limited by `mask`; what is masked out reads as zero.
+    """Loads a tile, of which what is masked out reads as zero.
 
-    Without a mask the load has none at all, which lets the compiler use its widest copies.
+    mask: of the leading rows, or what broadcasts to the tile. Without one the load has none at all,
+        which lets the compiler use its widest copies.
     """
     if mask is None:
         return load(ref)
-    mask = mask.reshape(-1, *[1] * (len(ref.shape) - 1))
+    if mask.ndim == 1:
+        mask = mask.reshape(-1, *[1] * (len(ref.shape) - 1))
     return load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=jnp.zeros((), ref.dtype))
 
 

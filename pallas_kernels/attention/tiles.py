@@ -87,7 +87,7 @@ def fetch(
     lanes = jnp.expand_dims(span.lanes + first if first else span.lanes, axis)
     position = jnp.expand_dims(position, 1 - axis)
     mask = None if span.mask is None else jnp.expand_dims(span.mask, axis)
-    return load(side.words.at[page, head, position, lanes], mask)
+    return backend.load_masked(side.words.at[page, head, position, lanes], mask)
 
 
 def operands(
@@ -134,7 +134,7 @@ def fetch_channels(
 ) -> tuple[jax.Array, jax.Array]:
     """Steps and middles [lanes] of the channels in one plane of a span, for a group of tokens."""
     lanes = span.lanes + plane * span.width
-    pair = load(side.parameters.at[page, head, group, lanes], span.mask)
+    pair = backend.load_masked(side.parameters.at[page, head, group, lanes], span.mask)
     return _steps_and_middles(pair, side, dtype)
 
 
@@ -144,10 +144,3 @@ def _steps_and_middles(
     step, zero = unpack_pair(pair, dtype, dtype)
     step = step.astype(jnp.float32)
     return step, zero.astype(jnp.float32) + step * float(2 ** (side.codes.bits - 1))
-
-
-def load(ref: Any, mask: jax.Array | None) -> jax.Array:
-    """A tile, zero where a mask that broadcasts to it says so."""
-    if mask is None:
-        return backend.load(ref)
-    return backend.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=jnp.zeros((), ref.dtype))

@@ -27,7 +27,6 @@ from pallas_kernels.attention.tiles import (
     Span,
     fetch_channels,
     fetch_parameters,
-    load,
     locate,
     spans,
 )
@@ -134,7 +133,7 @@ def _combine_kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any) -> None:
     mask = split < splits
     sums = backend.load(sums_ref.at[token, head, split], mask=mask, other=_FLOOR)
     weights = jnp.where(mask, jnp.exp2(sums - sums.max()), 0.0)
-    parts = load(
+    parts = backend.load_masked(
         outputs_ref.at[token, head, split[:, None], lane[None, :]],
         mask[:, None] & (lane < dim)[None, :],
     )  # [splits, dim]
@@ -193,7 +192,7 @@ def _kernel(
         channel = plane * key_width + span.lanes
         mask = row_mask[:, None] if span.mask is None else row_mask[:, None] & span.mask[None, :]
         token, query_head = (index[:, None] for index in place_of_row)
-        return load(operands.queries.at[token, query_head, channel[None, :]], mask)
+        return backend.load_masked(operands.queries.at[token, query_head, channel[None, :]], mask)
 
     queries = [
         [load_queries(plane, span) for plane in range(keys.codes.planes)] for span in key_spans
@@ -347,7 +346,7 @@ def _kernel(
     sink, has_sink = None, split == 0
     peak = jnp.full((config.tile_rows,), _FLOOR)
     if operands.sinks is not None:
-        sink = load(operands.sinks.at[place_of_row[1]], row_mask)
+        sink = backend.load_masked(operands.sinks.at[place_of_row[1]], row_mask)
         sink = sink.astype(jnp.float32) * log2_e
         peak = jnp.where(has_sink, sink, peak)
     zeros = jnp.zeros(tile_shape(size if by_slot else 1), jnp.float32)

@@ -8,9 +8,9 @@ from pallas_kernels.kv_cache.cache import KVPages
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
 MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
-TILE_BYTES = 32768  # of keys or values at most: two stages of both are in shared memory
-# Measured on the H200 from KV4 to KV16: more programs cost more in joining their results than they
-# gain, and what all of a multiprocessor's, and each of them, want on its way.
+TILE_BYTES = 32768  # of keys or values at most: a tile of both fits the smallest shared memory
+# Found on the H200, from KV4 to KV16: more programs cost more, when their results are joined, than
+# they gain; fewer bytes on their way, of a program or of all on a multiprocessor, leave it waiting.
 MOST_PROGRAMS_PER_MULTIPROCESSOR = 4
 BYTES_PER_MULTIPROCESSOR = 131072
 BYTES_IN_FLIGHT = 65536

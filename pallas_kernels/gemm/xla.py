@@ -71,7 +71,7 @@ def _scale_kernel(operands: tuple[Any, Any, Any], out_ref: Any) -> None:
     channel = pl.program_id(1) * TILE_CHANNELS + jnp.arange(TILE_CHANNELS)
     inside = (row < out_ref.shape[0])[:, None] & (channel < out_ref.shape[1])[None, :]
     at = row[:, None], channel[None, :]
-    values = backend.load(sums_ref.at[*at], mask=inside, other=jnp.zeros((), sums_ref.dtype))
+    values = backend.load_masked(sums_ref.at[*at], inside)
     row_scales = backend.load_masked(row_scales_ref.at[row, 0], row < out_ref.shape[0])
     scales = backend.load_masked(scales_ref.at[channel], channel < out_ref.shape[1])
     scaled = values.astype(jnp.float32) * row_scales[:, None] * scales[None, :]

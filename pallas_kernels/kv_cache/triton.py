@@ -163,8 +163,7 @@ def _flush_kernel(
             if new is None:
                 return x
             at = new.at[token, head, channel[None, :]]
-            mask = jnp.broadcast_to(is_new, x.shape)
-            return jnp.where(mask, backend.load(at, mask=mask, other=jnp.zeros((), x.dtype)), x)
+            return jnp.where(is_new, backend.load_masked(at, is_new), x)
 
         sources = (
             (residual.keys, operands.keys),

@@ -71,10 +71,8 @@ def rotate_and_append(
         raise backend.UnsupportedError(f"rotate_and_append: 'triton' can't run: {reason}")
 
     def run(pages: KVPages, *places: jax.Array) -> tuple[jax.Array, KVPages]:
-        rotate_and_append = {"triton": triton, "reference": reference}[implementation]
-        return rotate_and_append.rotate_and_append(
-            terms, pages, cosines, sines, *places, dtype, heads, norms
-        )
+        module = triton if implementation == "triton" else reference
+        return module.rotate_and_append(terms, pages, cosines, sines, *places, dtype, heads, norms)
 
     places = block_tables, starts, counts
     if pages.residual is None:

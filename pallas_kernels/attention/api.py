@@ -55,6 +55,8 @@ def paged_attention(
     with the reason, where a forced implementation can't run.
     """
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, softcap, sinks)
+    if longest is not None and longest < 1:
+        raise ValueError(f"paged_attention: longest is {longest}: expected a number of tokens")
     if queries.size == 0:
         return jnp.zeros_like(queries)
     scale = scale if scale is not None else 1 / math.sqrt(pages.head_dim)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.kv_cache.codes import KVCodes
 from pallas_kernels.kv_cache.formats import KVFormat
@@ -113,6 +114,8 @@ class PagedKVCache:
         are; beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16.
         scales: of FP8 keys and values, positive, of a shape that broadcasts to [layers, 2, KV
             heads], keys first (a checkpoint's k_scale and v_scale); 1 reaches up to 448.
+
+        Raises ValueError for sizes and scales that there can't be.
         """
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
@@ -125,7 +128,7 @@ class PagedKVCache:
             raise ValueError(f"page size {page_size}: {format} needs a multiple of {group}")
         pages_per_sequence = -(-max_tokens // page_size)
         pages = batch * pages_per_sequence
-        each = jnp.broadcast_to(jnp.asarray(scales, jnp.float32), (layers, 2, kv_heads))
+        each = _broadcast_scales(scales, (layers, 2, kv_heads))
 
         # Each buffer its own: a buffer that appears twice can't be donated.
         def stored(codes: KVCodes, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -187,3 +190,18 @@ class PagedKVCache:
                 f"the KV cache holds {self.capacity} tokens per sequence, but {needed} are "
                 f"needed; create it with max_tokens={needed} or ask for fewer tokens"
             )
+
+
+def _broadcast_scales(scales: jax.typing.ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    """FP8's scales as float32 of a shape; under `jit`, where values are unknown, any are taken."""
+    if not isinstance(scales, jax.core.Tracer):
+        values = np.asarray(scales)
+        if not ((values > 0) & np.isfinite(values)).all():
+            raise ValueError("scales of FP8 keys and values must be positive and finite")
+    try:
+        return jnp.broadcast_to(jnp.asarray(scales, jnp.float32), shape)
+    except ValueError as error:
+        raise ValueError(
+            f"scales have shape {np.shape(scales)}: expected what broadcasts to {shape}, [layers, "
+            "2, KV heads]"
+        ) from error

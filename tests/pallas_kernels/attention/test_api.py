@@ -61,6 +61,12 @@ def test_queries_must_fit_the_pages(shape, rng):
         paged_attention(jnp.zeros(shape), *test.arguments[1:])
 
 
+def test_the_longest_sequence_has_a_token(rng):
+    test = scene(rng, "KV16", "float32", **DECODE)
+    with pytest.raises(ValueError, match="longest is 0"):
+        paged_attention(*test.arguments, longest=0)
+
+
 def test_unknown_implementations_are_refused(rng):
     test = scene(rng, "KV16", "float32", **DECODE)
     with pytest.raises(ValueError, match="unknown implementation 'cudnn'"):

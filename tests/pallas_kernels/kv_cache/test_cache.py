@@ -93,7 +93,7 @@ def test_channels_have_scales_and_blocks_a_place_to_wait(text, groups, block, pe
     [
         (0.5, [0.5, 0.5], [0.5, 0.5]),
         ([[[1.0], [2.0]], [[3.0], [4.0]]], [1, 1], [4, 4]),
-        (np.arange(8).reshape(2, 2, 2), [0, 1], [6, 7]),
+        (np.arange(1, 9).reshape(2, 2, 2), [1, 2], [7, 8]),
     ],
 )
 def test_float8_has_scales_of_tensors_or_heads(scales, first_keys, second_values):
@@ -152,3 +152,12 @@ def test_room_is_for_the_longest_sequence():
         cache.require_room(9)
     with pytest.raises(ValueError, match=message):
         cache.require_room(jnp.array([0, 9, 0]))
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [(0.0, "positive"), (np.nan, "finite"), (np.ones(3), r"shape \(3,\).* \(1, 2, 2\)")],
+)
+def test_scales_that_there_cannot_be(scales, message):
+    with pytest.raises(ValueError, match=message):
+        create(format=KVFormat("fp8"), scales=scales, layers=1, kv_heads=2)

@@ -28,6 +28,8 @@ FLOAT8_COMPUTE_CAPABILITY = 8.9
 SHARED_KIBIBYTES = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227}
 LEAST_SHARED_KIBIBYTES = 99  # of every GPU since Ampere
 
+PAIR_BYTES = 128 * 16**2 + 1024  # of shared memory, what `share_pairs` takes
+
 load = plgpu.load
 store = plgpu.store
 
@@ -172,6 +174,64 @@ def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
         result_shape_dtypes=[jax.ShapeDtypeStruct(arguments[0].shape, dtype)],
     )
     return result
+
+
+def share_pairs(halves: Sequence[jax.Array]) -> jax.Array:
+    """Fills shared memory with all pairs of a table's values; its address, int32 [1, 1].
+
+    halves: the table's sixteen values of 16 bits, two in each uint32 [1, 1]. Word i + 16 · j holds
+    entry i, and entry j in its upper half. Each of a warp's 32 lanes has a copy of all words, in a
+    bank of its own, so that a warp looks up 32 words at a time whichever they are: that of lane l
+    is at address + 128 · word + 4 · l.
+
+    The array is apart from what Triton allots. A kernel calls this once, before its loop.
+    """
+    words = "".join(
+        f"""
+        st.shared.b32 [table+{4 * i}], ${i + 1};"""
+        for i in range(len(halves))
+    )
+    # A lane begins at its own eighth of the 32 copies: lanes write to different banks.
+    copies = "".join(
+        f"""
+        add.u32 place, lane, {16 * eighth};
+        and.b32 place, place, 127;
+        add.u32 place, place, row;
+        st.shared.v4.b32 [place], {{low, low, low, low}};"""
+        for eighth in range(8)
+    )
+    # A whole number of kilobytes leaves Triton's own tiles where `wgmma` can read them.
+    assembly = f"""{{
+        .shared .align 1024 .b8 pairs[{PAIR_BYTES - 1024}];
+        .shared .align 1024 .b8 values[1024];
+        .reg .b32 table, lane, pair, threads, row, place, low, high;
+        .reg .pred done;
+        mov.u32 table, values;{words}
+        bar.sync 0;
+        mov.u32 lane, %laneid;
+        shl.b32 lane, lane, 4;
+        mov.u32 pair, %tid.x;
+        mov.u32 threads, %ntid.x;
+    next:
+        setp.ge.u32 done, pair, 256;
+        @done bra end;
+        and.b32 place, pair, 15;
+        mad.lo.u32 place, place, 2, table;
+        ld.shared.u16 low, [place];
+        shr.u32 place, pair, 4;
+        and.b32 place, place, 15;
+        mad.lo.u32 place, place, 2, table;
+        ld.shared.u16 high, [place];
+        prmt.b32 low, low, high, 0x5410;
+        mov.u32 row, pairs;
+        mad.lo.u32 row, pair, 128, row;{copies}
+        add.u32 pair, pair, threads;
+        bra next;
+    end:
+        bar.sync 0;
+        mov.u32 $0, pairs;
+    }}"""
+    return inline_ptx(assembly, *halves, dtype=jnp.int32)
 
 
 def multiply_add(factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:

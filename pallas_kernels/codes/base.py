@@ -69,8 +69,13 @@ class CodeKind(abc.ABC):
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
         """In a kernel: what the words uint32 [tile_n] of a group's parameters say."""
 
-    def shared(self, table: Any, operand: jnp.dtype) -> tuple[jax.Array, ...]:
-        """In a kernel, before its loop: tiles [1, 1] that all groups share, of a table."""
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory, apart from Triton's own, that `shared` takes."""
+        return 0
+
+    def shared(self, table: Any, operand: jnp.dtype, *, ptx: bool) -> tuple[jax.Array, ...]:
+        """In a kernel, before its loop: what all groups share, of a table."""
         return ()
 
     @abc.abstractmethod

@@ -1,10 +1,6 @@
 """Codes that index a table of two, three or four bits: normal float, or any table (FLUTE §3).
 
-The lookup is PTX's `prmt`, which picks bytes by the nibbles of a selector: codes that lie in
-nibbles are selectors already. One `prmt` looks up a byte of four codes in a table of eight bytes;
-a 16-bit value takes two, and a table of sixteen entries two halves with a third `prmt` to choose.
-
-So words are packed for it. Two neighbouring lanes (words e and e + 1) are a 32-bit register of
+Words hold codes in nibbles. Two neighbouring lanes (words e and e + 1) are a 32-bit register of
 eight nibbles: for planes p … p + 3, nibble n is the code of lane e + n % 2 in plane p + n // 2.
 Two-bit codes share their nibbles, those of the next four planes in the upper half. Three bits are
 such a pair of two-bit words and a word of the top bits, four to a nibble: no bit is padding.
@@ -22,6 +18,7 @@ import numpy as np
 
 from pallas_kernels import backend
 from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
+from pallas_kernels.codes.look_up import InRegisters, InSharedMemory, LookUp
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.rounding import round_to
 
@@ -52,6 +49,7 @@ class Table(CodeKind):
 
     def __init__(self, bits: int):
         self.bits = bits
+        self._look_up: LookUp = InSharedMemory() if bits == 4 else InRegisters()
 
     def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
         """Nearest entries of the normal-float table, scaled by the group's largest magnitude."""
@@ -98,11 +96,15 @@ class Table(CodeKind):
         scale = jax.lax.bitcast_convert_type(low, jnp.dtype(scale_dtype)).astype(jnp.float32)
         return Group(scale[:, None], (low.astype(jnp.int16)[:, None],))
 
-    def shared(self, table: Any, operand: jnp.dtype) -> tuple[jax.Array, ...]:
-        """The table in `operand`, as `prmt` takes it: four entries' bytes in each uint32.
+    @property
+    def shared_bytes(self) -> int:
+        """Those of its way to look up codes."""
+        return self._look_up.shared_bytes
 
-        All low bytes come first, then all high bytes.
-        """
+    def shared(self, table: Any, operand: jnp.dtype, *, ptx: bool) -> tuple[jax.Array, ...]:
+        """What the look-up needs of the table in `operand`; without `ptx`, the table itself."""
+        if not ptx:
+            return (backend.load(table.at[jnp.arange(2**self.bits)]).astype(operand),)
 
         def entry(index: int) -> jax.Array:
             # A tile of one element rather than a scalar: a broadcast tile can take the layout of an
@@ -110,14 +112,8 @@ class Table(CodeKind):
             value = backend.load(table.at[jnp.full((1, 1), index)]).astype(operand)
             return jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
 
-        def four(first: int, byte: int) -> jax.Array:
-            word = jnp.zeros((1, 1), jnp.uint32)
-            for i in range(4):
-                chosen = (entry(first + i) >> jnp.uint32(8 * byte)) & jnp.uint32(0xFF)
-                word |= chosen << jnp.uint32(8 * i)
-            return word
-
-        return tuple(four(first, byte) for byte in (0, 1) for first in range(0, 2**self.bits, 4))
+        halves = [entry(i) | (entry(i + 1) << jnp.uint32(16)) for i in range(0, 2**self.bits, 2)]
+        return self._look_up.prepare(halves)
 
     def decoder(
         self,
@@ -128,48 +124,25 @@ class Table(CodeKind):
         *,
         ptx: bool,
     ) -> Decoder:
-        """table[code] in `operand`; the lookup of two planes is shared between them."""
+        """table[code] in `operand`; four planes share what finds their codes."""
         if not ptx:
-            return lambda plane: self._look_up(columns, plane, shared, operand)
+            codes = self.unpack(jnp.stack(columns, -2))
+            return lambda plane: shared[0][codes[..., plane, :].astype(jnp.int32)]
         [carried] = arguments
-        tables = [jnp.broadcast_to(word, columns[0].shape) for word in shared]
-        low, high = tables[: len(tables) // 2], tables[len(tables) // 2 :]
 
         @functools.cache
-        def selectors(quad: int) -> tuple[jax.Array, ...]:
-            return self._selectors(columns, quad, jnp.broadcast_to(carried, columns[0].shape))
+        def nibbles(quad: int) -> jax.Array:
+            return self._nibbles(columns, quad, jnp.broadcast_to(carried, columns[0].shape))
 
-        @functools.cache
-        def look_up(pair: int) -> tuple[jax.Array, jax.Array]:
-            quad, half = divmod(pair, 2)
-            chosen = selectors(quad)
-            return tuple(_look_up_bytes(chosen, half, table) for table in (low, high))  # type: ignore[return-value]
+        return self._look_up.decoder(nibbles, shared, operand)
 
-        def decode(plane: int) -> jax.Array:
-            pair, second = divmod(plane, 2)
-            assembly = f"prmt.b32 $0, $1, $2, 0x{0x7362 if second else 0x5140:04X};"
-            return backend.inline_ptx(assembly, *look_up(pair), dtype=operand)
-
-        return decode
-
-    def _selectors(
-        self, columns: list[jax.Array], quad: int, carried: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Four planes' codes in nibbles of three bits; of four bits, then what their top bit picks.
+    def _nibbles(self, columns: list[jax.Array], quad: int, carried: jax.Array) -> jax.Array:
+        """Four planes' codes, each in a nibble.
 
         `carried` is not used: see Group.arguments.
         """
         if self.bits == 4:
-            indices = "and.b32 $0, $1, 0x77777777;"
-            picks = """{
-                .reg .b32 t;
-                shr.b32 t, $1, 1;
-                lop3.b32 $0, t, 0x44444444, 0x32103210, 0xEA;
-            }"""
-            return tuple(
-                backend.inline_ptx(assembly, columns[0], carried, dtype=jnp.int16)
-                for assembly in (indices, picks)
-            )
+            return backend.inline_ptx("mov.b32 $0, $1;", columns[0], carried, dtype=jnp.int16)
         two = columns[quad // 2]
         shift = 2 * (quad % 2)
         if self.bits == 2:
@@ -178,7 +151,7 @@ class Table(CodeKind):
                 shr.b32 t, $1, {shift};
                 and.b32 $0, t, 0x33333333;
             }}"""
-            return (backend.inline_ptx(assembly, two, carried, dtype=jnp.int16),)
+            return backend.inline_ptx(assembly, two, carried, dtype=jnp.int16)
         move = f"shl.b32 top, $2, {2 - quad};" if quad < 3 else "shr.b32 top, $2, 1;"
         assembly = f"""{{
             .reg .b32 t, top;
@@ -187,28 +160,7 @@ class Table(CodeKind):
             {move}
             lop3.b32 $0, top, 0x44444444, t, 0xEA;
         }}"""
-        return (backend.inline_ptx(assembly, two, columns[2], carried, dtype=jnp.int16),)
-
-    def _look_up(
-        self,
-        columns: list[jax.Array],
-        plane: int,
-        shared: tuple[jax.Array, ...],
-        operand: jnp.dtype,
-    ) -> jax.Array:
-        words = jnp.stack(columns, -2)
-        codes = self.unpack(words)[..., plane, :].astype(jnp.uint32)
-        half = len(shared) // 2
-
-        def byte_of(words: tuple[jax.Array, ...]) -> jax.Array:
-            found = jnp.zeros(codes.shape, jnp.uint32)
-            for i, word in enumerate(words):
-                byte = (word >> (jnp.uint32(8) * (codes % jnp.uint32(4)))) & jnp.uint32(0xFF)
-                found = jnp.where(codes // jnp.uint32(4) == jnp.uint32(i), byte, found)
-            return found
-
-        value = byte_of(shared[:half]) | (byte_of(shared[half:]) << jnp.uint32(8))
-        return jax.lax.bitcast_convert_type(value.astype(jnp.uint16), operand)
+        return backend.inline_ptx(assembly, two, columns[2], carried, dtype=jnp.int16)
 
 
 def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Array) -> Quantized:
@@ -222,35 +174,6 @@ def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Arra
     codes = jnp.searchsorted(middles, groups / divisors, method="compare_all")
     codes = codes.astype(jnp.uint8).reshape(weight.shape)
     return Quantized(codes, scales.astype(jnp.float16), table=table.astype(jnp.float32))
-
-
-def _look_up_bytes(
-    selectors: tuple[jax.Array, ...], half: int, table: list[jax.Array]
-) -> jax.Array:
-    """One byte of the value of each of four codes: in a register, those of one half's nibbles.
-
-    table: tiles of one uint32 each, four entries' bytes in every one. A 32-bit argument fills two
-    operands of the assembly, of which the first is used.
-    """
-    first = len(selectors) + 1
-    words = [f"${first + 2 * i}" for i in range(len(table))]
-    shift = 16 * half  # `prmt` reads the low half
-    if len(table) == 4:
-        assembly = f"""{{
-            .reg .b32 indices, picks, low, high;
-            shr.b32 indices, $1, {shift};
-            shr.b32 picks, $2, {shift};
-            prmt.b32 low, {words[0]}, {words[1]}, indices;
-            prmt.b32 high, {words[2]}, {words[3]}, indices;
-            prmt.b32 $0, low, high, picks;
-        }}"""
-    else:
-        assembly = f"""{{
-            .reg .b32 indices;
-            shr.b32 indices, $1, {shift};
-            prmt.b32 $0, {words[0]}, {words[-1]}, indices;
-        }}"""
-    return backend.inline_ptx(assembly, *selectors, *table, dtype=jnp.int16)
 
 
 def _to_nibbles(planes: jax.Array) -> jax.Array:

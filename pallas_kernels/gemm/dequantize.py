@@ -95,7 +95,7 @@ def _kernel(
         )
         for column in range(format.columns)
     ]
-    shared = kind.shared(table_ref, out_ref.dtype)
+    shared = kind.shared(table_ref, out_ref.dtype, ptx=ptx)
     size = format.group_size
     run = format.planes if size is None else min(format.planes, size // width)
     joined = min(format.planes, JOINED_CHANNELS // width)

@@ -134,7 +134,7 @@ def _kernel(
     # Masks only where a tile can stick out of the matrix.
     row_mask = None if rows % tile_m == 0 else row < rows
     output_mask = None if outputs % tile_n == 0 else output < outputs
-    shared = kind.shared(operands.table, x_ref.dtype)
+    shared = kind.shared(operands.table, x_ref.dtype, ptx=ptx)
 
     def load_group(index: jax.Array) -> code_kinds.Group:
         words = backend.load_masked(operands.parameters.at[index, output], output_mask)

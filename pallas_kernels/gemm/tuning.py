@@ -150,7 +150,8 @@ def tile(
         tiles.insert(0, largest)
     # Where shared memory does not hold three whole steps, less of a large tile is still better than
     # a smaller one.
-    for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, (3, 2), widths(format)):
+    depths = (2, 3) if has_table and rows > 16 else (3, 2)  # look-ups wait: rather more programs
+    for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, depths, widths(format)):
         if has_table:
             warps = max(warps, 4)  # looking up keeps more of them busy
         warps_in_flight = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR[tile_m]
@@ -214,7 +215,7 @@ def why_unsound(config: GemmConfig, format: WeightFormat, limits: Limits) -> str
 
 
 def shared_memory(config: GemmConfig, format: WeightFormat, limits: Limits) -> int:
-    """Bytes of shared memory that Triton gives a program of the fused kernel, or a few more.
+    """Bytes of shared memory that a program of the fused kernel has, or a few more.
 
     A load that is `stages` − 1 steps ahead of its use has so many buffers, and one more where
     `wgmma` (compute capability 9.0, four warps or more) still reads the last: it takes x from
@@ -230,7 +231,7 @@ def shared_memory(config: GemmConfig, format: WeightFormat, limits: Limits) -> i
     if reads_shared:
         loop += x + (words if format.is_flat else 0)
     transposed = config.tile_m * config.tile_n * 4  # on the way out, when the loop's are free
-    return max(loop, transposed)
+    return max(loop, transposed) + code_kinds.of(format).shared_bytes
 
 
 def accumulator_registers(config: GemmConfig, format: WeightFormat) -> int:

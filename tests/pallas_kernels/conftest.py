@@ -50,6 +50,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def interpreted_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inline PTX runs in numpy, on any device."""
     monkeypatch.setattr(backend, "inline_ptx", ptx.inline_ptx)
+    monkeypatch.setattr(backend, "share_pairs", ptx.share_pairs)
 
 
 @pytest.fixture

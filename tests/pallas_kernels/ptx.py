@@ -1,14 +1,14 @@
 """An interpreter, in numpy, of the inline PTX with which kernels decode weights.
 
-It stands in for `backend.inline_ptx`, so that what a decoder computes can be checked on any
-machine: the fixture `interpreted_ptx` puts it there. Written from NVIDIA's manual of the PTX ISA;
-whatever it doesn't know, it refuses.
+It stands in for `backend.inline_ptx` and `backend.share_pairs`, so that what a decoder computes can
+be checked on any machine: the fixture `interpreted_ptx` puts it there. Written from NVIDIA's manual
+of the PTX ISA; whatever it doesn't know, it refuses.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,6 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 U16, U32, U64 = np.uint16, np.uint32, np.uint64
+
+LANES = 32  # of a warp
+SHARED_ADDRESS = 4096  # where `share_pairs` puts its words; not 0, which would hide a missing base
+_shared = np.zeros(0, U32)
 
 
 class Half(NamedTuple):
@@ -69,6 +73,20 @@ def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     return jax.pure_callback(compute, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *arguments)
 
 
+def share_pairs(halves: Sequence[jax.Array]) -> jax.Array:
+    """`backend.share_pairs`: a word for each pair of entries, and a copy of it for each lane."""
+
+    def compute(*words: jax.Array) -> np.ndarray:
+        global _shared
+        values = np.concatenate([np.asarray(word).reshape(-1) for word in words]).view(U16)
+        number = np.arange(256)
+        low, high = (values[i].astype(U32) for i in (number % 16, number // 16))
+        _shared = np.repeat(low | high << U32(16), LANES)
+        return np.full((1, 1), SHARED_ADDRESS, np.int32)
+
+    return jax.pure_callback(compute, jax.ShapeDtypeStruct((1, 1), jnp.int32), *halves)
+
+
 def registers(array: jax.Array, first: jax.Array) -> list[np.ndarray]:
     """The operands that `array` fills: uint32 [registers], as many as its elements are wider.
 
@@ -86,6 +104,7 @@ def run(assembly: str, operands: list[np.ndarray]) -> np.ndarray:
     text = assembly.strip()
     is_block = text.startswith("{") and text.endswith("}")
     known = {f"${i + 1}": operand for i, operand in enumerate(operands)}
+    known["%laneid"] = np.arange(len(operands[0]), dtype=U32) % U32(LANES)
     declared = {"$0"}
     for statement in (text[1:-1] if is_block else text).split(";"):
         name, _, rest = statement.strip().partition(" ")
@@ -111,6 +130,10 @@ def run(assembly: str, operands: list[np.ndarray]) -> np.ndarray:
 
 
 def _value(source: str, known: dict[str, np.ndarray]) -> np.ndarray:
+    if source.startswith("["):
+        place = _value(source.strip("[]"), known) - U32(SHARED_ADDRESS)
+        assert (place % 4 == 0).all(), "words are aligned"
+        return _shared[place // 4]
     if re.fullmatch(r"0x[0-9A-Fa-f]{1,8}|\d+", source):
         return np.asarray(int(source, 0), U32)
     if source not in known:
@@ -159,6 +182,8 @@ def _fused_multiply_add(half: Half) -> Callable[..., np.ndarray]:
 
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "ld.shared.b32": lambda word: word,
     "and.b32": np.bitwise_and,
     "or.b32": np.bitwise_or,
     "xor.b32": np.bitwise_xor,

@@ -35,7 +35,7 @@ def launch(
     def kernel(operands: tuple[Any, Any, Any], out_ref: Any) -> None:
         words_ref, parameters_ref, table_ref = operands
         row, lane = pl.program_id(0) * tile + jnp.arange(tile), jnp.arange(width)
-        shared = kind.shared(table_ref, dtype)
+        shared = kind.shared(table_ref, dtype, ptx=ptx)
         group = kind.load(backend.load(parameters_ref.at[row]), scale_dtype, dtype)
         columns = [
             backend.load(words_ref.at[row[:, None], (column * width + lane)[None, :]])

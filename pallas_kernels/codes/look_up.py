@@ -1,0 +1,119 @@
+"""Two ways for a kernel to look up the codes that lie in the nibbles of 32-bit registers.
+
+Nibble n of a register is the code of lane n % 2 of two, in plane n // 2 of four: so a byte is two
+neighbouring lanes' codes of one plane, and their values are one register of an operand.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+
+Nibbles = Callable[[int], jax.Array]  # of planes 4 · i … 4 · i + 3: tiles of 16-bit words
+
+
+class LookUp(abc.ABC):
+    """How the values of a table are found, in PTX. It holds no state."""
+
+    shared_bytes = 0  # of shared memory, apart from Triton's own
+
+    @abc.abstractmethod
+    def prepare(self, halves: list[jax.Array]) -> tuple[jax.Array, ...]:
+        """Before the loop: tiles [1, 1] that `decoder` takes, from values two in each uint32."""
+
+    @abc.abstractmethod
+    def decoder(
+        self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
+    ) -> Callable[[int], jax.Array]:
+        """A function from a plane to the values of its codes, in `operand`."""
+
+
+class InRegisters(LookUp):
+    """Tables of up to eight entries: `prmt` picks bytes by the nibbles of a selector.
+
+    Codes that lie in nibbles are selectors already. One `prmt` looks up a byte of four codes in the
+    eight bytes of two registers; a 16-bit value takes two.
+    """
+
+    def prepare(self, halves: list[jax.Array]) -> tuple[jax.Array, ...]:
+        """All entries' low bytes, four in a register, then all high bytes."""
+        return tuple(
+            backend.inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", *pair, dtype=jnp.int32)
+            for selector in ("0x6420", "0x7531")
+            for pair in zip(halves[::2], halves[1::2], strict=True)
+        )
+
+    def decoder(
+        self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
+    ) -> Callable[[int], jax.Array]:
+        """The look-up of two planes is shared between them."""
+        middle = len(prepared) // 2
+
+        @functools.cache
+        def look_up(pair: int) -> tuple[jax.Array, ...]:
+            quad, half = divmod(pair, 2)
+            indices = nibbles(quad)
+            words = [jnp.broadcast_to(word, indices.shape) for word in prepared]
+            # A 32-bit argument fills two operands of the assembly, of which the first is used.
+            second = 4 if middle == 2 else 2
+            assembly = f"""{{
+                .reg .b32 indices;
+                shr.b32 indices, $1, {16 * half};
+                prmt.b32 $0, $2, ${second}, indices;
+            }}"""
+            return tuple(
+                backend.inline_ptx(assembly, indices, *table, dtype=jnp.int16)
+                for table in (words[:middle], words[middle:])
+            )
+
+        def decode(plane: int) -> jax.Array:
+            pair, second = divmod(plane, 2)
+            assembly = f"prmt.b32 $0, $1, $2, {'0x7362' if second else '0x5140'};"
+            return backend.inline_ptx(assembly, *look_up(pair), dtype=operand)
+
+        return decode
+
+
+class InSharedMemory(LookUp):
+    """Tables of sixteen entries: one load finds two values (FLUTE's vectorised table, §3.2).
+
+    All pairs of entries lie in shared memory once for each lane of a warp, so that no two lanes
+    ever ask the same bank.
+    """
+
+    shared_bytes = backend.PAIR_BYTES
+
+    def prepare(self, halves: list[jax.Array]) -> tuple[jax.Array, ...]:
+        """The address of the pairs."""
+        return (backend.share_pairs(halves),)
+
+    def decoder(
+        self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
+    ) -> Callable[[int], jax.Array]:
+        """A byte of codes is the number of a pair."""
+        [address] = prepared
+
+        def decode(plane: int) -> jax.Array:
+            quad, byte = divmod(plane, 4)
+            codes = nibbles(quad)
+            # A lane's own copy; until here, all threads have to hold the same.
+            own = backend.inline_ptx(
+                "{ .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.u32 $0, lane, 4, $1; }",
+                jnp.broadcast_to(address, codes.shape),
+                dtype=jnp.int32,
+            )
+            assembly = f"""{{
+                .reg .b32 pair, place;
+                prmt.b32 pair, $1, 0, 0x444{byte};
+                mad.lo.u32 place, pair, 128, $2;
+                ld.shared.b32 $0, [place];
+            }}"""
+            return backend.inline_ptx(assembly, codes, own, dtype=operand)
+
+        return decode

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.bench import measure
-from pallas_kernels import KVFormat, KVPages, PagedKVCache, append, paged_attention
+from mpjax.bench import filled_pages, measure
+from pallas_kernels import KVFormat, KVPages, PagedKVCache, paged_attention
 from pallas_kernels.attention.shapes import DECODE, AttentionShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
-APPENDED_TOKENS = 1024  # at a time
 CHECKED_TOKENS = 1 << 17  # the reference of more would not fit on smaller GPUs
 HEADERS = (
     *("shape", "format", "µs", "TB/s", "TFLOP/s", "× floor"),
@@ -123,17 +122,9 @@ def fill(shape: AttentionShape, format: KVFormat) -> tuple[KVPages, jax.Array]:
         head_dim=shape.head_dim,
         format=format,
     )
-    pages = cache.layers[0]
-    write = jax.jit(append, donate_argnums=0)
-    for start in range(0, shape.context, APPENDED_TOKENS):
-        count = min(APPENDED_TOKENS, shape.context - start)
-        dims = (shape.batch, count, shape.kv_heads, shape.head_dim)
-        keys, values = (
-            jax.random.normal(jax.random.key(2 * start + i), dims, jnp.bfloat16) for i in range(2)
-        )
-        starts, counts = (jnp.full(shape.batch, n, jnp.int32) for n in (start, count))
-        pages = write(pages, keys, values, cache.block_tables, starts, counts)
-    return pages, cache.block_tables
+    return filled_pages.fill(
+        cache.layers[0], cache.block_tables, shape.context, 0
+    ), cache.block_tables
 
 
 def _cudnn(shape: AttentionShape) -> float:

@@ -1,0 +1,40 @@
+"""Pages full of random keys and values: a long context without a pass over a long text."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import KVPages, append
+
+APPENDED_TOKENS = 1024  # at a time
+
+
+@functools.partial(jax.jit, donate_argnames="pages")
+def fill(
+    pages: KVPages, block_tables: jax.Array, tokens: jax.Array | int, seed: jax.Array | int
+) -> KVPages:
+    """Appends `tokens` normal keys and values to each sequence of one layer's empty pages.
+
+    block_tables: int32 [batch, pages per sequence]; tokens and seed: int scalars. Tokens past the
+    end of a block table are not written. Give the pages away: they are written in place.
+    """
+    batch, entries = block_tables.shape
+    at_once = min(APPENDED_TOKENS, entries * pages.page_size)
+    dims = (batch, at_once, pages.keys.shape[1], pages.head_dim)
+    key = jax.random.key(seed)
+
+    def write(piece: jax.Array, pages: KVPages) -> KVPages:
+        start = piece * at_once
+        keys, values = (
+            jax.random.normal(part, dims, jnp.bfloat16)
+            for part in jax.random.split(jax.random.fold_in(key, piece))
+        )
+        starts = jnp.full(batch, start, jnp.int32)
+        counts = jnp.full(batch, jnp.minimum(at_once, tokens - start), jnp.int32)
+        return append(pages, keys, values, block_tables, starts, counts)
+
+    pieces = (jnp.asarray(tokens, jnp.int32) + at_once - 1) // at_once
+    return jax.lax.fori_loop(0, pieces, write, pages)

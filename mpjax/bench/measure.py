@@ -62,6 +62,27 @@ def kernel_microseconds(
     return {name: statistics.median(times) for name, times in totals.items()}
 
 
+class Unjitted(jax.stages.Wrapped):
+    """A function that is measured as it is, where any other would be put under `jit` first.
+
+    What it calls may then be compiled already, and may take over the buffers of its arguments: give
+    it a state to go on from, for it is called once more than it is measured.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the function returns."""
+        return self._function(*arguments, **keywords)
+
+    def trace(self, *arguments: Any, **keywords: Any) -> Any:
+        """Raises TypeError: there is nothing to trace."""
+        raise TypeError("an Unjitted function can only be called")
+
+    lower = trace
+
+
 def microseconds(function: Callable[..., Any], *arguments: Any, iterations: int = 5) -> float:
     """GPU time of one call, all its kernels counted."""
     return sum(kernel_microseconds(function, *arguments, iterations=iterations).values())

@@ -52,6 +52,15 @@ def test_a_single_call_comes_without_a_list_of_calls(profile):
     assert measure.kernel_microseconds(lambda: None, iterations=1) == pytest.approx({"a": 3.0})
 
 
+def test_the_profiler_takes_an_unjitted_function_for_a_jitted_one():
+    calls = []
+    function = measure.Unjitted(lambda x, *, y: calls.append(x) or x + y)
+    assert isinstance(function, jax.stages.Wrapped)  # what it would put under `jit` otherwise
+    assert [function(1, y=2), function(1, y=2), calls] == [3, 3, [1, 1]]
+    with pytest.raises(TypeError, match="only be called"):
+        function.lower(1)
+
+
 def test_a_call_without_kernels_can_not_be_measured(profile):
     profile(None)
     with pytest.raises(RuntimeError, match="launched no kernel"):

@@ -34,7 +34,7 @@ def write(results: Path, page: Path) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     parts = [(HERE / "benchmarks_intro.md").read_text()]
     for pattern, build in (
-        ("generate-*.json", _generate),
+        ("generate*.json", _generate),
         ("gemm*.json", _gemm),
         ("attention*.json", _attention),
         ("perplexity.json", _perplexity),
@@ -56,23 +56,53 @@ def _plot(text: str, name: str) -> str:
 
 
 def _generate(results: list[dict[str, Any]], folder: Path) -> list[str]:
-    results.sort(key=lambda result: (result["batch"], result["precision"]))
-    roofline.draw_generate(results, folder / "generate.svg")
-    sources = []
-    for result in results:
-        command = f"mpjax bench generate --precision {result['precision']}"
-        command += f" --batch {result['batch']}"
-        command += "" if result.get("load_seconds") is None else " --from-disk"
-        sources.append(_source(result, command))
-        if "step_bytes" not in result:
-            sources.append("Its peak memory was read after the 2 GB that measure bandwidth.\n")
-    return [
-        "## End to end: Qwen3-8B's shapes, random weights\n",
-        tables.markdown(generate.HEADERS, map(generate.cells, results)),
-        _plot("tokens per second below the memory roofline", "generate.svg"),
-        *sources,
-        *map(_shares, results),
-    ]
+    # A file has the rows of a sweep, or is a row itself.
+    sweeps = [result.get("results", [result]) for result in results]
+    order = sorted(range(len(sweeps)), key=lambda i: _first_case(sweeps[i]))
+    results, sweeps = [results[i] for i in order], [sweeps[i] for i in order]
+    over_contexts = [row for rows in sweeps if _spans_contexts(rows) for row in rows]
+    others = [row for rows in sweeps if not _spans_contexts(rows) for row in rows]
+    parts = ["## End to end: Qwen3-8B's shapes, random weights\n"]
+    for rows, about, name in (
+        (others, "tokens per second below the memory roofline", "generate.svg"),
+        (over_contexts, "tokens per second over the context", "generate-context.svg"),
+    ):
+        if rows:
+            roofline.draw_generate(rows, folder / name)
+            rows = rows if rows is over_contexts else sorted(rows, key=lambda row: row["batch"])
+            parts.append(tables.markdown(generate.HEADERS, map(generate.cells, rows)))
+            parts.append(_plot(about, name))
+    if any(row.get("filled") for row in others + over_contexts):
+        parts.append(
+            "Without a time to the first token: decoded from a cache of random keys and values, "
+            "for which there is no text to check against.\n"
+        )
+    for result, rows in zip(results, sweeps, strict=True):
+        parts.append(_source(result, _generate_command(rows)))
+        if not all("step_bytes" in row for row in rows):
+            parts.append("Its peak memory was read after the 2 GB that measure bandwidth.\n")
+    return [*parts, *(_shares(rows[0]) for rows in sweeps)]
+
+
+def _first_case(rows: Sequence[dict[str, Any]]) -> tuple[int, str]:
+    return rows[0]["batch"], rows[0]["precision"]
+
+
+def _spans_contexts(rows: Sequence[dict[str, Any]]) -> bool:
+    return len({row["prompt_tokens"] for row in rows}) > 1
+
+
+def _generate_command(rows: Sequence[dict[str, Any]]) -> str:
+    """The command of a sweep's rows, without options that say what would be so anyway."""
+    options = {"precision": _distinct(rows, "precision"), "batch": _distinct(rows, "batch")}
+    options["prompt-tokens"] = _distinct(rows, "prompt_tokens")
+    options["new-tokens"] = _distinct(rows, "new_tokens")
+    usual = {"prompt-tokens": "2048", "new-tokens": "256"}
+    command = "mpjax bench generate"
+    for option, value in options.items():
+        command += "" if usual.get(option) == value else f" --{option} {value}"
+    command += " --filled" if any(row.get("filled") for row in rows) else ""
+    return command + ("" if rows[0].get("load_seconds") is None else " --from-disk")
 
 
 def _shares(result: dict[str, Any]) -> str:
@@ -84,7 +114,8 @@ def _shares(result: dict[str, Any]) -> str:
         [name, f"{time:.0f} µs", f"{time / total:.0%}"]
         for name, time in [*largest, ("everything else", rest)]
     ]
-    title = f"Kernels of a decoding step, {result['precision']}, batch {result['batch']}:\n"
+    title = f"Kernels of a decoding step, {result['precision']}, batch {result['batch']}"
+    title += f", after {result['prompt_tokens']} tokens:\n"
     return "\n".join([title, tables.markdown(["kernel", "time", "share"], rows)])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import statistics
 import tempfile
 import time
@@ -17,39 +19,44 @@ import numpy as np
 import mpjax
 from models import Decoder, DecoderConfig, Qwen3
 from models.presets import QWEN3_8B
-from mpjax.bench import checkpoint, measure
+from mpjax.bench import checkpoint, filled_pages, measure
 from mpjax.bench.random_model import random_model
-from mpjax.decoding import DecodingState, Limits, decode, jit_decode, jit_prefill
+from mpjax.decoding import STRIDE, DecodingState, Limits, jit_decode, jit_prefill
+from mpjax.memory import require_free
 from mpjax.precision import Precision
 from mpjax.sampling import Sampling, row_keys
 from pallas_kernels import PagedKVCache, WeightFormat
 
 # In nats. Different kernels round differently; a model whose cache is wrong is off by several.
 GATE = 1.0
-ROUNDS = 4  # the first compiles and is not counted
-PROFILED_STEPS = 8
+CHECKED_TOKENS = 1 << 13  # the logits of one pass over them are 5 GB
+READS, ROUNDS = 3, 4  # of a prompt, and of decoding; the first compiles and is not counted
 AWQ = WeightFormat("uint4", 128)
 HEADERS = (
-    *("precision", "batch", "load", "first token", "tokens/s", "step"),
-    *("sum of its kernels", "memory roofline", "of it", "peak memory"),
+    *("precision", "batch", "context", "load", "first token", "tokens/s", "step"),
+    *("kernels", "roofline", "of it", "peak memory", "check"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What to measure: each batch in each precision.
+    """What to measure: each batch after each number of prompt tokens, in each precision.
 
+    filled: only the first case of a precision reads its prompt; the others find as many random keys
+        and values in their cache, and have no time to a first token, and nothing to check.
     from_disk: writes an AWQ checkpoint and loads it, for the time that this takes.
+    config: of the model, which gets more positions where they do not suffice.
 
     Raises ValueError for a precision that can't be read or that an AWQ checkpoint does not have,
-    for batches below 1, and for more tokens than the model has positions.
+    and for batches and numbers of tokens from which there is nothing to measure.
     """
 
     precisions: tuple[str, ...]
     batches: tuple[int, ...]
-    prompt_tokens: int
+    prompt_tokens: tuple[int, ...]
     new_tokens: int
     from_disk: bool = False
+    filled: bool = False
     config: DecoderConfig = QWEN3_8B
 
     def __post_init__(self) -> None:
@@ -59,19 +66,20 @@ class Sweep:
                 raise ValueError(f"{text}: the checkpoint on disk is AWQ's, W4 in groups of 128")
         if min(self.batches, default=0) < 1:
             raise ValueError(f"batches are {self.batches}: expected one or more positive numbers")
-        positions = self.config.max_position_embeddings
-        if self.prompt_tokens < 1 or self.new_tokens < 2:
+        if min(self.prompt_tokens, default=0) < 1 or self.new_tokens < 2:
             raise ValueError("a step is measured from one prompt token and two new ones on")
-        if self.prompt_tokens + self.new_tokens > positions:
-            raise ValueError(
-                f"{self.prompt_tokens} prompt tokens and {self.new_tokens} new ones pass the "
-                f"{positions} positions of the model"
-            )
 
     @property
     def cases(self) -> int:
         """Number of rows that `run` gives."""
-        return len(self.precisions) * len(self.batches)
+        return len(self.precisions) * len(self.batches) * len(self.prompt_tokens)
+
+    @property
+    def model_config(self) -> DecoderConfig:
+        """The configuration with a position for every token."""
+        positions = max(self.prompt_tokens) + self.new_tokens
+        positions = max(positions, self.config.max_position_embeddings)
+        return dataclasses.replace(self.config, max_position_embeddings=positions)
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,28 +99,31 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """The texts of a row of the table, in the order of HEADERS."""
     row = figures(row)
     load, peak = row.get("load_seconds"), row.get("peak_bytes")
+    first, difference = row["time_to_first_token_seconds"], row["logprob_difference"]
     return [
         row["precision"],
         str(row["batch"]),
+        str(row["prompt_tokens"]),
         "" if load is None else f"{load:.1f} s",
-        f"{row['time_to_first_token_seconds'] * 1e3:.1f} ms",
+        "" if first is None else f"{first * 1e3:.1f} ms",
         f"{row['decode_tokens_per_second']:.0f}",
         f"{row['decode_step_microseconds']:.0f} µs",
         f"{row['sum_of_kernels_microseconds']:.0f} µs",
         f"{row['roofline_microseconds']:.0f} µs",
         f"{row['roofline_share']:.0%}",
         "" if peak is None else f"{peak / 1e9:.1f} GB",
+        "" if difference is None else f"{difference:.2f} nats",
     ]
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each row whose decoding and reading disagree; a NaN does."""
+    """A sentence for each checked row whose decoding and reading disagree; a NaN does."""
     return [
         f"{row['precision']}, batch {row['batch']}: log-probabilities of the new tokens differ by "
         f"{row['logprob_difference']:.2f} from those of one pass over the text, and the gate is "
         f"{GATE:.0f}"
         for row in rows
-        if not row["logprob_difference"] < GATE
+        if row["logprob_difference"] is not None and not row["logprob_difference"] < GATE
     ]
 
 
@@ -129,90 +140,170 @@ def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> f
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Measures every case of a sweep on the default device, and gives its row."""
     bandwidth = measure.read_bandwidth()
-    for text in sweep.precisions:
-        lm, load_seconds = _load(sweep, Precision.parse(text))
-        for batch in sweep.batches:
-            row = {"precision": text, "layers": sweep.config.num_layers, "batch": batch}
-            row |= {"load_seconds": load_seconds, "read_bandwidth_bytes_per_second": bandwidth}
-            yield figures(row | _measure(lm, batch, sweep.prompt_tokens, sweep.new_tokens))
+    by_weights = itertools.groupby(sweep.precisions, lambda text: Precision.parse(text).weights)
+    for _, texts in by_weights:
+        lm = None
+        for text in texts:
+            precision = Precision.parse(text)
+            if lm is None:
+                lm, load_seconds = _load(sweep, precision)
+            lm = dataclasses.replace(lm, kv_format=precision.kv)
+            pairs = itertools.product(sweep.batches, sweep.prompt_tokens)
+            for number, (batch, prompt) in enumerate(pairs):
+                row = {"precision": text, "layers": sweep.config.num_layers, "batch": batch}
+                row |= {"load_seconds": load_seconds, "read_bandwidth_bytes_per_second": bandwidth}
+                is_read = number == 0 or not sweep.filled
+                yield figures(row | _measure(lm, batch, prompt, sweep.new_tokens, is_read))
         del lm  # before the next one is made
 
 
 def _load(sweep: Sweep, precision: Precision) -> tuple[mpjax.LanguageModel, float | None]:
     if not sweep.from_disk:
-        model = random_model(Qwen3, sweep.config, precision.weights)
+        model = random_model(Qwen3, sweep.model_config, precision.weights)
         return mpjax.LanguageModel(model, None, precision.kv, Path()), None
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.write_awq(Path(folder), sweep.config)
+        checkpoint.write_awq(Path(folder), sweep.model_config)
         begin = time.perf_counter()
         lm = mpjax.load(folder, precision=precision, progress=False)
         jax.block_until_ready(lm.model)
         return lm, time.perf_counter() - begin
 
 
-def _measure(lm: mpjax.LanguageModel, batch: int, prompt: int, new: int) -> dict[str, Any]:
-    peak_before = _peak_bytes()
-    vocabulary = lm.config.vocab_size
-    tokens = jnp.asarray(
-        np.random.default_rng(0).integers(0, vocabulary, (batch, prompt)), jnp.int32
-    )
-    lengths = jnp.full(batch, prompt, jnp.int32)
-    keys, sampling = row_keys(range(batch)), Sampling()
+def _measure(
+    lm: mpjax.LanguageModel, batch: int, prompt: int, new: int, is_read: bool
+) -> dict[str, Any]:
+    case_begin, peak_before = time.perf_counter(), _peak_bytes()
+    rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
+    tokens = jnp.asarray(rows, jnp.int32)
     # No stop token: random weights must not end a row early.
     limits = Limits(
         jnp.zeros(0, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.full(batch, new, jnp.int32)
     )
+    state = _empty_state(lm, batch, prompt + new, new)
+    state, reading = _read(lm, state, tokens, limits) if is_read else (_fill(state, prompt), {})
 
-    def prefill() -> tuple[DecodingState, float]:
-        cache = jax.block_until_ready(lm.model.create_cache(batch, prompt + new, lm.kv_format))
-        begin = time.perf_counter()
-        state = jit_prefill(lm.model, tokens, lengths, cache, keys, sampling, limits, room=new)
-        state.tokens.block_until_ready()
-        return state, time.perf_counter() - begin
+    def advance(until: jax.Array) -> jax.Array:
+        nonlocal state
+        state = _rewind(state, prompt)
+        state = jit_decode(lm.model, state, Sampling(), limits, until, stride=STRIDE)
+        return state.tokens
 
-    prefill_seconds, decode_seconds = [], []
-    for _ in range(ROUNDS):
-        state, seconds = prefill()
-        prefill_seconds.append(seconds)
+    seconds = []
+    for number in range(ROUNDS):
         begin = time.perf_counter()
-        state = jit_decode(lm.model, state, sampling, limits, jnp.int32(new))
-        state.tokens.block_until_ready()
-        decode_seconds.append(time.perf_counter() - begin)
-        said, scores = state.tokens[:1], state.logprobs[:1]
-        del state  # its cache, before the next one is made
+        advance(jnp.int32(new)).block_until_ready()
+        seconds.append(time.perf_counter() - begin)
+        if number == 0:
+            said, scores = (np.array(x[:1]) for x in (state.tokens, state.logprobs))
     peak = _peak_bytes()
-
-    # The kernels of a few steps, undonated, so that the same state can be run again: the copy of
-    # the cache that this costs is left out.
-    steps = min(PROFILED_STEPS, new - 1)
-    state, _ = prefill()
-    undonated = jax.jit(lambda *arguments: decode(*arguments, stride=1).tokens)  # no step too many
-    arguments = (lm.model, state, sampling, limits, jnp.int32(1 + steps))
-    kernels = measure.kernel_microseconds(undonated, *arguments, iterations=3)
-    kernels = {name: time / steps for name, time in kernels.items() if "memcpy" not in name.lower()}
-    prefill_kernels = measure.kernel_microseconds(
-        jax.jit(_read_prompt), lm.model, tokens, lengths, state.cache, iterations=1
-    )
-    return {
+    # The loop goes round once: one stride of steps, whether or not all of them are wanted.
+    until = jnp.int32(min(1 + STRIDE, new))
+    kernels = measure.kernel_microseconds(measure.Unjitted(advance), until, iterations=1)
+    kernels = {name: time / STRIDE for name, time in _computing(kernels).items()}
+    is_checked = is_read and prompt + new <= CHECKED_TOKENS
+    text = jnp.concatenate([tokens[:1], jnp.asarray(said)], 1)
+    return reading | {
         "prompt_tokens": prompt,
         "new_tokens": new,
-        "prefill_seconds_with_compilation": prefill_seconds[0],
-        "time_to_first_token_seconds": statistics.median(prefill_seconds[1:]),
-        "decode_step_microseconds": statistics.median(decode_seconds[1:]) / (new - 1) * 1e6,
+        "filled": not is_read,
+        "time_to_first_token_seconds": reading.get("time_to_first_token_seconds"),
+        "decode_seconds_with_compilation": seconds[0],
+        "decode_step_microseconds": statistics.median(seconds[1:]) / (new - 1) * 1e6,
         "sum_of_kernels_microseconds": sum(kernels.values()),
         "step_bytes": step_bytes(lm, state.cache, prompt + new / 2),
         "weights_bytes": lm.nbytes,
         "cache_bytes": state.cache.nbytes,
         # The allocator never forgets its peak: a case's own is known only where it set it.
         "peak_bytes": peak if peak != peak_before else None,
-        "logprob_difference": _difference(lm, jnp.concatenate([tokens[:1], said], 1), scores),
-        "kernel_microseconds_per_step": _longest_first(kernels),
-        "prefill_kernel_microseconds": _longest_first(prefill_kernels),
+        "logprob_difference": _difference(lm, text, jnp.asarray(scores)) if is_checked else None,
+        "case_seconds": time.perf_counter() - case_begin,
+        "kernel_microseconds_per_step": kernels,
     }
 
 
-def _longest_first(kernels: dict[str, float]) -> dict[str, float]:
-    return dict(sorted(kernels.items(), key=lambda item: -item[1]))
+def _empty_state(lm: mpjax.LanguageModel, batch: int, max_tokens: int, room: int) -> DecodingState:
+    create = functools.partial(lm.model.create_cache, batch, max_tokens, lm.kv_format)
+    shape = jax.tree.leaves(jax.eval_shape(create))
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in shape)
+    require_free(needed, f"a {lm.kv_format} cache for {batch} × {max_tokens} tokens")
+    return DecodingState(
+        cache=create(),
+        keys=row_keys(range(batch)),
+        tokens=jnp.zeros((batch, room), jnp.int32),
+        logprobs=jnp.zeros((batch, room), jnp.float32),
+        counts=jnp.zeros(batch, jnp.int32),
+        finished=jnp.zeros(batch, bool),
+        seen=None,
+        step=jnp.int32(0),
+    )
+
+
+def _rewind(state: DecodingState, tokens: int) -> DecodingState:
+    """A state as it was with `tokens` in the cache and the first new one drawn.
+
+    What the cache has beyond is written again. No kernel runs, which would be counted.
+    """
+    batch = len(state.tokens)
+    return dataclasses.replace(
+        state,
+        cache=dataclasses.replace(
+            state.cache, lengths=_from_host(np.full(batch, tokens, np.int32))
+        ),
+        counts=_from_host(np.ones(batch, np.int32)),
+        finished=_from_host(np.zeros(batch, bool)),
+        step=_from_host(np.int32(1)),
+    )
+
+
+def _from_host(array: np.ndarray | np.generic) -> jax.Array:
+    return jax.device_put(array)
+
+
+def _fill(state: DecodingState, tokens: int) -> DecodingState:
+    """A state with `tokens` random keys and values in every layer of its cache."""
+    cache = state.cache
+    layers = tuple(
+        filled_pages.fill(pages, cache.block_tables, tokens, seed)
+        for seed, pages in enumerate(cache.layers)
+    )
+    cache = jax.block_until_ready(dataclasses.replace(cache, layers=layers))
+    return dataclasses.replace(state, cache=cache)
+
+
+def _read(
+    lm: mpjax.LanguageModel, state: DecodingState, tokens: jax.Array, limits: Limits
+) -> tuple[DecodingState, dict[str, Any]]:
+    """A state that has read tokens [batch, tokens], and what was measured of that."""
+    batch, prompt = tokens.shape
+    lengths = jnp.full(batch, prompt, jnp.int32)
+    jax.block_until_ready(state)
+
+    def read() -> jax.Array:
+        nonlocal state
+        cache = dataclasses.replace(state.cache, lengths=_from_host(np.zeros(batch, np.int32)))
+        state = jit_prefill(
+            *(lm.model, tokens, lengths, cache, state.keys, Sampling(), limits),
+            room=state.tokens.shape[1],
+        )
+        return state.tokens
+
+    seconds = []
+    for _ in range(READS):
+        begin = time.perf_counter()
+        read().block_until_ready()
+        seconds.append(time.perf_counter() - begin)
+    kernels = measure.kernel_microseconds(measure.Unjitted(read), iterations=1)
+    return state, {
+        "prefill_seconds_with_compilation": seconds[0],
+        "time_to_first_token_seconds": statistics.median(seconds[1:]),
+        "prefill_kernel_microseconds": _computing(kernels),
+    }
+
+
+def _computing(kernels: dict[str, float]) -> dict[str, float]:
+    """Kernels without copies, such as those of small arrays from the host; the longest first."""
+    kept = {name: time for name, time in kernels.items() if "memcpy" not in name.lower()}
+    return dict(sorted(kept.items(), key=lambda item: -item[1]))
 
 
 def _peak_bytes() -> int | None:
@@ -220,11 +311,11 @@ def _peak_bytes() -> int | None:
     return statistics.get("peak_bytes_in_use")
 
 
-def _read_prompt(
-    model: Decoder, tokens: jax.Array, lengths: jax.Array, cache: PagedKVCache
-) -> jax.Array:
-    cache = dataclasses.replace(cache, lengths=jnp.zeros_like(cache.lengths))
-    return model.step(tokens, lengths, cache, fresh=True)[0]
+@functools.partial(jax.jit, static_argnames="new")
+def _logprobs(model: Decoder, text: jax.Array, new: int) -> jax.Array:
+    """float32 [batch, new], of the last `new` tokens of texts; compiled once for all KV formats."""
+    logprobs = jax.nn.log_softmax(model(text)[:, -new - 1 : -1])
+    return jnp.take_along_axis(logprobs, text[:, -new:, None], -1)[..., 0]
 
 
 def _difference(lm: mpjax.LanguageModel, text: jax.Array, scores: jax.Array) -> float:
@@ -233,11 +324,4 @@ def _difference(lm: mpjax.LanguageModel, text: jax.Array, scores: jax.Array) -> 
     text: int32 [1, prompt and new tokens]; scores: float32 [1, new tokens], of the new ones. The
     pass over the whole text has no cache, and other kernels than decoding.
     """
-
-    @jax.jit
-    def read(model: Decoder, text: jax.Array) -> jax.Array:
-        logits = model(text)[:, -scores.shape[1] - 1 : -1]
-        logprobs = jax.nn.log_softmax(logits)
-        return jnp.take_along_axis(logprobs, text[:, -scores.shape[1] :, None], -1)[..., 0]
-
-    return float(jnp.abs(read(lm.model, text) - scores).mean())
+    return float(jnp.abs(_logprobs(lm.model, text, scores.shape[1]) - scores).mean())

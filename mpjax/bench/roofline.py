@@ -116,8 +116,14 @@ def memory_roof(rows: Rows, compute: float) -> tuple[list[float], list[float]]:
 
 
 def draw_generate(rows: Rows, path: Path) -> None:
-    """Draws tokens/s within the memory roofline's: a panel for each batch, a bar for each row."""
+    """Draws tokens/s within the memory roofline's, a panel for each batch.
+
+    Rows of one context are bars. Of several contexts, each precision is a line over them.
+    """
     rows = [generate.figures(row) for row in rows]
+    if len({row["prompt_tokens"] for row in rows}) > 1:
+        _draw_contexts(rows, path)
+        return
     batches = sorted({row["batch"] for row in rows})
     height = 0.34 * len(rows) + 0.75 * len(batches) + 0.5
     with _figure(path, (7.2, height)) as figure:
@@ -142,6 +148,48 @@ def _generate_panel(axes: Axes, rows: Rows) -> None:
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("tokens/s")
     axes.set_title(f"batch {rows[0]['batch']}", fontsize=9, loc="left")
+
+
+def _draw_contexts(rows: Rows, path: Path) -> None:
+    batches = sorted({row["batch"] for row in rows})
+    precisions = list(dict.fromkeys(row["precision"] for row in rows))
+    columns = min(2, len(batches))
+    lines = -(-len(batches) // columns)
+    with _figure(path, (3.6 + 3.2 * columns, 3.4 * lines + 0.9)) as figure:
+        panels = list(figure.subplots(lines, columns, squeeze=False).flat)
+        for panel, batch in zip(panels, batches, strict=False):
+            chosen = [row for row in rows if row["batch"] == batch]
+            _context_panel(panel, chosen, precisions)
+        for panel in panels[len(batches) :]:
+            panel.set_visible(False)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+
+
+def _context_panel(axes: Axes, rows: Rows, precisions: Sequence[str]) -> None:
+    for index, precision in enumerate(precisions):
+        measured = [row for row in rows if row["precision"] == precision]
+        measured.sort(key=lambda row: row["prompt_tokens"])
+        contexts = [row["prompt_tokens"] for row in measured]
+        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+        heights = [row["decode_tokens_per_second"] for row in measured]
+        style: dict[str, Any] = {"marker": marker, "markersize": 3.5, "lw": 1.4}
+        axes.plot(contexts, heights, label=precision, color=color, **style)
+        roofs = [row["roofline_tokens_per_second"] for row in measured]
+        axes.plot(contexts, roofs, color=color, ls="--", lw=0.9)
+    axes.plot([], [], color=GREY, ls="--", lw=0.9, label="memory roofline of a precision")
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row["prompt_tokens"] for row in rows})
+    axes.set_xticks(ticks, [_thousands(tick) for tick in ticks], fontsize=7.5)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("tokens/s")
+    axes.set_xlabel("context, tokens")
+    axes.set_title(f"batch {rows[0]['batch']}", fontsize=9, loc="left")
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
 @contextlib.contextmanager

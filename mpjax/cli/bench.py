@@ -82,19 +82,32 @@ GENERATE_EPILOG = """\b
 Examples:
   mpjax bench generate
   mpjax bench generate --precision W16A16KV16,W4A16KV8 --batch 1,16,64
+  mpjax bench generate --precision W4A16KV8,W4A16KV2 \\
+      --prompt-tokens 1024,16384,131072 --filled
   mpjax bench generate --from-disk
 
 \b
-Qwen3-8B's shapes with random weights, greedy, without stop tokens.
-  step             wall time of one decoding step, all rows; tokens/s follow
-  memory roofline  the time to read all weights and the cache at half of the
-                   new tokens, at the rate of an XLA reduction over 2 GB
-  of it            its share of the step: 100 % is the limit of any
-                   implementation, above 60 % is good
-  peak memory      if this row set it: the allocator keeps only the highest
+Qwen3-8B's shapes with random weights, greedy, without stop tokens. The model
+has 40960 positions, and as many more as the longest context needs.
+  context      tokens that are in the cache when decoding begins
+  first token  wall time of reading the prompts and drawing from what comes
+               out; empty where the cache was filled (--filled)
+  step         wall time of one decoding step, all rows; tokens/s follow
+  kernels      the sum of its kernels: the rest of the step the GPU waits
+  roofline     the time to read all weights and the cache at half of the new
+               tokens, at the rate of an XLA reduction over 2 GB
+  of it        its share of the step: 100 % is the limit of any
+               implementation, above 60 % is good
+  peak memory  if this row set it: the allocator keeps only the highest
+  check        log-probabilities of the first row's new tokens against those
+               of one pass over the whole text, which uses other kernels and
+               no cache; the gate is 1 nat on average. Empty where the cache
+               was filled, for there is no such text, and above 8192 tokens
 
-The check: log-probabilities of the new tokens against those of one pass over the whole text, which
-uses other kernels and no cache; the gate is 1 nat on average.
+\b
+Several contexts are drawn as lines below their rooflines, one as bars.
+A case compiles for some ten seconds, and its prompt for as many again:
+--filled reads one prompt for each precision, to check it, and no other.
 """
 
 app = typer.Typer(
@@ -199,8 +212,18 @@ def generate_command(
         str, _texts("W4A16KV8", "Precisions, as `mpjax --help` explains them.")
     ] = "W4A16KV8",
     batch: Annotated[str, _texts("ROWS", "Rows that are decoded at a time.")] = "1",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 2048,
+    prompt_tokens: Annotated[
+        str, _texts("TOKENS", "Tokens of each prompt: contexts to decode from.")
+    ] = "2048",
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 256,
+    filled: Annotated[
+        bool,
+        typer.Option(
+            "--filled",
+            help="Read a prompt in the first case of each precision only, and in the others fill "
+            "the cache with random keys and values: long contexts in no time.",
+        ),
+    ] = False,
     from_disk: Annotated[
         bool,
         typer.Option(
@@ -209,39 +232,27 @@ def generate_command(
             "otherwise the weights are made on the GPU.",
         ),
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False,
-            show_default=False,
-            help="Folder for the results, a file for each precision and batch.",
-        ),
-    ] = None,
+    output: Output = None,
     plot: Plot = True,
 ) -> None:
     """Measure tokens/s of a whole model, beside its roofline."""
-    from mpjax.bench import generate, measure, tables
+    from mpjax.bench import generate, tables
 
     sweep = _checked(
         lambda: generate.Sweep(
             _split(precision),
             _numbers("--batch", batch),
-            prompt_tokens,
+            _numbers("--prompt-tokens", prompt_tokens),
             new_tokens,
             from_disk,
+            filled,
         )
     )
-    measure.require_gpu()
-    folder = measure.results_folder() if output is None else output
-    measured = []
-    for row in _progress("generate", generate.run(sweep), sweep.cases):
-        measured.append(row)
-        path = measure.save(f"generate-{row['precision']}-b{row['batch']}", row, folder)
-        typer.echo(f"saved {path}", err=True)
-    title = f"Qwen3-8B's shapes, {prompt_tokens} prompt tokens, {new_tokens} new ones"
+    measured, path = _measure("generate", generate, sweep, output)
+    title = f"Qwen3-8B's shapes, random weights, {new_tokens} new tokens"
     tables.show(title, generate.HEADERS, map(generate.cells, measured))
     if plot:
-        _draw("draw_generate", measured, folder / "generate.svg")
+        _draw("draw_generate", measured, path.with_suffix(".svg"))
     _check(generate, measured)
 
 

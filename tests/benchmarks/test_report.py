@@ -55,6 +55,45 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert "uint8:g128" in svg
 
 
+def test_sweeps_of_generation_have_a_table_and_a_plot_each(page, tmp_path):
+    filled = {"filled": True, "time_to_first_token_seconds": None, "logprob_difference": None}
+    text = page(
+        **{
+            "generate": {
+                "results": [
+                    generate_row(precision=precision, batch=batch, **({} if batch == 1 else filled))
+                    for precision in ("W4A16KV8", "W16A16KV8")
+                    for batch in (1, 16)
+                ]
+            },
+            "generate-context": {
+                "results": [
+                    generate_row(prompt_tokens=1024, new_tokens=128),
+                    generate_row(prompt_tokens=131072, new_tokens=128, **filled),
+                ]
+            },
+        }
+    )
+    assert "`mpjax bench generate --precision W4A16KV8,W16A16KV8 --batch 1,16 --filled` ·" in text
+    command = "--precision W4A16KV8 --batch 2 --prompt-tokens 1024,131072 --new-tokens 128 --filled"
+    assert f"`mpjax bench generate {command}` ·" in text
+    rows = [line.split(" | ")[:4] for line in text.splitlines() if "W" in line and "| " in line]
+    assert [row[:3] for row in rows] == [
+        ["| W4A16KV8", "1", "2048"],
+        ["| W16A16KV8", "1", "2048"],
+        ["| W4A16KV8", "16", "2048"],
+        ["| W16A16KV8", "16", "2048"],
+        ["| W4A16KV8", "2", "1024"],
+        ["| W4A16KV8", "2", "131072"],
+    ]
+    assert rows[-2][3] == "50.0 ms"
+    assert rows[-1][3] == ""
+    assert text.count("Kernels of a decoding step") == 2
+    assert "a cache of random keys and values" in text
+    assert "128K" in (tmp_path / "docs" / "generate-context.svg").read_text()
+    assert "batch 16" in (tmp_path / "docs" / "generate.svg").read_text()
+
+
 def test_what_was_not_measured_is_left_out(page, tmp_path):
     text = page(attention={"results": [attention_row(copies=5)]})
     assert "## Paged decode attention" in text

@@ -54,6 +54,8 @@ def generate_row(**changes: Any) -> dict[str, Any]:
     return {
         "precision": "W4A16KV8",
         "batch": 2,
+        "prompt_tokens": 2048,
+        "new_tokens": 256,
         "load_seconds": None,
         "time_to_first_token_seconds": 0.05,
         "decode_step_microseconds": 2000.0,

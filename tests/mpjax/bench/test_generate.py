@@ -1,24 +1,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy
 import pytest
 
 import mpjax
 from models import Qwen3
 from mpjax.bench import generate, measure
 from mpjax.bench.random_model import random_model
+from mpjax.decoding import STRIDE
+from mpjax.memory import DeviceMemoryError
 from mpjax.precision import Precision
 from pallas_kernels import KVFormat
 from tests.mpjax.bench.rows import SMALL_MODEL, generate_row
 
 
-def sweep(precisions=("W4A16KV8",), batches=(1,), prompt=6, new=4, **changes):
-    return generate.Sweep(precisions, batches, prompt, new, config=SMALL_MODEL, **changes)
+def sweep(precisions=("W4A16KV8",), batches=(1,), prompts=(6,), new=4, **changes):
+    return generate.Sweep(precisions, batches, prompts, new, config=SMALL_MODEL, **changes)
 
 
 def test_figures_follow_from_times():
@@ -35,20 +39,28 @@ def test_cells_are_in_the_order_of_the_headers():
     assert dict(zip(generate.HEADERS, generate.cells(row), strict=True)) == {
         "precision": "W4A16KV8",
         "batch": "2",
+        "context": "2048",
         "load": "7.1 s",
         "first token": "50.0 ms",
         "tokens/s": "1000",
         "step": "2000 µs",
-        "sum of its kernels": "1900 µs",
-        "memory roofline": "1000 µs",
+        "kernels": "1900 µs",
+        "roofline": "1000 µs",
         "of it": "50%",
         "peak memory": "10.9 GB",
+        "check": "0.01 nats",
     }
-    assert generate.cells(generate_row())[2::7] == ["", ""]
+    unread = generate_row(time_to_first_token_seconds=None, logprob_difference=None)
+    empty = [
+        name
+        for name, cell in zip(generate.HEADERS, generate.cells(unread), strict=True)
+        if not cell
+    ]
+    assert empty == ["load", "first token", "peak memory", "check"]
 
 
 def test_decoding_that_disagrees_with_reading_fails():
-    rows = [generate_row(logprob_difference=value) for value in (0.99, 1.0, math.nan)]
+    rows = [generate_row(logprob_difference=value) for value in (None, 0.99, 1.0, math.nan)]
     assert len(generate.failures(rows)) == 2
     assert "W4A16KV8, batch 2: log-prob" in generate.failures(rows)[0]
 
@@ -60,12 +72,17 @@ def test_decoding_that_disagrees_with_reading_fails():
         ({"precisions": ("W8A16KV8",), "from_disk": True}, "W8A16KV8: the checkpoint on disk"),
         ({"batches": (1, 0)}, "positive"),
         ({"new": 1}, "two new ones"),
-        ({"prompt": 250, "new": 7}, "256 positions"),
+        ({"prompts": (5, 0)}, "one prompt token"),
     ],
 )
 def test_what_can_not_be_measured(arguments, message):
     with pytest.raises(ValueError, match=message):
         sweep(**arguments)
+
+
+def test_longer_contexts_get_positions():
+    assert sweep(prompts=(252, 6)).model_config == SMALL_MODEL
+    assert sweep(prompts=(253, 6)).model_config.max_position_embeddings == 257
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -80,49 +97,103 @@ def test_a_step_reads_all_weights_and_a_part_of_the_cache(tied):
     assert generate.step_bytes(lm, cache, 100) == pytest.approx(expected)
 
 
-def test_a_case_is_measured_and_checked(take, monkeypatch):
+@pytest.fixture
+def quick(take, monkeypatch):
+    """A bandwidth of 1 TB/s, 48 µs of kernels in every call, and peaks of 10, 20, … bytes."""
     take(matmul__1=16.0, MemcpyD2D=500.0, other=32.0)
     monkeypatch.setattr(measure, "read_bandwidth", lambda: 1e12)
-    peaks = iter([10, 20])
+    peaks = itertools.count(10, 10)
     monkeypatch.setattr(generate, "_peak_bytes", lambda: next(peaks))
-    rows = list(generate.run(sweep()))
-    assert [row["peak_bytes"] for row in rows] == [20]
-    assert generate.failures(rows) == []
-    for row in rows:
-        assert row["layers"] == 1
-        assert (row["prompt_tokens"], row["new_tokens"]) == (6, 4)
-        # Three steps were profiled; a copy of the cache is no part of a step.
-        steps = row["kernel_microseconds_per_step"]
-        assert list(steps.items()) == [("other", 32 / 3), ("matmul__1", 16 / 3)]
-        assert row["sum_of_kernels_microseconds"] == pytest.approx(16.0)
-        assert next(iter(row["prefill_kernel_microseconds"])) == "MemcpyD2D"
-        assert row["load_seconds"] is None
-        assert row["roofline_microseconds"] == pytest.approx(row["step_bytes"] / 1e6)
-        assert 0 < row["decode_step_microseconds"] < 1e7
-        assert row["logprob_difference"] < 0.2
-        assert row == generate.figures(row)
 
 
-def test_precisions_and_batches_make_the_cases(monkeypatch):
-    monkeypatch.setattr(measure, "read_bandwidth", lambda: 4e12)
-    monkeypatch.setattr(generate, "_load", lambda sweep, precision: (str(precision), 3.0))
-    left = ("precision", "batch", "load_seconds", "layers")
-    monkeypatch.setattr(
-        generate,
-        "_measure",
-        lambda lm, batch, prompt, new: {
-            key: value for key, value in generate_row(lm=lm).items() if key not in left
-        },
-    )
-    chosen = sweep(("W4A16KV8", "A16KV4"), (1, 3))
+def test_a_case_is_measured_and_checked(quick):
+    [row] = generate.run(sweep())
+    assert generate.failures([row]) == []
+    assert row["peak_bytes"] == 20
+    assert row["layers"] == 1
+    assert (row["prompt_tokens"], row["new_tokens"], row["filled"]) == (6, 4, False)
+    # One stride was profiled; a copy is no part of a step.
+    steps = row["kernel_microseconds_per_step"]
+    assert list(steps.items()) == [("other", 32 / STRIDE), ("matmul__1", 16 / STRIDE)]
+    assert row["sum_of_kernels_microseconds"] == pytest.approx(48 / STRIDE)
+    assert list(row["prefill_kernel_microseconds"]) == ["other", "matmul__1"]
+    assert row["load_seconds"] is None
+    assert row["roofline_microseconds"] == pytest.approx(row["step_bytes"] / 1e6)
+    assert 0 < row["decode_step_microseconds"] < 1e7
+    assert 0 < row["time_to_first_token_seconds"] < row["prefill_seconds_with_compilation"]
+    assert row["logprob_difference"] < 0.2
+    assert row == generate.figures(row)
+
+
+def test_only_the_first_case_of_a_filled_sweep_reads_and_is_checked(quick, monkeypatch):
+    monkeypatch.setattr(generate, "CHECKED_TOKENS", 10)
+    generate._logprobs.clear_cache()
+    chosen = sweep(("W4A16KV8", "W4A16KV4"), prompts=(6, 140), filled=True)
     rows = list(generate.run(chosen))
     assert len(rows) == chosen.cases == 4
-    assert [(row["lm"], row["precision"], row["batch"]) for row in rows] == [
-        *(("W4A16KV8", "W4A16KV8", 1), ("W4A16KV8", "W4A16KV8", 3)),
-        *(("A16KV4", "A16KV4", 1), ("A16KV4", "A16KV4", 3)),
-    ]
+    assert [row["filled"] for row in rows] == [False, True] * 2
+    assert [row["prompt_tokens"] for row in rows] == [6, 140] * 2
+    assert [row["time_to_first_token_seconds"] is None for row in rows] == [False, True] * 2
+    assert [row["logprob_difference"] is None for row in rows] == [False, True] * 2
+    assert generate.failures(rows) == []
+    assert rows[1]["cache_bytes"] > rows[0]["cache_bytes"]
+    assert generate._logprobs._cache_size() == 1  # the same weights, whatever the cache's format
+
+
+def test_the_state_of_a_filled_case_decodes_on_from_its_context():
+    lm = generate._load(sweep(), Precision.parse("W16A16KV16"))[0]
+    state = generate._fill(generate._empty_state(lm, 2, 150, 4), 140)
+    state = generate._rewind(state, 140)
+    assert state.cache.lengths.tolist() == [140, 140]
+    written = numpy.abs(numpy.asarray(state.cache.layers[0].keys, "float32")).sum((1, 3)) > 0
+    assert written.sum() == 2 * 140
+    ends = numpy.full(2, 4, numpy.int32)
+    limits = generate.Limits(jax.numpy.zeros(0, "int32"), jax.numpy.zeros(2, "int32"), ends)
+    state = generate.jit_decode(lm.model, state, generate.Sampling(), limits, jax.numpy.int32(4))
+    assert state.cache.lengths.tolist() == [143, 143]
+    assert state.counts.tolist() == [4, 4]
+
+
+def test_long_texts_are_not_checked(quick, monkeypatch):
+    monkeypatch.setattr(generate, "CHECKED_TOKENS", 9)
+    [row] = generate.run(sweep())
+    assert row["logprob_difference"] is None
+    assert row["time_to_first_token_seconds"] is not None
+
+
+def test_a_cache_that_does_not_fit_is_refused():
+    lm = generate._load(sweep(), Precision.parse("W16A16KV16"))[0]
+    with pytest.raises(DeviceMemoryError, match=r"a KV16 cache for 9 × 1000000000 tokens"):
+        generate._empty_state(lm, 9, 10**9, 1)
+
+
+def test_precisions_batches_and_contexts_make_the_cases(monkeypatch):
+    monkeypatch.setattr(measure, "read_bandwidth", lambda: 4e12)
+    loaded = []
+
+    def load(sweep, precision):
+        loaded.append(str(precision))
+        return mpjax.LanguageModel(str(precision), None, precision.kv, Path()), 3.0
+
+    monkeypatch.setattr(generate, "_load", load)
+    left = ("precision", "batch", "load_seconds", "layers")
+
+    def measured(lm, batch, prompt, new, is_read):
+        seen = (str(lm.kv_format), batch, prompt, new, is_read)
+        return {key: value for key, value in generate_row(seen=seen).items() if key not in left}
+
+    monkeypatch.setattr(generate, "_measure", measured)
+    chosen = sweep(("W4A16KV8", "W4A16KV4", "A16KV4"), (1, 3), (6, 7))
+    rows = list(generate.run(chosen))
+    assert len(rows) == chosen.cases == 12
+    assert loaded == ["W4A16KV8", "A16KV4"]  # once for neighbours of the same weights
+    assert [(row["precision"], *row["seen"][1:3]) for row in rows] == list(
+        itertools.product(chosen.precisions, chosen.batches, chosen.prompt_tokens)
+    )
+    assert all(row["seen"][0] in row["precision"] for row in rows)
+    assert all(row["seen"][3:] == (4, True) for row in rows)
     assert all(row["load_seconds"] == 3.0 for row in rows)
-    assert rows[1]["decode_tokens_per_second"] == pytest.approx(1500.0)
+    assert rows[2]["decode_tokens_per_second"] == pytest.approx(1500.0)
 
 
 def test_from_disk_times_the_load():

@@ -82,6 +82,20 @@ def test_generation_is_drawn_beside_its_roofline(tmp_path):
     assert {"1000, 50%", "1000, 75%", "8000, 50%"} <= found
 
 
+def test_several_contexts_are_lines_below_their_rooflines(tmp_path):
+    rows = [
+        generate_row(precision=precision, batch=batch, prompt_tokens=context)
+        for precision in ("W4A16KV8", "W4A16KV2")
+        for batch in (1, 16, 64)
+        for context in (1024, 3000, 131072)
+    ]
+    roofline.draw_generate(rows, tmp_path / "contexts.svg")
+    found = labels((tmp_path / "contexts.svg").read_text())
+    assert {"W4A16KV8", "W4A16KV2", "memory roofline of a precision"} <= found
+    assert {"batch 1", "batch 16", "batch 64", "context, tokens", "tokens/s"} <= found
+    assert {"1K", "3000", "128K"} <= found
+
+
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "mpjax.bench.roofline")

@@ -135,21 +135,21 @@ def test_attention(measured, folder):
     assert run("attention").exit_code == 1
 
 
-def test_generation_has_a_file_for_each_precision_and_batch(measured, folder):
+def test_generation(measured, folder):
     rows = [generate_row(), generate_row(batch=16)]
     sweeps = measured("generate", rows)
-    options = ("--precision", "W4A16KV8,W8A16KV8", "--batch", "2,16", "--prompt-tokens", "100")
-    result = run("generate", *options, "--new-tokens", "7", "--output", folder / "new")
+    options = ("--precision", "W4A16KV8,W8A16KV8", "--batch", "2,16", "--prompt-tokens", "100,7")
+    result = run("generate", *options, "--new-tokens", "7", "--filled", "--output", folder / "new")
     assert result.exit_code == 0
-    assert sweeps == [generate.Sweep(("W4A16KV8", "W8A16KV8"), (2, 16), 100, 7)]
-    for row in rows:
-        path = folder / "new" / f"generate-W4A16KV8-b{row['batch']}.json"
-        assert json.loads(path.read_text()) == {"device": "Test"} | row
+    expected = generate.Sweep(("W4A16KV8", "W8A16KV8"), (2, 16), (100, 7), 7, filled=True)
+    assert sweeps == [expected]
+    saved = json.loads((folder / "new" / "generate.json").read_text())
+    assert saved == {"device": "Test", "results": rows}
     assert "batch 16" in (folder / "new" / "generate.svg").read_text()
-    assert "100 prompt tokens, 7 new ones" in result.stdout
+    assert "random weights, 7 new tokens" in result.stdout
     assert "50%" in result.stdout
     run("generate", "--from-disk", "--no-plot")
-    assert sweeps[1] == generate.Sweep(("W4A16KV8",), (1,), 2048, 256, from_disk=True)
+    assert sweeps[1] == generate.Sweep(("W4A16KV8",), (1,), (2048,), 256, from_disk=True)
     measured("generate", [generate_row(logprob_difference=7.0)])
     assert run("generate", "--no-plot").exit_code == 1
 
@@ -180,7 +180,7 @@ def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
         (("generate", "--precision", "W4A16KV8,W"), "can't read the precision 'W'"),
         (("generate", "--batch", "0"), "positive"),
         (("generate", "--new-tokens", "1"), "--new-tokens"),
-        (("generate", "--prompt-tokens", "50000"), "40960 positions"),
+        (("generate", "--prompt-tokens", "50000,x"), "'x' is not a number"),
         (("magic",), "magic"),
     ],
 )

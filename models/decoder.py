@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,12 @@ class DecoderLayer(nnx.Module):
         residual, x = self.mlp_norm.add(terms, residual, format)
         gated = self.mlp.gated(x, self.mlp.down.format if cached else None)
         return self.mlp.down.terms(gated), residual, pages
+
+
+@functools.partial(jax.jit, inline=True)
+def _apply(layer: DecoderLayer, *arguments: Any) -> tuple[jax.Array, jax.Array, KVPages | None]:
+    """The layer, traced and lowered once for all that are alike: kernels make that slow."""
+    return layer(*arguments)
 
 
 class Decoder(nnx.Module):
@@ -143,7 +150,9 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 layer_pages = pages[index] if pages else None
-                terms, residual, layer_pages = layer(terms, residual, angles, layer_pages, span)
+                terms, residual, layer_pages = _apply(
+                    layer, terms, residual, angles, layer_pages, span
+                )
                 if layer_pages is not None:
                     written.append(layer_pages)
         _, hidden = self.norm.add(terms, residual, None)

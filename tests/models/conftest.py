@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+from models import decoder
 from tests.pallas_kernels.conftest import interpreted_triton, pretend_gpu, without_gpu
 
 __all__ = ["interpreted_triton", "pretend_gpu", "without_gpu"]
+
+
+@pytest.fixture(autouse=True)
+def untraced_layers() -> None:
+    """No layer is as another test traced it, maybe with other implementations in its place."""
+    decoder._apply.clear_cache()

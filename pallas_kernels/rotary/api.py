@@ -13,6 +13,7 @@ from pallas_kernels.kv_cache import residual
 from pallas_kernels.kv_cache.api import append, make_room, why_not_triton
 from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.kv_cache.formats import KVFormat
+from pallas_kernels.kv_cache.packed import as_single_tokens
 from pallas_kernels.rotary import reference, triton
 from pallas_kernels.rotary.reference import HeadNorms
 
@@ -34,16 +35,19 @@ def rotate_and_append(
     """Rotates queries and keys and appends keys and values to one layer's pages, in place.
 
     terms: [splits, batch, tokens, (query heads + 2 · KV heads) · dim], whose sum is the product of
-        the query, key and value projections, side by side.
-    cosines, sines: float32 [batch, tokens, dim / 2] of the angles of each position.
+        the query, key and value projections, side by side. Or packed, without the batch: the tokens
+        of a sequence after those of the one before.
+    cosines, sines: float32 [batch, tokens, dim / 2] of the angles of each position, or packed
+        [tokens, dim / 2].
     pages, block_tables, starts, counts: as `append` takes them.
     heads: query heads and KV heads.
     norms: of queries and keys, before the rotation, or None.
 
-    Returns the queries [batch, tokens, query heads, dim] in `dtype`, and the pages. On the GPU this
-    is one kernel, where XLA makes five; beside a residual two, or three for several tokens. Raises
-    ValueError for shapes that don't fit the pages, and UnsupportedError, with the reason, where a
-    forced implementation can't run.
+    Returns the queries [batch, tokens, query heads, dim], or packed [tokens, query heads, dim], in
+    `dtype`, and the pages. On the GPU this is one kernel, where XLA makes five; beside a residual
+    two, or three for several tokens or packed ones. Raises ValueError for shapes that don't fit the
+    pages or one another, and UnsupportedError, with the reason, where a forced implementation can't
+    run.
     """
     width = (heads[0] + 2 * heads[1]) * pages.head_dim
     if terms.shape[-1] != width or heads[1] != pages.keys.shape[1]:
@@ -51,6 +55,12 @@ def rotate_and_append(
             f"rotate_and_append: terms have shape {terms.shape}, and the pages "
             f"{pages.keys.shape[1]} heads of {pages.head_dim}; {heads[0]} query and {heads[1]} KV "
             f"heads take {width} channels"
+        )
+    if terms.ndim not in (3, 4) or {cosines.shape[:-1], sines.shape[:-1]} != {terms.shape[1:-1]}:
+        raise ValueError(
+            f"rotate_and_append: terms have shape {terms.shape}, cosines {cosines.shape} and sines "
+            f"{sines.shape}: expected [splits, batch, tokens, channels] and [batch, tokens, dim / "
+            "2], or all without the batch where sequences are packed"
         )
     dtype = jnp.dtype(dtype)
     reason = why_not_triton(pages)
@@ -70,24 +80,38 @@ def rotate_and_append(
     if implementation == "triton" and reason:
         raise backend.UnsupportedError(f"rotate_and_append: 'triton' can't run: {reason}")
 
+    places = block_tables, starts, counts
+    is_packed = terms.ndim == 3
+    if is_packed:
+        # Each token becomes a sequence, or, beside a residual, all of them one.
+        axis = -2 if pages.residual is None else -3
+        terms, cosines, sines = (jnp.expand_dims(x, axis) for x in (terms, cosines, sines))
+
     def run(pages: KVPages, *places: jax.Array) -> tuple[jax.Array, KVPages]:
         module = triton if implementation == "triton" else reference
         return module.rotate_and_append(terms, pages, cosines, sines, *places, dtype, heads, norms)
 
-    places = block_tables, starts, counts
-    if pages.residual is None:
-        return run(pages, *places)
     batch, tokens = terms.shape[1:3]
-    if tokens == 1:
+    if pages.residual is None:
+        if not is_packed:
+            return run(pages, *places)
+        queries, pages = run(pages, *as_single_tokens(*places, batch, pages.page_size))
+        return queries[:, 0], pages
+    if tokens == 1 and not is_packed:
         pages = make_room(pages, *places, implementation=implementation)
         assert pages.residual is not None
         queries, waiting = run(pages.residual, *residual.places(pages, *places))
         return queries, dataclasses.replace(pages, residual=waiting)
     # Several may complete a block: keys must be there before any of it is encoded.
     new = [jnp.zeros((batch, heads[1], tokens, pages.head_dim), dtype) for _ in range(2)]
-    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    rows = jnp.arange(batch, dtype=jnp.int32)
     queries, rotated = run(
-        KVPages(new[0], new[1], None, None, KVFormat()), rows, jnp.zeros_like(starts), counts
+        KVPages(new[0], new[1], None, None, KVFormat()),
+        rows[:, None],
+        jnp.zeros_like(rows),
+        jnp.full_like(rows, tokens) if is_packed else counts,
     )
     keys, values = (x.swapaxes(1, 2) for x in (rotated.keys, rotated.values))
+    if is_packed:
+        queries, keys, values = queries[0], keys[0], values[0]
     return queries, append(pages, keys, values, *places, implementation=implementation)

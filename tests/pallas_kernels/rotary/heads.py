@@ -63,7 +63,9 @@ class Scene:
             *(jnp.asarray(x) for x in (places.block_tables, places.starts, places.counts)),
         )
 
-    def run(self, function: Callable[..., Any]) -> tuple[jax.Array, KVPages]:
+    def run(
+        self, function: Callable[..., Any], arrays: tuple[Any, ...] | None = None
+    ) -> tuple[jax.Array, KVPages]:
         """By a compiled implementation, or the public function, of `rotate_and_append`."""
 
         @functools.partial(jax.jit, compiler_options=QUICK)
@@ -72,7 +74,7 @@ class Scene:
             return function(*arguments, dtype=jnp.dtype(self.dtype), heads=self.heads, norms=norms)
 
         weights = None if self.norms is None else tuple(jnp.asarray(w) for w in self.norms)
-        return compute(self.arrays, weights)
+        return compute(self.arrays if arrays is None else arrays, weights)
 
     @property
     def turns_by_quarters(self) -> bool:

@@ -77,6 +77,65 @@ def check_beside_a_residual(implementation, rng):
     assert (np.asarray(pages.keys) != np.asarray(before.keys)).any()
 
 
+@pytest.mark.parametrize(
+    ("bits", "implementation"), [(8, "triton"), ("KV4c", "triton"), (4, "reference")]
+)
+def test_sequences_can_be_packed(bits, implementation, rng, interpreted_triton):
+    check_packed(bits, implementation, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8, "KV4c"])
+def test_sequences_can_be_packed_on_the_gpu(bits, rng):
+    check_packed(bits, "triton", rng)
+
+
+def check_packed(bits, implementation, rng):
+    """Bit by bit as with padding: four, of which one adds nothing, and two tokens of padding."""
+    test = scene(rng, bits, "bfloat16", page_size=128, tokens=4, splits=3, normed=True)
+    terms, before, cosines, sines, *places = test.arrays
+    counts = test.places.counts
+    assert counts.tolist() == [4, 0, 3, 4]
+
+    def packed(x):
+        """[..., batch, tokens, channels] without the padding of sequences, and with some behind."""
+        rows = [x[..., b, :count, :] for b, count in enumerate(counts)]
+        return jnp.concatenate([*rows, x[..., 1, :2, :]], -2)
+
+    run = functools.partial(rotate_and_append, implementation=implementation)
+    expected, expected_pages = test.run(run)
+    flat = (packed(terms), before, packed(cosines), packed(sines), *places)
+    queries, pages = test.run(run, flat)
+    assert queries.shape == (13, 4, 64)
+    jax.tree.map(np.testing.assert_array_equal, pages, expected_pages)
+    real = np.arange(4) < counts[:, None]
+    np.testing.assert_array_equal(queries[:11], np.asarray(expected)[real])
+
+
+def test_packed_sequences_are_one_kernel_too(rng, pretend_gpu, lower_for_cuda):
+    test = scene(rng, 8, "bfloat16")
+    _, pages, _, _, *places = test.arrays
+    angles = jax.ShapeDtypeStruct((300, 32), jnp.float32)
+    append = functools.partial(rotate_and_append, dtype="bfloat16", heads=(4, 2))
+    terms = jax.ShapeDtypeStruct((1, 300, 512), jnp.bfloat16)
+    program = lower_for_cuda(append, terms, pages, angles, angles, *places)
+    assert program.count("custom_call @__gpu$xla.gpu.triton") == 1
+    assert 'name = "rotate_and_append_kv8"' in program
+    assert program.count("#stablehlo.output_operand_alias<") == 4
+
+
+@pytest.mark.parametrize(
+    ("terms", "angles"), [((512,), ()), ((1, 4, 512), (4, 1)), ((1, 4, 1, 512), (4,))]
+)
+def test_angles_are_those_of_the_tokens(terms, angles, rng):
+    _, pages, _, _, *places = scene(rng, 8, "bfloat16").arrays
+    cosines = jnp.ones((*angles, 32))
+    with pytest.raises(ValueError, match="or all without the batch where sequences are packed"):
+        rotate_and_append(
+            jnp.ones(terms), pages, cosines, cosines, *places, dtype="bfloat16", heads=(4, 2)
+        )
+
+
 def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
     test = scene(rng, 8, "bfloat16", tokens=4, quarters=True)
     terms, pages, cosines, sines, table, starts, counts = test.arrays
@@ -163,10 +222,12 @@ def test_no_tokens_go_to_the_reference(rng, pretend_gpu):
     test = scene(rng, 8, "bfloat16")
     terms, pages, cosines, sines, *places = test.arrays
     call = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
-    queries, written = jax.jit(call, compiler_options=QUICK)(
-        terms[:, :, :0], pages, cosines[:, :0], sines[:, :0], *places
-    )
+    run = jax.jit(call, compiler_options=QUICK)
+    queries, written = run(terms[:, :, :0], pages, cosines[:, :0], sines[:, :0], *places)
     assert queries.shape == (4, 0, 4, 64)
+    jax.tree.map(np.testing.assert_array_equal, written, pages)
+    queries, written = run(terms[:, 0, :0], pages, cosines[0, :0], sines[0, :0], *places)
+    assert queries.shape == (0, 4, 64)
     jax.tree.map(np.testing.assert_array_equal, written, pages)
 
 

@@ -144,7 +144,7 @@ def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
 
 
 def _attention(results: list[dict[str, Any]], folder: Path) -> list[str]:
-    parts = ["## Paged decode attention\n"]
+    parts = ["## Paged attention\n"]
     for result in results:
         rows = result["results"]
         parts.append(tables.markdown(attention.HEADERS, map(attention.cells, rows)))

@@ -1,4 +1,4 @@
-"""Paged decode attention over every KV format, beside the floor of its bytes and cuDNN."""
+"""Paged attention over every KV format, beside the floor of its bytes and cuDNN."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import numpy as np
 
 from mpjax.bench import filled_pages, measure
 from pallas_kernels import KVFormat, KVPages, PagedKVCache, paged_attention
-from pallas_kernels.attention.shapes import DECODE, AttentionShape
+from pallas_kernels.attention.shapes import DECODE, PREFILL, AttentionShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 CHECKED_TOKENS = 1 << 17  # the reference of more would not fit on smaller GPUs
+CHECKED_QUERIES = 32  # of a sequence, the last ones, for the same reason
+SETS = {"decode": DECODE, "prefill": PREFILL}
 HEADERS = (
     *("shape", "format", "µs", "TB/s", "TFLOP/s", "× floor"),
     *("cuDNN µs", "speed-up", "error"),
@@ -44,18 +46,21 @@ class Sweep:
 
 
 def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
-    """The decode shapes of these names. Raises ValueError, listing all, for an unknown one."""
-    known = {shape.name: shape for shape in DECODE}
+    """The shapes of these names, or of the sets `decode` and `prefill`.
+
+    Raises ValueError, listing all, for an unknown one.
+    """
+    known = SETS | {shape.name: (shape,) for shapes in SETS.values() for shape in shapes}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"unknown shape {unknown[0]!r}: expected one of {', '.join(known)}")
-    return tuple(known[name] for name in names)
+    return tuple(dict.fromkeys(shape for name in names for shape in known[name]))
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with what follows from its measured times.
 
-    GB/s count the cache. TFLOP/s count the two products of every query head with its keys and
-    values, and are left out of a row that does not say its shape in numbers.
+    GB/s count the cache. TFLOP/s count the two products of every query head with the keys and
+    values that it sees, and are left out of a row that does not say its shape in numbers.
     """
     time = row["microseconds"]
     derived = {
@@ -64,7 +69,9 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
         "speedup": row["cudnn_microseconds"] / time,
     }
     if "context" in row:
-        products = row["batch"] * row["query_heads"] * row["head_dim"] * row["context"]
+        queries = row.get("queries", 1)
+        seen = queries * row["context"] - queries * (queries - 1) // 2
+        products = row["batch"] * row["query_heads"] * row["head_dim"] * seen
         derived["teraflops"] = 2 * 2 * products / time / 1e6
     return dict(row) | derived
 
@@ -128,24 +135,45 @@ def fill(shape: AttentionShape, format: KVFormat) -> tuple[KVPages, jax.Array]:
 
 
 def _cudnn(shape: AttentionShape) -> float:
-    dims = (shape.batch, shape.context, shape.kv_heads, shape.head_dim)
+    """Microseconds of cuDNN over 16-bit keys and values that lie one after another.
+
+    Its causal mask has no offset. So new tokens over cached ones take two calls: all of the cached
+    ones for every query, and the new ones causally. Joining both would take it longer.
+    """
+    if shape.queries == 1:
+        return _cudnn_call(shape.context, shape, is_causal=False)
+    time = _cudnn_call(shape.queries, shape, is_causal=True)
+    if cached := shape.context - shape.queries:
+        time += _cudnn_call(cached, shape, is_causal=False)
+    return time
+
+
+def _cudnn_call(keys: int, shape: AttentionShape, *, is_causal: bool) -> float:
+    dims = (shape.batch, keys, shape.kv_heads, shape.head_dim)
     count = measure.copies(2 * 2 * int(np.prod(dims)))
-    query = jnp.ones((shape.batch, 1, shape.query_heads, shape.head_dim), jnp.bfloat16)
-    draw = jax.jit(lambda key: jax.random.normal(key, dims, jnp.bfloat16))
+    draw = jax.jit(functools.partial(jax.random.normal, shape=dims, dtype=jnp.bfloat16))
+    query = _queries(shape)
     caches = [[draw(jax.random.key(2 * i)), draw(jax.random.key(2 * i + 1))] for i in range(count)]
-    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    attend = functools.partial(
+        jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"
+    )
     each = jax.jit(lambda query, caches: [attend(query, *cache) for cache in caches])
     return measure.microseconds(each, query, caches) / count
+
+
+def _queries(shape: AttentionShape) -> jax.Array:
+    dims = (shape.batch, shape.queries, shape.query_heads, shape.head_dim)
+    return jax.random.normal(jax.random.key(1), dims, jnp.bfloat16)
 
 
 def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, Any]:
     pages, block_tables = fill(shape, format)
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
     count = measure.copies(nbytes)
-    dims = (shape.batch, 1, shape.query_heads, shape.head_dim)
-    query = jax.random.normal(jax.random.key(1), dims, jnp.bfloat16)
-    last = jnp.full(shape.batch, shape.context - 1, jnp.int32)
-    call = (query, pages, block_tables, last, jnp.ones_like(last))
+    starts, counts = (
+        jnp.full(shape.batch, n, jnp.int32) for n in (shape.context - shape.queries, shape.queries)
+    )
+    call = (_queries(shape), pages, block_tables, starts, counts)
     # Each call has all of its arguments for itself: XLA must find nothing to share or to fold.
     calls = [call, *(jax.tree.map(jnp.copy, call) for _ in range(count - 1))]
     each = jax.jit(lambda calls: [paged_attention(*call) for call in calls])
@@ -167,8 +195,16 @@ def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, 
 
 
 def _error(output: jax.Array, call: tuple[Any, ...]) -> float:
-    """Mean error over mean magnitude, against the float32 reference over the same cache."""
+    """Mean error over mean magnitude, against the float32 reference over the same cache.
+
+    Of a prompt, over its last tokens.
+    """
+    queries, pages, block_tables, starts, counts = call
+    checked = min(CHECKED_QUERIES, queries.shape[1])
+    left = queries.shape[1] - checked
     reference = functools.partial(paged_attention, implementation="reference")
-    found = np.asarray(output, np.float64)
-    exact = np.asarray(jax.jit(reference)(*call), np.float64)
+    expected = jax.jit(reference)(
+        queries[:, left:], pages, block_tables, starts + left, counts - left
+    )
+    found, exact = (np.asarray(x, np.float64) for x in (output[:, left:], expected))
     return float(np.abs(found - exact).mean() / np.abs(exact).mean())

@@ -67,16 +67,22 @@ ATTENTION_EPILOG = """\b
 Examples:
   mpjax bench attention
   mpjax bench attention --shapes b8-h32/8-d128-c32768 --formats KV16,KV4
+  mpjax bench attention --shapes prefill --formats KV8,KV4
 
 \b
-One new token for each sequence over a full paged cache, in bfloat16.
+New tokens of each sequence over a full paged cache, in bfloat16: one where
+the shape doesn't say how many, such as q2048 of the c32768 in the cache.
   TB/s       bytes of the cache over the time
+  TFLOP/s    two products of each query with what it sees
   × floor    over the time in which an XLA reduction reads the same bytes, in
-             the same run: 1.1 is good
+             the same run: for one token, 1.1 is good
   speed-up   over cuDNN (jax.nn.dot_product_attention) on an unpaged 16-bit
-             cache: 8 and 4 bits should gain what they save in bytes
+             cache: for one token, 8 and 4 bits should gain what they save in
+             bytes; for many, the operations count, and 0.6 is good. cuDNN
+             computes tokens over a cache in two calls, whose times are added
   error      mean error over mean magnitude against the reference over the
-             same cache, up to 131072 tokens in all; the gate is 8e-3
+             same cache, up to 131072 tokens in all, the last 32 new tokens of
+             each sequence; the gate is 8e-3
 """
 GENERATE_EPILOG = """\b
 Examples:
@@ -187,22 +193,16 @@ def gemm_command(
 def attention_command(
     formats: Annotated[str, _texts("FORMAT", "KV formats.")] = "KV16,KV8,KV4",
     shapes: Annotated[
-        str | None,
-        _texts("NAME", "Such as b8-h32/8-d128-c32768; by default all twelve.", show_default=False),
-    ] = None,
+        str, _texts("NAME", "Such as b8-h32/8-d128-c32768, or all of decode or prefill.")
+    ] = "decode,prefill",
     output: Output = None,
 ) -> None:
-    """Measure paged decode attention, beside floor and cuDNN."""
+    """Measure paged attention, beside floor and cuDNN."""
     from mpjax.bench import attention, tables
-    from pallas_kernels.attention.shapes import DECODE
 
-    sweep = _checked(
-        lambda: attention.Sweep(
-            DECODE if shapes is None else attention.named(_split(shapes)), _split(formats)
-        )
-    )
+    sweep = _checked(lambda: attention.Sweep(attention.named(_split(shapes)), _split(formats)))
     measured, _ = _measure("attention", attention, sweep, output)
-    tables.show("paged decode attention", attention.HEADERS, map(attention.cells, measured))
+    tables.show("paged attention", attention.HEADERS, map(attention.cells, measured))
     _check(attention, measured)
 
 

@@ -7,18 +7,23 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """A batch of sequences of one length, in an attention layer."""
+    """A batch of sequences of one length, in an attention layer.
+
+    context: keys of a sequence; its last `queries` tokens are new.
+    """
 
     batch: int
     query_heads: int
     kv_heads: int
     head_dim: int
     context: int
+    queries: int = 1
 
     @property
     def name(self) -> str:
         """For tables and test ids."""
-        return f"b{self.batch}-h{self.query_heads}/{self.kv_heads}-d{self.head_dim}-c{self.context}"
+        heads = f"b{self.batch}-h{self.query_heads}/{self.kv_heads}-d{self.head_dim}"
+        return heads + f"-c{self.context}" + (f"-q{self.queries}" if self.queries > 1 else "")
 
 
 DECODE = (
@@ -34,6 +39,14 @@ DECODE = (
     AttentionShape(64, 64, 8, 128, 4096),
     AttentionShape(8, 32, 32, 128, 8192),
     AttentionShape(8, 40, 8, 128, 32768),
+)
+
+# A chunk of a long prompt, and prompts from their first token on.
+PREFILL = (
+    AttentionShape(1, 32, 8, 128, 32768, 2048),
+    AttentionShape(1, 32, 8, 128, 2048, 2048),
+    AttentionShape(1, 32, 8, 128, 8192, 8192),
+    AttentionShape(1, 32, 8, 128, 32768, 32768),
 )
 
 # Small enough for interpret mode: grouped, multi-query and ungrouped heads, of all sizes.

@@ -96,7 +96,7 @@ def test_sweeps_of_generation_have_a_table_and_a_plot_each(page, tmp_path):
 
 def test_what_was_not_measured_is_left_out(page, tmp_path):
     text = page(attention={"results": [attention_row(copies=5)]})
-    assert "## Paged decode attention" in text
+    assert "## Paged attention" in text
     assert "## Products" not in text
     assert "## End to end" not in text
     assert "without rotation" not in text

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
 import jax
 import pytest
 
-from mpjax.bench import attention
+from mpjax.bench import attention, measure
 from pallas_kernels import KVFormat
-from pallas_kernels.attention.shapes import DECODE, AttentionShape
+from pallas_kernels.attention.shapes import DECODE, PREFILL, AttentionShape
 from tests.mpjax.bench.rows import attention_row
 
 SHAPE = AttentionShape(2, 4, 2, 64, 160)
@@ -20,10 +21,10 @@ def without_cudnn(monkeypatch):
     attend = jax.nn.dot_product_attention
 
     @functools.wraps(attend)
-    def by_xla(*arguments, implementation):
+    def by_xla(*arguments, implementation, is_causal):
         assert implementation == "cudnn"
         with jax.numpy_dtype_promotion("standard"):
-            return attend(*arguments, implementation="xla")
+            return attend(*arguments, is_causal=is_causal, implementation="xla")
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
 
@@ -36,6 +37,8 @@ def test_figures_follow_from_times():
     assert row["speedup"] == pytest.approx(1.5)
     assert row["teraflops"] == pytest.approx(0.8)  # 4 · 32 · 125 · 1000 in 20 µs
     assert attention.figures(row) == row
+    row = attention.figures(row | {"queries": 3})
+    assert row["teraflops"] == pytest.approx(0.8 * 2.997)  # that see 998, 999 and 1000 keys
 
 
 def test_cells_are_in_the_order_of_the_headers():
@@ -61,7 +64,8 @@ def test_errors_from_the_gate_on_fail_where_they_were_measured():
 
 def test_shapes_by_name():
     assert attention.named([DECODE[3].name, DECODE[0].name]) == (DECODE[3], DECODE[0])
-    with pytest.raises(ValueError, match=r"unknown shape 'x'.*b1-h32/8-d128-c4096, "):
+    assert attention.named([PREFILL[2].name, "prefill"]) == (PREFILL[2], *PREFILL[:2], PREFILL[3])
+    with pytest.raises(ValueError, match=r"unknown shape 'x'.*prefill, b1-h32/8-d128-c4096, "):
         attention.named(["x"])
 
 
@@ -86,6 +90,21 @@ def test_every_case_is_measured_and_checked(take, without_cudnn):
         assert row["floor_microseconds"] == pytest.approx(9.0 / row["copies"])
         assert row["kernel_microseconds"] == pytest.approx({"attention": 9.0 / row["copies"]})
         assert row == attention.figures(row)
+
+
+def test_prompts_are_measured_and_checked(take, without_cudnn, monkeypatch):
+    take(attention=3.0)
+    # Few enough that the checked ones are the last of a prompt, and not all of them.
+    monkeypatch.setattr(attention, "CHECKED_QUERIES", 5)
+    shapes = (dataclasses.replace(SHAPE, queries=24), AttentionShape(1, 2, 2, 64, 24, 24))
+    rows = list(attention.run(attention.Sweep(shapes, ("KV8",))))
+    assert attention.failures(rows) == []
+    assert [row["queries"] for row in rows] == [24, 24]
+    # New tokens over cached ones take cuDNN two calls, each with arrays of its own.
+    cached, new = (2 * 2 * 2 * keys * 2 * 64 for keys in (136, 24))
+    expected = 3.0 / measure.copies(cached) + 3.0 / measure.copies(new)
+    assert rows[0]["cudnn_microseconds"] == pytest.approx(expected)
+    assert rows[1]["cudnn_microseconds"] == pytest.approx(3.0 / measure.copies(new // 2))
 
 
 def test_the_cache_is_full():

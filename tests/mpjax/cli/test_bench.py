@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from mpjax.bench import attention, gemm, generate, measure, roofline
 from mpjax.cli import bench
 from mpjax.cli.application import app
-from pallas_kernels.attention.shapes import DECODE
+from pallas_kernels.attention.shapes import DECODE, PREFILL
 from pallas_kernels.gemm import shapes
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
@@ -130,7 +130,7 @@ def test_attention(measured, folder):
     assert attention.cells(attention_row())[0] in result.stdout
     assert json.loads((folder / "attention.json").read_text())["results"] == [attention_row()]
     run("attention")
-    assert sweeps[1] == attention.Sweep(DECODE, ("KV16", "KV8", "KV4"))
+    assert sweeps[1] == attention.Sweep(DECODE + PREFILL, ("KV16", "KV8", "KV4"))
     measured("attention", [attention_row(relative_error=1.0)])
     assert run("attention").exit_code == 1
 

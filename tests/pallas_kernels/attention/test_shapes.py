@@ -4,13 +4,14 @@ from pallas_kernels.attention import shapes
 
 
 def test_names_are_unique_and_say_everything():
-    names = [shape.name for shape in shapes.DECODE + shapes.SMALL]
+    names = [shape.name for shape in shapes.DECODE + shapes.PREFILL + shapes.SMALL]
     assert len(set(names)) == len(names)
     assert shapes.AttentionShape(8, 32, 4, 128, 4096).name == "b8-h32/4-d128-c4096"
+    assert shapes.PREFILL[0].name == "b1-h32/8-d128-c32768-q2048"
 
 
 def test_query_heads_are_a_multiple_of_key_heads():
-    for shape in shapes.DECODE + shapes.SMALL:
+    for shape in shapes.DECODE + shapes.PREFILL + shapes.SMALL:
         assert shape.query_heads % shape.kv_heads == 0
 
 

@@ -133,6 +133,48 @@ def decode_centred(
     return backend.inline_ptx(assembly, words, dtype=dtype)
 
 
+def decode_scaled(
+    words: jax.Array, plane: int, bits: int, step: jax.Array, zero: jax.Array, *, ptx: bool
+) -> jax.Array:
+    """The values code · step + zero of one plane, rounded once, in the dtype of step and zero.
+
+    words: uint16 tile; step, zero: broadcastable to it, bfloat16 or float16. Runs inside a kernel.
+    The code itself is made first: step times a bias, or zero with one, would be rounded. What
+    rounding takes beyond float16 stays at its end.
+    """
+    dtype = jnp.dtype(step.dtype)
+    step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
+    if not ptx:
+        codes = ((words >> jnp.uint16(plane * bits)) & jnp.uint16(2**bits - 1)).astype(jnp.float32)
+        values = codes * step.astype(jnp.float32) + zero.astype(jnp.float32)
+        return jnp.minimum(values, float(jnp.finfo(dtype).max)).astype(dtype)
+    magic, _ = _MAGIC[dtype]
+    mask = 2**bits - 1
+    if dtype == jnp.bfloat16:
+        suffix, one, bias, end = "bf16x2", "0x3F803F80", "0xC300C300", "mov.b32 $0, t;"
+    else:
+        suffix, one, bias, end = "f16x2", "0x3C003C00", "0xE400E400", "min.f16x2 $0, t, largest;"
+    decode = f"""
+        lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{magic:04X}{magic:04X}, 0xEA;
+        mov.b32 bias, {bias};"""
+    if bits == 8 and dtype == jnp.bfloat16:  # as in `decode_centred`, to which 128 are added
+        decode = """
+        lop3.b32 bias, t, 0x00800080, 0xC380C380, 0x6A;
+        lop3.b32 t, t, 0x007F007F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 t, t, one, bias;
+        mov.b32 bias, 0x43004300;"""
+    assembly = f"""{{
+        .reg .b32 t, bias, one, largest;
+        mov.b32 one, {one};
+        mov.b32 largest, 0x7BFF7BFF;
+        shr.b32 t, $1, {plane * bits};{decode}
+        fma.rn.{suffix} t, t, one, bias;
+        fma.rn.{suffix} t, t, $2, $3;
+        {end}
+    }}"""
+    return backend.inline_ptx(assembly, words, step, zero, dtype=dtype)
+
+
 def multiply(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> jax.Array:
     """Tile · scale in the dtype of the tile, two elements per instruction; runs inside a kernel."""
     scale = jnp.broadcast_to(scale.astype(tile.dtype), tile.shape)

@@ -41,7 +41,7 @@ def paged_attention(
     starts, counts: int32 [batch], as given to `append`: starts[b] + counts[b] keys count, and
         rows past counts[b], or packed ones past the last sequence, are padding whose output means
         nothing.
-    scale: of the scores; 1/√(head dim) by default.
+    scale: of the scores, positive; 1/√(head dim) by default.
     window: how many keys a query sees, itself included (sliding window); None for all.
     softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2); None for none.
     sinks: [query heads], a learned score of each head that joins its softmax without having a
@@ -54,7 +54,7 @@ def paged_attention(
     programs (FlashDecoding). Raises ValueError for shapes that don't fit, and UnsupportedError,
     with the reason, where a forced implementation can't run.
     """
-    _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, softcap, sinks)
+    _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, softcap, sinks)
     if longest is not None and longest < 1:
         raise ValueError(f"paged_attention: longest is {longest}: expected a number of tokens")
     if queries.size == 0:
@@ -106,7 +106,7 @@ def prefill_attention(
     Returns the shape and dtype of the queries. Raises ValueError for shapes that don't fit, and
     UnsupportedError, with the reason, where a forced implementation can't run.
     """
-    _check(queries, (4,), keys.shape[2], keys.shape[3], softcap, sinks)
+    _check(queries, (4,), keys.shape[2], keys.shape[3], scale, softcap, sinks)
     if queries.size == 0:
         return jnp.zeros_like(queries)
     scale = scale if scale is not None else 1 / math.sqrt(queries.shape[-1])
@@ -205,6 +205,7 @@ def _check(
     ranks: tuple[int, ...],
     kv_heads: int,
     head_dim: int,
+    scale: float | None,
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> None:
@@ -214,6 +215,8 @@ def _check(
             f"attention: queries of shape {queries.shape} must be [batch, tokens, query heads, "
             f"{head_dim}] with query heads a multiple of the {kv_heads} KV heads"
         )
+    if scale is not None and scale <= 0:
+        raise ValueError(f"attention: scale is {scale}: expected a positive number, or None")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"attention: softcap is {softcap}: expected a positive number, or None")
     if sinks is not None and sinks.shape != (heads,):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,29 +91,87 @@ def fetch(
     return backend.load_masked(side.words.at[page, head, position, lanes], mask)
 
 
+class Part(NamedTuple):
+    """Channels that make one operand: those of a span of words, in neighbouring planes."""
+
+    span: Span
+    planes: range
+
+    @property
+    def size(self) -> int:
+        """How many channels, with those that there aren't."""
+        return len(self.planes) * self.span.size
+
+    def channels(self) -> tuple[jax.Array, jax.Array | None]:
+        """Their indices in a head, plane by plane, and which there are; inside a kernel."""
+        span = self.span
+        if len(self.planes) == 1:
+            return self.planes[0] * span.width + span.lanes, span.mask
+        number = jnp.arange(self.size)
+        plane, word = jax.lax.div(number, span.size), span.first + jax.lax.rem(number, span.size)
+        mask = None if span.mask is None else word < span.width
+        return (self.planes[0] + plane) * span.width + word, mask
+
+
+def parts(width: int, planes: int, *, joined: bool) -> list[Part]:
+    """Operands for all channels of a head: each a plane of a span or, joined, all of its planes."""
+    size = planes if joined else 1
+    return [
+        Part(span, range(first, first + size))
+        for span in spans(width)
+        for first in range(0, planes, size)
+    ]
+
+
 def operands(
     side: Side,
     head: jax.Array,
     place: Place,
-    span: Span,
-    planes: int,
+    parts: Sequence[Part],
     dtype: jnp.dtype,
     *,
     axis: int,
+    scaled: bool,
+    group: jax.Array | int = 0,
     ptx: bool,
 ) -> Iterator[jax.Array]:
-    """The channels of a tile that `planes` planes of a span of words hold, plane by plane.
+    """A tile's operands, one for each of the parts of the packed side; slots are along one axis.
 
-    From the words themselves; or from a side in 16 bits, where the same channels lie apart.
+    From words; or from a side in 16 bits, where the channels of different planes lie apart.
+    scaled: as values, with the scales of tokens or of channels (over `group` of the page), rather
+        than as exact codes.
     """
-    if side.codes.planes == planes:
-        words = fetch(side, head, place, span, axis)
-        for plane in range(planes):
-            yield side.codes.operand(words, plane, dtype, ptx=ptx)
-        return
-    for plane in range(planes):
-        words = fetch(side, head, place, span, axis, plane * span.width)
-        yield side.codes.operand(words, 0, dtype, ptx=ptx)
+    scaling = side.codes.scaling if scaled else None
+    if scaling == "token":
+        page, position = place.page, jnp.expand_dims(place.position, 1 - axis)
+        page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
+        pair = backend.load(side.parameters.at[page, head, position])
+
+    def decode(words: jax.Array, span: Span, plane: int) -> jax.Array:
+        if scaling == "token":
+            parameters = pair
+        elif scaling == "channel":
+            lanes = span.lanes + plane * span.width
+            parameters = backend.load_masked(
+                side.parameters.at[place.page, head, group, lanes], span.mask
+            )
+            parameters = jnp.expand_dims(parameters, axis)
+        else:
+            return side.codes.operand(words, plane, dtype, ptx=ptx)
+        step, zero = unpack_pair(parameters, dtype, dtype)
+        return side.codes.scaled_operand(words, plane, step, zero, ptx=ptx)
+
+    for span, members in itertools.groupby(parts, lambda part: part.span):
+        if side.codes.is_quantized:
+            words = fetch(side, head, place, span, axis)
+            for part in members:
+                yield backend.join([decode(words, span, plane) for plane in part.planes])
+            continue
+        for part in members:
+            planes = [
+                fetch(side, head, place, span, axis, plane * span.width) for plane in part.planes
+            ]
+            yield backend.join([decode(x, span, 0) for x in planes])
 
 
 def fetch_parameters(
@@ -124,17 +183,11 @@ def fetch_parameters(
 
 
 def fetch_channels(
-    side: Side,
-    head: jax.Array,
-    page: jax.Array,
-    group: jax.Array,
-    span: Span,
-    plane: int,
-    dtype: jnp.dtype,
+    side: Side, head: jax.Array, page: jax.Array, group: jax.Array, part: Part, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Steps and middles [lanes] of the channels in one plane of a span, for a group of tokens."""
-    lanes = span.lanes + plane * span.width
-    pair = backend.load_masked(side.parameters.at[page, head, group, lanes], span.mask)
+    """Steps and middles [channels] of a part, for a group of tokens."""
+    channels, mask = part.channels()
+    pair = backend.load_masked(side.parameters.at[page, head, group, channels], mask)
     return _steps_and_middles(pair, side, dtype)
 
 

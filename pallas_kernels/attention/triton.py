@@ -1,11 +1,13 @@
 """Attention over the paged cache: one main loop for decoding and for prompts, for every KV format.
 
 A program owns a tile of rows, the (token, query head) pairs that share a KV head, and one of
-`splits` ranges of that sequence's pages; decoding is the case of one token. Keys and values are
-decoded to what is exact in 16 bits, integers to such as are centred on zero, and what is linear is
-folded away from the elements: with k = code·s + m, a score is s·(q · code) + m·Σq, and likewise for
-values, so a cached element costs its decoding and its multiply-add in the tensor core (TurboMind
-section 3.4). The scales and middles of channels are folded into the query, once for every tile.
+`splits` ranges of that sequence's pages; decoding is the case of one token. Scales go where they
+are cheapest. In a narrow tile, of few rows, cached elements are more than scores: they are decoded
+to what is exact in 16 bits, integers to such as are centred on zero, and what is linear is folded
+away from them: with k = code·s + m, a score is s·(q · code) + m·Σq, and likewise for values, so a
+cached element costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4).
+The scales and middles of channels are folded into the query, once for every tile. In a wide tile,
+keys and values are decoded to 16 bits with scale and zero, and the rest is as it is without codes.
 Tiles of tokens that wait in 16 bits come last, in the same loop body (BitDecoding section IV-A).
 """
 
@@ -23,20 +25,20 @@ from jax.experimental import pallas as pl
 from pallas_kernels import arithmetic as arithmetics
 from pallas_kernels import backend
 from pallas_kernels.attention.tiles import (
+    Part,
     Place,
-    Span,
     fetch_channels,
     fetch_parameters,
     locate,
-    spans,
+    parts,
 )
 from pallas_kernels.attention.tiles import operands as fetch_operands
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages
 
 _FLOOR = -1e30  # below any score, and finite, so that a tile without visible keys makes no NaN
-_HIDDEN = 2 * _FLOOR  # of keys that a row doesn't see: of weight zero, also beside no other
-
+# Up to here, more elements of a tile are cached ones than are scores.
+NARROW_ROWS = 16
 _TINY = 1e-37  # smaller steps have no reciprocal
 
 
@@ -166,14 +168,18 @@ def _kernel(
     ptx: bool,
 ) -> None:
     keys, values = pages.sides
-    kv_heads, page_size, key_width = keys.words.shape[1:]
-    value_width = values.words.shape[3]
+    kv_heads, page_size = keys.words.shape[1:3]
     group, dtype = operands.queries.shape[1] // kv_heads, operands.queries.dtype
     batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
     split = pl.program_id(2)
-    first_row = pl.program_id(0) * config.tile_rows
+    # The last tokens see the most keys: they come first, so that what ends last is short.
+    first_row = (pl.num_programs(0) - 1 - pl.program_id(0)) * config.tile_rows
     row = first_row + jnp.arange(config.tile_rows)
-    key_spans, value_spans = spans(key_width), spans(value_width)
+    is_narrow = config.tile_rows <= NARROW_ROWS
+    key_parts, value_parts = (
+        parts(side.words.shape[3], side.codes.planes, joined=not is_narrow)
+        for side in (keys, values)
+    )
     start = backend.load(operands.starts.at[batch])
     count = backend.load(operands.counts.at[batch])
     real_rows = count * group
@@ -188,16 +194,17 @@ def _kernel(
     position = start + row // group  # [rows]
     limit = jnp.minimum(position, length - 1)  # the last visible key
 
-    def load_queries(plane: int, span: Span) -> jax.Array:
-        channel = plane * key_width + span.lanes
-        mask = row_mask[:, None] if span.mask is None else row_mask[:, None] & span.mask[None, :]
+    def locate_rows(part: Part) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        channel, mask = part.channels()
+        mask = row_mask[:, None] if mask is None else row_mask[:, None] & mask[None, :]
         token, query_head = (index[:, None] for index in place_of_row)
-        return backend.load_masked(operands.queries.at[token, query_head, channel[None, :]], mask)
+        return (token, query_head, channel[None, :]), mask
 
-    queries = [
-        [load_queries(plane, span) for plane in range(keys.codes.planes)] for span in key_spans
-    ]
-    sums = [q.astype(jnp.float32).sum(1) for parts in queries for q in parts]
+    queries = []
+    for part in key_parts:
+        index, mask = locate_rows(part)
+        queries.append(backend.load_masked(operands.queries.at[index], mask))
+    sums = [q.astype(jnp.float32).sum(1) for q in queries]
     query_sum = functools.reduce(jnp.add, sums)  # [rows]
 
     arithmetic = arithmetics.PTX if ptx else arithmetics.PLAIN
@@ -207,6 +214,11 @@ def _kernel(
     log2_scale: Any = plain_scale
     if keys.codes.scaling == "head":
         log2_scale *= backend.load(keys.parameters.at[head])
+
+    def left(side: Any) -> str | None:
+        """Whose scales are not in the operands yet."""
+        return side.codes.scaling if is_narrow or side.codes.scaling == "head" else None
+
     value_scale = None
     if values.codes.scaling == "head":
         value_scale = backend.load(values.parameters.at[head])
@@ -215,9 +227,7 @@ def _kernel(
     # of values, out of float16's subnormals; a step is no more than 131008 / (2**bits - 1).
     lift = 0.0
     if dtype == jnp.float16:
-        lift = (
-            {8: 6.0, 4: 2.0, 2: 0.0}[values.codes.bits] if values.codes.scaling == "token" else 15.0
-        )
+        lift = {8: 6.0, 4: 2.0, 2: 0.0}[values.codes.bits] if left(values) == "token" else 15.0
 
     # Which operand of the tensor cores is the narrow one, eight high: a few rows, or, where there
     # are many, keys. Scores are [tile keys, rows] or [rows, tile keys].
@@ -241,10 +251,8 @@ def _kernel(
 
     # Sums over keys. A narrow tile keeps one for each of its slots, so that the warps, between
     # which the slots are divided, meet once in the end instead of at every page.
-    by_slot = config.tile_rows <= 16
-
     def gather(x: jax.Array) -> jax.Array:
-        return x if by_slot else x.sum(slots, keepdims=True)
+        return x if is_narrow else x.sum(slots, keepdims=True)
 
     residual = pages.residual
     end_packed = length  # the position where the tokens that wait begin
@@ -252,20 +260,17 @@ def _kernel(
         end_packed = residuals.begin(length, residual.page_size)
 
     def fold_channels(
-        parts: list[jax.Array], tile: jax.Array, page: jax.Array, span: Span
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """A span's queries times their channels' steps, and the sum of them times the middles."""
-        assert keys.codes.group is not None
-        group = tile * config.tile_keys % page_size // keys.codes.group
-        scaled, products = [], []
-        for plane, q in enumerate(parts):
-            step, middle = fetch_channels(keys, head, page, group, span, plane, dtype)
-            exact = q.astype(jnp.float32)
-            scaled.append(arithmetic.narrow(exact * step[None], dtype))
-            products.append(exact * middle[None])
-        return scaled, functools.reduce(jnp.add, products).sum(1)
+        q: jax.Array, part: Part, page: jax.Array, group: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """A part's queries times their channels' steps, and the sum of them times the middles."""
+        step, middle = fetch_channels(keys, head, page, group, part, dtype)
+        exact = q.astype(jnp.float32)
+        return arithmetic.narrow(exact * step[None], dtype), (exact * middle[None]).sum(1)
 
-    def visit(tile: jax.Array, carry: Any, waiting: KVPages | None = None) -> Any:
+    def visit(
+        tile: jax.Array, carry: Any, waiting: KVPages | None = None, is_whole: bool = False
+    ) -> Any:
+        """One tile of keys. is_whole: that every row sees all of them."""
         accumulators, middle_sum, peak, total = carry
         if waiting is None:
             tile_keys, tile_values = keys, values
@@ -274,62 +279,66 @@ def _kernel(
             tile_keys, tile_values = waiting.sides
             slot = tile * config.tile_keys - end_packed + jnp.arange(config.tile_keys)
             place = Place(batch, slot)
+        group = tile * config.tile_keys % page_size // (keys.codes.group or page_size)
+        fetch = functools.partial(
+            fetch_operands, head=head, place=place, dtype=dtype, scaled=not is_narrow, ptx=ptx
+        )
         channel_sums = []
         scores = jnp.zeros(tile_shape(config.tile_keys), jnp.float32)
-        for span, parts in zip(key_spans, queries, strict=True):
-            channels = fetch_operands(
-                tile_keys, head, place, span, keys.codes.planes, dtype, axis=0, ptx=ptx
-            )
-            if tile_keys.codes.scaling == "channel":
-                parts, channel_sum = fold_channels(parts, tile, place.page, span)
+        channels = fetch(tile_keys, parts=key_parts, axis=0, group=group)
+        for part, q, operand in zip(key_parts, queries, channels, strict=True):
+            if left(tile_keys) == "channel":
+                q, channel_sum = fold_channels(q, part, place.page, group)
                 channel_sums.append(channel_sum)
-            for q, operand in zip(parts, channels, strict=True):
-                scores += times_queries(operand, q)
-        if tile_keys.codes.scaling == "token":
+            scores += times_queries(operand, q)
+        factor = log2_scale
+        if left(tile_keys) == "token":
             # Scaled for each slot, of which there are fewer than scores.
-            step, middle = (x * log2_scale for x in fetch_parameters(tile_keys, head, place, dtype))
+            step, middle = (x * factor for x in fetch_parameters(tile_keys, head, place, dtype))
             offset = for_slots(middle) * for_rows(query_sum)
-            scores = arithmetic.multiply_add(scores, for_slots(step), offset)
+            scores, factor = arithmetic.multiply_add(scores, for_slots(step), offset), 1.0
         elif channel_sums:
-            offset = for_rows(functools.reduce(jnp.add, channel_sums) * log2_scale)
-            scores = arithmetic.multiply_add(scores, jnp.float32(log2_scale), offset)
-        else:
-            scores *= log2_scale
+            offset = for_rows(functools.reduce(jnp.add, channel_sums) * factor)
+            scores, factor = arithmetic.multiply_add(scores, jnp.float32(factor), offset), 1.0
+        elif softcap is not None:
+            scores, factor = scores * factor, 1.0
         if softcap is not None:  # tanh(x) = 1 − 2 / (1 + exp(2x))
             bound = softcap * log2_e
             scores = bound - 2 * bound * arithmetic.reciprocal(1 + arithmetic.exp2(scores))
-        key = tile * config.tile_keys + jnp.arange(config.tile_keys)
-        visible = for_slots(key) <= for_rows(limit)
-        if window is not None:
-            visible &= for_slots(key) > for_rows(position - window)
-        scores = jnp.where(visible, scores, _HIDDEN)
-        new_peak = jnp.maximum(peak, scores.max(slots))
+        if not is_whole:
+            key = tile * config.tile_keys + jnp.arange(config.tile_keys)
+            visible = for_slots(key) <= for_rows(limit)
+            if window is not None:
+                visible &= for_slots(key) > for_rows(position - window)
+            scores = jnp.where(visible, scores, -jnp.inf)
+        new_peak = jnp.maximum(peak, scores.max(slots) * factor)
         shrink = for_rows(arithmetic.exp2(peak - new_peak))
-        weights = arithmetic.exp2(scores - for_rows(new_peak - lift))
-        # What multiplies the codes is rounded to 16 bits. The total and the sum of middles must use
-        # the same rounded weights: codes and middles may be large and all but cancel.
-        if tile_values.codes.scaling == "token":
+        exponents = arithmetic.multiply_add(scores, jnp.float32(factor), for_rows(lift - new_peak))
+        weights = arithmetic.exp2(exponents)
+        if left(tile_values) == "token":
+            # What multiplies the codes is rounded to 16 bits. The total and the sum of middles must
+            # use the same rounded weights: codes and middles may be large and all but cancel.
             step, middle = fetch_parameters(tile_values, head, place, dtype)
-            weights = arithmetic.narrow(weights * for_slots(step), dtype)
+            narrow = arithmetic.narrow(weights * for_slots(step), dtype)
             # Slots that were never written have a step of 0.
             inverse = jnp.where(step < _TINY, 0.0, arithmetic.reciprocal(step))
-            rounded = weights.astype(jnp.float32) * for_slots(inverse)
+            weights = narrow.astype(jnp.float32) * for_slots(inverse)
             middle_sum = arithmetic.multiply_add(
-                middle_sum, shrink, gather(rounded * for_slots(middle))
+                middle_sum, shrink, gather(weights * for_slots(middle))
             )
         else:
-            weights = arithmetic.narrow(weights, dtype)
-            rounded = weights.astype(jnp.float32)
-            if values.codes.scaling == "token":
+            narrow = arithmetic.narrow(weights, dtype)
+            if left(values) == "token":  # all but what waits, which has no middles
+                weights = narrow.astype(jnp.float32)
                 middle_sum *= shrink
-        total = arithmetic.multiply_add(total, shrink, gather(rounded))
-        old, new = iter(accumulators), []
-        for span in value_spans:
-            for operand in fetch_operands(
-                tile_values, head, place, span, values.codes.planes, dtype, axis=across, ptx=ptx
-            ):
-                new.append(next(old) * shrink + times_values(weights, operand))
-        return tuple(new), middle_sum, new_peak, total
+        total = arithmetic.multiply_add(total, shrink, gather(weights))
+        sums = [
+            accumulator * shrink + times_values(narrow, operand)
+            for accumulator, operand in zip(
+                accumulators, fetch(tile_values, parts=value_parts, axis=across), strict=True
+            )
+        ]
+        return tuple(sums), middle_sum, new_peak, total
 
     last_row = jnp.minimum(first_row + config.tile_rows, real_rows) - 1
     end = jnp.minimum(length, start + last_row // group + 1)
@@ -349,19 +358,21 @@ def _kernel(
         sink = backend.load_masked(operands.sinks.at[place_of_row[1]], row_mask)
         sink = sink.astype(jnp.float32) * log2_e
         peak = jnp.where(has_sink, sink, peak)
-    zeros = jnp.zeros(tile_shape(size if by_slot else 1), jnp.float32)
-    outputs = [(plane, span) for span in value_spans for plane in range(values.codes.planes)]
+    zeros = jnp.zeros(tile_shape(size if is_narrow else 1), jnp.float32)
     carry = (
-        tuple(jnp.zeros(tile_shape(span.size), jnp.float32) for _, span in outputs),
+        tuple(jnp.zeros(tile_shape(part.size), jnp.float32) for part in value_parts),
         zeros,
         peak,
         zeros,
     )
-    if residual is None:
-        carry = jax.lax.fori_loop(first, last, visit, carry)
-    else:
-        boundary = jnp.clip(end_packed // size, first, last)
-        carry = jax.lax.fori_loop(first, boundary, visit, carry)
+    boundary = last if residual is None else jnp.clip(end_packed // size, first, last)
+    if not is_narrow and window is None:
+        # Causality hides keys of the last tiles alone: the others need no masks.
+        whole = jnp.clip((start + first_row // group + 1) // size, first, boundary)
+        carry = jax.lax.fori_loop(first, whole, functools.partial(visit, is_whole=True), carry)
+        first = whole
+    carry = jax.lax.fori_loop(first, boundary, visit, carry)
+    if residual is not None:
         carry = _one_by_one(boundary, last, functools.partial(visit, waiting=residual), carry)
     accumulators, middle_sum, peak, total = carry
     middle_sum, total = middle_sum.sum(slots), total.sum(slots)
@@ -370,14 +381,12 @@ def _kernel(
 
     # An empty range has weight zero, and its output must be a number all the same.
     divisor = jnp.where(total == 0, 1.0, total)
-    for (plane, span), accumulator in zip(outputs, accumulators, strict=True):
+    for part, accumulator in zip(value_parts, accumulators, strict=True):
         out = (accumulator + for_rows(middle_sum)) / for_rows(divisor)
         if value_scale is not None:
             out *= value_scale
-        channel = plane * value_width + span.lanes
-        mask = row_mask[:, None] if span.mask is None else row_mask[:, None] & span.mask[None, :]
-        token, query_head = (index[:, None] for index in place_of_row)
-        target = out_ref.at[token, query_head, split, channel[None, :]]
+        (token, query_head, channel), mask = locate_rows(part)
+        target = out_ref.at[token, query_head, split, channel]
         mask = jnp.broadcast_to(mask, target.shape)
         backend.store(target, (out.T if few else out).astype(out_ref.dtype), mask=mask)
     log2_total = jnp.where(total == 0, _FLOOR, peak + jnp.log2(divisor))

@@ -20,7 +20,7 @@ OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
     """A sound configuration for `rows` (token, head) pairs of each sequence and KV head."""
-    tile_rows = max(MINIMUM_ROWS, min(64, 1 << (rows - 1).bit_length()))
+    tile_rows = max(MINIMUM_ROWS, min(128, 1 << (rows - 1).bit_length()))
     slot_bytes = max(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
     fitting = 1 << (TILE_BYTES // slot_bytes).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
@@ -34,7 +34,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
     else:
         # Sums of more than 128 channels would not fit in the registers of four, nor beside them
         # what is decoded of many keys.
-        warps = 8 if is_wide else 4
+        warps = 8 if is_wide or tile_rows > 64 else 4
         tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
     programs = batch * pages.keys.shape[1] * -(-rows // tile_rows)
     # Decoding a few long sequences would leave multiprocessors idle: share out each one's tiles.

@@ -2,8 +2,8 @@
 
 Keys and values each have a kind of codes. A kind is what append and attention need to know of it:
 how channels become words, and how a tile of words becomes an operand of the tensor cores. Scales
-and zeros are linear, so attention folds them into queries, scores and weights and never meets them
-here.
+and zeros are linear: attention folds them into queries, scores and weights, or, where a tile is
+used by many queries, into the operand.
 """
 
 from __future__ import annotations
@@ -82,6 +82,15 @@ class KVCodes:
         A score or sum of these times the scale is right but for what `middle` says.
         """
         return words.astype(dtype)
+
+    def scaled_operand(
+        self, words: jax.Array, plane: int, step: jax.Array, zero: jax.Array, *, ptx: bool
+    ) -> jax.Array:
+        """One plane of a tile of words, in a kernel: code · step + zero, rounded once, in 16 bits.
+
+        step, zero: parameters as they are kept, in a shape that broadcasts to the words.
+        """
+        return bit_planes.decode_scaled(words, plane, self.bits, step, zero, ptx=ptx)
 
     def _words(self, codes: list[jax.Array]) -> list[jax.Array]:
         slices = len(codes) // self.planes

@@ -180,6 +180,12 @@ def _fused_multiply_add(half: Half) -> Callable[..., np.ndarray]:
     return fma
 
 
+def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = np.broadcast_arrays(a, b)
+    x, y = (np.ascontiguousarray(r)[..., None].view(U16) for r in (a, b))
+    return np.where(FLOAT16.values(y) < FLOAT16.values(x), y, x).view(U32)[..., 0]
+
+
 _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "mov.b32": lambda a: a,
     "mov.u32": lambda a: a,
@@ -197,4 +203,5 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "prmt.b32": _prmt,
     "fma.rn.bf16x2": _fused_multiply_add(BFLOAT16),
     "fma.rn.f16x2": _fused_multiply_add(FLOAT16),
+    "min.f16x2": _minimum,
 }

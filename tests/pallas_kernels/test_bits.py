@@ -101,6 +101,26 @@ def test_zero_points_broadcast_over_a_tile(width, dtype, ptx):
     np.testing.assert_array_equal(np.asarray(decoded).astype(np.float32), expected)
 
 
+@each_width
+@each_dtype
+def test_scaled_planes_are_rounded_once(width, dtype, ptx, rng):
+    """All words beside a step and a zero of each row; the last row ends beyond float16."""
+    words = ALL_WORDS.reshape(256, 256)
+    half = NUMPY_DTYPES[dtype]
+    step = rng.uniform(0.02, 0.5, (256, 1)).astype(half)
+    zero = rng.uniform(-50, 50, (256, 1)).astype(half)
+    step[-1], zero[-1] = 65504 / (2**width - 1) * 2.01, -65504
+    for plane in range(16 // width):
+        codes = words // 2 ** (plane * width) % 2**width
+        exact = codes * step.astype(np.float32) + zero.astype(np.float32)
+        expected = np.minimum(exact, float(jnp.finfo(dtype).max)).astype(half)
+        found = bits.decode_scaled(
+            jnp.asarray(words), plane, width, jnp.asarray(step), jnp.asarray(zero), ptx=ptx
+        )
+        assert found.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(np.asarray(found), expected)
+
+
 def factors(rng: np.random.Generator, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """All finite values of a dtype, each with a random scale that keeps it a normal number."""
     values = ALL_WORDS.view(NUMPY_DTYPES[dtype])

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import KVFormat, PagedKVCache, paged_attention
 from pallas_kernels.attention import reference, shapes, triton, tuning
 from tests.pallas_kernels.attention.scenes import Scene, scene, sinks_of
-from tests.pallas_kernels.oracles import GATES, QUICK
+from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES, QUICK
 
 each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8", "KV4c", "KV2"])
 
@@ -169,6 +169,20 @@ def test_a_bias_left_in_an_accumulator_would_show(text, dtype, rng):
         test = scene(rng, text, dtype, kind=kind, starts=[639, 500], counts=[1, 1])
         error = test.error(kernel(*test.arguments, splits=2))
         assert error < GATES[dtype], kind
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [("KV8", "float16"), ("KV4", "bfloat16"), ("KV4c", "bfloat16")]
+)
+def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
+    for kind in ("uniform", "outlier", "small"):
+        test = scene(rng, text, dtype, kind=kind, starts=[600, 500], counts=[40, 33])
+        keys, values = (
+            x.astype(NUMPY_DTYPES[dtype]).astype(np.float64) for x in (test.keys, test.values)
+        )
+        rounded = dataclasses.replace(test, keys=keys, values=values)
+        error = rounded.error(kernel(*test.arguments, splits=2))
+        assert error < GATES[dtype] / 2, kind
 
 
 def test_the_scale_can_be_chosen(rng):

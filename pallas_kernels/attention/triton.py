@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import arithmetic as arithmetics
 from pallas_kernels import backend
+from pallas_kernels.attention.combine import FLOOR, combine
 from pallas_kernels.attention.tiles import (
     Part,
     Place,
@@ -36,9 +37,7 @@ from pallas_kernels.attention.tiles import operands as fetch_operands
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages
 
-_FLOOR = -1e30  # below any score, and finite, so that a tile without visible keys makes no NaN
-# Up to here, more elements of a tile are cached ones than are scores.
-NARROW_ROWS = 16
+NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys and values
 _TINY = 1e-37  # smaller steps have no reciprocal
 
 
@@ -106,41 +105,8 @@ def paged_attention(
         interpret=interpret,
     )
     if splits > 1:
-        outputs = _combine(outputs, sums, queries.dtype, interpret=interpret)
+        outputs = combine(outputs, sums, queries.dtype, interpret=interpret)
     return outputs.reshape(queries.shape)
-
-
-def _combine(
-    outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret: bool
-) -> jax.Array:
-    """Joins splits: outputs [tokens, heads, splits, dim], sums log2 of their weights."""
-    tokens, heads, _, dim = outputs.shape
-    return backend.pallas_call(
-        _combine_kernel,
-        outputs,
-        sums,
-        out_shape=jax.ShapeDtypeStruct((tokens, heads, dim), dtype),
-        grid=(tokens, heads),
-        name="attention_combine",
-        warps=4,
-        stages=1,
-        interpret=interpret,
-    )
-
-
-def _combine_kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any) -> None:
-    token, head = pl.program_id(0), pl.program_id(1)
-    splits, dim = outputs_ref.shape[2:]
-    split, lane = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(pl.next_power_of_2(dim))
-    mask = split < splits
-    sums = backend.load(sums_ref.at[token, head, split], mask=mask, other=_FLOOR)
-    weights = jnp.where(mask, jnp.exp2(sums - sums.max()), 0.0)
-    parts = backend.load_masked(
-        outputs_ref.at[token, head, split[:, None], lane[None, :]],
-        mask[:, None] & (lane < dim)[None, :],
-    )  # [splits, dim]
-    joined = (parts * weights[:, None]).sum(0) / weights.sum()
-    backend.store(out_ref.at[token, head, lane], joined.astype(out_ref.dtype), mask=lane < dim)
 
 
 class _Operands(NamedTuple):
@@ -249,9 +215,11 @@ def _kernel(
     def times_values(weights: jax.Array, values: jax.Array) -> jax.Array:
         return backend.dot(*((values, weights) if few else (weights, values)))
 
-    # Sums over keys. A narrow tile keeps one for each of its slots, so that the warps, between
-    # which the slots are divided, meet once in the end instead of at every page.
     def gather(x: jax.Array) -> jax.Array:
+        """Sums over keys. A narrow tile keeps one for each of its slots.
+
+        So the warps, between which the slots are divided, meet once in the end, not at every page.
+        """
         return x if is_narrow else x.sum(slots, keepdims=True)
 
     residual = pages.residual
@@ -353,7 +321,7 @@ def _kernel(
     last = jnp.minimum(first + share, end_tile)
     # A sink is a score in the first range; where it is the largest of all, that is the peak.
     sink, has_sink = None, split == 0
-    peak = jnp.full((config.tile_rows,), _FLOOR)
+    peak = jnp.full((config.tile_rows,), FLOOR)
     if operands.sinks is not None:
         sink = backend.load_masked(operands.sinks.at[place_of_row[1]], row_mask)
         sink = sink.astype(jnp.float32) * log2_e
@@ -368,7 +336,8 @@ def _kernel(
     boundary = last if residual is None else jnp.clip(end_packed // size, first, last)
     if not is_narrow and window is None:
         # Causality hides keys of the last tiles alone: the others need no masks.
-        whole = jnp.clip((start + first_row // group + 1) // size, first, boundary)
+        seen = jnp.minimum(length, start + first_row // group + 1)
+        whole = jnp.clip(seen // size, first, boundary)
         carry = jax.lax.fori_loop(first, whole, functools.partial(visit, is_whole=True), carry)
         first = whole
     carry = jax.lax.fori_loop(first, boundary, visit, carry)
@@ -389,7 +358,7 @@ def _kernel(
         target = out_ref.at[token, query_head, split, channel]
         mask = jnp.broadcast_to(mask, target.shape)
         backend.store(target, (out.T if few else out).astype(out_ref.dtype), mask=mask)
-    log2_total = jnp.where(total == 0, _FLOOR, peak + jnp.log2(divisor))
+    log2_total = jnp.where(total == 0, FLOOR, peak + jnp.log2(divisor))
     backend.store(sums_ref.at[*place_of_row, split], log2_total, mask=row_mask)
 
 

@@ -20,20 +20,20 @@ OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
     """A sound configuration for `rows` (token, head) pairs of each sequence and KV head."""
-    tile_rows = max(MINIMUM_ROWS, min(128, 1 << (rows - 1).bit_length()))
+    is_wide = pages.head_dim > 128
+    tile_rows = max(MINIMUM_ROWS, min(64 if is_wide else 128, 1 << (rows - 1).bit_length()))
     slot_bytes = max(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
     fitting = 1 << (TILE_BYTES // slot_bytes).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
     tile_keys = min(tile_keys, pages.format.key_codes.group or tile_keys)  # scales are the tile's
-    is_wide = pages.head_dim > 128
     if tile_rows == MINIMUM_ROWS:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
         # 4-bit values has enough for two.
         slices = max(1, pages.values.shape[3] // 16)
         warps = min(4, max(2, 1 << slices.bit_length() - 1))
     else:
-        # Sums of more than 128 channels would not fit in the registers of four, nor beside them
-        # what is decoded of many keys.
+        # Sums of more than 128 channels, or 64 rows, would not fit in the registers of four, nor
+        # beside the former what is decoded of many keys.
         warps = 8 if is_wide or tile_rows > 64 else 4
         tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
     programs = batch * pages.keys.shape[1] * -(-rows // tile_rows)

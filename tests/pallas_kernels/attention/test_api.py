@@ -157,11 +157,12 @@ def test_jax_has_no_softcap_and_no_sinks(implementation, rng):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"scale": -1.0}, "scale is -1.0: expected a positive number, or None"),
         ({"softcap": 0.0}, "softcap is 0.0: expected a positive number, or None"),
         ({"sinks": np.zeros(2, np.float32)}, r"sinks have shape \(2,\): expected \(4,\), one for"),
     ],
 )
-def test_softcap_and_sinks_must_make_sense(options, message, rng):
+def test_options_must_make_sense(options, message, rng):
     with pytest.raises(ValueError, match=f"attention: {message}"):
         prefill_error("float32", rng, **options)
     test = scene(rng, "KV16", "float32", heads=(2, 2), **DECODE)

@@ -7,6 +7,7 @@ still ships it in 0.12; its warning is silenced here, where it is caused, and no
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ warnings.filterwarnings(
 
 MINIMUM_COMPUTE_CAPABILITY = 8.0  # cp.async, bf16 tensor cores and lop3 arrived with Ampere
 FLOAT8_COMPUTE_CAPABILITY = 8.9
+EARLY_LAUNCH_CAPABILITY = 9.0
 
 # Of shared memory that one program can have, by compute capability (CUDA programming guide).
 SHARED_KIBIBYTES = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227}
@@ -128,6 +130,26 @@ def join(tiles: Sequence[jax.Array]) -> jax.Array:
     return tiles[0]
 
 
+# Whether the kernel that is being traced is to run on a GPU that launches kernels early.
+_launches_early = contextvars.ContextVar("launches_early", default=False)
+
+
+def first_program_id() -> jax.Array:
+    """The program's index along the grid's first axis; each kernel asks for it once.
+
+    By the way it lets the next kernel be launched as soon as all programs of this one have begun:
+    "programmatic dependent launch", compute capability 9.0. XLA has each kernel that it launches so
+    wait, before it reads anything, until the one before is done: what is saved is a launch's time.
+    """
+    index = pl.program_id(0)
+    if not _launches_early.get():
+        return index
+    # The index passes through the assembly, which the compiler would leave out otherwise.
+    tile = jnp.full((1,), index, jnp.int32)
+    assembly = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+    return inline_ptx(assembly, tile, dtype=jnp.int32).max()
+
+
 def pallas_call(
     kernel: Callable[..., None],
     *arguments: Any,
@@ -146,8 +168,17 @@ def pallas_call(
     `aliases` maps an argument to the output that takes over its buffer. With `interpret`, the
     kernel runs as plain JAX on any device.
     """
+
+    def run(*references: Any) -> None:
+        capability = compute_capability() or 0.0
+        token = _launches_early.set(not interpret and capability >= EARLY_LAUNCH_CAPABILITY)
+        try:
+            kernel(*references)
+        finally:
+            _launches_early.reset(token)
+
     return pl.pallas_call(
-        kernel,
+        run,
         out_shape=out_shape,
         grid=grid,
         input_output_aliases=aliases or {},

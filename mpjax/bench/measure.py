@@ -41,12 +41,15 @@ def kernel_microseconds(
 ) -> dict[str, float]:
     """GPU time of each kernel that one call launches, summed by name: the median over calls.
 
-    Kernel time rather than wall time: short calls are bound by the host that launches them.
-    Raises RuntimeError where the call launches no kernel.
+    Kernel time rather than wall time: short calls are bound by the host that launches them. Kernels
+    run one by one, but those of a function that is `Unjitted`, and compiled otherwise. Raises
+    RuntimeError where the call launches no kernel.
     """
     # Imported here: the module is for CUDA, and this one is imported on any machine.
     from jax.experimental.mosaic.gpu import profiler
 
+    if not isinstance(function, Unjitted):
+        function = one_by_one(function)
     _, calls = profiler.measure(function, aggregate=False, iterations=iterations)(*arguments)
     if calls is None:
         raise RuntimeError("nothing to measure: the call launched no kernel")
@@ -60,6 +63,14 @@ def kernel_microseconds(
         for name, microseconds in by_name.items():
             totals[name].append(microseconds)
     return {name: statistics.median(times) for name, times in totals.items()}
+
+
+def one_by_one(function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit(function, **options)`, of which no kernel begins before the last one has ended.
+
+    Kernels that are launched early wait for those before them: their times would overlap.
+    """
+    return jax.jit(function, compiler_options={"xla_gpu_enable_pdl": False}, **options)
 
 
 class Unjitted(jax.stages.Wrapped):

@@ -34,7 +34,7 @@ def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret:
 
 
 def _kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any) -> None:
-    token, head = pl.program_id(0), pl.program_id(1)
+    token, head = backend.first_program_id(), pl.program_id(1)
     splits, dim = outputs_ref.shape[2:]
     split, lane = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(pl.next_power_of_2(dim))
     mask = split < splits

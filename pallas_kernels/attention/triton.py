@@ -139,7 +139,7 @@ def _kernel(
     batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
     split = pl.program_id(2)
     # The last tokens see the most keys: they come first, so that what ends last is short.
-    first_row = (pl.num_programs(0) - 1 - pl.program_id(0)) * config.tile_rows
+    first_row = (pl.num_programs(0) - 1 - backend.first_program_id()) * config.tile_rows
     row = first_row + jnp.arange(config.tile_rows)
     is_narrow = config.tile_rows <= NARROW_ROWS
     key_parts, value_parts = (

@@ -85,7 +85,7 @@ def _kernel(
 ) -> None:
     words_ref, parameters_ref, table_ref = operands
     kind, width = code_kinds.of(format), format.plane_width
-    output = pl.program_id(0) * TILE + jnp.arange(TILE)
+    output = backend.first_program_id() * TILE + jnp.arange(TILE)
     block = pl.program_id(1)
     lane = jnp.arange(width)
     mask = None if words_ref.shape[1] % TILE == 0 else output < words_ref.shape[1]

@@ -127,7 +127,7 @@ def _kernel(
     rows, outputs = x_ref.shape[0], operands.words.shape[1]
     tile_m, tile_n, width = config.tile_m, config.tile_n, _width(format, config)
     parts = format.plane_width // width  # steps that share a block
-    row = pl.program_id(0) * tile_m + jnp.arange(tile_m)
+    row = backend.first_program_id() * tile_m + jnp.arange(tile_m)
     output = pl.program_id(1) * tile_n + jnp.arange(tile_n)
     split = pl.program_id(2)
     lane = jnp.arange(width)

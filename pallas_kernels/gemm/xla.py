@@ -67,7 +67,7 @@ def _scale(
 
 def _scale_kernel(operands: tuple[Any, Any, Any], out_ref: Any) -> None:
     sums_ref, row_scales_ref, scales_ref = operands
-    row = pl.program_id(0) * TILE_ROWS + jnp.arange(TILE_ROWS)
+    row = backend.first_program_id() * TILE_ROWS + jnp.arange(TILE_ROWS)
     channel = pl.program_id(1) * TILE_CHANNELS + jnp.arange(TILE_CHANNELS)
     inside = (row < out_ref.shape[0])[:, None] & (channel < out_ref.shape[1])[None, :]
     at = row[:, None], channel[None, :]

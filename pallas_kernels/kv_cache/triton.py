@@ -107,7 +107,8 @@ class _Operands(NamedTuple):
 
 def _kernel(operands: _Operands, before: KVPages, pages: KVPages, *, interpret: bool) -> None:
     tokens, dim = operands.keys.shape[1], operands.keys.shape[3]
-    batch, token = pl.program_id(0) // tokens, pl.program_id(0) % tokens
+    program = backend.first_program_id()
+    batch, token = program // tokens, program % tokens
     head = pl.program_id(1)
     slot = find_slot(operands, pages.page_size, batch, token)
     for side, source in zip(pages.sides, (operands.keys, operands.values), strict=True):
@@ -143,7 +144,8 @@ def _flush_kernel(
     assert residual is not None
     block, dim = residual.page_size, residual.head_dim
     pieces = block // rows
-    batch, piece = pl.program_id(0) // (blocks * pieces), pl.program_id(0) % (blocks * pieces)
+    program = backend.first_program_id()
+    batch, piece = program // (blocks * pieces), program % (blocks * pieces)
     head = pl.program_id(1)
     capacity = operands.block_tables.shape[1] * pages.page_size
     start = backend.load(operands.starts.at[batch])

@@ -87,7 +87,8 @@ def _kernel(
     interpret: bool,
 ) -> None:
     tokens, dim = queries_ref.shape[1], queries_ref.shape[3]
-    batch, token = pl.program_id(0) // tokens, pl.program_id(0) % tokens
+    program = backend.first_program_id()
+    batch, token = program // tokens, program % tokens
     head = pl.program_id(1)
     is_query, is_value = head < heads[0], head >= heads[0] + heads[1]
     dtype = queries_ref.dtype

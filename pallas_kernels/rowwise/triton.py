@@ -149,7 +149,7 @@ def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
 
 def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     channel = jnp.arange(size)
-    return pl.program_id(0), channel, None if channels == size else channel < channels
+    return backend.first_program_id(), channel, None if channels == size else channel < channels
 
 
 def _load(ref: Any, mask: jax.Array | None) -> jax.Array:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -209,3 +210,35 @@ def test_a_gpu_user_is_told_of_the_slow_path(monkeypatch):
         backend.warn_of_reference("matmul", "no reason")
     monkeypatch.setattr(backend, "on_gpu", lambda: False)
     backend.warn_of_reference("matmul", "a CPU has no other way")
+
+
+@pytest.mark.parametrize("capability", [None, 8.0, 9.0])
+def test_kernels_let_the_next_one_be_launched_early(capability, machine, lower_for_cuda):
+    def kernel(out_ref):
+        index = backend.first_program_id()
+        backend.store(out_ref.at[index + jnp.arange(1)], jnp.full(1, index))
+
+    def numbers(interpret: bool) -> jax.Array:
+        return backend.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct((3,), jnp.int32),
+            grid=(3,),
+            name="numbers",
+            warps=1,
+            stages=1,
+            interpret=interpret,
+        )
+
+    machine("gpu", capability)
+    module = lower_for_cuda(jax.jit(lambda: numbers(interpret=False)))
+    assert ("griddepcontrol.launch_dependents" in module) == (capability == 9.0)
+    machine("cpu", None)
+    np.testing.assert_array_equal(numbers(interpret=True), [0, 1, 2])
+
+
+def test_no_kernel_forgets_the_next_one():
+    package = Path(backend.__file__).parent
+    texts = {path.name: path.read_text() for path in package.rglob("*.py")}
+    assert [name for name, text in texts.items() if "program_id(0)" in text] == ["backend.py"]
+    for name, text in texts.items():
+        assert text.count("backend.pallas_call(") <= text.count("backend.first_program_id()"), name

@@ -41,7 +41,8 @@ def test_kernels_are_summed_by_name_and_the_median_call_counts(profile):
         ]
     )
     seen = []
-    found = measure.kernel_microseconds(lambda x: seen.append(x), 7, iterations=3)
+    function = measure.Unjitted(lambda x: seen.append(x))
+    found = measure.kernel_microseconds(function, 7, iterations=3)
     assert found == pytest.approx({"a": 4.0, "b": 5.0})
     assert seen == [7]
     assert measure.microseconds(lambda x: x, 7, iterations=3) == pytest.approx(9.0)

@@ -42,13 +42,13 @@ def kernel_microseconds(
     """GPU time of each kernel that one call launches, summed by name: the median over calls.
 
     Kernel time rather than wall time: short calls are bound by the host that launches them. Kernels
-    run one by one, but those of a function that is `Unjitted`, and compiled otherwise. Raises
+    run one by one, but those of a function that is `Unjitted` or compiled otherwise. Raises
     RuntimeError where the call launches no kernel.
     """
     # Imported here: the module is for CUDA, and this one is imported on any machine.
     from jax.experimental.mosaic.gpu import profiler
 
-    if not isinstance(function, Unjitted):
+    if not isinstance(function, Unjitted | jax.stages.Compiled):
         function = one_by_one(function)
     _, calls = profiler.measure(function, aggregate=False, iterations=iterations)(*arguments)
     if calls is None:

@@ -87,8 +87,9 @@ class Attention(nnx.Module):
                 dtype=x.dtype,
                 heads=self.heads,
                 norms=self._norms(),
+                transform_queries=True,
             )
-            attended = paged_attention(query, pages, *where, window=self.window)
+            attended = paged_attention(query, pages, *where, window=self.window, transformed=True)
             return attended.reshape(batch, tokens, -1), pages
         query, key, value = (
             part.reshape(batch, tokens, -1, self.head_dim) for part in self.qkv(x)

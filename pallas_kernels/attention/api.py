@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.attention import reference, triton, tuning
+from pallas_kernels.kv_cache import hadamard
 from pallas_kernels.kv_cache.api import HEAD_DIMS, why_not_triton
 from pallas_kernels.kv_cache.cache import PAGE_SIZES, KVPages
 from pallas_kernels.kv_cache.formats import KVFormat
@@ -29,6 +30,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     longest: int | None = None,
+    transformed: bool = False,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens over a cache that already holds them.
@@ -48,6 +50,9 @@ def paged_attention(
         value, neither scaled nor capped (gpt-oss); None for none.
     longest: of packed queries, what no count exceeds, to launch no more than is needed; without it,
         all tokens may be of one sequence.
+    transformed: that queries went through the Hadamard transform of the pages' keys, if theirs is a
+        format with one: `rotate_and_append(..., transform_queries=True)` returns such. Others do
+        so here.
 
     Returns the shape and dtype of the queries. On the GPU each
     cached byte is read once for all query heads of its group; long sequences are split over
@@ -68,7 +73,7 @@ def paged_attention(
     arguments = (queries, pages, block_tables, starts, counts)
     masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
     if implementation == "reference":
-        return reference.paged_attention(*arguments, scale=scale, **masks)
+        return reference.paged_attention(*arguments, scale=scale, transformed=transformed, **masks)
     if implementation != "triton":
         raise ValueError(
             f"paged_attention: unknown implementation {implementation!r}: "
@@ -79,7 +84,11 @@ def paged_attention(
     longest = queries.shape[-3] if queries.ndim == 4 or longest is None else longest
     rows = longest * queries.shape[-2] // pages.keys.shape[1]
     config = tuning.configure(len(starts), rows, block_tables.shape[1], pages)
-    return triton.paged_attention(*arguments, config, scale=scale, longest=longest, **masks)
+    if pages.format.key_codes.hadamard and not transformed:
+        queries = hadamard.transform(queries)
+    return triton.paged_attention(
+        queries, *arguments[1:], config, scale=scale, longest=longest, **masks
+    )
 
 
 def prefill_attention(

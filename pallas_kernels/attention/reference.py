@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_cache import packed
+from pallas_kernels.kv_cache import hadamard, packed
 from pallas_kernels.kv_cache import reference as kv_cache
 from pallas_kernels.kv_cache.cache import KVPages
 
@@ -71,6 +71,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    transformed: bool = False,
 ) -> jax.Array:
     """See api.paged_attention: attention over the dequantised cache."""
     shape, lengths, rows = queries.shape, starts + counts, None
@@ -83,6 +84,9 @@ def paged_attention(
         queries = queries[:, None]
     keys, values = kv_cache.gather(pages, block_tables, queries.dtype, lengths, rows)
     positions = starts[:, None] + jnp.arange(queries.shape[1])
+    dtype = queries.dtype
+    if transformed and pages.format.key_codes.hadamard:
+        queries = hadamard.transform(queries.astype(jnp.float32))  # back
     out = attention(
         queries,
         keys,
@@ -94,4 +98,4 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
     )
-    return out.reshape(shape)
+    return out.reshape(shape).astype(dtype)

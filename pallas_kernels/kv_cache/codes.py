@@ -27,13 +27,15 @@ class KVCodes:
     bits: of a code. scaling: whose scale there is: each token's, or each channel's over `group`
     tokens, with a zero beside it; the head's, which is given; or none. block: how many tokens wait
     in 16 bits and are encoded together (BitDecoding's residual block), or None where each token is
-    encoded as it comes.
+    encoded as it comes. hadamard: whether what is encoded, and what `decode` gives, is the
+    Hadamard transform of the vectors.
     """
 
     bits: int = 16
     scaling: Literal["token", "channel", "head"] | None = None
     group: int | None = None
     block: int | None = None
+    hadamard: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -108,8 +110,15 @@ class Integers(KVCodes):
     channel over a group of tokens (BitDecoding's channel-wise).
     """
 
-    def __init__(self, bits: int, *, group: int | None = None, block: int | None = None):
-        self.bits, self.group, self.block = bits, group, block
+    def __init__(
+        self,
+        bits: int,
+        *,
+        group: int | None = None,
+        block: int | None = None,
+        hadamard: bool = False,
+    ):
+        self.bits, self.group, self.block, self.hadamard = bits, group, block, hadamard
         self.scaling = "token" if group is None else "channel"
 
     def encode(
@@ -207,9 +216,12 @@ VALUE_KINDS: dict[str, KVCodes] = {
     "2": Integers(2, block=BLOCKS[2]),
     "fp8": Float8(),
 }
-# Keys of two bits need the scales of channels; at four, those of tokens often do.
+# Keys of two bits need the scales of channels; at four, those of tokens often do, if no channel is
+# much larger than others.
 KEY_KINDS: dict[str, KVCodes] = {
     **VALUE_KINDS,
+    "4": Integers(4, hadamard=True),
+    "4t": VALUE_KINDS["4"],
     "2t": VALUE_KINDS["2"],
     **{
         f"{name}{f'g{group}' if group != GROUPS[0] else ''}": Integers(

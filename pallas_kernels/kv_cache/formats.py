@@ -9,8 +9,8 @@ from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 
 KindName = str | int
 EXPECTED = (
-    "expected KV16, KV8, KV4, KV4c, KV2, KV2t or KVfp8, or one for each as in K8V4; behind KV4c "
-    "and KV2, g64 or g32"
+    "expected KV16, KV8, KV4, KV4t, KV4c, KV2, KV2t or KVfp8, or one for each as in K8V4; behind "
+    "KV4c and KV2, g64 or g32"
 )
 _NAME = r"\d+[ct]?(?:g\d+)?|fp8"
 
@@ -22,7 +22,8 @@ class KVFormat:
     16: as they are. 8, 4: TurboMind's integers, per token and head, asymmetric, x ≈ code · scale +
     zero with scale = (max − min) / (2**bits − 1) and zero = min. "fp8": e4m3 with a scale that each
     head is given (PagedKVCache.create), x ≈ e4m3(code) · scale. Keys are stored after the rotary
-    embedding.
+    embedding, and in 4 bits after a Hadamard transform of each head, which leaves no channel much
+    larger than the rest (QuaRot); "4t": without it, as TurboMind's and QServe's are.
 
     "4c", 2: BitDecoding's, whose keys have a scale and zero for each channel of 128 tokens, or of
     64 or 32 ("4cg64", "2g32"), since it is a few channels that are large, in all tokens. Values
@@ -43,10 +44,15 @@ class KVFormat:
                 raise ValueError(f"KV{name} is not a KV format: {EXPECTED}")
         if self.block is not None and "fp8" in (self.keys, self.values):
             raise ValueError(f"{self}: the tokens that wait in 16 bits have no place beside fp8")
+        if self.block is not None and self.key_codes.hadamard:
+            raise ValueError(
+                f"{self}: keys of tokens that wait in 16 bits don't go through the Hadamard "
+                f"transform; ask for K{self.keys}cV{self.values} or K{self.keys}tV{self.values}"
+            )
 
     @classmethod
     def parse(cls, text: str) -> KVFormat:
-        """Reads `KV16`, `KV8`, `KV4`, `KV4c`, `KV2`, `KV2t`, `KVfp8`, or one for each: `K8V4`."""
+        """Reads `KV16`, `KV8`, `KV4`, `KV4t`, `KV4c`, `KV2`, `KV2t`, `KVfp8`, and `K8V4`."""
         match = re.fullmatch(rf"K(?:({_NAME})V(\d+|fp8)|V({_NAME}))", text)
         if match is None:
             raise ValueError(f"can't read the KV format {text!r}: {EXPECTED}")

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_cache import hadamard
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages, Side
 from pallas_kernels.kv_cache.codes import KVCodes
@@ -22,6 +23,9 @@ def encode(
     heads], and those of channels [..., groups, heads, head dim] for groups of so many tokens.
     """
     scale = parameters[:, None] if codes.scaling == "head" and parameters is not None else None
+    if codes.hadamard:
+        [transformed] = hadamard.transform_pieces([x], x.shape[-1], x.dtype)
+        x = transformed.astype(x.dtype)
     if codes.group is not None:
         x = x.reshape(*x.shape[:-3], -1, codes.group, *x.shape[-2:]).swapaxes(-3, -2)
     pieces = jnp.split(x, codes.planes, axis=-1)
@@ -151,6 +155,7 @@ def gather(
             elif codes.group is not None:
                 parameters = jnp.repeat(parameters[block_tables], codes.group, axis=3)
         x = codes.decode(stored, parameters, dtype).swapaxes(2, 3)
+        x = hadamard.transform(x) if codes.hadamard else x  # its own inverse
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
     keys, values = (read(side) for side in pages.sides)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.kv_cache import quantize
+from pallas_kernels.kv_cache import hadamard, quantize
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages, Side
 
@@ -198,10 +198,34 @@ def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -
 
 
 def lanes(width: int) -> jax.Array:
-    """0 … width − 1, and the last again up to a power of two, which changes no extremum."""
+    """Which of `width` channels each lane of a tile holds: 0 … width − 1 where that fills it.
+
+    Else each run of neighbours as long as the odd factor of the width is filled up with its last,
+    which changes no extremum, and leaves runs a power of two of lanes apart.
+    """
     lane = jnp.arange(pl.next_power_of_2(width))
     # Of a minimum the compiler doesn't see that lanes are neighbours, and loads them one by one.
-    return lane if len(lane) == width else jnp.minimum(lane, width - 1)
+    if len(lane) == width:
+        return lane
+    run, filled = _run(width)
+    return lane // filled * run + jnp.minimum(lane % filled, run - 1)
+
+
+def targets(width: int) -> tuple[jax.Array, jax.Array]:
+    """Where lanes are stored, and which are: two may not meet where that differs."""
+    lane = jnp.arange(pl.next_power_of_2(width))
+    if len(lane) == width:
+        return lane, lane < width
+    run, filled = _run(width)
+    place = lane % filled
+    beyond = width + lane // filled * (filled - run) + place - run
+    is_first = place < run
+    return jnp.where(is_first, lane // filled * run + place, beyond), is_first
+
+
+def _run(width: int) -> tuple[int, int]:
+    run = width // hadamard.order(width)
+    return run, pl.next_power_of_2(run)
 
 
 def write(
@@ -221,17 +245,18 @@ def write(
     scale = None
     if side.codes.scaling == "head":
         scale = backend.load(side.parameters.at[head + jnp.arange(1)])
-    arithmetic = quantize.PLAIN if interpret else _IN_KERNEL
-    slices, parameters = side.codes.encode(pieces, scale, dtype, arithmetic)
+    if side.codes.hadamard:
+        pieces = transform(pieces, side.words.shape[3] * side.codes.planes, dtype, interpret)
+    slices, parameters = side.codes.encode(pieces, scale, dtype, _arithmetic(interpret))
     *tokens, _ = pieces[0].shape
     position = slot.position
     if tokens:
         position += jnp.arange(tokens[0])[:, None]
     width = side.words.shape[3] // len(slices)
     for i, words in enumerate(slices):
-        lane = jnp.expand_dims(jnp.arange(words.shape[-1]), tuple(range(len(tokens))))
+        lane, is_first = (jnp.expand_dims(x, tuple(range(len(tokens)))) for x in targets(width))
         target = side.words.at[slot.page, head, position, i * width + lane]
-        mask = jnp.broadcast_to(slot.valid & (lane < width), target.shape)
+        mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
         backend.store(target, words.astype(side.words.dtype), mask=mask)
     if side.codes.scaling == "token":
         target = side.parameters.at[
@@ -242,7 +267,18 @@ def write(
         group = slot.position // side.codes.group
         width = side.parameters.shape[3] // len(parameters)
         for i, found in enumerate(parameters):
-            lane = jnp.arange(found.shape[-1])[None, :]
+            lane, is_first = (x[None, :] for x in targets(width))
             target = side.parameters.at[slot.page, head, group, i * width + lane]
-            mask = jnp.broadcast_to(slot.valid & (lane < width), target.shape)
+            mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
             backend.store(target, found, mask=mask)
+
+
+def transform(
+    pieces: Sequence[jax.Array], dim: int, dtype: jnp.dtype, interpret: bool
+) -> list[jax.Array]:
+    """The Hadamard transform of a head, or several, in a kernel; see `write`."""
+    return hadamard.transform_pieces(pieces, dim, dtype, _arithmetic(interpret))
+
+
+def _arithmetic(interpret: bool) -> quantize.Arithmetic:
+    return quantize.PLAIN if interpret else _IN_KERNEL

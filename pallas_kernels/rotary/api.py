@@ -30,6 +30,7 @@ def rotate_and_append(
     dtype: jax.typing.DTypeLike,
     heads: tuple[int, int],
     norms: HeadNorms | None = None,
+    transform_queries: bool = False,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> tuple[jax.Array, KVPages]:
     """Rotates queries and keys and appends keys and values to one layer's pages, in place.
@@ -42,6 +43,9 @@ def rotate_and_append(
     pages, block_tables, starts, counts: as `append` takes them.
     heads: query heads and KV heads.
     norms: of queries and keys, before the rotation, or None.
+    transform_queries: whether queries, too, go through the Hadamard transform of the pages' keys,
+        if theirs is a format with one: for `paged_attention(..., transformed=True)`, which then has
+        nothing left to do.
 
     Returns the queries [batch, tokens, query heads, dim], or packed [tokens, query heads, dim], in
     `dtype`, and the pages. On the GPU this is one kernel, where XLA makes five; beside a residual
@@ -89,7 +93,17 @@ def rotate_and_append(
 
     def run(pages: KVPages, *places: jax.Array) -> tuple[jax.Array, KVPages]:
         module = triton if implementation == "triton" else reference
-        return module.rotate_and_append(terms, pages, cosines, sines, *places, dtype, heads, norms)
+        return module.rotate_and_append(
+            terms,
+            pages,
+            cosines,
+            sines,
+            *places,
+            dtype,
+            heads,
+            norms,
+            transform_queries=transform_queries,
+        )
 
     batch, tokens = terms.shape[1:3]
     if pages.residual is None:

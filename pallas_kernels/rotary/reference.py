@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.kv_cache import hadamard
 from pallas_kernels.kv_cache import reference as kv_cache
 from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.rounding import narrow
@@ -58,9 +59,14 @@ def rotate_and_append(
     dtype: jnp.dtype,
     heads: tuple[int, int],
     norms: HeadNorms | None,
+    *,
+    transform_queries: bool = False,
 ) -> tuple[jax.Array, KVPages]:
     """Queries and pages; see the public function."""
     product = narrow(terms.astype(jnp.float32).sum(0), dtype)
     query, key, value = split_heads(product, heads, norms)
     query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+    if transform_queries and pages.format.key_codes.hadamard:
+        [transformed] = hadamard.transform_pieces([query], query.shape[-1], dtype)
+        query = transformed.astype(dtype)
     return query, kv_cache.append(pages, key, value, block_tables, starts, counts)

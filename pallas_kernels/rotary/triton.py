@@ -11,7 +11,15 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.kv_cache.triton import Slot, find_slot, lanes, like, write
+from pallas_kernels.kv_cache.triton import (
+    Slot,
+    find_slot,
+    lanes,
+    like,
+    targets,
+    transform,
+    write,
+)
 from pallas_kernels.rotary.reference import HeadNorms
 
 
@@ -40,6 +48,7 @@ def rotate_and_append(
     heads: tuple[int, int],
     norms: HeadNorms | None,
     *,
+    transform_queries: bool = False,
     interpret: bool = False,
 ) -> tuple[jax.Array, KVPages]:
     """Queries and pages, which are aliased; see the public function."""
@@ -62,6 +71,7 @@ def rotate_and_append(
             _kernel,
             heads=heads,
             epsilon=0.0 if norms is None else norms.epsilon,
+            transform_queries=transform_queries and pages.format.key_codes.hadamard,
             interpret=interpret,
         ),
         operands,
@@ -84,6 +94,7 @@ def _kernel(
     *,
     heads: tuple[int, int],
     epsilon: float,
+    transform_queries: bool,
     interpret: bool,
 ) -> None:
     tokens, dim = queries_ref.shape[1], queries_ref.shape[3]
@@ -100,8 +111,7 @@ def _kernel(
     pieces = max(2, *(side.codes.planes for side in pages.sides))
     width, half = dim // pieces, pieces // 2
     lane = lanes(width)
-    target = jnp.arange(len(lane))  # of stores, which may not meet where their mask differs
-    is_real = target < width
+    target, is_real = targets(width)
 
     def load(piece: int) -> jax.Array:
         total = jnp.zeros(len(lane), jnp.float32)
@@ -133,9 +143,10 @@ def _kernel(
         return jnp.where(is_value, x[piece], rounded(x[piece] * cosine + other))
 
     x = [turn(piece) for piece in range(pieces)]
+    query = transform(x, dim, dtype, interpret) if transform_queries else x
     for piece in range(pieces):
         at = queries_ref.at[batch, token, jnp.minimum(head, heads[0] - 1), piece * width + target]
-        backend.store(at, x[piece].astype(dtype), mask=is_query & is_real)
+        backend.store(at, query[piece].astype(dtype), mask=is_query & is_real)
     slot = find_slot(operands, pages.page_size, batch, token)
     for side, first, chosen in zip(
         pages.sides,

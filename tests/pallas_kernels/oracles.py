@@ -277,10 +277,29 @@ def kv_side(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide
     return KVSide(kv_words(codes, int(kind)), parameter_words(step, zero), decoded)
 
 
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """Channels that are dim / 2 apart, then dim / 4, ..., become sums and differences, over √n."""
+    dim = x.shape[-1]
+    count = max(n for n in (1 << i for i in range(20)) if dim % n == 0)
+    y = wide(x) if x.dtype == np.float64 else x.astype(np.float32)
+    for distance in (dim >> i for i in range(1, count.bit_length())):
+        first, second = y.reshape(-1, 2, distance).swapaxes(0, 1)
+        y = np.stack([first + second, first - second], 1).reshape(y.shape)
+    return (y * y.dtype.type(count**-0.5)).astype(x.dtype)
+
+
+def kv_key(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
+    """What the cache holds of keys x [..., dim] that are rounded token by token, by their name."""
+    if kind != "4":
+        return kv_side(x, kind.removesuffix("t"), scale)
+    side = kv_side(hadamard(x), kind)
+    return side._replace(decoded=hadamard(side.decoded))
+
+
 def kv_keys(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
     """What the cache holds of keys x [..., tokens, dim], whole groups of them, by their name."""
     if kind not in KEY_GROUPS:
-        return kv_side(x, kind.removesuffix("t"), scale)
+        return kv_key(x, kind, scale)
     bits, group = int(kind[0]), KEY_GROUPS[kind]
     channels = np.moveaxis(x, -1, -2)
     channels = channels.reshape(*channels.shape[:-1], -1, group)  # [..., dim, groups, group]

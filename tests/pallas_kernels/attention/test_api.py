@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import UnsupportedError, backend, paged_attention, prefill_attention
 from pallas_kernels.attention import reference, triton
+from pallas_kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
     GATES,
@@ -24,10 +25,16 @@ DECODE: dict[str, Any] = {"starts": [70, 0], "counts": [1, 1]}
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_implementations_agree(implementation, rng, interpreted_triton):
-    test = scene(rng, "KV8", "float16", **DECODE)
-    attend = functools.partial(paged_attention, implementation=implementation, window=50)
-    out = jax.jit(attend, compiler_options=QUICK)(*test.arguments)
+@pytest.mark.parametrize("transformed", [False, True])
+def test_implementations_agree(implementation, transformed, rng, interpreted_triton):
+    """Keys went through a Hadamard transform; queries may have done so before, or do here."""
+    test = scene(rng, "KV4", "float16", **DECODE)
+    queries, *others = test.arguments
+    attend = functools.partial(
+        paged_attention, implementation=implementation, window=50, transformed=transformed
+    )
+    queries = hadamard.transform(queries) if transformed else queries
+    out = jax.jit(attend, compiler_options=QUICK)(queries, *others)
     assert test.error(out, window=50) < GATES["float16"]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import KVFormat, PagedKVCache, paged_attention
 from pallas_kernels.attention import reference, shapes, triton, tuning
+from pallas_kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import Scene, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES, QUICK
 
@@ -37,6 +38,8 @@ def kernel(
     interpret=True,
 ):
     batch, tokens, heads, dim = queries.shape
+    if pages.format.key_codes.hadamard:
+        queries = hadamard.transform(queries)
     rows = tokens * heads // pages.keys.shape[1]
     config = tuning.configure(batch, rows, block_tables.shape[1], pages)
     return triton.paged_attention(

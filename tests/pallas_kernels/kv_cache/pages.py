@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVFormat, KVPages
-from tests.pallas_kernels.oracles import KEY_GROUPS, NUMPY_DTYPES, kv_side
+from tests.pallas_kernels.oracles import KEY_GROUPS, NUMPY_DTYPES, kv_key, kv_side
 
 
 def random_pages(
@@ -63,14 +63,14 @@ def appended(
 ) -> KVPages:
     """The pages after append, token by token."""
     result: dict[str, Any] = {}
-    for name, new, kind in (
-        ("key", keys, pages.format.keys),
-        ("value", values, pages.format.values),
+    for name, new, kind, coded in (
+        ("key", keys, pages.format.keys, kv_key),
+        ("value", values, pages.format.values, kv_side),
     ):
         stored = np.array(getattr(pages, f"{name}s"))
         before = getattr(pages, f"{name}_parameters")
         scale = np.asarray(before)[:, None] if kind == "fp8" else None
-        side = kv_side(new, str(kind), scale)
+        side = coded(new, str(kind), scale)
         parameters = None if side.parameters is None else np.array(before)
         for b, count in enumerate(counts):
             for t in range(count):

@@ -46,6 +46,8 @@ def test_parse_refuses_other_words(text):
         ("K4cV2", "4c", 2, 256, 128),
         ("K8V2", 8, 2, 256, None),
         ("K4V8", 4, 8, None, None),
+        ("KV4t", "4t", 4, None, None),
+        ("K4tV2", "4t", 2, 256, None),
     ],
 )
 def test_formats_with_blocks(text, keys, values, block, group):
@@ -65,6 +67,12 @@ def test_fp8_has_no_place_for_tokens_that_wait(text):
         KVFormat.parse(text)
 
 
+def test_keys_that_wait_are_not_transformed():
+    assert [KVFormat.parse(text).key_codes.hadamard for text in ("K4V8", "K4tV8")] == [True, False]
+    with pytest.raises(ValueError, match=r"K4V2: keys of .* ask for K4cV2 or K4tV2"):
+        KVFormat.parse("K4V2")
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -72,11 +80,11 @@ def test_fp8_has_no_place_for_tokens_that_wait(text):
         ("K8V3", "3"),
         ("K32V16", "32"),
         ("KV8c", "8c"),
-        ("KV4t", "4t"),
+        ("KV8t", "8t"),
         ("KV2g16", "2g16"),
     ],
 )
 def test_others_do_not_exist(text, kind):
-    message = f"KV{kind} is not a KV format: expected KV16, KV8, KV4, KV4c, KV2, KV2t or KVfp8"
+    message = f"KV{kind} is not a KV format: expected KV16, KV8, KV4, KV4t, KV4c, KV2"
     with pytest.raises(ValueError, match=message):
         KVFormat.parse(text)

@@ -19,7 +19,7 @@ from tests.pallas_kernels.kv_cache.pages import (
     random_pages,
     vectors,
 )
-from tests.pallas_kernels.oracles import NUMPY_DTYPES, QUICK, wide
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, QUICK, hadamard, wide
 
 EPSILON = 1e-3
 
@@ -64,14 +64,24 @@ class Scene:
         )
 
     def run(
-        self, function: Callable[..., Any], arrays: tuple[Any, ...] | None = None
+        self,
+        function: Callable[..., Any],
+        arrays: tuple[Any, ...] | None = None,
+        *,
+        transform_queries: bool = True,
     ) -> tuple[jax.Array, KVPages]:
         """By a compiled implementation, or the public function, of `rotate_and_append`."""
 
         @functools.partial(jax.jit, compiler_options=QUICK)
         def compute(arguments: Any, weights: Any) -> Any:
             norms = None if weights is None else HeadNorms(*weights, EPSILON)
-            return function(*arguments, dtype=jnp.dtype(self.dtype), heads=self.heads, norms=norms)
+            return function(
+                *arguments,
+                dtype=jnp.dtype(self.dtype),
+                heads=self.heads,
+                norms=norms,
+                transform_queries=transform_queries,
+            )
 
         weights = None if self.norms is None else tuple(jnp.asarray(w) for w in self.norms)
         return compute(self.arrays if arrays is None else arrays, weights)
@@ -99,13 +109,17 @@ class Scene:
         pairs = (values[..., :half] + 1j * values[..., half:]) * turn
         return np.concatenate([pairs.real, pairs.imag], -1).astype(x.dtype)
 
+    def in_pages(self, x: np.ndarray) -> np.ndarray:
+        """Queries or keys after the transform that the format of the pages may have."""
+        return hadamard(x) if self.pages.format.keys == 4 else x
+
     def expected_pages(self) -> KVPages:
         keys = self.turned(self.places.keys, 1)
         return dataclasses.replace(self.places, keys=keys).oracle(self.pages)
 
     def exact_pages(self) -> KVPages:
         """The same in 16 or 32 bits, whatever the format of the pages."""
-        keys = self.turned(self.places.keys, 1)
+        keys = self.in_pages(self.turned(self.places.keys, 1))
         shape = (*self.pages.keys.shape[:3], keys.shape[-1])
         empty = [jnp.zeros(shape, keys.dtype) for _ in range(2)]
         pages = KVPages(empty[0], empty[1], None, None, KVFormat(16))
@@ -124,7 +138,7 @@ class Scene:
 
     def check(self, queries: jax.Array, pages: KVPages) -> None:
         """Bit by bit where every step is exact, and to within roundings else."""
-        expected = self.turned(self.queries, 0)
+        expected = self.in_pages(self.turned(self.queries, 0))
         assert queries.dtype == self.dtype
         if self.is_exact:
             np.testing.assert_array_equal(wide(queries), wide(expected))
@@ -153,7 +167,10 @@ def head_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 def stored(pages: KVPages, mask: np.ndarray, half: np.dtype) -> list[np.ndarray]:
-    """Keys and values float64 [tokens, KV heads, dim] of some slots, read from their bits."""
+    """Keys and values float64 [tokens, KV heads, dim] of some slots, read from their bits.
+
+    Keys that went through a transform, as they came out.
+    """
     result = []
     for words, parameters, codes in pages.sides:
         rows = np.moveaxis(np.asarray(words), 2, 1)[mask]  # [tokens, KV heads, words]

@@ -104,7 +104,11 @@ def test_donated_pages_are_written_in_place(bits, rng):
     terms, pages, *others = test.arrays
     pages = jax.tree.map(jnp.copy, pages)  # numpy's own buffers can't be donated
     append = functools.partial(
-        reference.rotate_and_append, dtype=jnp.dtype("bfloat16"), heads=test.heads, norms=None
+        reference.rotate_and_append,
+        dtype=jnp.dtype("bfloat16"),
+        heads=test.heads,
+        norms=None,
+        transform_queries=True,
     )
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pages)]
     queries, written = jax.jit(append, donate_argnums=1)(terms, pages, *others)

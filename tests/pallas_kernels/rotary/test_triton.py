@@ -25,6 +25,7 @@ CASES = [
     (8, "bfloat16", (3, 1), 256, 64, 1, 3),
     ("KVfp8", "float16", (4, 2), 64, 128, 5, 1),
     (4, "bfloat16", (2, 2), 64, 128, 1, 1),
+    ("K4V8", "float16", (2, 1), 96, 64, 2, 1),
     ("K8V4", "float16", (4, 1), 96, 64, 5, 3),
 ]
 each_case = pytest.mark.parametrize(
@@ -107,6 +108,7 @@ def test_lowers_with_every_page_array_aliased(bits, dtype, splits, tokens, lower
                 jnp.dtype(dtype),
                 (queries, heads),
                 norms,
+                transform_queries=True,
             )
 
         program = lower_for_cuda(append, terms, cache.layers[0], angles, angles, *places, *weights)
@@ -139,7 +141,11 @@ def test_many_tokens_bit_for_bit_and_in_place_on_the_gpu(bits, dtype, tokens, rn
     pages = jax.tree.map(jnp.copy, pages)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pages)]
     append = functools.partial(
-        triton.rotate_and_append, dtype=jnp.dtype(dtype), heads=test.heads, norms=None
+        triton.rotate_and_append,
+        dtype=jnp.dtype(dtype),
+        heads=test.heads,
+        norms=None,
+        transform_queries=True,
     )
     queries, written = jax.jit(append, donate_argnums=1)(terms, pages, *others)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == pointers

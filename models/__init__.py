@@ -2,7 +2,7 @@
 
 from models.attention import Attention
 from models.config import ConfigError, DecoderConfig, RopeScaling
-from models.decoder import Decoder, DecoderLayer
+from models.decoder import CacheScales, Decoder, DecoderLayer
 from models.layers import FusedLinear, GatedMLP, Linear, RMSNorm
 from models.llama import Llama
 from models.mistral import Mistral
@@ -12,6 +12,7 @@ from models.registry import FAMILIES, family
 __all__ = [
     "FAMILIES",
     "Attention",
+    "CacheScales",
     "ConfigError",
     "Decoder",
     "DecoderConfig",

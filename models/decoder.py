@@ -57,11 +57,18 @@ def _apply(layer: DecoderLayer, *arguments: Any) -> tuple[jax.Array, jax.Array, 
     return layer(*arguments)
 
 
+class CacheScales(nnx.Variable):
+    """Scales of keys and values, measured once, that a cache is given; no parameter to train."""
+
+
 class Decoder(nnx.Module):
     """A causal language model; families subclass it to read their configuration.
 
     Calling it is an ordinary forward pass over whole sequences, differentiable; `step` is the one
     function behind prefill and decoding, pure in (parameters, tokens, cache).
+
+    cache_scales: CacheScales of float32 [layers, 2, KV heads] for FP8, or [layers, 2, KV heads,
+        head dim] for 8s, keys first, or None; a checkpoint or a calibration brings them.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -70,6 +77,7 @@ class Decoder(nnx.Module):
         initial = nnx.initializers.normal(0.02)
         self.embedding = nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
         self.layers = nnx.List([DecoderLayer(config, window, rngs) for window in config.windows])
+        self.cache_scales: CacheScales | None = nnx.data(None)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         tied = config.tie_word_embeddings
         self.head = (
@@ -120,8 +128,12 @@ class Decoder(nnx.Module):
     def create_cache(
         self, batch: int, max_tokens: int, format: KVFormat, page_size: int = 128
     ) -> PagedKVCache:
-        """An empty cache that fits this model."""
-        config = self.config
+        """An empty cache that fits this model, with its scales if they are those of the format."""
+        config, scales = self.config, None
+        if self.cache_scales is not None:
+            found = self.cache_scales.get_value()
+            if found.ndim == {"head": 3, "static": 4}.get(format.scaling or ""):
+                scales = found
         return PagedKVCache.create(
             layers=config.num_layers,
             batch=batch,
@@ -131,6 +143,7 @@ class Decoder(nnx.Module):
             format=format,
             page_size=page_size,
             dtype=config.dtype,
+            scales=scales,
         )
 
     def _hidden(

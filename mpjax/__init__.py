@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpjax.calibration import calibrate_cache
     from mpjax.decoding import GeneratedTokens, generate_tokens
     from mpjax.generation import Generation, generate, stream
     from mpjax.language_model import LanguageModel
@@ -30,6 +31,7 @@ __all__ = [
     "Precision",
     "Sampling",
     "bundled_model",
+    "calibrate_cache",
     "generate",
     "generate_tokens",
     "load",
@@ -43,6 +45,7 @@ _MODULES = {
     "Precision": "precision",
     "Sampling": "sampling",
     "bundled_model": "loading",
+    "calibrate_cache": "calibration",
     "generate": "generation",
     "generate_tokens": "decoding",
     "load": "loading",

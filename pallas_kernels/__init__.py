@@ -12,6 +12,7 @@ from pallas_kernels.gemm.api import matmul, matmul_terms
 from pallas_kernels.kv_cache.api import append
 from pallas_kernels.kv_cache.cache import KVPages, PagedKVCache
 from pallas_kernels.kv_cache.formats import KVFormat
+from pallas_kernels.kv_cache.scales import cache_scales
 from pallas_kernels.quantize import quantize
 from pallas_kernels.quantized_tensor import QuantizedTensor, pack, unpack
 from pallas_kernels.rotary.api import rotate_and_append
@@ -30,6 +31,7 @@ __all__ = [
     "WeightFormat",
     "add_rms_norm",
     "append",
+    "cache_scales",
     "gated_silu",
     "matmul",
     "matmul_terms",

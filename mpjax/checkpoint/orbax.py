@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from models import FAMILIES, Decoder, DecoderConfig, Linear, RopeScaling
+from models import FAMILIES, CacheScales, Decoder, DecoderConfig, Linear, RopeScaling
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.layout import (
     array_places,
@@ -165,6 +165,8 @@ def _arrays(model: Decoder) -> dict[str, jax.Array]:
                 arrays[f"{path}.kernel"] = kernel
             if part.bias is not None:
                 arrays[f"{path}.bias"] = part.bias.get_value()
+    if model.cache_scales is not None:
+        arrays["cache_scales"] = model.cache_scales.get_value()
     return arrays
 
 
@@ -250,6 +252,8 @@ def assign_arrays(model: Decoder, arrays: dict[str, Any], description: dict[str,
                 )
             parts.append(Linear(kernel, arrays.get(f"{path}.bias")))
         assign_linear(model, linear_place, parts)
+    if (scales := arrays.get("cache_scales")) is not None:
+        model.cache_scales = CacheScales(scales)
 
 
 def _require_agreement(

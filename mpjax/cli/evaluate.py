@@ -81,6 +81,15 @@ def command(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows to read at a time.")] = 8,
     dtype: options.ComputeDtype = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+            help="Text to measure the cache's scales on, which KV8s needs and KVfp8 can have.",
+        ),
+    ] = None,
     format: Annotated[Format, typer.Option(help="How to print the results.")] = Format.table,
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write the results as JSON, too.")
@@ -88,16 +97,15 @@ def command(
 ) -> None:
     """Measure the perplexity of a model in several precisions."""
     import mpjax
-    from mpjax.evaluate import read_held_out
     from mpjax.loading import find_folder
 
     folder = find_folder(mpjax.bundled_model() if source is None else source)
     chosen = [options.parse_precision(name) for name in precision or _defaults(folder)]
     if text is None:
         text = mpjax.bundled_model() / "held_out.jsonl"
-    jsonl = text.suffix == ".jsonl"
-    documents = read_held_out(text) if jsonl else [text.read_text(encoding="utf-8")]
-    rows = _measure(folder, chosen, dtype, documents, window, batch)
+    samples = None if calibrate is None else _read(calibrate)
+    documents = _read(text)
+    rows = _measure(folder, chosen, dtype, documents, samples, window, batch)
     result = _result(folder, text, documents, batch, rows)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +116,14 @@ def command(
         typer.echo(markdown(rows))
     else:
         _print_table(rows)
+
+
+def _read(path: Path) -> list[str]:
+    from mpjax.evaluate import read_held_out
+
+    if path.suffix == ".jsonl":
+        return read_held_out(path)
+    return [path.read_text(encoding="utf-8")]
 
 
 def _defaults(folder: Path) -> tuple[str, ...]:
@@ -125,10 +141,12 @@ def _measure(
     precisions: list[Precision],
     dtype: options.Dtype | None,
     documents: list[str],
+    samples: list[str] | None,
     window: int | None,
     batch: int,
 ) -> list[dict[str, Any]]:
     """One row for each precision; each kind of weights is loaded once, in turn."""
+    from mpjax.calibration import calibrate_cache
     from mpjax.evaluate import perplexity
 
     console = rich.console.Console(stderr=True)
@@ -143,6 +161,8 @@ def _measure(
             if lm is None:
                 lm = options.load(str(folder), precision, dtype)
             lm = dataclasses.replace(lm, kv_format=precision.kv)
+            if samples is not None and precision.kv.scaling is not None:
+                lm = calibrate_cache(lm, samples)
             found = perplexity(lm, documents, window=window, batch=batch)
             rows[index] = {
                 "precision": lm.precision,

@@ -133,6 +133,7 @@ def _kernel(
     softcap: float | None,
     ptx: bool,
 ) -> None:
+    arithmetic = arithmetics.PTX if ptx else arithmetics.PLAIN
     keys, values = pages.sides
     kv_heads, page_size = keys.words.shape[1:3]
     group, dtype = operands.queries.shape[1] // kv_heads, operands.queries.dtype
@@ -169,11 +170,15 @@ def _kernel(
     queries = []
     for part in key_parts:
         index, mask = locate_rows(part)
-        queries.append(backend.load_masked(operands.queries.at[index], mask))
+        q = backend.load_masked(operands.queries.at[index], mask)
+        if keys.codes.scaling == "static":
+            channel, there = part.channels()
+            scales = backend.load_masked(keys.parameters.at[head, channel], there)
+            q = arithmetic.narrow(q.astype(jnp.float32) * scales[None], dtype)
+        queries.append(q)
     sums = [q.astype(jnp.float32).sum(1) for q in queries]
     query_sum = functools.reduce(jnp.add, sums)  # [rows]
 
-    arithmetic = arithmetics.PTX if ptx else arithmetics.PLAIN
     log2_e = math.log2(math.e)
     # Scores times this are exponents of 2, or, for the softcap, of what is in its tanh.
     plain_scale = scale * log2_e if softcap is None else scale * log2_e * 2 / softcap
@@ -354,6 +359,10 @@ def _kernel(
         out = (accumulator + for_rows(middle_sum)) / for_rows(divisor)
         if value_scale is not None:
             out *= value_scale
+        if values.codes.scaling == "static":
+            channel, there = part.channels()
+            scales = backend.load_masked(values.parameters.at[head, channel], there)
+            out *= for_slots(scales)
         (token, query_head, channel), mask = locate_rows(part)
         target = out_ref.at[token, query_head, split, channel]
         mask = jnp.broadcast_to(mask, target.shape)

@@ -38,7 +38,8 @@ class KVPages:
         word w is channel j · head dim / planes + w.
     key_parameters, value_parameters: uint32, the scale below the zero, each 16 bits, where tokens
         have them [pages, KV heads, page size], and where channels do [pages, KV heads, groups of
-        tokens, head dim]; of FP8 the scales float32 [KV heads]; else None.
+        tokens, head dim]; where scales are given, these, float32, of FP8 [KV heads], and of 8s [KV
+        heads, head dim]; else None.
     residual: where the format has blocks, 16-bit pages of the size of one, page b for row b of the
         batch: of the last block that sequence b has begun, they hold all tokens, at their positions
         in it. A block is encoded into the other pages when the first token behind it comes. Row b
@@ -106,14 +107,16 @@ class PagedKVCache:
         format: KVFormat = KVFormat(),  # noqa: B008 (frozen)
         page_size: int = 128,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
-        scales: jax.typing.ArrayLike = 1.0,
+        scales: jax.typing.ArrayLike | None = None,
     ) -> PagedKVCache:
         """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
 
         Capacity is rounded up to whole pages. dtype: of keys and values that are stored as they
         are; beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16.
-        scales: of FP8 keys and values, positive, of a shape that broadcasts to [layers, 2, KV
-            heads], keys first (a checkpoint's k_scale and v_scale); 1 reaches up to 448.
+        scales: where the format is given some, positive, keys first. Of FP8 (a checkpoint's
+            k_scale and v_scale) they broadcast to [layers, 2, KV heads], and 1, which reaches up to
+            448, is the default; of 8s to [layers, 2, KV heads, head dim] (`cache_scales`), and
+            there is no default.
 
         Raises ValueError for sizes and scales that there can't be.
         """
@@ -128,7 +131,7 @@ class PagedKVCache:
             raise ValueError(f"page size {page_size}: {format} needs a multiple of {group}")
         pages_per_sequence = -(-max_tokens // page_size)
         pages = batch * pages_per_sequence
-        each = _broadcast_scales(scales, (layers, 2, kv_heads))
+        each = _broadcast_scales(scales, (layers, 2, kv_heads), head_dim, format)
 
         # Each buffer its own: a buffer that appears twice can't be donated.
         def stored(codes: KVCodes, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -139,6 +142,7 @@ class PagedKVCache:
                 "token": lambda: jnp.zeros(shape, jnp.uint32),
                 "channel": lambda: jnp.zeros((*shape[:2], groups, head_dim), jnp.uint32),
                 "head": lambda: jnp.copy(scale),
+                "static": lambda: jnp.copy(scale),
                 None: lambda: None,
             }
             words = jnp.zeros((*shape, head_dim // codes.planes), storage)
@@ -192,16 +196,26 @@ class PagedKVCache:
             )
 
 
-def _broadcast_scales(scales: jax.typing.ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """FP8's scales as float32 of a shape; under `jit`, where values are unknown, any are taken."""
+def _broadcast_scales(
+    scales: jax.typing.ArrayLike | None, heads: tuple[int, int, int], dim: int, format: KVFormat
+) -> jax.Array:
+    """Given scales as float32; under `jit`, where values are unknown, any are taken."""
+    if scales is None and format.scaling == "static":
+        raise ValueError(
+            f"{format} needs scales of channels: measure them on keys and values (cache_scales), "
+            "or of a whole model with mpjax.calibrate_cache"
+        )
+    scales = 1.0 if scales is None else scales
     if not isinstance(scales, jax.core.Tracer):
         values = np.asarray(scales)
         if not ((values > 0) & np.isfinite(values)).all():
-            raise ValueError("scales of FP8 keys and values must be positive and finite")
+            raise ValueError("scales of keys and values must be positive and finite")
+    is_static = format.scaling == "static"
+    shape = (*heads, dim) if is_static else heads
     try:
         return jnp.broadcast_to(jnp.asarray(scales, jnp.float32), shape)
     except ValueError as error:
         raise ValueError(
             f"scales have shape {np.shape(scales)}: expected what broadcasts to {shape}, [layers, "
-            "2, KV heads]"
+            f"2, KV heads{', head dim' if is_static else ''}]"
         ) from error

@@ -25,14 +25,15 @@ class KVCodes:
     """Channels as they are, in 16 bits or more; the other kinds refine it.
 
     bits: of a code. scaling: whose scale there is: each token's, or each channel's over `group`
-    tokens, with a zero beside it; the head's, which is given; or none. block: how many tokens wait
+    tokens, with a zero beside it; one that is given, of the head, or of each of its channels
+    ("static"); or none. block: how many tokens wait
     in 16 bits and are encoded together (BitDecoding's residual block), or None where each token is
     encoded as it comes. hadamard: whether what is encoded, and what `decode` gives, is the
     Hadamard transform of the vectors.
     """
 
     bits: int = 16
-    scaling: Literal["token", "channel", "head"] | None = None
+    scaling: Literal["token", "channel", "head", "static"] | None = None
     group: int | None = None
     block: int | None = None
     hadamard: bool = False
@@ -43,6 +44,11 @@ class KVCodes:
         return self.bits < 16
 
     @property
+    def has_given_scales(self) -> bool:
+        """Whether its scales are no part of what `encode` finds."""
+        return self.scaling in ("head", "static")
+
+    @property
     def planes(self) -> int:
         """Codes in a 16-bit word; plane j holds the j-th slice of the head dimension."""
         return bit_planes.planes_per_word(self.bits)
@@ -50,7 +56,7 @@ class KVCodes:
     def encode(
         self,
         pieces: Sequence[jax.Array],
-        scale: jax.Array | None,
+        scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike,
         arithmetic: quantize.Arithmetic = quantize.PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -59,8 +65,8 @@ class KVCodes:
         pieces: equal slices [..., width] of the head dimension, as many as `planes` or a multiple:
             the words come in len(pieces) / planes slices. Where channels have scales, it is
             [..., group, width], whole groups of tokens.
-        scale: of the head, where that is the scaling. dtype: of the vectors, which decides that of
-            their parameters.
+        scales: for each piece what broadcasts to it, where they are given. dtype: of the vectors,
+            which decides that of their parameters.
 
         Parameters are one array [..., 1], of tokens, or for each piece one [..., 1, width], of
         channels.
@@ -124,7 +130,7 @@ class Integers(KVCodes):
     def encode(
         self,
         pieces: Sequence[jax.Array],
-        scale: jax.Array | None,
+        scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike,
         arithmetic: quantize.Arithmetic = quantize.PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -137,15 +143,13 @@ class Integers(KVCodes):
             low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
             high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
             ranges = [(low, high)]
-        scales = [quantize.parameters(*ends, self.bits, half, arithmetic) for ends in ranges]
-        of_each = scales * (len(values) // len(scales))
+        found = [quantize.parameters(*ends, self.bits, half, arithmetic) for ends in ranges]
+        of_each = found * (len(values) // len(found))
         codes = [
             quantize.encode(x, step, zero, self.bits, arithmetic)
             for x, (step, zero) in zip(values, of_each, strict=True)
         ]
-        pairs = [
-            bit_planes.pack_pair(step.astype(half), zero.astype(half)) for step, zero in scales
-        ]
+        pairs = [bit_planes.pack_pair(step.astype(half), zero.astype(half)) for step, zero in found]
         return self._words(codes), pairs
 
     def decode(
@@ -166,6 +170,40 @@ class Integers(KVCodes):
         return bit_planes.decode_centred(words, plane, self.bits, dtype, ptx=ptx)
 
 
+class StaticIntegers(Integers):
+    """Symmetric, x ≈ (code − 128) · scale, with a scale that each channel of a head is given.
+
+    LiquidServe's, section 6 of LiquidGEMM: from 8-bit codes without anything for a token.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.scaling = "static"
+
+    def encode(
+        self,
+        pieces: Sequence[jax.Array],
+        scales: Sequence[jax.Array] | None,
+        dtype: jax.typing.DTypeLike,
+        arithmetic: quantize.Arithmetic = quantize.PLAIN,
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Codes of x / scale, half rounded up; beyond ±127, to that end."""
+        assert scales is not None
+        codes = [
+            quantize.encode_symmetric(x.astype(jnp.float32), scale, self.bits, arithmetic)
+            for x, scale in zip(pieces, scales, strict=True)
+        ]
+        return self._words(codes), []
+
+    def decode(
+        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """(Code − 128) · scale."""
+        assert parameters is not None
+        codes = bit_planes.unpack_planes(words, self.bits).reshape(*words.shape[:-1], -1)
+        return (codes.astype(jnp.float32) - 2.0 ** (self.bits - 1)) * parameters
+
+
 class Float8(KVCodes):
     """FP8 (e4m3) with a scale that each head is given: x ≈ e4m3(code) · scale."""
 
@@ -175,20 +213,19 @@ class Float8(KVCodes):
     def encode(
         self,
         pieces: Sequence[jax.Array],
-        scale: jax.Array | None,
+        scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike,
         arithmetic: quantize.Arithmetic = quantize.PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Codes of x / scale, rounded to the nearest; beyond e4m3's range, to its end."""
-        assert scale is not None
-        inverse = arithmetic.divide(jnp.ones_like(scale), scale)
+        assert scales is not None
 
-        def code(piece: jax.Array) -> jax.Array:
-            x = piece.astype(jnp.float32) * inverse
+        def code(piece: jax.Array, scale: jax.Array) -> jax.Array:
+            x = piece.astype(jnp.float32) * arithmetic.divide(jnp.ones_like(scale), scale)
             x = jnp.clip(x, -float8.LARGEST, float8.LARGEST).astype(jnp.float8_e4m3fn)
             return jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
 
-        return self._words([code(piece) for piece in pieces]), []
+        return self._words([code(*each) for each in zip(pieces, scales, strict=True)]), []
 
     def decode(
         self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
@@ -212,6 +249,7 @@ GROUPS = (128, 64, 32)  # tokens that share a channel's scale; the first goes wi
 VALUE_KINDS: dict[str, KVCodes] = {
     "16": KVCodes(),
     "8": Integers(8),
+    "8s": StaticIntegers(),
     "4": Integers(4),
     "2": Integers(2, block=BLOCKS[2]),
     "fp8": Float8(),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Literal
 
 from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 
 KindName = str | int
 EXPECTED = (
-    "expected KV16, KV8, KV4, KV4t, KV4c, KV2, KV2t or KVfp8, or one for each as in K8V4; behind "
-    "KV4c and KV2, g64 or g32"
+    "expected KV16, KV8, KV8s, KV4, KV4t, KV4c, KV2, KV2t or KVfp8, or one for each as in K8V4; "
+    "behind KV4c and KV2, g64 or g32"
 )
-_NAME = r"\d+[ct]?(?:g\d+)?|fp8"
+_NAME = r"\d+[cst]?(?:g\d+)?|fp8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,9 @@ class KVFormat:
     head is given (PagedKVCache.create), x ≈ e4m3(code) · scale. Keys are stored after the rotary
     embedding, and in 4 bits after a Hadamard transform of each head, which leaves no channel much
     larger than the rest (QuaRot); "4t": without it, as TurboMind's and QServe's are.
+
+    "8s": LiquidServe's integers, symmetric, with a scale that each channel of a head is given (from
+    a calibration), x ≈ code · scale with codes from −127 to 127, and nothing for a token.
 
     "4c", 2: BitDecoding's, whose keys have a scale and zero for each channel of 128 tokens, or of
     64 or 32 ("4cg64", "2g32"), since it is a few channels that are large, in all tokens. Values
@@ -42,8 +46,13 @@ class KVFormat:
         for name, kinds in ((self.keys, KEY_KINDS), (self.values, VALUE_KINDS)):
             if str(name) not in kinds:
                 raise ValueError(f"KV{name} is not a KV format: {EXPECTED}")
-        if self.block is not None and "fp8" in (self.keys, self.values):
-            raise ValueError(f"{self}: the tokens that wait in 16 bits have no place beside fp8")
+        given = [codes for codes in (self.key_codes, self.value_codes) if codes.has_given_scales]
+        if self.block is not None and given:
+            raise ValueError(
+                f"{self}: the tokens that wait in 16 bits have no place beside fp8 and 8s"
+            )
+        if len({codes.scaling for codes in given}) > 1:
+            raise ValueError(f"{self}: scales are given for heads or for channels, not for both")
         if self.block is not None and self.key_codes.hadamard:
             raise ValueError(
                 f"{self}: keys of tokens that wait in 16 bits don't go through the Hadamard "
@@ -52,8 +61,8 @@ class KVFormat:
 
     @classmethod
     def parse(cls, text: str) -> KVFormat:
-        """Reads `KV16`, `KV8`, `KV4`, `KV4t`, `KV4c`, `KV2`, `KV2t`, `KVfp8`, and `K8V4`."""
-        match = re.fullmatch(rf"K(?:({_NAME})V(\d+|fp8)|V({_NAME}))", text)
+        """Reads `KV16`, `KV8`, `KV8s`, `KV4`, `KV4t`, `KV4c`, `KV2`, `KV2t`, `KVfp8`; `K8V4`."""
+        match = re.fullmatch(rf"K(?:({_NAME})V(\d+s?|fp8)|V({_NAME}))", text)
         if match is None:
             raise ValueError(f"can't read the KV format {text!r}: {EXPECTED}")
         keys, values, both = (name and _kind_name(name) for name in match.groups())
@@ -74,6 +83,12 @@ class KVFormat:
         return VALUE_KINDS[str(self.values)]
 
     @property
+    def scaling(self) -> Literal["head", "static"] | None:
+        """Whose scales a cache is given: of heads, of each of their channels, or none."""
+        given = {codes.scaling for codes in (self.key_codes, self.value_codes)}
+        return "head" if "head" in given else "static" if "static" in given else None
+
+    @property
     def block(self) -> int | None:
         """Tokens that wait in the compute dtype and are encoded together; None if none do."""
         blocks = [codes.block for codes in (self.key_codes, self.value_codes) if codes.block]
@@ -85,5 +100,7 @@ def _kind_name(text: str) -> KindName:
 
 
 def _values_beside(keys: KindName) -> KindName:
+    if keys in VALUE_KINDS:
+        return keys
     digits = re.match(r"\d+", str(keys))
     return int(digits[0]) if digits else keys

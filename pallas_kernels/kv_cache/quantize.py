@@ -78,3 +78,13 @@ def encode(
     halves = (values - zero) * arithmetic.divide(jnp.full_like(scale, 2.0), scale)
     # Rounds half up, in integers: 0.5 added to the product may fuse with it, or not.
     return (jnp.clip(halves, 0.0, 2.0 * top).astype(jnp.int32) + 1) >> 1
+
+
+def encode_symmetric(
+    values: jax.Array, scale: jax.Array, bits: int, arithmetic: Arithmetic = PLAIN
+) -> jax.Array:
+    """Codes around 2**(bits − 1), as int32, of float32 values; the lowest code is not used."""
+    centre = 2 ** (bits - 1)
+    halves = values * arithmetic.divide(jnp.full_like(scale, 2.0), scale)
+    halves = jnp.floor(jnp.clip(halves, -2.0 * (centre - 1), 2.0 * (centre - 1)))
+    return ((halves.astype(jnp.int32) + 1) >> 1) + centre

@@ -19,17 +19,21 @@ def encode(
     """Words and parameters of x [..., tokens, heads, head dim].
 
     Words are [..., tokens, heads, head dim / planes].
-    parameters: those of the pages, where each head has one. Those of tokens are [..., tokens,
+    parameters: those of the pages, where they are given. Those of tokens are [..., tokens,
     heads], and those of channels [..., groups, heads, head dim] for groups of so many tokens.
     """
-    scale = parameters[:, None] if codes.scaling == "head" and parameters is not None else None
+    scales = None
+    if codes.has_given_scales and parameters is not None:
+        given = parameters.reshape(len(parameters), -1)  # [heads, 1 or dim]
+        wide = jnp.broadcast_to(given, (len(given), x.shape[-1]))
+        scales = jnp.split(wide, codes.planes, axis=-1)
     if codes.hadamard:
         [transformed] = hadamard.transform_pieces([x], x.shape[-1], x.dtype)
         x = transformed.astype(x.dtype)
     if codes.group is not None:
         x = x.reshape(*x.shape[:-3], -1, codes.group, *x.shape[-2:]).swapaxes(-3, -2)
     pieces = jnp.split(x, codes.planes, axis=-1)
-    [words], found = codes.encode(pieces, scale, x.dtype)
+    [words], found = codes.encode(pieces, scales, x.dtype)
     if codes.group is not None:
         words = words.swapaxes(-3, -2).reshape(*x.shape[:-4], -1, x.shape[-3], words.shape[-1])
         return words, jnp.concatenate(found, -1)[..., 0, :]
@@ -148,8 +152,8 @@ def gather(
         words, parameters, codes = side
         stored = words[block_tables]  # [batch, pages, KV heads, page size, words]
         if parameters is not None:
-            if codes.scaling == "head":
-                parameters = parameters[:, None, None]
+            if codes.has_given_scales:
+                parameters = parameters.reshape(len(parameters), 1, -1)
             elif codes.scaling == "token":
                 parameters = parameters[block_tables][..., None]
             elif codes.group is not None:

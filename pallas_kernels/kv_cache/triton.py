@@ -242,12 +242,18 @@ def write(
         its `lanes`. Of several tokens [tokens, lanes].
     dtype: of the vector, which decides that of its parameters.
     """
-    scale = None
+    scales = None
     if side.codes.scaling == "head":
-        scale = backend.load(side.parameters.at[head + jnp.arange(1)])
+        scales = [backend.load(side.parameters.at[head + jnp.arange(1)])] * len(pieces)
+    elif side.codes.scaling == "static":
+        width = side.parameters.shape[1] // len(pieces)
+        channel = lanes(width)
+        scales = [
+            backend.load(side.parameters.at[head, i * width + channel]) for i in range(len(pieces))
+        ]
     if side.codes.hadamard:
         pieces = transform(pieces, side.words.shape[3] * side.codes.planes, dtype, interpret)
-    slices, parameters = side.codes.encode(pieces, scale, dtype, _arithmetic(interpret))
+    slices, parameters = side.codes.encode(pieces, scales, dtype, _arithmetic(interpret))
     *tokens, _ = pieces[0].shape
     position = slot.position
     if tokens:

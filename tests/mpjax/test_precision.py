@@ -94,7 +94,7 @@ def test_parse_inverts_str(precision):
         ("WNF4symA16KV8", "table4 has no zero point"),
         ("W16g32A16KV8", "16-bit weights take no group size"),
         ("W16symA16KV8", "16-bit weights take no group size and no sym"),
-        ("W4A16KV3", "KV3 is not a KV format: expected KV16, KV8, KV4, KV4t"),
+        ("W4A16KV3", "KV3 is not a KV format: expected KV16, KV8, KV8s, KV4"),
         ("W4A16K8V", "can't read the precision"),
         ("W4A16KxV8", "can't read the KV format 'KxV8'"),
     ],

@@ -260,9 +260,9 @@ def kv_encoded(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def kv_side(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
-    """What the cache holds of x [..., dim] by the name of the codes: 16, 8, 4, 2 or fp8.
+    """What the cache holds of x [..., dim] by the name of the codes: 16, 8, 8s, 4, 2 or fp8.
 
-    scale: float32, broadcastable to x, of FP8.
+    scale: float32, broadcastable to x, of FP8 and 8s.
     """
     if kind == "16":
         return KVSide(x, None, x.astype(np.float64))
@@ -272,6 +272,12 @@ def kv_side(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide
         codes = np.clip(scaled, -448, 448).astype(ml_dtypes.float8_e4m3fn)
         words = kv_words(codes.view(np.uint8).astype(np.uint16), 8)
         return KVSide(words, None, codes.astype(np.float64) * scale.astype(np.float64))
+    if kind == "8s":
+        assert scale is not None
+        halves = np.floor(np.clip(x.astype(np.float32) * (np.float32(2) / scale), -254, 254))
+        signed = np.floor((halves + 1) / 2)
+        words = kv_words((signed + 128).astype(np.uint16), 8)
+        return KVSide(words, None, signed.astype(np.float64) * scale.astype(np.float64))
     codes, step, zero = kv_encoded(x, int(kind))
     decoded = codes * step.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
     return KVSide(kv_words(codes, int(kind)), parameter_words(step, zero), decoded)

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from models import Decoder, family
+from models import CacheScales, Decoder, family
 from mpjax.checkpoint import CheckpointError, huggingface, orbax
 from mpjax.language_model import LanguageModel
 from mpjax.memory import DeviceMemoryError
@@ -81,10 +81,13 @@ def files(folder):
 
 
 @pytest.mark.parametrize(
-    "precision", ["W4g32A16KV8", "W4gKsymA16KV4", "W8g64A16KV16", "W8gKA16KV16", "W16A16KV8"]
+    "precision", ["W4g32A16KV8", "W4gKsymA16KV4", "W8g64A16KV16", "W8gKA16KV16", "W16A16KVfp8"]
 )
 def test_round_trip_of_every_format(precision, tmp_path, rng):
     saved = load(plain(tmp_path / "original", rng), precision)
+    if precision.endswith("fp8"):
+        shape = (saved.config.num_layers, 2, saved.config.num_kv_heads)
+        saved.model.cache_scales = CacheScales(jnp.asarray(rng.random(shape, np.float32)))
     orbax.save(saved, tmp_path / "saved")
     shutil.rmtree(tmp_path / "original")
     restored = orbax.restore(tmp_path / "saved")

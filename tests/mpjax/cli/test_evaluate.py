@@ -72,6 +72,16 @@ def test_each_precision_is_measured(run, tiny_folder, tmp_path, monkeypatch):
     assert "─" not in result.stdout  # plain where it is no terminal
 
 
+def test_scales_are_measured_on_another_text(run, text, tiny_folder):
+    arguments = ("--precision", "W16A16KV8s", "--format", "json")
+    assert "KV8s needs scales of channels" in run(*arguments).stderr
+    result = run(*arguments, "--calibrate", text)
+    [row] = json.loads(result.stdout)["rows"]
+    lm = mpjax.load(tiny_folder, precision="W16A16KV8s", dtype="bfloat16")
+    expected = perplexity(mpjax.calibrate_cache(lm, DOCUMENTS), DOCUMENTS, batch=2)
+    assert row["perplexity"] == expected.perplexity
+
+
 @pytest.mark.parametrize("format", ["markdown", "json"])
 def test_formats(run, monkeypatch, format):
     monkeypatch.setattr(command, "_measure", lambda *arguments: ROWS)
@@ -112,7 +122,7 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
     path.write_text("größer\n\nx", encoding="utf-8")
     CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path), "--window", "7"])
     CliRunner().invoke(app, ["evaluate", str(tiny_folder)])
-    assert seen[0][3:] == (["größer\n\nx"], 7, 8)
+    assert seen[0][3:] == (["größer\n\nx"], None, 7, 8)
     assert len(seen[1][3]) == 17
 
 

@@ -112,7 +112,9 @@ def scene(
         queries *= 0.01
     if kind == "small":
         values *= 1e-3
-    scales = rng.uniform(0.05, 0.2, (2, kv_heads)).astype(np.float32)
+    scales = rng.uniform(0.05, 0.2, (2, kv_heads, 1)).astype(np.float32)
+    if format.scaling == "static":  # of channels, whatever they reach
+        scales = np.abs(np.stack([keys, values])).max((1, 3)).astype(np.float32) / 127
     residual = None
     if format.block is not None:  # what waits has nothing to do with what is packed in its place
         waiting = rng.standard_normal((2, batch, kv_heads, format.block, head_dim))
@@ -151,8 +153,8 @@ def _stored(
     stored: Callable[..., KVSide], x: np.ndarray, kind: str, scale: np.ndarray
 ) -> tuple[jax.Array, jax.Array | None, np.ndarray]:
     """Words, parameters and what they decode to in float64."""
-    side = stored(x, kind, scale[:, None, None])
-    parameters = scale if kind == "fp8" else side.parameters
+    side = stored(x, kind, scale[:, None])
+    parameters = {"fp8": scale[:, 0], "8s": scale}.get(kind, side.parameters)
     return (
         jnp.asarray(side.words),
         None if parameters is None else jnp.asarray(parameters),

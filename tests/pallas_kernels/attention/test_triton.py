@@ -15,7 +15,9 @@ from pallas_kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import Scene, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES, QUICK
 
-each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8", "KV4c", "KV2"])
+each_format = pytest.mark.parametrize(
+    "text", ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "KV2"]
+)
 
 
 @functools.partial(
@@ -106,6 +108,7 @@ def test_what_waits_is_attended_beside_what_is_packed(
         ("KVfp8", "float16", (3, 1), 5, None),
         ("KV4", "bfloat16", (2, 2), 1, 1),
         ("K8V4", "float16", (2, 2), 2, 70),
+        ("KV8s", "float16", (3, 1), 2, None),
     ],
 )
 def test_decoding(text, dtype, heads, splits, window, rng):
@@ -118,6 +121,7 @@ def test_decoding(text, dtype, heads, splits, window, rng):
         ("KV16", "bfloat16", (2, 2), 2, None),
         ("KV8", "float16", (1, 7), 1, 25),
         ("K4Vfp8", "bfloat16", (2, 1), 2, 25),
+        ("K8V8s", "bfloat16", (1, 7), 1, None),
     ],
 )
 def test_chunked_prefill(text, dtype, heads, splits, window, rng):
@@ -211,6 +215,7 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
                     format=KVFormat.parse(text),
                     page_size=page_size,
                     dtype=dtype,
+                    scales=1.0,
                 )
             )
             group = shape.query_heads // shape.kv_heads

@@ -25,7 +25,7 @@ def random_pages(
 ) -> KVPages:
     """Pages full of arbitrary bits, or values for 16-bit codes, so that every write shows.
 
-    Scales of FP8 are around 1, and of few bits, so that their reciprocals are easy to round.
+    Given scales are around 1, and of few bits, so that their reciprocals are easy to round.
     """
     shape = (pages, kv_heads, page_size)
 
@@ -38,8 +38,9 @@ def random_pages(
             return plain(shape), None
         width = head_dim // {"4": 4, "2": 8}.get(str(kind)[0], 2)
         words = jnp.asarray(rng.integers(0, 2**16, (*shape, width), dtype=np.uint16))
-        if kind == "fp8":
-            scales = rng.uniform(0.5, 2, kv_heads).astype(np.float16).astype(np.float32)
+        if kind in ("fp8", "8s"):
+            given = (kv_heads,) if kind == "fp8" else (kv_heads, head_dim)
+            scales = rng.uniform(0.5, 2, given).astype(np.float16).astype(np.float32)
             return words, jnp.asarray(scales)
         groups = shape if group is None else (*shape[:2], page_size // group, head_dim)
         return words, jnp.asarray(rng.integers(0, 2**32, groups, dtype=np.uint32))
@@ -51,6 +52,14 @@ def random_pages(
         waiting = [plain((pages, kv_heads, format.block)) for _ in range(2)]
         waiting = KVPages(waiting[0], waiting[1], None, None, KVFormat())
     return KVPages(keys, values, key_parameters, value_parameters, format, waiting)
+
+
+def given_scale(parameters: jax.Array | None, kind: object) -> np.ndarray | None:
+    """As oracles take it, for [..., KV heads, head dim]."""
+    if kind not in ("fp8", "8s"):
+        return None
+    scales = np.asarray(parameters)
+    return scales[:, None] if kind == "fp8" else scales
 
 
 def appended(
@@ -69,7 +78,7 @@ def appended(
     ):
         stored = np.array(getattr(pages, f"{name}s"))
         before = getattr(pages, f"{name}_parameters")
-        scale = np.asarray(before)[:, None] if kind == "fp8" else None
+        scale = given_scale(before, kind)
         side = coded(new, str(kind), scale)
         parameters = None if side.parameters is None else np.array(before)
         for b, count in enumerate(counts):

@@ -117,6 +117,11 @@ def test_capacity_is_rounded_up_to_pages(max_tokens, page_size, capacity):
         ({"head_dim": 66, "format": KVFormat(4)}, "KV4 needs a head dimension divisible by 4"),
         ({"format": KVFormat("4c")}, "page size 64: KV4c needs a multiple of 128"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"format": KVFormat("8s")}, "KV8s needs scales of channels: measure them on keys"),
+        (
+            {"format": KVFormat("8s"), "scales": np.ones(63, np.float32)},
+            r"scales have shape \(63,\): expected what broadcasts to \(2, 2, 2, 64\), .*, head dim",
+        ),
     ],
 )
 def test_create_refuses(change, message):

@@ -14,12 +14,18 @@ from tests.pallas_kernels.kv_cache.pages import vectors
 from tests.pallas_kernels.oracles import KEY_GROUPS, kv_keys, kv_side, wide
 
 SCALE = np.array([[0.25], [1.0], [3.0]], np.float32)  # of three heads
+CHANNEL_SCALE = SCALE * np.linspace(0.5, 2, 64, dtype=np.float32)
+GIVEN = {"fp8": SCALE, "8s": CHANNEL_SCALE}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def encode(x: jax.Array, codes: KVCodes, pieces: int) -> tuple[jax.Array, jax.Array | None]:
-    scale = jnp.asarray(SCALE) if codes.scaling == "head" else None
-    slices, parameters = codes.encode(jnp.split(x, pieces, -1), scale, x.dtype)
+    scales = None
+    if codes.has_given_scales:
+        given = SCALE if codes.scaling == "head" else CHANNEL_SCALE
+        scales = np.split(np.broadcast_to(given, CHANNEL_SCALE.shape), pieces, -1)
+        scales = [jnp.asarray(scale) for scale in scales]
+    slices, parameters = codes.encode(jnp.split(x, pieces, -1), scales, x.dtype)
     assert len(slices) == pieces // codes.planes
     return jnp.concatenate(slices, -1), jnp.concatenate(parameters, -1) if parameters else None
 
@@ -30,12 +36,12 @@ def test_encode_bit_for_bit_and_decode(kind, dtype, pieces, rng):
     """As many pieces as a word has codes, or more: the words are the same."""
     x = vectors(rng, (40, 3, 64), dtype)
     words, parameters = encode(jnp.asarray(x), VALUE_KINDS[kind], pieces)
-    side = kv_side(x, kind, SCALE)
+    side = kv_side(x, kind, GIVEN.get(kind))
     np.testing.assert_array_equal(np.asarray(words), side.words)
     assert (parameters is None) == (side.parameters is None)
     if parameters is not None:
         np.testing.assert_array_equal(parameters[..., 0], side.parameters)
-    given = jnp.asarray(SCALE) if kind == "fp8" else parameters
+    given = jnp.asarray(GIVEN[kind]) if kind in GIVEN else parameters
     decoded = VALUE_KINDS[kind].decode(words, given, dtype)
     assert decoded.dtype == jnp.float32
     np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
@@ -55,7 +61,7 @@ def test_channels_bit_for_bit(kind, dtype, pieces, rng):
     np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["8", "4", "2", "fp8"])
+@pytest.mark.parametrize("kind", ["8", "8s", "4", "2", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
     """On all words, without the bytes that e4m3 takes for NaN."""
@@ -80,7 +86,7 @@ def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
 def test_float8_is_off_by_a_sixteenth_or_half_of_its_smallest_step(value, scale):
     scales = jnp.full((1, 1), scale, jnp.float32)
     x = jnp.full((1, 1, 2), value * scale, jnp.float32)
-    [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), scales, "float32")
+    [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), [scales] * 2, "float32")
     error = np.abs(wide(VALUE_KINDS["fp8"].decode(words, scales, "float32")) / scale - value).max()
     assert error <= max(abs(value) / 16, 2.0**-10)
 
@@ -88,7 +94,7 @@ def test_float8_is_off_by_a_sixteenth_or_half_of_its_smallest_step(value, scale)
 def test_float8_beyond_the_range_is_its_end():
     x = jnp.asarray(np.array([[[1e9, -1e9, 449.0, -460.0]]], np.float32))
     scale = jnp.ones((1, 1))
-    [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), scale, "float32")
+    [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), [scale] * 2, "float32")
     np.testing.assert_array_equal(
         VALUE_KINDS["fp8"].decode(words, scale, "float32"), [[[448, -448, 448, -448]]]
     )

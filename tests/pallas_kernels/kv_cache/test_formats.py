@@ -6,19 +6,26 @@ import pytest
 
 from pallas_kernels import KVFormat
 
-KINDS = (16, 8, 4, "fp8")
+KINDS = (16, 8, 4, "fp8", "8s")
+GIVEN = {"fp8": "head", "8s": "static"}
 
 
 @pytest.mark.parametrize(("keys", "values"), list(itertools.product(KINDS, KINDS)))
 def test_parse_inverts_str(keys, values):
+    if {keys, values} == set(GIVEN):
+        with pytest.raises(ValueError, match="scales are given for heads or for channels"):
+            KVFormat(keys, values)
+        return
     format = KVFormat(keys, values)
     assert str(format) == (f"KV{keys}" if keys == values else f"K{keys}V{values}")
     assert KVFormat.parse(str(format)) == format
     assert KVFormat.parse(f"K{keys}V{values}") == format
     for codes, kind in ((format.key_codes, keys), (format.value_codes, values)):
-        assert codes.bits == (8 if kind == "fp8" else kind)
+        assert codes.bits == (8 if kind in GIVEN else kind)
+        assert codes.has_given_scales == (kind in GIVEN)
         assert codes.is_quantized == (kind != 16)
         assert codes.planes * codes.bits == 16
+    assert format.scaling == GIVEN.get(keys, GIVEN.get(values))
 
 
 def test_values_are_stored_as_keys_are_unless_said_otherwise():
@@ -61,7 +68,7 @@ def test_formats_with_blocks(text, keys, values, block, group):
     assert format.key_codes.scaling == ("token" if group is None else "channel")
 
 
-@pytest.mark.parametrize("text", ["K4cVfp8", "Kfp8V2"])
+@pytest.mark.parametrize("text", ["K4cVfp8", "Kfp8V2", "K8sV2"])
 def test_fp8_has_no_place_for_tokens_that_wait(text):
     with pytest.raises(ValueError, match=f"{text}: the tokens that wait in 16 bits"):
         KVFormat.parse(text)
@@ -85,6 +92,6 @@ def test_keys_that_wait_are_not_transformed():
     ],
 )
 def test_others_do_not_exist(text, kind):
-    message = f"KV{kind} is not a KV format: expected KV16, KV8, KV4, KV4t, KV4c, KV2"
+    message = f"KV{kind} is not a KV format: expected KV16, KV8, KV8s, KV4, KV4t"
     with pytest.raises(ValueError, match=message):
         KVFormat.parse(text)

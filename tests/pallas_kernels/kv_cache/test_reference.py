@@ -12,11 +12,12 @@ from pallas_kernels.kv_cache import reference
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
     assert_same_bits,
+    given_scale,
     ragged_append,
     random_pages,
     vectors,
 )
-from tests.pallas_kernels.oracles import kv_side, wide
+from tests.pallas_kernels.oracles import kv_key, kv_side, wide
 
 append = jax.jit(reference.append)
 
@@ -30,6 +31,7 @@ append = jax.jit(reference.append)
         ("K16V4", "float32", 128),
         ("KV8", "float16", 128),
         ("KVfp8", "bfloat16", 64),
+        ("KV8s", "bfloat16", 64),
     ],
 )
 def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
@@ -84,7 +86,7 @@ def test_donated_pages_are_written_in_place(bits, dtype, rng):
     assert memory.temp_size_in_bytes < whole, "the pages are copied"
 
 
-@pytest.mark.parametrize("text", ["KV16", "KVfp8", "K8V4"])
+@pytest.mark.parametrize("text", ["KV16", "KVfp8", "K8V4", "K8sV8", "K4V8s"])
 def test_gather_reads_sequences_back_in_order(text, rng):
     format = KVFormat.parse(text)
     pages = random_pages(
@@ -101,14 +103,14 @@ def test_gather_reads_sequences_back_in_order(text, rng):
     )
     pages = append(pages, *new.arrays())
     gathered = reference.gather(pages, jnp.asarray(block_tables), jnp.dtype("float16"))
-    for actual, x, kind, scale in zip(
+    for actual, oracle, x, kind, scale in zip(
         gathered,
+        (kv_key, kv_side),
         (new.keys, new.values),
         (format.keys, format.values),
         (pages.key_parameters, pages.value_parameters),
         strict=True,
     ):
-        given = np.asarray(scale)[:, None] if kind == "fp8" else None
         assert actual.dtype == jnp.float32
-        expected = kv_side(x, str(kind), given).decoded
+        expected = oracle(x, str(kind), given_scale(scale, kind)).decoded
         np.testing.assert_allclose(wide(actual), expected, rtol=1e-6, atol=1e-5)

@@ -29,6 +29,7 @@ interpreted = jax.jit(functools.partial(triton.append, interpret=True), compiler
         ("KV8", "bfloat16", 256, 64, 1),
         ("KVfp8", "float16", 96, 256, 5),
         ("KV4", "bfloat16", 96, 32, 1),
+        ("K8sV8", "float16", 96, 64, 1),
         ("K8V4", "float16", 64, 64, 5),
     ],
 )
@@ -48,7 +49,7 @@ def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
     assert_same_bits(written, jax.jit(reference.append)(pages, *new.arrays()))
 
 
-@pytest.mark.parametrize("text", ["KV16", "KV8", "KVfp8", "KV4"])
+@pytest.mark.parametrize("text", ["KV16", "KV8s", "KVfp8", "KV4"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tokens", [1, 512])
 def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cuda):
@@ -62,6 +63,7 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
             head_dim=dim,
             format=KVFormat.parse(text),
             dtype=dtype,
+            scales=1.0,
         )
     )
     new = jax.ShapeDtypeStruct((batch, tokens, heads, dim), dtype)
@@ -80,7 +82,7 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (96, 256), (128, 128), (256, 64)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4t", "KVfp8", "K8V4"])
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4t", "KVfp8", "K8V4", "KV8s"])
 def test_append_bit_for_bit_on_the_gpu(text, dtype, head_dim, page_size, tokens, rng):
     pages = random_pages(
         rng,

@@ -1,0 +1,76 @@
+"""Measuring the scales that a KV cache is given, on text that the model reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models import CacheScales, Decoder
+from mpjax.evaluate import DEFAULT_WINDOW, document_tokens
+from mpjax.language_model import LanguageModel
+from pallas_kernels import KVFormat, cache_scales
+from pallas_kernels.kv_cache.reference import gather
+
+
+def calibrate_cache(
+    lm: LanguageModel,
+    documents: Iterable[str],
+    *,
+    window: int | None = None,
+    max_tokens: int = 32768,
+) -> LanguageModel:
+    """The model with scales for a cache in `lm.kv_format`, KV8s or KVfp8, measured on documents.
+
+    The documents are read in windows, each from an empty context, and the largest keys and values
+    become the largest codes (pallas_kernels.cache_scales). Scales are part of the result's model,
+    in `model.cache_scales`: generation, evaluation and saving take them along. Weights are shared
+    with `lm`, which stays as it is.
+
+    window: tokens of a window; 1024 by default, or the model's longest context. max_tokens: to read
+    at most.
+
+    Raises ValueError for a format that is given no scales, a model without a tokenizer, and
+    documents without a token.
+    """
+    format = lm.kv_format
+    if format.scaling is None:
+        raise ValueError(f"{format} is given no scales to calibrate: KV8s and KVfp8 are")
+    if lm.tokenizer is None:
+        raise ValueError(f"{lm.source} has no tokenizer.json, which reading documents needs")
+    window = min(window or DEFAULT_WINDOW, lm.config.max_position_embeddings)
+    largest: jax.Array | None = None
+    left = max_tokens
+    for text in documents:
+        ids = document_tokens(lm.tokenizer, text)[: max(left, 0)]
+        left -= len(ids)
+        for begin in range(0, len(ids), window):
+            piece = ids[begin : begin + window]
+            tokens = np.zeros((1, window), np.int32)
+            tokens[0, : len(piece)] = piece
+            found = _largest(lm.model, jnp.asarray(tokens), jnp.int32(len(piece)))
+            largest = found if largest is None else jnp.maximum(largest, found)
+    if largest is None:
+        raise ValueError("there is nothing to calibrate on: the documents are empty")
+    of_layers = jax.vmap(jax.vmap(functools.partial(cache_scales, format=format)))
+    model = nnx.merge(*nnx.split(lm.model))
+    model.cache_scales = CacheScales(of_layers(largest[:, :, None]))
+    return dataclasses.replace(lm, model=model)
+
+
+@jax.jit
+def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> jax.Array:
+    """Of keys and values of the first `count` tokens: float32 [layers, 2, KV heads, head dim]."""
+    cache = model.create_cache(1, tokens.shape[1], KVFormat())
+    _, cache = model.step(tokens, count[None], cache, fresh=True)
+    dtype = jnp.dtype(model.config.dtype)
+    sides = jnp.stack(
+        [jnp.stack(gather(pages, cache.block_tables, dtype)) for pages in cache.layers]
+    )  # [layers, 2, 1, capacity, KV heads, head dim]
+    real = (jnp.arange(sides.shape[3]) < count)[:, None, None]
+    return jnp.where(real, jnp.abs(sides), 0.0).max((2, 3))

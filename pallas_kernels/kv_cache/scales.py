@@ -1,0 +1,31 @@
+"""The scales that formats are given, measured on keys and values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.codes import float8
+from pallas_kernels.kv_cache.formats import KVFormat
+
+LARGEST_CODE = 127  # of 8s, on either side of zero
+
+
+def cache_scales(x: jax.Array, format: KVFormat) -> jax.Array:
+    """Scales with which the largest of x still is a code: max|x| over the largest code.
+
+    x: keys (after the rotary embedding) or values [..., KV heads, head dim], of as many tokens as
+        tell how large others will be; what is larger is rounded to the largest code.
+    format: with 8s, whose scales are of channels, or FP8, whose scales are of heads.
+
+    Returns float32 [KV heads, head dim] or [KV heads], 1 where all of x is zero: for keys and
+    values of a layer what `PagedKVCache.create` takes stacked. Raises ValueError for formats that
+    are given no scales.
+    """
+    if format.scaling is None:
+        raise ValueError(f"{format} is given no scales: KV8s and KVfp8 are")
+    is_static = format.scaling == "static"
+    axes = tuple(range(x.ndim - 2)) + (() if is_static else (x.ndim - 1,))
+    largest = jnp.abs(x.astype(jnp.float32)).max(axes)
+    reach = LARGEST_CODE if is_static else float8.LARGEST
+    return jnp.where(largest == 0, 1.0, largest / reach)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax import calibrate_cache
+from mpjax.evaluate import document_tokens
+from pallas_kernels import KVFormat
+from pallas_kernels.kv_cache.reference import gather
+
+DOCUMENTS = ["import os\nimport sys", "", "def f(x):\n    return x + 1\n" * 4]
+WINDOW = 16
+
+
+@pytest.mark.parametrize(("text", "reach"), [("KV8s", 127), ("K8Vfp8", 448)])
+def test_the_largest_keys_and_values_are_the_largest_codes(text, reach, tiny):
+    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse(text))
+    found = calibrate_cache(lm, DOCUMENTS, window=WINDOW)
+    largest: list[np.ndarray] = []
+    for document in DOCUMENTS:
+        ids = document_tokens(tiny.tokenizer, document)
+        for begin in range(0, len(ids), WINDOW):
+            tokens = jnp.asarray([ids[begin : begin + WINDOW]])
+            cache = tiny.model.create_cache(1, tokens.shape[1], KVFormat())
+            counts = jnp.full(1, tokens.shape[1], jnp.int32)
+            _, cache = tiny.model.step(tokens, counts, cache, fresh=True)
+            sides = [
+                gather(pages, cache.block_tables, jnp.dtype("float32")) for pages in cache.layers
+            ]
+            axes = (2, 3) if reach == 127 else (2, 3, 5)
+            largest.append(np.abs(np.asarray(sides)).max(axes))
+    assert found.model.cache_scales is not None
+    scales = found.model.cache_scales.get_value()
+    np.testing.assert_allclose(scales, np.max(largest, 0) / reach, rtol=1e-4)
+    assert tiny.model.cache_scales is None
+    cache = found.model.create_cache(1, 16, found.kv_format)
+    np.testing.assert_array_equal(cache.layers[1].value_parameters, scales[1, 1])
+    again = jax.jit(lambda model: model.create_cache(1, 16, found.kv_format))(found.model)
+    jax.tree.map(np.testing.assert_array_equal, cache, again)
+    assert len(jax.tree.leaves(nnx.state(found.model))) == 1 + len(
+        jax.tree.leaves(nnx.state(tiny.model))
+    )
+
+
+def test_a_calibrated_model_generates(tiny):
+    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s"))
+    with pytest.raises(ValueError, match="KV8s needs scales of channels"):
+        mpjax.generate(lm, ["import"], max_new_tokens=2)
+    result = mpjax.generate(calibrate_cache(lm, DOCUMENTS), ["import"], max_new_tokens=4)
+    assert len(result.text) == 1
+
+
+def test_scales_of_another_format_are_not_used(tiny):
+    lm = calibrate_cache(dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s")), DOCUMENTS)
+    cache = lm.model.create_cache(1, 16, KVFormat("fp8"))
+    np.testing.assert_array_equal(cache.layers[0].key_parameters, 1)
+
+
+def test_refusals(tiny):
+    with pytest.raises(ValueError, match="KV16 is given no scales to calibrate"):
+        calibrate_cache(tiny, DOCUMENTS)
+    lm = dataclasses.replace(tiny, kv_format=KVFormat("fp8"))
+    with pytest.raises(ValueError, match="nothing to calibrate on"):
+        calibrate_cache(lm, [])
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        calibrate_cache(dataclasses.replace(lm, tokenizer=None), DOCUMENTS)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import KVFormat, PagedKVCache, append, cache_scales
+from pallas_kernels.kv_cache import reference
+from tests.pallas_kernels.oracles import wide
+
+
+@pytest.mark.parametrize(("text", "reach"), [("KV8s", 127), ("K8V8s", 127), ("KVfp8", 448)])
+def test_the_largest_value_is_the_largest_code(text, reach, rng):
+    format = KVFormat.parse(text)
+    x = rng.standard_normal((3, 50, 2, 8)).astype(np.float32) * np.arange(8)
+    scales = cache_scales(jnp.asarray(x), format)
+    largest = np.abs(x).max((0, 1)) if reach == 127 else np.abs(x).max((0, 1, 3))
+    expected = np.where(largest == 0, 1, largest / reach)
+    assert scales.dtype == jnp.float32
+    np.testing.assert_allclose(scales, expected, rtol=1e-6)
+
+
+def test_other_formats_are_given_none():
+    with pytest.raises(ValueError, match="K4V8 is given no scales: KV8s and KVfp8 are"):
+        cache_scales(jnp.ones((4, 2, 8)), KVFormat(4, 8))
+
+
+def test_what_they_were_measured_on_is_off_by_half_a_step(rng):
+    """The way of a researcher: measure, create, append; channels of all sizes."""
+    x = rng.standard_normal((2, 2, 40, 3, 64)) * 10 ** rng.uniform(-2, 2, 64)
+    keys, values = jnp.asarray(x.astype(np.float32))
+    format = KVFormat.parse("KV8s")
+    scales = jnp.stack([cache_scales(keys, format), cache_scales(values, format)])
+    cache = PagedKVCache.create(
+        layers=1, batch=2, max_tokens=64, kv_heads=3, head_dim=64, format=format, scales=scales
+    )
+    counts = jnp.full(2, 40, jnp.int32)
+    pages = append(cache.layers[0], keys, values, cache.block_tables, cache.lengths, counts)
+    found = reference.gather(pages, cache.block_tables, jnp.dtype("float32"))
+    for side, stored, scale in zip((keys, values), found, wide(scales), strict=True):
+        error = np.abs(wide(stored)[:, :40] - wide(side))
+        assert (error <= scale * (0.5 + 1e-5)).all()

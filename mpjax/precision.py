@@ -50,12 +50,12 @@ class Precision:
         W is 16; 8 or 4 (integers); FP8 (e4m3); NF4, NF3 or NF2 (normal float). A is 16, or what
         activations are rounded to on the fly: 8 beside W8 (W8A8) and W4 (LiquidQuant), FP8 beside
         WFP8. KV, or K and V apart as in K8V4, is 16, 8 or 4 (integers), fp8 (e4m3), 4c or 2
-        (integers whose keys have scales of channels), 2t (of tokens), 4t (4 without a Hadamard
-        transform of the keys) or 8s (static scales of channels, from a calibration): see KVFormat.
-        `gSIZE` is the number of input channels that share a scale, or K for all; `sym` fixes an
-        integer zero point in the middle. Without the W part, as in `A16KV8`, linear maps stay as
-        they are in the checkpoint, with the activations that it says if it is FP8. Raises
-        ValueError that names what can't be read.
+        (integers whose keys have scales of channels, and in K4cV4c values, too), 2t (of tokens), 4t
+        (4 without a Hadamard transform of the keys) or 8s (static scales of channels, from a
+        calibration): see KVFormat. `gSIZE` is the number of input channels that share a scale, or K
+        for all; `sym` fixes an integer zero point in the middle. Without the W part, as in
+        `A16KV8`, linear maps stay as they are in the checkpoint, with the activations that it says
+        if it is FP8. Raises ValueError that names what can't be read.
         """
         match = re.fullmatch(r"(?:W([A-Z]*\d+)(?:g(\d+|K))?(sym)?)?A([A-Z]*\d+)(K\w*V\w+)", text)
         if match is None:

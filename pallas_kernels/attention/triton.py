@@ -6,8 +6,9 @@ are cheapest. In a narrow tile, of few rows, cached elements are more than score
 to what is exact in 16 bits, integers to such as are centred on zero, and what is linear is folded
 away from them: with k = code·s + m, a score is s·(q · code) + m·Σq, and likewise for values, so a
 cached element costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4).
-The scales and middles of channels are folded into the query, once for every tile. In a wide tile,
-keys and values are decoded to 16 bits with scale and zero, and the rest is as it is without codes.
+The scales and middles of channels are folded into the query, once for every tile, or for values
+into its sums. In a wide tile, keys and values are decoded to 16 bits with scale and zero, and the
+rest is as it is without codes.
 Tiles of tokens that wait in 16 bits come last, in the same loop body (BitDecoding section IV-A).
 """
 
@@ -234,11 +235,17 @@ def _kernel(
 
     def fold_channels(
         q: jax.Array, part: Part, page: jax.Array, group: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """A part's queries times their channels' steps, and the sum of them times the middles."""
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """A part's queries times their channels' steps, and the sum of them times the middles.
+
+        The former as two terms: rounded once, a channel of large keys would be off by as much.
+        """
         step, middle = fetch_channels(keys, head, page, group, part, dtype)
         exact = q.astype(jnp.float32)
-        return arithmetic.narrow(exact * step[None], dtype), (exact * middle[None]).sum(1)
+        scaled = exact * step[None]
+        rounded = arithmetic.narrow(scaled, dtype)
+        rest = arithmetic.narrow(scaled - rounded.astype(jnp.float32), dtype)
+        return [rounded, rest], (exact * middle[None]).sum(1)
 
     def visit(
         tile: jax.Array, carry: Any, waiting: KVPages | None = None, is_whole: bool = False
@@ -252,7 +259,7 @@ def _kernel(
             tile_keys, tile_values = waiting.sides
             slot = tile * config.tile_keys - end_packed + jnp.arange(config.tile_keys)
             place = Place(batch, slot)
-        group = tile * config.tile_keys % page_size // (keys.codes.group or page_size)
+        group = tile * config.tile_keys % page_size // (pages.format.group or page_size)
         fetch = functools.partial(
             fetch_operands, head=head, place=place, dtype=dtype, scaled=not is_narrow, ptx=ptx
         )
@@ -260,10 +267,12 @@ def _kernel(
         scores = jnp.zeros(tile_shape(config.tile_keys), jnp.float32)
         channels = fetch(tile_keys, parts=key_parts, axis=0, group=group)
         for part, q, operand in zip(key_parts, queries, channels, strict=True):
+            terms = [q]
             if left(tile_keys) == "channel":
-                q, channel_sum = fold_channels(q, part, place.page, group)
+                terms, channel_sum = fold_channels(q, part, place.page, group)
                 channel_sums.append(channel_sum)
-            scores += times_queries(operand, q)
+            for term in terms:
+                scores += times_queries(operand, term)
         factor = log2_scale
         if left(tile_keys) == "token":
             # Scaled for each slot, of which there are fewer than scores.
@@ -302,15 +311,19 @@ def _kernel(
         else:
             narrow = arithmetic.narrow(weights, dtype)
             if left(values) == "token":  # all but what waits, which has no middles
-                weights = narrow.astype(jnp.float32)
                 middle_sum *= shrink
+            if left(values) in ("token", "channel"):
+                weights = narrow.astype(jnp.float32)
         total = arithmetic.multiply_add(total, shrink, gather(weights))
-        sums = [
-            accumulator * shrink + times_values(narrow, operand)
-            for accumulator, operand in zip(
-                accumulators, fetch(tile_values, parts=value_parts, axis=across), strict=True
-            )
-        ]
+        sums = []
+        channels = fetch(tile_values, parts=value_parts, axis=across, group=group)
+        for part, accumulator, operand in zip(value_parts, accumulators, channels, strict=True):
+            product = times_values(narrow, operand)
+            if left(tile_values) == "channel":
+                step, middle = fetch_channels(values, head, place.page, group, part, dtype)
+                offset = for_slots(middle) * for_rows(weights.sum(slots))
+                product = arithmetic.multiply_add(product, for_slots(step), offset)
+            sums.append(accumulator * shrink + product)
         return tuple(sums), middle_sum, new_peak, total
 
     last_row = jnp.minimum(first_row + config.tile_rows, real_rows) - 1

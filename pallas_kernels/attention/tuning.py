@@ -25,7 +25,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
     slot_bytes = max(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
     fitting = 1 << (TILE_BYTES // slot_bytes).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
-    tile_keys = min(tile_keys, pages.format.key_codes.group or tile_keys)  # scales are the tile's
+    tile_keys = min(tile_keys, pages.format.group or tile_keys)  # scales are the tile's
     if tile_rows == MINIMUM_ROWS:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
         # 4-bit values has enough for two.

@@ -127,7 +127,7 @@ class PagedKVCache:
         kinds = (format.key_codes, format.value_codes)
         if head_dim % (planes := max(codes.planes for codes in kinds)):
             raise ValueError(f"{format} needs a head dimension divisible by {planes}")
-        if page_size % (group := format.key_codes.group or 1):
+        if page_size % (group := format.group or 1):
             raise ValueError(f"page size {page_size}: {format} needs a multiple of {group}")
         pages_per_sequence = -(-max_tokens // page_size)
         pages = batch * pages_per_sequence

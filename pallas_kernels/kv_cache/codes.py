@@ -246,11 +246,22 @@ class Float8(KVCodes):
 BLOCKS = {4: 128, 2: 256}  # tokens of BitDecoding's residual block, by the bits
 GROUPS = (128, 64, 32)  # tokens that share a channel's scale; the first goes without saying
 
+
+def _of_channels(name: str, bits: int) -> dict[str, KVCodes]:
+    return {
+        f"{name}{f'g{group}' if group != GROUPS[0] else ''}": Integers(
+            bits, group=group, block=BLOCKS[bits]
+        )
+        for group in GROUPS
+    }
+
+
 VALUE_KINDS: dict[str, KVCodes] = {
     "16": KVCodes(),
     "8": Integers(8),
     "8s": StaticIntegers(),
     "4": Integers(4),
+    **_of_channels("4c", 4),
     "2": Integers(2, block=BLOCKS[2]),
     "fp8": Float8(),
 }
@@ -261,11 +272,5 @@ KEY_KINDS: dict[str, KVCodes] = {
     "4": Integers(4, hadamard=True),
     "4t": VALUE_KINDS["4"],
     "2t": VALUE_KINDS["2"],
-    **{
-        f"{name}{f'g{group}' if group != GROUPS[0] else ''}": Integers(
-            bits, group=group, block=BLOCKS[bits]
-        )
-        for name, bits in (("4c", 4), ("2", 2))
-        for group in GROUPS
-    },
+    **_of_channels("2", 2),
 }

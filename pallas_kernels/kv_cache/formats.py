@@ -31,7 +31,8 @@ class KVFormat:
 
     "4c", 2: BitDecoding's, whose keys have a scale and zero for each channel of 128 tokens, or of
     64 or 32 ("4cg64", "2g32"), since it is a few channels that are large, in all tokens. Values
-    have them per token, and so have the keys of "2t". The tokens of a block, 128 of them at four
+    have them per token, and so have the keys of "2t", unless they are "4c", too: both are in COMET,
+    whose format is K4cV4c. The tokens of a block, 128 of them at four
     bits and 256 at two, wait in the compute dtype, and are encoded when the next one begins.
 
     Without `values`, they are stored in as many bits as keys are.
@@ -53,6 +54,8 @@ class KVFormat:
             )
         if len({codes.scaling for codes in given}) > 1:
             raise ValueError(f"{self}: scales are given for heads or for channels, not for both")
+        if len({codes.group for codes in (self.key_codes, self.value_codes) if codes.group}) > 1:
+            raise ValueError(f"{self}: channels of keys and values need groups of as many tokens")
         if self.block is not None and self.key_codes.hadamard:
             raise ValueError(
                 f"{self}: keys of tokens that wait in 16 bits don't go through the Hadamard "
@@ -62,7 +65,7 @@ class KVFormat:
     @classmethod
     def parse(cls, text: str) -> KVFormat:
         """Reads `KV16`, `KV8`, `KV8s`, `KV4`, `KV4t`, `KV4c`, `KV2`, `KV2t`, `KVfp8`; `K8V4`."""
-        match = re.fullmatch(rf"K(?:({_NAME})V(\d+s?|fp8)|V({_NAME}))", text)
+        match = re.fullmatch(rf"K(?:({_NAME})V({_NAME})|V({_NAME}))", text)
         if match is None:
             raise ValueError(f"can't read the KV format {text!r}: {EXPECTED}")
         keys, values, both = (name and _kind_name(name) for name in match.groups())
@@ -89,6 +92,11 @@ class KVFormat:
         return "head" if "head" in given else "static" if "static" in given else None
 
     @property
+    def group(self) -> int | None:
+        """Tokens that share a channel's scale, of keys or values; None if none do."""
+        return self.key_codes.group or self.value_codes.group
+
+    @property
     def block(self) -> int | None:
         """Tokens that wait in the compute dtype and are encoded together; None if none do."""
         blocks = [codes.block for codes in (self.key_codes, self.value_codes) if codes.block]
@@ -100,7 +108,7 @@ def _kind_name(text: str) -> KindName:
 
 
 def _values_beside(keys: KindName) -> KindName:
-    if keys in VALUE_KINDS:
+    if keys in ("8s", "fp8"):
         return keys
     digits = re.match(r"\d+", str(keys))
     return int(digits[0]) if digits else keys

@@ -72,7 +72,7 @@ def flush(
     """
     assert pages.residual is not None
     block = pages.residual.page_size
-    rows = pages.format.key_codes.group or min(UNGROUPED_ROWS, pages.page_size)
+    rows = pages.format.group or min(UNGROUPED_ROWS, pages.page_size)
     blocks = residuals.most_blocks(tokens, block)
     operands = _FlushOperands(block_tables, starts, counts, first_tokens, keys, values)
     first = len(jax.tree.leaves(operands))

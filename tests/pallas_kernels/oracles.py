@@ -316,6 +316,11 @@ def kv_keys(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide
     return KVSide(kv_words(codes, bits), parameters, decoded)
 
 
+def kv_values(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
+    """The same for values, whose two bits have the scales of tokens."""
+    return kv_keys(x, kind) if "c" in kind else kv_side(x, kind, scale)
+
+
 def kv_words(codes: np.ndarray, bits: int) -> np.ndarray:
     """Words [..., dim / planes]: bits j·b … of word w are channel j · dim / planes + w."""
     width = codes.shape[-1] * bits // 16

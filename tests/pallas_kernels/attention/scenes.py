@@ -12,12 +12,11 @@ import numpy as np
 
 from pallas_kernels import KVFormat, KVPages
 from tests.pallas_kernels.oracles import (
-    KEY_GROUPS,
     NUMPY_DTYPES,
     KVSide,
     as_array,
     kv_keys,
-    kv_side,
+    kv_values,
     relative_error,
     softmax_attention,
 )
@@ -99,7 +98,7 @@ def scene(
     """
     kv_heads, group = heads
     format = KVFormat.parse(text)
-    page_size = max(page_size, KEY_GROUPS.get(str(format.keys), 1))
+    page_size = max(page_size, format.group or 1)
     batch, tokens = len(starts), max(max(counts), 1)
     entries = -(-max(s + c for s, c in zip(starts, counts, strict=True)) // page_size) or 1
     shape = (batch * entries + 1, kv_heads, page_size, head_dim)
@@ -124,7 +123,7 @@ def scene(
     (key_pages, key_parameters, keys), (value_pages, value_parameters, values) = (
         _stored(side, x.astype(NUMPY_DTYPES.get(dtype, dtype)), str(kind), scale)
         for side, x, kind, scale in zip(
-            (kv_keys, kv_side), (keys, values), (format.keys, format.values), scales, strict=True
+            (kv_keys, kv_values), (keys, values), (format.keys, format.values), scales, strict=True
         )
     )
     block_tables = rng.permutation(shape[0])[: batch * entries].reshape(batch, entries)

@@ -16,7 +16,7 @@ from tests.pallas_kernels.attention.scenes import Scene, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES, QUICK
 
 each_format = pytest.mark.parametrize(
-    "text", ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "KV2"]
+    "text", ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "K8V4c", "KV2"]
 )
 
 
@@ -86,6 +86,8 @@ BLOCK_CHUNKS: dict[str, Any] = {"starts": [0, 120, 400], "counts": [20, 20, 0]}
         ("KV2t", "bfloat16", 3, 16, 64, BLOCKS, True),
         ("KV2g64", "bfloat16", 2, 64, 128, BLOCK_CHUNKS, False),
         ("K8V2", "float16", 1, 64, 64, BLOCK_CHUNKS, True),
+        ("K4cV4c", "bfloat16", 2, 128, 96, BLOCKS, True),
+        ("K8V4cg32", "float16", 1, 64, 64, BLOCK_CHUNKS, False),
     ],
 )
 def test_what_waits_is_attended_beside_what_is_packed(
@@ -203,7 +205,7 @@ def test_the_scale_can_be_chosen(rng):
 def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
     lowered = set()
     for shape in shapes.DECODE + shapes.SMALL:
-        smallest = KVFormat.parse(text).key_codes.group or 16
+        smallest = KVFormat.parse(text).group or 16
         for dtype, window, page_size in (("bfloat16", None, 128), ("float16", 1000, smallest)):
             cache = jax.eval_shape(
                 lambda shape=shape, dtype=dtype, page_size=page_size: PagedKVCache.create(

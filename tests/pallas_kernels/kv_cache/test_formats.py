@@ -35,7 +35,7 @@ def test_values_are_stored_as_keys_are_unless_said_otherwise():
 
 
 @pytest.mark.parametrize(
-    "text", ["KV", "kv8", "8", "KV8 ", "KVx", "KV-8", "K8", "K8KV8", "KVFP8", "K8V4c"]
+    "text", ["KV", "kv8", "8", "KV8 ", "KVx", "KV-8", "K8", "K8KV8", "KVFP8", "K8V4C"]
 )
 def test_parse_refuses_other_words(text):
     with pytest.raises(ValueError, match=f"can't read the KV format '{text}'"):
@@ -55,6 +55,9 @@ def test_parse_refuses_other_words(text):
         ("K4V8", 4, 8, None, None),
         ("KV4t", "4t", 4, None, None),
         ("K4tV2", "4t", 2, 256, None),
+        ("K4cg64V4cg64", "4cg64", "4cg64", 128, 64),
+        ("K8V4c", 8, "4c", 128, 128),
+        ("K2V4c", 2, "4c", 256, 128),
     ],
 )
 def test_formats_with_blocks(text, keys, values, block, group):
@@ -64,8 +67,16 @@ def test_formats_with_blocks(text, keys, values, block, group):
     assert format == KVFormat(keys, values)
     assert str(format) == text
     assert format.block == block
-    assert (format.key_codes.group, format.value_codes.group) == (group, None)
-    assert format.key_codes.scaling == ("token" if group is None else "channel")
+    assert format.group == group
+    of_channels = (keys not in (8, 4, "4t", "2t"), "c" in str(values))
+    for codes, is_channel in zip((format.key_codes, format.value_codes), of_channels, strict=True):
+        assert codes.group == (group if is_channel else None)
+        assert codes.scaling == ("channel" if is_channel else "token")
+
+
+def test_channels_of_keys_and_values_have_groups_in_common():
+    with pytest.raises(ValueError, match="K4cV4cg64: channels of keys and values need groups of"):
+        KVFormat.parse("K4cV4cg64")
 
 
 @pytest.mark.parametrize("text", ["K4cVfp8", "Kfp8V2", "K8sV2"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels import KVFormat, KVPages, PagedKVCache, append
 from pallas_kernels.kv_cache import residual, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
-from tests.pallas_kernels.oracles import QUICK, kv_keys, kv_side
+from tests.pallas_kernels.oracles import QUICK, kv_keys, kv_values
 
 HEADS, DIM = 2, 64
 
@@ -40,7 +40,7 @@ def expected_pages(cache: PagedKVCache, new: np.ndarray, lengths: list[int]) -> 
     waiting = []
     for side, stored_by, kind, x in (
         ("key", kv_keys, format.keys, new[0]),
-        ("value", kv_side, format.values, new[1]),
+        ("value", kv_values, format.values, new[1]),
     ):
         words = np.array(getattr(before, f"{side}s"))
         parameters = getattr(before, f"{side}_parameters")
@@ -113,6 +113,8 @@ def write(cache: PagedKVCache, new: np.ndarray, chunks: list[list[int]], step: A
         ("KV2g32", "float16", 32, "reference"),
         ("KV2t", "bfloat16", 16, "triton"),
         ("K16V2", "bfloat16", 64, "reference"),
+        ("K8V4c", "bfloat16", 128, "triton"),
+        ("K4cg32V4cg32", "float16", 64, "reference"),
     ],
 )
 def test_bit_for_bit_about_a_boundary(
@@ -198,7 +200,7 @@ def test_the_last_token_always_waits(length, block):
     assert length == first == 0 or first < length <= first + block
 
 
-@pytest.mark.parametrize("text", ["KV4c", "KV2", "KV2t"])
+@pytest.mark.parametrize("text", ["K4cV4c", "KV2", "KV2t"])
 @pytest.mark.parametrize("tokens", [1, 512])
 def test_flush_lowers_with_every_page_array_aliased(text, tokens, lower_for_cuda):
     cache = jax.eval_shape(lambda: empty(text, "bfloat16", 4, 4096, 128))
@@ -222,7 +224,15 @@ def test_flush_lowers_with_every_page_array_aliased(text, tokens, lower_for_cuda
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("text", "page_size"),
-    [("KV4c", 256), ("KV4cg32", 32), ("KV2", 128), ("KV2g64", 64), ("KV2t", 16), ("K8V2", 128)],
+    [
+        ("KV4c", 256),
+        ("KV4cg32", 32),
+        ("KV2", 128),
+        ("KV2g64", 64),
+        ("KV2t", 16),
+        ("K8V2", 128),
+        ("K4cV4c", 256),
+    ],
 )
 def test_bit_for_bit_on_the_gpu(text, page_size, dtype, rng):
     block = KVFormat.parse(text).block

@@ -29,6 +29,7 @@ class FP8Config:
         each of a block's input channels): `float8`, or None for 16-bit activations.
     unsupported: in words, the activations that the checkpoint was made for, where there are none
         such here, so that somebody has to choose others; None where `activations` says it.
+    has_cache_scales: that there are scales for an FP8 cache, too.
 
     `modules_to_not_convert` and `ignore` are not needed: a module's tensors say whether it is FP8.
     """
@@ -37,6 +38,7 @@ class FP8Config:
     block: tuple[int | None, int | None]
     activations: str | None
     unsupported: str | None = None
+    has_cache_scales: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FP8Config:
@@ -77,9 +79,10 @@ def _fine_grained(config: Mapping[str, Any]) -> FP8Config:
 def _compressed_tensors(config: Mapping[str, Any]) -> FP8Config:
     layouts = ("float-quantized", "naive-quantized")  # the same for FP8
     _require(config, "format", layouts, SOURCE)
-    for key in ("kv_cache_scheme", "transform_config"):
-        if config.get(key):
-            raise CheckpointError(f"{SOURCE}: there is a {key}: checkpoints with one can't be read")
+    if config.get("transform_config"):
+        raise CheckpointError(
+            f"{SOURCE}: there is a transform_config: checkpoints with one can't be read"
+        )
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise CheckpointError(f"{SOURCE}: config_groups is {groups!r}: expected a map of groups")
@@ -98,7 +101,23 @@ def _compressed_tensors(config: Mapping[str, Any]) -> FP8Config:
         raise CheckpointError(
             f"{SOURCE}: config_groups {', '.join(parsed)} differ: expected one scheme for all"
         )
-    return next(iter(parsed.values()))
+    has_cache_scales = _check_cache(config.get("kv_cache_scheme"))
+    return dataclasses.replace(next(iter(parsed.values())), has_cache_scales=has_cache_scales)
+
+
+def _check_cache(scheme: Any) -> bool:
+    """Whether there is a scheme, which must be FP8 with static scales of tensors or heads."""
+    if not scheme:
+        return False
+    source = f"{SOURCE}, kv_cache_scheme"
+    if not isinstance(scheme, Mapping):
+        raise CheckpointError(f"{source} is {scheme!r}: expected an object")
+    _require(scheme, "type", ("float",), source)
+    _require(scheme, "num_bits", (8,), source)
+    _require(scheme, "symmetric", (True,), source, True)
+    _require(scheme, "dynamic", (False,), source, False)
+    _require(scheme, "strategy", ("tensor", "attn_head"), source)
+    return True
 
 
 def _parse_weights(weights: Any, source: str) -> tuple[int | None, int | None]:

@@ -20,7 +20,8 @@ import rich.console
 import rich.progress
 from flax import nnx
 
-from models import ConfigError, Decoder, DecoderConfig, family
+from models import CacheScales, ConfigError, Decoder, DecoderConfig, family
+from mpjax.checkpoint import kv_scales
 from mpjax.checkpoint.awq import BITS, AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
 from mpjax.checkpoint.errors import CheckpointError
@@ -52,6 +53,7 @@ def load(
     precision: packed weights in it mean that the linear maps of a 16-bit checkpoint are rounded to
         nearest, one by one on the device; a checkpoint that is quantised already must agree. An FP8
         checkpoint has the activations that it was made for, or those of a precision with a W part.
+        Scales for an FP8 cache become the model's, and count where the precision has KVfp8.
     dtype: what the model computes in; config.json's by default, or bfloat16 where that is float32
         and a precision, which has 16-bit activations, is given.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
@@ -236,3 +238,6 @@ def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | N
             parts = convert_linear(place, sources, dtype, read)
             jax.block_until_ready([nnx.state(part) for part in parts])
             assign_linear(model, place, parts)
+        if plan.cache_scales:
+            scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
+            model.cache_scales = CacheScales(jnp.asarray(scales))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 
 from models import DecoderConfig
-from mpjax.checkpoint import awq, fp8, gptq
+from mpjax.checkpoint import awq, fp8, gptq, kv_scales
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
@@ -56,23 +56,29 @@ class LinearSource:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What each place in the module is filled from."""
+    """What each place in the module is filled from.
+
+    cache_scales: of keys and of values of each layer in turn; none where there are none.
+    """
 
     config: DecoderConfig
     arrays: tuple[tuple[ArrayPlace, TensorInfo], ...]
     linears: tuple[tuple[LinearPlace, tuple[LinearSource, ...]], ...]
+    cache_scales: tuple[TensorInfo, ...] = ()
 
     @property
     def file_bytes(self) -> int:
         """Bytes that are read."""
         sources = sum(source.file_bytes for _, sources in self.linears for source in sources)
-        return sources + sum(info.nbytes for _, info in self.arrays)
+        scales = sum(info.nbytes for info in self.cache_scales)
+        return sources + scales + sum(info.nbytes for _, info in self.arrays)
 
     @property
     def device_bytes(self) -> int:
         """Bytes that the finished model takes on the device."""
         size = jnp.dtype(self.config.dtype).itemsize
         total = sum(math.prod(place.shape) * size for place, _ in self.arrays)
+        total += 4 * self.config.num_kv_heads * len(self.cache_scales)
         for place, sources in self.linears:
             total += sum(self._linear_bytes(place, source) for source in sources)
         return total
@@ -127,6 +133,9 @@ def make_plan(
             expected |= set() if "qweight" in tensors else {f"{name}.weight"}
             expected |= {f"{name}.bias"} if place.bias else set()
     ignored = fp8.ACTIVATION_SUFFIXES if isinstance(packing, FP8Config) else ()
+    has_cache_scales = isinstance(packing, FP8Config) and packing.has_cache_scales
+    if has_cache_scales:
+        expected |= {name for pair in kv_scales.names(config) for name in pair}
     _check_names(checkpoint, expected, config, ignored)
     for array in arrays:
         _check_floats(array.name, checkpoint.tensors[array.name], array.shape)
@@ -143,6 +152,7 @@ def make_plan(
             )
             for place, shards in linears
         ),
+        kv_scales.check(checkpoint.tensors, config) if has_cache_scales else (),
     )
 
 

@@ -48,6 +48,7 @@ def inspect(folder: Path) -> LanguageModel:
     import jax.numpy as jnp
     from flax import nnx
 
+    from models import CacheScales
     from mpjax.checkpoint import huggingface, orbax
     from mpjax.checkpoint.layout import assign_linear
     from mpjax.checkpoint.plan import make_plan
@@ -78,6 +79,9 @@ def inspect(folder: Path) -> LanguageModel:
         model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
         for place, sources in plan.linears:
             assign_linear(model, place, _parts(sources, config.dtype, place.bias))
+        if plan.cache_scales:
+            shape = (config.num_layers, 2, config.num_kv_heads)
+            model.cache_scales = CacheScales(jax.ShapeDtypeStruct(shape, jnp.dtype("float32")))
     model = jax.tree.map(lambda shape: Header(shape.shape, shape.dtype), model)
     return LanguageModel(model, None, kv_format, folder)
 

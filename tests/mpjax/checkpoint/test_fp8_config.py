@@ -8,7 +8,7 @@ import pytest
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
 from pallas_kernels import WeightFormat
-from tests.mpjax.checkpoint.write_checkpoint import FP8, compressed_fp8
+from tests.mpjax.checkpoint.write_checkpoint import CACHE, FP8, compressed_fp8
 
 parse = FP8Config.from_config
 BLOCK = (128, 128)
@@ -41,6 +41,14 @@ def test_compressed_tensors(strategy, activations, block, format):
     assert config.format == WeightFormat.parse(format)
     assert config.unsupported is None
     assert config.scale_name == "weight_scale"
+
+
+def test_a_scheme_of_the_cache_says_that_there_are_scales():
+    written = compressed_fp8("channel", "token")
+    assert not parse(written).has_cache_scales
+    for strategy in ("tensor", "attn_head"):
+        written["kv_cache_scheme"] = CACHE | {"strategy": strategy}
+        assert parse(written).has_cache_scales
 
 
 def test_groups_of_one_scheme_are_one():
@@ -100,7 +108,10 @@ def test_fine_grained_errors(changes, message):
     [
         (["format"], "pack-quantized", "format is 'pack-quantized': expected 'float-quantized'"),
         (["format"], None, "format is None: expected 'float-quantized' or 'naive-quantized'"),
-        (["kv_cache_scheme"], {"num_bits": 8}, "there is a kv_cache_scheme"),
+        (["kv_cache_scheme"], [8], "kv_cache_scheme is [8]: expected an object"),
+        (["kv_cache_scheme"], CACHE | {"type": "int"}, "kv_cache_scheme: type is 'int': expected"),
+        (["kv_cache_scheme"], CACHE | {"dynamic": True}, "kv_cache_scheme: dynamic is True"),
+        (["kv_cache_scheme"], CACHE | {"strategy": "channel"}, "strategy is 'channel': expected"),
         (["transform_config"], {"config_groups": {"R1": {}}}, "there is a transform_config"),
         (["config_groups"], {}, "config_groups is {}: expected a map of groups"),
         (["config_groups", "group_0"], [], "group 'group_0' is []: expected an object"),

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.checkpoint import CheckpointError, huggingface
+from mpjax.checkpoint import CheckpointError, huggingface, orbax
 from mpjax.checkpoint.layout import linear_kernels, linear_places
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
@@ -21,6 +21,7 @@ from mpjax.cli.application import app
 from tests.mpjax.checkpoint.test_huggingface import nbytes, require_weights
 from tests.mpjax.checkpoint.test_orbax import require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import (
+    CACHE,
     CONFIGS,
     FP8,
     FP8_SIZES,
@@ -91,6 +92,48 @@ def test_the_logits_are_those_of_the_weights(name, tmp_path, rng):
         found = mpjax.load(folder, precision=precision, dtype="float32").model(tokens)
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
         assert error < tolerance, (precision, error)
+
+
+@pytest.mark.parametrize("shape", [(1,), (), (2,), (2, 1, 1)])
+def test_scales_of_the_cache_reach_it(shape, tmp_path, rng):
+    """Of tensors or heads; saved with the model, and used where the cache is in FP8."""
+    folder, tensors, _ = write(tmp_path / "original", compressed_fp8("channel", "token"), rng)
+    hf = huggingface.read_config(folder)
+    hf["quantization_config"]["kv_cache_scheme"] = CACHE
+    layers, heads = hf["num_hidden_layers"], hf["num_key_value_heads"]
+    scales = rng.uniform(0.01, 2, (layers, 2, *shape)).astype(ml_dtypes.bfloat16)
+    for layer, side in np.ndindex(layers, 2):
+        name = f"model.layers.{layer}.self_attn.{'kv'[side]}_scale"
+        tensors[name] = np.asarray(scales[layer, side])
+    write_checkpoint(folder, hf, tensors)
+    lm = mpjax.load(folder, precision="A16KVfp8")
+    assert lm.model.cache_scales is not None
+    expected = np.broadcast_to(scales.reshape(layers, 2, -1).astype(np.float32), (layers, 2, heads))
+    np.testing.assert_array_equal(lm.model.cache_scales.get_value(), expected)
+    cache = lm.model.create_cache(1, 16, lm.kv_format)
+    np.testing.assert_array_equal(cache.layers[1].key_parameters, expected[1, 0])
+    assert info.inspect(folder).nbytes == lm.nbytes
+    if shape == (1,):
+        orbax.save(lm, tmp_path / "saved")
+        require_same_bits(lm, orbax.restore(tmp_path / "saved"))
+
+
+def test_scales_of_the_cache_must_be_there_and_positive(tmp_path, rng):
+    written = compressed_fp8("channel", "token") | {"kv_cache_scheme": CACHE}
+    folder, tensors, _ = write(tmp_path, written, rng)
+    hf = huggingface.read_config(folder)
+    for value, message in (
+        (None, r"lacks 4 tensors \(model\.layers\.0\.self_attn\.k_scale"),
+        (np.ones(3, np.float32), r"k_scale is float32 .*3.*one for each of the 2 KV heads"),
+        (np.zeros(1, np.float32), r"k_scale is \[0\.0\]: a scale is positive"),
+    ):
+        if value is not None:
+            for layer in range(hf["num_hidden_layers"]):
+                for side in "kv":
+                    tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = value
+            write_checkpoint(folder, hf, tensors)
+        with pytest.raises(CheckpointError, match=message):
+            mpjax.load(folder)
 
 
 def test_modules_that_were_left_in_16_bits(tmp_path, rng):

@@ -141,6 +141,10 @@ FP8: dict[str, Any] = {
 }
 
 
+# The kv_cache_scheme of llm-compressor's FP8 caches.
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+
+
 def compressed_fp8(strategy: str, activations: str | None, dynamic: bool = True) -> dict[str, Any]:
     """A quantization_config of llm-compressor; the strategies of weights and of activations."""
     common = {"num_bits": 8, "type": "float", "symmetric": True, "actorder": None}

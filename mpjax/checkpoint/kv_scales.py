@@ -1,0 +1,56 @@
+"""Reads the scales of an FP8 KV cache, which a checkpoint was calibrated for.
+
+llm-compressor writes them beside each attention layer's maps, where quantization_config has a
+`kv_cache_scheme`: `k_scale` and `v_scale`, one number for all heads ([1] or []), or one for each KV
+head ([heads] or [heads, 1, 1]). A key is e4m3(code) · k_scale. Source: compressed-tensors,
+quantization/lifecycle/initialize.py and modeling/kvcache.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from models import DecoderConfig
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.packed_module import describe
+from mpjax.checkpoint.safetensors import TensorInfo
+
+DTYPES = ("bfloat16", "float16", "float32")
+SUFFIXES = ("k_scale", "v_scale")
+
+
+def names(config: DecoderConfig) -> tuple[tuple[str, str], ...]:
+    """Of each layer, the tensor for keys and that for values."""
+    modules = [f"model.layers.{layer}.self_attn" for layer in range(config.num_layers)]
+    return tuple((f"{module}.{SUFFIXES[0]}", f"{module}.{SUFFIXES[1]}") for module in modules)
+
+
+def check(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tuple[TensorInfo, ...]:
+    """The tensors, keys' and values' of each layer in turn. Raises CheckpointError."""
+    heads, found = config.num_kv_heads, []
+    for name in (name for pair in names(config) for name in pair):
+        info = tensors[name]
+        shapes = ((), (1,), (heads,), (heads, 1, 1))
+        if info.shape not in shapes or info.dtype.name not in DTYPES:
+            raise CheckpointError(
+                f"{name} is {describe(info)}: expected {', '.join(DTYPES)}, one number or one for "
+                f"each of the {heads} KV heads"
+            )
+        found.append(info)
+    return tuple(found)
+
+
+def read(
+    infos: tuple[TensorInfo, ...], heads: int, read_tensor: Callable[[TensorInfo], np.ndarray]
+) -> np.ndarray:
+    """Scales float32 [layers, 2, KV heads]. Raises CheckpointError where one isn't positive."""
+    scales = []
+    for info in infos:
+        values = read_tensor(info).astype(np.float32).reshape(-1)
+        if not all(value > 0 and math.isfinite(value) for value in values):
+            raise CheckpointError(f"{info.name} is {values.tolist()}: a scale is positive")
+        scales.append(np.broadcast_to(values, (heads,)))
+    return np.stack(scales).reshape(-1, 2, heads)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mpjax.checkpoint import CheckpointError, kv_scales
+from mpjax.checkpoint.safetensors import Checkpoint
+from tests.models.small import CONFIG
+from tests.mpjax.checkpoint.write_checkpoint import write_checkpoint
+
+
+def checkpoint(folder, value) -> Checkpoint:
+    tensors = {name: value for pair in kv_scales.names(CONFIG) for name in pair}
+    return Checkpoint.open(write_checkpoint(folder, {}, tensors))
+
+
+def test_names_are_those_of_keys_and_values():
+    assert kv_scales.names(dataclasses.replace(CONFIG, windows=(None,))) == (
+        ("model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"),
+    )
+
+
+def test_one_number_is_for_all_heads(tmp_path):
+    found = checkpoint(tmp_path, np.full(1, 0.25, np.float32))
+    infos = kv_scales.check(found.tensors, CONFIG)
+    scales = kv_scales.read(infos, 2, lambda info: found.read(info.name))
+    assert scales.dtype == np.float32
+    np.testing.assert_array_equal(scales, np.full((2, 2, 2), 0.25))
+
+
+@pytest.mark.parametrize("value", [np.ones(3, np.float32), np.ones(1, np.int32)])
+def test_other_shapes_and_dtypes_are_refused(value, tmp_path):
+    found = checkpoint(tmp_path, value)
+    with pytest.raises(CheckpointError, match=r"0\.self_attn\.k_scale is .* one number or one for"):
+        kv_scales.check(found.tensors, CONFIG)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])
+def test_a_scale_is_positive(value, tmp_path):
+    found = checkpoint(tmp_path, np.full(1, value, np.float32))
+    infos = kv_scales.check(found.tensors, CONFIG)
+    with pytest.raises(CheckpointError, match=r"k_scale is .*: a scale is positive"):
+        kv_scales.read(infos, 2, lambda info: found.read(info.name))

@@ -15,6 +15,9 @@ from mpjax.bench import filled_pages, measure
 from pallas_kernels import KVFormat, KVPages, PagedKVCache, paged_attention
 from pallas_kernels.attention.shapes import DECODE, PREFILL, AttentionShape
 
+REACH = 5.0  # of normal keys and values, for scales that are given
+# The kernel before has made the queries what the format of the keys wants.
+AS_IN_A_MODEL: dict[str, Any] = {"transformed": True}
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 CHECKED_TOKENS = 1 << 17  # the reference of more would not fit on smaller GPUs
 CHECKED_QUERIES = 32  # of a sequence, the last ones, for the same reason
@@ -128,6 +131,7 @@ def fill(shape: AttentionShape, format: KVFormat) -> tuple[KVPages, jax.Array]:
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         format=format,
+        scales=REACH / 127 if format.scaling == "static" else None,
     )
     return filled_pages.fill(
         cache.layers[0], cache.block_tables, shape.context, 0
@@ -176,7 +180,8 @@ def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, 
     call = (_queries(shape), pages, block_tables, starts, counts)
     # Each call has all of its arguments for itself: XLA must find nothing to share or to fold.
     calls = [call, *(jax.tree.map(jnp.copy, call) for _ in range(count - 1))]
-    each = jax.jit(lambda calls: [paged_attention(*call) for call in calls])
+    attend = functools.partial(paged_attention, **AS_IN_A_MODEL)
+    each = jax.jit(lambda calls: [attend(*call) for call in calls])
     kernels = measure.merge_names(measure.kernel_microseconds(each, calls), calls=count)
     return figures(
         {
@@ -202,7 +207,7 @@ def _error(output: jax.Array, call: tuple[Any, ...]) -> float:
     queries, pages, block_tables, starts, counts = call
     checked = min(CHECKED_QUERIES, queries.shape[1])
     left = queries.shape[1] - checked
-    reference = functools.partial(paged_attention, implementation="reference")
+    reference = functools.partial(paged_attention, implementation="reference", **AS_IN_A_MODEL)
     expected = jax.jit(reference)(
         queries[:, left:], pages, block_tables, starts + left, counts - left
     )

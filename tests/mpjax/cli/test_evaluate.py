@@ -99,7 +99,7 @@ def test_markdown_can_be_made_from_what_was_written():
 
 def test_precisions_by_default(tiny_folder, tmp_path):
     names = command._defaults(tiny_folder)
-    assert len(names) == len(set(names)) == 14
+    assert len(names) == len(set(names)) == 21
     assert names[0] == "W16A16KV16"  # what the others are compared with
     for quantised in ("mpjax.json", "config.json"):
         folder = tmp_path / quantised

@@ -181,7 +181,7 @@ def test_a_bias_left_in_an_accumulator_would_show(text, dtype, rng):
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype"), [("KV8", "float16"), ("KV4", "bfloat16"), ("KV4c", "bfloat16")]
+    ("text", "dtype"), [("KV8", "float16"), ("KV4t", "bfloat16"), ("KV4c", "bfloat16")]
 )
 def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
     for kind in ("uniform", "outlier", "small"):

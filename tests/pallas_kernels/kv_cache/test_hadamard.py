@@ -33,7 +33,7 @@ def test_pieces_bit_for_bit_and_the_product_nearly(dim, dtype, rng):
     size = np.abs(wide(x)).max(-1, keepdims=True)
     assert (np.abs(wide(found) - wide(expected)) <= size * 2.0**-6).all()
 
-    for count in (1, 2, 4, 8):
+    for count in (1, 4) if dtype == "float16" else (2, 8):
         width = dim // count
         pieces = [jnp.asarray(x)[:, i * width + lanes(width)] for i in range(count)]
         if count == 1:

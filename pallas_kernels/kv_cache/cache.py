@@ -35,7 +35,8 @@ class KVPages:
 
     keys, values: [pages, KV heads, page size, head dim] in the compute dtype where they are stored
         as they are, else uint16 words [pages, KV heads, page size, head dim / planes]: code j of
-        word w is channel j · head dim / planes + w.
+        word w is channel j · head dim / planes + w. Channels are those of the Hadamard transform
+        where the codes of keys say so (KVCodes.hadamard).
     key_parameters, value_parameters: uint32, the scale below the zero, each 16 bits, where tokens
         have them [pages, KV heads, page size], and where channels do [pages, KV heads, groups of
         tokens, head dim]; where scales are given, these, float32, of FP8 [KV heads], and of 8s [KV

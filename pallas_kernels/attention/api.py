@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.attention import reference, triton, tuning
+from pallas_kernels.attention import gathered, reference, triton, tuning
 from pallas_kernels.kv_cache import hadamard
 from pallas_kernels.kv_cache.api import HEAD_DIMS, why_not_triton
 from pallas_kernels.kv_cache.cache import PAGE_SIZES, KVPages
@@ -31,7 +31,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     longest: int | None = None,
     transformed: bool = False,
-    implementation: Literal["triton", "reference"] | None = None,
+    implementation: Literal["triton", "cudnn", "reference"] | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens over a cache that already holds them.
 
@@ -54,10 +54,11 @@ def paged_attention(
         format with one: `rotate_and_append(..., transform_queries=True)` returns such. Others do
         so here.
 
-    Returns the shape and dtype of the queries. On the GPU each
-    cached byte is read once for all query heads of its group; long sequences are split over
-    programs (FlashDecoding). Raises ValueError for shapes that don't fit, and UnsupportedError,
-    with the reason, where a forced implementation can't run.
+    Returns the shape and dtype of the queries. On the GPU each cached byte is read once for all
+    query heads of its group; long sequences are split over programs (FlashDecoding). Where many
+    tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
+    cuDNN (`gathered`), up to 1 GiB. Raises ValueError for shapes that don't fit, and
+    UnsupportedError, with the reason, where a forced implementation can't run.
     """
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, softcap, sinks)
     if longest is not None and longest < 1:
@@ -65,22 +66,29 @@ def paged_attention(
     if queries.size == 0:
         return jnp.zeros_like(queries)
     scale = scale if scale is not None else 1 / math.sqrt(pages.head_dim)
+    masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
+    gathers_not = gathered.why_not(queries, pages, block_tables)
+    if any(mask is not None for mask in masks.values()):
+        gathers_not = "it knows no window, softcap or sinks"
     if implementation is None:
-        implementation = "triton"
+        is_long = queries.shape[-3] >= gathered.LEAST_TOKENS
+        implementation = "cudnn" if is_long and gathers_not is None else "triton"
         if reason := _why_not_triton(queries, pages):
             backend.warn_of_reference("paged_attention", reason)
             implementation = "reference"
     arguments = (queries, pages, block_tables, starts, counts)
-    masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
     if implementation == "reference":
         return reference.paged_attention(*arguments, scale=scale, transformed=transformed, **masks)
-    if implementation != "triton":
+    if implementation not in ("triton", "cudnn"):
         raise ValueError(
             f"paged_attention: unknown implementation {implementation!r}: "
-            "expected triton or reference"
+            "expected triton, cudnn or reference"
         )
-    if reason := _why_not_triton(queries, pages):
-        raise backend.UnsupportedError(f"paged_attention: 'triton' can't run: {reason}")
+    reason = gathers_not if implementation == "cudnn" else _why_not_triton(queries, pages)
+    if reason:
+        raise backend.UnsupportedError(f"paged_attention: {implementation!r} can't run: {reason}")
+    if implementation == "cudnn":
+        return gathered.paged_attention(*arguments, scale=scale, transformed=transformed)
     longest = queries.shape[-3] if queries.ndim == 4 or longest is None else longest
     rows = longest * queries.shape[-2] // pages.keys.shape[1]
     config = tuning.configure(len(starts), rows, block_tables.shape[1], pages)

@@ -21,7 +21,10 @@ OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
     """A sound configuration for `rows` (token, head) pairs of each sequence and KV head."""
     is_wide = pages.head_dim > 128
-    tile_rows = max(MINIMUM_ROWS, min(64 if is_wide else 128, 1 << (rows - 1).bit_length()))
+    # What is decoded takes registers, too: rather two programs of half the rows beside each other.
+    is_decoded = any(side.codes.is_quantized for side in pages.sides)
+    most_rows = 64 if is_wide or is_decoded else 128
+    tile_rows = max(MINIMUM_ROWS, min(most_rows, 1 << (rows - 1).bit_length()))
     slot_bytes = max(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
     fitting = 1 << (TILE_BYTES // slot_bytes).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)

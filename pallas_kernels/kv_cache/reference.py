@@ -141,11 +141,14 @@ def gather(
     dtype: jnp.dtype,
     lengths: jax.Array | None = None,
     rows: jax.Array | None = None,
+    *,
+    transformed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values as float32 [batch, capacity, KV heads, head dim], slots never written too.
 
     lengths: of the sequences, which say what waits in the residual; rows: which sequences they are,
         where not all in order. Neither matters to pages without a residual.
+    transformed: keys as they are stored, where that is after a Hadamard transform.
     """
 
     def read(side: Side) -> jax.Array:
@@ -159,7 +162,8 @@ def gather(
             elif codes.group is not None:
                 parameters = jnp.repeat(parameters[block_tables], codes.group, axis=3)
         x = codes.decode(stored, parameters, dtype).swapaxes(2, 3)
-        x = hadamard.transform(x) if codes.hadamard else x  # its own inverse
+        if codes.hadamard and not transformed:
+            x = hadamard.transform(x)  # its own inverse
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
     keys, values = (read(side) for side in pages.sides)

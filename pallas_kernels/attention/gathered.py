@@ -1,0 +1,113 @@
+"""Attention of many new tokens over a long cache: decode it once, and let cuDNN attend.
+
+cuDNN's flash attention is faster than any kernel that Triton makes of the same products, but it
+knows no pages and no codes, and its causal mask begins at the first key. So XLA writes the cache
+out in 16 bits, for this call; the tokens that were there before, which every new one sees, are one
+product, the new ones among themselves a causal one, and their sums join the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.kv_cache import reference as kv_cache
+from pallas_kernels.kv_cache.cache import KVPages
+
+try:
+    # JAX's public function rounds these sums to the 16 bits of the queries: too few to join by.
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+except ImportError:  # pragma: no cover
+    dot_product_attention = None  # type: ignore[assignment]
+
+LEAST_TOKENS = 512  # fewer don't pay for writing the cache out
+MOST_SCRATCH_BYTES = 1 << 30
+MOST_CHANNELS = 128  # of a head
+
+# Queries [batch, tokens, heads, dim], keys and values, how many of these are seen, by sequence, or
+# None for causality, and the scale; gives the result and ln of the sums, float32 [batch, tokens,
+# heads].
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array | None, float], tuple[jax.Array, jax.Array]
+]
+
+
+def why_not(queries: jax.Array, pages: KVPages, block_tables: jax.Array) -> str | None:
+    """The reason why queries can't be attended to so, or None if they can."""
+    if dot_product_attention is None:
+        return f"JAX {jax.__version__} has no cuDNN attention where it is looked for"
+    if not backend.on_gpu():
+        return f"the default device is {jax.default_backend()!r}, and cuDNN needs a CUDA GPU"
+    if queries.ndim != 4:
+        return "packed sequences would see each other"
+    if queries.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries are {queries.dtype}, expected bfloat16 or float16"
+    if pages.head_dim > MOST_CHANNELS:
+        return f"heads have {pages.head_dim} channels, more than {MOST_CHANNELS}"
+    if (needed := scratch_bytes(pages, block_tables)) > MOST_SCRATCH_BYTES:
+        return f"the cache would fill {needed} bytes, more than {MOST_SCRATCH_BYTES}"
+    return None
+
+
+def scratch_bytes(pages: KVPages, block_tables: jax.Array) -> int:
+    """Bytes of keys and values in 16 bits, of all pages in the tables."""
+    return 4 * block_tables.size * pages.page_size * pages.keys.shape[1] * pages.head_dim
+
+
+def cudnn(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`Attend` by cuDNN."""
+    tokens = None if lengths is None else jnp.full_like(lengths, queries.shape[1])
+    mask = MaskType.CAUSAL if lengths is None else MaskType.PADDING
+    out, sums = dot_product_attention(
+        *(queries, keys, values, None, None, tokens, lengths),
+        scale=scale,
+        mask_type=mask,
+        return_residual=True,
+    )
+    return out, sums.swapaxes(1, 2)
+
+
+def paged_attention(
+    queries: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    *,
+    scale: float,
+    transformed: bool,
+    attend: Attend = cudnn,
+) -> jax.Array:
+    """See api.paged_attention; queries are [batch, tokens, query heads, dim].
+
+    transformed: that queries and keys both went through the keys' Hadamard transform, if any.
+    """
+    dtype, tokens = queries.dtype, queries.shape[1]
+    largest = float(jnp.finfo(dtype).max)
+    keys, values = (
+        jnp.clip(x, -largest, largest).astype(dtype)
+        for x in kv_cache.gather(
+            pages, block_tables, dtype, starts + counts, transformed=transformed
+        )
+    )  # [batch, capacity, KV heads, dim]
+    # Past the capacity are only keys of padding, which no real token sees.
+    place = jnp.minimum(starts[:, None] + jnp.arange(tokens), keys.shape[1] - 1)
+    own_keys, own_values = (
+        jnp.take_along_axis(x, place[:, :, None, None], 1) for x in (keys, values)
+    )
+    new, new_sums = attend(queries, own_keys, own_values, None, scale)
+    old, old_sums = attend(queries, keys, values, starts, scale)
+    share = jax.nn.sigmoid(old_sums - new_sums)[..., None]  # of the old ones
+    old, new = (x.astype(jnp.float32) for x in (old, new))
+    joined = new + share * (old - new)
+    # Without keys there is no sum, and the result may be anything.
+    return jnp.where(starts[:, None, None, None] > 0, joined, new).astype(dtype)

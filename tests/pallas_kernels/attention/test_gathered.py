@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import UnsupportedError, paged_attention
+from pallas_kernels.attention import gathered, triton
+from pallas_kernels.kv_cache import hadamard
+from tests.pallas_kernels.attention.scenes import Scene, scene, sinks_of
+from tests.pallas_kernels.oracles import QUICK
+
+GATES = {"bfloat16": 8e-3, "float16": 1e-3}
+CHUNKS = {"starts": [0, 200, 130], "counts": [40, 33, 1], "page_size": 64}
+
+
+def plain(queries, keys, values, lengths, scale):
+    """`Attend` in float32; as cuDNN's, no number where nothing is seen."""
+    repeated = (jnp.repeat(x, queries.shape[2] // x.shape[2], 2) for x in (keys, values))
+    q, k, v = (x.astype(jnp.float32) for x in (queries, *repeated))
+    scores = jnp.einsum("bthd,bshd->bths", q, k) * scale
+    key = jnp.arange(k.shape[1])
+    if lengths is None:
+        seen = (key <= jnp.arange(q.shape[1])[:, None])[None]  # [1, tokens, keys]
+    else:
+        seen = (key < lengths[:, None])[:, None]  # [batch, 1, keys]
+    scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+    out = jnp.einsum("bths,bshd->bthd", jax.nn.softmax(scores), v)
+    return out.astype(queries.dtype), jax.nn.logsumexp(scores, -1)
+
+
+def attend(test: Scene, **options) -> jax.Array:
+    run = functools.partial(gathered.paged_attention, scale=64**-0.5, **options)
+    return jax.jit(run, compiler_options=QUICK)(*test.arguments)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4c", "K8V2"])
+def test_old_and_new_tokens_are_joined(text, dtype, rng):
+    test = scene(rng, text, dtype, **CHUNKS)
+    assert test.error(attend(test, transformed=False, attend=plain)) < GATES[dtype]
+
+
+def test_queries_and_keys_may_stay_transformed(rng):
+    test = scene(rng, "KV4", "float16", **CHUNKS)
+    queries = hadamard.transform(test.queries)
+    run = functools.partial(gathered.paged_attention, scale=64**-0.5, attend=plain)
+    out = jax.jit(functools.partial(run, transformed=True))(queries, *test.arguments[1:])
+    assert test.error(out) < GATES["float16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "head_dim", "scratch", "reason"),
+    [
+        ("KV8", "bfloat16", 64, 1 << 30, None),
+        ("KV8", "float32", 64, 1 << 30, "queries are float32"),
+        ("KV8", "bfloat16", 256, 1 << 30, "heads have 256 channels, more than 128"),
+        ("KV8", "bfloat16", 64, 1000, "the cache would fill 393216 bytes, more than 1000"),
+    ],
+)
+def test_what_it_can_do(text, dtype, head_dim, scratch, reason, rng, pretend_gpu, monkeypatch):
+    monkeypatch.setattr(gathered, "MOST_SCRATCH_BYTES", scratch)
+    test = scene(rng, text, dtype, head_dim=head_dim, **CHUNKS)
+    found = gathered.why_not(test.queries, test.pages, test.block_tables)
+    assert found is None if reason is None else reason in str(found)
+    assert "packed" in str(gathered.why_not(test.queries[0], test.pages, test.block_tables))
+    monkeypatch.setattr(gathered, "dot_product_attention", None)
+    assert "no cuDNN" in str(gathered.why_not(test.queries, test.pages, test.block_tables))
+
+
+def test_many_new_tokens_without_masks_choose_it(rng, pretend_gpu, monkeypatch):
+    chosen = []
+    for module, name in ((gathered, "cudnn"), (triton, "triton")):
+
+        def note(queries, *_, name=name, **__):
+            chosen.append(name)
+            return queries
+
+        monkeypatch.setattr(module, "paged_attention", note)
+    test = scene(rng, "KV8", "bfloat16", **CHUNKS)
+    rest = test.arguments[1:]
+    monkeypatch.setattr(gathered, "LEAST_TOKENS", 40)
+    paged_attention(test.queries, *rest)
+    paged_attention(test.queries[:, :39], *rest)
+    paged_attention(test.queries, *rest, window=7)
+    paged_attention(test.queries, *rest, implementation="triton")
+    paged_attention(test.queries[:, :39], *rest, implementation="cudnn")
+    assert chosen == ["cudnn", "triton", "triton", "triton", "cudnn"]
+    with pytest.raises(UnsupportedError, match="'cudnn' can't run: it knows no window"):
+        paged_attention(test.queries, *rest, sinks=sinks_of(rng, 4), implementation="cudnn")
+
+
+def test_it_needs_a_gpu(rng):
+    test = scene(rng, "KV8", "bfloat16", **CHUNKS)
+    with pytest.raises(UnsupportedError, match="cuDNN needs a CUDA GPU"):
+        paged_attention(*test.arguments, implementation="cudnn")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4c"])
+def test_on_the_gpu(text, dtype, rng):
+    places = {"starts": [0, 1000, 77], "counts": [600, 513, 1]}
+    for head_dim in (64, 128):
+        test = scene(rng, text, dtype, head_dim=head_dim, **places)
+        out = jax.jit(functools.partial(paged_attention, implementation="cudnn"))(*test.arguments)
+        assert test.error(out) < GATES[dtype]
+        assert np.isfinite(np.asarray(out, np.float32)).all()

@@ -25,6 +25,8 @@ from pallas_kernels.quantized_tensor import QuantizedTensor
 FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 # tile_m, tile_n and warps for more and more rows, measured on the H200.
 TILES = ((8, 64, 2), (16, 64, 2), (32, 64, 4), (64, 64, 4), (128, 64, 4))
+TILES_OF_TABLES = ((8, 64, 4), (16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4))
+WIDE_TILE = (64, 128, 4)  # where a table in shared memory leaves registers for it
 # For many rows: it reads each operand least often, and decodes a weight for the most rows, but
 # wants tiles for most multiprocessors.
 LARGEST_TILE = (128, 128, 8)
@@ -141,7 +143,7 @@ def tile(
     """
     has_table = code_kinds.of(format).has_table
     size = next((size for size in range(4) if rows <= TILES[size][0]), 4)
-    tiles = list(reversed(TILES[: size + 1]))
+    tiles = list(reversed((TILES_OF_TABLES if has_table else TILES)[: size + 1]))
     # What is cheap to decode can be decoded more often, in smaller tiles that fill the GPU better.
     is_dear = format.bits <= 4 and format.activations is None
     largest = LARGEST_TILES.get(format.codes, LARGEST_TILE)
@@ -150,10 +152,13 @@ def tile(
         tiles.insert(0, largest)
     # Where shared memory does not hold three whole steps, less of a large tile is still better than
     # a smaller one.
-    depths = (2, 3) if has_table and rows > 16 else (3, 2)  # look-ups wait: rather more programs
-    for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, depths, widths(format)):
-        if has_table:
-            warps = max(warps, 4)  # looking up keeps more of them busy
+    depths, lanes = (3, 2), widths(format)
+    if has_table and rows > 16:
+        depths = (2, 3)  # looking up waits: rather the company of other programs
+    if code_kinds.of(format).shared_bytes and rows > 32:
+        lanes = lanes[::-1]
+        tiles = [WIDE_TILE, *tiles] if 64 < rows <= 128 else tiles
+    for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, depths, lanes):
         warps_in_flight = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR[tile_m]
         wanted = warps_in_flight / (warps * _tiles(rows, outputs, tile_m, tile_n))
         splits = _splits(wanted, format, channels)

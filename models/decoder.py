@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from models.attention import Attention, Span
 from models.config import DecoderConfig
 from models.layers import GatedMLP, RMSNorm, rotary_frequencies
 from pallas_kernels import KVFormat, KVPages, PagedKVCache
+from pallas_kernels.gemm.tuning import conditions as plan_conditions
 
 
 class DecoderLayer(nnx.Module):
@@ -51,9 +52,14 @@ class DecoderLayer(nnx.Module):
         return self.mlp.down.terms(gated), residual, pages
 
 
-@functools.partial(jax.jit, inline=True)
-def _apply(layer: DecoderLayer, *arguments: Any) -> tuple[jax.Array, jax.Array, KVPages | None]:
-    """The layer, traced and lowered once for all that are alike: kernels make that slow."""
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _apply(
+    plans: Hashable, layer: DecoderLayer, *arguments: Any
+) -> tuple[jax.Array, jax.Array, KVPages | None]:
+    """The layer, traced and lowered once for all that are alike: kernels make that slow.
+
+    plans: what its products' plans depend on. A trace is kept for as long as that is the same.
+    """
     return layer(*arguments)
 
 
@@ -164,7 +170,7 @@ class Decoder(nnx.Module):
             with jax.named_scope(f"layer_{index}"):
                 layer_pages = pages[index] if pages else None
                 terms, residual, layer_pages = _apply(
-                    layer, terms, residual, angles, layer_pages, span
+                    plan_conditions(), layer, terms, residual, angles, layer_pages, span
                 )
                 if layer_pages is not None:
                     written.append(layer_pages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -127,8 +128,19 @@ def _read_once(path: Path, device: str) -> Table | None:
     return read(path, device) if path.is_file() else None
 
 
+_readings = itertools.count()
+_reading = next(_readings)
+
+
+def reading() -> tuple[int, Path | None]:
+    """Changes when the files are read again, and with the folder of a person's own tables."""
+    return _reading, own_folder()
+
+
 def forget() -> None:
     """Lets the next lookup read the files again; programs compiled before stay as they are."""
+    global _reading
+    _reading = next(_readings)
     _read_once.cache_clear()
 
 

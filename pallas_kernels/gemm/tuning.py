@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Literal
 
 from pallas_kernels import backend
@@ -95,6 +95,11 @@ def forced(plan: Plan) -> Iterator[None]:
         _forced.reset(token)
 
 
+def conditions() -> Hashable:
+    """What plans depend on besides shapes: for the key of whoever keeps traces of products."""
+    return _forced.get(), tables.reading()
+
+
 def unfused(format: WeightFormat, limits: Limits) -> Literal["dequantize", "xla"]:
     """The implementation for many rows.
 
@@ -150,14 +155,14 @@ def tile(
     fills = 3 * _tiles(rows, outputs, *largest[:2]) >= 2 * limits.multiprocessors
     if rows > (128 if is_dear else 256) and fills:
         tiles.insert(0, largest)
-    # Where shared memory does not hold three whole steps, less of a large tile is still better than
-    # a smaller one.
     depths, lanes = (3, 2), widths(format)
     if has_table and rows > 16:
         depths = (2, 3)  # looking up waits: rather the company of other programs
     if code_kinds.of(format).shared_bytes and rows > 32:
         lanes = lanes[::-1]
         tiles = [WIDE_TILE, *tiles] if 64 < rows <= 128 else tiles
+    # Where shared memory does not hold it all, less of a large tile is still better than a smaller
+    # one.
     for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, depths, lanes):
         warps_in_flight = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR[tile_m]
         wanted = warps_in_flight / (warps * _tiles(rows, outputs, tile_m, tile_n))

@@ -271,3 +271,29 @@ def test_products_that_are_traced_follow_a_forced_plan():
 
     plans = [Plan("xla"), Plan("dequantize"), Plan("xla")]  # the second is the reference on a CPU
     assert [multiplies_bytes(plan) for plan in plans] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "expected"),
+    [
+        ("table4:g64", 32, (32, 64, 4, 2, None)),
+        ("table4:g64", 33, (64, 64, 4, 2, 32)),
+        ("table4:g64", 65, (64, 128, 4, 2, 32)),
+        ("table3:g64", 65, (64, 64, 4, 2, None)),  # a wider tile would spill
+    ],
+)
+def test_tables_in_shared_memory_have_wider_tiles(text, rows, expected):
+    config = tuning.tile(rows, WeightFormat.parse(text), 4096, 24576, Limits(132, 9.0))
+    assert (config.tile_m, config.tile_n, config.warps, config.stages, config.width) == expected
+
+
+def test_plans_depend_on_what_is_forced_and_on_the_tables(tmp_path, monkeypatch):
+    seen = [tuning.conditions()]
+    with tuning.forced(Plan("dequantize")):
+        seen.append(tuning.conditions())
+    assert tuning.conditions() == seen[0]
+    tables.forget()
+    seen.append(tuning.conditions())
+    monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    seen.append(tuning.conditions())
+    assert len(set(seen)) == 4

@@ -14,7 +14,7 @@ from flax import nnx
 from models import CacheScales, Decoder
 from mpjax.evaluate import DEFAULT_WINDOW, document_tokens
 from mpjax.language_model import LanguageModel
-from pallas_kernels import KVFormat, cache_scales
+from pallas_kernels import KVFormat, KVPages, cache_scales
 from pallas_kernels.kv_cache.reference import gather
 
 
@@ -35,19 +35,21 @@ def calibrate_cache(
     window: tokens of a window; 1024 by default, or the model's longest context. max_tokens: to read
     at most.
 
-    Raises ValueError for a format that is given no scales, a model without a tokenizer, and
-    documents without a token.
+    Raises ValueError for a format that is given no scales, a model without a tokenizer, documents
+    without a token, and max_tokens below 1.
     """
     format = lm.kv_format
     if format.scaling is None:
         raise ValueError(f"{format} is given no scales to calibrate: KV8s and KVfp8 are")
     if lm.tokenizer is None:
         raise ValueError(f"{lm.source} has no tokenizer.json, which reading documents needs")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}: expected a positive number")
     window = min(window or DEFAULT_WINDOW, lm.config.max_position_embeddings)
     largest: jax.Array | None = None
     left = max_tokens
     for text in documents:
-        ids = document_tokens(lm.tokenizer, text)[: max(left, 0)]
+        ids = document_tokens(lm.tokenizer, text)[:left]
         left -= len(ids)
         for begin in range(0, len(ids), window):
             piece = ids[begin : begin + window]
@@ -55,6 +57,8 @@ def calibrate_cache(
             tokens[0, : len(piece)] = piece
             found = _largest(lm.model, jnp.asarray(tokens), jnp.int32(len(piece)))
             largest = found if largest is None else jnp.maximum(largest, found)
+        if left == 0:
+            break
     if largest is None:
         raise ValueError("there is nothing to calibrate on: the documents are empty")
     of_layers = jax.vmap(jax.vmap(functools.partial(cache_scales, format=format)))
@@ -69,8 +73,10 @@ def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> jax.Array:
     cache = model.create_cache(1, tokens.shape[1], KVFormat())
     _, cache = model.step(tokens, count[None], cache, fresh=True)
     dtype = jnp.dtype(model.config.dtype)
-    sides = jnp.stack(
-        [jnp.stack(gather(pages, cache.block_tables, dtype)) for pages in cache.layers]
-    )  # [layers, 2, 1, capacity, KV heads, head dim]
-    real = (jnp.arange(sides.shape[3]) < count)[:, None, None]
-    return jnp.where(real, jnp.abs(sides), 0.0).max((2, 3))
+
+    def largest(pages: KVPages) -> jax.Array:
+        sides = jnp.stack(gather(pages, cache.block_tables, dtype))
+        real = (jnp.arange(sides.shape[2]) < count)[:, None, None]
+        return jnp.where(real, jnp.abs(sides), 0.0).max((1, 2))  # [2, KV heads, head dim]
+
+    return jnp.stack([largest(pages) for pages in cache.layers])

@@ -30,8 +30,10 @@ W4sym fixes the zero point. W8A8, W4A8 and WFP8AFP8 round the activations on
 the fly. The cache is KV16, KV8, KV4 (integers) or KVfp8, or keys and values
 apart, as in K8V4; KV4t is KV4 without the Hadamard transform of the keys; in
 KV4c and KV2, each channel of the keys has scales of its own, over 128 tokens
-(KV4cg32, KV4cg64: fewer), and the last tokens wait in 16 bits. A16KV8 leaves
-the weights as they are in the checkpoint.
+(KV4cg32, KV4cg64: fewer), and the last tokens wait in 16 bits; in K4cV4c those
+of the values have, too. KV8s has static scales of channels, from a calibration
+(mpjax evaluate --calibrate). A16KV8 leaves the weights as they are in the
+checkpoint.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. MPJAX_DEBUG=1 is --traceback.
 """

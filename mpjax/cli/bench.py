@@ -78,7 +78,7 @@ the shape doesn't say how many, such as q2048 of the c32768 in the cache.
              the same run: for one token, 1.1 is good
   speed-up   over cuDNN (jax.nn.dot_product_attention) on an unpaged 16-bit
              cache: for one token, 8 and 4 bits should gain what they save in
-             bytes; for many, the operations count, and 0.6 is good. cuDNN
+             bytes; for many, the operations count, and 0.8 is good. cuDNN
              computes tokens over a cache in two calls, whose times are added
   error      mean error over mean magnitude against the reference over the
              same cache, up to 131072 tokens in all, the last 32 new tokens of
@@ -99,7 +99,9 @@ has 40960 positions, and as many more as the longest context needs.
   first token  wall time of reading the prompts and drawing from what comes
                out; empty where the cache was filled (--filled)
   step         wall time of one decoding step, all rows; tokens/s follow
-  kernels      the sum of its kernels: the rest of the step the GPU waits
+  kernels      the sum of a step's kernels, one by one; in a step, the next
+               one is launched early, and waits beside the last. Empty where
+               the cache was filled
   roofline     the time to read all weights and the cache at half of the new
                tokens, at the rate of an XLA reduction over 2 GB
   of it        its share of the step: 100 % is the limit of any

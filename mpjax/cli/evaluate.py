@@ -90,7 +90,8 @@ def command(
             exists=True,
             dir_okay=False,
             show_default=False,
-            help="Text to measure the cache's scales on, which KV8s needs and KVfp8 can have.",
+            help="Text to measure the cache's scales on, which KV8s needs and KVfp8 can have: in "
+            "the place of those that a checkpoint brings.",
         ),
     ] = None,
     format: Annotated[Format, typer.Option(help="How to print the results.")] = Format.table,
@@ -107,6 +108,11 @@ def command(
     if text is None:
         text = mpjax.bundled_model() / "held_out.jsonl"
     samples = None if calibrate is None else _read(calibrate)
+    if samples is not None and not any(one.kv.scaling for one in chosen):
+        raise typer.BadParameter(
+            "no precision has a cache with scales to measure: KV8s and KVfp8 do",
+            param_hint="--calibrate",
+        )
     documents = _read(text)
     rows = _measure(folder, chosen, dtype, documents, samples, window, batch)
     result = _result(folder, text, documents, batch, rows)

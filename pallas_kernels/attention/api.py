@@ -57,8 +57,8 @@ def paged_attention(
     Returns the shape and dtype of the queries. On the GPU each cached byte is read once for all
     query heads of its group; long sequences are split over programs (FlashDecoding). Where many
     tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
-    cuDNN (`gathered`), up to 1 GiB. Raises ValueError for shapes that don't fit, and
-    UnsupportedError, with the reason, where a forced implementation can't run.
+    cuDNN (`gathered`), up to 1 GiB of keys and values. Raises ValueError for shapes that don't
+    fit, and UnsupportedError, with the reason, where a forced implementation can't run.
     """
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, softcap, sinks)
     if longest is not None and longest < 1:
@@ -87,16 +87,15 @@ def paged_attention(
     reason = gathers_not if implementation == "cudnn" else _why_not_triton(queries, pages)
     if reason:
         raise backend.UnsupportedError(f"paged_attention: {implementation!r} can't run: {reason}")
+    if pages.format.key_codes.hadamard and not transformed:
+        queries = hadamard.transform(queries)
+    arguments = (queries, *arguments[1:])
     if implementation == "cudnn":
-        return gathered.paged_attention(*arguments, scale=scale, transformed=transformed)
+        return gathered.paged_attention(*arguments, scale=scale)
     longest = queries.shape[-3] if queries.ndim == 4 or longest is None else longest
     rows = longest * queries.shape[-2] // pages.keys.shape[1]
     config = tuning.configure(len(starts), rows, block_tables.shape[1], pages)
-    if pages.format.key_codes.hadamard and not transformed:
-        queries = hadamard.transform(queries)
-    return triton.paged_attention(
-        queries, *arguments[1:], config, scale=scale, longest=longest, **masks
-    )
+    return triton.paged_attention(*arguments, config, scale=scale, longest=longest, **masks)
 
 
 def prefill_attention(

@@ -1,8 +1,8 @@
 """Attention of many new tokens over a long cache: decode it once, and let cuDNN attend.
 
 cuDNN's flash attention is faster than any kernel that Triton makes of the same products, but it
-knows no pages and no codes, and its causal mask begins at the first key. So XLA writes the cache
-out in 16 bits, for this call; the tokens that were there before, which every new one sees, are one
+knows no codes, and its causal mask begins at the first key. So XLA writes the cache out in 16 bits,
+for this call; the tokens that were there before, which every new one sees, are one
 product, the new ones among themselves a causal one, and their sums join the two.
 """
 
@@ -84,20 +84,17 @@ def paged_attention(
     counts: jax.Array,
     *,
     scale: float,
-    transformed: bool,
     attend: Attend = cudnn,
 ) -> jax.Array:
     """See api.paged_attention; queries are [batch, tokens, query heads, dim].
 
-    transformed: that queries and keys both went through the keys' Hadamard transform, if any.
+    They went through the Hadamard transform of the pages' keys, if that is such a format.
     """
     dtype, tokens = queries.dtype, queries.shape[1]
     largest = float(jnp.finfo(dtype).max)
     keys, values = (
         jnp.clip(x, -largest, largest).astype(dtype)
-        for x in kv_cache.gather(
-            pages, block_tables, dtype, starts + counts, transformed=transformed
-        )
+        for x in kv_cache.gather(pages, block_tables, dtype, starts + counts, transformed=True)
     )  # [batch, capacity, KV heads, dim]
     # Past the capacity are only keys of padding, which no real token sees.
     place = jnp.minimum(starts[:, None] + jnp.arange(tokens), keys.shape[1] - 1)

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import UnsupportedError, paged_attention
 from pallas_kernels.attention import gathered, triton
 from pallas_kernels.kv_cache import hadamard
-from tests.pallas_kernels.attention.scenes import Scene, scene, sinks_of
+from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import QUICK
 
 GATES = {"bfloat16": 8e-3, "float16": 1e-3}
@@ -32,24 +32,16 @@ def plain(queries, keys, values, lengths, scale):
     return out.astype(queries.dtype), jax.nn.logsumexp(scores, -1)
 
 
-def attend(test: Scene, **options) -> jax.Array:
-    run = functools.partial(gathered.paged_attention, scale=64**-0.5, **options)
-    return jax.jit(run, compiler_options=QUICK)(*test.arguments)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4c", "K8V2"])
 def test_old_and_new_tokens_are_joined(text, dtype, rng):
     test = scene(rng, text, dtype, **CHUNKS)
-    assert test.error(attend(test, transformed=False, attend=plain)) < GATES[dtype]
-
-
-def test_queries_and_keys_may_stay_transformed(rng):
-    test = scene(rng, "KV4", "float16", **CHUNKS)
-    queries = hadamard.transform(test.queries)
+    queries, *rest = test.arguments
+    if test.pages.format.key_codes.hadamard:
+        queries = hadamard.transform(queries)
     run = functools.partial(gathered.paged_attention, scale=64**-0.5, attend=plain)
-    out = jax.jit(functools.partial(run, transformed=True))(queries, *test.arguments[1:])
-    assert test.error(out) < GATES["float16"]
+    out = jax.jit(run, compiler_options=QUICK)(queries, *rest)
+    assert test.error(out) < GATES[dtype]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,12 @@ def _attention(results: list[dict[str, Any]], folder: Path) -> list[str]:
         parts.append(tables.markdown(attention.HEADERS, map(attention.cells, rows)))
         if not all("copies" in row for row in rows):
             parts.append("Read without rotation: a cache below 60 MB may lie in the L2 cache.\n")
-        parts.append(_source(result, "mpjax bench attention"))
+        shapes, formats = (_distinct(rows, name) for name in ("shape", "format"))
+        for name, shapes_of in attention.SETS.items():
+            shapes = name if shapes == ",".join(shape.name for shape in shapes_of) else shapes
+        parts.append(
+            _source(result, f"mpjax bench attention --shapes {shapes} --formats {formats}")
+        )
     return parts
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import re
@@ -128,8 +127,7 @@ def _read_once(path: Path, device: str) -> Table | None:
     return read(path, device) if path.is_file() else None
 
 
-_readings = itertools.count()
-_reading = next(_readings)
+_reading = 0
 
 
 def reading() -> tuple[int, Path | None]:
@@ -140,7 +138,7 @@ def reading() -> tuple[int, Path | None]:
 def forget() -> None:
     """Lets the next lookup read the files again; programs compiled before stay as they are."""
     global _reading
-    _reading = next(_readings)
+    _reading += 1
     _read_once.cache_clear()
 
 

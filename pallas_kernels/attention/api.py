@@ -57,8 +57,9 @@ def paged_attention(
     Returns the shape and dtype of the queries. On the GPU each cached byte is read once for all
     query heads of its group; long sequences are split over programs (FlashDecoding). Where many
     tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
-    cuDNN (`gathered`), up to 1 GiB of keys and values. Raises ValueError for shapes that don't
-    fit, and UnsupportedError, with the reason, where a forced implementation can't run.
+    cuDNN (`gathered`), up to 1 GiB of keys and values, if JAX has what that takes; the kernel
+    attends else. Raises ValueError for shapes that don't fit, and UnsupportedError, with the
+    reason, where a forced implementation can't run.
     """
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, softcap, sinks)
     if longest is not None and longest < 1:
@@ -67,12 +68,12 @@ def paged_attention(
         return jnp.zeros_like(queries)
     scale = scale if scale is not None else 1 / math.sqrt(pages.head_dim)
     masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
-    gathers_not = gathered.why_not(queries, pages, block_tables)
+    why_not_cudnn = gathered.why_not(queries, pages, block_tables)
     if any(mask is not None for mask in masks.values()):
-        gathers_not = "it knows no window, softcap or sinks"
+        why_not_cudnn = "it knows no window, softcap or sinks"
     if implementation is None:
         is_long = queries.shape[-3] >= gathered.LEAST_TOKENS
-        implementation = "cudnn" if is_long and gathers_not is None else "triton"
+        implementation = "cudnn" if is_long and why_not_cudnn is None else "triton"
         if reason := _why_not_triton(queries, pages):
             backend.warn_of_reference("paged_attention", reason)
             implementation = "reference"
@@ -84,7 +85,7 @@ def paged_attention(
             f"paged_attention: unknown implementation {implementation!r}: "
             "expected triton, cudnn or reference"
         )
-    reason = gathers_not if implementation == "cudnn" else _why_not_triton(queries, pages)
+    reason = why_not_cudnn if implementation == "cudnn" else _why_not_triton(queries, pages)
     if reason:
         raise backend.UnsupportedError(f"paged_attention: {implementation!r} can't run: {reason}")
     if pages.format.key_codes.hadamard and not transformed:

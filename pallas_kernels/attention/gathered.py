@@ -2,8 +2,8 @@
 
 cuDNN's flash attention is faster than any kernel that Triton makes of the same products, but it
 knows no codes, and its causal mask begins at the first key. So XLA writes the cache out in 16 bits,
-for this call; the tokens that were there before, which every new one sees, are one
-product, the new ones among themselves a causal one, and their sums join the two.
+for this call; the tokens that were there before, which every new one sees, are one product, the new
+ones among themselves a causal one, and their sums join the two.
 """
 
 from __future__ import annotations

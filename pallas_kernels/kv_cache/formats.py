@@ -31,9 +31,9 @@ class KVFormat:
 
     "4c", 2: BitDecoding's, whose keys have a scale and zero for each channel of 128 tokens, or of
     64 or 32 ("4cg64", "2g32"), since it is a few channels that are large, in all tokens. Values
-    have them per token, and so have the keys of "2t", unless they are "4c", too: both are in COMET,
-    whose format is K4cV4c. The tokens of a block, 128 of them at four
-    bits and 256 at two, wait in the compute dtype, and are encoded when the next one begins.
+    have them per token, unless they are "4c", too, as in COMET's K4cV4c; and so have the keys of
+    "2t". The tokens of a block, 128 of them at four bits and 256 at two, wait in the compute dtype,
+    and are encoded when the next one begins.
 
     Without `values`, they are stored in as many bits as keys are.
     """

@@ -27,3 +27,9 @@ PTX = Arithmetic(backend.multiply_add, backend.exp2, backend.reciprocal, backend
 PLAIN = Arithmetic(
     lambda a, b, c: a * b + c, jnp.exp2, lambda x: 1 / x, lambda x, dtype: x.astype(dtype)
 )
+
+
+def times_power(x: jax.Array, exponent: int) -> jax.Array:
+    """The product x · 2**exponent, also where the power itself is beyond float32's range."""
+    half = exponent // 2
+    return x * 2.0**half * 2.0 ** (exponent - half) if exponent else x

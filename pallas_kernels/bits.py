@@ -19,6 +19,9 @@ WORD_BITS = 16
 # mantissa bits), 1024 + q in float16 (ten).
 _MAGIC = {jnp.dtype(jnp.bfloat16): (0x4300, 128.0), jnp.dtype(jnp.float16): (0x6400, 1024.0)}
 
+# What the lowest bit of a subnormal is worth, as a power of two.
+_LOWEST_EXPONENT = {jnp.dtype(jnp.bfloat16): -133, jnp.dtype(jnp.float16): -24}
+
 
 def planes_per_word(bits: int) -> int:
     """How many codes of `bits` bits a word holds."""
@@ -110,69 +113,72 @@ def _decode_byte_bfloat16(words: jax.Array, plane: int, zero: jax.Array) -> jax.
     return backend.inline_ptx(assembly, words, correction, dtype=zero.dtype)
 
 
-def decode_centred(
+def decode_in_place(
     words: jax.Array, plane: int, bits: int, dtype: jax.typing.DTypeLike, *, ptx: bool
 ) -> jax.Array:
-    """The values code − 2**(bits − 1) of one plane, exact, in bfloat16 or float16.
+    """The codes of one plane times 2**`exponent_in_place`, exact, in bfloat16 or float16.
 
-    `decode_plane` with the zero point in the middle, where a byte in bfloat16 costs an instruction
-    less: what its top bit chooses to subtract is right already.
+    A code is left where it is in its byte, and the byte is read as a float: from zero to the end
+    of the first normal binade, floats are multiples of the smallest subnormal, which the tensor
+    cores keep. So a code costs one logical operation for each pair. Runs inside a kernel.
     """
-    dtype = jnp.dtype(dtype)
-    if not ptx or bits != 8 or dtype != jnp.bfloat16:
-        centre = jnp.asarray(2 ** (bits - 1), dtype)
-        return decode_plane(words, plane, bits, centre, ptx=ptx)
+    byte, shift = divmod(plane * bits, 8)
+    mask = (2**bits - 1) << shift
+    if not ptx:  # XLA takes subnormals for zeros on the CPU
+        return ((words >> jnp.uint16(8 * byte)) & jnp.uint16(mask)).astype(dtype)
     assembly = f"""{{
-        .reg .b32 t, low, top, one;
-        mov.b32 one, 0x3F803F80;
-        shr.b32 t, $1, {plane * 8};
-        lop3.b32 low, t, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 top, t, 0x00800080, 0xC380C380, 0x6A;
-        fma.rn.bf16x2 $0, low, one, top;
+        .reg .b32 t;
+        shr.b32 t, $1, {8 * byte};
+        and.b32 $0, t, 0x{mask:04X}{mask:04X};
     }}"""
     return backend.inline_ptx(assembly, words, dtype=dtype)
+
+
+def exponent_in_place(plane: int, bits: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+    """Of two: what a code of one is worth in `decode_in_place`."""
+    return plane * bits % 8 + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if ptx else 0)
 
 
 def decode_scaled(
     words: jax.Array, plane: int, bits: int, step: jax.Array, zero: jax.Array, *, ptx: bool
 ) -> jax.Array:
-    """The values code · step + zero of one plane, rounded once, in the dtype of step and zero.
+    """Code · step · 2**`exponent_scaled` + zero of one plane, rounded once.
 
     words: uint16 tile; step, zero: broadcastable to it, bfloat16 or float16. Runs inside a kernel.
-    The code itself is made first: step times a bias, or zero with one, would be rounded. What
-    rounding takes beyond float16 stays at its end.
+    What rounding takes beyond float16 stays at its end.
     """
     dtype = jnp.dtype(step.dtype)
-    step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
     if not ptx:
         codes = ((words >> jnp.uint16(plane * bits)) & jnp.uint16(2**bits - 1)).astype(jnp.float32)
         values = codes * step.astype(jnp.float32) + zero.astype(jnp.float32)
         return jnp.minimum(values, float(jnp.finfo(dtype).max)).astype(dtype)
-    magic, _ = _MAGIC[dtype]
-    mask = 2**bits - 1
     if dtype == jnp.bfloat16:
-        suffix, one, bias, end = "bf16x2", "0x3F803F80", "0xC300C300", "mov.b32 $0, t;"
-    else:
-        suffix, one, bias, end = "f16x2", "0x3C003C00", "0xE400E400", "min.f16x2 $0, t, largest;"
-    decode = f"""
-        lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{magic:04X}{magic:04X}, 0xEA;
-        mov.b32 bias, {bias};"""
-    if bits == 8 and dtype == jnp.bfloat16:  # as in `decode_centred`, to which 128 are added
-        decode = """
-        lop3.b32 bias, t, 0x00800080, 0xC380C380, 0x6A;
-        lop3.b32 t, t, 0x007F007F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 t, t, one, bias;
-        mov.b32 bias, 0x43004300;"""
+        exponent = exponent_scaled(dtype, ptx=ptx) - exponent_in_place(plane, bits, dtype, ptx=ptx)
+        step = step * jnp.asarray(2.0**exponent, dtype)
+        codes = decode_in_place(words, plane, bits, dtype, ptx=ptx)
+        step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
+        return backend.inline_ptx("fma.rn.bf16x2 $0, $1, $2, $3;", codes, step, zero, dtype=dtype)
+    # Steps have no room in float16 for such an exponent. So the code itself is made first: step
+    # times a bias, or zero with one, would be rounded.
+    step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
+    mask, (magic, _) = 2**bits - 1, _MAGIC[dtype]
     assembly = f"""{{
         .reg .b32 t, bias, one, largest;
-        mov.b32 one, {one};
+        mov.b32 one, 0x3C003C00;
+        mov.b32 bias, 0xE400E400;
         mov.b32 largest, 0x7BFF7BFF;
-        shr.b32 t, $1, {plane * bits};{decode}
-        fma.rn.{suffix} t, t, one, bias;
-        fma.rn.{suffix} t, t, $2, $3;
-        {end}
+        shr.b32 t, $1, {plane * bits};
+        lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{magic:04X}{magic:04X}, 0xEA;
+        fma.rn.f16x2 t, t, one, bias;
+        fma.rn.f16x2 t, t, $2, $3;
+        min.f16x2 $0, t, largest;
     }}"""
     return backend.inline_ptx(assembly, words, step, zero, dtype=dtype)
+
+
+def exponent_scaled(dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+    """Of two: what one is worth in `decode_scaled`."""
+    return -64 if ptx and jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
 def multiply(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> jax.Array:

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.bits import unpack_pair
+from pallas_kernels.bits import decode_scaled, exponent_scaled, unpack_pair
 from pallas_kernels.kv_cache.cache import Side
 
+LOOKED_UP = 32  # pages at a time: a warp has as many lanes
 MINIMUM_SPAN = 16  # of a dimension that the tensor cores sum over
+DIGIT = 2  # bits whose values, −2 to 1, times a step are exact in the step's dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,32 +62,53 @@ class Place(NamedTuple):
 
 
 def locate(
-    tile: jax.Array, slots: int, page_size: int, block_tables: Any, batch: jax.Array
+    tile: jax.Array,
+    slots: int,
+    page_size: int,
+    block_tables: Any,
+    batch: jax.Array,
+    page: jax.Array | None = None,
 ) -> Place:
     """The place of a tile of keys, which is a piece of a page or several pages.
 
-    block_tables: a reference to them. Slots past the end of a sequence's are in its last page.
+    block_tables: a reference to them; slots past the end of a sequence's are in its last page. Or
+    None, where each sequence has one page.
+    page: of a piece, if it is known.
     """
     slot = jnp.arange(slots)
+    if block_tables is None:
+        return Place(batch, tile * slots + slot)
     if slots <= page_size:
         pieces = page_size // slots
-        page = backend.load(block_tables.at[batch, tile // pieces])
+        if page is None:
+            page = backend.load(block_tables.at[batch, tile // pieces])
         return Place(page, tile % pieces * slots + slot)
     entry = tile * (slots // page_size) + slot // page_size
     page = backend.load(block_tables.at[batch, jnp.minimum(entry, block_tables.shape[1] - 1)])
     return Place(page, slot % page_size)
 
 
-def fetch(
-    side: Side, head: jax.Array, place: Place, span: Span, axis: int, first: int = 0
+def look_up(
+    tiles: jax.Array, slots: int, page_size: int, block_tables: Any, batch: jax.Array
 ) -> jax.Array:
-    """Words of a head, with the slots along one axis, and the lanes of a span along the other.
+    """The pages of LOOKED_UP tiles that are pieces of pages, for `pick` to choose from.
 
-    first: the word where lane 0 is.
+    A load of a tile that waited for that of its page would begin only half as far ahead.
     """
+    entry = jnp.minimum(tiles // (page_size // slots), block_tables.shape[1] - 1)
+    return backend.load(block_tables.at[batch, entry])
+
+
+def pick(pages: jax.Array, number: jax.Array) -> jax.Array:
+    """One of the pages that were looked up."""
+    return jnp.where(jnp.arange(LOOKED_UP) == number, pages, 0).max()
+
+
+def fetch(side: Side, head: jax.Array, place: Place, span: Span, axis: int) -> jax.Array:
+    """Words of a head, with the slots along one axis, and the lanes of a span along the other."""
     page, position = place
     page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
-    lanes = jnp.expand_dims(span.lanes + first if first else span.lanes, axis)
+    lanes = jnp.expand_dims(span.lanes, axis)
     position = jnp.expand_dims(position, 1 - axis)
     mask = None if span.mask is None else jnp.expand_dims(span.mask, axis)
     return backend.load_masked(side.words.at[page, head, position, lanes], mask)
@@ -123,6 +146,16 @@ def parts(width: int, planes: int, *, joined: bool) -> list[Part]:
     ]
 
 
+class Operand(NamedTuple):
+    """What the tensor cores multiply for a part of a tile: a value is Σ terms − Σ surplus.
+
+    terms: tiles. surplus: alike in all slots, of which there is one.
+    """
+
+    terms: Sequence[jax.Array]
+    surplus: Sequence[jax.Array] = ()
+
+
 def operands(
     side: Side,
     head: jax.Array,
@@ -134,66 +167,76 @@ def operands(
     scaled: bool,
     group: jax.Array | int = 0,
     ptx: bool,
-) -> Iterator[jax.Array]:
-    """A tile's operands, one for each of the parts of the packed side; slots are along one axis.
+) -> Iterator[Operand]:
+    """A tile's operands, one for each part, times 2**`exponents`; slots are along one axis.
 
-    From words; or from a side in 16 bits, where the channels of different planes lie apart.
-    scaled: as values, with the scales of tokens or of channels (over `group` of the page), rather
-        than as exact codes.
+    scaled: with the scales and zeros of tokens or of channels (over `group` of the page), rounded
+        once; without, they are exact, and have the scales of channels alone.
     """
-    scaling = side.codes.scaling if scaled else None
-    if scaling == "token":
+    scaling = side.codes.scaling
+    if scaling == "token" and scaled:
         page, position = place.page, jnp.expand_dims(place.position, 1 - axis)
         page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
-        pair = backend.load(side.parameters.at[page, head, position])
+        of_tokens = unpack_pair(
+            backend.load(side.parameters.at[page, head, position]), dtype, dtype
+        )
 
-    def decode(words: jax.Array, span: Span, plane: int) -> jax.Array:
-        if scaling == "token":
-            parameters = pair
-        elif scaling == "channel":
-            lanes = span.lanes + plane * span.width
-            parameters = backend.load_masked(
-                side.parameters.at[place.page, head, group, lanes], span.mask
-            )
-            parameters = jnp.expand_dims(parameters, axis)
-        else:
-            return side.codes.operand(words, plane, dtype, ptx=ptx)
-        step, zero = unpack_pair(parameters, dtype, dtype)
-        return side.codes.scaled_operand(words, plane, step, zero, ptx=ptx)
+    def decode(words: jax.Array, part: Part) -> Operand:
+        [plane] = part.planes
+        if scaling == "token" and scaled:
+            return Operand([side.codes.scaled_operand(words, plane, *of_tokens, ptx=ptx)])
+        if scaling != "channel":
+            return Operand([side.codes.operand(words, plane, dtype, ptx=ptx)])
+        channels, mask = part.channels()
+        pair = backend.load_masked(side.parameters.at[place.page, head, group, channels], mask)
+        step, zero = unpack_pair(jnp.expand_dims(pair, axis), dtype, dtype)
+        if scaled:
+            return Operand([side.codes.scaled_operand(words, plane, step, zero, ptx=ptx)])
+        return _exact(words, plane, side.codes.bits, step, zero, ptx=ptx)
 
     for span, members in itertools.groupby(parts, lambda part: part.span):
-        if side.codes.is_quantized:
-            words = fetch(side, head, place, span, axis)
-            for part in members:
-                yield backend.join([decode(words, span, plane) for plane in part.planes])
-            continue
+        words = fetch(side, head, place, span, axis)
         for part in members:
-            planes = [
-                fetch(side, head, place, span, axis, plane * span.width) for plane in part.planes
-            ]
-            yield backend.join([decode(x, span, 0) for x in planes])
+            if len(part.planes) == 1:
+                yield decode(words, part)
+                continue
+            planes = [decode(words, Part(span, range(plane, plane + 1))) for plane in part.planes]
+            yield Operand([backend.join([term for [term], _ in planes])])
+
+
+def _exact(
+    words: jax.Array, plane: int, bits: int, step: jax.Array, zero: jax.Array, *, ptx: bool
+) -> Operand:
+    """A plane of codes with the scales of channels, exact: a term for every two bits of a code.
+
+    Two bits, less two, times a step have room in 16 bits, and so have a zero and twice the step;
+    a sum of them has not.
+    """
+    unit = 2.0 ** exponent_scaled(step.dtype, ptx=ptx)
+    terms, surplus = [], [zero * jnp.asarray(-unit, zero.dtype)]
+    for first in range(0, bits, DIGIT):
+        step_of_it = step * jnp.asarray(1 << first, step.dtype) if first else step
+        middle = step * jnp.asarray(-(2 << first) * unit, step.dtype)
+        digit = (plane * bits + first) // DIGIT
+        terms.append(decode_scaled(words, digit, DIGIT, step_of_it, middle, ptx=ptx))
+        surplus.append(middle)
+    return Operand(terms, surplus)
+
+
+def exponents(
+    side: Side, parts: Sequence[Part], dtype: jnp.dtype, *, scaled: bool, ptx: bool
+) -> list[int]:
+    """Of two: what one is worth in the operand of each part."""
+    scaling = side.codes.scaling
+    if scaling == "channel" or (scaling == "token" and scaled):
+        return [exponent_scaled(dtype, ptx=ptx)] * len(parts)
+    return [side.codes.exponent(part.planes[0], dtype, ptx=ptx) for part in parts]
 
 
 def fetch_parameters(
     side: Side, head: jax.Array, place: Place, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Steps and middles [slots], float32: a channel is (code − 2**(bits − 1)) · step + middle."""
+    """Steps and zeros [slots], float32: a channel is code · step + zero."""
     pair = backend.load(side.parameters.at[place.page, head, place.position])
-    return _steps_and_middles(pair, side, dtype)
-
-
-def fetch_channels(
-    side: Side, head: jax.Array, page: jax.Array, group: jax.Array, part: Part, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
-    """Steps and middles [channels] of a part, for a group of tokens."""
-    channels, mask = part.channels()
-    pair = backend.load_masked(side.parameters.at[page, head, group, channels], mask)
-    return _steps_and_middles(pair, side, dtype)
-
-
-def _steps_and_middles(
-    pair: jax.Array, side: Side, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
     step, zero = unpack_pair(pair, dtype, dtype)
-    step = step.astype(jnp.float32)
-    return step, zero.astype(jnp.float32) + step * float(2 ** (side.codes.bits - 1))
+    return step.astype(jnp.float32), zero.astype(jnp.float32)

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pallas_kernels import backend
-from pallas_kernels.attention.triton import AttentionConfig
 from pallas_kernels.kv_cache.cache import KVPages
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
 MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
 TILE_BYTES = 32768  # of keys or values at most: a tile of both fits the smallest shared memory
-# Found on the H200, from KV4 to KV16: more programs cost more, when their results are joined, than
-# they gain; fewer bytes on their way, of a program or of all on a multiprocessor, leave it waiting.
-MOST_PROGRAMS_PER_MULTIPROCESSOR = 4
+# Found on the H200, from KV2 to KV16: two tiles on their way for each program, and together so many
+# bytes on a multiprocessor. More programs cost more, when their results are joined, than they gain.
 BYTES_PER_MULTIPROCESSOR = 131072
-BYTES_IN_FLIGHT = 65536
-LEAST_AHEAD, MOST_AHEAD = 2, 5  # tiles
+MOST_AHEAD = 2  # tiles
+MOST_PROGRAMS_PER_MULTIPROCESSOR = 8
+MOST_SPLITS = 130
+SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
+LEAST_WAITING_KEYS = 16  # of a tile
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Rows and keys in a tile, programs that share one sequence, and compiler settings.
+
+    A tile of keys is a piece of a page, or several pages: both sizes are powers of two. What waits
+    in 16 bits, in formats where something does, has smaller tiles and programs beside those.
+    """
+
+    tile_rows: int
+    tile_keys: int
+    splits: int
+    warps: int
+    stages: int
+    waiting_keys: int = 16
+    waiting_splits: int = 0
 
 
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
@@ -33,7 +53,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
         # 4-bit values has enough for two.
         slices = max(1, pages.values.shape[3] // 16)
-        warps = min(4, max(2, 1 << slices.bit_length() - 1))
+        warps = min(4, 1 << slices.bit_length() - 1)
     else:
         # Sums of more than 128 channels, or 64 rows, would not fit in the registers of four, nor
         # beside the former what is decoded of many keys.
@@ -44,12 +64,30 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
     tile_bytes = tile_keys * sum(
         side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides
     )
-    company = min(BYTES_PER_MULTIPROCESSOR // tile_bytes, MOST_PROGRAMS_PER_MULTIPROCESSOR)
-    wanted = backend.multiprocessors() * max(1, company)
+    company = BYTES_PER_MULTIPROCESSOR // (MOST_AHEAD * tile_bytes)
+    company = max(1, min(company, MOST_PROGRAMS_PER_MULTIPROCESSOR))
     tiles = -(-pages_per_sequence * pages.page_size // tile_keys)
-    splits = max(1, min(wanted // programs, tiles, 64))
-    # A load is `stages` − 1 tiles ahead of its use, if there is room for them.
+    splits = max(1, min(backend.multiprocessors() * company // programs, tiles, MOST_SPLITS))
+    ahead = MOST_AHEAD
+    if tile_bytes > SMALL_TILE_BYTES:
+        neighbours = max(1, round(programs * splits / backend.multiprocessors()))
+        ahead = min(MOST_AHEAD, BYTES_PER_MULTIPROCESSOR // (neighbours * tile_bytes))
     shared = backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
-    ahead = max(LEAST_AHEAD, min(BYTES_IN_FLIGHT // tile_bytes, MOST_AHEAD))
     stages = 1 + max(1, min(ahead, shared // tile_bytes))
-    return AttentionConfig(tile_rows, tile_keys, splits, warps, stages)
+    config = AttentionConfig(tile_rows, tile_keys, splits, warps, stages)
+    return config if pages.residual is None else _with_waiting(config, pages, tile_bytes, tiles)
+
+
+def _with_waiting(
+    config: AttentionConfig, pages: KVPages, tile_bytes: int, tiles: int
+) -> AttentionConfig:
+    """Tiles of 16 bits that are as large as packed ones, and programs that read as much, too."""
+    assert pages.residual is not None
+    token_bytes = sum(2 * side.words.shape[3] for side in pages.residual.sides)
+    keys = max(LEAST_WAITING_KEYS, 1 << (tile_bytes // token_bytes).bit_length() - 1)
+    keys = min(keys, config.tile_keys)
+    waiting = pages.residual.page_size // keys
+    share = round(config.splits * waiting / max(1, tiles))
+    return dataclasses.replace(
+        config, waiting_keys=keys, waiting_splits=max(1, min(share, waiting, MOST_SPLITS))
+    )

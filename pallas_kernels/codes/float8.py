@@ -97,20 +97,39 @@ def decode_plane(
         moved = (high & jnp.uint16(0x8000)) | ((high & jnp.uint16(0x7F00)) >> jnp.uint16(1))
         tiny = jax.lax.bitcast_convert_type(moved, jnp.float16)
         return (tiny.astype(jnp.float32) * 2.0**8).astype(operand)
-    is_bfloat16 = operand == jnp.bfloat16
-    shift = 4 if is_bfloat16 else 1
-    mask = 0x7F00 >> shift
-    factor, negative_zero = (0x7B80, 0x8000) if is_bfloat16 else (0x5C00, 0x8000)
-    suffix = "bf16x2" if is_bfloat16 else "f16x2"
+    factor, suffix = (0x7B80, "bf16x2") if operand == jnp.bfloat16 else (0x5C00, "f16x2")
     assembly = f"""{{
         .reg .b32 high, low, factor, zero;
         mov.b32 factor, 0x{factor:04X}{factor:04X};
-        mov.b32 zero, 0x{negative_zero:04X}{negative_zero:04X};
-        shl.b32 high, $1, {0 if plane else 8};
-        shr.b32 low, high, {shift};
-        and.b32 low, low, 0x{mask:04X}{mask:04X};
-        lop3.b32 high, high, 0x80008000, low, 0xEA;
+        mov.b32 zero, 0x80008000;{_move(plane, operand)}
         fma.rn.{suffix} $0, high, factor, zero;
     }}"""
     carried = jnp.broadcast_to(carried, words.shape)
     return backend.inline_ptx(assembly, words, carried, dtype=operand)
+
+
+def decode_moved(words: jax.Array, plane: int, operand: jnp.dtype, *, ptx: bool) -> jax.Array:
+    """`decode_plane` times 2**`exponent_moved`: without the product that corrects the bias."""
+    if not ptx:
+        return decode_plane(words, plane, operand, words, ptx=False)
+    assembly = f"""{{
+        .reg .b32 high, low;{_move(plane, operand)}
+        mov.b32 $0, high;
+    }}"""
+    return backend.inline_ptx(assembly, words, dtype=operand)
+
+
+def exponent_moved(operand: jnp.dtype, *, ptx: bool) -> int:
+    """Of two: what one is worth in `decode_moved`, the difference of the formats' biases."""
+    return (-120 if operand == jnp.bfloat16 else -8) if ptx else 0
+
+
+def _move(plane: int, operand: jnp.dtype) -> str:
+    """Assembly that leaves in `high` the bytes of a plane as floats with e4m3's bias."""
+    shift = 4 if operand == jnp.bfloat16 else 1
+    mask = 0x7F00 >> shift
+    return f"""
+        shl.b32 high, $1, {0 if plane else 8};
+        shr.b32 low, high, {shift};
+        and.b32 low, low, 0x{mask:04X}{mask:04X};
+        lop3.b32 high, high, 0x80008000, low, 0xEA;"""

@@ -85,19 +85,27 @@ class KVCodes:
     def operand(
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
     ) -> jax.Array:
-        """One plane of a tile of words, in a kernel: exact in the 16-bit dtype, without its scale.
+        """One plane of a tile of words, in a kernel: without scale and zero, and exact.
 
-        A score or sum of these times the scale is right but for what `middle` says.
+        Times 2**`exponent`; in the 16-bit dtype.
         """
         return words.astype(dtype)
+
+    def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+        """Of two: what one is worth in a plane's `operand`."""
+        return 0
 
     def scaled_operand(
         self, words: jax.Array, plane: int, step: jax.Array, zero: jax.Array, *, ptx: bool
     ) -> jax.Array:
         """One plane of a tile of words, in a kernel: code · step + zero, rounded once, in 16 bits.
 
-        step, zero: parameters as they are kept, in a shape that broadcasts to the words.
+        Times 2**bits.exponent_scaled. step, zero: parameters as they are kept, in a shape that
+        broadcasts to the words.
         """
+        zero = zero * jnp.asarray(
+            2.0 ** bit_planes.exponent_scaled(zero.dtype, ptx=ptx), zero.dtype
+        )
         return bit_planes.decode_scaled(words, plane, self.bits, step, zero, ptx=ptx)
 
     def _words(self, codes: list[jax.Array]) -> list[jax.Array]:
@@ -166,8 +174,12 @@ class Integers(KVCodes):
     def operand(
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
     ) -> jax.Array:
-        """Codes − 2**(bits − 1)."""
-        return bit_planes.decode_centred(words, plane, self.bits, dtype, ptx=ptx)
+        """Codes."""
+        return bit_planes.decode_in_place(words, plane, self.bits, dtype, ptx=ptx)
+
+    def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+        """That of a subnormal, and of the code's place in its byte."""
+        return bit_planes.exponent_in_place(plane, self.bits, dtype, ptx=ptx)
 
 
 class StaticIntegers(Integers):
@@ -202,6 +214,17 @@ class StaticIntegers(Integers):
         assert parameters is not None
         codes = bit_planes.unpack_planes(words, self.bits).reshape(*words.shape[:-1], -1)
         return (codes.astype(jnp.float32) - 2.0 ** (self.bits - 1)) * parameters
+
+    def operand(
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+    ) -> jax.Array:
+        """Codes − 128."""
+        step, zero = (jnp.asarray(x, dtype) for x in (1.0, -(2.0 ** (self.bits - 1))))
+        return self.scaled_operand(words, plane, step, zero, ptx=ptx)
+
+    def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+        """That of `decode_scaled`."""
+        return bit_planes.exponent_scaled(dtype, ptx=ptx)
 
 
 class Float8(KVCodes):
@@ -240,7 +263,11 @@ class Float8(KVCodes):
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
     ) -> jax.Array:
         """e4m3(code)."""
-        return float8.decode_plane(words, plane, jnp.dtype(dtype), words, ptx=ptx)
+        return float8.decode_moved(words, plane, jnp.dtype(dtype), ptx=ptx)
+
+    def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+        """That of the formats' biases."""
+        return float8.exponent_moved(jnp.dtype(dtype), ptx=ptx)
 
 
 BLOCKS = {4: 128, 2: 256}  # tokens of BitDecoding's residual block, by the bits

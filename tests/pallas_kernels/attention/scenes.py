@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVFormat, KVPages
+from pallas_kernels.attention import triton, tuning
+from pallas_kernels.kv_cache import hadamard
 from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,
+    QUICK,
     KVSide,
     as_array,
     kv_keys,
@@ -20,6 +24,51 @@ from tests.pallas_kernels.oracles import (
     relative_error,
     softmax_attention,
 )
+
+# Every sequence at once: empty, one key, full pages, one key more, the middle of a page.
+DECODE: dict[str, Any] = {"starts": [0, 0, 63, 64, 200], "counts": [0, 1, 1, 1, 1]}
+# A prompt, its continuation across a page boundary, a short one with padding, nothing.
+CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("splits", "window", "softcap", "scale", "interpret"),
+    compiler_options=QUICK,
+)
+def kernel(
+    queries,
+    pages,
+    block_tables,
+    starts,
+    counts,
+    *,
+    splits,
+    window=None,
+    softcap=None,
+    sinks=None,
+    scale=None,
+    interpret=True,
+):
+    """The kernel with the configuration that it would have, or as many splits as are asked for."""
+    batch, tokens, heads, dim = queries.shape
+    if pages.format.key_codes.hadamard:
+        queries = hadamard.transform(queries)
+    rows = tokens * heads // pages.keys.shape[1]
+    config = tuning.configure(batch, rows, block_tables.shape[1], pages)
+    return triton.paged_attention(
+        queries,
+        pages,
+        block_tables,
+        starts,
+        counts,
+        dataclasses.replace(config, splits=splits or config.splits),
+        scale=dim**-0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        interpret=interpret,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

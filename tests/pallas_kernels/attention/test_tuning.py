@@ -79,7 +79,8 @@ def test_gpus_with_less_shared_memory(capability, kibibytes, text, head_dim, mon
 
 
 @pytest.mark.parametrize(
-    ("text", "stages", "splits"), [("KV16", 3, 4), ("KV8", 3, 8), ("KV4", 5, 8)]
+    ("text", "stages", "splits"),
+    [("KV16", 3, 2), ("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16)],
 )
 def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
     """On an H200, of 8 sequences with 32,768 tokens and 8 KV heads."""
@@ -92,3 +93,14 @@ def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     assert tuning.configure(1, 4, 1024, pages_of("KV8", 8)).splits > 4
     assert tuning.configure(256, 4, 1024, pages_of("KV8", 8)).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "entries", "splits"),
+    [("KV2", 16, 32, 16), ("KV2", 16, 1024, 2), ("KV4c", 32, 1024, 1), ("K8V2", 32, 32, 8)],
+)
+def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, splits, monkeypatch):
+    """In tiles of no more bytes, by programs that read no more tiles."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    config = tuning.configure(1, 4, entries, pages_of(text, 8))
+    assert (config.waiting_keys, config.waiting_splits) == (keys, splits)

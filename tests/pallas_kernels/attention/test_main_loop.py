@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, kernel, scene, sinks_of
+from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES
+
+each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8", "KV4c", "KV2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "splits", "softcap", "has_sinks", "window", "lengths"),
+    [
+        ("KV8", "bfloat16", 1, 2.0, True, None, DECODE),
+        ("KV16", "float16", 3, None, True, 70, DECODE),
+        ("KVfp8", "float16", 2, 0.5, False, 25, CHUNKS),
+        ("KV4", "bfloat16", 2, None, True, None, CHUNKS),
+    ],
+)
+def test_softcap_and_sinks(text, dtype, splits, softcap, has_sinks, window, lengths, rng):
+    test = scene(rng, text, dtype, heads=(2, 2), **lengths)
+    masks: dict[str, Any] = {"window": window, "softcap": softcap}
+    if has_sinks:
+        masks["sinks"] = sinks_of(rng, 4)
+    out = kernel(*test.arguments, splits=splits, **masks)
+    assert test.error(out, **masks) < GATES[dtype]
+
+
+def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
+    test = scene(rng, "KV16", "bfloat16", **DECODE)
+    sinks = jnp.array([1e5, -1e5, 0.0, 60.0])
+    out = kernel(*test.arguments, splits=2, scale=1e4, softcap=50.0, sinks=sinks)
+    assert test.error(out, 1e4, softcap=50.0, sinks=sinks) < GATES["bfloat16"]
+
+
+@each_format
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_bias_left_in_an_accumulator_would_show(text, dtype, rng):
+    """One shape for all kinds of numbers, so that they share a compiled kernel."""
+    for kind in ("uniform", "outlier", "small"):
+        test = scene(rng, text, dtype, kind=kind, starts=[639, 500], counts=[1, 1])
+        error = test.error(kernel(*test.arguments, splits=2))
+        assert error < GATES[dtype], kind
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [("KV8", "float16"), ("KV4t", "bfloat16"), ("KV4c", "bfloat16")]
+)
+def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
+    for kind in ("uniform", "outlier", "small"):
+        test = scene(rng, text, dtype, kind=kind, starts=[600, 500], counts=[40, 33])
+        keys, values = (
+            x.astype(NUMPY_DTYPES[dtype]).astype(np.float64) for x in (test.keys, test.values)
+        )
+        rounded = dataclasses.replace(test, keys=keys, values=values)
+        error = rounded.error(kernel(*test.arguments, splits=2))
+        assert error < GATES[dtype] / 2, kind
+
+
+def test_the_scale_can_be_chosen(rng):
+    test = scene(rng, "KV8", "float16", **DECODE)
+    out = kernel(*test.arguments, splits=2, scale=0.3)
+    assert test.error(out, scale=0.3) < GATES["float16"]

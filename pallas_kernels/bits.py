@@ -116,22 +116,37 @@ def _decode_byte_bfloat16(words: jax.Array, plane: int, zero: jax.Array) -> jax.
 def decode_in_place(
     words: jax.Array, plane: int, bits: int, dtype: jax.typing.DTypeLike, *, ptx: bool
 ) -> jax.Array:
-    """The codes of one plane times 2**`exponent_in_place`, exact, in bfloat16 or float16.
+    """(Code − `offset_in_place`) · 2**`exponent_in_place` of one plane, exact, in 16 bits.
 
     A code is left where it is in its byte, and the byte is read as a float: from zero to the end
     of the first normal binade, floats are multiples of the smallest subnormal, which the tensor
     cores keep. So a code costs one logical operation for each pair. Runs inside a kernel.
     """
     byte, shift = divmod(plane * bits, 8)
-    mask = (2**bits - 1) << shift
+    mask, offset = (2**bits - 1) << shift, offset_in_place(bits, dtype) << shift
     if not ptx:  # XLA takes subnormals for zeros on the CPU
-        return ((words >> jnp.uint16(8 * byte)) & jnp.uint16(mask)).astype(dtype)
+        codes = (words >> jnp.uint16(8 * byte)) & jnp.uint16(mask)
+        return codes.astype(dtype) - jnp.asarray(offset, dtype)
+    less = f"""
+        mov.b32 one, 0x3C003C00;
+        mov.b32 less, 0x{0x8000 | offset:04X}{0x8000 | offset:04X};
+        fma.rn.f16x2 t, t, one, less;"""
     assembly = f"""{{
-        .reg .b32 t;
+        .reg .b32 t, one, less;
         shr.b32 t, $1, {8 * byte};
-        and.b32 $0, t, 0x{mask:04X}{mask:04X};
+        and.b32 t, t, 0x{mask:04X}{mask:04X};{less if offset else ""}
+        mov.b32 $0, t;
     }}"""
     return backend.inline_ptx(assembly, words, dtype=dtype)
+
+
+def offset_in_place(bits: int, dtype: jax.typing.DTypeLike) -> int:
+    """What `decode_in_place` subtracts from codes, for another instruction: their middle, or none.
+
+    Tensor cores cut sums off where others round them. What all codes have in common makes them
+    larger: in means of 131,072 values, which all but cancel, 0.4 % are lost, too much for float16.
+    """
+    return 2 ** (bits - 1) if jnp.dtype(dtype) == jnp.float16 else 0
 
 
 def exponent_in_place(plane: int, bits: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:

@@ -158,8 +158,9 @@ def _cudnn_call(keys: int, shape: AttentionShape, *, is_causal: bool) -> float:
     draw = jax.jit(functools.partial(jax.random.normal, shape=dims, dtype=jnp.bfloat16))
     query = _queries(shape)
     caches = [[draw(jax.random.key(2 * i)), draw(jax.random.key(2 * i + 1))] for i in range(count)]
-    attend = functools.partial(
-        jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn"
+    # Under `jit`, it is traced once for all copies.
+    attend = jax.jit(
+        functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
     )
     each = jax.jit(lambda query, caches: [attend(query, *cache) for cache in caches])
     return measure.microseconds(each, query, caches) / count
@@ -180,7 +181,7 @@ def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, 
     call = (_queries(shape), pages, block_tables, starts, counts)
     # Each call has all of its arguments for itself: XLA must find nothing to share or to fold.
     calls = [call, *(jax.tree.map(jnp.copy, call) for _ in range(count - 1))]
-    attend = functools.partial(paged_attention, **AS_IN_A_MODEL)
+    attend = jax.jit(functools.partial(paged_attention, **AS_IN_A_MODEL))
     each = jax.jit(lambda calls: [attend(*call) for call in calls])
     kernels = measure.merge_names(measure.kernel_microseconds(each, calls), calls=count)
     return figures(

@@ -236,7 +236,8 @@ def exponents(
 def fetch_parameters(
     side: Side, head: jax.Array, place: Place, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Steps and zeros [slots], float32: a channel is code · step + zero."""
+    """Steps and zeros [slots], float32: a channel is step times its operand, and the zero."""
     pair = backend.load(side.parameters.at[place.page, head, place.position])
-    step, zero = unpack_pair(pair, dtype, dtype)
-    return step.astype(jnp.float32), zero.astype(jnp.float32)
+    step, zero = (x.astype(jnp.float32) for x in unpack_pair(pair, dtype, dtype))
+    offset = side.codes.offset(dtype)
+    return step, zero + step * float(offset) if offset else zero

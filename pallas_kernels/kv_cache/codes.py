@@ -95,6 +95,10 @@ class KVCodes:
         """Of two: what one is worth in a plane's `operand`."""
         return 0
 
+    def offset(self, dtype: jax.typing.DTypeLike) -> int:
+        """How much less than a code its `operand` is, where tokens have scales."""
+        return 0
+
     def scaled_operand(
         self, words: jax.Array, plane: int, step: jax.Array, zero: jax.Array, *, ptx: bool
     ) -> jax.Array:
@@ -174,8 +178,12 @@ class Integers(KVCodes):
     def operand(
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
     ) -> jax.Array:
-        """Codes."""
+        """Codes, less their offset."""
         return bit_planes.decode_in_place(words, plane, self.bits, dtype, ptx=ptx)
+
+    def offset(self, dtype: jax.typing.DTypeLike) -> int:
+        """The middle of codes, or none."""
+        return bit_planes.offset_in_place(self.bits, dtype)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
         """That of a subnormal, and of the code's place in its byte."""

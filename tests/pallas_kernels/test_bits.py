@@ -111,7 +111,8 @@ def test_codes_in_place_are_exact(width, dtype, ptx):
         assert found.dtype == jnp.dtype(dtype)
         exponent = bits.exponent_in_place(plane, width, dtype, ptx=ptx)
         assert (exponent < 0) == ptx
-        expected = np.ldexp(codes.astype(np.float64), exponent)
+        offset = bits.offset_in_place(width, dtype)
+        expected = np.ldexp(codes.astype(np.float64) - offset, exponent)
         np.testing.assert_array_equal(np.asarray(found).astype(np.float64), expected)
 
 

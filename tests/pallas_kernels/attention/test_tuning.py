@@ -86,13 +86,22 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
     """On an H200, of 8 sequences with 32,768 tokens and 8 KV heads."""
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(8, 4, 256, pages_of(text, 8))
-    assert (config.stages, config.splits) == (stages, splits)
+    assert (config.stages, config.shared_programs // 8 or config.splits) == (stages, splits)
 
 
 def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     assert tuning.configure(1, 4, 1024, pages_of("KV8", 8)).splits > 4
-    assert tuning.configure(256, 4, 1024, pages_of("KV8", 8)).splits == 1
+    assert tuning.configure(256, 4, 16, pages_of("KV8", 8)).splits == 1
+
+
+def test_sequences_share_programs_by_their_lengths_where_these_may_differ_much(monkeypatch):
+    """None has more than 32 tiles of 128 tokens to read, but where all are that long."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    config = tuning.configure(32, 4, 256, pages_of("KV8", 8))
+    assert (config.splits, config.shared_programs) == (8, 32)
+    for batch, rows, entries in ((32, 4, 32), (1, 4, 256), (32, 4096, 256)):
+        assert tuning.configure(batch, rows, entries, pages_of("KV8", 8)).shared_programs == 0
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Source(NamedTuple):
     end: jax.Array  # position behind the last token
     tile_keys: int
     number: jax.Array
-    programs: Any  # int, or a scalar
+    programs: int
     split: jax.Array  # this program's number among those of all sources
 
 
@@ -266,9 +266,7 @@ def attend(
                 carry,
             )
 
-        most = -(-source.block_tables.shape[1] * page_size // size)
-        if not isinstance(source.programs, jax.Array):
-            most = -(-most // source.programs)
+        most = -(-source.block_tables.shape[1] * page_size // (size * source.programs))
         if most <= tiles.LOOKED_UP:
             return some(jnp.int32(0), carry)
         times = (last - first + tiles.LOOKED_UP - 1) // tiles.LOOKED_UP

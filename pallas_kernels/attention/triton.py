@@ -100,15 +100,11 @@ def _kernel(
             operands, sequence, source, first_row, out_ref, sums_ref, config=config, **options
         )
 
-    residual, packed_end = pages.residual, end
+    residual, boundary = pages.residual, end
     if residual is not None:
-        packed_end = boundary = residuals.begin(end, residual.page_size)
-    programs: Any = config.splits
-    if config.shared_programs:
-        programs = _share(operands, end, capacity, config)
-        packed_end = jnp.where(split < programs, packed_end, 0)  # others have nothing to read
+        boundary = residuals.begin(end, residual.page_size)
     packed = main_loop.Source(
-        pages, operands.block_tables, begin, packed_end, config.tile_keys, split, programs, split
+        pages, operands.block_tables, begin, boundary, config.tile_keys, split, config.splits, split
     )
     if residual is None:
         attend(packed)
@@ -119,17 +115,3 @@ def _kernel(
     )
     pl.when(number < 0)(lambda: attend(packed))
     pl.when(number >= 0)(lambda: attend(waiting))
-
-
-def _share(
-    operands: main_loop.Operands, length: jax.Array, capacity: int, config: AttentionConfig
-) -> jax.Array:
-    """How many programs read a sequence of some length, of those that its batch shares."""
-    batch = len(operands.starts)
-    every = jnp.arange(pl.next_power_of_2(batch))
-    ends = sum(
-        backend.load_masked(x.at[every], every < batch) for x in (operands.starts, operands.counts)
-    )
-    total = jnp.maximum(jnp.minimum(ends, capacity).sum(), 1)
-    share = length.astype(jnp.float32) * config.shared_programs / total.astype(jnp.float32)
-    return jnp.clip((share + 0.5).astype(jnp.int32), 1, config.splits)

@@ -17,7 +17,9 @@ MOST_AHEAD = 2  # tiles
 MOST_PROGRAMS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 130
 SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
-MOST_TILES = 32  # of a program, where a sequence is longer than the others of its batch
+# Of a program that decodes: others need not wait long for one whose sequence is the longest by far.
+# To share programs out by length was slower, for equal lengths as well as for most others.
+MOST_TILES = 64
 LEAST_WAITING_KEYS = 16  # of a tile
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 
@@ -28,9 +30,6 @@ class AttentionConfig:
 
     A tile of keys is a piece of a page, or several pages: both sizes are powers of two. What waits
     in 16 bits, in formats where something does, has smaller tiles and programs beside those.
-
-    shared_programs: those of a KV head that sequences share by their lengths, each of them up to
-    `splits`; where it is 0, each has `splits`.
     """
 
     tile_rows: int
@@ -40,7 +39,6 @@ class AttentionConfig:
     stages: int
     waiting_keys: int = 16
     waiting_splits: int = 0
-    shared_programs: int = 0
 
 
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
@@ -72,17 +70,17 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
     company = BYTES_PER_MULTIPROCESSOR // (MOST_AHEAD * tile_bytes)
     company = max(1, min(company, MOST_PROGRAMS_PER_MULTIPROCESSOR))
     tiles = -(-pages_per_sequence * pages.page_size // tile_keys)
-    splits = max(1, min(backend.multiprocessors() * company // programs, tiles, MOST_SPLITS))
+    splits = min(backend.multiprocessors() * company // programs, tiles)
+    if tile_rows == MINIMUM_ROWS:
+        splits = max(splits, -(-tiles // MOST_TILES))
+    splits = max(1, min(splits, MOST_SPLITS))
     ahead = MOST_AHEAD
     if tile_bytes > SMALL_TILE_BYTES:
         neighbours = max(1, round(programs * splits / backend.multiprocessors()))
         ahead = min(MOST_AHEAD, BYTES_PER_MULTIPROCESSOR // (neighbours * tile_bytes))
-    room = backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
-    stages = 1 + max(1, min(ahead, room // tile_bytes))
-    shared = 0
-    if (most := min(-(-tiles // MOST_TILES), MOST_SPLITS)) > splits and rows <= MINIMUM_ROWS:
-        shared, splits = batch * splits, most
-    config = AttentionConfig(tile_rows, tile_keys, splits, warps, stages, shared_programs=shared)
+    shared = backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
+    stages = 1 + max(1, min(ahead, shared // tile_bytes))
+    config = AttentionConfig(tile_rows, tile_keys, splits, warps, stages)
     return config if pages.residual is None else _with_waiting(config, pages, tile_bytes, tiles)
 
 

@@ -56,23 +56,6 @@ def test_what_waits_is_attended_beside_what_is_packed(
     assert test.error(out, **masks) < GATES[dtype]
 
 
-@pytest.mark.parametrize("text", ["KV8", "KV2"])
-@pytest.mark.parametrize("shared", [1, 6, 30])
-def test_sequences_share_programs_by_their_lengths(text, shared, rng):
-    """Down to one for the shortest, and up to all splits for the longest."""
-    test = scene(rng, text, "bfloat16", starts=[0, 0, 40, 1200, 300], counts=[0, 1, 1, 1, 1])
-    _, pages, tables, *_ = test.arguments
-    config = tuning.configure(5, 2, tables.shape[1], pages)
-    config = dataclasses.replace(config, splits=4, shared_programs=shared)
-    out = triton.paged_attention(*test.arguments, config, scale=0.125, interpret=True)
-    assert test.error(out) < GATES["bfloat16"]
-    unshared = dataclasses.replace(config, shared_programs=0)
-    expected = triton.paged_attention(*test.arguments, unshared, scale=0.125, interpret=True)
-    np.testing.assert_allclose(
-        np.asarray(out, np.float32), np.asarray(expected, np.float32), rtol=2e-2, atol=1e-2
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "window"),
     [

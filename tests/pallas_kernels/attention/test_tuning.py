@@ -80,28 +80,26 @@ def test_gpus_with_less_shared_memory(capability, kibibytes, text, head_dim, mon
 
 @pytest.mark.parametrize(
     ("text", "stages", "splits"),
-    [("KV16", 3, 2), ("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16)],
+    [("KV16", 2, 4), ("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16)],
 )
 def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
     """On an H200, of 8 sequences with 32,768 tokens and 8 KV heads."""
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(8, 4, 256, pages_of(text, 8))
-    assert (config.stages, config.shared_programs // 8 or config.splits) == (stages, splits)
+    assert (config.stages, config.splits) == (stages, splits)
 
 
 def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     assert tuning.configure(1, 4, 1024, pages_of("KV8", 8)).splits > 4
-    assert tuning.configure(256, 4, 16, pages_of("KV8", 8)).splits == 1
+    assert tuning.configure(256, 4, 64, pages_of("KV8", 8)).splits == 1
 
 
-def test_sequences_share_programs_by_their_lengths_where_these_may_differ_much(monkeypatch):
-    """None has more than 32 tiles of 128 tokens to read, but where all are that long."""
+@pytest.mark.parametrize(("entries", "splits"), [(64, 1), (65, 2), (4096, 64)])
+def test_none_waits_for_one_long_sequence_in_a_large_batch(entries, splits, monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
-    config = tuning.configure(32, 4, 256, pages_of("KV8", 8))
-    assert (config.splits, config.shared_programs) == (8, 32)
-    for batch, rows, entries in ((32, 4, 32), (1, 4, 256), (32, 4096, 256)):
-        assert tuning.configure(batch, rows, entries, pages_of("KV8", 8)).shared_programs == 0
+    assert tuning.configure(256, 4, entries, pages_of("KV8", 8)).splits == splits
+    assert tuning.configure(256, 4096, entries, pages_of("KV8", 8)).splits == 1
 
 
 @pytest.mark.parametrize(

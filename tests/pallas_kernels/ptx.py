@@ -123,6 +123,8 @@ def run(assembly: str, operands: list[np.ndarray]) -> np.ndarray:
         if instruction is None:
             raise NotImplementedError(f"PTX instruction {name!r} in {statement.strip()!r}")
         target, *sources = fields
+        if name.endswith("x2") and any(source[0].isdigit() for source in sources):
+            raise ValueError(f"{name} takes registers alone: {statement.strip()!r}")
         assert target in declared, f"{target!r} is not declared"
         values = [_value(source, known) for source in sources]
         known[target] = np.broadcast_to(instruction(*values), operands[0].shape)

@@ -130,7 +130,13 @@ def test_arguments_of_wider_elements_fill_more_operands():
         ("{ mov.b32 t, $1; mov.b32 $0, t; }", AssertionError, "'t' is not declared"),
         (".reg .b32 t; mov.b32 t, $1; mov.b32 $0, t;", AssertionError, "outside of braces"),
         ("{ .reg .b32 t; .reg .b32 t; }", AssertionError, "twice"),
-        ("fma.rn.bf16x2 $0, 0x7F007F00, 0x3F803F80, 0x00010001;", NotImplementedError, "float64"),
+        (
+            "{ .reg .b32 a, b, c; mov.b32 a, 0x7F007F00; mov.b32 b, 0x3F803F80; "
+            "mov.b32 c, 0x00010001; fma.rn.bf16x2 $0, a, b, c; }",
+            NotImplementedError,
+            "float64",
+        ),
+        ("fma.rn.bf16x2 $0, $1, 0x3F803F80, $2;", ValueError, "registers alone"),
     ],
 )
 def test_what_is_unknown_is_refused(assembly, error, message):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import report
+from benchmarks import quantization, report
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
 STAMP = {"device": "GPU", "commit": "abc1234", "versions": {"jax": "0.99"}}
@@ -31,6 +31,10 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
             "gemm": {"results": [gemm_row(), gemm_row(M=16)]},
             "gemm-more": {"results": [gemm_row(format="uint8:g128", packed_bytes=10**7)]},
             "attention": {"results": [attention_row(), attention_row(copies=5)]},
+            "quantization": {
+                "tokens": 512,
+                "results": [{"format": "KV8", "errors": dict.fromkeys(quantization.KINDS, 0.0125)}],
+            },
             "generate-x": generate_row(batch=16),
             "generate-y": generate_row(load_seconds=3.0),
         }
@@ -47,6 +51,7 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert "| matmul | 1500 µs | 79% |\n| other | 400 µs | 21% |" in text
     assert "`mpjax bench attention --shapes " in text
     assert "without rotation" in text
+    assert "| KV8 | 1.25% | 1.25% | 1.25% |" in text
     for name in ("gemm-model.svg", "generate.svg"):
         assert f"]({name})" in text
         assert (tmp_path / "docs" / name).is_file()

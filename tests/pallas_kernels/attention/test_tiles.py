@@ -65,3 +65,29 @@ def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
             entry, position = divmod(tile * slots + slot, page_size)
             assert pages[slot] == tables[1, min(entry, 6)]
             assert positions[slot] == position
+
+
+@pytest.mark.parametrize("slots", [64, 128])
+def test_pages_that_are_looked_up_at_once_are_those_of_their_tiles(slots, rng):
+    """Every third tile from the second on; past the end of the table it is the last page."""
+    page_size, entries = 128, 20
+    tables = rng.permutation(64).astype(np.int32)[: 2 * entries].reshape(2, entries)
+
+    def kernel(tables_ref: Any, out_ref: Any) -> None:
+        every = 1 + 3 * jnp.arange(tiles.LOOKED_UP)
+        pages = tiles.look_up(every, slots, page_size, tables_ref, jnp.int32(1))
+        for number in range(tiles.LOOKED_UP):
+            out_ref[number] = tiles.pick(pages, jnp.int32(number))
+
+    found = backend.pallas_call(
+        kernel,
+        jnp.asarray(tables),
+        out_shape=jax.ShapeDtypeStruct((tiles.LOOKED_UP,), jnp.int32),
+        grid=(1,),
+        name="look_up",
+        warps=1,
+        stages=1,
+        interpret=True,
+    )
+    entry = (1 + 3 * np.arange(tiles.LOOKED_UP)) // (page_size // slots)
+    np.testing.assert_array_equal(found, tables[1, np.minimum(entry, entries - 1)])

@@ -1,0 +1,98 @@
+"""How much a KV format's codes change what attention gives, against exact keys and values.
+
+python -m benchmarks.quantization
+
+Runs anywhere: the reference implementation attends. What the kernels add is in the tables of
+`mpjax bench attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.bench import measure
+from pallas_kernels import KVFormat, PagedKVCache, append, cache_scales, paged_attention
+
+RESULTS = Path(__file__).parent / "results"
+FORMATS = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "KV2", "KV2t")
+# What a few channels of the keys are: like the others, ten times as large, or far from zero.
+KINDS = ("normal", "large channels", "offset channels")
+CHANNELS = (7, 40, 101)
+TOKENS, KV_HEADS, GROUP, DIM = 4096, 2, 4, 128
+HEADERS = ("format", *KINDS)
+
+
+def main() -> None:
+    """Writes the results of this checkout."""
+    rows = list(run(FORMATS, TOKENS))
+    print(measure.save("quantization", {"tokens": TOKENS, "results": rows}, RESULTS))
+
+
+def run(formats: tuple[str, ...], tokens: int) -> Iterator[dict[str, Any]]:
+    """The relative error of each format, for each kind of keys."""
+    scenes = {kind: _scene(kind, tokens) for kind in KINDS}
+    for text in formats:
+        errors = {kind: _error(KVFormat.parse(text), *scenes[kind]) for kind in KINDS}
+        yield {"format": text, "errors": errors}
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The texts of a row of the table, in the order of HEADERS."""
+    return [row["format"], *(f"{row['errors'][kind]:.2%}" for kind in KINDS)]
+
+
+def _scene(kind: str, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [heads, dim] of the last token, keys and values [tokens, KV heads, dim]."""
+    random = np.random.default_rng(0)
+    keys, values = random.standard_normal((2, tokens, KV_HEADS, DIM))
+    queries: Any = random.standard_normal((KV_HEADS * GROUP, DIM))
+    if kind == "large channels":
+        keys[..., CHANNELS] *= 10
+    if kind == "offset channels":
+        keys[..., CHANNELS] += 10
+    queries, keys, values = (jnp.asarray(x, jnp.bfloat16) for x in (queries, keys, values))
+    return queries, keys, values
+
+
+def _error(format: KVFormat, queries: jax.Array, keys: jax.Array, values: jax.Array) -> float:
+    """Mean error over mean magnitude of attention over a cache, against exact attention."""
+    scales = None
+    if format.scaling is not None:
+        scales = jnp.stack([cache_scales(x, format) for x in (keys, values)])[None]
+    cache = PagedKVCache.create(
+        layers=1,
+        batch=1,
+        max_tokens=len(keys),
+        kv_heads=KV_HEADS,
+        head_dim=DIM,
+        format=format,
+        scales=scales,
+    )
+    start, count = jnp.zeros(1, jnp.int32), jnp.full(1, len(keys), jnp.int32)
+    new = (keys[None], values[None], cache.block_tables, start, count)
+    pages = append(cache.layers[0], *new)
+    last = jnp.full(1, 1, jnp.int32)
+    found = paged_attention(
+        queries[None, None], pages, cache.block_tables, count - 1, last, implementation="reference"
+    )[0, 0]
+    expected = _exact(*(np.asarray(x, np.float64) for x in (queries, keys, values)))
+    return float(np.abs(np.asarray(found, np.float64) - expected).mean() / np.abs(expected).mean())
+
+
+def _exact(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Softmax attention in float64, [heads, dim]."""
+    queries = queries.reshape(KV_HEADS, GROUP, DIM)
+    scores = np.einsum("hgd,thd->hgt", queries, keys) / np.sqrt(DIM)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    sums = np.einsum("hgt,thd->hgd", weights, values) / weights.sum(-1, keepdims=True)
+    return sums.reshape(-1, DIM)
+
+
+if __name__ == "__main__":
+    main()

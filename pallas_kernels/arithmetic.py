@@ -1,4 +1,4 @@
-"""Operations on float32 tiles that Triton spells in many instructions, and PTX in one."""
+"""Operations on float32 tiles, in PTX where Triton makes many instructions of what could be one."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def decode_scaled(
     """Code · step · 2**`exponent_scaled` + zero of one plane, rounded once.
 
     words: uint16 tile; step, zero: broadcastable to it, bfloat16 or float16. Runs inside a kernel.
-    What rounding takes beyond float16 stays at its end.
+    What rounding takes above float16 stays at its end.
     """
     dtype = jnp.dtype(step.dtype)
     if not ptx:

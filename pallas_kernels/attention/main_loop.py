@@ -29,7 +29,9 @@ from pallas_kernels.attention.tuning import AttentionConfig
 from pallas_kernels.kv_cache.cache import KVPages
 
 NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys and values
-LEAST_EXPONENT = -64  # of two: sums of smaller products would come near the end of float32
+# Of two: sums of smaller products would come near the end of float32. The powers that make up for
+# it leave bfloat16's queries, steps and sums room up to 2**57, and steps down to 2**-57.
+LEAST_EXPONENT = -64
 SURPLUS_SLOTS = 16  # as few as the tensor cores take
 _TINY = 1e-37  # smaller steps have no reciprocal
 
@@ -231,7 +233,7 @@ def attend(
         exponents = arithmetic.multiply_add(scores, jnp.float32(factor), for_rows(lift - new_peak))
         weights = arithmetic.exp2(exponents)
         if left(values) == "token":
-            # What multiplies the codes is rounded to 16 bits. The total and the sum of middles must
+            # What multiplies the codes is rounded to 16 bits. The total and the sum of zeros must
             # use the same rounded weights: codes and zeros may be large and all but cancel.
             step, zero = tiles.fetch_parameters(values, head, place, dtype)
             narrow = arithmetic.narrow(weights * for_slots(step), dtype)
@@ -286,7 +288,7 @@ def attend(
         return (jnp.maximum(tile - first_tile, 0) + source.programs - 1) // source.programs
 
     all_tiles = tiles_below((jnp.maximum(end, 0) + size - 1) // size)
-    # A sink is a score in the first range; where it is the largest of all, that is the peak.
+    # A sink is a score of the first program; where it is the largest of all, that is the peak.
     sink, is_first = None, source.split == 0
     peak = jnp.full((config.tile_rows,), FLOOR)
     if operands.sinks is not None:
@@ -312,7 +314,7 @@ def attend(
     if sink is not None:
         total += jnp.where(is_first, arithmetic.exp2(sink - peak + lift), 0.0)
 
-    # An empty range has weight zero, and its output must be a number all the same.
+    # A program without keys has weight zero, and its output must be a number all the same.
     divisor = jnp.where(total == 0, 1.0, total)
     for part, accumulator, exponent in zip(value_parts, accumulators, value_exponents, strict=True):
         out = (times_power(accumulator, -exponent) + for_rows(zero_sum)) / for_rows(divisor)

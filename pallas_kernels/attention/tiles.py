@@ -73,16 +73,14 @@ def locate(
 
     block_tables: a reference to them; slots past the end of a sequence's are in its last page. Or
     None, where each sequence has one page.
-    page: of a piece, if it is known.
+    page: that of a tile which is a piece of one (`look_up`).
     """
     slot = jnp.arange(slots)
     if block_tables is None:
         return Place(batch, tile * slots + slot)
     if slots <= page_size:
-        pieces = page_size // slots
-        if page is None:
-            page = backend.load(block_tables.at[batch, tile // pieces])
-        return Place(page, tile % pieces * slots + slot)
+        assert page is not None
+        return Place(page, tile % (page_size // slots) * slots + slot)
     entry = tile * (slots // page_size) + slot // page_size
     page = backend.load(block_tables.at[batch, jnp.minimum(entry, block_tables.shape[1] - 1)])
     return Place(page, slot % page_size)
@@ -210,7 +208,8 @@ def _exact(
     """A plane of codes with the scales of channels, exact: a term for every two bits of a code.
 
     Two bits, less two, times a step have room in 16 bits, and so have a zero and twice the step;
-    a sum of them has not.
+    a sum of them has not. In float16, where the middle of a channel's range is beyond 65,504, it
+    becomes infinite.
     """
     unit = 2.0 ** exponent_scaled(step.dtype, ptx=ptx)
     terms, surplus = [], [zero * jnp.asarray(-unit, zero.dtype)]
@@ -236,7 +235,7 @@ def exponents(
 def fetch_parameters(
     side: Side, head: jax.Array, place: Place, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Steps and zeros [slots], float32: a channel is step times its operand, and the zero."""
+    """Steps and zeros [slots], float32: a channel is step · operand / 2**exponent + zero."""
     pair = backend.load(side.parameters.at[place.page, head, place.position])
     step, zero = (x.astype(jnp.float32) for x in unpack_pair(pair, dtype, dtype))
     offset = side.codes.offset(dtype)

@@ -37,7 +37,7 @@ class AttentionConfig:
     splits: int
     warps: int
     stages: int
-    waiting_keys: int = 16
+    waiting_keys: int = LEAST_WAITING_KEYS
     waiting_splits: int = 0
 
 

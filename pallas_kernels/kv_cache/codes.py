@@ -2,8 +2,8 @@
 
 Keys and values each have a kind of codes. A kind is what append and attention need to know of it:
 how channels become words, and how a tile of words becomes an operand of the tensor cores. Scales
-and zeros are linear: attention folds them into queries, scores and weights, or, where a tile is
-used by many queries, into the operand.
+and zeros are linear: attention folds those of tokens into scores and weights, or, where a tile is
+used by many queries, into the operand, as it does the scales of channels.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class KVCodes:
         return 0
 
     def offset(self, dtype: jax.typing.DTypeLike) -> int:
-        """How much less than a code its `operand` is, where tokens have scales."""
+        """How much less than a code its `operand` is."""
         return 0
 
     def scaled_operand(
@@ -233,6 +233,10 @@ class StaticIntegers(Integers):
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
         """That of `decode_scaled`."""
         return bit_planes.exponent_scaled(dtype, ptx=ptx)
+
+    def offset(self, dtype: jax.typing.DTypeLike) -> int:
+        """128."""
+        return 2 ** (self.bits - 1)
 
 
 class Float8(KVCodes):

@@ -95,3 +95,11 @@ def test_narrowing_on_the_gpu(dtype, values):
     narrow = jax.jit(lambda x: apply(lambda x: arithmetic.PTX.narrow(x, dtype), x, dtype=dtype))
     expected = np.asarray(values).astype(NUMPY_DTYPES[dtype])
     np.testing.assert_array_equal(np.asarray(narrow(values)), expected)
+
+
+@pytest.mark.parametrize("exponent", [133, -133, 64, 3, 0])
+def test_powers_beyond_the_range_of_float32(exponent):
+    """Not under jit, where XLA may make one factor of both."""
+    x = jnp.asarray(np.array([1.5, -3.0], np.float32)) * 2.0 ** (-exponent // 2)
+    found = arithmetic.times_power(x, exponent)
+    np.testing.assert_array_equal(found, np.ldexp(np.asarray(x), exponent))

@@ -1,4 +1,4 @@
-"""Caches with something in them, queries, and what attention over them must give."""
+"""Caches with something in them, queries, what attention over them must give, and the kernel."""
 
 from __future__ import annotations
 

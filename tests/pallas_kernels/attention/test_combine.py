@@ -7,8 +7,9 @@ import pytest
 from pallas_kernels.attention.combine import FLOOR, combine
 
 
-@pytest.mark.parametrize(("splits", "dim"), [(2, 64), (5, 96)])
+@pytest.mark.parametrize(("splits", "dim"), [(2, 64), (5, 96), (70, 96)])
 def test_parts_count_by_their_weights(splits, dim, rng):
+    """70 of them are read by a program for every 32 channels."""
     outputs = rng.standard_normal((3, 2, splits, dim)).astype(np.float32)
     sums = rng.uniform(-200, 200, (3, 2, splits)).astype(np.float32)
     sums[1, 1] = rng.uniform(-1, 1, splits)

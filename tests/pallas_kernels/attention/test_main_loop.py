@@ -40,7 +40,7 @@ def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
 
 @each_format
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_bias_left_in_an_accumulator_would_show(text, dtype, rng):
+def test_sums_that_all_but_cancel_and_channels_that_stand_out(text, dtype, rng):
     """One shape for all kinds of numbers, so that they share a compiled kernel."""
     for kind in ("uniform", "outlier", "small"):
         test = scene(rng, text, dtype, kind=kind, starts=[639, 500], counts=[1, 1])

@@ -45,8 +45,11 @@ def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
     tables = rng.permutation(14).astype(np.int32).reshape(2, 7)
 
     def kernel(tables_ref: Any, pages_ref: Any, positions_ref: Any, *, tile: int) -> None:
-        batch = jnp.int32(1)
-        place = tiles.locate(jnp.int32(tile), slots, page_size, tables_ref, batch)
+        batch, page = jnp.int32(1), None
+        if slots <= page_size:
+            every = jnp.full(tiles.LOOKED_UP, tile)
+            page = tiles.pick(tiles.look_up(every, slots, page_size, tables_ref, batch), 5)
+        place = tiles.locate(jnp.int32(tile), slots, page_size, tables_ref, batch, page)
         pages_ref[:] = jnp.broadcast_to(place.page, (slots,))
         positions_ref[:] = place.position
 

@@ -14,7 +14,6 @@ from pallas_kernels.attention import reference, shapes, triton, tuning
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
 
-each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8", "KV4c", "KV2"])
 few_formats = pytest.mark.parametrize("text", ["KV16", "KV4", "KV2"])
 every_format = pytest.mark.parametrize(
     "text", ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "K8V4c", "KV2"]
@@ -88,6 +87,11 @@ def test_heads_and_pages_of_other_sizes(text, dtype, heads, head_dim, page_size,
     check(scene(rng, text, dtype, **sizes, **lengths), dtype, 2)
 
 
+@pytest.mark.parametrize(("text", "window"), [("KV16", None), ("KV8", 2300)])
+def test_more_tiles_than_pages_that_are_looked_up_at_once(text, window, rng):
+    check(scene(rng, text, "bfloat16", starts=[2600, 100], counts=[1, 1]), "bfloat16", 1, window)
+
+
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "window"),
     [
@@ -101,7 +105,7 @@ def test_chunked_prefill(text, dtype, heads, splits, window, rng):
     check(scene(rng, text, dtype, heads=heads, **CHUNKS), dtype, splits, window)
 
 
-@each_format
+@every_format
 @pytest.mark.parametrize("tokens", [1, 512])
 def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
     lowered = set()

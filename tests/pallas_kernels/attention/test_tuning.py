@@ -41,6 +41,11 @@ def assert_sound(
     # beside queries of 16 bits, in shared memory.
     assert config.tile_rows * pages.head_dim <= 128 * 32 * config.warps
     slot = sum(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
+    if pages.residual is not None:
+        waiting = pages.residual.page_size // config.waiting_keys
+        assert config.waiting_keys in (16, 32, 64, 128)
+        assert 1 <= config.waiting_splits <= waiting
+        slot = max(slot, 4 * pages.head_dim * config.waiting_keys // config.tile_keys)
     ahead = (config.stages - 1) * config.tile_keys * slot
     assert ahead + 2 * config.tile_rows * pages.head_dim <= shared_kibibytes * 1024
 

@@ -74,8 +74,7 @@ def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
             expected = wide(codes.decode(jnp.asarray(words[:, None]), ones, dtype))[:, plane]
             real = fields & 0x7F != 0x7F
         else:
-            offset = 128 if kind == "8s" else codes.offset(dtype)
-            expected, real = fields - float(offset), np.ones_like(words, bool)
+            expected, real = fields - float(codes.offset(dtype)), np.ones_like(words, bool)
         for ptx in (False, True):
             found = codes.operand(jnp.asarray(words), plane, dtype, ptx=ptx)
             assert found.dtype == dtype

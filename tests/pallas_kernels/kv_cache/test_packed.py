@@ -12,7 +12,7 @@ counts_and_padding = st.tuples(
 ).filter(lambda drawn: sum(drawn[0]) + drawn[1] > 0)
 
 
-@settings(max_examples=10)
+@settings(max_examples=10)  # each compiles for its own sizes
 @given(counts_and_padding)
 def test_tokens_of(drawn):
     counts, padding = drawn

@@ -77,10 +77,8 @@ def _error(format: KVFormat, queries: jax.Array, keys: jax.Array, values: jax.Ar
     start, count = jnp.zeros(1, jnp.int32), jnp.full(1, len(keys), jnp.int32)
     new = (keys[None], values[None], cache.block_tables, start, count)
     pages = append(cache.layers[0], *new)
-    last = jnp.full(1, 1, jnp.int32)
-    found = paged_attention(
-        queries[None, None], pages, cache.block_tables, count - 1, last, implementation="reference"
-    )[0, 0]
+    last = (cache.block_tables, count - 1, jnp.ones(1, jnp.int32))
+    found = paged_attention(queries[None, None], pages, *last, implementation="reference")[0, 0]
     expected = _exact(*(np.asarray(x, np.float64) for x in (queries, keys, values)))
     return float(np.abs(np.asarray(found, np.float64) - expected).mean() / np.abs(expected).mean())
 

@@ -271,8 +271,8 @@ def attend(
         most = -(-source.block_tables.shape[1] * page_size // (size * source.programs))
         if most <= tiles.LOOKED_UP:
             return some(jnp.int32(0), carry)
-        times = (last - first + tiles.LOOKED_UP - 1) // tiles.LOOKED_UP
-        return jax.lax.fori_loop(0, times, some, carry)
+        groups = (last - first + tiles.LOOKED_UP - 1) // tiles.LOOKED_UP
+        return jax.lax.fori_loop(0, groups, some, carry)
 
     # Positions from here on are those in the pages.
     last_row = jnp.minimum(first_row + config.tile_rows, real_rows) - 1

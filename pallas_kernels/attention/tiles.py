@@ -208,8 +208,8 @@ def _exact(
     """A plane of codes with the scales of channels, exact: a term for every two bits of a code.
 
     Two bits, less two, times a step have room in 16 bits, and so have a zero and twice the step;
-    a sum of them has not. In float16, where the middle of a channel's range is beyond 65,504, it
-    becomes infinite.
+    a sum of them has not. In float16 they end at 65,504: a channel whose largest and smallest key
+    are more than 98,000 apart, or 122,000 at four bits, gives no numbers.
     """
     unit = 2.0 ** exponent_scaled(step.dtype, ptx=ptx)
     terms, surplus = [], [zero * jnp.asarray(-unit, zero.dtype)]

@@ -15,10 +15,11 @@ TILE_BYTES = 32768  # of keys or values at most: a tile of both fits the smalles
 BYTES_PER_MULTIPROCESSOR = 131072
 MOST_AHEAD = 2  # tiles
 MOST_PROGRAMS_PER_MULTIPROCESSOR = 8
-MOST_SPLITS = 130
+MOST_SPLITS = 130  # with what waits, one sequence of 8 KV heads fills an H200
 SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
 # Of a program that decodes: others need not wait long for one whose sequence is the longest by far.
-# To share programs out by length was slower, for equal lengths as well as for most others.
+# To share programs out by length, in the kernel, was slower where lengths are equal, and no faster
+# than more programs for each sequence where they aren't.
 MOST_TILES = 64
 LEAST_WAITING_KEYS = 16  # of a tile
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
@@ -95,5 +96,5 @@ def _with_waiting(
     waiting = pages.residual.page_size // keys
     share = round(config.splits * waiting / max(1, tiles))
     return dataclasses.replace(
-        config, waiting_keys=keys, waiting_splits=max(1, min(share, waiting, MOST_SPLITS))
+        config, waiting_keys=keys, waiting_splits=max(1, min(share, waiting))
     )

@@ -15,9 +15,8 @@ from pallas_kernels import backend
 
 WORD_BITS = 16
 
-# The float whose lowest mantissa bits can be replaced by a code: 128 + q in bfloat16 (seven
-# mantissa bits), 1024 + q in float16 (ten).
-_MAGIC = {jnp.dtype(jnp.bfloat16): (0x4300, 128.0), jnp.dtype(jnp.float16): (0x6400, 1024.0)}
+# 1024 + q in float16: its ten lowest bits can be replaced by a code.
+_MAGIC, _OFFSET = 0x6400, 1024.0
 
 # What the lowest bit of a subnormal is worth, as a power of two.
 _LOWEST_EXPONENT = {jnp.dtype(jnp.bfloat16): -133, jnp.dtype(jnp.float16): -24}
@@ -68,49 +67,42 @@ def unpack_pair(
 def decode_plane(
     words: jax.Array, plane: int, bits: int, zero: jax.Array, *, ptx: bool
 ) -> jax.Array:
-    """The values code − zero of one plane, exact, in the dtype of `zero` (bfloat16 or float16).
+    """(Code − zero) · 2**`plane_exponent` of one plane, exact, in the dtype of `zero`.
 
-    words: uint16 tile; zero: broadcastable to it, integers in 0 … 2**bits (exact in both dtypes).
-    Runs inside a kernel. With `ptx` it is inline assembly on pairs of words (TurboMind §4.3:
-    a code becomes a float by setting an exponent above it); without, its twin in jnp.
+    words: uint16 tile; zero: bfloat16 or float16, broadcastable to it, integers in 0 … 2**bits
+    (exact in both dtypes). Runs inside a kernel. With `ptx` it is inline assembly on pairs of words
+    that leaves a code where it is in its byte, and makes up for its place in the multiply-add that
+    subtracts the zero point; without, its twin in jnp. In float16 an exponent is set above the code
+    (TurboMind section 4.3), in bfloat16, which has no room for that, a code is a subnormal.
     """
-    zero = jnp.broadcast_to(zero, words.shape)
+    dtype = jnp.dtype(zero.dtype)
+    zero = zero * jnp.asarray(2.0 ** plane_exponent(dtype), dtype)
     if not ptx:
         codes = (words >> jnp.uint16(plane * bits)) & jnp.uint16(2**bits - 1)
-        return (codes.astype(jnp.float32) - zero.astype(jnp.float32)).astype(zero.dtype)
-    magic, offset = _MAGIC[jnp.dtype(zero.dtype)]
-    if bits == 8 and zero.dtype == jnp.bfloat16:
-        return _decode_byte_bfloat16(words, plane, zero)
-    # One logical operation gives offset + q; adding −(offset + zero), itself exact, leaves
-    # q − zero.
-    correction = -(zero + jnp.asarray(offset, zero.dtype))
-    suffix = "bf16x2" if zero.dtype == jnp.bfloat16 else "f16x2"
-    one = "0x3F803F80" if zero.dtype == jnp.bfloat16 else "0x3C003C00"
-    mask = 2**bits - 1
+        codes = codes.astype(dtype) * jnp.asarray(2.0 ** plane_exponent(dtype), dtype)
+        return codes - jnp.broadcast_to(zero, words.shape)
+    byte, shift = divmod(plane * bits, 8)
+    mask = (2**bits - 1) << shift
+    if dtype == jnp.bfloat16:
+        pick, suffix = f"and.b32 t, t, 0x{mask:04X}{mask:04X}", "bf16x2"
+        factor = (254 - shift) << 7  # 2**(127 - shift), the largest power for a shift of 0
+    else:
+        pick = f"lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{_MAGIC:04X}{_MAGIC:04X}, 0xEA"
+        suffix, factor = "f16x2", (15 - shift) << 10  # 2**-shift
+        zero = zero + jnp.asarray(_OFFSET * 2.0**-shift, dtype)
     assembly = f"""{{
-        .reg .b32 t, one;
-        mov.b32 one, {one};
-        shr.b32 t, $1, {plane * bits};
-        lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{magic:04X}{magic:04X}, 0xEA;
-        fma.rn.{suffix} $0, t, one, $2;
+        .reg .b32 t, factor;
+        mov.b32 factor, 0x{factor:04X}{factor:04X};
+        shr.b32 t, $1, {8 * byte};
+        {pick};
+        fma.rn.{suffix} $0, t, factor, $2;
     }}"""
-    return backend.inline_ptx(assembly, words, correction, dtype=zero.dtype)
+    return backend.inline_ptx(assembly, words, jnp.broadcast_to(-zero, words.shape), dtype=dtype)
 
 
-def _decode_byte_bfloat16(words: jax.Array, plane: int, zero: jax.Array) -> jax.Array:
-    # Seven mantissa bits can't hold a byte: decode its low seven bits as 128 + q', and let the
-    # top bit choose what is subtracted, 256 or 128, which leaves q − 128.
-    assembly = f"""{{
-        .reg .b32 t, low, top, one;
-        mov.b32 one, 0x3F803F80;
-        shr.b32 t, $1, {plane * 8};
-        lop3.b32 low, t, 0x007F007F, 0x43004300, 0xEA;
-        lop3.b32 top, t, 0x00800080, 0xC380C380, 0x6A;
-        fma.rn.bf16x2 t, low, one, top;
-        fma.rn.bf16x2 $0, t, one, $2;
-    }}"""
-    correction = jnp.asarray(128, zero.dtype) - zero
-    return backend.inline_ptx(assembly, words, correction, dtype=zero.dtype)
+def plane_exponent(dtype: jax.typing.DTypeLike) -> int:
+    """Of two: what one is worth in `decode_plane`."""
+    return -6 if jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
 def decode_in_place(
@@ -176,14 +168,14 @@ def decode_scaled(
     # Steps have no room in float16 for such an exponent. So the code itself is made first: step
     # times a bias, or zero with one, would be rounded.
     step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
-    mask, (magic, _) = 2**bits - 1, _MAGIC[dtype]
+    mask = 2**bits - 1
     assembly = f"""{{
         .reg .b32 t, bias, one, largest;
         mov.b32 one, 0x3C003C00;
         mov.b32 bias, 0xE400E400;
         mov.b32 largest, 0x7BFF7BFF;
         shr.b32 t, $1, {plane * bits};
-        lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{magic:04X}{magic:04X}, 0xEA;
+        lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{_MAGIC:04X}{_MAGIC:04X}, 0xEA;
         fma.rn.f16x2 t, t, one, bias;
         fma.rn.f16x2 t, t, $2, $3;
         min.f16x2 $0, t, largest;

@@ -66,9 +66,10 @@ class Integer(CodeKind):
         return bit_planes.unpack_planes(words[..., 0, :], self.bits)
 
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
-        """The scale, and the zero point as an operand."""
+        """The scale of what is decoded, and the zero point as an operand."""
         scale, zero = bit_planes.unpack_pair(parameters, scale_dtype, jnp.int16)
-        return Group(scale.astype(jnp.float32)[:, None], (zero.astype(operand)[:, None],))
+        scale = scale.astype(jnp.float32) * 2.0 ** -bit_planes.plane_exponent(operand)
+        return Group(scale[:, None], (zero.astype(operand)[:, None],))
 
     def decoder(
         self,
@@ -79,6 +80,6 @@ class Integer(CodeKind):
         *,
         ptx: bool,
     ) -> Decoder:
-        """Code − zero, exact."""
+        """Code − zero, exact, times a power of two that its scale makes up for."""
         [words], [zero] = columns, arguments
         return lambda plane: bit_planes.decode_plane(words, plane, self.bits, zero, ptx=ptx)

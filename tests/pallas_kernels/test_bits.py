@@ -86,8 +86,9 @@ def test_decoded_planes_are_exact(width, dtype, ptx):
         for zero in zero_points(width):
             decoded = bits.decode_plane(words, plane, width, jnp.asarray(zero, dtype), ptx=ptx)
             assert decoded.dtype == jnp.dtype(dtype)
+            unit = 2.0 ** bits.plane_exponent(dtype)
             np.testing.assert_array_equal(
-                np.asarray(decoded).astype(np.float32), codes.astype(np.float32) - zero
+                np.asarray(decoded).astype(np.float32), (codes.astype(np.float32) - zero) * unit
             )
 
 
@@ -98,6 +99,7 @@ def test_zero_points_broadcast_over_a_tile(width, dtype, ptx):
     zero = np.arange(4)[:, None]
     decoded = bits.decode_plane(words, 0, width, jnp.asarray(zero, dtype), ptx=ptx)
     expected = ALL_WORDS[:64].reshape(4, 16).astype(np.float32) % 2**width - zero
+    expected *= 2.0 ** bits.plane_exponent(dtype)
     np.testing.assert_array_equal(np.asarray(decoded).astype(np.float32), expected)
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import WeightFormat, codes
+from pallas_kernels.bits import plane_exponent
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, parameter_words
 
 # All words once for every zero point, a row of 1024 words having one.
@@ -30,7 +31,9 @@ def test_all_words_decode_to_code_minus_zero(decode, bits, operand):
     assert len(planes) == 16 // bits
     for plane, values in enumerate(planes):
         plane_codes = (words >> (plane * bits) & (2**bits - 1)).astype(np.float32)
-        np.testing.assert_array_equal(values.astype(np.float32), plane_codes - zeros[:, None])
+        unit = 2.0 ** plane_exponent(operand)
+        expected = (plane_codes - zeros[:, None]) * unit
+        np.testing.assert_array_equal(values.astype(np.float32), expected)
 
 
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
@@ -43,7 +46,8 @@ def test_parameters_are_a_scale_and_a_zero_point(scale_dtype, operand):
     )
     assert group.scale is not None
     assert group.scale.dtype == jnp.float32
-    np.testing.assert_array_equal(group.scale, scales.astype(np.float32)[:, None])
+    unit = 2.0 ** plane_exponent(operand)  # of what it multiplies
+    np.testing.assert_array_equal(group.scale * unit, scales.astype(np.float32)[:, None])
     [zero] = group.arguments
     assert zero.dtype == jnp.dtype(operand)
     np.testing.assert_array_equal(np.asarray(zero).astype(int), zeros[:, None])

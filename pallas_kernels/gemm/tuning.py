@@ -24,16 +24,20 @@ from pallas_kernels.quantized_tensor import QuantizedTensor
 # fused one, as its sums cross memory.
 FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 # tile_m, tile_n and warps for more and more rows, measured on the H200.
-TILES = ((8, 64, 2), (16, 64, 2), (32, 64, 4), (64, 64, 4), (128, 64, 4))
-TILES_OF_TABLES = ((8, 64, 4), (16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4))
+TILES = ((8, 64, 4), (16, 64, 4), (32, 64, 4), (64, 64, 4), (128, 64, 4))
 WIDE_TILE = (64, 128, 4)  # where a table in shared memory leaves registers for it
 # For many rows: it reads each operand least often, and decodes a weight for the most rows, but
 # wants tiles for most multiprocessors.
 LARGEST_TILE = (128, 128, 8)
 LARGEST_TILES = {"int8": (128, 128, 4), "liquid4": (256, 64, 4)}
+# It has twice the outputs of a tile for fewer rows, and steps that take so much longer; where there
+# are fewer steps, what counts is the time of the first loads and of the partial sums.
+LONGER_STEPS, FEW_STEPS = 1.6, 12
 # Warps that keep the memory pipeline of a multiprocessor full, by tile_m. Where a program has more
 # to multiply it needs less company, and the partial sums of a split are dearer.
-WARPS_PER_MULTIPROCESSOR = {8: 10, 16: 10, 32: 10, 64: 8, 128: 4, 256: 4}
+WARPS_PER_MULTIPROCESSOR = {8: 12, 16: 12, 32: 12, 64: 8, 128: 4, 256: 4}
+# Where one multiprocessor has so much more to do than the mean, smaller programs are spread better.
+UNEVEN = 1.2
 # Each split adds a partial sum to write and read back, and pays for a pipeline of its own.
 BLOCKS_PER_SPLIT = 4
 MAXIMUM_SPLITS = 8
@@ -148,15 +152,30 @@ def tile(
     """
     has_table = code_kinds.of(format).has_table
     size = next((size for size in range(4) if rows <= TILES[size][0]), 4)
-    tiles = list(reversed((TILES_OF_TABLES if has_table else TILES)[: size + 1]))
+    tiles = list(reversed(TILES[: size + 1]))
+    if rows <= 16 and not has_table:
+        programs = _tiles(rows, outputs, *tiles[0][:2])
+        splits = _splits(rows, format, channels, outputs, tiles[0], limits)
+        uneven = _unevenness(programs * splits, limits) > UNEVEN
+        # Few tiles are split many times: rather more programs of fewer warps.
+        if uneven or 3 * programs < 2 * limits.multiprocessors:
+            tiles = [(tile_m, tile_n, warps // 2) for tile_m, tile_n, warps in tiles]
     # What is cheap to decode can be decoded more often, in smaller tiles that fill the GPU better.
     is_dear = format.bits <= 4 and format.activations is None
     largest = LARGEST_TILES.get(format.codes, LARGEST_TILE)
     fills = 3 * _tiles(rows, outputs, *largest[:2]) >= 2 * limits.multiprocessors
     if rows > (128 if is_dear else 256) and fills:
         tiles.insert(0, largest)
+    elif rows > 64 and is_dear and not has_table:
+        steps, smaller = (
+            _steps(rows, format, channels, outputs, tile, limits) for tile in (largest, tiles[0])
+        )
+        if FEW_STEPS <= steps <= smaller / LONGER_STEPS:
+            tiles.insert(0, largest)
     depths, lanes = (3, 2), widths(format)
-    if has_table and rows > 16:
+    if rows <= 32 and (format.activations or format.group_size is None):
+        depths = (4, 3, 2)
+    if has_table and rows > (16 if format.bits == 4 else 8):
         depths = (2, 3)  # looking up waits: rather the company of other programs
     if code_kinds.of(format).shared_bytes and rows > 32:
         lanes = lanes[::-1]
@@ -164,9 +183,7 @@ def tile(
     # Where shared memory does not hold it all, less of a large tile is still better than a smaller
     # one.
     for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, depths, lanes):
-        warps_in_flight = limits.multiprocessors * WARPS_PER_MULTIPROCESSOR[tile_m]
-        wanted = warps_in_flight / (warps * _tiles(rows, outputs, tile_m, tile_n))
-        splits = _splits(wanted, format, channels)
+        splits = _splits(rows, format, channels, outputs, (tile_m, tile_n, warps), limits)
         # The scale costs an operation for each output and group in the accumulator, and one for
         # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
         # it ahead only if it is part of an operand.
@@ -178,15 +195,46 @@ def tile(
     raise backend.UnsupportedError(f"the fused kernel can't multiply {format}: {reason}")
 
 
-def _splits(wanted: float, format: WeightFormat, channels: int) -> int:
-    """About as many splits as wanted, and of about the same length: the longest is waited for."""
-    blocks = -(-channels // format.block)
+def _splits(
+    rows: int,
+    format: WeightFormat,
+    channels: int,
+    outputs: int,
+    tile: tuple[int, int, int],
+    limits: Limits,
+) -> int:
+    """Programs that share a tile: all run at once, and the longest and busiest are waited for."""
+    tile_m, tile_n, warps = tile
+    blocks, tiles = -(-channels // format.block), _tiles(rows, outputs, tile_m, tile_n)
+    company = max(1, WARPS_PER_MULTIPROCESSOR[tile_m] // warps)
+    wanted = limits.multiprocessors * company / tiles
 
     def loss(splits: int) -> float:
         longest = -(-blocks // splits) * splits / blocks  # times the mean
-        return abs(math.log(splits / wanted)) + 2 * math.log(longest)
+        waits = math.log(longest * _unevenness(tiles * splits, limits))
+        return abs(math.log(splits / wanted)) + 2 * waits
 
-    return min(range(1, _most_splits(format, channels) + 1), key=loss)
+    sizes = range(1, _most_splits(format, channels) + 1)
+    return min((size for size in sizes if size == 1 or size <= wanted), key=loss)
+
+
+def _steps(
+    rows: int,
+    format: WeightFormat,
+    channels: int,
+    outputs: int,
+    tile: tuple[int, int, int],
+    limits: Limits,
+) -> float:
+    """Steps of K that a multiprocessor works off, of large tiles one after another."""
+    splits = _splits(rows, format, channels, outputs, tile, limits)
+    programs = splits * _tiles(rows, outputs, *tile[:2])
+    return -(-programs // limits.multiprocessors) * channels / (splits * format.block)
+
+
+def _unevenness(programs: int, limits: Limits) -> float:
+    """How many of equal programs the busiest multiprocessor runs, times the mean."""
+    return -(-programs // limits.multiprocessors) * limits.multiprocessors / programs
 
 
 def _tiles(rows: int, outputs: int, tile_m: int, tile_n: int) -> int:

@@ -160,8 +160,9 @@ def test_unsound_configurations_are_refused(text, capability, config, reason):
 @pytest.mark.parametrize(
     ("rows", "outputs", "sizes", "scaling"),
     [
-        (1, 24576, (8, 64, 2), "accumulator"),
-        (16, 24576, (16, 64, 2), "accumulator"),
+        (1, 24576, (8, 64, 4), "accumulator"),
+        (16, 24576, (16, 64, 4), "accumulator"),
+        (16, 4096, (16, 64, 2), "accumulator"),  # few tiles, split many times
         (32, 24576, (32, 64, 4), "accumulator"),
         (64, 24576, (64, 64, 4), "weight"),
         (128, 24576, (128, 64, 4), "weight"),
@@ -174,6 +175,35 @@ def test_the_rule_at_named_numbers_of_rows(rows, outputs, sizes, scaling):
     assert config is not None
     assert (config.tile_m, config.tile_n, config.warps) == sizes
     assert (config.scaling, config.stages) == (scaling, 3)
+
+
+def test_few_rows_of_eight_bits_are_loaded_further_ahead():
+    for text in ("liquid4:g64/int8", "int8/int8", "float8:gK"):
+        config = tuning.tile(16, WeightFormat.parse(text), 4096, 24576, H200)
+        assert config.stages == 4, text
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "sizes", "splits"),
+    [
+        (12288, 4096, (128, 128, 8), 4),
+        (8192, 57344, (128, 128, 8), 1),
+        (8192, 10240, (128, 128, 8), 1),
+        (4096, 24576, (128, 64, 4), 1),  # 132 of 192 large tiles first, then 60
+        (4096, 4096, (128, 64, 4), 2),  # hardly begun before they end
+    ],
+)
+def test_the_largest_tile_serves_fewer_rows_where_they_have_many_steps(
+    channels, outputs, sizes, splits
+):
+    config = tuning.tile(128, PACKED, channels, outputs, H200)
+    assert (config.tile_m, config.tile_n, config.warps) == sizes
+    assert config.splits == splits
+
+
+def test_programs_are_made_smaller_where_multiprocessors_would_have_unlike_numbers():
+    config = tuning.tile(16, PACKED, 8192, 10240, H200)  # 160 tiles
+    assert (config.warps, config.splits) == (2, 4)
 
 
 def test_small_products_are_split_and_large_ones_not():

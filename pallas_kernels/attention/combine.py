@@ -12,7 +12,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 
 FLOOR = -1e30  # below any score, and finite, so that what has no visible keys makes no NaN
-ELEMENTS, LEAST_CHANNELS = 2048, 32  # of a program: many splits of a few heads are read by more
+# Of a program. Many splits of a few heads are read by more programs, which share a head's channels;
+# a few splits of so many heads that programs would do next to nothing, by fewer.
+ELEMENTS, LEAST_CHANNELS, MOST_PROGRAMS = 2048, 32, 1024
 
 
 def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret: bool) -> jax.Array:
@@ -22,32 +24,39 @@ def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret:
     where a part saw no key. dtype: of the result.
     """
     tokens, heads, splits, dim = outputs.shape
-    most = max(ELEMENTS // pl.next_power_of_2(splits), LEAST_CHANNELS)
+    slots = pl.next_power_of_2(splits)
+    most = max(ELEMENTS // slots, LEAST_CHANNELS)
     channels = min(1 << most.bit_length() - 1, pl.next_power_of_2(dim))
-    return backend.pallas_call(
-        functools.partial(_kernel, channels=channels),
-        outputs,
-        sums,
-        out_shape=jax.ShapeDtypeStruct((tokens, heads, dim), dtype),
-        grid=(tokens, heads, pl.cdiv(dim, channels)),
+    rows = max(1, min(ELEMENTS // (slots * channels), tokens * heads // MOST_PROGRAMS))
+    joined = backend.pallas_call(
+        functools.partial(_kernel, rows=1 << rows.bit_length() - 1, channels=channels),
+        outputs.reshape(-1, splits, dim),
+        sums.reshape(-1, splits),
+        out_shape=jax.ShapeDtypeStruct((tokens * heads, dim), dtype),
+        grid=(pl.cdiv(tokens * heads, 1 << rows.bit_length() - 1), pl.cdiv(dim, channels)),
         name="attention_combine",
         warps=4,
         stages=1,
         interpret=interpret,
     )
+    return joined.reshape(tokens, heads, dim)
 
 
-def _kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any, *, channels: int) -> None:
-    token, head = backend.first_program_id(), pl.program_id(1)
-    splits, dim = outputs_ref.shape[2:]
+def _kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any, *, rows: int, channels: int) -> None:
+    count, splits, dim = outputs_ref.shape
+    row = backend.first_program_id() * rows + jnp.arange(rows)
     split = jnp.arange(pl.next_power_of_2(splits))
-    lane = pl.program_id(2) * channels + jnp.arange(channels)
-    mask = split < splits
-    sums = backend.load(sums_ref.at[token, head, split], mask=mask, other=FLOOR)
-    weights = jnp.where(mask, jnp.exp2(sums - sums.max()), 0.0)
+    lane = pl.program_id(1) * channels + jnp.arange(channels)
+    inside = (row < count)[:, None] & (lane < dim)[None, :]
+    mask = (row < count)[:, None] & (split < splits)[None, :]
+    sums = backend.load(sums_ref.at[row[:, None], split[None, :]], mask=mask, other=FLOOR)
+    weights = jnp.where(mask, jnp.exp2(sums - sums.max(1, keepdims=True)), 0.0)  # [rows, splits]
     parts = backend.load_masked(
-        outputs_ref.at[token, head, split[:, None], lane[None, :]],
-        mask[:, None] & (lane < dim)[None, :],
-    )  # [splits, dim]
-    joined = (parts * weights[:, None]).sum(0) / weights.sum()
-    backend.store(out_ref.at[token, head, lane], joined.astype(out_ref.dtype), mask=lane < dim)
+        outputs_ref.at[row[:, None, None], split[None, :, None], lane[None, None, :]],
+        mask[:, :, None] & inside[:, None, :],
+    )  # [rows, splits, channels]
+    totals = weights.sum(1, keepdims=True)
+    joined = (parts * weights[:, :, None]).sum(1) / jnp.where(row[:, None] < count, totals, 1.0)
+    backend.store(
+        out_ref.at[row[:, None], lane[None, :]], joined.astype(out_ref.dtype), mask=inside
+    )

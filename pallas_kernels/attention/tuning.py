@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache.cache import KVPages
@@ -21,7 +22,12 @@ SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
 # To share programs out by length, in the kernel, was slower where lengths are equal, and no faster
 # than more programs for each sequence where they aren't.
 MOST_TILES = 64
+# Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
+# smaller tiles are shared by programs that have fewer bytes on their way.
+FEW_TILES = 8
+SHORT_BYTES, SHORT_PROGRAMS = (98304, 65536), 4  # per multiprocessor; fewer bytes if need be
 LEAST_WAITING_KEYS = 16  # of a tile
+MOST_WAITING_SPLITS = 4
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 
 
@@ -64,37 +70,77 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
         warps = 8 if is_wide or tile_rows > 64 else 4
         tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
     programs = batch * pages.keys.shape[1] * -(-rows // tile_rows)
-    # Decoding a few long sequences would leave multiprocessors idle: share out each one's tiles.
-    tile_bytes = tile_keys * sum(
-        side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides
-    )
-    company = BYTES_PER_MULTIPROCESSOR // (MOST_AHEAD * tile_bytes)
-    company = max(1, min(company, MOST_PROGRAMS_PER_MULTIPROCESSOR))
-    tiles = -(-pages_per_sequence * pages.page_size // tile_keys)
-    splits = min(backend.multiprocessors() * company // programs, tiles)
+    slot_bytes = sum(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
+    tokens = pages_per_sequence * pages.page_size
+    splits = _splits(programs, tokens, tile_keys * slot_bytes, tile_keys)
     if tile_rows == MINIMUM_ROWS:
-        splits = max(splits, -(-tiles // MOST_TILES))
-    splits = max(1, min(splits, MOST_SPLITS))
-    ahead = MOST_AHEAD
-    if tile_bytes > SMALL_TILE_BYTES:
-        neighbours = max(1, round(programs * splits / backend.multiprocessors()))
-        ahead = min(MOST_AHEAD, BYTES_PER_MULTIPROCESSOR // (neighbours * tile_bytes))
+        if is_decoded:
+            few = FEW_TILES if pages.residual is None else FEW_TILES // 2
+            tile_keys, splits = _share_few(programs, tokens, tile_keys, splits, slot_bytes, few)
+        splits = max(splits, -(-tokens // (tile_keys * MOST_TILES)))
+    splits = min(splits, MOST_SPLITS)
+    only_reads = tile_rows == MINIMUM_ROWS and not is_decoded
+    ahead = _ahead(programs * splits, tile_keys * slot_bytes, only_reads)
+    config = AttentionConfig(tile_rows, tile_keys, splits, warps, 1 + ahead)
+    return config if pages.residual is None else _with_waiting(config, pages, tokens, slot_bytes)
+
+
+def _splits(
+    programs: int,
+    tokens: int,
+    tile_bytes: int,
+    tile_keys: int,
+    most_bytes: int = BYTES_PER_MULTIPROCESSOR,
+    most_programs: int = MOST_PROGRAMS_PER_MULTIPROCESSOR,
+) -> int:
+    """Programs for a sequence's tiles: where few are decoded, nothing must stay idle."""
+    company = max(1, min(most_bytes // (MOST_AHEAD * tile_bytes), most_programs))
+    return max(1, min(backend.multiprocessors() * company // programs, -(-tokens // tile_keys)))
+
+
+def _share_few(
+    programs: int, tokens: int, tile_keys: int, splits: int, slot_bytes: int, few: int
+) -> tuple[int, int]:
+    """Keys of a tile and splits, other ones where programs would have few tiles to decode."""
+    on_their_way = MOST_AHEAD * tile_keys * slot_bytes * programs / backend.multiprocessors()
+    most = min(splits, backend.multiprocessors() * SHORT_PROGRAMS // programs)
+    if splits == 1 or tokens > few * most * tile_keys:
+        return tile_keys, splits
+    if on_their_way > 0.95 * SHORT_BYTES[-1]:
+        return tile_keys, 1
+    keys = min(tile_keys, MINIMUM_KEYS)
+    for most_bytes in SHORT_BYTES:
+        splits = _splits(programs, tokens, keys * slot_bytes, keys, most_bytes, SHORT_PROGRAMS)
+        if tokens >= FEW_TILES * splits * keys:
+            break
+    return keys, splits - splits % 8 if splits > 8 else splits
+
+
+def _ahead(programs: int, tile_bytes: int, only_reads: bool) -> int:
+    """Tiles that a program reads ahead. only_reads: that it waits for nothing but memory."""
     shared = backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
-    stages = 1 + max(1, min(ahead, shared // tile_bytes))
-    config = AttentionConfig(tile_rows, tile_keys, splits, warps, stages)
-    return config if pages.residual is None else _with_waiting(config, pages, tile_bytes, tiles)
+    neighbours = max(1.0, programs / backend.multiprocessors())
+    ahead = MOST_AHEAD
+    if only_reads:
+        # One tile where that lets all programs run at once. Where nothing does, some run after the
+        # others, which then wait for these: rather each one well ahead.
+        ahead = 1 if shared // (math.ceil(neighbours) * tile_bytes) == 1 else ahead
+    elif tile_bytes > SMALL_TILE_BYTES:
+        ahead = min(ahead, BYTES_PER_MULTIPROCESSOR // (round(neighbours) * tile_bytes))
+    return max(1, min(ahead, shared // tile_bytes))
 
 
 def _with_waiting(
-    config: AttentionConfig, pages: KVPages, tile_bytes: int, tiles: int
+    config: AttentionConfig, pages: KVPages, tokens: int, slot_bytes: int
 ) -> AttentionConfig:
     """Tiles of 16 bits that are as large as packed ones, and programs that read as much, too."""
     assert pages.residual is not None
     token_bytes = sum(2 * side.words.shape[3] for side in pages.residual.sides)
+    tile_bytes = config.tile_keys * slot_bytes
     keys = max(LEAST_WAITING_KEYS, 1 << (tile_bytes // token_bytes).bit_length() - 1)
     keys = min(keys, config.tile_keys)
     waiting = pages.residual.page_size // keys
-    share = round(config.splits * waiting / max(1, tiles))
+    share = round(config.splits * waiting / max(1, -(-tokens // config.tile_keys)))
     return dataclasses.replace(
-        config, waiting_keys=keys, waiting_splits=max(1, min(share, waiting))
+        config, waiting_keys=keys, waiting_splits=max(1, min(share, waiting, MOST_WAITING_SPLITS))
     )

@@ -94,6 +94,38 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
     assert (config.stages, config.splits) == (stages, splits)
 
 
+@pytest.mark.parametrize(
+    ("text", "batch", "tokens", "keys", "splits"),
+    [
+        ("KV4", 1, 4096, 64, 64),
+        ("KV4", 8, 4096, 64, 8),
+        ("KV4", 32, 1024, 128, 1),
+        ("KV8", 1, 32768, 64, 48),
+        ("KV8", 8, 4096, 64, 6),
+        ("KV8", 16, 1024, 128, 1),
+        ("KV8", 8, 2048, 64, 4),
+        ("KV2", 8, 4096, 64, 8),
+        ("KV2", 1, 131072, 128, 130),
+        ("KV16", 1, 4096, 128, 16),
+    ],
+)
+def test_short_sequences_are_shared_by_fewer_programs(
+    text, batch, tokens, keys, splits, monkeypatch
+):
+    """Measured on an H200, with 8 KV heads."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    config = tuning.configure(batch, 4, tokens // 128, pages_of(text, 8))
+    assert (config.tile_keys, config.splits) == (keys, splits)
+
+
+@pytest.mark.parametrize(("batch", "stages"), [(16, 3), (32, 2), (48, 2), (64, 3)])
+def test_16_bits_are_read_far_ahead_where_programs_run_one_after_another(
+    batch, stages, monkeypatch
+):
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    assert tuning.configure(batch, 4, 32, pages_of("KV16", 8)).stages == stages
+
+
 def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     assert tuning.configure(1, 4, 1024, pages_of("KV8", 8)).splits > 4
@@ -109,7 +141,7 @@ def test_none_waits_for_one_long_sequence_in_a_large_batch(entries, splits, monk
 
 @pytest.mark.parametrize(
     ("text", "keys", "entries", "splits"),
-    [("KV2", 16, 32, 16), ("KV2", 16, 1024, 2), ("KV4c", 32, 1024, 1), ("K8V2", 32, 32, 8)],
+    [("KV2", 16, 32, 4), ("KV2", 16, 1024, 2), ("KV4c", 32, 1024, 1), ("K8V2", 16, 32, 4)],
 )
 def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, splits, monkeypatch):
     """In tiles of no more bytes, by programs that read no more tiles."""

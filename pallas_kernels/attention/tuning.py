@@ -76,7 +76,8 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
     if tile_rows == MINIMUM_ROWS:
         if is_decoded:
             few = FEW_TILES if pages.residual is None else FEW_TILES // 2
-            tile_keys, splits = _share_few(programs, tokens, tile_keys, splits, slot_bytes, few)
+            if warps < 4 or tokens > splits * tile_keys:  # four warps share a tile well
+                tile_keys, splits = _share_few(programs, tokens, tile_keys, splits, slot_bytes, few)
         splits = max(splits, -(-tokens // (tile_keys * MOST_TILES)))
     splits = min(splits, MOST_SPLITS)
     only_reads = tile_rows == MINIMUM_ROWS and not is_decoded

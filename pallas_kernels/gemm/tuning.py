@@ -172,11 +172,16 @@ def tile(
         )
         if FEW_STEPS <= steps <= smaller / LONGER_STEPS:
             tiles.insert(0, largest)
-    depths, lanes = (3, 2), widths(format)
+    depths: tuple[int, ...] = (3, 2)
+    lanes = widths(format)
     if rows <= 32 and (format.activations or format.group_size is None):
         depths = (4, 3, 2)
     if has_table and rows > (16 if format.bits == 4 else 8):
         depths = (2, 3)  # looking up waits: rather the company of other programs
+    if 64 < rows <= 128 and format.bits == 8 and format.activations is None:
+        # With less read ahead, two programs find room on a multiprocessor, where there are so many.
+        beside = _tiles(rows, outputs, *tiles[0][:2]) >= 2 * limits.multiprocessors
+        depths = (2, 3) if beside else depths
     if code_kinds.of(format).shared_bytes and rows > 32:
         lanes = lanes[::-1]
         tiles = [WIDE_TILE, *tiles] if 64 < rows <= 128 else tiles

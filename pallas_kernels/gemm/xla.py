@@ -12,7 +12,7 @@ from pallas_kernels import backend
 from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
-TILE_ROWS, TILE_CHANNELS = 2, 1024  # of the sums that one program scales
+TILE_ROWS, TILE_CHANNELS = 8, 512  # of the sums that one program scales
 
 
 def matmul(x: QuantizedActivations, weight: QuantizedTensor, out_dtype: jnp.dtype) -> jax.Array:

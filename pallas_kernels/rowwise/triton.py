@@ -164,10 +164,12 @@ def _store(
         return
     is_int8 = ref.values.dtype == jnp.int8
     top = 127.0 if is_int8 else LARGEST_FLOAT8
-    peak = jnp.max(jnp.abs(wide))
+    # As integers, magnitudes have the same order, and NaN, of which the scale must tell, is the
+    # largest: maxima of floats pass over it here.
+    order = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
+    peak = jax.lax.bitcast_convert_type(jnp.max(order), jnp.float32)
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)
-    # Maxima pass over NaN here; a sum does not, and the scale must tell of it.
-    scale = peak * (1 / top) + 0.0 * jnp.sum(wide)
+    scale = peak * (1 / top)
     scaled = jnp.clip(wide * (top / peak), -top, top)
     values = jnp.floor(scaled + 0.5) if is_int8 else scaled
     values_ref: Any = ref.values

@@ -104,6 +104,7 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
         ("KV8", 8, 4096, 64, 6),
         ("KV8", 16, 1024, 128, 1),
         ("KV8", 8, 2048, 64, 4),
+        ("KV8", 1, 4096, 128, 32),  # one tile each, which four warps share
         ("KV2", 8, 4096, 64, 8),
         ("KV2", 1, 131072, 128, 130),
         ("KV16", 1, 4096, 128, 16),

@@ -183,6 +183,12 @@ def test_few_rows_of_eight_bits_are_loaded_further_ahead():
         assert config.stages == 4, text
 
 
+@pytest.mark.parametrize(("outputs", "stages"), [(24576, 2), (4096, 3)])
+def test_weights_of_8_bits_share_multiprocessors_at_128_rows(outputs, stages):
+    for text in ("uint8:g128", "float8:g128"):
+        assert tuning.tile(128, WeightFormat.parse(text), 4096, outputs, H200).stages == stages
+
+
 @pytest.mark.parametrize(
     ("channels", "outputs", "sizes", "splits"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import quantization
 from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
+from pallas_kernels.gemm.shapes import MODELS
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -124,9 +125,10 @@ def _shares(result: dict[str, Any]) -> str:
 def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
     rows = [row for result in results for row in result["results"]]
     parts = ["## Products with packed weights\n"]
-    for model in roofline.models(rows):
+    chosen_by_plans = [row for row in rows if not row.get("forced")]
+    for model in roofline.models(chosen_by_plans):
         name = f"gemm-{model}.svg"
-        chosen = [row for row in rows if row["shape"].partition(".")[0] == model]
+        chosen = [row for row in chosen_by_plans if row["shape"].partition(".")[0] == model]
         roofline.draw_gemm(chosen, folder / name)
         parts.append(_plot(f"TFLOP/s over rows, below the rooflines, {model}", name))
     for result in results:
@@ -134,8 +136,10 @@ def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
         options = {
             "formats": _distinct(rows, "format"),
             "rows": _distinct(rows, "M"),
-            "shapes": ",".join(roofline.models(rows)),
+            "shapes": _models_or_shapes(rows),
         }
+        if forced := rows[0].get("forced"):
+            options["implementation"] = forced
         command = "".join(f" --{option} {value}" for option, value in options.items())
         cells = [[f"{row['K']} × {row['N']}", *gemm.cells(row)] for row in rows]
         parts.append(tables.markdown(["K × N", *gemm.HEADERS], cells))
@@ -143,6 +147,17 @@ def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
             parts.append("This floor reads the codes alone, without scales and zero points.\n")
         parts.append(_source(result, "mpjax bench gemm" + command))
     return parts
+
+
+def _models_or_shapes(rows: Sequence[dict[str, Any]]) -> str:
+    """Names of all shapes that were measured, in the place of a whole model's the model's."""
+    measured = list(dict.fromkeys(row["shape"] for row in rows))
+    parts = []
+    for model in roofline.models(rows):
+        of_model = [name for name in measured if name.partition(".")[0] == model]
+        whole = [shape.name for shape in MODELS.get(model, ())]
+        parts += [model] if of_model == whole else of_model
+    return ",".join(parts)
 
 
 def _attention(results: list[dict[str, Any]], folder: Path) -> list[str]:

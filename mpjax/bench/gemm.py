@@ -179,6 +179,7 @@ def _format(
                 "N": shape.outputs,
                 "M": rows,
                 "format": text,
+                "forced": sweep.implementation,
                 **choice(rows, weights[0], sweep.implementation),
                 "packed_bytes": nbytes,
                 "copies": count,

@@ -42,9 +42,9 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert "| 4000 × 5000 | uint4:g128 | 16 | 20.0 | 32.0 | 2.00 | 60.0 | 3.00 | 1.0e-03 |" in text
     assert "| 4000 × 5000 | uint8:g128 | 1 | 20.0 | 501 |" in text
     source = "· GPU, jax 0.99, commit abc1234"
-    command = "mpjax bench gemm --formats uint4:g128 --rows 1,16 --shapes model"
+    command = "mpjax bench gemm --formats uint4:g128 --rows 1,16 --shapes model.map"
     assert f"`{command}` {source}" in text
-    assert "--formats uint8:g128 --rows 1 --shapes model" in text
+    assert "--formats uint8:g128 --rows 1 --shapes model.map" in text
     assert f"`mpjax bench generate --precision W4A16KV8 --batch 16` {source}" in text
     assert "--batch 2 --from-disk`" in text
     assert text.index("| W4A16KV8 | 2 |") < text.index("| W4A16KV8 | 16 |")
@@ -58,6 +58,25 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     svg = (tmp_path / "docs" / "gemm-model.svg").read_text()
     assert "uint4:g128" in svg
     assert "uint8:g128" in svg
+
+
+def test_a_command_names_what_was_measured(page, tmp_path):
+    names = ("qkv", "output", "gate_up", "down")
+    text = page(
+        **{
+            "gemm": {"results": [gemm_row(shape=f"qwen3-8b.{name}") for name in names]},
+            "gemm-one": {"results": [gemm_row(shape="qwen3-8b.down")]},
+            "gemm-forced": {
+                "results": [gemm_row(shape="llama3-70b.qkv", forced="dequantize", format="table4")]
+            },
+        }
+    )
+    command = "mpjax bench gemm --formats uint4:g128 --rows 1"
+    assert f"`{command} --shapes qwen3-8b` ·" in text
+    assert f"`{command} --shapes qwen3-8b.down` ·" in text
+    assert "--shapes llama3-70b.qkv --implementation dequantize` ·" in text
+    names = {path.name for path in (tmp_path / "docs").glob("gemm-*.svg")}
+    assert names == {"gemm-qwen3-8b.svg"}, "what was forced has no line"
 
 
 def test_sweeps_of_generation_have_a_table_and_a_plot_each(page, tmp_path):

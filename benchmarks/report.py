@@ -152,7 +152,7 @@ def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
 def _models_or_shapes(rows: Sequence[dict[str, Any]]) -> str:
     """Names of all shapes that were measured, in the place of a whole model's the model's."""
     measured = list(dict.fromkeys(row["shape"] for row in rows))
-    parts = []
+    parts: list[str] = []
     for model in roofline.models(rows):
         of_model = [name for name in measured if name.partition(".")[0] == model]
         whole = [shape.name for shape in MODELS.get(model, ())]

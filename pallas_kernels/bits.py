@@ -69,11 +69,12 @@ def decode_plane(
 ) -> jax.Array:
     """(Code − zero) · 2**`plane_exponent` of one plane, exact, in the dtype of `zero`.
 
-    words: uint16 tile; zero: bfloat16 or float16, broadcastable to it, integers in 0 … 2**bits
-    (exact in both dtypes). Runs inside a kernel. With `ptx` it is inline assembly on pairs of words
-    that leaves a code where it is in its byte, and makes up for its place in the multiply-add that
-    subtracts the zero point; without, its twin in jnp. In float16 an exponent is set above the code
-    (TurboMind section 4.3), in bfloat16, which has no room for that, a code is a subnormal.
+    words: uint16 tile; bits: a divisor of 8; zero: bfloat16 or float16, broadcastable to the tile,
+    integers in 0 … 2**bits (exact in both dtypes). Runs inside a kernel. With `ptx` it is inline
+    assembly on pairs of words that leaves a code where it is in its byte, and makes up for its
+    place in the multiply-add that subtracts the zero point; without, its twin in jnp. In float16 an
+    exponent is set above the code (TurboMind section 4.3), in bfloat16, which has no room for that,
+    a code is a subnormal.
     """
     dtype = jnp.dtype(zero.dtype)
     zero = zero * jnp.asarray(2.0 ** plane_exponent(dtype), dtype)
@@ -102,6 +103,7 @@ def decode_plane(
 
 def plane_exponent(dtype: jax.typing.DTypeLike) -> int:
     """Of two: what one is worth in `decode_plane`."""
+    # No factor is larger than 2**127, and a code of one, in bfloat16, is 2**-133.
     return -6 if jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 

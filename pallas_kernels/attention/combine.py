@@ -14,8 +14,8 @@ from pallas_kernels import backend
 FLOOR = -1e30  # below any score, and finite, so that what has no visible keys makes no NaN
 # Of a program. Many splits of a few heads are read by more programs, which share a head's channels;
 # a few splits of so many heads that programs would do next to nothing, by fewer.
-ELEMENTS, LEAST_CHANNELS, MOST_PROGRAMS = 1024, 32, 1024
-ELEMENTS_PER_WARP = 2048  # a single one adds splits up without waiting for others
+ELEMENTS, LEAST_CHANNELS, ENOUGH_PROGRAMS = 1024, 32, 1024
+ELEMENTS_PER_WARP = 2048  # a single warp adds splits up in its registers
 
 
 def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret: bool) -> jax.Array:
@@ -28,7 +28,7 @@ def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret:
     slots = pl.next_power_of_2(splits)
     most = max(ELEMENTS // slots, LEAST_CHANNELS)
     channels = min(1 << most.bit_length() - 1, pl.next_power_of_2(dim))
-    rows = max(1, min(ELEMENTS // (slots * channels), tokens * heads // MOST_PROGRAMS))
+    rows = max(1, min(ELEMENTS // (slots * channels), tokens * heads // ENOUGH_PROGRAMS))
     rows = 1 << rows.bit_length() - 1
     joined = backend.pallas_call(
         functools.partial(_kernel, rows=rows, channels=channels),

@@ -23,11 +23,12 @@ SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
 # than more programs for each sequence where they aren't.
 MOST_TILES = 64
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
-# smaller tiles are shared by programs that have fewer bytes on their way.
+# tiles are smaller, programs and the bytes on their way fewer, the more so if tiles are few still.
 FEW_TILES = 8
-SHORT_BYTES, SHORT_PROGRAMS = (98304, 65536), 4  # per multiprocessor; fewer bytes if need be
+SHORT_BYTES, SHORT_PROGRAMS = (98304, 65536), 4  # per multiprocessor
+ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share nothing
 LEAST_WAITING_KEYS = 16  # of a tile
-MOST_WAITING_SPLITS = 4
+MOST_WAITING_SPLITS = 4  # more cost more, when their results are joined, than they gain
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 
 
@@ -107,14 +108,14 @@ def _share_few(
     most = min(splits, backend.multiprocessors() * SHORT_PROGRAMS // programs)
     if splits == 1 or tokens > few * most * tile_keys:
         return tile_keys, splits
-    if on_their_way > 0.95 * SHORT_BYTES[-1]:
+    if on_their_way > ENOUGH_BYTES:
         return tile_keys, 1
     keys = min(tile_keys, MINIMUM_KEYS)
     for most_bytes in SHORT_BYTES:
         splits = _splits(programs, tokens, keys * slot_bytes, keys, most_bytes, SHORT_PROGRAMS)
-        if tokens >= FEW_TILES * splits * keys:
+        if tokens >= few * splits * keys:
             break
-    return keys, splits - splits % 8 if splits > 8 else splits
+    return keys, splits if splits <= 16 else splits - splits % 8  # 48 are joined faster than 49
 
 
 def _ahead(programs: int, tile_bytes: int, only_reads: bool) -> int:
@@ -134,7 +135,7 @@ def _ahead(programs: int, tile_bytes: int, only_reads: bool) -> int:
 def _with_waiting(
     config: AttentionConfig, pages: KVPages, tokens: int, slot_bytes: int
 ) -> AttentionConfig:
-    """Tiles of 16 bits that are as large as packed ones, and programs that read as much, too."""
+    """Tiles of 16 bits that are as large as packed ones, and a few programs that read as much."""
     assert pages.residual is not None
     token_bytes = sum(2 * side.words.shape[3] for side in pages.residual.sides)
     tile_bytes = config.tile_keys * slot_bytes

@@ -66,7 +66,7 @@ class Integer(CodeKind):
         return bit_planes.unpack_planes(words[..., 0, :], self.bits)
 
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
-        """The scale of what is decoded, and the zero point as an operand."""
+        """The scale of what is decoded, below 2**122, and the zero point as an operand."""
         scale, zero = bit_planes.unpack_pair(parameters, scale_dtype, jnp.int16)
         scale = scale.astype(jnp.float32) * 2.0 ** -bit_planes.plane_exponent(operand)
         return Group(scale[:, None], (zero.astype(operand)[:, None],))

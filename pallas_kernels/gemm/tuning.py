@@ -30,8 +30,8 @@ WIDE_TILE = (64, 128, 4)  # where a table in shared memory leaves registers for 
 # wants tiles for most multiprocessors.
 LARGEST_TILE = (128, 128, 8)
 LARGEST_TILES = {"int8": (128, 128, 4), "liquid4": (256, 64, 4)}
-# It has twice the outputs of a tile for fewer rows, and steps that take so much longer; where there
-# are fewer steps, what counts is the time of the first loads and of the partial sums.
+# LARGEST_TILE has twice the outputs of a tile for fewer rows, and steps that take so much longer;
+# where there are fewer steps, the time of the first loads and of the partial sums is what counts.
 LONGER_STEPS, FEW_STEPS = 1.6, 12
 # Warps that keep the memory pipeline of a multiprocessor full, by tile_m. Where a program has more
 # to multiply it needs less company, and the partial sums of a split are dearer.
@@ -157,7 +157,7 @@ def tile(
         programs = _tiles(rows, outputs, *tiles[0][:2])
         splits = _splits(rows, format, channels, outputs, tiles[0], limits)
         uneven = _unevenness(programs * splits, limits) > UNEVEN
-        # Few tiles are split many times: rather more programs of fewer warps.
+        # Programs come out uneven, or few tiles are split many times: more of them, of fewer warps.
         if uneven or 3 * programs < 2 * limits.multiprocessors:
             tiles = [(tile_m, tile_n, warps // 2) for tile_m, tile_n, warps in tiles]
     # What is cheap to decode can be decoded more often, in smaller tiles that fill the GPU better.
@@ -168,7 +168,7 @@ def tile(
         tiles.insert(0, largest)
     elif rows > 64 and is_dear and not has_table:
         steps, smaller = (
-            _steps(rows, format, channels, outputs, tile, limits) for tile in (largest, tiles[0])
+            _steps(rows, format, channels, outputs, sizes, limits) for sizes in (largest, tiles[0])
         )
         if FEW_STEPS <= steps <= smaller / LONGER_STEPS:
             tiles.insert(0, largest)

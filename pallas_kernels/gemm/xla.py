@@ -52,7 +52,7 @@ def scaled_dot(
 def _scale(
     sums: jax.Array, row_scales: jax.Array, scales: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Sums [M, N] times row_scales [M, 1] and scales [N]: a third faster than XLA's own loop."""
+    """Sums [M, N] times row_scales [M, 1] and scales [N]: faster than XLA's own loop."""
     return backend.pallas_call(
         _scale_kernel,
         (sums, row_scales, scales),
@@ -62,7 +62,7 @@ def _scale(
         warps=4,
         stages=1,
         interpret=interpret,
-        aliases={0: 0},  # half as many bytes pass the L2 cache
+        aliases={0: 0},  # half the bytes in the L2 cache
     )
 
 

@@ -166,7 +166,7 @@ def _store(
     top = 127.0 if is_int8 else LARGEST_FLOAT8
     # As integers, magnitudes have the same order, and NaN, of which the scale must tell, is the
     # largest: maxima of floats pass over it here.
-    order = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
+    order = jax.lax.bitcast_convert_type(wide, jnp.int32) & jnp.int32(0x7FFFFFFF)
     peak = jax.lax.bitcast_convert_type(jnp.max(order), jnp.float32)
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)
     scale = peak * (1 / top)

@@ -9,10 +9,10 @@ from pallas_kernels.attention.combine import FLOOR, combine
 
 
 @pytest.mark.parametrize("programs", [1, 1024])
-@pytest.mark.parametrize(("splits", "dim"), [(2, 64), (5, 96), (70, 96)])
+@pytest.mark.parametrize(("splits", "dim"), [(3, 64), (5, 96), (70, 96)])
 def test_parts_count_by_their_weights(splits, dim, programs, rng, monkeypatch):
     """Of 70, a program reads 32 channels; of a few, four heads if there must be few programs."""
-    monkeypatch.setattr(combine_module, "MOST_PROGRAMS", programs)
+    monkeypatch.setattr(combine_module, "ENOUGH_PROGRAMS", programs)
     outputs = rng.standard_normal((3, 2, splits, dim)).astype(np.float32)
     sums = rng.uniform(-200, 200, (3, 2, splits)).astype(np.float32)
     sums[1, 1] = rng.uniform(-1, 1, splits)

@@ -177,10 +177,12 @@ def test_the_rule_at_named_numbers_of_rows(rows, outputs, sizes, scaling):
     assert (config.scaling, config.stages) == (scaling, 3)
 
 
-def test_few_rows_of_eight_bits_are_loaded_further_ahead():
-    for text in ("liquid4:g64/int8", "int8/int8", "float8:gK"):
-        config = tuning.tile(16, WeightFormat.parse(text), 4096, 24576, H200)
-        assert config.stages == 4, text
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [("liquid4:g64/int8", 4), ("int8/int8", 4), ("float8:gK", 4), ("uint8:g128", 3)],
+)
+def test_what_has_no_scales_of_groups_is_loaded_further_ahead(text, stages):
+    assert tuning.tile(16, WeightFormat.parse(text), 4096, 24576, H200).stages == stages
 
 
 @pytest.mark.parametrize(("outputs", "stages"), [(24576, 2), (4096, 3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -134,12 +135,21 @@ class Decoder(nnx.Module):
     def create_cache(
         self, batch: int, max_tokens: int, format: KVFormat, page_size: int = 128
     ) -> PagedKVCache:
-        """An empty cache that fits this model, with its scales if they are those of the format."""
+        """An empty cache that fits this model, with its scales if they are those of the format.
+
+        Warns where a format of heads' scales finds those of channels: its own are 1 then.
+        """
         config, scales = self.config, None
         if self.cache_scales is not None:
             found = self.cache_scales.get_value()
             if found.ndim == {"head": 3, "static": 4}.get(format.scaling or ""):
                 scales = found
+            elif format.scaling == "head":
+                warnings.warn(
+                    f"the model's cache_scales are of channels, and {format} has scales of heads, "
+                    f"which are 1 now: measure them with mpjax.calibrate_cache for {format}",
+                    stacklevel=2,
+                )
         return PagedKVCache.create(
             layers=config.num_layers,
             batch=batch,

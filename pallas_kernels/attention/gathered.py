@@ -37,8 +37,8 @@ Attend = Callable[
 
 def why_not(queries: jax.Array, pages: KVPages, block_tables: jax.Array) -> str | None:
     """The reason why queries can't be attended to so, or None if they can."""
-    if dot_product_attention is None:
-        return f"JAX {jax.__version__} has no cuDNN attention where it is looked for"
+    if reason := why_never():
+        return reason
     if not backend.on_gpu():
         return f"the default device is {jax.default_backend()!r}, and cuDNN needs a CUDA GPU"
     if queries.ndim != 4:
@@ -49,6 +49,13 @@ def why_not(queries: jax.Array, pages: KVPages, block_tables: jax.Array) -> str 
         return f"heads have {pages.head_dim} channels, more than {MOST_CHANNELS}"
     if (needed := scratch_bytes(pages, block_tables)) > MOST_SCRATCH_BYTES:
         return f"the cache would fill {needed} bytes, more than {MOST_SCRATCH_BYTES}"
+    return None
+
+
+def why_never() -> str | None:
+    """The reason why this JAX can't attend so at all, or None if it can."""
+    if dot_product_attention is None:
+        return f"JAX {jax.__version__} has no cuDNN attention where it is looked for"
     return None
 
 

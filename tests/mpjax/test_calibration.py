@@ -59,9 +59,12 @@ def test_a_calibrated_model_generates(tiny):
     assert len(result.text) == 1
 
 
-def test_scales_of_another_format_are_not_used(tiny):
+def test_scales_of_another_format_are_not_used_and_that_is_said(tiny):
     lm = calibrate_cache(dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s")), DOCUMENTS)
-    cache = lm.model.create_cache(1, 16, KVFormat("fp8"))
+    with pytest.warns(
+        UserWarning, match="are of channels, and KVfp8 has scales of heads, which are 1"
+    ):
+        cache = lm.model.create_cache(1, 16, KVFormat("fp8"))
     np.testing.assert_array_equal(cache.layers[0].key_parameters, 1)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedError, backend, paged_attention, prefill_attention
-from pallas_kernels.attention import reference, triton
+from pallas_kernels.attention import gathered, reference, triton
 from pallas_kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
@@ -222,6 +222,17 @@ def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_size_and_masks(
     x = jnp.zeros((1, 4, 2, dim), dtype)
     prefill_attention(x, x, x, softcap=softcap)
     assert chosen == [expected]
+
+
+def test_long_prompts_say_that_this_jax_keeps_them_from_cudnn(monkeypatch, pretend_gpu, rng):
+    monkeypatch.setattr(gathered, "dot_product_attention", None)
+    monkeypatch.setattr(triton, "paged_attention", lambda queries, *_, **__: queries)
+    test = scene(rng, "KV8", "bfloat16", **DECODE)
+    queries, *rest = test.arguments
+    paged_attention(queries, *rest)  # short: cuDNN would not be asked
+    long = jnp.zeros((queries.shape[0], gathered.LEAST_TOKENS, *queries.shape[2:]), queries.dtype)
+    with pytest.warns(UserWarning, match=r"long prompts over a cache take longer: JAX .* has no"):
+        paged_attention(long, *rest)
 
 
 @pytest.mark.gpu

@@ -56,8 +56,8 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
     is_decoded = any(side.codes.is_quantized for side in pages.sides)
     most_rows = 64 if is_wide or is_decoded else 128
     tile_rows = max(MINIMUM_ROWS, min(most_rows, 1 << (rows - 1).bit_length()))
-    slot_bytes = max(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
-    fitting = 1 << (TILE_BYTES // slot_bytes).bit_length() - 1
+    side_bytes = [side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides]
+    fitting = 1 << (TILE_BYTES // max(side_bytes)).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
     tile_keys = min(tile_keys, pages.format.group or tile_keys)  # scales are the tile's
     if tile_rows == MINIMUM_ROWS:
@@ -71,7 +71,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
         warps = 8 if is_wide or tile_rows > 64 else 4
         tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
     programs = batch * pages.keys.shape[1] * -(-rows // tile_rows)
-    slot_bytes = sum(side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides)
+    slot_bytes = sum(side_bytes)  # of a token's keys and values
     tokens = pages_per_sequence * pages.page_size
     splits = _splits(programs, tokens, tile_keys * slot_bytes, tile_keys)
     if tile_rows == MINIMUM_ROWS:

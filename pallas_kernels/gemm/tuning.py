@@ -151,12 +151,15 @@ def tile(
     Raises UnsupportedError, with the reason, where the GPU can't multiply the format at all.
     """
     has_table = code_kinds.of(format).has_table
+
+    def split(sizes: tuple[int, int, int]) -> int:
+        return _splits(rows, format, channels, outputs, sizes, limits)
+
     size = next((size for size in range(4) if rows <= TILES[size][0]), 4)
     tiles = list(reversed(TILES[: size + 1]))
     if rows <= 16 and not has_table:
         programs = _tiles(rows, outputs, *tiles[0][:2])
-        splits = _splits(rows, format, channels, outputs, tiles[0], limits)
-        uneven = _unevenness(programs * splits, limits) > UNEVEN
+        uneven = _unevenness(programs * split(tiles[0]), limits) > UNEVEN
         # Programs come out uneven, or few tiles are split many times: more of them, of fewer warps.
         if uneven or 3 * programs < 2 * limits.multiprocessors:
             tiles = [(tile_m, tile_n, warps // 2) for tile_m, tile_n, warps in tiles]
@@ -168,7 +171,8 @@ def tile(
         tiles.insert(0, largest)
     elif rows > 64 and is_dear and not has_table:
         steps, smaller = (
-            _steps(rows, format, channels, outputs, sizes, limits) for sizes in (largest, tiles[0])
+            _steps(split(sizes), _tiles(rows, outputs, *sizes[:2]), format, channels, limits)
+            for sizes in (largest, tiles[0])
         )
         if FEW_STEPS <= steps <= smaller / LONGER_STEPS:
             tiles.insert(0, largest)
@@ -188,7 +192,7 @@ def tile(
     # Where shared memory does not hold it all, less of a large tile is still better than a smaller
     # one.
     for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, depths, lanes):
-        splits = _splits(rows, format, channels, outputs, (tile_m, tile_n, warps), limits)
+        splits = split((tile_m, tile_n, warps))
         # The scale costs an operation for each output and group in the accumulator, and one for
         # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
         # it ahead only if it is part of an operand.
@@ -223,18 +227,9 @@ def _splits(
     return min((size for size in sizes if size == 1 or size <= wanted), key=loss)
 
 
-def _steps(
-    rows: int,
-    format: WeightFormat,
-    channels: int,
-    outputs: int,
-    tile: tuple[int, int, int],
-    limits: Limits,
-) -> float:
-    """Steps of K that a multiprocessor works off, of large tiles one after another."""
-    splits = _splits(rows, format, channels, outputs, tile, limits)
-    programs = splits * _tiles(rows, outputs, *tile[:2])
-    return -(-programs // limits.multiprocessors) * channels / (splits * format.block)
+def _steps(splits: int, tiles: int, format: WeightFormat, channels: int, limits: Limits) -> float:
+    """Steps of K that the busiest multiprocessor works off, one program after another."""
+    return -(-splits * tiles // limits.multiprocessors) * channels / (splits * format.block)
 
 
 def _unevenness(programs: int, limits: Limits) -> float:

@@ -75,8 +75,8 @@ def paged_attention(
     if implementation is None:
         is_long = queries.shape[-3] >= gathered.LEAST_TOKENS
         implementation = "cudnn" if is_long and why_not_cudnn is None else "triton"
-        if is_long and backend.on_gpu() and (reason := gathered.why_never()):
-            warnings.warn(f"long prompts over a cache take longer: {reason}", stacklevel=2)
+        if is_long and why_not_cudnn and why_not_cudnn == gathered.why_never() and backend.on_gpu():
+            warnings.warn(f"long prompts over a cache take longer: {why_not_cudnn}", stacklevel=2)
         if reason := _why_not_triton(queries, pages):
             backend.warn_of_reference("paged_attention", reason)
             implementation = "reference"

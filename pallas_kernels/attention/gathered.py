@@ -37,12 +37,12 @@ Attend = Callable[
 
 def why_not(queries: jax.Array, pages: KVPages, block_tables: jax.Array) -> str | None:
     """The reason why queries can't be attended to so, or None if they can."""
+    if queries.ndim != 4:
+        return "packed sequences would see each other"
     if reason := why_never():
         return reason
     if not backend.on_gpu():
         return f"the default device is {jax.default_backend()!r}, and cuDNN needs a CUDA GPU"
-    if queries.ndim != 4:
-        return "packed sequences would see each other"
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {queries.dtype}, expected bfloat16 or float16"
     if pages.head_dim > MOST_CHANNELS:

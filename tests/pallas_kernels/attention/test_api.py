@@ -231,6 +231,8 @@ def test_long_prompts_say_that_this_jax_keeps_them_from_cudnn(monkeypatch, prete
     queries, *rest = test.arguments
     paged_attention(queries, *rest)  # short: cuDNN would not be asked
     long = jnp.zeros((queries.shape[0], gathered.LEAST_TOKENS, *queries.shape[2:]), queries.dtype)
+    paged_attention(long, *rest, window=100)  # nor for what it can't do anywhere
+    paged_attention(long[0], *rest, longest=9)
     with pytest.warns(UserWarning, match=r"long prompts over a cache take longer: JAX .* has no"):
         paged_attention(long, *rest)
 

@@ -146,10 +146,9 @@ def make_jobs(
                     f"{format}: {channels} input channels can't be split into groups of "
                     f"{format.group_size}"
                 )
-    plain = [dataclasses.replace(format, symmetric=False) for format in formats]
     buckets = sorted({tables.bucket(count) for count in rows})
     jobs = [
-        Job(format, *shape, bucket) for format in plain for shape in shapes for bucket in buckets
+        Job(format, *shape, bucket) for format in formats for shape in shapes for bucket in buckets
     ]
     return list(dict.fromkeys(jobs))
 

@@ -50,7 +50,8 @@ class WeightFormat:
         `liquid4`: four bits and a group's integer step and offset, which make an int8 (LiquidGEMM).
         `bfloat16`, `float16`: a plain array.
     group_size: input channels that share parameters, or None for all.
-    symmetric: whether a quantiser fixes the zero point of `uint4` and `uint8` at 2**(bits − 1).
+    symmetric: whether all zero points of `uint4` or `uint8` are 2**(bits − 1), which kernels for
+        bfloat16 decode in fewer instructions.
     activations: what the activations are quantised to on the fly, `int8` or `float8`, or None for
         16-bit activations.
     """

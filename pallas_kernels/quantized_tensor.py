@@ -27,8 +27,8 @@ class QuantizedTensor:
         i·block + j·plane_width + lane. A tile of neighbouring output channels is contiguous.
         Where a word is a code, the plain matrix [1, N, padded K] in int8 or float8_e4m3fn.
     parameters: uint32 [groups, N], a group's parameters in one 32-bit word, because narrower loads
-        are not pipelined: the scale's 16 bits below the zero point (0 where there is none), the 32
-        bits of a float32 scale, or the step below the offset of `liquid4`.
+        are not pipelined: the scale's 16 bits below the zero point (0 where codes have none), the
+        32 bits of a float32 scale, or the step below the offset of `liquid4`.
     permutation: int32 [K] or None; row i of the packed matrix belongs to input channel
         permutation[i] (GPTQ's act-order).
     channel_scales: float32 [N], the second level of `liquid4`, else None.
@@ -108,7 +108,7 @@ def pack(
     scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
         `float8`, uint16 steps for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
-        `liquid4`; None for the others.
+        `liquid4`; None for the others, and for symmetric codes, which all have 2**(bits − 1).
     permutation, channel_scales, table: see QuantizedTensor.
 
     Raises ValueError where a shape or a dtype does not fit.
@@ -119,7 +119,8 @@ def pack(
     if scales.dtype == jnp.float32:
         parameters = jax.lax.bitcast_convert_type(scales, jnp.uint32)
     else:
-        high = jnp.zeros_like(scales, jnp.uint16) if zeros is None else zeros
+        zero_point = code_kinds.of(format).zero_point
+        high = jnp.full_like(scales, zero_point, jnp.uint16) if zeros is None else zeros
         parameters = bit_planes.pack_pair(scales, high.astype(jnp.uint16))
     groups = format.groups(codes.shape[0])
     parameters = jnp.pad(parameters, ((0, groups - parameters.shape[0]), (0, 0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,8 +93,13 @@ def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> Quanti
         linear = awq.decode(tensors, packing, source.name, source.shape)
     else:
         linear = gptq.decode(tensors, packing, source.name, source.shape)
-    scales = _narrow(source.name, linear.scales)
-    return pack(linear.codes, scales, linear.zeros, source.format, linear.permutation)
+    scales, format = _narrow(source.name, linear.scales), source.format
+    zeros: jax.Array | None = linear.zeros
+    assert format is not None
+    # Seen rather than believed: writers differ by one in how they store zero points.
+    if bool(jnp.all(linear.zeros == 2 ** (linear.bits - 1))):
+        zeros, format = None, dataclasses.replace(format, symmetric=True)
+    return pack(linear.codes, scales, zeros, format, linear.permutation)
 
 
 def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Array | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pallas_kernels.codes.base import CodeKind, Group, Quantized
 from pallas_kernels.codes.float8 import Float8
-from pallas_kernels.codes.integer import Integer
+from pallas_kernels.codes.integer import Integer, Symmetric
 from pallas_kernels.codes.liquid import Liquid
 from pallas_kernels.codes.signed import Signed
 from pallas_kernels.codes.table import Table
@@ -17,6 +17,8 @@ from pallas_kernels.formats import WeightFormat
 _KINDS: dict[str, CodeKind] = {
     "uint4": Integer(4),
     "uint8": Integer(8),
+    "uint4:sym": Symmetric(4),
+    "uint8:sym": Symmetric(8),
     "table4": Table(4),
     "table3": Table(3),
     "table2": Table(2),
@@ -28,7 +30,7 @@ _KINDS: dict[str, CodeKind] = {
 
 def of(format: WeightFormat) -> CodeKind:
     """The kind of codes of a packed format."""
-    return _KINDS[format.codes]
+    return _KINDS[format.codes + (":sym" if format.symmetric else "")]
 
 
 __all__ = ["CodeKind", "Group", "Quantized", "of"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bits import multiply
 from pallas_kernels.formats import WeightFormat
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class CodeKind(abc.ABC):
     code_dtype = jnp.dtype(jnp.uint8)
     scale_dtypes: tuple[str, ...] = ("float16", "bfloat16")
     has_zeros = False
+    zero_point = 0  # what is stored of all groups where they have none of their own
     has_group_scales = True  # that multiply decoded values; else a group is part of decoding
     has_channel_scales = False
     has_table = False
@@ -93,6 +95,25 @@ class CodeKind(abc.ABC):
         columns: tiles of words [tile_n, width]. With `ptx` the work is inline assembly; without,
         its twin in jnp.
         """
+
+    def scaled_decoder(
+        self,
+        columns: list[jax.Array],
+        group: Group,
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+        *,
+        ptx: bool,
+    ) -> Decoder:
+        """`decoder` times the group's scale and 2**`scaled_exponent`, rounded to `operand`."""
+        decode = self.decoder(columns, group.arguments, shared, operand, ptx=ptx)
+        assert group.scale is not None
+        scale = group.scale
+        return lambda plane: multiply(decode(plane), scale, ptx=ptx)
+
+    def scaled_exponent(self, operand: jnp.dtype, *, ptx: bool) -> int:
+        """Of two: what one is worth in `scaled_decoder`."""
+        return 0
 
 
 def divisible(scales: jax.Array) -> jax.Array:

@@ -27,29 +27,26 @@ class Integer(CodeKind):
     def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
         """Rounds to the nearest codes, with the float16 scale that is stored.
 
-        Asymmetric: scale = (max − min) / (2**b − 1) over a range that includes zero, zero point =
-        round(−min / scale). Symmetric: scale = 2·max|w| / (2**b − 1), zero point 2**(b − 1), as
-        GPTQ's quantiser. The scale's own rounding costs nothing but at the ends of a range. A group
-        of zeros stays zero.
+        scale = (max − min) / (2**b − 1) over a range that includes zero, zero point =
+        round(−min / scale). The scale's own rounding costs nothing but at the ends of a range. A
+        group of zeros stays zero.
         """
         groups = by_group(weight, format.groups(weight.shape[0]))
-        top = 2**self.bits - 1
         low = jnp.minimum(groups.min(1), 0.0)
-        high = jnp.maximum(groups.max(1), 0.0)
-        if format.symmetric:
-            high = jnp.maximum(-low, high)
-            low = -high
-        # Products in the place of divisions, as XLA would have them anyway.
-        steps = round_to((high - low) * (1 / top), jnp.float16)
-        steps = jnp.where(steps == 0, 1.0, steps)
-        inverse = 1 / steps
-        if format.symmetric:
-            zeros = jnp.full_like(steps, 2 ** (self.bits - 1))
-        else:
-            zeros = jnp.clip(jnp.round(-low * inverse), 0, top)
-        codes = jnp.clip(jnp.round(groups * inverse[:, None]) + zeros[:, None], 0, top)
-        codes = codes.reshape(weight.shape).astype(jnp.uint8)
-        return Quantized(codes, steps.astype(jnp.float16), zeros)
+        steps = self._steps(jnp.maximum(groups.max(1), 0.0) - low)
+        zeros = jnp.clip(jnp.round(-low * (1 / steps)), 0, 2**self.bits - 1)
+        return Quantized(self._round(groups, steps, zeros), steps.astype(jnp.float16), zeros)
+
+    def _steps(self, ranges: jax.Array) -> jax.Array:
+        """Scales [groups, N] that float16 holds; products in the place of XLA's own divisions."""
+        steps = round_to(ranges * (1 / (2**self.bits - 1)), jnp.float16)
+        return jnp.where(steps == 0, 1.0, steps)
+
+    def _round(self, groups: jax.Array, steps: jax.Array, zeros: jax.Array) -> jax.Array:
+        """The nearest codes [K, N] of groups [groups, K / groups, N]."""
+        codes = jnp.round(groups * (1 / steps)[:, None]) + zeros[:, None]
+        codes = jnp.clip(codes, 0, 2**self.bits - 1)
+        return codes.reshape(-1, groups.shape[-1]).astype(jnp.uint8)
 
     def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
         """(code − zero) · scale."""
@@ -83,3 +80,47 @@ class Integer(CodeKind):
         """Code − zero, exact, times a power of two that its scale makes up for."""
         [words], [zero] = columns, arguments
         return lambda plane: bit_planes.decode_plane(words, plane, self.bits, zero, ptx=ptx)
+
+
+class Symmetric(Integer):
+    """W = (code − 2**(bits − 1)) · scale.
+
+    With one zero point for all groups, a code becomes a scaled weight in one multiply-add: a scale
+    times a power of two is exact, so that nothing but the weight itself is rounded.
+    """
+
+    has_zeros = False
+
+    def __init__(self, bits: int):
+        super().__init__(bits)
+        self.zero_point = 2 ** (bits - 1)
+
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+        """Rounds to the nearest codes; scale = 2·max|w| / (2**b − 1), as GPTQ's quantiser."""
+        groups = by_group(weight, format.groups(weight.shape[0]))
+        steps = self._steps(2 * jnp.abs(groups).max(1))
+        codes = self._round(groups, steps, jnp.full_like(steps, self.zero_point))
+        return Quantized(codes, steps.astype(jnp.float16))
+
+    def scaled_decoder(
+        self,
+        columns: list[jax.Array],
+        group: Group,
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+        *,
+        ptx: bool,
+    ) -> Decoder:
+        """One multiply-add for two weights; in float16, which has no room for that, two."""
+        if operand != jnp.bfloat16:
+            return super().scaled_decoder(columns, group, shared, operand, ptx=ptx)
+        assert group.scale is not None
+        [words] = columns
+        step = (group.scale * 2.0 ** bit_planes.plane_exponent(operand)).astype(operand)
+        worth = self.zero_point * 2.0 ** self.scaled_exponent(operand, ptx=ptx)
+        zero = step * jnp.asarray(-worth, operand)
+        return lambda plane: bit_planes.decode_scaled(words, plane, self.bits, step, zero, ptx=ptx)
+
+    def scaled_exponent(self, operand: jnp.dtype, *, ptx: bool) -> int:
+        """That of `decode_scaled`, where it is what decodes."""
+        return bit_planes.exponent_scaled(operand, ptx=ptx)

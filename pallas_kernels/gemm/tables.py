@@ -69,9 +69,7 @@ class Table:
 
 def key(format: WeightFormat, channels: int, outputs: int, rows: int) -> Key:
     """Where the plan for x [rows, channels] and a weight [channels, outputs] stands in a table."""
-    # Only quantisers tell symmetric codes from others.
-    text = str(dataclasses.replace(format, symmetric=False))
-    return Key(text, channels, outputs, bucket(rows))
+    return Key(str(format), channels, outputs, bucket(rows))
 
 
 def bucket(rows: int) -> int:

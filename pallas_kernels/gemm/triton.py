@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels import arithmetic, backend
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.bits import multiply
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import GemmConfig
 from pallas_kernels.quantized_tensor import QuantizedTensor
@@ -189,11 +188,12 @@ def _kernel(
                 if plane % run == 0:
                     index = (block * format.block + plane * format.plane_width) // (size or 1)
                     group = load_group(index) if whole is None else whole
-                    decode = kind.decoder(columns, group.arguments, shared, x_ref.dtype, ptx=ptx)
-                weight = decode(plane)
-                if scale_weight and group.scale is not None:
-                    weight = multiply(weight, group.scale, ptx=ptx)
-                weights.append(weight)
+                    if scale_weight:
+                        decode = kind.scaled_decoder(columns, group, shared, x_ref.dtype, ptx=ptx)
+                    else:
+                        arguments = group.arguments
+                        decode = kind.decoder(columns, arguments, shared, x_ref.dtype, ptx=ptx)
+                weights.append(decode(plane))
             tile = load_x(block * format.block + first * format.plane_width + part, joined)
             if scale_sum and first % run == 0:
                 total = zeros  # what is scaled before it is added is a sum of its own
@@ -214,6 +214,8 @@ def _kernel(
     accumulator = jax.lax.fori_loop(
         split * steps // config.splits, (split + 1) * steps // config.splits, step, zeros
     ).astype(jnp.float32)
+    if scale_weight and (exponent := kind.scaled_exponent(x_ref.dtype, ptx=ptx)):
+        accumulator *= 2.0**-exponent
     if whole is not None:
         accumulator *= whole.scale
     if operands.channel_scales is not None:

@@ -195,8 +195,8 @@ def tile(
         splits = split((tile_m, tile_n, warps))
         # The scale costs an operation for each output and group in the accumulator, and one for
         # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
-        # it ahead only if it is part of an operand.
-        on_weight = (tile_m >= 64 or has_table) and can_scale_weights(format)
+        # it ahead only if it is part of an operand. Symmetric weights are scaled while decoded.
+        on_weight = can_scale_weights(format) and (tile_m >= 64 or has_table or format.symmetric)
         scaling: tables.Scaling = "weight" if on_weight else "accumulator"
         config = GemmConfig(tile_m, tile_n, splits, warps, stages, scaling, width)
         if (reason := why_unsound(config, format, limits)) is None:

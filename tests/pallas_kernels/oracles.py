@@ -179,6 +179,8 @@ class PlainWeight:
         if format.codes.startswith("table"):
             table = rng.standard_normal(2**format.bits).astype(np.float32)
             return cls(format, codes, scales, table=table)
+        if format.symmetric:
+            return cls(format, codes, scales)
         zeros = rng.integers(0, 2**format.bits + 1, group_shape).astype(np.uint16)
         return cls(format, codes, scales, zeros)
 
@@ -199,8 +201,12 @@ class PlainWeight:
         """What QuantizedTensor.parameters says, without the groups of padding."""
         if self.scales.dtype == np.float32:
             return self.scales.view(np.uint32)
-        zeros = np.zeros(self.scales.shape, np.uint16) if self.zeros is None else self.zeros
-        return parameter_words(self.scales, zeros)
+        return parameter_words(self.scales, self.zero_points())
+
+    def zero_points(self) -> np.ndarray:
+        """uint16 [groups, N]; of symmetric codes the middle, and 0 where codes have none."""
+        middle = 2 ** (self.format.bits - 1) if self.format.symmetric else 0
+        return np.full(self.scales.shape, middle, np.uint16) if self.zeros is None else self.zeros
 
     def values(self) -> np.ndarray:
         """float64 [K, N], rounded once to float32 as the last product is."""
@@ -214,8 +220,8 @@ class PlainWeight:
             assert self.channel_scales is not None
             offsets = np.repeat(wide(self.zeros), size, axis=0)
             product = (wide(self.codes) * scales + offsets - 128) * wide(self.channel_scales)
-        elif self.zeros is not None:
-            product = dequantized(self.codes, self.scales, self.zeros)
+        elif self.format.codes.startswith("uint"):
+            product = dequantized(self.codes, self.scales, self.zero_points())
         else:
             product = wide(self.codes) * scales
         return wide(product.astype(np.float32))

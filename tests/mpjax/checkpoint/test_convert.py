@@ -120,6 +120,25 @@ def test_packed_shards_that_agree_become_one(rng):
     np.testing.assert_array_equal(kernel.dequantize(), expected)
 
 
+@pytest.mark.parametrize(("pack_module", "packing"), [(pack_awq, AWQ), (pack_gptq, GPTQ)])
+def test_zero_points_that_are_all_the_middle_make_it_symmetric(pack_module, packing, rng):
+    files, modules = Files(), [random_codes(rng) for _ in range(2)]
+    modules = [(codes, scales, np.full_like(zeros, 8)) for codes, scales, zeros in modules]
+    sources = [
+        files.source(name, pack_module(*module), packing, UINT4)
+        for name, module in zip("ab", modules, strict=True)
+    ]
+    [part] = convert_linear(place("a", "b"), sources, "bfloat16", files.read)
+    assert kernel_of(part).format == WeightFormat("uint4", SIZE, symmetric=True)
+    expected = np.concatenate([dequantized(*module) for module in modules], 1)
+    np.testing.assert_array_equal(kernel_of(part).dequantize(), expected)
+
+    modules[1][2][1, 3] = 7
+    source = files.source("c", pack_module(*modules[1]), packing, UINT4)
+    [part] = convert_linear(place("c"), [source], "bfloat16", files.read)
+    assert kernel_of(part).format == UINT4
+
+
 def test_shards_of_equal_act_order_become_one(rng):
     files, modules = Files(), [random_codes(rng) for _ in range(2)]
     g_idx = rng.permutation(np.arange(SHAPE[0]) // SIZE)

@@ -46,7 +46,7 @@ def test_results_are_written_told_and_kept(gpu, tmp_path):
     assert "4/4" in result.stderr
     assert len(tables.read(path, "NVIDIA Test 1").entries) == 4
 
-    more = ("--formats", "uint4:g128:sym,int8", "--output", tmp_path)
+    more = ("--formats", "uint4:g128,int8", "--output", tmp_path)
     result = invoke(*SHAPES, *more)
     assert result.stdout.startswith(f"{path}: 4 measured, 4 known before\n")
     assert "5.0 µs, triton 8x64, 1 splits, 2 warps, 3 stages, scaling the accumulator (known)" in (

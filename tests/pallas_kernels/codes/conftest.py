@@ -15,7 +15,7 @@ from tests.pallas_kernels.codes import decoding
     params=["twin", "interpreted_ptx", pytest.param("ptx_on_gpu", marks=pytest.mark.gpu)]
 )
 def decode(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
-    """`decode(words, parameters, table=None, format=..., operand=...)`: [planes, rows, width].
+    """`decode(words, parameters, table, format=..., operand=...)`: planes [planes, rows, width].
 
     A test runs with the decoder's twin in jnp, with its PTX as numpy interprets it, and with the
     PTX in a kernel on a GPU.
@@ -31,6 +31,7 @@ def decode(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
         format: str,
         operand: str,
         scale_dtype: str = "float16",
+        scaled: bool = False,
     ) -> np.ndarray:
         planes = decoding.decode(
             words,
@@ -41,6 +42,7 @@ def decode(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
             scale_dtype=scale_dtype,
             ptx=request.param != "twin",
             interpret=request.param != "ptx_on_gpu",
+            scaled=scaled,
         )
         return np.asarray(planes)
 

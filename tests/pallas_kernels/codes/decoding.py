@@ -25,8 +25,9 @@ def launch(
     scale_dtype: str,
     ptx: bool,
     interpret: bool,
+    scaled: bool = False,
 ) -> jax.Array:
-    """All planes [planes, rows, width] in `operand`, before scaling."""
+    """All planes [planes, rows, width]: in `operand` before scaling, or `scaled` in float32."""
     kind, dtype = codes.of(format), jnp.dtype(operand)
     rows, width = words.shape[0], words.shape[1] // format.columns
     tile = rows if interpret else TILE // width
@@ -41,14 +42,23 @@ def launch(
             backend.load(words_ref.at[row[:, None], (column * width + lane)[None, :]])
             for column in range(format.columns)
         ]
-        plane_of = kind.decoder(columns, group.arguments, shared, dtype, ptx=ptx)
+        if scaled:
+            plane_of = kind.scaled_decoder(columns, group, shared, dtype, ptx=ptx)
+        else:
+            plane_of = kind.decoder(columns, group.arguments, shared, dtype, ptx=ptx)
         for plane in range(format.planes):
-            backend.store(out_ref.at[plane, row[:, None], lane[None, :]], plane_of(plane))
+            values = plane_of(plane)
+            if scaled:
+                unit = 2.0 ** kind.scaled_exponent(dtype, ptx=ptx)
+                values = values.astype(jnp.float32) * (1 / unit)
+            backend.store(out_ref.at[plane, row[:, None], lane[None, :]], values)
 
     return backend.pallas_call(
         kernel,
         (words, parameters, table),
-        out_shape=jax.ShapeDtypeStruct((format.planes, rows, width), dtype),
+        out_shape=jax.ShapeDtypeStruct(
+            (format.planes, rows, width), jnp.float32 if scaled else dtype
+        ),
         grid=(rows // tile,),
         name="decode",
         warps=4,
@@ -59,7 +69,7 @@ def launch(
 
 decode = jax.jit(
     launch,
-    static_argnames=("format", "operand", "scale_dtype", "ptx", "interpret"),
+    static_argnames=("format", "operand", "scale_dtype", "ptx", "interpret", "scaled"),
     compiler_options=QUICK,
 )
 

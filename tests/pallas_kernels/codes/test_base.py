@@ -31,8 +31,8 @@ def operands(format: WeightFormat) -> list[str]:
 @pytest.mark.parametrize(
     "text",
     [
-        *("uint4:g32", "uint4:g128", "uint8:g32", "uint8:gK", "table4:g32", "table4:g256"),
-        *("table3:g64", "table2:g32", "table2:g64", "float8:gK", "float8:gK/float8"),
+        *("uint4:g32", "uint4:g128", "uint8:g32", "uint8:gK", "uint4:g64:sym", "table4:g32"),
+        *("table4:g256", "table3:g64", "table2:g32", "table2:g64", "float8:gK", "float8:gK/float8"),
         *("int8/int8", "liquid4:g64/int8"),
     ],
 )

@@ -36,6 +36,29 @@ def test_all_words_decode_to_code_minus_zero(decode, bits, operand):
         np.testing.assert_array_equal(values.astype(np.float32), expected)
 
 
+@each_bits
+@each_operand
+@pytest.mark.parametrize("suffix", ["", ":sym"])
+def test_all_words_decode_to_weights_that_are_rounded_once(decode, bits, operand, suffix):
+    """Scales of many magnitudes and both signs; symmetric codes are scaled as they are decoded."""
+    scales = np.float32([2e-2, 1.7e-3, -0.9, 37.0]).astype(NUMPY_DTYPES[operand])
+    zeros = np.repeat([2 ** (bits - 1)] * len(scales), len(ALL_WORDS)).astype(np.uint16)
+    words, scales = np.tile(ALL_WORDS, (len(scales), 1)), np.repeat(scales, len(ALL_WORDS))
+    planes = decode(
+        words,
+        parameter_words(scales, zeros),
+        format=f"uint{bits}:g32{suffix}",
+        operand=operand,
+        scale_dtype=operand,
+        scaled=True,
+    )
+    for plane, values in enumerate(planes):
+        plane_codes = (words >> (plane * bits) & (2**bits - 1)).astype(np.float32)
+        exact = (plane_codes - zeros[:, None]) * scales[:, None].astype(np.float32)
+        expected = exact.astype(NUMPY_DTYPES[operand]).astype(np.float32)
+        np.testing.assert_array_equal(values, expected)
+
+
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
 @each_operand
 def test_parameters_are_a_scale_and_a_zero_point(scale_dtype, operand):

@@ -58,9 +58,10 @@ def test_buckets(rows, bucket):
     assert tables.bucket(rows) == bucket
 
 
-def test_symmetric_codes_share_the_plans_of_others():
+def test_symmetric_codes_have_plans_of_their_own():
     symmetric = WeightFormat.parse("uint4:g128:sym")
-    assert tables.key(symmetric, 4096, 6144, 11) == tables.key(UINT4, 4096, 6144, 16) == SMALL
+    assert tables.key(UINT4, 4096, 6144, 11) == tables.key(UINT4, 4096, 6144, 16) == SMALL
+    assert tables.key(symmetric, 4096, 6144, 16) == SMALL._replace(format="uint4:g128:sym")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def with_plan(fields, format="uint4:g128", shape="4096x6144", rows="16"):
         (json.loads(TEXT) | {"gemm": []}, "gemm: expected an object, found list"),
         (with_plan({}, format="uint5:g128"), "uint5"),
         (with_plan({}, format="uint4:g999"), "999"),
-        (with_plan({}, format="uint4:g128:sym"), "the format is written .uint4:g128. in a table"),
+        (with_plan({}, format="int8"), "the format is written .int8:gK/int8. in a table"),
         (with_plan({}, shape="4096"), "the shape '4096' is not KxN"),
         (with_plan({}, rows="17"), "uint4:g128 4096x6144 17: rows must be one of"),
         (with_plan([]), "uint4:g128 4096x6144 16: expected an object, found list"),

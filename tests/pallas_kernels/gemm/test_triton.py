@@ -49,9 +49,11 @@ CASES = [
     ("uint4:g128", 17, 384, 200, weighted(16, 128, 2), "float16", "bfloat16"),
     ("uint4:g128", 1, 384, 130, accumulated(16, 64, 2, 32), "bfloat16", "float16"),
     ("uint4:gK", 16, 700, 96, accumulated(16, 32, 3), "bfloat16", "float16"),
+    ("uint4:g128:sym", 17, 384, 200, weighted(32, 64, 2), "bfloat16", "float16"),
     ("uint8:g32", 3, 352, 72, weighted(16, 64, 3), "bfloat16", "bfloat16"),
     ("uint8:g64", 17, 192, 130, accumulated(16, 64, 1), "float16", "bfloat16"),
     ("uint8:g128", 53, 384, 200, weighted(64, 64, 2), "bfloat16", "float16"),
+    ("uint8:g64:sym", 3, 192, 130, weighted(16, 64, 1), "float16", "bfloat16"),
     ("uint8:gK", 53, 300, 33, accumulated(32, 32, 1), "float16", "float16"),
     ("uint8:gK", 1, 200, 64, accumulated(16, 64, 2, 32), "bfloat16", "bfloat16"),
     ("table4:g32", 17, 160, 70, accumulated(16, 64, 2), "bfloat16", "float16"),
@@ -214,6 +216,9 @@ def interpreted_kernel(monkeypatch, interpreted_ptx):
     [
         ("uint4:g32", "bfloat16"),
         ("uint8:g32", "bfloat16"),
+        ("uint4:g32:sym", "bfloat16"),
+        ("uint8:g64:sym", "bfloat16"),
+        ("uint4:g64:sym", "float16"),
         ("table4:g64", "float16"),
         ("table3:g32", "bfloat16"),
         ("table2:g64", "float16"),
@@ -238,8 +243,8 @@ def assert_exact_with_ptx(rng, text, dtype, scaling):
 # The rows that every kind of codes is tried with, in one format each; the others have fewer.
 ROWS = (1, 3, 16, 17, 32, 53, 64, 128, 1000)
 MAIN = (
-    *("uint4:g128", "uint8:g128", "table4:g64", "table3:g64", "table2:g64", "float8:g128"),
-    *("float8:gK/float8", "float8:g128/float8", *INTEGER_FORMATS),
+    *("uint4:g128", "uint4:g128:sym", "uint8:g128", "table4:g64", "table3:g64", "table2:g64"),
+    *("float8:g128", "float8:gK/float8", "float8:g128/float8", *INTEGER_FORMATS),
 )
 
 
@@ -340,7 +345,11 @@ def test_on_the_gpu(text, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", shapes.QWEN3_8B, ids=lambda shape: shape.name)
 @pytest.mark.parametrize(
-    "text", ["uint4:g128", "table3:g64", "float8:gK/float8", "int8:gK/int8", "liquid4:g64/int8"]
+    "text",
+    [
+        *("uint4:g128", "uint4:g128:sym", "table3:g64", "float8:gK/float8", "int8:gK/int8"),
+        "liquid4:g64/int8",
+    ],
 )
 def test_qwen3_8b_on_the_gpu(text, shape, rng):
     weight = random_weight(rng, text, shape.channels, shape.outputs)

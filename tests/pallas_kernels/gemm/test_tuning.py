@@ -214,6 +214,14 @@ def test_programs_are_made_smaller_where_multiprocessors_would_have_unlike_numbe
     assert (config.warps, config.splits) == (2, 4)
 
 
+def test_symmetric_weights_are_scaled_as_they_are_decoded():
+    symmetric = WeightFormat.parse("uint4:g128:sym")
+    for rows in (1, 32, 64, 256):
+        config = tuning.tile(rows, symmetric, 4096, 24576, H200)
+        other = tuning.tile(rows, PACKED, 4096, 24576, H200)
+        assert config == dataclasses.replace(other, scaling="weight")
+
+
 def test_small_products_are_split_and_large_ones_not():
     assert tuning.tile(1, PACKED, 4096, 4096, H200).splits > 1
     assert tuning.tile(1, PACKED, 4096, 4096, Limits(16, 9.0)).splits == 1

@@ -20,8 +20,11 @@ from tests.pallas_kernels.oracles import (
     wide,
 )
 
-# Packed formats; a symmetric one is the same but for its quantiser.
-ALL_FORMATS = tuple(text for text in PACKED_FORMATS if not text.endswith(":sym"))
+# Packed formats; symmetric ones differ only where a group's scale meets the weights.
+ALL_FORMATS = (
+    *(text for text in PACKED_FORMATS if not text.endswith(":sym")),
+    *("uint4:g128:sym", "uint8:g64:sym"),
+)
 INTEGER_FORMATS = ("int8:gK/int8", "liquid4:g64/int8")
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -73,6 +76,8 @@ def integer_weight(
     groups = format.groups(channels), outputs
     middle = 2 ** (format.bits - 1)
     zeros = rng.integers(middle - 2, middle + 3, groups)
+    if format.symmetric:
+        zeros = np.full(groups, middle)
     return _assemble(
         format,
         channels,
@@ -158,6 +163,8 @@ def _random_zeros(
     rng: np.random.Generator, format: WeightFormat, groups: tuple[int, int]
 ) -> np.ndarray:
     """Zero points, 2**bits included; of `liquid4`, offsets in the place of scales too."""
+    if format.symmetric:
+        return np.full(groups, 2 ** (format.bits - 1))
     if format.codes.startswith("uint"):
         return rng.integers(0, 2**format.bits + 1, groups)
     if format.codes == "liquid4":

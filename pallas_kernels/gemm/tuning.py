@@ -33,9 +33,14 @@ LARGEST_TILES = {"int8": (128, 128, 4), "liquid4": (256, 64, 4)}
 # LARGEST_TILE has twice the outputs of a tile for fewer rows, and steps that take so much longer;
 # where there are fewer steps, the time of the first loads and of the partial sums is what counts.
 LONGER_STEPS, FEW_STEPS = 1.6, 12
-# Warps that keep the memory pipeline of a multiprocessor full, by tile_m. Where a program has more
-# to multiply it needs less company, and the partial sums of a split are dearer.
-WARPS_PER_MULTIPROCESSOR = {8: 12, 16: 12, 32: 12, 64: 8, 128: 4, 256: 4}
+# Programs that keep the memory pipeline of a multiprocessor full, by tile_m. Where one has more to
+# multiply it needs less company, and the partial sums of a split are dearer.
+PROGRAMS_PER_MULTIPROCESSOR = {8: 4, 16: 4, 32: 3, 64: 2, 128: 1, 256: 1}
+# Where more share one than this, two warps do for each.
+PROGRAMS_OF_FOUR_WARPS = 3
+# In steps of LARGEST_TILE, of which a multiprocessor runs one at a time: what a program takes to
+# begin, and what one tile's partial sum costs, which is written and read back.
+BEGINNING, PARTIAL_SUM = 1, 0.015
 # Where one multiprocessor has so much more to do than the mean, smaller programs are spread better.
 UNEVEN = 1.2
 # Each split adds a partial sum to write and read back, and pays for a pipeline of its own.
@@ -151,6 +156,7 @@ def tile(
     Raises UnsupportedError, with the reason, where the GPU can't multiply the format at all.
     """
     has_table = code_kinds.of(format).has_table
+    blocks = -(-channels // format.block)
 
     def split(sizes: tuple[int, int, int]) -> int:
         return _splits(rows, format, channels, outputs, sizes, limits)
@@ -158,10 +164,10 @@ def tile(
     size = next((size for size in range(4) if rows <= TILES[size][0]), 4)
     tiles = list(reversed(TILES[: size + 1]))
     if rows <= 16 and not has_table:
-        programs = _tiles(rows, outputs, *tiles[0][:2])
-        uneven = _unevenness(programs * split(tiles[0]), limits) > UNEVEN
-        # Programs come out uneven, or few tiles are split many times: more of them, of fewer warps.
-        if uneven or 3 * programs < 2 * limits.multiprocessors:
+        splits = split(tiles[0])
+        programs = splits * _tiles(rows, outputs, *tiles[0][:2])
+        many = splits > 1 and programs > PROGRAMS_OF_FOUR_WARPS * limits.multiprocessors
+        if many or _unevenness(programs, limits) > UNEVEN:
             tiles = [(tile_m, tile_n, warps // 2) for tile_m, tile_n, warps in tiles]
     # What is cheap to decode can be decoded more often, in smaller tiles that fill the GPU better.
     is_dear = format.bits <= 4 and format.activations is None
@@ -171,7 +177,7 @@ def tile(
         tiles.insert(0, largest)
     elif rows > 64 and is_dear and not has_table:
         steps, smaller = (
-            _steps(split(sizes), _tiles(rows, outputs, *sizes[:2]), format, channels, limits)
+            _steps(split(sizes), _tiles(rows, outputs, *sizes[:2]), blocks, limits)
             for sizes in (largest, tiles[0])
         )
         if FEW_STEPS <= steps <= smaller / LONGER_STEPS:
@@ -213,23 +219,27 @@ def _splits(
     limits: Limits,
 ) -> int:
     """Programs that share a tile: all run at once, and the longest and busiest are waited for."""
-    tile_m, tile_n, warps = tile
+    tile_m, tile_n, _ = tile
     blocks, tiles = -(-channels // format.block), _tiles(rows, outputs, tile_m, tile_n)
-    company = max(1, WARPS_PER_MULTIPROCESSOR[tile_m] // warps)
-    wanted = limits.multiprocessors * company / tiles
+    sizes = range(1, _most_splits(format, channels) + 1)
+
+    if tile == LARGEST_TILE:
+        return min(sizes, key=lambda size: _steps(size, tiles, blocks, limits))
+    wanted = limits.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR[tile_m] / tiles
 
     def loss(splits: int) -> float:
         longest = -(-blocks // splits) * splits / blocks  # times the mean
         waits = math.log(longest * _unevenness(tiles * splits, limits))
         return abs(math.log(splits / wanted)) + 2 * waits
 
-    sizes = range(1, _most_splits(format, channels) + 1)
     return min((size for size in sizes if size == 1 or size <= wanted), key=loss)
 
 
-def _steps(splits: int, tiles: int, format: WeightFormat, channels: int, limits: Limits) -> float:
+def _steps(splits: int, tiles: int, blocks: int, limits: Limits) -> float:
     """Steps of K that the busiest multiprocessor works off, one program after another."""
-    return -(-splits * tiles // limits.multiprocessors) * channels / (splits * format.block)
+    rounds = -(-splits * tiles // limits.multiprocessors)
+    sums = PARTIAL_SUM * tiles * splits if splits > 1 else 0
+    return rounds * (-(-blocks // splits) + BEGINNING) + sums
 
 
 def _unevenness(programs: int, limits: Limits) -> float:

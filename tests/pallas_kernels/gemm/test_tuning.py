@@ -162,7 +162,7 @@ def test_unsound_configurations_are_refused(text, capability, config, reason):
     [
         (1, 24576, (8, 64, 4), "accumulator"),
         (16, 24576, (16, 64, 4), "accumulator"),
-        (16, 4096, (16, 64, 2), "accumulator"),  # few tiles, split many times
+        (16, 4096, (16, 64, 4), "accumulator"),
         (32, 24576, (32, 64, 4), "accumulator"),
         (64, 24576, (64, 64, 4), "weight"),
         (128, 24576, (128, 64, 4), "weight"),
@@ -196,7 +196,7 @@ def test_weights_of_8_bits_share_multiprocessors_at_128_rows(outputs, stages):
     [
         (12288, 4096, (128, 128, 8), 4),
         (8192, 57344, (128, 128, 8), 1),
-        (8192, 10240, (128, 128, 8), 1),
+        (8192, 10240, (128, 128, 8), 3),  # 240 programs in two rounds of a third of K
         (4096, 24576, (128, 64, 4), 1),  # 132 of 192 large tiles first, then 60
         (4096, 4096, (128, 64, 4), 2),  # hardly begun before they end
     ],
@@ -209,9 +209,27 @@ def test_the_largest_tile_serves_fewer_rows_where_they_have_many_steps(
     assert config.splits == splits
 
 
+@pytest.mark.parametrize(
+    ("channels", "outputs", "warps", "splits"),
+    [
+        (8192, 10240, 2, 3),  # 480 programs
+        (8192, 8192, 2, 4),
+        (4096, 6144, 4, 4),  # 384
+        (4096, 24576, 4, 1),
+    ],
+)
+def test_many_programs_have_two_warps(channels, outputs, warps, splits):
+    config = tuning.tile(16, PACKED, channels, outputs, H200)
+    assert (config.warps, config.splits) == (warps, splits)
+
+
 def test_programs_are_made_smaller_where_multiprocessors_would_have_unlike_numbers():
-    config = tuning.tile(16, PACKED, 8192, 10240, H200)  # 160 tiles
-    assert (config.warps, config.splits) == (2, 4)
+    assert tuning.tile(16, PACKED, 2048, 13824, H200).warps == 2  # 216 tiles
+
+
+def test_large_tiles_are_split_where_rounds_would_be_left_half_empty():
+    assert tuning.tile(256, PACKED, 8192, 10240, H200).splits == 4  # 160 tiles
+    assert tuning.tile(256, PACKED, 8192, 57344, H200).splits == 1  # sums would cost more
 
 
 def test_symmetric_weights_are_scaled_as_they_are_decoded():

@@ -49,14 +49,12 @@ class Sweep:
 
 
 def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
-    """The shapes of these names, or of the sets `decode` and `prefill`.
+    """The shapes that names say, or those of the sets `decode` and `prefill`.
 
-    Raises ValueError, listing all, for an unknown one.
+    Raises ValueError where a name says no shape.
     """
-    known = SETS | {shape.name: (shape,) for shapes in SETS.values() for shape in shapes}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"unknown shape {unknown[0]!r}: expected one of {', '.join(known)}")
-    return tuple(dict.fromkeys(shape for name in names for shape in known[name]))
+    shapes = [SETS[name] if name in SETS else (AttentionShape.parse(name),) for name in names]
+    return tuple(dict.fromkeys(shape for some in shapes for shape in some))
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,8 +109,9 @@ has 40960 positions, and as many more as the longest context needs.
   peak memory  if this row set it: the allocator keeps only the highest
   check        log-probabilities of the first row's new tokens against those
                of one pass over the whole text, which uses other kernels and
-               no cache; the gate is 1 nat on average. Empty where the cache
-               was filled, for there is no such text, and above 8192 tokens
+               no cache; the gate is 1 nat on average, 2 with two bits in the
+               cache. Empty where the cache was filled, for there is no such
+               text, and above 8192 tokens
 
 \b
 Several contexts are drawn as lines below their rooflines, one as bars.
@@ -195,7 +196,7 @@ def gemm_command(
 def attention_command(
     formats: Annotated[str, _texts("FORMAT", "KV formats.")] = "KV16,KV8,KV4",
     shapes: Annotated[
-        str, _texts("NAME", "Such as b8-h32/8-d128-c32768, or all of decode or prefill.")
+        str, _texts("NAME", "Any, such as b8-h32/8-d128-c32768, or decode or prefill.")
     ] = "decode,prefill",
     output: Output = None,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,28 @@ class AttentionShape:
     head_dim: int
     context: int
     queries: int = 1
+
+    @classmethod
+    def parse(cls, name: str) -> AttentionShape:
+        """The shape that a name such as `b8-h32/8-d128-c32768-q2048` says.
+
+        Raises ValueError where it says none, or one that can't be.
+        """
+        match = re.fullmatch(r"b(\d+)-h(\d+)/(\d+)-d(\d+)-c(\d+)(?:-q(\d+))?", name)
+        if match is None:
+            raise ValueError(
+                f"unknown shape {name!r}: expected the batch, query and KV heads, head dim, "
+                "context and, if more than 1, new tokens, as in b8-h32/8-d128-c32768-q2048"
+            )
+        shape = cls(*(int(number or 1) for number in match.groups()))
+        if 0 in dataclasses.astuple(shape) or shape.query_heads % shape.kv_heads:
+            raise ValueError(
+                f"the shape {name!r} can't be: its numbers are positive, and query heads a "
+                "multiple of KV heads"
+            )
+        if shape.queries > shape.context:
+            raise ValueError(f"the shape {name!r} has more new tokens than its context holds")
+        return shape
 
     @property
     def name(self) -> str:

@@ -65,7 +65,9 @@ def test_errors_from_the_gate_on_fail_where_they_were_measured():
 def test_shapes_by_name():
     assert attention.named([DECODE[3].name, DECODE[0].name]) == (DECODE[3], DECODE[0])
     assert attention.named([PREFILL[2].name, "prefill"]) == (PREFILL[2], *PREFILL[:2], PREFILL[3])
-    with pytest.raises(ValueError, match=r"unknown shape 'x'.*prefill, b1-h32/8-d128-c4096, "):
+    other = AttentionShape(512, 64, 8, 64, 524288)
+    assert attention.named(["b512-h64/8-d64-c524288"]) == (other,)
+    with pytest.raises(ValueError, match=r"unknown shape 'x'.*as in b8-h32/8-d128-c32768-q2048"):
         attention.named(["x"])
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from pallas_kernels.attention import shapes
 
 
@@ -8,6 +10,26 @@ def test_names_are_unique_and_say_everything():
     assert len(set(names)) == len(names)
     assert shapes.AttentionShape(8, 32, 4, 128, 4096).name == "b8-h32/4-d128-c4096"
     assert shapes.PREFILL[0].name == "b1-h32/8-d128-c32768-q2048"
+
+
+def test_a_name_says_its_shape():
+    for shape in shapes.DECODE + shapes.PREFILL + shapes.SMALL:
+        assert shapes.AttentionShape.parse(shape.name) == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("b8-h32-d128-c32768", "unknown shape 'b8-h32-d128-c32768': expected the batch"),
+        ("b8-h32/8-d128-c32768-q", "unknown shape"),
+        ("b0-h32/8-d128-c32768", "its numbers are positive"),
+        ("b8-h32/5-d128-c32768", "a multiple of KV heads"),
+        ("b8-h32/8-d128-c10-q11", "more new tokens than its context"),
+    ],
+)
+def test_names_that_say_no_shape(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        shapes.AttentionShape.parse(name)
 
 
 def test_query_heads_are_a_multiple_of_key_heads():

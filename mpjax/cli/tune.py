@@ -133,9 +133,10 @@ def describe(outcome: Outcome) -> str:
     plan, microseconds = outcome.entry
     line = f"{outcome.job}: {microseconds:.1f} µs, {plan.implementation}"
     if (config := plan.config) is not None:
+        past = "" if config.unsplit is None else f" past channel {config.unsplit}"
         line += (
-            f" {config.tile_m}x{config.tile_n}, {config.splits} splits, {config.warps} warps, "
-            f"{config.stages} stages, scaling the {config.scaling}"
+            f" {config.tile_m}x{config.tile_n}, {config.splits} splits{past}, "
+            f"{config.warps} warps, {config.stages} stages, scaling the {config.scaling}"
             + ("" if config.width is None else f", {config.width} lanes")
         )
     if not outcome.trials:

@@ -20,6 +20,10 @@ class GemmConfig:
         depends on tile_m, and only formats with group scales and 16-bit activations have a choice.
     width: lanes of each plane that a step takes, a divisor of the format's plane width, or None for
         all: fewer, where the tile of x for a whole block would not fit shared memory.
+    unsplit: output channels, a multiple of tile_n, whose tiles are not split, but computed before
+        the others, in a launch of their own; None to split all. As many tiles as multiprocessors
+        work off at once need no splits; those that are left over would keep only a few of them
+        busy.
     """
 
     tile_m: int
@@ -29,6 +33,7 @@ class GemmConfig:
     stages: int
     scaling: Literal["accumulator", "weight"] = "accumulator"
     width: int | None = None
+    unsplit: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

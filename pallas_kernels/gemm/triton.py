@@ -70,10 +70,35 @@ def matmul_terms(
     """Terms [splits, M, N] whose sum is x [M, K] · W [K, N]: float32, a single one in `out_dtype`.
 
     x is bfloat16 or float16, or QuantizedActivations where the format asks for them. K is padded
-    to whole blocks of W.
+    to whole blocks of W. Where the configuration leaves some output channels unsplit, there is a
+    single term.
+    """
+    launch = functools.partial(_launch, x, weight, out_dtype=out_dtype, interpret=interpret)
+    if config.unsplit is None:
+        return launch(config)
+    whole = launch(dataclasses.replace(config, splits=1), outputs=config.unsplit)
+    if config.unsplit >= weight.shape[1]:
+        return whole
+    rest = launch(config, first=config.unsplit).sum(0).astype(out_dtype)
+    return whole.at[0, :, config.unsplit :].set(rest)  # in place: nothing else reads the whole
+
+
+def _launch(
+    x: jax.Array | QuantizedActivations,
+    weight: QuantizedTensor,
+    config: GemmConfig,
+    *,
+    out_dtype: jnp.dtype,
+    interpret: bool,
+    first: int = 0,
+    outputs: int | None = None,
+) -> jax.Array:
+    """Terms [splits, M, N − first] of the output channels from `first` on; a tile at a time.
+
+    With `outputs`, only those of so many channels are computed, and others hold anything.
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
-    rows, outputs = values.shape[0], weight.shape[1]
+    rows, columns = values.shape[0], weight.shape[1] - first
     steps = weight.padded_channels // (weight.format.planes * _width(weight.format, config))
     padding = weight.padded_channels - values.shape[1]
     splits = min(config.splits, steps)
@@ -83,6 +108,7 @@ def matmul_terms(
         scale_dtype=weight.scale_dtype,
         config=dataclasses.replace(config, splits=splits),
         steps=steps,
+        first_output=first,
         ptx=not interpret,
     )
     operands = _Operands(
@@ -97,9 +123,9 @@ def matmul_terms(
         kernel,
         operands,
         out_shape=jax.ShapeDtypeStruct(
-            (splits, rows, outputs), out_dtype if splits == 1 else jnp.float32
+            (splits, rows, columns), out_dtype if splits == 1 else jnp.float32
         ),
-        grid=(pl.cdiv(rows, config.tile_m), pl.cdiv(outputs, config.tile_n), splits),
+        grid=(pl.cdiv(rows, config.tile_m), pl.cdiv(outputs or columns, config.tile_n), splits),
         name=f"matmul_{weight.format.codes}",
         warps=config.warps,
         stages=config.stages,
@@ -113,12 +139,13 @@ def _width(format: WeightFormat, config: GemmConfig) -> int:
 
 def _kernel(
     operands: _Operands,
-    out_ref: Any,  # [splits, M, N]
+    out_ref: Any,  # [splits, M, N − first]
     *,
     format: WeightFormat,
     scale_dtype: str,
     config: GemmConfig,
     steps: int,
+    first_output: int,
     ptx: bool,
 ) -> None:
     kind = code_kinds.of(format)
@@ -127,7 +154,7 @@ def _kernel(
     tile_m, tile_n, width = config.tile_m, config.tile_n, _width(format, config)
     parts = format.plane_width // width  # steps that share a block
     row = backend.first_program_id() * tile_m + jnp.arange(tile_m)
-    output = pl.program_id(1) * tile_n + jnp.arange(tile_n)
+    output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
     split = pl.program_id(2)
     lane = jnp.arange(width)
     # Masks only where a tile can stick out of the matrix.
@@ -224,7 +251,7 @@ def _kernel(
     if x_scales_ref is not None and not x_by_group:
         accumulator *= load_x_scales(jnp.int32(0))[None, :]
     backend.store(
-        out_ref.at[split, row[:, None], output[None, :]],
+        out_ref.at[split, row[:, None], (output - first_output)[None, :]],
         accumulator.T.astype(out_ref.dtype),
         mask=(row < rows)[:, None] & (output < outputs)[None, :],
     )

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pallas_kernels import backend
 from pallas_kernels import codes as code_kinds
@@ -40,7 +40,7 @@ PROGRAMS_PER_MULTIPROCESSOR = {8: 4, 16: 4, 32: 3, 64: 2, 128: 1, 256: 1}
 PROGRAMS_OF_FOUR_WARPS = 3
 # In steps of LARGEST_TILE, of which a multiprocessor runs one at a time: what a program takes to
 # begin, and what one tile's partial sum costs, which is written and read back.
-BEGINNING, PARTIAL_SUM = 1, 0.015
+BEGINNING, PARTIAL_SUM = 1, 0.03
 # Where one multiprocessor has so much more to do than the mean, smaller programs are spread better.
 UNEVEN = 1.2
 # Each split adds a partial sum to write and read back, and pays for a pipeline of its own.
@@ -156,15 +156,14 @@ def tile(
     Raises UnsupportedError, with the reason, where the GPU can't multiply the format at all.
     """
     has_table = code_kinds.of(format).has_table
-    blocks = -(-channels // format.block)
 
-    def split(sizes: tuple[int, int, int]) -> int:
-        return _splits(rows, format, channels, outputs, sizes, limits)
+    def divide(sizes: tuple[int, int, int]) -> _Division:
+        return _divide(rows, format, channels, outputs, sizes, limits)
 
     size = next((size for size in range(4) if rows <= TILES[size][0]), 4)
     tiles = list(reversed(TILES[: size + 1]))
     if rows <= 16 and not has_table:
-        splits = split(tiles[0])
+        splits = divide(tiles[0]).splits
         programs = splits * _tiles(rows, outputs, *tiles[0][:2])
         many = splits > 1 and programs > PROGRAMS_OF_FOUR_WARPS * limits.multiprocessors
         if many or _unevenness(programs, limits) > UNEVEN:
@@ -176,17 +175,14 @@ def tile(
     if rows > (128 if is_dear else 256) and fills:
         tiles.insert(0, largest)
     elif rows > 64 and is_dear and not has_table:
-        steps, smaller = (
-            _steps(split(sizes), _tiles(rows, outputs, *sizes[:2]), blocks, limits)
-            for sizes in (largest, tiles[0])
-        )
-        if FEW_STEPS <= steps <= smaller / LONGER_STEPS:
+        few, many = divide(largest).steps, divide(tiles[0]).steps
+        if FEW_STEPS <= few <= many / LONGER_STEPS:
             tiles.insert(0, largest)
     depths: tuple[int, ...] = (3, 2)
     lanes = widths(format)
     if rows <= 32 and (format.activations or format.group_size is None):
         depths = (4, 3, 2)
-    if has_table and rows > (16 if format.bits == 4 else 8):
+    if has_table and (rows > 16 if format.bits == 4 else 8 < rows <= 32):
         depths = (2, 3)  # looking up waits: rather the company of other programs
     if 64 < rows <= 128 and format.bits == 8 and format.activations is None:
         # With less read ahead, two programs find room on a multiprocessor, where there are so many.
@@ -197,34 +193,51 @@ def tile(
         tiles = [WIDE_TILE, *tiles] if 64 < rows <= 128 else tiles
     # Where shared memory does not hold it all, less of a large tile is still better than a smaller
     # one.
-    for (tile_m, tile_n, warps), stages, width in itertools.product(tiles, depths, lanes):
-        splits = split((tile_m, tile_n, warps))
+    for sizes, stages, width in itertools.product(tiles, depths, lanes):
+        (tile_m, tile_n, warps), division = sizes, divide(sizes)
         # The scale costs an operation for each output and group in the accumulator, and one for
         # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
         # it ahead only if it is part of an operand. Symmetric weights are scaled while decoded.
         on_weight = can_scale_weights(format) and (tile_m >= 64 or has_table or format.symmetric)
         scaling: tables.Scaling = "weight" if on_weight else "accumulator"
-        config = GemmConfig(tile_m, tile_n, splits, warps, stages, scaling, width)
+        splits, unsplit, _ = division
+        config = GemmConfig(tile_m, tile_n, splits, warps, stages, scaling, width, unsplit)
         if (reason := why_unsound(config, format, limits)) is None:
             return config
     raise backend.UnsupportedError(f"the fused kernel can't multiply {format}: {reason}")
 
 
-def _splits(
+class _Division(NamedTuple):
+    """How many programs share a tile, past the first channels; and steps (see `_steps`)."""
+
+    splits: int
+    unsplit: int | None
+    steps: float
+
+
+def _divide(
     rows: int,
     format: WeightFormat,
     channels: int,
     outputs: int,
     tile: tuple[int, int, int],
     limits: Limits,
-) -> int:
+) -> _Division:
     """Programs that share a tile: all run at once, and the longest and busiest are waited for."""
     tile_m, tile_n, _ = tile
     blocks, tiles = -(-channels // format.block), _tiles(rows, outputs, tile_m, tile_n)
     sizes = range(1, _most_splits(format, channels) + 1)
 
-    if tile == LARGEST_TILE:
-        return min(sizes, key=lambda size: _steps(size, tiles, blocks, limits))
+    if tile == LARGEST_TILE:  # which a multiprocessor runs one of at a time
+        divisions = [_Division(size, None, _steps(size, tiles, blocks, limits)) for size in sizes]
+        height = -(-rows // tile_m)
+        width = tiles // limits.multiprocessors * limits.multiprocessors // height
+        if width:  # whole rounds first, and then what is left over
+            whole = _steps(1, width * height, blocks, limits) + BEGINNING
+            for size in sizes[1:]:
+                steps = whole + _steps(size, tiles - width * height, blocks, limits)
+                divisions.append(_Division(size, width * tile_n, steps))
+        return min(divisions, key=lambda division: division.steps)
     wanted = limits.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR[tile_m] / tiles
 
     def loss(splits: int) -> float:
@@ -232,7 +245,8 @@ def _splits(
         waits = math.log(longest * _unevenness(tiles * splits, limits))
         return abs(math.log(splits / wanted)) + 2 * waits
 
-    return min((size for size in sizes if size == 1 or size <= wanted), key=loss)
+    splits = min((size for size in sizes if size == 1 or size <= wanted), key=loss)
+    return _Division(splits, None, _steps(splits, tiles, blocks, limits))
 
 
 def _steps(splits: int, tiles: int, blocks: int, limits: Limits) -> float:

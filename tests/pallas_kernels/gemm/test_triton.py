@@ -41,12 +41,18 @@ def weighted(tile_m: int, tile_n: int, splits: int, width: int | None = None) ->
     return GemmConfig(tile_m, tile_n, splits, 4, 3, "weight", width)
 
 
-# Every format; rows, N and K that no tile divides; splits; both scalings; narrow steps.
+def unsplit(outputs: int, config: GemmConfig) -> GemmConfig:
+    return dataclasses.replace(config, unsplit=outputs)
+
+
+# Every format; rows, N and K that no tile divides; splits, of all tiles or of the last ones; both
+# scalings; narrow steps.
 CASES = [
     ("uint4:g32", 53, 32, 7, weighted(32, 64, 1), "bfloat16", "float16"),
     ("uint4:g32", 16, 416, 130, accumulated(16, 64, 3), "float16", "float16"),
     ("uint4:g64", 3, 320, 65, accumulated(16, 64, 2), "bfloat16", "bfloat16"),
     ("uint4:g128", 17, 384, 200, weighted(16, 128, 2), "float16", "bfloat16"),
+    ("uint4:g64", 17, 320, 200, unsplit(128, weighted(16, 64, 2)), "bfloat16", "float16"),
     ("uint4:g128", 1, 384, 130, accumulated(16, 64, 2, 32), "bfloat16", "float16"),
     ("uint4:gK", 16, 700, 96, accumulated(16, 32, 3), "bfloat16", "float16"),
     ("uint4:g128:sym", 17, 384, 200, weighted(32, 64, 2), "bfloat16", "float16"),
@@ -77,6 +83,7 @@ CASES = [
     ("int8:gK/int8", 17, 300, 70, accumulated(16, 64, 1), "float32", "float32"),
     ("int8:gK/int8", 1, 640, 64, accumulated(16, 64, 3), "bfloat16", "float32"),
     ("liquid4:g64/int8", 53, 320, 33, accumulated(32, 32, 1, 32), "float32", "uint16"),
+    ("liquid4:g64/int8", 3, 192, 130, unsplit(64, accumulated(16, 64, 2)), "bfloat16", "uint16"),
     ("liquid4:g64/int8", 3, 192, 130, accumulated(16, 64, 2), "bfloat16", "uint16"),
 ]
 each_case = pytest.mark.parametrize(
@@ -186,6 +193,15 @@ def test_more_splits_than_blocks(rng):
         x, weight, accumulated(16, 16, 4), jnp.dtype(jnp.float16), interpret=True
     )
     assert terms.shape == (1, 2, 16)
+    assert_exact(terms[0], x, weight)
+
+
+def test_nothing_may_be_left_to_split(rng):
+    weight = integer_weight(rng, "uint8:g32", 96, 40)
+    x = integer_activations(rng, weight, 2, "bfloat16")
+    config = unsplit(64, accumulated(16, 32, 3))
+    terms = triton.matmul_terms(x, weight, config, jnp.dtype(jnp.bfloat16), interpret=True)
+    assert (terms.shape, terms.dtype) == ((1, 2, 40), jnp.bfloat16)
     assert_exact(terms[0], x, weight)
 
 
@@ -364,11 +380,11 @@ def test_qwen3_8b_on_the_gpu(text, shape, rng):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 7])
+@pytest.mark.parametrize(("splits", "outputs"), [(1, None), (7, None), (2, 128)])
 @pytest.mark.parametrize("text", ["uint4:g32", "table3:g32", "float8:g128", *INTEGER_FORMATS])
-def test_splits_are_exact_on_the_gpu(text, splits, rng):
+def test_splits_are_exact_on_the_gpu(text, splits, outputs, rng):
     weight = integer_weight(rng, text, 1152, 200)
     x = integer_activations(rng, weight, 21, "bfloat16")
-    config = dataclasses.replace(gpu_config(21, weight), splits=splits)
+    config = dataclasses.replace(gpu_config(21, weight), splits=splits, unsplit=outputs)
     multiply = functools.partial(triton.matmul, config=config, out_dtype=jnp.dtype("float32"))
     assert_exact(jax.jit(multiply)(x, weight), x, weight)

@@ -165,7 +165,8 @@ def test_unsound_configurations_are_refused(text, capability, config, reason):
         (16, 4096, (16, 64, 4), "accumulator"),
         (32, 24576, (32, 64, 4), "accumulator"),
         (64, 24576, (64, 64, 4), "weight"),
-        (128, 24576, (128, 64, 4), "weight"),
+        (128, 6144, (128, 64, 4), "weight"),
+        (128, 24576, (128, 128, 8), "weight"),
         (256, 24576, (128, 128, 8), "weight"),
         (256, 4096, (128, 64, 4), "weight"),  # too few tiles for the largest
     ],
@@ -195,9 +196,9 @@ def test_weights_of_8_bits_share_multiprocessors_at_128_rows(outputs, stages):
     ("channels", "outputs", "sizes", "splits"),
     [
         (12288, 4096, (128, 128, 8), 4),
-        (8192, 57344, (128, 128, 8), 1),
+        (8192, 57344, (128, 128, 8), 2),
         (8192, 10240, (128, 128, 8), 3),  # 240 programs in two rounds of a third of K
-        (4096, 24576, (128, 64, 4), 1),  # 132 of 192 large tiles first, then 60
+        (8192, 8192, (128, 64, 4), 1),  # whose partial sums would cost more
         (4096, 4096, (128, 64, 4), 2),  # hardly begun before they end
     ],
 )
@@ -228,8 +229,27 @@ def test_programs_are_made_smaller_where_multiprocessors_would_have_unlike_numbe
 
 
 def test_large_tiles_are_split_where_rounds_would_be_left_half_empty():
-    assert tuning.tile(256, PACKED, 8192, 10240, H200).splits == 4  # 160 tiles
+    assert tuning.tile(128, PACKED, 8192, 10240, H200).splits == 3  # 80 tiles
     assert tuning.tile(256, PACKED, 8192, 57344, H200).splits == 1  # sums would cost more
+
+
+@pytest.mark.parametrize(
+    ("rows", "channels", "outputs", "splits", "unsplit"),
+    [
+        (256, 8192, 10240, 4, 8448),  # 28 of 160 tiles are left over
+        (128, 8192, 57344, 2, 50688),  # 52 of 448
+        (128, 4096, 24576, 2, 16896),  # 60 of 192
+        (256, 5120, 13824, 1, None),  # 84 of 216: as many programs of half of K need two rounds
+        (128, 8192, 10240, 3, None),  # there is no whole round
+    ],
+)
+def test_large_tiles_that_whole_rounds_leave_over_are_split(
+    rows, channels, outputs, splits, unsplit
+):
+    config = tuning.tile(rows, PACKED, channels, outputs, H200)
+    assert (config.tile_m, config.tile_n) == (128, 128)
+    assert (config.splits, config.unsplit) == (splits, unsplit)
+    assert -(-rows // 128) * (unsplit or 0) // 128 % 132 == 0
 
 
 def test_symmetric_weights_are_scaled_as_they_are_decoded():
@@ -247,7 +267,7 @@ def test_small_products_are_split_and_large_ones_not():
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "splits"), [(32, 6144, 4), (64, 4096, 4), (128, 4096, 2), (128, 24576, 1)]
+    ("rows", "outputs", "splits"), [(32, 6144, 4), (64, 4096, 4), (128, 4096, 2), (64, 24576, 1)]
 )
 def test_splits_have_one_length(rows, outputs, splits):
     assert tuning.tile(rows, PACKED, 4096, outputs, H200).splits == splits  # of 16 blocks
@@ -343,7 +363,8 @@ def test_products_that_are_traced_follow_a_forced_plan():
         ("table4:g64", 32, (32, 64, 4, 2, None)),
         ("table4:g64", 33, (64, 64, 4, 2, 32)),
         ("table4:g64", 65, (64, 128, 4, 2, 32)),
-        ("table3:g64", 65, (64, 64, 4, 2, None)),  # a wider tile would spill
+        ("table3:g64", 32, (32, 64, 4, 2, None)),
+        ("table3:g64", 65, (64, 64, 4, 3, None)),  # a wider tile would spill
     ],
 )
 def test_tables_in_shared_memory_have_wider_tiles(text, rows, expected):

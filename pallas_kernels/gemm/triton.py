@@ -79,8 +79,9 @@ def matmul_terms(
     whole = launch(dataclasses.replace(config, splits=1), outputs=config.unsplit)
     if config.unsplit >= weight.shape[1]:
         return whole
-    rest = launch(config, first=config.unsplit).sum(0).astype(out_dtype)
-    return whole.at[0, :, config.unsplit :].set(rest)  # in place: nothing else reads the whole
+    rest = launch(config, first=config.unsplit).sum(0, keepdims=True).astype(out_dtype)
+    # One fusion, which sums in place, as nothing else reads the whole; `.at[].set` would be three.
+    return jax.lax.dynamic_update_slice(whole, rest, (0, 0, config.unsplit))
 
 
 def _launch(

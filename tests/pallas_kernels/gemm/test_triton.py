@@ -45,8 +45,7 @@ def unsplit(outputs: int, config: GemmConfig) -> GemmConfig:
     return dataclasses.replace(config, unsplit=outputs)
 
 
-# Every format; rows, N and K that no tile divides; splits, of all tiles or of the last ones; both
-# scalings; narrow steps.
+# Every format; what no tile divides; splits, of all tiles or the last; both scalings; narrow steps.
 CASES = [
     ("uint4:g32", 53, 32, 7, weighted(32, 64, 1), "bfloat16", "float16"),
     ("uint4:g32", 16, 416, 130, accumulated(16, 64, 3), "float16", "float16"),
@@ -203,6 +202,17 @@ def test_nothing_may_be_left_to_split(rng):
     terms = triton.matmul_terms(x, weight, config, jnp.dtype(jnp.bfloat16), interpret=True)
     assert (terms.shape, terms.dtype) == ((1, 2, 40), jnp.bfloat16)
     assert_exact(terms[0], x, weight)
+
+
+def test_what_is_left_over_is_written_in_place():
+    """XLA fuses sum and update, and copies nothing, only where an update is all that there is."""
+    weight = weight_struct("uint4:g128", 512, 256)
+    x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
+    config, dtype = unsplit(128, weighted(16, 64, 2)), jnp.dtype(jnp.bfloat16)
+    multiply = functools.partial(triton.matmul, config=config, out_dtype=dtype)
+    [call] = jax.make_jaxpr(multiply)(x, weight).eqns[:1]
+    names = " ".join(equation.primitive.name for equation in call.params["jaxpr"].eqns)
+    assert names.endswith("reduce_sum broadcast_in_dim convert_element_type dynamic_update_slice")
 
 
 def test_terms_of_splits_are_not_rounded(rng):

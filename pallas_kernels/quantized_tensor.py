@@ -165,7 +165,8 @@ def unpack(tensor: QuantizedTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Codes [K, N], scales [groups, N] and zeros uint16 [groups, N], bit for bit as packed.
 
     Codes are in packed order: with act-order, row i belongs to input channel permutation[i].
-    Formats without zero points have zeros of 0.
+    Formats without zero points have zeros of 0, and symmetric ones the middle, which `pack` does
+    not take.
     """
     groups = tensor.format.groups(tensor.channels)
     zeros = tensor.zeros()

@@ -53,7 +53,10 @@ def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
 
     Raises ValueError where a name says no shape.
     """
-    shapes = [SETS[name] if name in SETS else (AttentionShape.parse(name),) for name in names]
+    try:
+        shapes = [SETS[name] if name in SETS else (AttentionShape.parse(name),) for name in names]
+    except ValueError as error:
+        raise ValueError(f"{error}; or one of the sets {' and '.join(SETS)}") from None
     return tuple(dict.fromkeys(shape for some in shapes for shape in some))
 
 

@@ -43,11 +43,26 @@ def convert_linear(
     """
     kernels = [_kernel(source, dtype, read) for source in sources]
     biases = [_bias(source, place.bias, dtype, read) for source in sources]
-    joint = _join(kernels)
+    joint = _join(_alike(kernels))
     if joint is None:
         return [Linear(kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
     given = [bias for bias in biases if bias is not None]
     return [Linear(joint, jnp.concatenate(given) if given else None)]
+
+
+def _alike(
+    kernels: Sequence[jax.Array | QuantizedTensor],
+) -> Sequence[jax.Array | QuantizedTensor]:
+    """Kernels that are symmetric only if all are, so that what is no more than that joins them."""
+    packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
+    if all(kernel.format.symmetric for kernel in packed):
+        return kernels
+    return [
+        dataclasses.replace(kernel, format=dataclasses.replace(kernel.format, symmetric=False))
+        if isinstance(kernel, QuantizedTensor)
+        else kernel
+        for kernel in kernels
+    ]
 
 
 def _join(kernels: Sequence[jax.Array | QuantizedTensor]) -> jax.Array | QuantizedTensor | None:

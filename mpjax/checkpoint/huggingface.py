@@ -199,9 +199,8 @@ def _format_to_quantize(
     if isinstance(packing, FP8Config):
         return None
     bits = BITS if isinstance(packing, AWQConfig) else packing.bits
-    symmetric = bool(hf["quantization_config"].get("sym", False))
-    agrees = (wanted.codes, wanted.group_size) == (f"uint{bits}", packing.group_size)
-    if not agrees or (wanted.symmetric and not symmetric):
+    # Whether zero points are all the middle is seen as they are read, whatever it is called.
+    if (wanted.codes, wanted.group_size) != (f"uint{bits}", packing.group_size):
         size = "K" if packing.group_size is None else packing.group_size
         found = f"W{bits}" + ("" if size == DEFAULT_GROUP_SIZE else f"g{size}")
         method = "an AWQ" if isinstance(packing, AWQConfig) else "a GPTQ"

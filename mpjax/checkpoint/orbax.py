@@ -269,7 +269,7 @@ def _require_agreement(
         return
     found = weight_precisions(model)
     # As when loading the original: maps that it left in 16 bits don't count, nor does symmetry,
-    # which only a quantiser cares about.
+    # which the zero points decide.
     packed = {name.removesuffix("sym") for name in found if name not in ("W16", "W32")}
     name = describe_weights(precision.weights).removesuffix("sym")
     if packed != ({name} if precision.weights.is_packed else set()):

@@ -109,9 +109,9 @@ has 40960 positions, and as many more as the longest context needs.
   peak memory  if this row set it: the allocator keeps only the highest
   check        log-probabilities of the first row's new tokens against those
                of one pass over the whole text, which uses other kernels and
-               no cache; the gate is 1 nat on average, 2 with two bits in the
-               cache. Empty where the cache was filled, for there is no such
-               text, and above 8192 tokens
+               no cache; the gate is 1 nat on average, 1.5 with a cache of two
+               bits. Empty where the cache was filled, for there is no
+               such text, and above 8192 tokens
 
 \b
 Several contexts are drawn as lines below their rooflines, one as bars.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pallas_kernels import WeightFormat
 
 NAME = "tune"
-DEFAULT_FORMATS = "uint4:g128"
+DEFAULT_FORMATS = "uint4:g128,uint4:g128:sym"
 EPILOG = """\b
 Examples:
   mpjax tune --model qwen3-8b
@@ -24,7 +24,9 @@ Examples:
 
 \b
 Measures configurations of the kernels and writes the fastest into a table,
-which later processes use for such shapes on such a GPU. Tables are looked up
+which later processes use for such shapes on such a GPU. Formats are those of
+`mpjax info`; a checkpoint whose zero points are all the middle, as those of
+symmetric GPTQ are, has a format with :sym. Tables are looked up
 in the folder MPJAX_TUNED (by default mpjax/tuned in XDG_CACHE_HOME or in
 ~/.cache), then among those that come with mpjax; where both have nothing, a
 rule of thumb chooses. With MPJAX_TUNED set to nothing, that is all there is.

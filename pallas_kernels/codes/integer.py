@@ -86,7 +86,8 @@ class Symmetric(Integer):
     """W = (code − 2**(bits − 1)) · scale.
 
     With one zero point for all groups, a code becomes a scaled weight in one multiply-add: a scale
-    times a power of two is exact, so that nothing but the weight itself is rounded.
+    times a power of two is exact. The scale is rounded to bfloat16 first, as any that meets weights
+    there, and lies between 1e-17 and 1e17.
     """
 
     has_zeros = False

@@ -272,6 +272,8 @@ def _check_config(config: Mapping[str, Any], format: WeightFormat, where: str) -
             raise ValueError(f"{where}: {name} is {value!r}, expected a positive integer")
         elif name in POWERS_OF_TWO and value & (value - 1):
             raise ValueError(f"{where}: {name} is {value}, expected a power of two")
+    if config.get("unsplit", 0) % config.get("tile_n", 1):
+        raise ValueError(f"{where}: unsplit is {config['unsplit']}, expected a multiple of tile_n")
     if format.plane_width % config.get("width", 1):
         raise ValueError(
             f"{where}: width is {config['width']}, expected a divisor of {format.plane_width}"

@@ -126,7 +126,11 @@ def _launch(
         out_shape=jax.ShapeDtypeStruct(
             (splits, rows, columns), out_dtype if splits == 1 else jnp.float32
         ),
-        grid=(pl.cdiv(rows, config.tile_m), pl.cdiv(outputs or columns, config.tile_n), splits),
+        grid=(
+            pl.cdiv(rows, config.tile_m),
+            pl.cdiv(min(outputs or columns, columns), config.tile_n),
+            splits,
+        ),
         name=f"matmul_{weight.format.codes}",
         warps=config.warps,
         stages=config.stages,

@@ -175,8 +175,8 @@ def tile(
     if rows > (128 if is_dear else 256) and fills:
         tiles.insert(0, largest)
     elif rows > 64 and is_dear and not has_table:
-        few, many = divide(largest).steps, divide(tiles[0]).steps
-        if FEW_STEPS <= few <= many / LONGER_STEPS:
+        longer, shorter = divide(largest).steps, divide(tiles[0]).steps
+        if FEW_STEPS <= longer <= shorter / LONGER_STEPS:
             tiles.insert(0, largest)
     depths: tuple[int, ...] = (3, 2)
     lanes = widths(format)
@@ -197,7 +197,7 @@ def tile(
         (tile_m, tile_n, warps), division = sizes, divide(sizes)
         # The scale costs an operation for each output and group in the accumulator, and one for
         # every two weights otherwise. With four warps, which means `wgmma`, the compiler also loads
-        # it ahead only if it is part of an operand. Symmetric weights are scaled while decoded.
+        # it ahead only if it is part of an operand. Symmetric weights in bfloat16 take it for free.
         on_weight = can_scale_weights(format) and (tile_m >= 64 or has_table or format.symmetric)
         scaling: tables.Scaling = "weight" if on_weight else "accumulator"
         splits, unsplit, _ = division
@@ -208,7 +208,7 @@ def tile(
 
 
 class _Division(NamedTuple):
-    """How many programs share a tile, past the first channels; and steps (see `_steps`)."""
+    """How many programs share a tile past the `unsplit` channels, and what `_steps` says of it."""
 
     splits: int
     unsplit: int | None
@@ -250,7 +250,10 @@ def _divide(
 
 
 def _steps(splits: int, tiles: int, blocks: int, limits: Limits) -> float:
-    """Steps of K that the busiest multiprocessor works off, one program after another."""
+    """Steps of K that the busiest multiprocessor works off, one program after another.
+
+    What programs take to begin, and partial sums to be added, is counted in steps, too.
+    """
     rounds = -(-splits * tiles // limits.multiprocessors)
     sums = PARTIAL_SUM * tiles * splits if splits > 1 else 0
     return rounds * (-(-blocks // splits) + BEGINNING) + sums
@@ -287,6 +290,8 @@ def why_unsound(config: GemmConfig, format: WeightFormat, limits: Limits) -> str
         return reason
     if config.scaling == "weight" and not can_scale_weights(format):
         return f"{format} has no scales that can be applied to its weights"
+    if config.unsplit is not None and config.unsplit % config.tile_n:
+        return f"{config.unsplit} channels that are not split are no whole tiles of {config.tile_n}"
     if config.tile_n < 16 * config.warps:
         return f"{config.tile_n} output channels are too few for {config.warps} warps: 16 each"
     if (needed := shared_memory(config, format, limits)) > limits.shared_memory:
@@ -359,6 +364,9 @@ def candidates(
         widths(format),
     )
     configs = {center} | {GemmConfig(*fields) for fields in space}
+    if center.unsplit is not None:
+        alike = [c for c in configs if (c.tile_m, c.tile_n) == (center.tile_m, center.tile_n)]
+        configs |= {dataclasses.replace(c, unsplit=center.unsplit) for c in alike if c.splits > 1}
     sound = [config for config in configs if why_unsound(config, format, limits) is None]
     sound.sort(key=lambda config: (distance(config), str(config)))
     plans = [Plan("triton", config) for config in sound]

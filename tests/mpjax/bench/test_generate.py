@@ -63,7 +63,7 @@ def test_decoding_that_disagrees_with_reading_fails():
     rows = [generate_row(logprob_difference=value) for value in (None, 0.99, 1.0, math.nan)]
     assert len(generate.failures(rows)) == 2
     assert "W4A16KV8, batch 2: log-prob" in generate.failures(rows)[0]
-    two_bits = [generate_row(precision="W4A16KV2", logprob_difference=x) for x in (1.99, 2.0)]
+    two_bits = [generate_row(precision="W4A16KV2", logprob_difference=x) for x in (1.49, 1.5)]
     assert len(generate.failures(two_bits)) == 1
 
 

@@ -189,14 +189,15 @@ def test_a_quantised_checkpoint_keeps_its_precision(tmp_path, rng):
         pack_random(tensors, hf, name, rng)
     write_checkpoint(tmp_path, hf, tensors)
     huggingface.load(tmp_path, precision=Precision.parse("W4g32A16KV8"))
-    for text in ("W8g32A16KV8", "W4A16KV8", "W4gKA16KV8", "W16A16KV8", "W4g32symA16KV8"):
+    for text in ("W8g32A16KV8", "W4A16KV8", "W4gKA16KV8", "W16A16KV8", "W8g32symA16KV8"):
         message = f"precision is {text}, but .* is an AWQ checkpoint of W4g32 .* W4g32A16KV8, or"
         with pytest.raises(ValueError, match=message):
             huggingface.load(tmp_path, precision=Precision.parse(text))
 
 
-def test_a_symmetric_checkpoint_may_be_called_so(tmp_path, rng):
-    hf = LLAMA | {"quantization_config": GPTQ | {"sym": True}}
+@pytest.mark.parametrize("config", [AWQ, GPTQ, GPTQ | {"sym": True}])
+def test_a_checkpoint_may_be_called_symmetric_or_not(config, tmp_path, rng):
+    hf = LLAMA | {"quantization_config": config}
     tensors = random_tensors(hf, rng, np.float16)
     for name in linear_shapes(hf):
         pack_random(tensors, hf, name, rng)

@@ -35,7 +35,7 @@ def gpu(monkeypatch):
 
 def test_results_are_written_told_and_kept(gpu, tmp_path):
     path = tmp_path / "nvidia_test_1.json"
-    result = invoke(*SHAPES, "--output", tmp_path)
+    result = invoke(*SHAPES, "--formats", "uint4:g128", "--output", tmp_path)
     assert result.exit_code == 0, result.output
     assert result.stdout == (
         f"{path}: 4 measured, 0 known before\n"
@@ -62,6 +62,7 @@ def test_a_model_is_tuned_for_all_rows_in_the_own_folder(gpu, tmp_path, monkeypa
     assert result.exit_code == 0, result.output
     assert {(job.channels, job.outputs) for job in gpu} == set(tune.model_shapes("qwen3-8b"))
     assert {job.rows for job in gpu} == set(tables.BUCKETS)
+    assert {str(job.format) for job in gpu} == {"uint4:g128", "uint4:g128:sym"}
     assert (tmp_path / "nvidia_test_1.json").is_file()
 
 
@@ -89,7 +90,7 @@ def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "configurations skipped: wrong\n" in result.stdout
     assert "uint4:g128 256x64, 8 rows: no configuration worked\n" in result.stderr
-    assert result.stderr.endswith("mpjax: no configuration worked for 1 of 1 products\n")
+    assert result.stderr.endswith("mpjax: no configuration worked for 2 of 2 products\n")
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):

@@ -37,11 +37,14 @@ def test_all_words_decode_to_code_minus_zero(decode, bits, operand):
 
 
 @each_bits
-@each_operand
+@pytest.mark.parametrize(
+    ("operand", "scale_dtype"),
+    [("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float16", "float16")],
+)
 @pytest.mark.parametrize("suffix", ["", ":sym"])
-def test_all_words_decode_to_weights_that_are_rounded_once(decode, bits, operand, suffix):
-    """Scales of many magnitudes and both signs; symmetric codes are scaled as they are decoded."""
-    scales = np.float32([2e-2, 1.7e-3, -0.9, 37.0]).astype(NUMPY_DTYPES[operand])
+def test_all_words_decode_to_scaled_weights(decode, bits, operand, scale_dtype, suffix):
+    """Of many magnitudes and both signs, by a scale in the operand's dtype, rounded once."""
+    scales = np.float32([2e-2, 1.7e-3, -0.9, 37.0]).astype(NUMPY_DTYPES[scale_dtype])
     zeros = np.repeat([2 ** (bits - 1)] * len(scales), len(ALL_WORDS)).astype(np.uint16)
     words, scales = np.tile(ALL_WORDS, (len(scales), 1)), np.repeat(scales, len(ALL_WORDS))
     planes = decode(
@@ -49,12 +52,13 @@ def test_all_words_decode_to_weights_that_are_rounded_once(decode, bits, operand
         parameter_words(scales, zeros),
         format=f"uint{bits}:g32{suffix}",
         operand=operand,
-        scale_dtype=operand,
+        scale_dtype=scale_dtype,
         scaled=True,
     )
     for plane, values in enumerate(planes):
         plane_codes = (words >> (plane * bits) & (2**bits - 1)).astype(np.float32)
-        exact = (plane_codes - zeros[:, None]) * scales[:, None].astype(np.float32)
+        step = scales[:, None].astype(NUMPY_DTYPES[operand]).astype(np.float32)
+        exact = (plane_codes - zeros[:, None]) * step
         expected = exact.astype(NUMPY_DTYPES[operand]).astype(np.float32)
         np.testing.assert_array_equal(values, expected)
 

@@ -198,6 +198,7 @@ def with_plan(fields, format="uint4:g128", shape="4096x6144", rows="16"):
         (content(implementation="reference"), "implementation is 'reference'"),
         (content(implementation="dequantize"), "unknown field 'scaling'"),
         (content(tile_k=64), "unknown field 'tile_k'"),
+        (content(unsplit=100), "unsplit is 100, expected a multiple of tile_n"),
         (content(tile_m=None), "missing field 'tile_m'"),
         (content(tile_m=48), "tile_m is 48, expected a power of two"),
         (content(warps=True), "warps is True, expected a positive integer"),

@@ -113,6 +113,13 @@ def test_candidates_begin_with_the_rule_of_thumb_and_what_is_near_to_it():
     assert few == [*plans[:4], Plan("dequantize")]
 
 
+def test_candidates_split_what_the_rule_splits_in_other_ways():
+    plans = tuning.candidates(128, PACKED, 4096, 24576, H200)
+    configs = [plan.config for plan in plans if plan.config is not None]
+    assert {config.unsplit for config in configs} == {None, 16896}
+    assert len({config.splits for config in configs if config.unsplit}) > 1
+
+
 # What Triton asked for, as the compiler reported it for a GPU that had too little.
 REQUESTED = [
     ("uint4:g128", 9.0, (16, 64, 1, 2, 3), 33792),
@@ -145,6 +152,7 @@ def test_shared_memory_is_what_the_compiler_takes(text, capability, sizes, reque
         ("uint4:gK", 9.0, GemmConfig(16, 64, 1, 2, 3, "weight"), "no scales that can be applied"),
         ("liquid4:g64/int8", 9.0, GemmConfig(16, 64, 1, 2, 3, "weight"), "no scales"),
         ("uint4:g128", 9.0, GemmConfig(16, 64, 1, 8, 3), "64 output channels are too few"),
+        ("uint4:g128", 9.0, GemmConfig(16, 64, 2, 2, 3, unsplit=96), "no whole tiles of 64"),
         ("float8:gK/float8", 8.6, GemmConfig(16, 64, 1, 2, 3), "need compute capability 8.9"),
         ("uint4:g32", 9.0, GemmConfig(256, 128, 1, 8, 2, "weight"), None),
         ("uint4:g128", 9.0, GemmConfig(128, 128, 1, 8, 3), None),

@@ -125,6 +125,10 @@ def _multiply_rows(
             raise ValueError("matmul: x is quantised, but the weight has a permutation of channels")
         rows = jnp.take(rows, weight.permutation, axis=1)
         weight = dataclasses.replace(weight, permutation=None)
+    if weight.format.symmetric and rows.dtype != jnp.bfloat16:
+        # Where symmetry makes nothing cheaper, the plans of other weights are the better ones.
+        format = dataclasses.replace(weight.format, symmetric=False)
+        weight = dataclasses.replace(weight, format=format)
     name = implementation or _choose(rows, weight)
     if name not in ("triton", "dequantize", "xla", "reference"):
         raise ValueError(

@@ -296,6 +296,20 @@ def test_terms_add_up_to_the_product(rng, interpreted_triton):
     assert matmul_terms(x[:0], weight).shape == (1, 0, 3, 16)
 
 
+def test_symmetry_counts_only_where_it_is_cheaper(rng, pretend_gpu, monkeypatch):
+    weight, seen = random_weight(rng, "uint4:g128:sym", 256, 16), []
+
+    def record(rows, weight, config, dtype):
+        seen.append((str(weight.format), config))
+        return jnp.zeros((1, rows.shape[0], weight.shape[1]), dtype)
+
+    monkeypatch.setattr(triton, "matmul_terms", record)
+    for dtype in ("bfloat16", "float16"):
+        assert matmul(random_array(rng, (2, 256), dtype), weight).dtype == dtype
+    assert [text for text, _ in seen] == ["uint4:g128:sym", "uint4:g128"]
+    assert [config.scaling for _, config in seen] == ["weight", "accumulator"]
+
+
 def test_other_values_do_not_retrace(rng, trace_counter):
     multiply = trace_counter(matmul)
     compiled = jax.jit(multiply)

@@ -53,7 +53,7 @@ def convert_linear(
 def _alike(
     kernels: Sequence[jax.Array | QuantizedTensor],
 ) -> Sequence[jax.Array | QuantizedTensor]:
-    """Kernels that are symmetric only if all are, so that what is no more than that joins them."""
+    """Symmetric kernels as others are, unless all are symmetric: one product serves them all."""
     packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
     if all(kernel.format.symmetric for kernel in packed):
         return kernels

@@ -230,13 +230,13 @@ def _divide(
 
     if tile == LARGEST_TILE:  # which a multiprocessor runs one of at a time
         divisions = [_Division(size, None, _steps(size, tiles, blocks, limits)) for size in sizes]
-        height = -(-rows // tile_m)
-        width = tiles // limits.multiprocessors * limits.multiprocessors // height
-        if width:  # whole rounds first, and then what is left over
-            whole = _steps(1, width * height, blocks, limits) + BEGINNING
+        tiles_m = -(-rows // tile_m)
+        tiles_n = tiles // limits.multiprocessors * limits.multiprocessors // tiles_m
+        if tiles_n:  # of whole rounds first, and then what is left over
+            whole = _steps(1, tiles_m * tiles_n, blocks, limits) + BEGINNING
             for size in sizes[1:]:
-                steps = whole + _steps(size, tiles - width * height, blocks, limits)
-                divisions.append(_Division(size, width * tile_n, steps))
+                steps = whole + _steps(size, tiles - tiles_m * tiles_n, blocks, limits)
+                divisions.append(_Division(size, tiles_n * tile_n, steps))
         return min(divisions, key=lambda division: division.steps)
     wanted = limits.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR[tile_m] / tiles
 

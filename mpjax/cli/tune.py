@@ -26,11 +26,13 @@ Examples:
 Measures configurations of the kernels and writes the fastest into a table,
 which later processes use for such shapes on such a GPU. A checkpoint whose
 zero points are all the middle, as those of symmetric GPTQ are, is loaded in a
-format with :sym, which has plans of its own. Tables are looked up in the
-folder MPJAX_TUNED (by default mpjax/tuned in XDG_CACHE_HOME or in ~/.cache),
-then among those that come with mpjax; where both have nothing, a rule of thumb
-chooses. With MPJAX_TUNED set to nothing, that is all there is.
-`mpjax env` says which tables are in use.
+format with :sym, which has plans of its own.
+
+\b
+Tables are looked up in the folder MPJAX_TUNED (by default mpjax/tuned in
+XDG_CACHE_HOME or in ~/.cache), then among those that come with mpjax; where
+both have nothing, a rule of thumb chooses. With MPJAX_TUNED set to nothing,
+that is all there is. `mpjax env` says which tables are in use.
 
 \b
 Every result is saved as soon as it is there: interrupted, the same command

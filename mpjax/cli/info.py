@@ -40,9 +40,10 @@ def command(source: options.Source = None) -> None:
 def inspect(folder: Path) -> LanguageModel:
     """The model that loading a folder would give, with shapes in the place of arrays.
 
-    Good for `describe`, which is exact but for GPTQ's act-order: neither the permutations' bytes
-    nor maps that can't be fused because of them are in the headers. Raises CheckpointError for a
-    folder that can't be loaded.
+    Good for `describe`, which is exact but for what the tensors' values decide: the bytes of
+    GPTQ's permutations, maps that can't be fused because of them, and whether zero points are all
+    the middle, so that integers count as symmetric. Raises CheckpointError for a folder that can't
+    be loaded.
     """
     import jax
     import jax.numpy as jnp

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
+from pallas_kernels.codes import float8
 from pallas_kernels.formats import WeightFormat
 
 # Largest magnitudes below this count as zero: their reciprocals would overflow.
@@ -64,7 +64,7 @@ def quantize_activations(
             f"{channels} channels can't be split into the groups of {size} of {format}"
         )
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], channels // size, size)
-    top = 127.0 if format.activations == "int8" else LARGEST_FLOAT8
+    top = 127.0 if format.activations == "int8" else float8.LARGEST
     peaks = jnp.abs(wide).max(-1)
     peaks = jnp.where(peaks < NEARLY_ZERO, top, peaks)
     scales = peaks * (1 / top)
@@ -73,6 +73,6 @@ def quantize_activations(
         # Halves go up, as in kernels, which have no other rounding.
         values = jnp.floor(jnp.clip(scaled, -top, top) + 0.5).astype(jnp.int8)
     else:
-        values = jnp.clip(scaled, -top, top).astype(jnp.float8_e4m3fn)
+        values = float8.to_float8(scaled)
     name = jnp.dtype(x.dtype if dtype is None else dtype).name
     return QuantizedActivations(values.reshape(x.shape), scales, name)

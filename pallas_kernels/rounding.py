@@ -1,4 +1,4 @@
-"""Rounding float32 values to a 16-bit dtype, so that XLA can't leave it out."""
+"""Rounding float32 values to a narrower dtype, so that XLA can't leave it out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The float32 values of `x`, each rounded to the nearest of a floating-point `dtype`.
 
-    What casts there and back compute, and under `jit` do not: XLA removes the pair. Differentiates
-    as the identity, as casts do.
+    What casts there and back compute, and under `jit` do not: XLA removes the pair. Beyond the
+    range of a dtype without infinities (e4m3fn) it is not defined. Differentiates as the identity,
+    as casts do.
     """
     info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    exponent_bits = info.nexp
+    if info.maxexp > 2 ** (info.nexp - 1):
+        # e4m3fn has numbers where reduce_precision has infinities.
+        exponent_bits = jnp.finfo(jnp.float32).nexp
+    rounded = jax.lax.reduce_precision(x, exponent_bits, info.nmant)
     if info.nexp == jnp.finfo(jnp.float32).nexp:  # bfloat16, or float32 itself
         return rounded
-    # reduce_precision flushes float16's subnormals, which the scales of small values need, to zero.
+    # reduce_precision flushes subnormals, which the scales of small values need, to zero.
     spacing = float(info.smallest_subnormal)
     subnormal = jnp.round(x / spacing) * spacing
     return jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, rounded)

@@ -18,11 +18,17 @@ from pallas_kernels.codes.base import (
     scaled,
 )
 from pallas_kernels.formats import WeightFormat
+from pallas_kernels.rounding import narrow
 
 if TYPE_CHECKING:
     from pallas_kernels.quantized_tensor import QuantizedTensor
 
 LARGEST = 448.0  # of e4m3, which has no infinities
+
+
+def to_float8(x: jax.Array) -> jax.Array:
+    """Float32 x as float8_e4m3fn: the nearest value, or the largest for what is beyond it."""
+    return narrow(jnp.clip(x, -LARGEST, LARGEST), jnp.float8_e4m3fn)
 
 
 class Float8(CodeKind):
@@ -42,7 +48,7 @@ class Float8(CodeKind):
             peak = jnp.broadcast_to(tiles, (*tiles.shape[:2], format.group_size))
             peak = peak.reshape(len(groups), -1)[:, :outputs]
         scales = divisible(peak * (1 / LARGEST))
-        codes = jnp.clip(groups / scales[:, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+        codes = to_float8(groups / scales[:, None])
         return Quantized(codes.reshape(weight.shape), scales)
 
     def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:

@@ -58,6 +58,16 @@ def test_equals_the_oracle(text, dtype, shape, rng):
     assert found.shape == shape
 
 
+@pytest.mark.parametrize("text", ["float8:gK/float8", "float8:g128/float8"])
+def test_the_rounding_stays_in_a_program_that_reads_the_values(text):
+    """XLA removes a cast to FP8 and back on a GPU, so the rounding must be an operation itself."""
+    format = WeightFormat.parse(text)
+    lowered = jax.jit(lambda x: quantize_activations(x, format).dequantize()).lower(
+        jax.ShapeDtypeStruct((2, 256), jnp.bfloat16)
+    )
+    assert "stablehlo.reduce_precision" in lowered.as_text()
+
+
 @each_format
 def test_zeros_stay_zero_with_a_scale_of_one(text, rng):
     x = rng.standard_normal((4, 256)).astype(np.float32)

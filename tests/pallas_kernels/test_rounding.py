@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -19,6 +20,18 @@ def test_equals_casting_there_and_back(dtype, transform, rng):
     expected = values.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
     rounded = np.asarray(transform(round_to, static_argnums=1)(jnp.asarray(values), dtype))
     np.testing.assert_array_equal(rounded.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda function, **_: function])
+def test_eight_bits_without_infinities(transform, rng):
+    """All values of e4m3fn, what lies halfway between them, and what doesn't."""
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = np.sort(codes[np.isfinite(codes)])
+    values = [codes, (codes[1:] + codes[:-1]) / 2, rng.uniform(-448, 448, 1000), [1e-6, -1e-4]]
+    values = np.concatenate(values).astype(np.float32)
+    expected = values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    rounded = transform(round_to, static_argnums=1)(jnp.asarray(values), jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(np.asarray(rounded).view(np.uint32), expected.view(np.uint32))
 
 
 def test_overflows_to_infinity():

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels.backend import default_device
+
 GIGABYTE = 1e9
 
 
@@ -45,12 +47,6 @@ def require_free(needed_bytes: int, what: str, device: jax.Device | None = None)
             f"{what} needs {needed_bytes / GIGABYTE:.2f} GB on {device}, which has "
             f"{free / GIGABYTE:.2f} GB free: choose a lower precision, or free memory there"
         )
-
-
-def default_device() -> jax.Device:
-    """The device on which arrays are put by default."""
-    device = jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]
-    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
 
 
 def _available_system_bytes() -> int | None:

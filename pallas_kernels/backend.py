@@ -8,7 +8,6 @@ still ships it in 0.12; its warning is silenced here, where it is caused, and no
 from __future__ import annotations
 
 import contextvars
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,23 +47,25 @@ def warn_of_reference(operation: str, reason: str) -> None:
         )
 
 
+def default_device() -> jax.Device:
+    """The device on which arrays are put by default."""
+    device = jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]
+    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
+
+
 def on_gpu() -> bool:
-    """Whether arrays live on a CUDA GPU by default."""
-    return jax.default_backend() in ("gpu", "cuda")
+    """Whether arrays are put on a GPU by default."""
+    return default_device().platform == "gpu"
 
 
-@functools.cache
 def compute_capability() -> float | None:
-    """Compute capability of the first CUDA device, or None where there is no GPU."""
-    if not on_gpu():
-        return None
-    return float(jax.devices()[0].compute_capability)
+    """Compute capability of the default device, or None where it is no GPU."""
+    return float(default_device().compute_capability) if on_gpu() else None
 
 
-@functools.cache
 def multiprocessors() -> int:
-    """Streaming multiprocessors of the first GPU (132, an H200's, where there is no GPU)."""
-    return int(jax.devices()[0].core_count) if on_gpu() else 132
+    """Streaming multiprocessors of the default device (132, an H200's, where it is no GPU)."""
+    return int(default_device().core_count) if on_gpu() else 132
 
 
 def shared_memory(capability: float) -> int:
@@ -76,15 +77,18 @@ def why_triton_cannot_run() -> str | None:
     """The reason why Triton kernels can't run on the default device, or None if they can."""
     capability = compute_capability()
     if capability is None:
-        return f"the default device is {jax.default_backend()!r}, and Triton needs a CUDA GPU"
+        return f"the default device is {default_device().platform!r}, and Triton needs a CUDA GPU"
     if capability < MINIMUM_COMPUTE_CAPABILITY:
         return f"compute capability {capability} is below {MINIMUM_COMPUTE_CAPABILITY}"
     return None
 
 
-def why_not_float8() -> str | None:
-    """The reason why kernels on the default device can't hold FP8 values, or None if they can."""
-    capability = compute_capability()
+def why_not_float8(capability: float | None = None) -> str | None:
+    """The reason why kernels can't hold FP8 values, or None if they can.
+
+    capability: a GPU's; that of the default device unless given.
+    """
+    capability = capability or compute_capability()
     if capability is None or capability >= FLOAT8_COMPUTE_CAPABILITY:
         return None
     return f"FP8 came with compute capability {FLOAT8_COMPUTE_CAPABILITY}; this is {capability}"

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import jax
-
+from pallas_kernels import backend
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import GemmConfig, Plan
 
@@ -79,7 +78,7 @@ def bucket(rows: int) -> int:
 
 def current_device() -> str:
     """The default device as JAX names its kind."""
-    return jax.devices()[0].device_kind
+    return backend.default_device().device_kind
 
 
 def file_name(device: str) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from mpjax.memory import DeviceMemoryError, default_device, free_bytes, require_free
+from mpjax.memory import DeviceMemoryError, free_bytes, require_free
 
 
 @dataclasses.dataclass
@@ -42,11 +42,3 @@ def test_the_cpu_has_what_the_system_has():
     assert 10**6 < (free_bytes(jax.devices("cpu")[0]) or 0) < 10**15
     with pytest.raises(MemoryError, match=r"needs 1000000000\.00 GB on"):
         require_free(10**18, "loading", jax.devices("cpu")[0])
-
-
-def test_default_device():
-    assert default_device() == jax.devices()[0]
-    with jax.default_device(jax.devices("cpu")[0]):
-        assert default_device() == jax.devices("cpu")[0]
-    with jax.default_device("cpu"):
-        assert default_device() == jax.devices("cpu")[0]

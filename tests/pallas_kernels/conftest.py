@@ -22,14 +22,11 @@ from tests.pallas_kernels import ptx
 
 
 @pytest.fixture(autouse=True)
-def without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests without the mark `gpu` run on the CPU, and choose as there, also beside a GPU."""
     if jax.default_backend() == "cpu" or request.node.get_closest_marker("gpu"):
         yield
         return
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    monkeypatch.setattr(backend, "compute_capability", lambda: None)
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ def machine(monkeypatch):
     """`machine(platform, capability)` pretends to be another machine."""
 
     def pretend(platform: str, capability: float | None) -> None:
-        monkeypatch.setattr(jax, "default_backend", lambda: platform)
-        monkeypatch.setattr(backend, "compute_capability", lambda: capability)
+        device = SimpleNamespace(
+            platform=platform, compute_capability=str(capability), core_count=78
+        )
+        monkeypatch.setattr(backend, "default_device", lambda: device)
 
     return pretend
 
@@ -27,6 +30,7 @@ def machine(monkeypatch):
 def test_without_a_gpu(machine):
     machine("cpu", None)
     assert not backend.on_gpu()
+    assert (backend.compute_capability(), backend.multiprocessors()) == (None, 132)
     assert backend.why_triton_cannot_run() == (
         "the default device is 'cpu', and Triton needs a CUDA GPU"
     )
@@ -42,6 +46,7 @@ def test_with_an_old_gpu(machine):
 def test_with_a_gpu_since_ampere(machine, capability):
     machine("gpu", capability)
     assert backend.why_triton_cannot_run() is None
+    assert (backend.compute_capability(), backend.multiprocessors()) == (capability, 78)
 
 
 def test_eight_bit_arrays_that_offsets_cannot_count():
@@ -49,13 +54,21 @@ def test_eight_bit_arrays_that_offsets_cannot_count():
     assert "2147483648 elements" in str(backend.why_too_large(2**31))
 
 
-def test_this_machine():
-    if jax.default_backend() == "gpu":
-        assert backend.multiprocessors() > 0
-        assert (backend.compute_capability() or 0) > 5
-    else:
-        assert backend.multiprocessors() == 132
-        assert backend.compute_capability() is None
+def test_default_device():
+    """It is asked for at every call: a program may put a model on the CPU beside a GPU."""
+    cpu = jax.devices("cpu")[0]
+    for chosen in (cpu, "cpu"):
+        with jax.default_device(chosen):
+            assert backend.default_device() == cpu
+            assert not backend.on_gpu()
+            assert backend.compute_capability() is None
+
+
+@pytest.mark.gpu
+def test_this_gpu():
+    assert backend.on_gpu()
+    assert backend.multiprocessors() > 0
+    assert (backend.compute_capability() or 0) > 5
 
 
 def test_unsupported_is_a_value_error():
@@ -229,7 +242,7 @@ def test_kernels_let_the_next_one_be_launched_early(capability, machine, lower_f
             interpret=interpret,
         )
 
-    machine("gpu", capability)
+    machine("cpu" if capability is None else "gpu", capability)
     module = lower_for_cuda(jax.jit(lambda: numbers(interpret=False)))
     assert ("griddepcontrol.launch_dependents" in module) == (capability == 9.0)
     machine("cpu", None)

@@ -23,6 +23,8 @@ from mpjax.loading import find_folder
 from pallas_kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
 from pallas_kernels.gemm import tables, tuning
 from pallas_kernels.gemm.config import Plan
+from pallas_kernels.gemm.heuristic import heuristic
+from pallas_kernels.gemm.limits import current_limits
 from pallas_kernels.gemm.shapes import MODELS
 
 GATE = 8e-3  # mean error over mean magnitude that a plan may have, in bfloat16
@@ -87,8 +89,8 @@ class Outcome:
     @property
     def heuristic_microseconds(self) -> float | None:
         """The time of the plan that runs without a table, which is always tried."""
-        job, limits = self.job, tuning.current_limits()
-        plan = tuning.heuristic(job.rows, job.format, job.channels, job.outputs, limits)
+        job, limits = self.job, current_limits()
+        plan = heuristic(job.rows, job.format, job.channels, job.outputs, limits)
         return next((trial.microseconds for trial in self.trials if trial.plan == plan), None)
 
 
@@ -199,7 +201,7 @@ def run(
 def candidates(job: Job) -> list[Plan]:
     """The plans to try on this GPU."""
     most = CANDIDATES if job.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
-    limits = tuning.current_limits()
+    limits = current_limits()
     return tuning.candidates(job.rows, job.format, job.channels, job.outputs, limits, most)
 
 

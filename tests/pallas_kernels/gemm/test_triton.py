@@ -14,6 +14,8 @@ from pallas_kernels import QuantizedTensor, WeightFormat, arithmetic, backend
 from pallas_kernels.activations import QuantizedActivations, quantize_activations
 from pallas_kernels.gemm import shapes, triton, tuning
 from pallas_kernels.gemm.config import GemmConfig
+from pallas_kernels.gemm.heuristic import fused_config
+from pallas_kernels.gemm.limits import can_scale_weights, current_limits
 from pallas_kernels.quantized_tensor import replace_scales
 from tests.pallas_kernels.gemm.weights import (
     ALL_FORMATS,
@@ -326,8 +328,8 @@ def test_any_configuration_lowers(text, scaling, width, lower_for_cuda):
 def gpu_config(rows: int, weight: QuantizedTensor) -> GemmConfig:
     """Sums scaled for few rows and weights for many; both, for 17 and 32."""
     format = weight.format
-    config = tuning.tile(rows, format, *weight.shape, tuning.current_limits())
-    if not tuning.can_scale_weights(format) or format.symmetric or rows >= 64:
+    config = fused_config(rows, format, *weight.shape, current_limits())
+    if not can_scale_weights(format) or format.symmetric or rows >= 64:
         return config
     return dataclasses.replace(config, scaling="weight" if rows == 17 else "accumulator")
 

@@ -105,6 +105,16 @@ class WeightFormat:
         suffix = f"/{self.activations}" if self.activations else ""
         return f"{self.codes}:g{group}" + (":sym" if self.symmetric else "") + suffix
 
+    def require_matrix(self, shape: tuple[int, ...]) -> None:
+        """Raises ValueError for a shape that is not [K, N], or whose K is no whole groups."""
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(f"the shape is {shape}; {self} is the format of a matrix [K, N]")
+        if self.group_size is not None and shape[0] % self.group_size:
+            raise ValueError(
+                f"{shape[0]} input channels can't be split into groups of {self.group_size}; "
+                "choose a group size that divides them, or gK for one group"
+            )
+
     @property
     def is_packed(self) -> bool:
         """Whether weights of this format are QuantizedTensors rather than plain arrays."""

@@ -37,18 +37,11 @@ def quantize(weight: jax.Array, format: WeightFormat, *, table: jax.Array | None
 def _quantize(
     weight: jax.Array, format: WeightFormat, table: jax.Array | None
 ) -> QuantizedTensor | jax.Array:
-    if weight.ndim != 2:
-        raise ValueError(f"quantize expects a matrix [K, N], got shape {weight.shape}")
+    format.require_matrix(weight.shape)
     if table is not None and not format.codes.startswith("table"):
         raise ValueError(f"{format} has no table: leave `table` out, or choose a table format")
     if not format.is_packed:
         return weight.astype(format.codes)
-    channels = weight.shape[0]
-    if format.group_size is not None and channels % format.group_size:
-        raise ValueError(
-            f"{channels} input channels can't be split into groups of {format.group_size}; "
-            "choose a group size that divides them, or gK for one group"
-        )
     values = weight.astype(jnp.float32)
     if table is None:
         found = code_kinds.of(format).quantize(values, format)

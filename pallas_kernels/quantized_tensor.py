@@ -90,7 +90,6 @@ class QuantizedTensor:
         return values.astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames="format")
 def pack(
     codes: jax.Array,
     scales: jax.Array,
@@ -111,9 +110,27 @@ def pack(
         `liquid4`; None for the others, and for symmetric codes, which all have 2**(bits − 1).
     permutation, channel_scales, table: see QuantizedTensor.
 
-    Raises ValueError where a shape or a dtype does not fit.
+    Raises ValueError where a shape or a dtype does not fit, or codes or zero points are too large:
+    these are looked at where they are known, which they are not under `jit`.
     """
     _check(codes, scales, zeros, format, permutation, channel_scales, table)
+    if code_kinds.of(format).code_dtype == jnp.uint8:
+        _check_values("codes", codes, 2**format.bits - 1)
+    if zeros is not None and format.codes.startswith("uint"):
+        _check_values("zeros", zeros, 2**format.bits)
+    return _pack(codes, scales, zeros, format, permutation, channel_scales, table)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _pack(
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    format: WeightFormat,
+    permutation: jax.Array | None,
+    channel_scales: jax.Array | None,
+    table: jax.Array | None,
+) -> QuantizedTensor:
     padding = -codes.shape[0] % format.block
     codes = jnp.pad(codes, ((0, padding), (0, 0)))
     if scales.dtype == jnp.float32:
@@ -230,19 +247,13 @@ def _check(
 ) -> None:
     if not format.is_packed:
         raise ValueError(f"{format} is not packed: a plain array needs no packing")
+    format.require_matrix(codes.shape)
     kind = code_kinds.of(format)
-    if codes.ndim != 2:
-        raise ValueError(f"codes have shape {codes.shape}; expected a matrix [K, N]")
     unsigned = kind.code_dtype == jnp.uint8 and jnp.issubdtype(codes.dtype, jnp.unsignedinteger)
     if not unsigned and codes.dtype != kind.code_dtype:
         expected = "unsigned integers" if kind.code_dtype == jnp.uint8 else kind.code_dtype
         raise ValueError(f"codes have dtype {codes.dtype}; expected {expected}")
     channels, outputs = codes.shape
-    if format.group_size is not None and channels % format.group_size:
-        raise ValueError(
-            f"{channels} input channels can't be split into groups of {format.group_size}; "
-            "choose a group size that divides them, or gK for one group"
-        )
     groups = format.groups(channels), outputs
     wanted = {
         "scales": (scales, groups),
@@ -259,3 +270,11 @@ def _check(
         raise ValueError(
             f"scales have dtype {scales.dtype}; expected {' or '.join(kind.scale_dtypes)}"
         )
+
+
+def _check_values(name: str, array: jax.Array, largest: int) -> None:
+    if isinstance(array, jax.core.Tracer) or not jnp.issubdtype(array.dtype, jnp.integer):
+        return
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > largest:
+        raise ValueError(f"{name} are {low} to {high}; expected 0 to {largest}")

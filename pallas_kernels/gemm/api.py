@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import backend
 from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.gemm import dequantize, reference, triton, tuning, xla
-from pallas_kernels.gemm.config import Implementation, Plan
+from pallas_kernels.gemm.config import Implementation
 from pallas_kernels.gemm.gradient import differentiable
 from pallas_kernels.quantized_tensor import QuantizedTensor, replace_scales
 from pallas_kernels.rowwise.api import quantize_rows
@@ -61,7 +61,12 @@ def matmul(
         raise ValueError("matmul: x is quantised, but the weight is a plain array")
     if scales is not None:
         raise ValueError("matmul: there are scales, but the weight is a plain array")
-    return jnp.dot(x, weight, preferred_element_type=out_dtype)
+    if implementation is not None:
+        raise ValueError(
+            f"matmul: implementation is {implementation!r}, but the weight is a plain array, "
+            "whose product is XLA's: leave it out"
+        )
+    return jnp.dot(x, weight, preferred_element_type=_out_dtype(x, out_dtype))
 
 
 def matmul_terms(
@@ -79,7 +84,7 @@ def matmul_terms(
     if not isinstance(weight, QuantizedTensor):
         raise ValueError("matmul_terms: the weight is a plain array; use matmul")
     _check_channels(x, weight)
-    if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jnp.floating):
+    if not isinstance(x, QuantizedActivations) and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"matmul: x is {x.dtype}; expected floating point beside a packed weight")
     dtype = _out_dtype(x, out_dtype)
     outputs = *x.shape[:-1], weight.shape[1]
@@ -147,17 +152,11 @@ def _multiply_rows(
         return xla.matmul(rows, weight, dtype)[None]
     if name == "dequantize":
         return dequantize.matmul(rows, weight, dtype)[None]
-    plan = _plan(rows, weight)
-    config = plan.config or tuning.configure(rows.shape[0], weight)
-    return triton.matmul_terms(rows, weight, config, dtype)
-
-
-def _plan(rows: jax.Array | QuantizedActivations, weight: QuantizedTensor) -> Plan:
-    return tuning.plan(rows.shape[0], weight)
+    return triton.matmul_terms(rows, weight, tuning.configure(rows.shape[0], weight), dtype)
 
 
 def _choose(rows: jax.Array | QuantizedActivations, weight: QuantizedTensor) -> Implementation:
-    name = _plan(rows, weight).implementation
+    name = tuning.plan(rows.shape[0], weight).implementation
     if not (reason := _why_not(name, rows, weight)):
         return name
     backend.warn_of_reference("matmul", reason)

@@ -52,11 +52,13 @@ def _backward(
         tensor = dataclasses.replace(weight, channel_scales=channel_scales, table=table)
         return tensor.dequantize(jnp.float32, scales=scales)
 
+    of_weight = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight)
+    if scales is None and weight.channel_scales is None and weight.table is None:
+        return of_x, of_weight, None
     # What nobody asks for, the compiler leaves out.
     of_matrix = jnp.einsum("mk,mn->kn", x, gradient, preferred_element_type=jnp.float32)
     _, pull = jax.vjp(dense, scales, weight.channel_scales, weight.table)
     of_scales, of_channel_scales, of_table = pull(of_matrix)
-    of_weight = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight)
     of_weight = dataclasses.replace(of_weight, channel_scales=of_channel_scales, table=of_table)
     return of_x, of_weight, of_scales
 

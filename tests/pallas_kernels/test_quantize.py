@@ -360,8 +360,10 @@ def test_sixteen_bit_formats_cast(dtype):
 @pytest.mark.parametrize(
     ("shape", "text", "table", "message"),
     [
-        ((64,), "uint4:g32", None, r"expects a matrix \[K, N\], got shape \(64,\)"),
-        ((2, 64, 4), "int8", None, r"expects a matrix \[K, N\], got shape \(2, 64, 4\)"),
+        ((64,), "uint4:g32", None, r"shape is \(64,\); uint4:g32 is the format of a matrix"),
+        ((2, 64, 4), "int8", None, r"shape is \(2, 64, 4\); int8:gK/int8 is"),
+        ((0, 4), "uint4:gK", None, r"shape is \(0, 4\); uint4:gK is the format of a matrix"),
+        ((64, 0), "float8:gK", None, r"shape is \(64, 0\); float8:gK is the format of a matrix"),
         ((100, 4), "uint4:g32", None, "100 input channels can't be split into groups of 32"),
         ((96, 4), "liquid4:g64", None, "96 input channels can't be split into groups of 64"),
         ((192, 4), "float8:g128", None, "192 input channels can't be split into groups of 128"),

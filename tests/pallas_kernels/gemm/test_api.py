@@ -96,6 +96,8 @@ def test_integers_are_refused(rng):
     weight = random_weight(rng, "uint4:g32", 64, 10)
     with pytest.raises(ValueError, match="x is int32; expected floating point"):
         matmul(jnp.ones((2, 64), jnp.int32), weight)
+    with pytest.raises(ValueError, match="x is int32; expected floating point"):
+        matmul(np.ones((2, 64), np.int32), weight)  # type: ignore[arg-type]
 
 
 def test_unknown_implementations_are_refused(rng):
@@ -136,6 +138,14 @@ def test_what_a_plain_weight_has_no_use_for_is_refused():
         matmul(int8_rows((2, 1)), plain)
     with pytest.raises(ValueError, match="there are scales, but the weight is a plain array"):
         matmul(jnp.ones((2, 128)), plain, scales=jnp.ones((1, 10)))
+    with pytest.raises(ValueError, match="implementation is 'triton', but the weight is a plain"):
+        matmul(jnp.ones((2, 128)), plain, implementation="triton")
+
+
+def test_a_plain_product_has_the_dtype_of_x():
+    with jax.numpy_dtype_promotion("standard"):
+        product = matmul(jnp.ones((2, 128), jnp.bfloat16), jnp.ones((128, 10)))
+    assert product.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("implementation", ["triton", "dequantize"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,16 +12,48 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("adapters.py", "step 23: loss"),
-        ("generate.py", "--- sampled"),
-        ("kernels.py", "uint4:g128"),
-        ("modules.py", "the sequences have [17, 10] tokens"),
-    ],
-)
-def test_example(name, shown, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [name])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    assert shown in capsys.readouterr().out
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    """`printed(name)` runs an example, and gives what it prints."""
+
+    def run(name: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def percentages(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"([\d.]+)%", text)]
+
+
+def test_adapters(printed):
+    losses = [float(number) for number in re.findall(r"loss ([\d.]+)", printed("adapters.py"))]
+    assert len(losses) == 7
+    assert losses[-1] < losses[0] / 2
+
+
+def test_generate(printed):
+    _, *texts = re.split(r"--- (?:greedy|sampled)\n", printed("generate.py"))
+    assert [text.startswith("def __init__(self, ") for text in texts] == [True, True, False, False]
+    assert all(text.startswith("import os\nimport ") for text in texts[2:])
+
+
+def test_kernels(printed):
+    text = printed("kernels.py")
+    assert "1048576 bytes become 278528" in text
+    [error] = percentages(text)
+    assert 5 < error < 15  # of rounding normal values to four bits
+    assert "(2, 1, 8, 64)" in text
+
+
+def test_modules(printed):
+    assert "the sequences have [17, 10] tokens" in printed("modules.py")
+
+
+def test_paged_attention(printed):
+    text = printed("paged_attention.py")
+    assert text.count("[164, 101] tokens") == 2
+    eight, four = percentages(text)
+    assert 0 < eight < 2 < four < 20

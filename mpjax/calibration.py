@@ -72,10 +72,9 @@ def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> jax.Array:
     """Of keys and values of the first `count` tokens: float32 [layers, 2, KV heads, head dim]."""
     cache = model.create_cache(1, tokens.shape[1], KVFormat())
     _, cache = model.step(tokens, count[None], cache, fresh=True)
-    dtype = jnp.dtype(model.config.dtype)
 
     def largest(pages: KVPages) -> jax.Array:
-        sides = jnp.stack(gather(pages, cache.block_tables, dtype))
+        sides = jnp.stack(gather(pages, cache.block_tables))
         real = (jnp.arange(sides.shape[2]) < count)[:, None, None]
         return jnp.where(real, jnp.abs(sides), 0.0).max((1, 2))  # [2, KV heads, head dim]
 

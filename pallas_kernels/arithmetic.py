@@ -9,23 +9,58 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
+from pallas_kernels.rounding import round_to
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Parts of 12 bits whose sum is x: products of two such parts need no rounding (Dekker)."""
+    high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11)
+    return high, x - high
+
+
+def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """float32 division, correctly rounded wherever a 16-bit dtype holds the denominator.
+
+    Others may be a unit in the last place off, a few times in a million. XLA's own division may be
+    two off on a GPU, which moves codes at ties.
+    """
+    quotient = jnp.divide(numerator, denominator)
+    (high, low), (large, small) = _halves(quotient), _halves(denominator)
+    remainder = numerator - high * large - high * small - low * large - low * small
+    corrected = quotient + jnp.divide(remainder, denominator)
+    return jnp.where(jnp.isinf(quotient), quotient, corrected)
 
 
 class Arithmetic(NamedTuple):
     """The same operations for kernels and for their interpretation as plain JAX.
 
-    multiply_add(a, b, c): a · b + c, broadcast. narrow(x, dtype): float32 in 16 bits.
+    multiply_add(a, b, c): a · b + c, broadcast. narrow(x, dtype): float32 in 16 bits. divide:
+    correctly rounded. round(x, dtype): float32 to the precision of 16 bits.
     """
 
     multiply_add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     exp2: Callable[[jax.Array], jax.Array]
     reciprocal: Callable[[jax.Array], jax.Array]
     narrow: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
+    divide: Callable[[jax.Array, jax.Array], jax.Array]
+    round: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
 
 
-PTX = Arithmetic(backend.multiply_add, backend.exp2, backend.reciprocal, backend.narrow)
+PTX = Arithmetic(
+    backend.multiply_add,
+    backend.exp2,
+    backend.reciprocal,
+    backend.narrow,
+    backend.divide,
+    lambda x, dtype: x.astype(dtype).astype(jnp.float32),
+)
 PLAIN = Arithmetic(
-    lambda a, b, c: a * b + c, jnp.exp2, lambda x: 1 / x, lambda x, dtype: x.astype(dtype)
+    lambda a, b, c: a * b + c,
+    jnp.exp2,
+    lambda x: 1 / x,
+    lambda x, dtype: x.astype(dtype),
+    divide,
+    round_to,
 )
 
 

@@ -39,14 +39,6 @@ class UnsupportedError(ValueError):
     """An implementation was asked for something that it cannot do; the message says what."""
 
 
-def warn_of_reference(operation: str, reason: str) -> None:
-    """Says, on a GPU, that an operation runs as plain JAX there, and why."""
-    if on_gpu():
-        warnings.warn(
-            f"{operation} runs as plain JAX on this GPU, which is slow: {reason}", stacklevel=3
-        )
-
-
 def default_device() -> jax.Device:
     """The device on which arrays are put by default."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]

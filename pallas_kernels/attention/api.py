@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Literal, TypedDict
 
 import jax
@@ -11,8 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.attention import gathered, reference, triton, tuning
+from pallas_kernels.implementation import choose, warn, warn_of_reference
 from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache.api import HEAD_DIMS, why_not_triton
+from pallas_kernels.kv_cache.api import HEAD_DIMS, check_places, why_not_triton
 from pallas_kernels.kv_cache.cache import PAGE_SIZES, KVPages
 from pallas_kernels.kv_cache.formats import KVFormat
 
@@ -43,7 +43,7 @@ def paged_attention(
     pages, block_tables: one layer of the cache, after `append`.
     starts, counts: int32 [batch], as given to `append`: starts[b] + counts[b] keys count, and
         rows past counts[b], or packed ones past the last sequence, are padding whose output means
-        nothing.
+        nothing. What stands behind them in pages of the table must be finite (KVPages).
     scale: of the scores, positive; 1/√(head dim) by default.
     window: how many keys a query sees, itself included (sliding window); None for all.
     softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2); None for none.
@@ -59,10 +59,14 @@ def paged_attention(
     query heads of its group; long sequences are split over programs (FlashDecoding). Where many
     tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
     cuDNN (`gathered`), up to 1 GiB of keys and values, if JAX has what that takes; the kernel
-    attends else. Raises ValueError for shapes that don't fit, and UnsupportedError, with the
-    reason, where a forced implementation can't run.
+    attends else. It takes queries in the dtype of the scales that pages keep
+    (KVPages.parameter_dtype); others go to the reference, with a warning. Raises ValueError for
+    shapes that don't fit, and UnsupportedError, with the reason, where a forced implementation
+    can't run.
     """
-    _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, softcap, sinks)
+    _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, window, softcap, sinks)
+    batch = len(queries) if queries.ndim == 4 else None
+    check_places("paged_attention", pages, block_tables, starts, counts, batch)
     if longest is not None and longest < 1:
         raise ValueError(f"paged_attention: longest is {longest}: expected a number of tokens")
     if queries.size == 0:
@@ -72,25 +76,21 @@ def paged_attention(
     why_not_cudnn = gathered.why_not(queries, pages, block_tables)
     if any(mask is not None for mask in masks.values()):
         why_not_cudnn = "it knows no window, softcap or sinks"
-    if implementation is None:
-        is_long = queries.shape[-3] >= gathered.LEAST_TOKENS
-        implementation = "cudnn" if is_long and why_not_cudnn is None else "triton"
-        if is_long and why_not_cudnn and why_not_cudnn == gathered.why_never() and backend.on_gpu():
-            warnings.warn(f"long prompts over a cache take longer: {why_not_cudnn}", stacklevel=2)
-        if reason := _why_not_triton(queries, pages):
-            backend.warn_of_reference("paged_attention", reason)
-            implementation = "reference"
+    is_long = queries.shape[-3] >= gathered.LEAST_TOKENS
+    default = "cudnn" if is_long and why_not_cudnn is None else "triton"
+    is_never = why_not_cudnn is not None and why_not_cudnn == gathered.why_never()
+    if implementation is None and is_long and is_never and backend.on_gpu():
+        warn(f"long prompts over a cache take longer: {why_not_cudnn}")
+    implementation = choose(
+        "paged_attention",
+        implementation,
+        default,
+        ("triton", "cudnn", "reference"),
+        lambda name: why_not_cudnn if name == "cudnn" else _why_not_triton(queries, pages),
+    )
     arguments = (queries, pages, block_tables, starts, counts)
     if implementation == "reference":
         return reference.paged_attention(*arguments, scale=scale, transformed=transformed, **masks)
-    if implementation not in ("triton", "cudnn"):
-        raise ValueError(
-            f"paged_attention: unknown implementation {implementation!r}: "
-            "expected triton, cudnn or reference"
-        )
-    reason = why_not_cudnn if implementation == "cudnn" else _why_not_triton(queries, pages)
-    if reason:
-        raise backend.UnsupportedError(f"paged_attention: {implementation!r} can't run: {reason}")
     if pages.format.key_codes.hadamard and not transformed:
         queries = hadamard.transform(queries)
     arguments = (queries, *arguments[1:])
@@ -126,15 +126,26 @@ def prefill_attention(
     Returns the shape and dtype of the queries. Raises ValueError for shapes that don't fit, and
     UnsupportedError, with the reason, where a forced implementation can't run.
     """
-    _check(queries, (4,), keys.shape[2], keys.shape[3], scale, softcap, sinks)
+    if keys.ndim != 4 or keys.shape != values.shape or keys.shape[:2] != queries.shape[:2]:
+        raise ValueError(
+            f"attention: keys of shape {keys.shape} and values of shape {values.shape} must be "
+            f"[batch, tokens, KV heads, head dim], of as many tokens as queries {queries.shape}"
+        )
+    _check(queries, (4,), keys.shape[2], keys.shape[3], scale, window, softcap, sinks)
     if queries.size == 0:
         return jnp.zeros_like(queries)
     scale = scale if scale is not None else 1 / math.sqrt(queries.shape[-1])
     if window is not None and window >= queries.shape[1]:
         window = None  # wider than the prompt: no different, and faster
     masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
-    if implementation is None:
-        implementation = _choose_prefill(queries, is_plain=softcap is None and sinks is None)
+    is_plain = softcap is None and sinks is None
+    implementation = choose(
+        "prefill_attention",
+        implementation or _choose_prefill(queries, is_plain=is_plain),
+        "reference",
+        ("cudnn", "triton", "xla", "reference"),
+        lambda name: None if is_plain or name == "triton" else "it has no softcap and no sinks",
+    )
     batch, tokens = queries.shape[:2]
     if implementation == "reference":
         positions = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
@@ -152,15 +163,6 @@ def prefill_attention(
             scale=scale,
             implementation="triton",
             **masks,
-        )
-    if implementation not in ("cudnn", "xla"):
-        raise ValueError(
-            f"prefill_attention: unknown implementation {implementation!r}: "
-            "expected cudnn, triton, xla or reference"
-        )
-    if softcap is not None or sinks is not None:
-        raise backend.UnsupportedError(
-            f"prefill_attention: {implementation!r} can't run: it has no softcap and no sinks"
         )
     with jax.numpy_dtype_promotion("standard"):  # its XLA implementation relies on promotion
         return jax.nn.dot_product_attention(
@@ -195,7 +197,7 @@ def _choose_prefill(
         "cuDNN takes 16-bit heads of a multiple of 8 up to 128, without softcap and sinks, and "
         f"Triton 16-bit heads of {HEAD_DIMS}, not {queries.dtype} of {dim}"
     )
-    backend.warn_of_reference("prefill_attention", reason)
+    warn_of_reference("prefill_attention", reason)
     return "xla" if is_plain else "reference"
 
 
@@ -217,6 +219,11 @@ def _as_pages(keys: jax.Array, values: jax.Array) -> tuple[KVPages, jax.Array]:
 def _why_not_triton(queries: jax.Array, pages: KVPages) -> str | None:
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {queries.dtype}, expected bfloat16 or float16"
+    if pages.parameter_dtype not in (None, queries.dtype.name):
+        return (
+            f"the pages hold {pages.parameter_dtype} scales and queries are {queries.dtype}: "
+            f"create the cache with dtype='{queries.dtype}'"
+        )
     return why_not_triton(pages)
 
 
@@ -226,15 +233,19 @@ def _check(
     kv_heads: int,
     head_dim: int,
     scale: float | None,
+    window: int | None,
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> None:
-    *_, heads, dim = queries.shape
+    heads, dim = (1, *queries.shape)[-2:] if queries.ndim else (1, 1)
     if queries.ndim not in ranks or heads % kv_heads or dim != head_dim:
+        packed = f", or packed [tokens, query heads, {head_dim}]," if 3 in ranks else ""
         raise ValueError(
             f"attention: queries of shape {queries.shape} must be [batch, tokens, query heads, "
-            f"{head_dim}] with query heads a multiple of the {kv_heads} KV heads"
+            f"{head_dim}]{packed} with query heads a multiple of the {kv_heads} KV heads"
         )
+    if window is not None and window < 1:
+        raise ValueError(f"attention: window is {window}: expected a number of keys, or None")
     if scale is not None and scale <= 0:
         raise ValueError(f"attention: scale is {scale}: expected a positive number, or None")
     if softcap is not None and softcap <= 0:

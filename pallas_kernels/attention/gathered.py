@@ -25,7 +25,7 @@ except ImportError:  # pragma: no cover
 
 LEAST_TOKENS = 512  # fewer don't pay for writing the cache out
 MOST_SCRATCH_BYTES = 1 << 30
-MOST_CHANNELS = 128  # of a head
+CHANNELS_AT_ONCE, MOST_CHANNELS = 8, 128  # of a head
 
 # Queries [batch, tokens, heads, dim], keys and values, how many of these are seen, by sequence, or
 # None for causality, and the scale; gives the result and ln of the sums, float32 [batch, tokens,
@@ -42,11 +42,14 @@ def why_not(queries: jax.Array, pages: KVPages, block_tables: jax.Array) -> str 
     if reason := why_never():
         return reason
     if not backend.on_gpu():
-        return f"the default device is {jax.default_backend()!r}, and cuDNN needs a CUDA GPU"
+        platform = backend.default_device().platform
+        return f"the default device is {platform!r}, and cuDNN needs a CUDA GPU"
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {queries.dtype}, expected bfloat16 or float16"
-    if pages.head_dim > MOST_CHANNELS:
-        return f"heads have {pages.head_dim} channels, more than {MOST_CHANNELS}"
+    if (dim := pages.head_dim) > MOST_CHANNELS or dim % CHANNELS_AT_ONCE:
+        return (
+            f"heads of {dim} channels are no multiple of {CHANNELS_AT_ONCE} up to {MOST_CHANNELS}"
+        )
     if (needed := scratch_bytes(pages, block_tables)) > MOST_SCRATCH_BYTES:
         return f"the cache would fill {needed} bytes, more than {MOST_SCRATCH_BYTES}"
     return None
@@ -101,7 +104,7 @@ def paged_attention(
     largest = float(jnp.finfo(dtype).max)
     keys, values = (
         jnp.clip(x, -largest, largest).astype(dtype)
-        for x in kv_cache.gather(pages, block_tables, dtype, starts + counts, transformed=True)
+        for x in kv_cache.gather(pages, block_tables, starts + counts, transformed=True)
     )  # [batch, capacity, KV heads, dim]
     # Past the capacity are only keys of padding, which no real token sees.
     place = jnp.minimum(starts[:, None] + jnp.arange(tokens), keys.shape[1] - 1)

@@ -110,6 +110,7 @@ def attend(
     place_of_row = first_token + row // group, head * group + row % group
     position = start + row // group  # [rows]
     limit = jnp.minimum(position, source.end - 1)  # the last visible key
+    last_entry = jnp.maximum(source.end - 1, 0) // page_size  # of the block table, in use
 
     def locate_rows(part: Part) -> tuple[tuple[jax.Array, ...], jax.Array]:
         channel, mask = part.channels()
@@ -197,7 +198,7 @@ def attend(
         """One tile of keys. is_whole: that every row sees all of them."""
         accumulators, zero_sum, peak, total = carry
         tile = first_tile + index * source.programs
-        place = tiles.locate(tile, size, page_size, source.block_tables, batch, page)
+        place = tiles.locate(tile, size, page_size, source.block_tables, batch, last_entry, page)
         group = tile * size % page_size // (pages.format.group or page_size)
         fetch = functools.partial(
             tiles.operands, head=head, place=place, dtype=dtype, group=group, ptx=ptx
@@ -260,7 +261,7 @@ def attend(
         def some(number: jax.Array, carry: Any) -> Any:
             begin = first + number * tiles.LOOKED_UP
             own = first_tile + (begin + jnp.arange(tiles.LOOKED_UP)) * source.programs
-            pages = tiles.look_up(own, size, page_size, source.block_tables, batch)
+            pages = tiles.look_up(own, size, page_size, source.block_tables, batch, last_entry)
             return jax.lax.fori_loop(
                 begin,
                 jnp.minimum(begin + tiles.LOOKED_UP, last),

@@ -82,7 +82,7 @@ def paged_attention(
         starts = starts[rows] + tokens.number
         counts = tokens.is_real.astype(counts.dtype)
         queries = queries[:, None]
-    keys, values = kv_cache.gather(pages, block_tables, queries.dtype, lengths, rows)
+    keys, values = kv_cache.gather(pages, block_tables, lengths, rows)
     positions = starts[:, None] + jnp.arange(queries.shape[1])
     dtype = queries.dtype
     if transformed and pages.format.key_codes.hadamard:

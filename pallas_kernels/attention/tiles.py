@@ -67,12 +67,14 @@ def locate(
     page_size: int,
     block_tables: Any,
     batch: jax.Array,
+    last: jax.Array | None = None,
     page: jax.Array | None = None,
 ) -> Place:
     """The place of a tile of keys, which is a piece of a page or several pages.
 
-    block_tables: a reference to them; slots past the end of a sequence's are in its last page. Or
-    None, where each sequence has one page.
+    block_tables: a reference to them, or None, where each sequence has one page.
+    last: the entry of the sequence's last page in use, in which are slots past its end, too: what
+        the table says behind it may be no page.
     page: that of a tile which is a piece of one (`look_up`).
     """
     slot = jnp.arange(slots)
@@ -82,18 +84,24 @@ def locate(
         assert page is not None
         return Place(page, tile % (page_size // slots) * slots + slot)
     entry = tile * (slots // page_size) + slot // page_size
-    page = backend.load(block_tables.at[batch, jnp.minimum(entry, block_tables.shape[1] - 1)])
+    assert last is not None
+    page = backend.load(block_tables.at[batch, jnp.minimum(entry, last)])
     return Place(page, slot % page_size)
 
 
 def look_up(
-    tiles: jax.Array, slots: int, page_size: int, block_tables: Any, batch: jax.Array
+    tiles: jax.Array,
+    slots: int,
+    page_size: int,
+    block_tables: Any,
+    batch: jax.Array,
+    last: jax.Array,
 ) -> jax.Array:
     """The pages of LOOKED_UP tiles that are pieces of pages, for `pick` to choose from.
 
     A load of a tile that waited for that of its page would begin only half as far ahead.
     """
-    entry = jnp.minimum(tiles // (page_size // slots), block_tables.shape[1] - 1)
+    entry = jnp.minimum(tiles // (page_size // slots), last)
     return backend.load(block_tables.at[batch, entry])
 
 
@@ -175,9 +183,7 @@ def operands(
     if scaling == "token" and scaled:
         page, position = place.page, jnp.expand_dims(place.position, 1 - axis)
         page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
-        of_tokens = unpack_pair(
-            backend.load(side.parameters.at[page, head, position]), dtype, dtype
-        )
+        of_tokens = _unpacked(side, backend.load(side.parameters.at[page, head, position]))
 
     def decode(words: jax.Array, part: Part) -> Operand:
         [plane] = part.planes
@@ -187,7 +193,7 @@ def operands(
             return Operand([side.codes.operand(words, plane, dtype, ptx=ptx)])
         channels, mask = part.channels()
         pair = backend.load_masked(side.parameters.at[place.page, head, group, channels], mask)
-        step, zero = unpack_pair(jnp.expand_dims(pair, axis), dtype, dtype)
+        step, zero = _unpacked(side, jnp.expand_dims(pair, axis))
         if scaled:
             return Operand([side.codes.scaled_operand(words, plane, step, zero, ptx=ptx)])
         return _exact(words, plane, side.codes.bits, step, zero, ptx=ptx)
@@ -232,11 +238,15 @@ def exponents(
     return [side.codes.exponent(part.planes[0], dtype, ptx=ptx) for part in parts]
 
 
+def _unpacked(side: Side, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return unpack_pair(pair, side.parameter_dtype, side.parameter_dtype)
+
+
 def fetch_parameters(
     side: Side, head: jax.Array, place: Place, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Steps and zeros [slots], float32: a channel is step · operand / 2**exponent + zero."""
     pair = backend.load(side.parameters.at[place.page, head, place.position])
-    step, zero = (x.astype(jnp.float32) for x in unpack_pair(pair, dtype, dtype))
+    step, zero = (x.astype(jnp.float32) for x in _unpacked(side, pair))
     offset = side.codes.offset(dtype)
     return step, zero + step * float(offset) if offset else zero

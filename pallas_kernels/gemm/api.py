@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.gemm import dequantize, reference, triton, tuning, xla
 from pallas_kernels.gemm.config import Implementation
 from pallas_kernels.gemm.gradient import differentiable
+from pallas_kernels.implementation import choose
 from pallas_kernels.quantized_tensor import QuantizedTensor, replace_scales
 from pallas_kernels.rowwise.api import quantize_rows
 
@@ -134,14 +135,13 @@ def _multiply_rows(
         # Where symmetry makes nothing cheaper, the plans of other weights are the better ones.
         format = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=format)
-    name = implementation or _choose(rows, weight)
-    if name not in ("triton", "dequantize", "xla", "reference"):
-        raise ValueError(
-            f"matmul: unknown implementation {name!r}: "
-            "expected triton, dequantize, xla or reference"
-        )
-    if implementation and (reason := _why_not(implementation, rows, weight)):
-        raise backend.UnsupportedError(f"matmul: {implementation!r} can't run: {reason}")
+    name = choose(
+        "matmul",
+        implementation,
+        implementation or tuning.plan(rows.shape[0], weight).implementation,
+        get_args(Implementation),
+        lambda name: _why_not(name, rows, weight),
+    )
     if weight.format.activations and not isinstance(rows, QuantizedActivations):
         choice: Literal["reference"] | None = "reference" if name == "reference" else None
         rows = quantize_rows(rows, weight.format, implementation=choice)
@@ -155,20 +155,10 @@ def _multiply_rows(
     return triton.matmul_terms(rows, weight, tuning.configure(rows.shape[0], weight), dtype)
 
 
-def _choose(rows: jax.Array | QuantizedActivations, weight: QuantizedTensor) -> Implementation:
-    name = tuning.plan(rows.shape[0], weight).implementation
-    if not (reason := _why_not(name, rows, weight)):
-        return name
-    backend.warn_of_reference("matmul", reason)
-    return "reference"
-
-
 def _why_not(
-    name: Implementation, rows: jax.Array | QuantizedActivations, weight: QuantizedTensor
+    name: str, rows: jax.Array | QuantizedActivations, weight: QuantizedTensor
 ) -> str | None:
     format = weight.format
-    if name == "reference":
-        return None
     if name == "xla":
         if format.is_flat and format.group_size is None:
             return None

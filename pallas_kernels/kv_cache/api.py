@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
+from pallas_kernels import implementation as implementations
 from pallas_kernels.kv_cache import reference, residual, triton
 from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.kv_cache.codes import Float8
@@ -36,6 +37,8 @@ def append(
     counts: int32 [batch], how many of the `tokens` are real, or belong to the sequence; the rest,
         padding, is not written.
 
+    Scales and zeros are rounded to the pages' own dtype (PagedKVCache.create), whatever that of the
+    keys. These must be numbers: a NaN may be stored as one, since minima and maxima pass over it.
     Tokens past the end of a sequence's block table are not written either: make room first
     (PagedKVCache.require_room, outside `jit`). Raises UnsupportedError where the implementation
     can't run, and ValueError for shapes that don't fit the pages.
@@ -47,6 +50,8 @@ def append(
             f"{expected[0]}, {expected[1]}], the KV heads and head dimension of the pages, or "
             "without the batch where sequences are packed"
         )
+    batch = len(keys) if keys.ndim == 4 else None
+    check_places("append", pages, block_tables, starts, counts, batch)
     if keys.size == 0:
         return pages
     module = _module(pages, implementation)
@@ -99,21 +104,43 @@ def _flush(
     return module.flush(pages, keys, values, first_tokens, tokens, block_tables, starts, counts)
 
 
-def _module(pages: KVPages, implementation: str | None) -> Any:
-    if implementation is None:
-        implementation = "triton"
-        if reason := why_not_triton(pages):
-            backend.warn_of_reference("append", reason)
-            implementation = "reference"
-    if implementation == "reference":
-        return reference
-    if implementation != "triton":
-        raise ValueError(
-            f"append: unknown implementation {implementation!r}: expected triton or reference"
-        )
-    if reason := why_not_triton(pages):
-        raise backend.UnsupportedError(f"append: implementation='triton' can't run: {reason}")
-    return triton
+def _module(pages: KVPages, wanted: str | None) -> Any:
+    reason, choices = why_not_triton(pages), ("triton", "reference")
+    name = implementations.choose("append", wanted, "triton", choices, lambda _: reason)
+    return triton if name == "triton" else reference
+
+
+def check_places(
+    operation: str,
+    pages: KVPages,
+    block_tables: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    batch: int | None,
+) -> None:
+    """Raises ValueError unless block tables, starts and counts are integers of one batch.
+
+    batch: rows of the new tokens, or None where sequences are packed.
+    """
+    sequences, *_ = (*block_tables.shape, 0)
+    for name, array, shape in (
+        ("block_tables", block_tables, "[batch, pages per sequence]"),
+        ("starts", starts, "[batch]"),
+        ("counts", counts, "[batch]"),
+    ):
+        is_fitting = array.ndim == len(shape.split(",")) and array.shape[0] == sequences
+        if not (is_fitting and jnp.issubdtype(array.dtype, jnp.integer)):
+            raise ValueError(
+                f"{operation}: {name} is {array.dtype} of shape {array.shape}: expected int32 "
+                f"{shape}, and the batch of block_tables is {sequences}"
+            )
+    waiting = None if pages.residual is None else pages.residual.keys.shape[0]
+    for name, found in (("tokens are", batch), ("the pages' residual is", waiting)):
+        if found not in (None, sequences):
+            raise ValueError(
+                f"{operation}: {name} of a batch of {found}: expected {sequences}, that of "
+                "block_tables, starts and counts"
+            )
 
 
 def why_not_triton(pages: KVPages) -> str | None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.kv_cache import quantize
 from pallas_kernels.kv_cache.codes import KVCodes
 from pallas_kernels.kv_cache.formats import KVFormat
 
@@ -22,16 +23,20 @@ class Side(NamedTuple):
     words: Any
     parameters: Any
     codes: KVCodes
+    parameter_dtype: Any  # of the scales and zeros that they keep, if they do
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "key_parameters", "value_parameters", "residual"],
-    meta_fields=["format"],
+    meta_fields=["format", "parameter_dtype"],
 )
 @dataclasses.dataclass(frozen=True)
 class KVPages:
     """The pages of one layer.
+
+    What stands in a page behind its sequence's length must be finite, since attention gives it the
+    weight zero: clear a page that holds anything else before another sequence takes it over.
 
     keys, values: [pages, KV heads, page size, head dim] in the compute dtype where they are stored
         as they are, else uint16 words [pages, KV heads, page size, head dim / planes]: code j of
@@ -45,6 +50,9 @@ class KVPages:
         batch: of the last block that sequence b has begun, they hold all tokens, at their positions
         in it. A block is encoded into the other pages when the first token behind it comes. Row b
         must remain the same sequence, and its length must not shrink but to 0. Else None.
+    parameter_dtype: "bfloat16" or "float16", what scales and zeros of tokens and channels are,
+        whatever the dtype of keys and values that are appended, and of queries; a kernel attends
+        with queries of this dtype. None where there are none.
     """
 
     keys: jax.Array
@@ -53,13 +61,21 @@ class KVPages:
     value_parameters: jax.Array | None
     format: KVFormat
     residual: KVPages | None = None
+    parameter_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.format.keeps_scales and self.parameter_dtype not in ("bfloat16", "float16"):
+            raise ValueError(
+                f"KVPages: parameter_dtype is {self.parameter_dtype!r}: expected 'bfloat16' or "
+                f"'float16', what the scales of {self.format} are"
+            )
 
     @property
     def sides(self) -> tuple[Side, Side]:
         """Keys and values, each with its parameters and its kind of codes."""
         return (
-            Side(self.keys, self.key_parameters, self.format.key_codes),
-            Side(self.values, self.value_parameters, self.format.value_codes),
+            Side(self.keys, self.key_parameters, self.format.key_codes, self.parameter_dtype),
+            Side(self.values, self.value_parameters, self.format.value_codes, self.parameter_dtype),
         )
 
     @property
@@ -112,8 +128,11 @@ class PagedKVCache:
     ) -> PagedKVCache:
         """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
 
-        Capacity is rounded up to whole pages. dtype: of keys and values that are stored as they
-        are; beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16.
+        Capacity is rounded up to whole pages.
+        dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
+            beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
+            (KVPages.parameter_dtype). Keys and queries of another dtype give the right result, too,
+            but no kernel attends with 16-bit queries of another dtype than the scales'.
         scales: where the format is given some, positive, keys first. Of FP8 (a checkpoint's
             k_scale and v_scale) they broadcast to [layers, 2, KV heads], and 1, which reaches up to
             448, is the default; of 8s to [layers, 2, KV heads, head dim] (`cache_scales`), and
@@ -132,6 +151,7 @@ class PagedKVCache:
             raise ValueError(f"page size {page_size}: {format} needs a multiple of {group}")
         pages_per_sequence = -(-max_tokens // page_size)
         pages = batch * pages_per_sequence
+        parameter_dtype = quantize.parameter_dtype(dtype).name if format.keeps_scales else None
         each = _broadcast_scales(scales, (layers, 2, kv_heads), head_dim, format)
 
         # Each buffer its own: a buffer that appears twice can't be donated.
@@ -158,7 +178,12 @@ class PagedKVCache:
                 shape = (batch, kv_heads, format.block, head_dim)
                 waiting = [jnp.zeros(shape, dtype) for _ in range(2)]
                 residual = KVPages(waiting[0], waiting[1], None, None, KVFormat())
-            return KVPages(keys, values, key_parameters, value_parameters, format, residual)
+            return KVPages(
+                *(keys, values, key_parameters, value_parameters),
+                format,
+                residual,
+                parameter_dtype,
+            )
 
         return cls(
             tuple(layer(index) for index in range(layers)),

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import bits as bit_planes
+from pallas_kernels.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.codes import float8
 from pallas_kernels.kv_cache import quantize
 
@@ -26,10 +27,9 @@ class KVCodes:
 
     bits: of a code. scaling: whose scale there is: each token's, or each channel's over `group`
     tokens, with a zero beside it; one that is given, of the head, or of each of its channels
-    ("static"); or none. block: how many tokens wait
-    in 16 bits and are encoded together (BitDecoding's residual block), or None where each token is
-    encoded as it comes. hadamard: whether what is encoded, and what `decode` gives, is the
-    Hadamard transform of the vectors.
+    ("static"); or none. block: how many tokens wait in 16 bits and are encoded together
+    (BitDecoding's residual block), or None where each token is encoded as it comes. hadamard:
+    whether what is encoded, and what `decode` gives, is the Hadamard transform of the vectors.
     """
 
     bits: int = 16
@@ -49,6 +49,11 @@ class KVCodes:
         return self.scaling in ("head", "static")
 
     @property
+    def keeps_scales(self) -> bool:
+        """Whether `encode` finds scales and zeros, which pages keep in 16 bits."""
+        return self.scaling in ("token", "channel")
+
+    @property
     def planes(self) -> int:
         """Codes in a 16-bit word; plane j holds the j-th slice of the head dimension."""
         return bit_planes.planes_per_word(self.bits)
@@ -57,16 +62,16 @@ class KVCodes:
         self,
         pieces: Sequence[jax.Array],
         scales: Sequence[jax.Array] | None,
-        dtype: jax.typing.DTypeLike,
-        arithmetic: quantize.Arithmetic = quantize.PLAIN,
+        dtype: jax.typing.DTypeLike | None,
+        arithmetic: Arithmetic = PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Words, and the parameters if they are made here; also in a kernel.
 
         pieces: equal slices [..., width] of the head dimension, as many as `planes` or a multiple:
             the words come in len(pieces) / planes slices. Where channels have scales, it is
             [..., group, width], whole groups of tokens.
-        scales: for each piece what broadcasts to it, where they are given. dtype: of the vectors,
-            which decides that of their parameters.
+        scales: for each piece what broadcasts to it, where they are given. dtype: of the scales and
+            zeros that are found here, bfloat16 or float16; None where there are none.
 
         Parameters are one array [..., 1], of tokens, or for each piece one [..., 1, width], of
         channels.
@@ -74,7 +79,7 @@ class KVCodes:
         return list(pieces), []
 
     def decode(
-        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
+        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
         """Values [..., head dim] in float32 of words [..., head dim / planes].
 
@@ -143,11 +148,11 @@ class Integers(KVCodes):
         self,
         pieces: Sequence[jax.Array],
         scales: Sequence[jax.Array] | None,
-        dtype: jax.typing.DTypeLike,
-        arithmetic: quantize.Arithmetic = quantize.PLAIN,
+        dtype: jax.typing.DTypeLike | None,
+        arithmetic: Arithmetic = PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Scale = (max − min) / (2**bits − 1) and zero = min, a pair of 16 bits."""
-        half = quantize.parameter_dtype(dtype)
+        assert dtype is not None
         values = [piece.astype(jnp.float32) for piece in pieces]
         if self.scaling == "channel":
             ranges = [(x.min(-2)[..., None, :], x.max(-2)[..., None, :]) for x in values]
@@ -155,24 +160,26 @@ class Integers(KVCodes):
             low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
             high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
             ranges = [(low, high)]
-        found = [quantize.parameters(*ends, self.bits, half, arithmetic) for ends in ranges]
+        found = [quantize.parameters(*ends, self.bits, dtype, arithmetic) for ends in ranges]
         of_each = found * (len(values) // len(found))
         codes = [
             quantize.encode(x, step, zero, self.bits, arithmetic)
             for x, (step, zero) in zip(values, of_each, strict=True)
         ]
-        pairs = [bit_planes.pack_pair(step.astype(half), zero.astype(half)) for step, zero in found]
+        pairs = [
+            bit_planes.pack_pair(step.astype(dtype), zero.astype(dtype)) for step, zero in found
+        ]
         return self._words(codes), pairs
 
     def decode(
-        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
+        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
         """Code · scale + zero."""
         assert parameters is not None
+        assert dtype is not None
         codes = bit_planes.unpack_planes(words, self.bits)
         codes = codes.reshape(*words.shape[:-1], -1).astype(jnp.float32)
-        half = quantize.parameter_dtype(dtype)
-        step, zero = bit_planes.unpack_pair(parameters, half, half)
+        step, zero = bit_planes.unpack_pair(parameters, dtype, dtype)
         return codes * step.astype(jnp.float32) + zero.astype(jnp.float32)
 
     def operand(
@@ -204,8 +211,8 @@ class StaticIntegers(Integers):
         self,
         pieces: Sequence[jax.Array],
         scales: Sequence[jax.Array] | None,
-        dtype: jax.typing.DTypeLike,
-        arithmetic: quantize.Arithmetic = quantize.PLAIN,
+        dtype: jax.typing.DTypeLike | None,
+        arithmetic: Arithmetic = PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Codes of x / scale, half rounded up; beyond ±127, to that end."""
         assert scales is not None
@@ -216,7 +223,7 @@ class StaticIntegers(Integers):
         return self._words(codes), []
 
     def decode(
-        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
+        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
         """(Code − 128) · scale."""
         assert parameters is not None
@@ -249,8 +256,8 @@ class Float8(KVCodes):
         self,
         pieces: Sequence[jax.Array],
         scales: Sequence[jax.Array] | None,
-        dtype: jax.typing.DTypeLike,
-        arithmetic: quantize.Arithmetic = quantize.PLAIN,
+        dtype: jax.typing.DTypeLike | None,
+        arithmetic: Arithmetic = PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Codes of x / scale, rounded to the nearest; beyond e4m3's range, to its end."""
         assert scales is not None
@@ -263,7 +270,7 @@ class Float8(KVCodes):
         return self._words([code(*each) for each in zip(pieces, scales, strict=True)]), []
 
     def decode(
-        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike
+        self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
         """e4m3(code) · scale."""
         assert parameters is not None

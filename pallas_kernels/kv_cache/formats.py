@@ -44,6 +44,8 @@ class KVFormat:
     def __post_init__(self) -> None:
         if self.values is None:
             object.__setattr__(self, "values", _values_beside(self.keys))
+        for field in ("keys", "values"):  # "8" is 8
+            object.__setattr__(self, field, _kind_name(str(getattr(self, field))))
         for name, kinds in ((self.keys, KEY_KINDS), (self.values, VALUE_KINDS)):
             if str(name) not in kinds:
                 raise ValueError(f"KV{name} is not a KV format: {EXPECTED}")
@@ -90,6 +92,11 @@ class KVFormat:
         """Whose scales a cache is given: of heads, of each of their channels, or none."""
         given = {codes.scaling for codes in (self.key_codes, self.value_codes)}
         return "head" if "head" in given else "static" if "static" in given else None
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether pages keep scales and zeros, in 16 bits, of keys or values."""
+        return self.key_codes.keeps_scales or self.value_codes.keeps_scales
 
     @property
     def group(self) -> int | None:

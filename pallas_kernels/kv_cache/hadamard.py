@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.kv_cache import quantize
+from pallas_kernels.arithmetic import PLAIN, Arithmetic
 
 
 def order(dim: int) -> int:
@@ -41,7 +41,7 @@ def transform_pieces(
     pieces: Sequence[jax.Array],
     dim: int,
     dtype: jax.typing.DTypeLike,
-    arithmetic: quantize.Arithmetic = quantize.PLAIN,
+    arithmetic: Arithmetic = PLAIN,
 ) -> list[jax.Array]:
     """The same, bit for bit the same everywhere; also in a kernel.
 

@@ -2,46 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rounding import round_to
-
-
-def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Parts of 12 bits whose sum is x: products of two such parts need no rounding (Dekker)."""
-    high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11)
-    return high, x - high
-
-
-def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """float32 division, correctly rounded wherever a 16-bit dtype holds the denominator.
-
-    Others may be a unit in the last place off, a few times in a million. XLA's own division may be
-    two off on a GPU, which moves codes at ties.
-    """
-    quotient = jnp.divide(numerator, denominator)
-    (high, low), (large, small) = _halves(quotient), _halves(denominator)
-    remainder = numerator - high * large - high * small - low * large - low * small
-    corrected = quotient + jnp.divide(remainder, denominator)
-    return jnp.where(jnp.isinf(quotient), quotient, corrected)
-
-
-@dataclasses.dataclass(frozen=True)
-class Arithmetic:
-    """The two operations that kernels and plain JAX spell differently, both on float32.
-
-    divide: correctly rounded division. round: to the precision of a 16-bit dtype.
-    """
-
-    divide: Callable[[jax.Array, jax.Array], jax.Array] = divide
-    round: Callable[[jax.Array, jnp.dtype], jax.Array] = round_to
-
-
-PLAIN = Arithmetic()
+from pallas_kernels.arithmetic import PLAIN, Arithmetic
 
 
 def parameter_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -50,7 +14,11 @@ def parameter_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def parameters(
-    low: jax.Array, high: jax.Array, bits: int, dtype: jnp.dtype, arithmetic: Arithmetic = PLAIN
+    low: jax.Array,
+    high: jax.Array,
+    bits: int,
+    dtype: jax.typing.DTypeLike,
+    arithmetic: Arithmetic = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
     """Scale and zero for float32 minima and maxima: float32, but exact in `dtype`.
 

@@ -10,21 +10,17 @@ import jax.numpy as jnp
 from pallas_kernels.kv_cache import hadamard
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages, Side
-from pallas_kernels.kv_cache.codes import KVCodes
 
 
-def encode(
-    x: jax.Array, codes: KVCodes, parameters: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array | None]:
-    """Words and parameters of x [..., tokens, heads, head dim].
+def encode(x: jax.Array, side: Side) -> tuple[jax.Array, jax.Array | None]:
+    """Words, and the parameters that aren't given, of x [..., tokens, heads, head dim].
 
-    Words are [..., tokens, heads, head dim / planes].
-    parameters: those of the pages, where they are given. Those of tokens are [..., tokens,
-    heads], and those of channels [..., groups, heads, head dim] for groups of so many tokens.
+    Words are [..., tokens, heads, head dim / planes]; parameters of tokens [..., tokens, heads],
+    and those of channels [..., groups, heads, head dim] for groups of so many tokens.
     """
-    scales = None
-    if codes.has_given_scales and parameters is not None:
-        given = parameters.reshape(len(parameters), -1)  # [heads, 1 or dim]
+    codes, scales = side.codes, None
+    if codes.has_given_scales:
+        given = side.parameters.reshape(len(side.parameters), -1)  # [heads, 1 or dim]
         wide = jnp.broadcast_to(given, (len(given), x.shape[-1]))
         scales = jnp.split(wide, codes.planes, axis=-1)
     if codes.hadamard:
@@ -33,7 +29,7 @@ def encode(
     if codes.group is not None:
         x = x.reshape(*x.shape[:-3], -1, codes.group, *x.shape[-2:]).swapaxes(-3, -2)
     pieces = jnp.split(x, codes.planes, axis=-1)
-    [words], found = codes.encode(pieces, scales, x.dtype)
+    [words], found = codes.encode(pieces, scales, side.parameter_dtype)
     if codes.group is not None:
         words = words.swapaxes(-3, -2).reshape(*x.shape[:-4], -1, x.shape[-3], words.shape[-1])
         return words, jnp.concatenate(found, -1)[..., 0, :]
@@ -117,7 +113,7 @@ def _write(
         return at.set(new.astype(stored.dtype), mode="drop")
 
     def stored(side: Side, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        words, found = encode(x, side.codes, side.parameters)
+        words, found = encode(x, side)
         parameters = side.parameters
         if found is not None:
             parameters = write(side.parameters, found, side.codes.group or 1)
@@ -138,7 +134,6 @@ def _write(
 def gather(
     pages: KVPages,
     block_tables: jax.Array,
-    dtype: jnp.dtype,
     lengths: jax.Array | None = None,
     rows: jax.Array | None = None,
     *,
@@ -152,7 +147,7 @@ def gather(
     """
 
     def read(side: Side) -> jax.Array:
-        words, parameters, codes = side
+        words, parameters, codes, dtype = side
         stored = words[block_tables]  # [batch, pages, KV heads, page size, words]
         if parameters is not None:
             if codes.has_given_scales:

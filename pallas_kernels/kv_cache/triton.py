@@ -11,15 +11,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.kv_cache import hadamard, quantize
+from pallas_kernels.arithmetic import PLAIN, PTX, Arithmetic
+from pallas_kernels.kv_cache import hadamard
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages, Side
 
 UNGROUPED_ROWS = 32  # of a piece of a block in which no tokens share a scale
-
-_IN_KERNEL = quantize.Arithmetic(
-    divide=backend.divide, round=lambda x, dtype: x.astype(dtype).astype(jnp.float32)
-)
 
 
 def append(
@@ -165,7 +162,7 @@ def _flush_kernel(
             if new is None:
                 return x
             at = new.at[token, head, channel[None, :]]
-            return jnp.where(is_new, backend.load_masked(at, is_new), x)
+            return jnp.where(is_new, backend.load_masked(at, is_new).astype(x.dtype), x)
 
         sources = (
             (residual.keys, operands.keys),
@@ -240,7 +237,7 @@ def write(
 
     pieces: equal slices of its channels, as many as the codes have planes, or a multiple; each at
         its `lanes`. Of several tokens [tokens, lanes].
-    dtype: of the vector, which decides that of its parameters.
+    dtype: of the vector.
     """
     scales = None
     if side.codes.scaling == "head":
@@ -253,7 +250,8 @@ def write(
         ]
     if side.codes.hadamard:
         pieces = transform(pieces, side.words.shape[3] * side.codes.planes, dtype, interpret)
-    slices, parameters = side.codes.encode(pieces, scales, dtype, _arithmetic(interpret))
+    arithmetic = _arithmetic(interpret)
+    slices, parameters = side.codes.encode(pieces, scales, side.parameter_dtype, arithmetic)
     *tokens, _ = pieces[0].shape
     position = slot.position
     if tokens:
@@ -286,5 +284,5 @@ def transform(
     return hadamard.transform_pieces(pieces, dim, dtype, _arithmetic(interpret))
 
 
-def _arithmetic(interpret: bool) -> quantize.Arithmetic:
-    return quantize.PLAIN if interpret else _IN_KERNEL
+def _arithmetic(interpret: bool) -> Arithmetic:
+    return PLAIN if interpret else PTX

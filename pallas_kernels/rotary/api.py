@@ -8,9 +8,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from pallas_kernels.implementation import choose
 from pallas_kernels.kv_cache import residual
-from pallas_kernels.kv_cache.api import append, make_room, why_not_triton
+from pallas_kernels.kv_cache.api import append, check_places, make_room, why_not_triton
 from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.kv_cache.formats import KVFormat
 from pallas_kernels.kv_cache.packed import as_single_tokens
@@ -66,23 +66,17 @@ def rotate_and_append(
             f"{sines.shape}: expected [splits, batch, tokens, channels] and [batch, tokens, dim / "
             "2], or all without the batch where sequences are packed"
         )
+    batch = None if terms.ndim == 3 else terms.shape[1]
+    check_places("rotate_and_append", pages, block_tables, starts, counts, batch)
     dtype = jnp.dtype(dtype)
     reason = why_not_triton(pages)
     if dtype not in (jnp.bfloat16, jnp.float16):
         reason = f"queries are {dtype}, expected bfloat16 or float16"
-    if implementation is None:
-        implementation = "reference" if reason else "triton"
-        if reason:
-            backend.warn_of_reference("rotate_and_append", reason)
-    if implementation not in ("triton", "reference"):
-        raise ValueError(
-            f"rotate_and_append: unknown implementation {implementation!r}: "
-            "expected triton or reference"
-        )
     if terms.size == 0:
         implementation = "reference"
-    if implementation == "triton" and reason:
-        raise backend.UnsupportedError(f"rotate_and_append: 'triton' can't run: {reason}")
+    implementation = choose(
+        "rotate_and_append", implementation, "triton", ("triton", "reference"), lambda _: reason
+    )
 
     places = block_tables, starts, counts
     is_packed = terms.ndim == 3

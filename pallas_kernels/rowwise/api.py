@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import backend
 from pallas_kernels.activations import QuantizedActivations, quantize_activations
 from pallas_kernels.formats import WeightFormat
+from pallas_kernels.implementation import choose
 from pallas_kernels.rowwise import reference, triton
 
 Implementation = Literal["triton", "reference"]
@@ -52,7 +53,8 @@ def add_rms_norm(
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format)
     plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format)
     reason = _why_not_triton(terms, weight.dtype, format)
-    if _choose("add_rms_norm", implementation, reason) == "reference":
+    default = "reference" if terms.size == 0 else "triton"
+    if _choose("add_rms_norm", implementation, default, reason) == "reference":
         return plain(terms, residual, weight)
     return _differentiable(kernel, plain, terms, residual, weight)
 
@@ -78,9 +80,8 @@ def gated_silu(
     kernel = functools.partial(triton.gated_silu, dtype=jnp.dtype(dtype), format=format)
     plain = functools.partial(reference.gated_silu, dtype=jnp.dtype(dtype), format=format)
     reason = _why_not_triton(terms, jnp.dtype(dtype), format)
-    if implementation is None and not reference.quantizes(format):
-        implementation = "reference"
-    if _choose("gated_silu", implementation, reason) == "reference":
+    default = "triton" if terms.size and reference.quantizes(format) else "reference"
+    if _choose("gated_silu", implementation, default, reason) == "reference":
         return plain(terms)
     return _differentiable(kernel, plain, terms)
 
@@ -94,22 +95,17 @@ def quantize_rows(
     with 16-bit activations, and UnsupportedError, with the reason, where a forced implementation
     can't run.
     """
+    default = "triton" if x.size and reference.quantizes(format) else "reference"
     reason = _why_not_triton(x, x.dtype, format)
     if not reference.quantizes(format):
         reason = f"{format} does not have one scale per token"
-    if _choose("quantize_rows", implementation, reason) == "reference":
+    if _choose("quantize_rows", implementation, default, reason) == "reference":
         return quantize_activations(x, format)
     return triton.quantize_rows(x, format)
 
 
-def _choose(name: str, wanted: Implementation | None, reason: str | None) -> Implementation:
-    if wanted is None:
-        return "reference" if reason else "triton"
-    if wanted not in ("triton", "reference"):
-        raise ValueError(f"{name}: unknown implementation {wanted!r}: expected triton or reference")
-    if wanted == "triton" and reason:
-        raise backend.UnsupportedError(f"{name}: 'triton' can't run: {reason}")
-    return wanted
+def _choose(name: str, wanted: Implementation | None, default: str, reason: str | None) -> str:
+    return choose(name, wanted, default, ("triton", "reference"), lambda _: reason)
 
 
 def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: WeightFormat | None) -> str | None:

@@ -23,7 +23,7 @@ def keys_and_values(model, tokens):
     """[layers, 2, 1, capacity, KV heads, head dim], zeros behind the tokens."""
     cache = model.create_cache(1, tokens.shape[1], KVFormat())
     _, cache = model.step(tokens, jnp.full(1, tokens.shape[1]), cache, fresh=True)
-    return [gather(pages, cache.block_tables, jnp.dtype("float32")) for pages in cache.layers]
+    return [gather(pages, cache.block_tables) for pages in cache.layers]
 
 
 @pytest.mark.parametrize(("text", "reach"), [("KV8s", 127), ("K8Vfp8", 448)])

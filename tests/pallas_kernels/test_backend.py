@@ -217,14 +217,6 @@ write_out(weight, jnp.dtype("bfloat16"), interpret=True)
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 
 
-def test_a_gpu_user_is_told_of_the_slow_path(monkeypatch):
-    monkeypatch.setattr(backend, "on_gpu", lambda: True)
-    with pytest.warns(UserWarning, match="matmul runs as plain JAX on this GPU.*: no reason"):
-        backend.warn_of_reference("matmul", "no reason")
-    monkeypatch.setattr(backend, "on_gpu", lambda: False)
-    backend.warn_of_reference("matmul", "a CPU has no other way")
-
-
 @pytest.mark.parametrize("capability", [None, 8.0, 9.0])
 def test_kernels_let_the_next_one_be_launched_early(capability, machine, lower_for_cuda):
     def kernel(out_ref):

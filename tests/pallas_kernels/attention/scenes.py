@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels import KVFormat, KVPages
 from pallas_kernels.attention import triton, tuning
 from pallas_kernels.kv_cache import hadamard
+from tests.pallas_kernels.kv_cache.pages import parameter_dtype
 from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,
     QUICK,
@@ -188,7 +189,12 @@ def scene(
 
     return Scene(
         as_array(queries, dtype),
-        KVPages(key_pages, value_pages, key_parameters, value_parameters, format, residual),
+        KVPages(
+            *(key_pages, value_pages, key_parameters, value_parameters),
+            format,
+            residual,
+            parameter_dtype(format, dtype),
+        ),
         jnp.asarray(block_tables.astype(np.int32)),
         jnp.asarray(np.array(starts, np.int32)),
         jnp.asarray(np.array(counts, np.int32)),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
     GATES,
     QUICK,
+    as_array,
     random_array,
     relative_error,
     softmax_attention,
@@ -24,8 +26,10 @@ from tests.pallas_kernels.oracles import (
 DECODE: dict[str, Any] = {"starts": [70, 0], "counts": [1, 1]}
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize(
+    ("implementation", "transformed"),
+    [("triton", False), ("reference", False), ("reference", True)],
+)
 def test_implementations_agree(implementation, transformed, rng, interpreted_triton):
     """Keys went through a Hadamard transform; queries may have done so before, or do here."""
     test = scene(rng, "KV4", "float16", **DECODE)
@@ -38,8 +42,9 @@ def test_implementations_agree(implementation, transformed, rng, interpreted_tri
     assert test.error(out, window=50) < GATES["float16"]
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("longest", [None, 20])
+@pytest.mark.parametrize(
+    ("implementation", "longest"), [("triton", None), ("triton", 20), ("reference", None)]
+)
 def test_sequences_can_be_packed(implementation, longest, rng, interpreted_triton):
     """A prompt, one token, nothing, a continuation across a page; and tokens of no sequence."""
     lengths: dict[str, Any] = {"starts": [0, 70, 9, 50], "counts": [13, 1, 0, 20]}
@@ -61,10 +66,13 @@ def test_the_scale_can_be_chosen(rng):
     assert test.error(attend(*test.arguments)) < 1e-5
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 3, 64), (2, 1, 4, 32), (2, 3, 64), (4, 64)])
+@pytest.mark.parametrize("shape", [(2, 1, 3, 64), (2, 1, 4, 32), (2, 3, 64), (4, 64), (64,), ()])
 def test_queries_must_fit_the_pages(shape, rng):
     test = scene(rng, "KV16", "float32", **DECODE)
-    with pytest.raises(ValueError, match=r"must be .* query heads a multiple of the 2 KV heads"):
+    message = (
+        r"must be .*, or packed \[tokens, query heads, 64\], with query heads a multiple of the 2"
+    )
+    with pytest.raises(ValueError, match=message):
         paged_attention(jnp.zeros(shape), *test.arguments[1:])
 
 
@@ -136,8 +144,16 @@ def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **opti
     return relative_error(out, expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference", None])
-@pytest.mark.parametrize("options", [{}, {"window": 1}, {"window": 10, "scale": 0.3}])
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [
+        (None, {}),
+        ("xla", {}),
+        ("xla", {"window": 1}),
+        ("xla", {"window": 10, "scale": 0.3}),
+        ("reference", {"window": 10, "scale": 0.3}),
+    ],
+)
 def test_prefill(implementation, options, rng):
     assert prefill_error("float32", rng, implementation=implementation, **options) < 1e-5
 
@@ -165,6 +181,8 @@ def test_jax_has_no_softcap_and_no_sinks(implementation, rng):
     ("options", "message"),
     [
         ({"scale": -1.0}, "scale is -1.0: expected a positive number, or None"),
+        ({"window": 0}, "window is 0: expected a number of keys, or None"),
+        ({"window": -5}, "window is -5: expected a number of keys, or None"),
         ({"softcap": 0.0}, "softcap is 0.0: expected a positive number, or None"),
         ({"sinks": np.zeros(2, np.float32)}, r"sinks have shape \(2,\): expected \(4,\), one for"),
     ],
@@ -175,6 +193,51 @@ def test_options_must_make_sense(options, message, rng):
     test = scene(rng, "KV16", "float32", heads=(2, 2), **DECODE)
     with pytest.raises(ValueError, match=f"attention: {message}"):
         paged_attention(*test.arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"starts": np.zeros(1, np.int32)}, r"starts is int32 of shape \(1,\): expected int32"),
+        ({"counts": np.ones(2, np.float32)}, "counts is float32 of shape"),
+        (
+            {"queries": np.zeros((3, 1, 4, 64), np.float32)},
+            "tokens are of a batch of 3: expected 2",
+        ),
+    ],
+)
+def test_places_are_those_of_the_queries(change, message, rng):
+    test = dataclasses.replace(scene(rng, "KV16", "float32", **DECODE), **change)
+    with pytest.raises(ValueError, match=f"paged_attention: {message}"):
+        paged_attention(*test.arguments)
+
+
+@pytest.mark.parametrize("text", ["KV8", "KV4c"])
+@pytest.mark.parametrize(
+    ("dtype", "of_queries"),
+    [("bfloat16", "float16"), ("float16", "bfloat16"), ("bfloat16", "float32")],
+)
+def test_queries_of_another_dtype_than_the_scales(text, dtype, of_queries, rng, pretend_gpu):
+    """The reference gives what is right, and the kernel says what there should be."""
+    test = scene(rng, text, dtype, **DECODE)
+    test = dataclasses.replace(test, queries=as_array(wide(test.queries), of_queries))
+    reason = f"the pages hold {dtype} scales and queries are {of_queries}: create the cache with"
+    if of_queries == "float32":
+        reason = "queries are float32, expected bfloat16 or float16"
+    with pytest.warns(UserWarning, match=f"paged_attention runs as plain JAX .*: {reason}") as seen:
+        out = jax.jit(paged_attention, compiler_options=QUICK)(*test.arguments)
+    assert test.error(out) < GATES["bfloat16"]
+    assert [warning.filename for warning in seen] == [__file__]
+    with pytest.raises(UnsupportedError, match=reason):
+        paged_attention(*test.arguments, implementation="triton")
+
+
+def test_shapes_of_a_prompt_must_fit():
+    x = jnp.zeros((1, 4, 2, 8))
+    message = r"must be \[batch, tokens, KV heads, head dim\], of as many tokens as queries \(1, 4,"
+    for keys, values in ((x[:, :3], x[:, :3]), (x, x[:, :3]), (x, x[:, :, :1]), (x[0], x[0])):
+        with pytest.raises(ValueError, match=message):
+            prefill_attention(x, keys, values)
 
 
 def test_prefill_of_many_heads_needs_a_multiple():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedError, paged_attention
-from pallas_kernels.attention import gathered, triton
+from pallas_kernels.attention import gathered, reference, triton
 from pallas_kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import GATES, QUICK
@@ -48,7 +49,8 @@ def test_old_and_new_tokens_are_joined(text, dtype, rng):
     [
         ("KV8", "bfloat16", 64, 1 << 30, None),
         ("KV8", "float32", 64, 1 << 30, "queries are float32"),
-        ("KV8", "bfloat16", 256, 1 << 30, "heads have 256 channels, more than 128"),
+        ("KV8", "bfloat16", 256, 1 << 30, "heads of 256 channels are no multiple of 8 up to 128"),
+        ("KV8", "bfloat16", 100, 1 << 30, "heads of 100 channels are no multiple of 8 up to 128"),
         ("KV8", "bfloat16", 64, 1000, "the cache would fill 393216 bytes, more than 1000"),
     ],
 )
@@ -82,6 +84,27 @@ def test_many_new_tokens_without_masks_choose_it(rng, pretend_gpu, monkeypatch):
     assert chosen == ["cudnn", "triton", "triton", "triton", "cudnn"]
     with pytest.raises(UnsupportedError, match="'cudnn' can't run: it knows no window"):
         paged_attention(test.queries, *rest, sinks=sinks_of(rng, 4), implementation="cudnn")
+
+
+def test_heads_that_no_kernel_takes_may_be_cudnns(rng, pretend_gpu, monkeypatch):
+    """Without the warning that it would be slow; fewer tokens go to the reference, with it."""
+    chosen = []
+    for module, name in ((gathered, "cudnn"), (reference, "reference")):
+
+        def note(queries, *_, name=name, **__):
+            chosen.append(name)
+            return queries
+
+        monkeypatch.setattr(module, "paged_attention", note)
+    monkeypatch.setattr(gathered, "LEAST_TOKENS", 40)
+    test = scene(rng, "KV8", "bfloat16", head_dim=80, **CHUNKS)
+    rest = test.arguments[1:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paged_attention(test.queries, *rest)
+    with pytest.warns(UserWarning, match="head dimension 80 is not one of"):
+        paged_attention(test.queries[:, :39], *rest)
+    assert chosen == ["cudnn", "reference"]
 
 
 def test_it_needs_a_gpu(rng):

@@ -10,8 +10,6 @@ import pytest
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES
 
-each_format = pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KVfp8", "KV4c", "KV2"])
-
 
 @pytest.mark.parametrize(
     ("text", "dtype", "splits", "softcap", "has_sinks", "window", "lengths"),
@@ -38,8 +36,18 @@ def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
     assert test.error(out, 1e4, softcap=50.0, sinks=sinks) < GATES["bfloat16"]
 
 
-@each_format
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("KV16", "bfloat16"),
+        ("KV8", "float16"),
+        ("KV4", "bfloat16"),
+        ("KV4", "float16"),
+        ("KVfp8", "bfloat16"),
+        ("KV4c", "float16"),
+        ("KV2", "bfloat16"),
+    ],
+)
 def test_sums_that_all_but_cancel_and_channels_that_stand_out(text, dtype, rng):
     """One shape for all kinds of numbers, so that they share a compiled kernel."""
     for kind in ("uniform", "outlier", "small"):
@@ -66,3 +74,26 @@ def test_the_scale_can_be_chosen(rng):
     test = scene(rng, "KV8", "float16", **DECODE)
     out = kernel(*test.arguments, splits=2, scale=0.3)
     assert test.error(out, scale=0.3) < GATES["float16"]
+
+
+@pytest.mark.parametrize("text", ["KV16", "KV4"])
+@pytest.mark.parametrize("behind", ["poison", "none"])
+def test_what_the_table_says_behind_the_end_is_not_read(text, behind, rng):
+    """A tile spans four pages, of which a sequence has one or two; a table goes on behind them."""
+    test = scene(rng, text, "bfloat16", starts=[20, 3, 63], counts=[1, 1, 1], page_size=16)
+    [poisoned] = set(range(test.pages.keys.shape[0])) - set(np.asarray(test.block_tables).ravel())
+    tables = np.array(test.block_tables)
+    for row, length in zip(tables, (21, 4, 64), strict=True):
+        row[-(-length // 16) :] = poisoned if behind == "poison" else -1
+    value = np.nan
+    if text == "KV16":
+        keys, values = (x.at[poisoned].set(value) for x in (test.pages.keys, test.pages.values))
+        pages = dataclasses.replace(test.pages, keys=keys, values=values)
+    else:  # scales and zeros that are NaN
+        keys, values = (
+            x.at[poisoned].set(0x7FFF7FFF)
+            for x in (test.pages.key_parameters, test.pages.value_parameters)
+        )
+        pages = dataclasses.replace(test.pages, key_parameters=keys, value_parameters=values)
+    poisoned_test = dataclasses.replace(test, pages=pages, block_tables=jnp.asarray(tables))
+    assert test.error(kernel(*poisoned_test.arguments, splits=1)) < GATES["bfloat16"]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -44,41 +43,42 @@ def test_spans_of_heads(width, sizes):
 def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
     tables = rng.permutation(14).astype(np.int32).reshape(2, 7)
 
-    def kernel(tables_ref: Any, pages_ref: Any, positions_ref: Any, *, tile: int) -> None:
-        batch, page = jnp.int32(1), None
+    def kernel(tables_ref: Any, pages_ref: Any, positions_ref: Any) -> None:
+        tile = backend.first_program_id()
+        batch, last, page = jnp.int32(1), jnp.int32(4), None
         if slots <= page_size:
             every = jnp.full(tiles.LOOKED_UP, tile)
-            page = tiles.pick(tiles.look_up(every, slots, page_size, tables_ref, batch), 5)
-        place = tiles.locate(jnp.int32(tile), slots, page_size, tables_ref, batch, page)
-        pages_ref[:] = jnp.broadcast_to(place.page, (slots,))
-        positions_ref[:] = place.position
+            page = tiles.pick(tiles.look_up(every, slots, page_size, tables_ref, batch, last), 5)
+        place = tiles.locate(tile, slots, page_size, tables_ref, batch, last, page)
+        pages_ref[tile] = jnp.broadcast_to(place.page, (slots,))
+        positions_ref[tile] = place.position
 
-    for tile in range(-(-7 * page_size // slots)):
-        pages, positions = backend.pallas_call(
-            functools.partial(kernel, tile=tile),
-            jnp.asarray(tables),
-            out_shape=[jax.ShapeDtypeStruct((slots,), jnp.int32)] * 2,
-            grid=(1,),
-            name="places",
-            warps=1,
-            stages=1,
-            interpret=True,
-        )
-        for slot in range(slots):
-            entry, position = divmod(tile * slots + slot, page_size)
-            assert pages[slot] == tables[1, min(entry, 6)]
-            assert positions[slot] == position
+    count = -(-7 * page_size // slots)
+    pages, positions = backend.pallas_call(
+        kernel,
+        jnp.asarray(tables),
+        out_shape=[jax.ShapeDtypeStruct((count, slots), jnp.int32)] * 2,
+        grid=(count,),
+        name="places",
+        warps=1,
+        stages=1,
+        interpret=True,
+    )
+    entry, position = np.divmod(np.arange(count * slots), page_size)
+    np.testing.assert_array_equal(np.ravel(pages), tables[1, np.minimum(entry, 4)])
+    np.testing.assert_array_equal(np.ravel(positions), position)
 
 
 @pytest.mark.parametrize("slots", [64, 128])
 def test_pages_that_are_looked_up_at_once_are_those_of_their_tiles(slots, rng):
-    """Every third tile from the second on; past the end of the table it is the last page."""
+    """Every third tile from the second on; past the last page in use it is that one."""
     page_size, entries = 128, 20
     tables = rng.permutation(64).astype(np.int32)[: 2 * entries].reshape(2, entries)
 
     def kernel(tables_ref: Any, out_ref: Any) -> None:
         every = 1 + 3 * jnp.arange(tiles.LOOKED_UP)
-        pages = tiles.look_up(every, slots, page_size, tables_ref, jnp.int32(1))
+        last = jnp.int32(15)
+        pages = tiles.look_up(every, slots, page_size, tables_ref, jnp.int32(1), last)
         for number in range(tiles.LOOKED_UP):
             out_ref[number] = tiles.pick(pages, jnp.int32(number))
 
@@ -93,4 +93,4 @@ def test_pages_that_are_looked_up_at_once_are_those_of_their_tiles(slots, rng):
         interpret=True,
     )
     entry = (1 + 3 * np.arange(tiles.LOOKED_UP)) // (page_size // slots)
-    np.testing.assert_array_equal(found, tables[1, np.minimum(entry, entries - 1)])
+    np.testing.assert_array_equal(found, tables[1, np.minimum(entry, 15)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KVFormat, PagedKVCache, paged_attention
-from pallas_kernels.attention import reference, shapes, triton, tuning
+from pallas_kernels.attention import shapes, triton, tuning
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
 
@@ -35,14 +35,12 @@ BLOCK_CHUNKS: dict[str, Any] = {"starts": [0, 120, 400], "counts": [20, 20, 0]}
 @pytest.mark.parametrize(
     ("text", "dtype", "splits", "page_size", "head_dim", "lengths", "masked"),
     [
-        ("KV4c", "bfloat16", 1, 128, 64, BLOCKS, False),
         ("KV4cg32", "float16", 5, 32, 96, BLOCKS, True),
         ("KV2", "float16", 2, 256, 64, BLOCKS, False),
         ("KV2t", "bfloat16", 3, 16, 64, BLOCKS, True),
         ("KV2g64", "bfloat16", 2, 64, 128, BLOCK_CHUNKS, False),
-        ("K8V2", "float16", 1, 64, 64, BLOCK_CHUNKS, True),
-        ("K4cV4c", "bfloat16", 2, 128, 96, BLOCKS, True),
-        ("K8V4cg32", "float16", 1, 64, 64, BLOCK_CHUNKS, False),
+        ("K4cV4c", "bfloat16", 1, 128, 64, BLOCKS, False),
+        ("K8V4cg32", "float16", 1, 64, 64, BLOCK_CHUNKS, True),
     ],
 )
 def test_what_waits_is_attended_beside_what_is_packed(
@@ -60,8 +58,6 @@ def test_what_waits_is_attended_beside_what_is_packed(
     ("text", "dtype", "heads", "splits", "window"),
     [
         ("KV16", "bfloat16", (2, 2), 1, None),
-        ("K16V8", "float16", (1, 7), 5, 30),
-        ("KV8", "bfloat16", (1, 7), 2, None),
         ("KVfp8", "float16", (3, 1), 5, None),
         ("KV4", "bfloat16", (2, 2), 1, 1),
         ("K8V4", "float16", (2, 2), 2, 70),
@@ -75,7 +71,6 @@ def test_decoding(text, dtype, heads, splits, window, rng):
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "head_dim", "page_size", "lengths"),
     [
-        ("KV8", "float16", (2, 1), 128, 128, DECODE),
         ("KV4", "bfloat16", (1, 5), 96, 16, DECODE),
         ("KV16", "bfloat16", (1, 6), 96, 256, CHUNKS),
         ("K16V8", "float16", (1, 12), 256, 128, DECODE),
@@ -108,10 +103,12 @@ def test_chunked_prefill(text, dtype, heads, splits, window, rng):
 @every_format
 @pytest.mark.parametrize("tokens", [1, 512])
 def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
+    """Heads of every size, by turns in either dtype, with masks and without; of 128 in both."""
     lowered = set()
-    for shape in shapes.DECODE + shapes.SMALL:
+    for number, shape in enumerate(shapes.DECODE + shapes.SMALL):
         smallest = KVFormat.parse(text).group or 16
-        for dtype, window, page_size in (("bfloat16", None, 128), ("float16", 1000, smallest)):
+        variants = [("bfloat16", None, 128), ("float16", 1000, smallest)]
+        for dtype, window, page_size in variants[:: (-1) ** number]:
             cache = jax.eval_shape(
                 lambda shape=shape, dtype=dtype, page_size=page_size: PagedKVCache.create(
                     layers=1,
@@ -128,21 +125,7 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
             group = shape.query_heads // shape.kv_heads
             pages = cache.block_tables.shape[1]
             config = tuning.configure(shape.batch, tokens * group, pages, cache.layers[0])
-            ragged = tokens * group % config.tile_rows > 0
-            # What the Triton IR depends on.
-            alike = dataclasses.replace(
-                config,
-                splits=config.splits > 1,
-                waiting_splits=config.waiting_splits > 0,
-                warps=0,
-                stages=0,
-            )
-            key = (
-                alike,
-                ragged,
-                dtype,
-                shape.head_dim,
-            )
+            key = (shape.head_dim, config.tile_rows, shape.head_dim == 128 and dtype)
             if key in lowered:
                 continue
             lowered.add(key)
@@ -249,22 +232,17 @@ def test_reference_and_kernel_agree_on_the_gpu(text, rng):
 
 @few_formats
 def test_keys_beyond_the_block_table_are_not_read(text, rng):
-    """A length that the table has no pages for: as the reference, what is there counts."""
-    test = scene(rng, text, "bfloat16", starts=[60, 62], counts=[4, 2], page_size=64)
-    longer = jnp.asarray(np.array([62, 64], np.int32))
-    queries, pages, tables, _, counts = test.arguments
-    out = kernel(queries, pages, tables, longer, counts, splits=2)
-    expected = reference.paged_attention(
-        queries, pages, tables, longer, counts, scale=queries.shape[3] ** -0.5, window=None
-    )
-    np.testing.assert_allclose(
-        np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=2e-2
-    )
+    """A length that the table has no pages for: what is there counts."""
+    end = KVFormat.parse(text).group or 64
+    test = scene(rng, text, "bfloat16", starts=[end - 4, end - 2], counts=[4, 2], page_size=64)
+    longer = dataclasses.replace(test, starts=jnp.asarray(np.array([end - 2, end], np.int32)))
+    assert test.keys.shape[1] == end
+    assert longer.error(kernel(*longer.arguments, splits=2)) < GATES["bfloat16"]
 
 
 @few_formats
 def test_a_sequence_without_new_tokens_reads_nothing(text, rng):
-    test = scene(rng, text, "bfloat16", starts=[60, 30], counts=[1, 0], page_size=64)
-    out = np.asarray(kernel(*test.arguments, splits=1), np.float32)
+    test = scene(rng, text, "bfloat16", starts=[60, 30], counts=[4, 0], page_size=64)
+    out = np.asarray(kernel(*test.arguments, splits=2), np.float32)  # as in the test before
     assert (out[1] == 0).all()
     assert (out[0] != 0).any()

@@ -12,6 +12,8 @@ import numpy as np
 from pallas_kernels import KVFormat, KVPages
 from tests.pallas_kernels.oracles import KEY_GROUPS, NUMPY_DTYPES, kv_key, kv_side
 
+SEQUENCES = 4  # of `ragged_append`
+
 
 def random_pages(
     rng: np.random.Generator,
@@ -48,10 +50,21 @@ def random_pages(
     keys, key_parameters = stored(format.keys, KEY_GROUPS.get(str(format.keys)))
     values, value_parameters = stored(format.values)
     waiting = None
-    if format.block is not None:  # for as many sequences as there may be
-        waiting = [plain((pages, kv_heads, format.block)) for _ in range(2)]
+    if format.block is not None:
+        waiting = [plain((SEQUENCES, kv_heads, format.block)) for _ in range(2)]
         waiting = KVPages(waiting[0], waiting[1], None, None, KVFormat())
-    return KVPages(keys, values, key_parameters, value_parameters, format, waiting)
+    return KVPages(
+        *(keys, values, key_parameters, value_parameters),
+        format,
+        waiting,
+        parameter_dtype(format, dtype),
+    )
+
+
+def parameter_dtype(format: KVFormat, dtype: str) -> str | None:
+    """Of the scales and zeros that pages keep beside keys and values of `dtype`."""
+    kept = {"8", "4", "4t", "2", "2t"} & {str(format.keys), str(format.values)} or format.group
+    return (dtype if dtype == "bfloat16" else "float16") if kept else None
 
 
 def given_scale(parameters: jax.Array | None, kind: object) -> np.ndarray | None:
@@ -97,6 +110,7 @@ def appended(
 
 def assert_same_bits(actual: KVPages, expected: KVPages) -> None:
     assert actual.format == expected.format
+    assert actual.parameter_dtype == expected.parameter_dtype
     for field in ("keys", "values", "key_parameters", "value_parameters"):
         one, other = getattr(actual, field), getattr(expected, field)
         if other is None:
@@ -139,7 +153,8 @@ def ragged_append(rng: np.random.Generator, pages: KVPages, tokens: int, dtype: 
     """Four sequences in scattered pages: one in the middle of a page, one that adds nothing, one
     across a page boundary, and one that runs past the end of its block table."""
     total, kv_heads, page_size, _ = pages.keys.shape
-    block_tables = rng.permutation(total).astype(np.int32)[: total // 4 * 4].reshape(4, -1)
+    block_tables = rng.permutation(total).astype(np.int32)[: total // SEQUENCES * SEQUENCES]
+    block_tables = block_tables.reshape(SEQUENCES, -1)
     end = block_tables.shape[1] * page_size
     starts = np.array([3, 7, page_size - 1, end - 2], np.int32)
     counts = np.array([tokens, 0, max(tokens - 1, 1), tokens], np.int32)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, UnsupportedError, append, backend
+from pallas_kernels import KVFormat, PagedKVCache, UnsupportedError, append, backend
 from pallas_kernels.kv_cache import api, reference, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, ragged_append, random_pages
-from tests.pallas_kernels.oracles import QUICK
+from tests.pallas_kernels.oracles import QUICK, as_array, relative_error
 
 
 def pages_of(rng, bits=8, dtype="bfloat16", head_dim=64):
@@ -117,3 +117,79 @@ def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
     assert counted.count == 1
     assert_same_bits(pages, expected)
     assert np.asarray(counts).tolist() == [4, 0, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "of_keys", "implementation"),
+    [
+        ("KV8", "bfloat16", "float16", "triton"),
+        ("KV8", "float16", "float32", "reference"),
+        ("KV4c", "bfloat16", "float16", "triton"),
+        ("KV4c", "float16", "bfloat16", "reference"),
+    ],
+)
+def test_scales_have_the_dtype_of_the_cache(
+    text, dtype, of_keys, implementation, rng, interpreted_triton
+):
+    """Whatever that of keys and values is; of the two blocks that there are, one waits."""
+    cache = PagedKVCache.create(
+        layers=1,
+        batch=1,
+        max_tokens=256,
+        kv_heads=1,
+        head_dim=64,
+        format=KVFormat.parse(text),
+        dtype=dtype,
+    )
+    new = rng.standard_normal((2, 1, 130, 1, 64))
+    write = functools.partial(append, implementation=implementation)
+    places = cache.block_tables, jnp.zeros(1, jnp.int32), jnp.full(1, 130, jnp.int32)
+    keys, values = as_array(new, of_keys)
+    pages = jax.jit(write, compiler_options=QUICK)(cache.layers[0], keys, values, *places)
+    assert jax.tree.structure(pages) == jax.tree.structure(cache.layers[0])
+    found = reference.gather(pages, cache.block_tables, jnp.full(1, 130, jnp.int32))
+    for side, expected in zip(found, new, strict=True):
+        assert relative_error(side[:, :130], expected) < (0.15 if text == "KV4c" else 0.01)
+
+
+def places_of(batch, *, tables=None, starts=None, counts=None, dtype="int32"):
+    """Block tables, starts and counts, some of other batches."""
+    return (
+        jnp.zeros((batch if tables is None else tables, 2), "int32"),
+        jnp.zeros(batch if starts is None else starts, dtype),
+        jnp.ones(batch if counts is None else counts, "int32"),
+    )
+
+
+WRONG_PLACES = [
+    (places_of(4, starts=1), r"starts is int32 of shape \(1,\): expected int32 \[batch\], and the"),
+    (places_of(4, counts=5), r"counts is int32 of shape \(5,\): expected .* block_tables is 4"),
+    (places_of(4, dtype="float32"), r"starts is float32 of shape \(4,\): expected int32"),
+    ((jnp.zeros(4, "int32"), *places_of(4)[1:]), r"block_tables is int32 of shape \(4,\): exp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [*WRONG_PLACES, (places_of(3), "append: tokens are of a batch of 4: expected 3, that of bloc")],
+)
+def test_places_are_those_of_the_tokens(places, message, rng):
+    """Also of packed ones, but for the batch that these don't have."""
+    pages, new = pages_of(rng), jnp.zeros((4, 1, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        append(pages, new, new, *places)
+    if "tokens" in message:
+        jax.eval_shape(append, pages, new[:, 0], new[:, 0], *places)
+        return
+    with pytest.raises(ValueError, match=message):
+        append(pages, new[:, 0], new[:, 0], *places)
+
+
+def test_a_residual_is_that_of_the_batch(rng):
+    pages = random_pages(
+        rng, KVFormat("2t"), pages=8, kv_heads=2, page_size=64, head_dim=64, dtype="bfloat16"
+    )
+    new = jnp.zeros((3, 1, 2, 64), jnp.bfloat16)
+    message = "append: the pages' residual is of a batch of 4: expected 3, that of block_tables"
+    with pytest.raises(ValueError, match=message):
+        append(pages, new, new, *places_of(3))

@@ -166,3 +166,27 @@ def test_room_is_for_the_longest_sequence():
 def test_scales_that_there_cannot_be(scales, message):
     with pytest.raises(ValueError, match=message):
         create(format=KVFormat("fp8"), scales=scales, layers=1, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "expected"),
+    [
+        ("KV8", "bfloat16", "bfloat16"),
+        ("KV8", jnp.float16, "float16"),
+        ("K16V4", "float32", "float16"),
+        ("KV16", "bfloat16", None),
+        ("KVfp8", "bfloat16", None),
+    ],
+)
+def test_pages_know_the_dtype_of_the_scales_that_they_keep(text, dtype, expected):
+    cache = create(format=KVFormat.parse(text), dtype=dtype)
+    assert {pages.parameter_dtype for pages in cache.layers} == {expected}
+    assert {side.parameter_dtype for side in cache.layers[0].sides} == {expected}
+    other = create(
+        format=KVFormat.parse(text), dtype="float16" if dtype == "bfloat16" else "bfloat16"
+    )
+    if expected is not None:
+        assert jax.tree.structure(cache) != jax.tree.structure(other)
+        message = f"KVPages: parameter_dtype is None: expected .*, what the scales of {text} are"
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(cache.layers[0], parameter_dtype=None)

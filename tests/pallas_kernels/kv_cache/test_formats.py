@@ -31,7 +31,8 @@ def test_parse_inverts_str(keys, values):
 def test_values_are_stored_as_keys_are_unless_said_otherwise():
     assert KVFormat(8) == KVFormat(8, 8) == KVFormat.parse("KV8")
     assert KVFormat() == KVFormat(16, 16)
-    assert len({KVFormat(8), KVFormat(8, 8), KVFormat(8, 4)}) == 2
+    assert KVFormat("8", "4") == KVFormat(8, 4)
+    assert len({KVFormat(8), KVFormat("8"), KVFormat(8, 8), KVFormat(8, 4)}) == 2
 
 
 @pytest.mark.parametrize(

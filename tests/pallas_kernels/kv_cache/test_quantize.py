@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.kv_cache import quantize
 from tests.pallas_kernels.kv_cache.pages import vectors
-from tests.pallas_kernels.oracles import NUMPY_DTYPES, kv_encoded
+from tests.pallas_kernels.oracles import kv_encoded
 
 each_bits = pytest.mark.parametrize("bits", [4, 8])
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -30,49 +30,6 @@ def test_equals_the_oracle(bits, dtype, transform, rng):
     actual = transform(encode, static_argnums=1)(jnp.asarray(x), bits)
     for one, other in zip(actual, kv_encoded(x, bits), strict=True):
         np.testing.assert_array_equal(np.asarray(one), other.astype(np.float32))
-
-
-each_scale_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-
-
-def all_scales(dtype: str) -> np.ndarray:
-    """float32, from 1e-8 to 1e8; some, where there are too many."""
-    if dtype == "float32":
-        return (10 ** np.random.default_rng(0).uniform(-8, 8, 100_000)).astype(np.float32)
-    scales = np.arange(2**15, dtype=np.uint16).view(NUMPY_DTYPES[dtype]).astype(np.float32)
-    return scales[(scales > 1e-8) & (scales < 1e8)]
-
-
-def assert_divided(quotients: jax.Array, scales: np.ndarray) -> None:
-    """2 / scale, bit for bit; of 100,000 that no 16-bit dtype holds, all but a few."""
-    expected = np.float32(2) / scales
-    off = np.asarray(quotients).view(np.int32) - expected.view(np.int32)
-    assert np.abs(off).max() <= 1
-    assert np.count_nonzero(off) <= (5 if len(scales) == 100_000 else 0)
-
-
-@each_scale_dtype
-@pytest.mark.parametrize("units", [-2, -1, 0, 1, 2])
-def test_division_corrects_a_quotient_that_is_off(units, dtype, monkeypatch):
-    def divide(numerator, denominator):
-        bits = jax.lax.bitcast_convert_type(numerator / denominator, jnp.int32) + units
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-    monkeypatch.setattr(jnp, "divide", divide)
-    scales = all_scales(dtype)
-    assert_divided(quantize.divide(jnp.full(scales.shape, 2.0), jnp.asarray(scales)), scales)
-
-
-@pytest.mark.gpu
-@each_scale_dtype
-def test_division_on_the_gpu(dtype):
-    scales = all_scales(dtype)
-    divide = jax.jit(quantize.divide)
-    assert_divided(divide(jnp.full(scales.shape, 2.0), jnp.asarray(scales)), scales)
-
-
-def test_division_by_next_to_nothing_is_infinite():
-    assert quantize.divide(jnp.array(2.0), jnp.array(2.0**-127)) == np.inf
 
 
 @each_dtype

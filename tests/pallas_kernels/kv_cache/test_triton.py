@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KVFormat, PagedKVCache
-from pallas_kernels.kv_cache import reference, triton
+from pallas_kernels.kv_cache import triton
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
     assert_same_bits,
@@ -46,12 +46,10 @@ def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
     new = ragged_append(rng, pages, tokens, dtype)
     written = interpreted(pages, *new.arrays())
     assert_same_bits(written, new.oracle(pages))
-    assert_same_bits(written, jax.jit(reference.append)(pages, *new.arrays()))
 
 
 @pytest.mark.parametrize("text", ["KV16", "KV8s", "KVfp8", "KV4"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("tokens", [1, 512])
+@pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", 1), ("float16", 512)])
 def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cuda):
     batch, heads, dim = 4, 8, 128
     cache = jax.eval_shape(

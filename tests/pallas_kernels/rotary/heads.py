@@ -185,7 +185,7 @@ def stored(pages: KVPages, mask: np.ndarray, half: np.dtype) -> list[np.ndarray]
     Keys that went through a transform, as they came out.
     """
     result = []
-    for words, parameters, codes in pages.sides:
+    for words, parameters, codes, _ in pages.sides:
         rows = np.moveaxis(np.asarray(words), 2, 1)[mask]  # [tokens, KV heads, words]
         if parameters is None:
             result.append(wide(rows))

@@ -48,10 +48,16 @@ def test_beside_a_residual_it_is_a_rotation_and_an_append_on_the_gpu(rng):
     check_beside_a_residual("triton", rng)
 
 
+def as_numpy(x):
+    """Where slices are taken, for each of which JAX would compile a program."""
+    return np.asarray(x) if isinstance(x, jax.Array) else x
+
+
 def check_beside_a_residual(implementation, rng):
     """Three tokens at once, and one by one; the third sequence goes on to the next block."""
     test = scene(rng, "KV4c", "bfloat16", page_size=128, tokens=3, quarters=True)
-    terms, before, cosines, sines, table, starts, counts = test.arrays
+    before = test.pages
+    terms, _, cosines, sines, table, starts, counts = map(as_numpy, test.arrays)
     keys, values = jnp.asarray(test.turned(test.places.keys, 1)), jnp.asarray(test.places.values)
     step = functools.partial(
         rotate_and_append, dtype="bfloat16", heads=test.heads, implementation=implementation
@@ -68,18 +74,16 @@ def check_beside_a_residual(implementation, rng):
     pages = before
     for token in range(3):
         one = slice(token, token + 1)
-        more = (counts > token).astype(jnp.int32)
+        more = (counts > token).astype(np.int32)
         query, pages = step(
             terms[:, :, one], pages, cosines[:, one], sines[:, one], table, starts + token, more
         )
-        equal(query, queries[:, one])
+        equal(query, np.asarray(queries)[:, one])
     equal(dataclasses.replace(pages, residual=None), dataclasses.replace(expected, residual=None))
     assert (np.asarray(pages.keys) != np.asarray(before.keys)).any()
 
 
-@pytest.mark.parametrize(
-    ("bits", "implementation"), [(8, "triton"), ("KV4c", "triton"), (4, "reference")]
-)
+@pytest.mark.parametrize(("bits", "implementation"), [(8, "triton"), ("KV4c", "reference")])
 def test_sequences_can_be_packed(bits, implementation, rng, interpreted_triton):
     check_packed(bits, implementation, rng)
 
@@ -93,14 +97,15 @@ def test_sequences_can_be_packed_on_the_gpu(bits, rng):
 def check_packed(bits, implementation, rng):
     """Bit by bit as with padding: four, of which one adds nothing, and two tokens of padding."""
     test = scene(rng, bits, "bfloat16", page_size=128, tokens=4, splits=3, normed=True)
-    terms, before, cosines, sines, *places = test.arrays
+    before = test.pages
+    terms, _, cosines, sines, *places = map(as_numpy, test.arrays)
     counts = test.places.counts
     assert counts.tolist() == [4, 0, 3, 4]
 
     def packed(x):
         """[..., batch, tokens, channels] without the padding of sequences, and with some behind."""
         rows = [x[..., b, :count, :] for b, count in enumerate(counts)]
-        return jnp.concatenate([*rows, x[..., 1, :2, :]], -2)
+        return np.concatenate([*rows, x[..., 1, :2, :]], -2)
 
     run = functools.partial(rotate_and_append, implementation=implementation)
     expected, expected_pages = test.run(run)
@@ -109,7 +114,7 @@ def check_packed(bits, implementation, rng):
     assert queries.shape == (13, 4, 64)
     jax.tree.map(np.testing.assert_array_equal, pages, expected_pages)
     real = np.arange(4) < counts[:, None]
-    np.testing.assert_array_equal(queries[:11], np.asarray(expected)[real])
+    np.testing.assert_array_equal(np.asarray(queries)[:11], np.asarray(expected)[real])
 
 
 def test_packed_sequences_are_one_kernel_too(rng, pretend_gpu, lower_for_cuda):
@@ -138,22 +143,22 @@ def test_angles_are_those_of_the_tokens(terms, angles, rng):
 
 def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
     test = scene(rng, 8, "bfloat16", tokens=4, quarters=True)
-    terms, pages, cosines, sines, table, starts, counts = test.arrays
+    terms, _, cosines, sines, table, starts, counts = map(as_numpy, test.arrays)
     step = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
-    pages = jax.tree.map(jnp.copy, pages)  # donated below
+    pages = jax.tree.map(jnp.copy, test.pages)  # donated below
     counted = trace_counter(step)
     step = jax.jit(counted, donate_argnums=1, compiler_options=QUICK)
     queries = []
     for token in range(4):
         one = slice(token, token + 1)
-        more = (counts > token).astype(jnp.int32)
+        more = (counts > token).astype(np.int32)
         query, pages = step(
             terms[:, :, one], pages, cosines[:, one], sines[:, one], table, starts + token, more
         )
-        queries.append(query)
+        queries.append(np.asarray(query))
     assert counted.count == 1
     assert counts.tolist() == [4, 0, 3, 4]
-    test.check(jnp.concatenate(queries, 1), pages)
+    test.check(np.concatenate(queries, 1), pages)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +173,18 @@ def test_terms_must_fit_the_pages(channels, heads, rng):
         f"rotate_and_append: terms have shape (1, 4, 1, {channels}), and the pages 2 heads of 64; "
         f"{heads[0]} query and {heads[1]} KV heads take {(heads[0] + 2 * heads[1]) * 64} channels"
     )
+
+
+def test_places_are_those_of_the_tokens(rng):
+    test = scene(rng, 8, "bfloat16")
+    *others, starts, counts = test.arrays
+    message = r"rotate_and_append: counts is int32 of shape \(3,\): expected int32 \[batch\], and"
+    with pytest.raises(ValueError, match=message):
+        rotate_and_append(*others, starts, counts[:3], dtype="bfloat16", heads=test.heads)
+    terms, pages, cosines, sines, table = others
+    flat = terms[:, 0], pages, cosines[0], sines[0]
+    with pytest.raises(ValueError, match=message):
+        rotate_and_append(*flat, table, starts, counts[:3], dtype="bfloat16", heads=test.heads)
 
 
 def call(test, **keywords):

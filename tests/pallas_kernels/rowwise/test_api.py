@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -217,6 +218,22 @@ def test_the_implementation_that_is_chosen(
     call_norm(dtype, text)
     call_gated(dtype, text)
     assert chosen == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "text"), [(call_norm, None), (call_gated, "int8/int8"), (call_rows, "int8/int8")]
+)
+def test_what_runs_as_plain_jax_on_a_gpu_says_so(call, text, pretend_gpu):
+    with pytest.warns(UserWarning, match="runs as plain JAX on this GPU.*: the result is float32"):
+        call("float32", text)
+
+
+def test_what_xla_does_as_well_needs_no_warning(pretend_gpu):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call_gated("float32", None)
+        quantize_rows(jnp.ones((2, 128)), parsed("float8:g128/float8"))
+        norm(jnp.ones((2, 0, 64)), None, jnp.ones(64))
 
 
 @pytest.mark.parametrize("name", ["triton", "reference"])

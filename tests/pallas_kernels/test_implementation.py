@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import UnsupportedError, add_rms_norm, backend
+from pallas_kernels.implementation import choose, warn, warn_of_reference
+
+CHOICES = ("triton", "xla", "reference")
+
+
+def no_reason(name: str) -> str | None:
+    assert name != "reference", "it always can run"
+    return None
+
+
+def not_triton(name: str) -> str | None:
+    return "there is no GPU" if name == "triton" else None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "default", "why_not", "expected"),
+    [
+        (None, "triton", no_reason, "triton"),
+        (None, "reference", no_reason, "reference"),
+        ("xla", "triton", not_triton, "xla"),
+        ("reference", "triton", no_reason, "reference"),
+        (None, "triton", not_triton, "reference"),
+        (None, "xla", not_triton, "xla"),
+    ],
+)
+def test_what_is_wanted_runs_or_else_the_default_or_the_reference(
+    wanted, default, why_not, expected
+):
+    assert choose("sum", wanted, default, CHOICES, why_not) == expected
+
+
+def test_what_cannot_run_is_refused_with_the_reason():
+    with pytest.raises(UnsupportedError, match=r"^sum: 'triton' can't run: there is no GPU$"):
+        choose("sum", "triton", "xla", CHOICES, not_triton)
+    message = "^sum: unknown implementation 'cuda': expected triton, xla or reference$"
+    with pytest.raises(ValueError, match=message):
+        choose("sum", "cuda", "xla", CHOICES, not_triton)
+
+
+def test_a_slow_reference_is_said_on_a_gpu_alone(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choose("sum", None, "triton", CHOICES, not_triton)
+        warn_of_reference("sum", "a CPU has no other way")
+    monkeypatch.setattr(backend, "on_gpu", lambda: True)
+    message = "^sum runs as plain JAX on this GPU, which is slow: there is no GPU$"
+    with pytest.warns(UserWarning, match=message):
+        choose("sum", None, "triton", CHOICES, not_triton)
+
+
+def test_warnings_are_about_the_callers_line(pretend_gpu):
+    """Also where JAX's own functions stand between it and what warns."""
+    terms, weight = jnp.ones((1, 3, 64)), jnp.ones(64)
+    norm = jax.jit(lambda terms: add_rms_norm(terms, None, weight, 1e-6)[1])
+    for call in (
+        lambda: warn("plain JAX"),
+        lambda: add_rms_norm(terms, None, weight, 1e-6),
+        lambda: norm(terms),
+    ):
+        with pytest.warns(UserWarning, match="plain JAX") as seen:
+            call()
+        line = (norm.__wrapped__ if "norm" in call.__code__.co_freevars else call).__code__
+        assert [(seen[0].filename, seen[0].lineno)] == [(__file__, line.co_firstlineno)]

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.attention import Attention, Span
@@ -117,13 +118,17 @@ class Decoder(nnx.Module):
         fresh: the cache is known to be empty (static): attention then reads the prompt itself.
         every_position: predict what follows each of the tokens, not only the last (static).
 
-        Raises ValueError for more tokens than the cache has room for, where lengths are known;
-        under `jit` the caller sees to that, and what doesn't fit is not written.
+        Raises ValueError, where values are known, for more tokens than the cache has room for,
+        counts that tokens don't have, and a cache that is not fresh; under `jit` the caller sees to
+        that, and what doesn't fit is not written.
 
         Returns logits float32 and the next cache. Logits are [batch, vocabulary], after the last
         real token, or with every_position [batch, tokens, vocabulary].
         """
         cache.require_room(counts)
+        _require_counts(counts, tokens.shape[1])
+        if fresh:
+            _require_empty(cache)
         span = Span(cache.block_tables, cache.lengths, counts, fresh)
         hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
         if not every_position:
@@ -192,3 +197,24 @@ class Decoder(nnx.Module):
         head = (self.embedding if self.head is None else self.head).get_value()
         with jax.named_scope("head"):
             return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _require_counts(counts: jax.Array, tokens: int) -> None:
+    if isinstance(counts, jax.core.Tracer):
+        return
+    found = np.asarray(counts)
+    if ((found < 0) | (found > tokens)).any():
+        raise ValueError(
+            f"counts are {found.tolist()}; each must be from 0 to {tokens}, the tokens"
+        )
+
+
+def _require_empty(cache: PagedKVCache) -> None:
+    if isinstance(cache.lengths, jax.core.Tracer):
+        return
+    found = np.asarray(cache.lengths)
+    if found.any():
+        raise ValueError(
+            f"the cache holds {found.tolist()} tokens, and fresh says that it is empty: "
+            "leave fresh out, or create another cache"
+        )

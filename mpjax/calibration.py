@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from models import CacheScales, Decoder
+from mpjax.arguments import require_documents, require_known_ids
 from mpjax.evaluate import DEFAULT_WINDOW, document_tokens
 from mpjax.language_model import LanguageModel
 from pallas_kernels import KVFormat, KVPages, cache_scales
@@ -35,21 +36,26 @@ def calibrate_cache(
     window: tokens of a window; 1024 by default, or the model's longest context. max_tokens: to read
     at most.
 
-    Raises ValueError for a format that is given no scales, a model without a tokenizer, documents
-    without a token, and max_tokens below 1.
+    Raises ValueError for a format that is given no scales, a model without a tokenizer or with
+    another model's, documents that are no list or without a token, and a window or max_tokens
+    below 1.
     """
+    require_documents(documents)
     format = lm.kv_format
     if format.scaling is None:
         raise ValueError(f"{format} is given no scales to calibrate: KV8s and KVfp8 are")
     if lm.tokenizer is None:
         raise ValueError(f"{lm.source} has no tokenizer.json, which reading documents needs")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}: expected a positive number")
-    window = min(window or DEFAULT_WINDOW, lm.config.max_position_embeddings)
+    window = DEFAULT_WINDOW if window is None else window
+    for name, value in (("window", window), ("max_tokens", max_tokens)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}: expected a positive number")
+    window = min(window, lm.config.max_position_embeddings)
     largest: jax.Array | None = None
     left = max_tokens
     for text in documents:
         ids = document_tokens(lm.tokenizer, text)[:left]
+        require_known_ids([ids], lm.config.vocab_size)
         left -= len(ids)
         for begin in range(0, len(ids), window):
             piece = ids[begin : begin + window]

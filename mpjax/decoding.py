@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import Decoder
+from mpjax.arguments import new_token_limits
 from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
 from pallas_kernels import KVFormat, PagedKVCache, backend
 
@@ -226,36 +227,42 @@ def generate_tokens(
     tokens: int [batch, tokens], prompts padded on the right to one length; lengths: int32 [batch].
     seeds: integers [batch], one per row, which alone decide what a row draws; 0 … batch − 1 by
         default. Greedy generation uses none.
-    stop_ids: tokens that end a row; the configuration's by default.
+    stop_ids: tokens that end a row; by default those of the model's configuration, which are the
+        eos_token_id of config.json. `generate` stops at `lm.tokenizer.stop_ids`: also at
+        eos_token, and at those of generation_config.json in the place of config.json's. Pass these
+        for the same ends.
     kv_format: of the cache, which is created here and dropped at the end; KV16 by default.
 
     A row's output does not depend on its neighbours, but for rounding: kernels choose their tiles,
     and with them the order of sums, by the batch's size.
 
-    Raises ValueError for shapes that don't fit, and, where values are known, for an empty prompt,
-    a token out of range, or more tokens than the model has positions.
+    Raises ValueError for shapes, dtypes and limits that don't fit, and, where values are known, for
+    an empty prompt, a token out of range, or more tokens than the model has positions.
     """
     tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"tokens have shape {tokens.shape}; expected [batch, tokens], also for one prompt"
+        )
     batch, padded = tokens.shape
-    vocabulary = model.config.vocab_size
-    if not isinstance(tokens, jax.core.Tracer) and not bool(
-        ((tokens >= 0) & (tokens < vocabulary)).all()
-    ):
-        raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
     if lengths.shape != (batch,):
         raise ValueError(
             f"lengths have shape {lengths.shape}; tokens {tokens.shape} need ({batch},)"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
-    if not isinstance(lengths, jax.core.Tracer) and not bool(
-        ((lengths > 0) & (lengths <= padded)).all()
-    ):
+    for name, array in (("tokens", tokens), ("lengths", lengths)):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} are {array.dtype}; expected integers")
+    min_new_tokens, max_new_tokens = new_token_limits(min_new_tokens, max_new_tokens)
+    stop_ids = model.config.stop_ids if stop_ids is None else stop_ids
+    vocabulary = model.config.vocab_size
+    if not _between(tokens, 0, vocabulary - 1):
+        raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
+    if not _between(stop_ids, 0, vocabulary - 1):
+        raise ValueError(f"stop_ids are {stop_ids}; each must be from 0 to {vocabulary - 1}")
+    if not _between(lengths, 1, padded):
         raise ValueError(f"lengths are {lengths.tolist()}; each must be from 1 to {padded}")
     positions = model.config.max_position_embeddings
-    if not isinstance(lengths, jax.core.Tracer) and bool(
-        (lengths + max_new_tokens > positions).any()
-    ):
+    if not _between(lengths, 1, positions - max_new_tokens):
         raise ValueError(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
             f"{positions} positions of this model: shorten the prompts or ask for fewer"
@@ -264,7 +271,6 @@ def generate_tokens(
         raise ValueError(
             f"seeds have shape {np.shape(seeds)}; expected one for each of {batch} rows"
         )
-    stop_ids = model.config.stop_ids if stop_ids is None else stop_ids
     sampling = Sampling() if sampling is None else sampling
     limits = Limits(
         jnp.asarray(stop_ids, jnp.int32),
@@ -277,6 +283,14 @@ def generate_tokens(
     state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits, room=max_new_tokens)
     state = jit_decode(model, state, sampling, limits, jnp.int32(max_new_tokens))
     return collect(state, limits)
+
+
+def _between(values: Any, smallest: int, largest: int) -> bool:
+    """Whether all are; True where tracing hides them."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
+        return True
+    found = np.asarray(values)
+    return bool(((found >= smallest) & (found <= largest)).all())
 
 
 def collect(state: DecodingState, limits: Limits) -> GeneratedTokens:

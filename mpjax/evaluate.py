@@ -8,7 +8,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import rich.console
 import rich.progress
 
 from models import Decoder
+from mpjax.arguments import read_text, require_documents, require_known_ids
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
 from mpjax.sampling import logprobs
@@ -80,10 +80,11 @@ def perplexity(
     batch: windows that are read at a time. page_size: of the cache.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
-    Raises ValueError for a model without a tokenizer, documents without a token to predict, or a
-    window that the model can't see; DeviceMemoryError, before anything is allocated, where the
-    cache and the logits are too large.
+    Raises ValueError for a model without a tokenizer, documents that are no list or without a token
+    to predict, or a window that the model can't see; DeviceMemoryError, before anything is
+    allocated, where the cache and the logits are too large.
     """
+    require_documents(documents)
     if lm.tokenizer is None:
         raise ValueError(f"{lm.source} has no tokenizer.json, which perplexity of a text needs")
     positions = lm.config.max_position_embeddings
@@ -117,10 +118,10 @@ def perplexity(
 def read_held_out(path: str | os.PathLike[str]) -> list[str]:
     """The texts of a file with one JSON object per line, each with a "text".
 
-    Raises ValueError, naming file and line, for a line of another form.
+    Raises ValueError, naming file and line, for a line of another form or encoding.
     """
     texts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -150,15 +151,6 @@ def _windows(ids: Sequence[int], window: int) -> Iterator[np.ndarray]:
         yield np.asarray(ids[begin : begin + window + 1], np.int32)
 
 
-def _check_vocabulary(lm: LanguageModel, windows: Sequence[np.ndarray]) -> None:
-    largest = max(int(piece.max()) for piece in windows)
-    if largest >= lm.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer gave token {largest}, and the model knows {lm.config.vocab_size}: "
-            "tokenizer.json and the weights are not from the same checkpoint"
-        )
-
-
 def token_scores(
     lm: LanguageModel,
     sequences: Sequence[np.ndarray],
@@ -177,7 +169,7 @@ def token_scores(
     """
     if not sequences:
         return []
-    _check_vocabulary(lm, sequences)
+    require_known_ids(sequences, lm.config.vocab_size)
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
     batch = min(batch, len(order))
     fitting = LOGITS_BYTES // (batch * lm.config.vocab_size * 4)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.arguments import new_token_limits, require_known_ids
 from mpjax.decoding import DecodingState, Limits, jit_decode, jit_prefill
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
@@ -31,7 +32,8 @@ CHUNK = 8
 class Generation:
     """What `generate` returns: one entry per prompt in each list.
 
-    text: the completions, without stop strings. tokens: their ids, stop token included.
+    text: the completions, without stop strings; behind the prompts they are what the tokenizer
+        decodes of both. tokens: their ids, stop token included.
     logprobs: of each token, natural logarithm, under the unmodified distribution.
     finish_reasons: `stop` (a stop token or string) or `length`.
     prompt_tokens: tokens of each prompt. prefill_seconds: until the first token of all rows, and
@@ -60,7 +62,7 @@ def generate(
     max_new_tokens: int = 128,
     min_new_tokens: int = 0,
     sampling: Sampling | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     seeds: Sequence[int] | None = None,
     page_size: int = 128,
 ) -> Generation:
@@ -91,7 +93,7 @@ def stream(
     max_new_tokens: int = 128,
     min_new_tokens: int = 0,
     sampling: Sampling | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     seed: int = 0,
     page_size: int = 128,
 ) -> Generator[str, None, Generation]:
@@ -118,9 +120,10 @@ def stream(
 class _Row:
     """The text of one row so far, and whether a stop string has ended it."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._stream: TextStream = tokenizer.stream()
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._stream: TextStream = tokenizer.stream(context=prompt)
         self._stop = stop
+        self._longest = max(map(len, stop), default=0)
         self.tokens: list[int] = []
         self.text = ""
         self.stopped = False
@@ -155,8 +158,10 @@ class _Row:
         return self.text[: len(self.text) - held]
 
     def _extend(self, piece: str) -> None:
+        # What was there holds no stop string, only the beginning of one at most.
+        begin = max(0, len(self.text) + 1 - self._longest)
         self.text += piece
-        ends = [at for string in self._stop if (at := self.text.find(string)) >= 0]
+        ends = [at for string in self._stop if (at := self.text.find(string, begin)) >= 0]
         if ends:
             self.text, self.stopped = self.text[: min(ends)], True
 
@@ -211,21 +216,17 @@ def _run(
     max_new_tokens: int,
     min_new_tokens: int,
     sampling: Sampling | None,
-    stop: str | Sequence[str],
+    stop: str | Sequence[str] | None,
     seeds: Sequence[int] | None,
     page_size: int,
     *,
     watch: bool,
 ) -> Iterator[_Progress]:
     """Yields after prefill, then after each chunk (watched, or with stop strings) or the end."""
-    stop = [stop] if isinstance(stop, str) else list(stop)
+    stop = [stop] if isinstance(stop, str) else list(stop or ())
     if "" in stop:
         raise ValueError("an empty stop string would end every text before it begins")
-    if max_new_tokens < 1 or not 0 <= min_new_tokens <= max_new_tokens:
-        raise ValueError(
-            f"min_new_tokens is {min_new_tokens} and max_new_tokens {max_new_tokens}; "
-            "expected 0 ≤ min_new_tokens ≤ max_new_tokens and at least one new token"
-        )
+    min_new_tokens, max_new_tokens = new_token_limits(min_new_tokens, max_new_tokens)
     tokenizer = _tokenizer(lm)
     encoded = _encode(tokenizer, prompts)
     seeds = range(len(encoded)) if seeds is None else seeds
@@ -268,7 +269,7 @@ def _run(
         limits,
         room=room,
     )
-    rows = [_Row(tokenizer, stop) for _ in encoded]
+    rows = [_Row(tokenizer, ids, stop) for ids in encoded]
     state.tokens.block_until_ready()
     progress = _Progress(
         state, rows, stop_ids, [len(ids) for ids in encoded], time.perf_counter() - begin
@@ -342,9 +343,4 @@ def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_toke
                 f"prompt {index} has {len(ids)} tokens, and with {new_tokens} new ones it would "
                 f"pass the {positions} positions of this model: shorten it or ask for fewer"
             )
-    vocabulary = lm.config.vocab_size
-    if any(token >= vocabulary for ids in encoded for token in ids):
-        raise ValueError(
-            f"the tokenizer gave a token that the model, with {vocabulary} tokens, doesn't know: "
-            "tokenizer.json and the weights are not from the same checkpoint"
-        )
+    require_known_ids(encoded, lm.config.vocab_size)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpjax.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT = 8  # ids of a context that are kept: more than the bytes of a character
 
 
 class TextStream:
@@ -16,13 +17,24 @@ class TextStream:
 
     The pieces joined are exactly `Tokenizer.decode` of all the ids, and none ends within a
     character: what later ids could still change is held back until they arrive, or `finish`.
+
+    context: ids in front, a prompt's, whose text is known already: the pieces are then what
+        `Tokenizer.decode` of all adds to that of the context, so that a SentencePiece "▁" keeps
+        its space, and a character that the context left unfinished comes whole. After a special
+        token that is skipped, as at the end of a chat template's header, text begins anew.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool = True, context: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._window: list[int] = []  # a little context, then the ids not yet turned into text
-        self._emitted = 0  # characters of the window's text that were given out already
+        # A little context, then the ids not yet turned into text.
+        self._window: list[int] = self._end(context)
+        # Characters of the window's text that are known already, and how many of these, the last
+        # ones, ids to come may change: U+FFFD in the place of a character that is not finished.
+        self._emitted = len(self._decode(self._window))
+        self._unfinished = self._emitted - self._certain(self._window)
 
     def push(self, ids: Iterable[int]) -> str:
         """Take the next ids; return the text that is now certain, often a token or so late."""
@@ -35,18 +47,26 @@ class TextStream:
         text = self._decode(self._window[:complete])
         # A byte-level decoder shows the start of an unfinished character as one U+FFFD at the end.
         certain = len(text) - text.endswith(REPLACEMENT)
-        piece = text[self._emitted : certain]
-        if certain == len(text):
+        piece = text[self._begin(text) : certain]
+        if certain == len(text) and certain >= self._emitted:
             self._shorten_window(complete)
-        else:
-            self._emitted = max(self._emitted, certain)
+        elif piece:
+            self._emitted, self._unfinished = certain, 0
         return piece
 
     def finish(self) -> str:
         """The rest of the text, whole or not. The stream is then empty and can be used again."""
-        piece = self._decode(self._window)[self._emitted :]
-        self._window, self._emitted = [], 0
+        text = self._decode(self._window)
+        piece = text[self._begin(text) :]
+        self._window, self._emitted, self._unfinished = [], 0, 0
         return piece
+
+    def _begin(self, text: str) -> int:
+        """Where, in the window's text, that begins which was not known before."""
+        begin = self._emitted - self._unfinished
+        while begin < self._emitted and text[begin : begin + 1] == REPLACEMENT:
+            begin += 1  # as it was
+        return begin
 
     def _shorten_window(self, complete: int) -> None:
         # Decoders treat the first token apart (a SentencePiece "▁" loses its space there), so one
@@ -56,6 +76,31 @@ class TextStream:
             start -= 1
             context = self._decode(self._window[start:complete])
         self._window, self._emitted = self._window[start:], len(context)
+        self._unfinished = 0
+
+    def _end(self, context: Sequence[int]) -> list[int]:
+        """The last ids of a context, as many as what follows can depend on."""
+        end: list[int] = []
+        for index in map(int, reversed(context)):
+            # Bytes from within a character would spoil the run that they begin.
+            within = end and 0x80 <= self._tokenizer.byte_ids.get(end[0], 0) < 0xC0
+            if len(end) >= CONTEXT and not within and self._decode(end):
+                break
+            if self._skip_special and index in self._tokenizer.special_ids:
+                break
+            if self._has_text(index):
+                end.insert(0, index)
+        return end
+
+    def _certain(self, ids: list[int]) -> int:
+        """Characters of a context that no id to come may change."""
+        text = whole = self._decode(ids)
+        # A character's first bytes make all of a run of byte-fallback tokens U+FFFD.
+        for last in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
+            if not whole.endswith(REPLACEMENT) or ids[last] not in self._tokenizer.byte_ids:
+                break
+            whole = self._decode(ids[:last])
+        return len(text.rstrip(REPLACEMENT) if whole.endswith(REPLACEMENT) else whole)
 
     def _has_text(self, index: int) -> bool:
         if self._skip_special and index in self._tokenizer.special_ids:

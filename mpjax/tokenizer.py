@@ -29,8 +29,8 @@ class Tokenizer:
       stop_ids: ids that end a text, without repeats: the `eos_token_id` of
         `generation_config.json`, or else of `config.json`, then that of `eos_token`.
       chat_templates: Jinja sources by name; a single one is called "default".
-      special_ids, byte_ids: ids of special tokens, and of the tokens <0x00> to <0xFF> that stand
-        for single bytes.
+      special_ids: ids of special tokens.
+      byte_ids: ids of the tokens <0x00> to <0xFF> that stand for single bytes, to these bytes.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Tokenizer:
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        bytes_ = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        self.byte_ids = frozenset(index for index in bytes_ if index is not None)
+        found = ((backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        self.byte_ids = {index: byte for index, byte in found if index is not None}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -98,9 +98,9 @@ class Tokenizer:
         """Text of token ids; ids without a token have none, broken UTF-8 becomes U+FFFD."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def stream(self, skip_special: bool = True) -> TextStream:
-        """A `TextStream` that decodes ids as they arrive."""
-        return TextStream(self, skip_special)
+    def stream(self, skip_special: bool = True, context: Sequence[int] = ()) -> TextStream:
+        """A `TextStream` that decodes ids as they arrive, after a context whose text is known."""
+        return TextStream(self, skip_special, context)
 
     def chat(
         self,
@@ -247,9 +247,18 @@ def _read_stop_ids(folder: Path) -> list[int]:
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        size = _vocabulary_size(folder)
+        if not all(type(i) is int and 0 <= i < (size or i + 1) for i in ids):
+            known = f"from 0 to {size - 1}" if size else "0 or above"
             raise CheckpointError(
-                f"eos_token_id in {path} is {found!r}; expected an id or a list of ids."
+                f"eos_token_id in {path} is {found!r}; expected an id or a list of ids, {known}."
             )
         return ids
     return []
+
+
+def _vocabulary_size(folder: Path) -> int | None:
+    """vocab_size of config.json or its text_config; None where it doesn't say."""
+    values = _read_json(folder / "config.json")
+    size = values.get("vocab_size") or (values.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -128,11 +128,10 @@ def command(
 
 
 def _read(path: Path) -> list[str]:
+    from mpjax.arguments import read_text
     from mpjax.evaluate import read_held_out
 
-    if path.suffix == ".jsonl":
-        return read_held_out(path)
-    return [path.read_text(encoding="utf-8")]
+    return read_held_out(path) if path.suffix == ".jsonl" else [read_text(path)]
 
 
 def _defaults(folder: Path) -> tuple[str, ...]:

@@ -118,7 +118,9 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             param_hint="PROMPT",
         )
     if file is not None:
-        text = file.read_text(encoding="utf-8")
+        from mpjax.arguments import read_text
+
+        text = read_text(file)
     elif prompt == "-":
         text = sys.stdin.read()
     else:

@@ -26,31 +26,28 @@ CONFIG = DecoderConfig(
     dtype="float32",
 )
 
+# One program each for all layers of a shape: op by op takes longer to compile.
+_quantize = jax.jit(quantize, static_argnums=1)
+_dequantize = jax.jit(QuantizedTensor.dequantize, static_argnums=1)
+
 
 def small_model(config: DecoderConfig = CONFIG, seed: int = 0) -> Decoder:
     """Weights so strong that every part of the model shows in the logits."""
-    model = Decoder(config, nnx.Rngs(seed))
+    model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(seed)))  # whose draws take compiling
     rng = np.random.default_rng(seed)
 
-    def strong(x: jax.Array) -> jax.Array:
-        if x.ndim == 2 and x.shape[0] != config.vocab_size:
+    def strong(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if len(x.shape) == 2 and x.shape[0] != config.vocab_size:
             noise = rng.standard_normal(x.shape) / np.sqrt(x.shape[0])
-        elif x.ndim == 2:
+        elif len(x.shape) == 2:
             noise = rng.standard_normal(x.shape)
         else:
-            noise = np.asarray(x).astype(np.float64) + 0.3 * rng.standard_normal(x.shape)
+            center = 0.0 if "bias" in jax.tree_util.keystr(path) else 1.0  # of a norm's weight
+            noise = center + 0.3 * rng.standard_normal(x.shape)
         return jnp.asarray(noise.astype(np.float32)).astype(x.dtype)
 
-    nnx.update(model, jax.tree.map(strong, nnx.state(model)))
+    nnx.update(model, jax.tree_util.tree_map_with_path(strong, nnx.state(model)))
     return model
-
-
-def cast(model: Decoder, dtype: str) -> Decoder:
-    """The same weights in another dtype."""
-    config = dataclasses.replace(model.config, dtype=dtype)
-    result = Decoder(config, nnx.Rngs(0))
-    nnx.update(result, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
-    return result
 
 
 def linear_layers(model: Decoder) -> list[Linear]:
@@ -62,18 +59,20 @@ def linear_layers(model: Decoder) -> list[Linear]:
     return layers
 
 
-def quantize_kernels(model: Decoder, text: str) -> None:
-    """In place."""
+def quantize_kernels(model: Decoder, text: str) -> Decoder:
+    """In place; returns the model."""
     for layer in linear_layers(model):
-        layer.kernel = nnx.Param(quantize(layer.kernel.get_value(), WeightFormat.parse(text)))
+        layer.kernel = nnx.Param(_quantize(layer.kernel.get_value(), WeightFormat.parse(text)))
+    return model
 
 
-def dequantize_kernels(model: Decoder) -> None:
-    """In place: plain kernels of the values that quantised ones stand for."""
+def dequantize_kernels(model: Decoder) -> Decoder:
+    """In place: plain kernels of the values that quantised ones stand for; returns the model."""
     for layer in linear_layers(model):
         kernel = layer.kernel.get_value()
         assert isinstance(kernel, QuantizedTensor)
-        layer.kernel = nnx.Param(kernel.dequantize(model.config.dtype))
+        layer.kernel = nnx.Param(_dequantize(kernel, model.config.dtype))
+    return model
 
 
 def forward(model: Decoder, tokens: np.ndarray) -> np.ndarray:
@@ -126,7 +125,7 @@ def forward(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 
 
 def cast_around_kernels(model: Decoder, dtype: str) -> Decoder:
-    """Packed kernels stay as they are: their words and scales have dtypes of their own."""
+    """The same weights in another dtype; packed ones stay as they are, in dtypes of their own."""
     graph, state = nnx.split(model)
 
     def is_packed(x: Any) -> bool:

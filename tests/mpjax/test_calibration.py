@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 import mpjax
 from mpjax import calibrate_cache
 from mpjax.evaluate import document_tokens
+from mpjax.tokenizer import Tokenizer
 from pallas_kernels import KVFormat
 from pallas_kernels.kv_cache.reference import gather
 
@@ -55,12 +57,15 @@ def test_a_calibrated_model_generates(tiny):
     lm = dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s"))
     with pytest.raises(ValueError, match="KV8s needs scales of channels"):
         mpjax.generate(lm, ["import"], max_new_tokens=2)
-    result = mpjax.generate(calibrate_cache(lm, DOCUMENTS), ["import"], max_new_tokens=4)
+    result = mpjax.generate(
+        calibrate_cache(lm, DOCUMENTS, window=WINDOW), ["import"], max_new_tokens=4
+    )
     assert len(result.text) == 1
 
 
 def test_scales_of_another_format_are_not_used_and_that_is_said(tiny):
-    lm = calibrate_cache(dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s")), DOCUMENTS)
+    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s"))
+    lm = calibrate_cache(lm, DOCUMENTS, window=WINDOW)
     with pytest.warns(
         UserWarning, match="are of channels, and KVfp8 has scales of heads, which are 1"
     ):
@@ -76,3 +81,17 @@ def test_refusals(tiny):
         calibrate_cache(lm, [])
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         calibrate_cache(dataclasses.replace(lm, tokenizer=None), DOCUMENTS)
+    with pytest.raises(ValueError, match=r"documents is a text: pass a list, \[text\]"):
+        calibrate_cache(lm, DOCUMENTS[0])
+    for name, value in (("window", 0), ("window", -5), ("max_tokens", 0)):
+        with pytest.raises(ValueError, match=f"{name} is {value}: expected a positive number"):
+            calibrate_cache(lm, DOCUMENTS, **{name: value})
+
+
+def test_a_tokenizer_of_another_checkpoint_is_noticed(tiny):
+    """Ids beyond the embedding would give scales of anything."""
+    backend = tokenizers.Tokenizer.from_str(tiny.tokenizer.backend.to_str())
+    backend.add_tokens(["zzzz"])
+    lm = dataclasses.replace(tiny, kv_format=KVFormat("fp8"), tokenizer=Tokenizer(backend))
+    with pytest.raises(ValueError, match=r"gave token 2048, .* not from the same checkpoint"):
+        calibrate_cache(lm, ["x = 1", "x = zzzz"], window=WINDOW)

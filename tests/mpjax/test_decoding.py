@@ -12,9 +12,11 @@ import pytest
 from flax import nnx
 
 from models import DecoderConfig, Llama
-from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
+from mpjax import decoding
+from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, prefill
 from mpjax.sampling import Sampling, row_keys
 from pallas_kernels import KVFormat, backend
+from tests.pallas_kernels.oracles import QUICK
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -23,11 +25,14 @@ ROWS = len(LENGTHS)
 NEW = 8
 FORMATS = [KVFormat(name) for name in (16, 8, 4, "2g64")]
 HOT = Sampling(temperature=1.5)
+PENALTY = 0.3  # below 1 it rewards, so that a random model repeats itself
+# The first two rows are greedy.
+MIXED = Sampling(temperature=np.array([0, 0, 1.5]), top_k=50, repetition_penalty=PENALTY)
 FULL = 32  # the length that the oracle pads to, so that it is compiled once
 
 
 @pytest.fixture(scope="module")
-def prompts():
+def prompts() -> tuple[jax.Array, jax.Array]:
     """Three prompts padded with tokens that must not matter, and their lengths."""
     tokens = np.random.default_rng(0).integers(1, 2048, (ROWS, 16))
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(LENGTHS, jnp.int32)
@@ -47,14 +52,26 @@ def full_logits(tiny):
     return compute
 
 
+# Compiled in half the time; the programs that people get are tests/mpjax/test_generation.py's.
+QUICK_PREFILL = jax.jit(
+    prefill, static_argnames="room", donate_argnames="cache", compiler_options=QUICK
+)
+QUICK_DECODE = jax.jit(
+    decode, static_argnames="stride", donate_argnames="state", compiler_options=QUICK
+)
+
+
 @pytest.fixture(scope="module")
 def run(tiny, prompts):
-    """generate_tokens of the three prompts, or of some of them."""
+    """generate_tokens of the three prompts, of some of them, or of others."""
 
-    def call(rows=slice(None), **options: Any):
-        tokens, lengths = prompts
+    def call(rows=slice(None), tokens=None, **options: Any):
         defaults: dict[str, Any] = {"stop_ids": (0,), "max_new_tokens": NEW}
-        return generate_tokens(tiny.model, tokens[rows], lengths[rows], **(defaults | options))
+        tokens = prompts[0][rows] if tokens is None else tokens
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoding, "jit_prefill", QUICK_PREFILL)
+            patch.setattr(decoding, "jit_decode", QUICK_DECODE)
+            return generate_tokens(tiny.model, tokens, prompts[1][rows], **(defaults | options))
 
     return call
 
@@ -83,7 +100,7 @@ def test_greedy_takes_the_likeliest_token_of_the_full_forward_pass(run, prompts,
 
 
 def test_logprobs_are_of_the_unmodified_distribution(run, prompts, full_logits):
-    found = run(sampling=Sampling(temperature=1.5, top_k=50), seeds=[3, 4, 5])
+    found = run(sampling=MIXED, seeds=[3, 4, 5])
     text = prompt(prompts, 2)
     for step in range(NEW):
         token = int(found.tokens[2, step])
@@ -93,16 +110,15 @@ def test_logprobs_are_of_the_unmodified_distribution(run, prompts, full_logits):
 
 
 def test_a_repetition_penalty_counts_prompt_and_text_but_no_padding(run, prompts, full_logits):
-    penalty = 0.3  # below 1 it rewards, so that a random model repeats itself
-    found = run(sampling=Sampling(repetition_penalty=penalty))
+    found = run(sampling=MIXED)
     changed = False
-    for row in range(ROWS):
+    for row in (0, 1):
         text = prompt(prompts, row)
         for step in range(NEW):
             logits = full_logits(text)
             seen = np.unique(text)
             penalised = logits.copy()
-            penalised[seen] *= np.where(logits[seen] < 0, penalty, 1 / penalty)
+            penalised[seen] *= np.where(logits[seen] < 0, PENALTY, 1 / PENALTY)
             assert found.tokens[row, step] == np.argmax(penalised)
             changed |= bool(np.argmax(penalised) != np.argmax(logits))
             text.append(int(found.tokens[row, step]))
@@ -153,43 +169,53 @@ def test_it_can_be_jitted(run, tiny, prompts):
     jitted = jax.jit(
         functools.partial(generate_tokens, max_new_tokens=NEW, stop_ids=(0,)),
         static_argnames="kv_format",
+        compiler_options=QUICK,
     )
     found = jitted(tiny.model, *prompts, sampling=HOT, kv_format=KVFormat(4))
     expected = run(sampling=HOT, kv_format=KVFormat(4))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_padding_does_not_matter(run, tiny, prompts):
+def test_padding_does_not_matter(run, prompts):
     tokens, lengths = prompts
     zeros = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-    found = generate_tokens(tiny.model, zeros, lengths, max_new_tokens=NEW, stop_ids=(0,))
-    np.testing.assert_array_equal(found.tokens, run().tokens)
+    np.testing.assert_array_equal(run(tokens=zeros).tokens, run().tokens)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"tokens": [1, 2, 3]}, r"tokens have shape \(3,\); expected \[batch, tokens\]"),
+        ({"tokens": np.ones((3, 16), np.float32)}, "tokens are float32; expected integers"),
+        ({"tokens": np.full((3, 16), 2048)}, "tokens must be from 0 to 2047"),
         ({"lengths": [5, 1]}, "lengths have shape"),
         ({"lengths": [5, 0, 9]}, "each must be from 1 to 16"),
         ({"lengths": [5, 1, 17]}, "each must be from 1 to 16"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"lengths": [5.7, 1, 9]}, "lengths are float32; expected integers"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0; .* at least one new token"),
+        ({"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens is 5 and max_new_tokens 4"),
+        ({"max_new_tokens": 250}, "250 new tokens would pass the 256 positions"),
+        ({"stop_ids": (3, -1)}, r"stop_ids are \(3, -1\); each must be from 0 to 2047"),
+        ({"stop_ids": (2048,)}, r"stop_ids are \(2048,\); each must be from 0 to 2047"),
         ({"seeds": [1, 2]}, r"seeds have shape \(2,\); expected one for each of 3 rows"),
         ({"seeds": [1, -2, 3]}, "seeds are"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tiny, prompts, change, message):
     arguments = {"lengths": LENGTHS, "max_new_tokens": NEW, "sampling": HOT} | change
-    lengths = jnp.asarray(arguments.pop("lengths"), jnp.int32)
+    tokens = jnp.asarray(arguments.pop("tokens", prompts[0]))
+    lengths = jnp.asarray(arguments.pop("lengths"))
     with pytest.raises(ValueError, match=message):
-        generate_tokens(tiny.model, prompts[0], lengths, **arguments)
+        generate_tokens(tiny.model, tokens, lengths, **arguments)
 
 
-def begin(model, format, sampling, rows=2, lengths=(16, 5)):
+def begin(model, format, sampling, rows=2, lengths=(16, 5), program=QUICK_PREFILL):
     """The state after prefill in a cache of two pages for each row, and the limits."""
     limits = Limits(
         jnp.asarray([0], jnp.int32), jnp.zeros(rows, jnp.int32), jnp.full(rows, 16, jnp.int32)
     )
-    state = jit_prefill(
+    state = program(
         model,
         jnp.ones((rows, 16), jnp.int32),
         jnp.asarray(lengths, jnp.int32),
@@ -227,7 +253,9 @@ def primitives(jaxpr):
 
 def test_decoding_is_one_loop_that_never_visits_the_host(tiny):
     sampling = Sampling(temperature=1.0, top_k=5, repetition_penalty=1.1)
-    state, limits = jax.eval_shape(lambda: begin(tiny.model, KVFormat(8), sampling))
+    state, limits = jax.eval_shape(
+        lambda: begin(tiny.model, KVFormat(8), sampling, program=prefill)
+    )
     traced = jax.make_jaxpr(decode)(tiny.model, state, sampling, limits, jnp.int32(16))
     names = list(primitives(traced))
     assert names.count("while") == 1
@@ -236,8 +264,10 @@ def test_decoding_is_one_loop_that_never_visits_the_host(tiny):
     assert traced.eqns[-1].primitive.name == "while"
 
 
-@pytest.mark.parametrize("stop_ids", [(), (7, 1500)])
-@pytest.mark.parametrize(("stride", "until"), [(3, NEW), (16, NEW), (4, 3)])
+@pytest.mark.parametrize(
+    ("stop_ids", "stride", "until"),
+    [((), 3, NEW), ((7, 1500), 3, NEW), ((7, 1500), 3, 2), ((), 16, NEW)],
+)
 def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
     """Neither where a stride passes the end, nor where rows end in the middle of one."""
     sampling = Sampling(temperature=2.0, repetition_penalty=1.1)
@@ -250,8 +280,8 @@ def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
             stop_ids=jnp.asarray(stop_ids, jnp.int32),
             maximum=jnp.minimum(maximum, limits.maximum),
         )
-        until_array = jnp.int32(until)
-        end = jit_decode(tiny.model, state, sampling, limits, until_array, stride=steps)
+        arguments = tiny.model, state, sampling, limits, jnp.int32(until)
+        end = QUICK_DECODE(*arguments, stride=steps)
         ends.append(dataclasses.replace(end, keys=jax.random.key_data(end.keys)))
     jax.tree.map(np.testing.assert_array_equal, *ends)
     assert ends[0].counts.max() > 1
@@ -259,7 +289,9 @@ def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):
     sampling = Sampling()
-    state, limits = jax.eval_shape(lambda: begin(tiny.model, KVFormat(8), sampling))
+    state, limits = jax.eval_shape(
+        lambda: begin(tiny.model, KVFormat(8), sampling, program=prefill)
+    )
     traced = jax.make_jaxpr(functools.partial(decode, stride=5))(
         tiny.model, state, sampling, limits, jnp.int32(16)
     )
@@ -271,7 +303,7 @@ def test_a_stride_is_a_loop_whose_length_is_known(tiny):
     assert inner.params["length"] == 5
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", [KVFormat(16), KVFormat(8), KVFormat("2g64")], ids=str)
 def test_the_loop_does_not_copy_the_cache(tiny, format):
     check_that_the_loop_copies_nothing(tiny.model, format, stride=1)
 
@@ -298,7 +330,7 @@ def check_that_the_loop_copies_nothing(model, format, stride):
     arguments = (model, state, Sampling(), limits, jnp.int32(16))
 
     def copies(program):
-        text = program.lower(*arguments, stride=stride).compile().as_text()
+        text = program.as_text()
         assert len(re.findall(r" while\(", text)) == (2 if stride > 1 else 1)
         # The block that waits, whose size no text changes, is copied on a CPU with jax 0.10.
         pages = [dataclasses.replace(layer, residual=None) for layer in state.cache.layers]
@@ -307,12 +339,14 @@ def check_that_the_loop_copies_nothing(model, format, stride):
         return re.findall(rf"\[(?:{names})\]\S* copy(?:-start)?\(", text)
 
     if format == KVFormat(16):  # once is enough: it takes seconds to compile
-        assert copies(jax.jit(decode, static_argnames="stride")), (
+        undonated = jax.jit(decode, static_argnames="stride")
+        assert copies(undonated.lower(*arguments, stride=stride).compile()), (
             "without donation there must be copies to find"
         )
-    assert not copies(jit_decode)
+    program = jit_decode.lower(*arguments, stride=stride).compile()
+    assert not copies(program)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache.layers)]
-    after = jit_decode(*arguments, stride=stride).cache.layers
+    after = program(*arguments).cache.layers
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)] == before
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache.layers))
 
@@ -350,12 +384,8 @@ def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monk
             assert call.count("output_operand_alias<") == aliased
 
 
-def test_positions_are_counted_from_real_lengths(tiny, prompts):
-    """Padding takes no position, and more tokens than the model has positions are refused."""
-    tokens, lengths = prompts
-    positions = tiny.config.max_position_embeddings
-    padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, positions - tokens.shape[1])))
-    found = generate_tokens(tiny.model, padded, lengths, max_new_tokens=2)
-    assert found.lengths.max() <= 2
-    with pytest.raises(ValueError, match=f"would pass the {positions} positions"):
-        generate_tokens(tiny.model, tokens, lengths, max_new_tokens=positions)
+def test_positions_are_counted_from_real_lengths(run, tiny, prompts):
+    """Padding takes no position, whether or not there were enough for it."""
+    tokens, positions = prompts[0], tiny.config.max_position_embeddings
+    padded = jnp.pad(tokens, ((0, 0), (0, positions - tokens.shape[1])))
+    np.testing.assert_array_equal(run(tokens=padded).tokens, run().tokens)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -14,6 +15,7 @@ from mpjax import evaluate
 from mpjax.evaluate import perplexity, read_held_out, token_scores
 from mpjax.memory import DeviceMemoryError
 from pallas_kernels import KVFormat
+from tests.pallas_kernels.oracles import QUICK
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -51,13 +53,22 @@ def chunked(tiny, monkeypatch):
     return lambda lm=tiny: perplexity(lm, DOCUMENTS, window=WINDOW, batch=BATCH, page_size=64)
 
 
+@functools.partial(jax.jit, compiler_options=QUICK)
+def _forward(model, tokens):
+    return model(tokens)
+
+
+def forward(model, ids):
+    """Logits of the full forward pass over at most three windows, [tokens, vocabulary]."""
+    padded = np.zeros((1, 3 * WINDOW), np.int32)
+    padded[0, : len(ids)] = ids
+    return np.asarray(_forward(model, jnp.asarray(padded)))[0, : len(ids)]
+
+
 def test_it_is_the_cross_entropy_of_the_full_forward_pass(tiny, chunked):
-    forward = jax.jit(lambda model, tokens: model(tokens))
     nats = count = 0
     for context, targets in windows_of(tiny.tokenizer):
-        padded = np.zeros((1, WINDOW), np.int32)
-        padded[0, : len(context)] = context
-        logits = forward(tiny.model, jnp.asarray(padded))[0, : len(context)]
+        logits = forward(tiny.model, context)
         nats += nats_of(logits, targets)
         count += len(targets)
     found = chunked()
@@ -69,11 +80,15 @@ def test_it_is_the_cross_entropy_of_the_full_forward_pass(tiny, chunked):
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 4])
 def test_it_reads_the_cache_as_decoding_does(tiny, chunked, bits):
     """Token by token through `step`, each window with a cache of its own."""
     format = KVFormat(bits)
-    step = jax.jit(lambda model, token, cache: model.step(token, jnp.ones(1, jnp.int32), cache))
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def step(model, token, cache):
+        return model.step(token, jnp.ones(1, jnp.int32), cache)
+
     nats = count = 0
     for context, targets in windows_of(tiny.tokenizer):
         cache = tiny.model.create_cache(1, WINDOW, format, 64)
@@ -99,20 +114,17 @@ def test_each_token_has_a_score_in_the_order_given(tiny, monkeypatch):
     monkeypatch.setattr(evaluate, "MAXIMUM_CHUNK", 8)
     sequences = [np.asarray(tiny.tokenizer.encode(text), np.int32) for text in DOCUMENTS[::2]]
     sequences = [sequences[0][:1], *sequences]  # nothing to predict in the first
-    found = token_scores(tiny, sequences, batch=BATCH)
+    found = token_scores(tiny, sequences, batch=BATCH, page_size=64)
     assert [len(scores.logprobs) for scores in found] == [len(ids) - 1 for ids in sequences]
-    forward = jax.jit(lambda model, tokens: model(tokens))
     for ids, scores in zip(sequences, found, strict=True):
-        padded = np.zeros((1, 3 * WINDOW), np.int32)
-        padded[0, : len(ids)] = ids
-        logits = np.asarray(forward(tiny.model, jnp.asarray(padded)))[0, : len(ids) - 1]
+        logits = forward(tiny.model, ids)
         for position, target in enumerate(ids[1:].tolist()):
             expected = -nats_of(logits[position : position + 1], [target])
             assert scores.logprobs[position] == pytest.approx(expected, rel=1e-4)
             assert scores.greedy[position] == (np.argmax(logits[position]) == target)
     assert token_scores(tiny, []) == []
-    [alone] = token_scores(tiny, sequences[:1])
-    assert (len(alone.logprobs), len(alone.greedy)) == (0, 0)
+    for alone in token_scores(tiny, sequences[:1] * BATCH, batch=BATCH, page_size=64):
+        assert (len(alone.logprobs), len(alone.greedy)) == (0, 0)
 
 
 def test_large_vocabularies_get_short_chunks(tiny, chunked, monkeypatch):
@@ -160,6 +172,7 @@ def test_without_bos_a_document_begins_with_eos(tiny, special, monkeypatch):
 @pytest.mark.parametrize(
     ("documents", "options", "message"),
     [
+        ("import os", {}, r"documents is a text: pass a list, \[text\]"),
         ([], {}, "no token to predict"),
         (["", ""], {}, "no token to predict"),
         (["x"], {"window": 257}, "window is 257 .* 256 positions"),
@@ -180,6 +193,8 @@ def test_it_needs_a_tokenizer_that_fits(tiny):
     object.__setattr__(other, "model", type("Model", (), {"config": small})())
     with pytest.raises(ValueError, match="not from the same checkpoint"):
         perplexity(other, ["import os"])
+    with pytest.raises(ValueError, match="gave token -1, and the model knows 0 to 2047"):
+        token_scores(tiny, [np.asarray([3, -1])])
 
 
 def test_memory_is_asked_for_first(tiny, monkeypatch):
@@ -204,4 +219,11 @@ def test_a_line_of_another_form_is_named(tmp_path, line):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + line, encoding="utf-8")
     with pytest.raises(ValueError, match=r"texts\.jsonl, line 2: "):
+        read_held_out(path)
+
+
+def test_a_file_of_another_encoding_is_named(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "größer"}', encoding="latin-1")
+    with pytest.raises(ValueError, match=r"texts\.jsonl is not a text in UTF-8"):
         read_held_out(path)

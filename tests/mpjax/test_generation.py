@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,13 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mpjax
+from models import Llama
 from mpjax import Sampling, decoding
 from mpjax import generation as module
 from mpjax.memory import DeviceMemoryError
 from mpjax.tokenizer import Tokenizer
 from pallas_kernels import KVFormat
+from tests.mpjax.tokenizer_folders import byte_level, metaspace, sentencepiece
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -56,12 +62,12 @@ def test_it_is_generate_tokens_with_a_tokenizer(tiny, hot):
         jnp.asarray(padded),
         jnp.asarray([len(tokens) for tokens in ids], jnp.int32),
         [1, 2, 3],
-        max_new_tokens=NEW,
+        max_new_tokens=module.bucket(NEW),  # whose programs are compiled already
         sampling=HOT,
         kv_format=tiny.kv_format,
     )
-    assert hot.tokens == found.tokens.tolist()
-    np.testing.assert_allclose(hot.logprobs, found.logprobs, rtol=1e-5)
+    assert hot.tokens == found.tokens[:, :NEW].tolist()
+    np.testing.assert_allclose(hot.logprobs, found.logprobs[:, :NEW], rtol=1e-5)
     assert hot.prompt_tokens == [len(tokens) for tokens in ids]
     assert hot.text == [tiny.tokenizer.decode(row) for row in hot.tokens]
     assert hot.finish_reasons == ["length"] * 3
@@ -124,16 +130,86 @@ def test_a_stop_string_ends_the_text_wherever_chunks_and_tokens_end(tiny, alone,
 
 
 def test_the_first_of_several_stop_strings_ends_its_row_alone(tiny, hot):
-    stops = ["never in there", hot.text[1][20:26], hot.text[1][10:16]]
+    whole = hot.text[1]
+    stops = ["never in there", whole[20:26], whole[10:16]]
+    for row in (0, 2):
+        assert not any(stop in hot.text[row] for stop in stops), "choose other stop strings"
     found = mpjax.generate(
         tiny, PROMPTS, max_new_tokens=NEW, sampling=HOT, seeds=[1, 2, 3], stop=stops
     )
-    assert found.text[1] == hot.text[1][: min(hot.text[1].index(stop) for stop in stops[1:])]
-    assert found.finish_reasons[1] == "stop"
-    for row in (0, 2):
-        if not any(stop in hot.text[row] for stop in stops):
-            assert found.text[row] == hot.text[row]
-            assert found.finish_reasons[row] == "length"
+    assert found.text[1] == whole[: min(whole.index(stop) for stop in stops[1:])]
+    assert found.finish_reasons == ["length", "stop", "length"]
+    assert [found.text[row] for row in (0, 2)] == [hot.text[row] for row in (0, 2)]
+
+
+LETTERS = Tokenizer(byte_level([], 256))
+
+
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_a_row_ends_where_a_stop_string_first_came_to_its_end(text, stops):
+    row = module._Row(LETTERS, [], stops)
+    row.push(LETTERS.encode(text))
+    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+    read = text[: min(ends)] if ends else text
+    starts = [read.index(stop) for stop in stops if stop in read]
+    assert row.finish() == (read[: min(starts)] if starts else text)
+    assert row.stopped == bool(ends)
+    assert len(row.tokens) == len(read)
+
+
+def test_no_text_is_searched_twice_for_stop_strings():
+    class Text(str):
+        """Records where searches in it begin, and what is added to it is one, too."""
+
+        searched: list[tuple[int, int]] = []  # noqa: RUF012 (of all of them)
+
+        def find(self, string, *begin):
+            self.searched.append((len(self), *begin))
+            return super().find(string, *begin)
+
+        def __add__(self, other):
+            return Text(super().__add__(other))
+
+    row = module._Row(LETTERS, [], ["ba", "bbb"])
+    row.text = Text()
+    row.push(LETTERS.encode("a" * 50))
+    assert len(Text.searched) == 100
+    assert all(length - begin <= 3 for length, begin in Text.searched)
+
+
+class Repeater(Llama):
+    """Says a word again and again."""
+
+    word = 0
+
+    def _logits(self, hidden):
+        said = jnp.arange(self.config.vocab_size) == self.word
+        return jnp.broadcast_to(said.astype(jnp.float32), (*hidden.shape[:-1], said.size))
+
+
+@pytest.mark.parametrize("backend", [sentencepiece(), metaspace()], ids=["Llama 2's", "metaspace"])
+def test_a_text_goes_on_as_the_tokenizer_decodes_prompt_and_completion(tiny, backend):
+    """Such tokenizers take the space off the first word of what they decode."""
+    template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    tokenizer = Tokenizer(backend, chat_templates={"default": template})
+    small = {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "windows": (None,)}
+    model = Repeater(dataclasses.replace(tiny.config, **small), nnx.Rngs(0))
+    model.word = backend.token_to_id("▁a")
+    lm = mpjax.LanguageModel(model, tokenizer, KVFormat(16), Path("repeater"))
+    for prompt in ("ab é", "a", " ", "☃", "ab</s>b"):
+        found = mpjax.generate(lm, prompt, max_new_tokens=3)
+        whole = tokenizer.decode(tokenizer.encode(prompt) + found.tokens[0])
+        assert found.text == [" a a a"]
+        assert tokenizer.decode(tokenizer.encode(prompt)) + found.text[0] == whole
+        assert drain(mpjax.stream(lm, prompt, max_new_tokens=3))[0] == [" a", " a a"]
+    assert mpjax.generate(lm, "ab é", max_new_tokens=3, stop=" a").text == [""]
+    assert mpjax.generate(lm, "ab é", max_new_tokens=3, stop="a a").text == [" "]
+    chat = [{"role": "user", "content": "ab é"}]  # whose header is no text: an answer begins anew
+    for begun in ("ab</s>", chat):
+        assert mpjax.generate(lm, begun, max_new_tokens=3).text == ["a a a"]
 
 
 def test_a_stream_holds_back_what_may_become_a_stop_string(tiny, alone):
@@ -147,7 +223,7 @@ def test_a_stream_holds_back_what_may_become_a_stop_string(tiny, alone):
 
 def test_a_stop_token_ends_a_row_and_has_no_text(tiny, hot, monkeypatch):
     token = hot.tokens[1][4]
-    monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token, 0))
+    monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token,))
     found = mpjax.generate(tiny, PROMPTS, max_new_tokens=NEW, sampling=HOT, seeds=[1, 2, 3])
     assert found.tokens[1] == hot.tokens[1][: hot.tokens[1].index(token) + 1]
     assert found.finish_reasons[1] == "stop"
@@ -156,7 +232,7 @@ def test_a_stop_token_ends_a_row_and_has_no_text(tiny, hot, monkeypatch):
 
 def test_minimum_and_maximum(tiny, hot, monkeypatch):
     token = hot.tokens[1][4]
-    monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token, 0))
+    monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token,))
     options: dict[str, Any] = {"sampling": HOT, "seeds": [1, 2, 3]}
     found = mpjax.generate(tiny, PROMPTS, max_new_tokens=17, min_new_tokens=10, **options)
     assert all(10 <= len(row) <= 17 for row in found.tokens)
@@ -223,6 +299,7 @@ def test_buckets():
         ("x", {"min_new_tokens": -1}, "min_new_tokens is -1"),
         ("x", {"stop": ""}, "empty stop string"),
         ("x", {"stop": ["a", ""]}, "empty stop string"),
+        ("x", {"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
         (["x", "y"], {"seeds": [1]}, "1 seeds for 2 prompts"),
         ([[{"role": "user", "content": "x"}]], {}, "no chat template"),
     ],
@@ -230,6 +307,13 @@ def test_buckets():
 def test_arguments_that_do_not_fit_are_refused(tiny, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         mpjax.generate(tiny, prompts, **options)
+
+
+def test_numbers_of_numpy_and_no_stop_strings_are_fine(tiny, alone):
+    found = mpjax.generate(
+        tiny, PROMPTS[2], max_new_tokens=np.int64(NEW), sampling=HOT, seeds=[3], stop=None
+    )
+    assert (found.text, found.tokens) == (alone.text, alone.tokens)
 
 
 def test_a_model_without_tokenizer_has_no_text(tiny):

@@ -89,3 +89,64 @@ def test_a_finished_stream_starts_anew():
         assert stream.push(half) == ""
         assert stream.finish() == tokenizer.decode(half)
         assert stream.finish() == ""
+
+
+def continued(tokenizer, context, ids, skip_special=True):
+    stream = tokenizer.stream(skip_special, context)
+    return "".join([*(stream.push([index]) for index in ids), stream.finish()])
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=UNICODE.filter(lambda text: "\ufffd" not in text), data=st.data())
+@settings(max_examples=100)
+def test_after_a_context_a_stream_gives_what_all_adds_to_it(name, text, data):
+    """Wherever the context ends; where it ends within a character, all of that is new."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text)
+    cut = data.draw(st.integers(0, len(ids)))
+    whole = tokenizer.decode(ids)
+    starts = [tokenizer.decode(ids[:end]).rstrip("\ufffd") for end in range(cut + 1)]
+    known = max((start for start in starts if whole.startswith(start)), key=len)
+    assert continued(tokenizer, ids[:cut], ids[cut:]) == whole[len(known) :]
+
+
+def test_after_a_prompt_the_first_word_keeps_its_space():
+    for name in ("sentencepiece", "metaspace"):
+        tokenizer = TOKENIZERS[name]
+        word = [tokenizer.backend.token_to_id("▁a")]
+        assert continued(tokenizer, tokenizer.encode("ab é"), word) == " a"
+        assert continued(tokenizer, tokenizer.encode("ab é" * 50), word) == " a"
+        assert continued(tokenizer, [], word) == "a"
+        # As at the end of a chat template's header; what is not skipped has a text of its own.
+        after_special = [*tokenizer.encode("ab"), tokenizer.backend.token_to_id("</s>")]
+        assert continued(tokenizer, after_special, word) == "a"
+        assert continued(tokenizer, after_special, word, skip_special=False) == " a"
+        assert continued(tokenizer, [*after_special, *tokenizer.encode("b")], word) == " a"
+    tokenizer = TOKENIZERS["byte level"]
+    assert continued(tokenizer, tokenizer.encode("The"), tokenizer.encode(" a")) == " a"
+
+
+def test_a_character_that_a_context_began_comes_whole():
+    for name in ("byte level", "sentencepiece"):
+        tokenizer = TOKENIZERS[name]
+        ids, more = tokenizer.encode("a☃"), tokenizer.encode("☃")[-1:]
+        for cut in (1, 2):
+            stream = tokenizer.stream(context=ids[:-cut])
+            assert [stream.push([index]) for index in ids[-cut:-1]] == [""] * (cut - 1)
+            assert stream.push(ids[-1:]) + stream.finish() == "☃"
+            assert continued(tokenizer, ids[:-cut], tokenizer.encode("b")[-1:]) == "b"
+        # One that the prompt wrote is no unfinished one; nor can it be taken back.
+        assert continued(tokenizer, tokenizer.encode("a\ufffd"), tokenizer.encode("b")[-1:]) == "b"
+        assert set(continued(tokenizer, ids, more)) == {"\ufffd"}
+
+
+def test_a_long_context_is_not_decoded(monkeypatch):
+    tokenizer = TOKENIZERS["sentencepiece"]
+    decoded = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids, *rest: decoded.append(len(ids)) or decode(ids, *rest)
+    )
+    context, more = tokenizer.encode("日本" * 5000), tokenizer.encode("日")[-3:]
+    assert continued(tokenizer, context, more) == "日"
+    assert max(decoded) < 16

@@ -150,6 +150,8 @@ def test_a_folder_without_tokenizer_json_says_what_there_is(tmp_path):
         ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
         ("config.json", "[]", r"config\.json holds a list; expected a JSON object"),
         ("config.json", '{"eos_token_id": "</s>"}', r"eos_token_id in .*config\.json is '</s>'"),
+        ("generation_config.json", '{"eos_token_id": -1}', r"generation_.* is -1; .* 0 or above"),
+        ("config.json", '{"eos_token_id": [3, true]}', r"is \[3, True\]; .* or a list of ids"),
         ("tokenizer_config.json", '{"chat_template": [1]}', "is not a str or a list of"),
     ],
 )
@@ -157,6 +159,18 @@ def test_damaged_files_are_named(tmp_path, name, content, message):
     write(tmp_path, sentencepiece())
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [{"vocab_size": 9}, {"text_config": {"vocab_size": 9}}])
+def test_stop_ids_are_of_the_vocabulary(tmp_path, sizes):
+    for ids in (8, [0, 8]):
+        write(tmp_path, sentencepiece(), config=sizes, generation_config={"eos_token_id": ids})
+        assert 8 in Tokenizer.from_folder(tmp_path).stop_ids
+    write(tmp_path, sentencepiece(), config=sizes, generation_config={"eos_token_id": [0, 9]})
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json is \[0, 9\]; expected .* from 0 to 8"
+    ):
         Tokenizer.from_folder(tmp_path)
 
 

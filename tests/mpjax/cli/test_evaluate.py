@@ -139,3 +139,11 @@ def test_failures(run, arguments, code, message):
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (code, "")
     assert message in result.stderr
+
+
+def test_a_text_of_another_encoding_is_named(tiny_folder, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("größer", encoding="latin-1")
+    result = CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"mpjax: {path} is not a text in UTF-8")

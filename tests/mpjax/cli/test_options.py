@@ -55,3 +55,10 @@ def test_the_prompt_comes_from_one_place(tmp_path, monkeypatch):
     for both in (("x", file), (None, None)):
         with pytest.raises(typer.BadParameter, match="not both"):
             options.read_prompt(*both)
+
+
+def test_a_prompt_file_of_another_encoding_is_named(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("größer", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"prompt\.txt is not a text in UTF-8"):
+        options.read_prompt(None, file)

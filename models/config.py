@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
 class ConfigError(ValueError):
@@ -80,27 +83,31 @@ class DecoderConfig:
 def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The DecoderConfig fields that all families read alike from a Hugging Face `config.json`.
 
-    Raises ConfigError for a missing key, an activation other than SiLU, or a rotary scaling that
-    is not implemented.
+    Raises ConfigError for a missing key, an activation other than SiLU, a rotary scaling that is
+    not implemented, and values that numbers and switches can't have.
     """
+    for key in SWITCHES:
+        if type(value := hf.get(key)) is not bool and value is not None:
+            raise ConfigError(f"config.json: {key} is {value!r}: expected true or false")
     if (activation := hf.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
     heads = require(hf, "num_attention_heads")
     hidden = require(hf, "hidden_size")
+    kv_heads, head_dim = hf.get("num_key_value_heads"), hf.get("head_dim")
     rope_theta, rope_scaling = _rope(hf)
     return {
         "vocab_size": require(hf, "vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": require(hf, "intermediate_size"),
         "num_heads": heads,
-        "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or hidden // heads,
+        "num_kv_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": hidden // heads if head_dim is None else head_dim,
         "windows": (None,) * require(hf, "num_hidden_layers"),
         "max_position_embeddings": hf.get("max_position_embeddings", 2048),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
-        "rms_norm_eps": hf.get("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": hf.get("tie_word_embeddings", False),
+        "rms_norm_eps": _positive(hf, "rms_norm_eps", 1e-6),
+        "tie_word_embeddings": hf.get("tie_word_embeddings") or False,
         "dtype": _dtype(hf),
         "stop_ids": _stop_ids(hf),
     }
@@ -113,10 +120,23 @@ def require(hf: Mapping[str, Any], key: str) -> Any:
     return hf[key]
 
 
+def _positive(
+    values: Mapping[str, Any], key: str, default: float | None = None, source: str = "config.json"
+) -> float:
+    """A number, which must be there unless there is a default."""
+    value = values.get(key)
+    if value is None:
+        value = require(values, key) if default is None else default
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ConfigError(f"{source}: {key} is {value!r}: expected a positive number")
+    return value
+
+
 def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
     """Each layer's window: by `layer_types` where the file lists them, else the same for all."""
     layers = require(hf, "num_hidden_layers")
-    kinds = hf.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    usual = "full_attention" if window is None else "sliding_attention"
+    kinds = hf.get("layer_types") or [usual] * layers
     known = {"sliding_attention": window, "full_attention": None}
     if len(kinds) != layers or not set(kinds) <= set(known):
         raise ConfigError(
@@ -141,7 +161,12 @@ def _stop_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters.
-    parameters = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    parameters: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        written = hf.get(key) or {}
+        if not isinstance(written, Mapping):
+            raise ConfigError(f"config.json: {key} is {written!r}: expected an object")
+        parameters |= written
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ConfigError("config.json: rope_parameters for each kind of layer are not supported")
     partial = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
@@ -149,21 +174,26 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ConfigError(
             f"config.json: partial_rotary_factor is {partial}; only whole heads are supported"
         )
-    theta = parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    given = hf if parameters.get("rope_theta") is None else parameters
+    theta = float(_positive(given, "rope_theta", 1e4))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind not in ("linear", "llama3"):
         raise ConfigError(
             f"config.json: rotary scaling {kind!r} is not supported: "
             "expected default, linear or llama3"
         )
-    scaling = RopeScaling(kind, float(require(parameters, "factor")))
-    if kind == "llama3":
-        scaling = dataclasses.replace(
-            scaling,
-            low_frequency_factor=float(require(parameters, "low_freq_factor")),
-            high_frequency_factor=float(require(parameters, "high_freq_factor")),
-            original_context=int(require(parameters, "original_max_position_embeddings")),
+    source = "config.json, rotary scaling"
+    factor = float(_positive(parameters, "factor", source=source))
+    if kind == "linear":
+        return theta, RopeScaling(kind, factor)
+    low, high, context = (
+        _positive(parameters, key, source=source)
+        for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    if not high > low:
+        raise ConfigError(
+            f"{source}: high_freq_factor is {high!r}: expected more than low_freq_factor, {low!r}"
         )
-    return float(theta), scaling
+    return theta, RopeScaling(kind, factor, float(low), float(high), int(context))

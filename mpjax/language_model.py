@@ -81,11 +81,21 @@ class LanguageModel:
             ("parameters", f"{self.num_parameters / 1e6:,.1f} million"),
             ("packed weights", f"{packed / MEGABYTE:,.1f} MB"),
             ("other weights", f"{(self.nbytes - packed) / MEGABYTE:,.1f} MB in {config.dtype}"),
+            ("cache scales", self._describe_cache_scales()),
         ]
         for kind, count in counts.items():
-            text = ", ".join(f"{name} in {layers} layers" for name, layers in count.items())
+            text = ", ".join(
+                f"{name} in {layers} layer{'s' if layers > 1 else ''}"
+                for name, layers in count.items()
+            )
             rows.append((kind, text))
         return rows
+
+    def _describe_cache_scales(self) -> str:
+        if self.model.cache_scales is None:
+            return "none"
+        of_heads = self.model.cache_scales.get_value().ndim == 3
+        return "of heads, for KVfp8" if of_heads else "of channels, for KV8s"
 
 
 def weight_precisions(model: Decoder) -> list[str]:

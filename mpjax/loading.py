@@ -32,10 +32,11 @@ def load(
         one that `mpjax.checkpoint.orbax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which
         is fetched first.
     precision: such as `W4A16KV8`. Linear maps of a 16-bit checkpoint are rounded to nearest where
-        it asks for fewer bits; a quantised checkpoint must agree with it. By default weights stay
-        as they are, with a KV cache of 16 bits, or as saved. FP8 weights meet the activations that
-        the checkpoint was made for, mostly FP8 too, unless the precision has a W part, which says
-        what they meet: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
+        it asks for fewer bits; a quantised checkpoint must agree with it, but for `sym`: integers
+        of one count as symmetric where its zero points are, whatever is asked for. By default
+        weights stay as they are, with a KV cache of 16 bits, or as saved. FP8 weights meet the
+        activations that the checkpoint was made for, mostly FP8 too, unless the precision has a W
+        part, which says what they meet: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
     dtype: what the model computes in: bfloat16, float16 or float32; the checkpoint's by default.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 

@@ -128,7 +128,7 @@ def _shapes(config: DecoderConfig) -> list[Shape]:
 
 def _read_config(folder: Path) -> DecoderConfig:
     if (folder / orbax.DESCRIPTION_NAME).is_file():
-        return orbax.abstract_model(orbax.read_description(folder)).config
+        return orbax.abstract(folder).config
     return huggingface.decoder_config(folder, huggingface.read_config(folder))[1]
 
 

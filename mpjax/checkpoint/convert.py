@@ -20,17 +20,20 @@ from mpjax.checkpoint.layout import LinearPlace
 from mpjax.checkpoint.linear import check_scales
 from mpjax.checkpoint.plan import LinearSource, Packing
 from mpjax.checkpoint.safetensors import TensorInfo
-from mpjax.memory import default_device
 from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
+from pallas_kernels.backend import default_device
 from pallas_kernels.quantized_tensor import concatenate
 
 Read = Callable[[TensorInfo], np.ndarray]
 
 
 def convert_array(info: TensorInfo, dtype: str, read: Read) -> jax.Array:
-    """One tensor as it is, in another dtype. Raises CheckpointError where float16 can't hold it."""
+    """One tensor as it is, in another dtype.
+
+    Raises CheckpointError for values that are not finite, in the file or in the dtype.
+    """
     array = _to_device(read(info))
-    return _require_in_range(info, array.astype(dtype))
+    return _require_finite(info, array, array.astype(dtype))
 
 
 def convert_linear(
@@ -82,16 +85,13 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
     info = source.tensors["weight"]
     weight = _to_device(read(info))
     if source.format is None:
-        return _require_in_range(info, _transpose(weight, dtype))
-    if count := int(_count_non_finite(weight)):
-        raise CheckpointError(
-            f"{info.name}: {count} of the {weight.size} weights are NaN or infinite and can't be "
-            "quantised: the checkpoint is damaged"
-        )
-    return _quantize(weight, source.format)
+        return _require_finite(info, weight, _transpose(weight, dtype))
+    return _quantize(_require_finite(info, weight, weight), source.format)
 
 
 def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> QuantizedTensor:
+    format = source.format
+    assert format is not None
     # g_idx stays on the host: its values decide the order of the channels.
     tensors: dict[str, Any] = {
         suffix: read(info) if suffix == "g_idx" else _to_device(read(info))
@@ -102,15 +102,14 @@ def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> Quanti
         check_scales(source.name, tensors[packing.scale_name])
         fp8.check_codes(source.name, tensors["weight"])
         codes, scales = fp8.decode(tensors, packing, source.name, source.shape)
-        return pack(codes, scales, None, source.format)
+        return pack(codes, scales, None, format)
     check_scales(source.name, tensors["scales"])
     if isinstance(packing, AWQConfig):
         linear = awq.decode(tensors, packing, source.name, source.shape)
     else:
         linear = gptq.decode(tensors, packing, source.name, source.shape)
-    scales, format = _narrow(source.name, linear.scales), source.format
+    scales = _narrow(source.name, linear.scales)
     zeros: jax.Array | None = linear.zeros
-    assert format is not None
     # Seen rather than believed: writers differ by one in how they store zero points.
     if bool(jnp.all(linear.zeros == 2 ** (linear.bits - 1))):
         zeros, format = None, dataclasses.replace(format, symmetric=True)
@@ -145,13 +144,21 @@ def _narrow(name: str, scales: jax.Array) -> jax.Array:
     )
 
 
-def _require_in_range(info: TensorInfo, array: jax.Array) -> jax.Array:
-    if array.dtype == jnp.float16 != info.dtype and (count := int(_count_non_finite(array))):
+def _require_finite(info: TensorInfo, array: jax.Array, converted: jax.Array) -> jax.Array:
+    """`converted`, made of a file's `array`; CheckpointError where it isn't finite throughout."""
+    if bool(_is_finite(converted)):
+        return converted
+    if damaged := int(_count_non_finite(array)):
         raise CheckpointError(
-            f"{info.name}: {count} of {array.size} values are NaN or beyond the range of float16: "
-            "load with dtype='bfloat16'"
+            f"{info.name}: {damaged} of the {array.size} values are NaN or infinite: the "
+            "checkpoint is damaged"
         )
-    return array
+    beyond = int(_count_non_finite(converted))
+    wider = "bfloat16" if converted.dtype == jnp.float16 else "float32"
+    raise CheckpointError(
+        f"{info.name}: {beyond} of {array.size} values are beyond the range of {converted.dtype}: "
+        f"load with dtype='{wider}'"
+    )
 
 
 def _to_device(array: np.ndarray) -> jax.Array:
@@ -167,6 +174,12 @@ def _transpose(weight: jax.Array, dtype: str) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="format")
 def _quantize(weight: jax.Array, format: WeightFormat) -> QuantizedTensor:
     return quantize(weight.T, format)
+
+
+@jax.jit
+def _is_finite(array: jax.Array) -> jax.Array:
+    # NaN goes through both. Unlike counting, it takes no memory beside the array.
+    return jnp.isfinite(jnp.max(array)) & jnp.isfinite(jnp.min(array))
 
 
 @jax.jit

@@ -94,9 +94,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> FP8Config:
         _require(group, "format", layouts, source, layouts[0])
         _require(group, "output_activations", (None,), source)
         block = _parse_weights(group.get("weights"), f"{source}, weights")
-        parsed[name] = FP8Config(
-            "compressed-tensors", block, *_parse_activations(group.get("input_activations"), block)
-        )
+        activations = _parse_activations(group.get("input_activations"), block, source)
+        parsed[name] = FP8Config("compressed-tensors", block, *activations)
     if len(set(parsed.values())) > 1:
         raise CheckpointError(
             f"{SOURCE}: config_groups {', '.join(parsed)} differ: expected one scheme for all"
@@ -134,11 +133,13 @@ def _parse_weights(weights: Any, source: str) -> tuple[int | None, int | None]:
 
 
 def _parse_activations(
-    written: Any, block: tuple[int | None, int | None]
+    written: Any, block: tuple[int | None, int | None], source: str
 ) -> tuple[str | None, str | None]:
     """The fields `activations` and `unsupported`."""
     if not written:
         return None, None
+    if not isinstance(written, Mapping):
+        raise CheckpointError(f"{source}, input_activations is {written!r}: expected an object")
     kind = f"{written.get('num_bits')}-bit {written.get('type')}"
     strategy = written.get("strategy")
     size = written.get("group_size") if strategy == "group" else None

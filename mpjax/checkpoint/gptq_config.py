@@ -78,6 +78,8 @@ class GPTQConfig:
         bits = _parse_bits(config, SOURCE)
         group_size = packed_module.parse_group_size(config, ("group_size",), SOURCE)
         meta = config.get("meta") or {}
+        if not isinstance(meta, Mapping):
+            raise CheckpointError(f"{SOURCE}: meta is {meta!r}: expected an object")
         static_groups = config.get("static_groups", meta.get("static_groups", False))
         return cls(
             bits,

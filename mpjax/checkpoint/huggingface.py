@@ -69,7 +69,9 @@ def load(
         config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
     elif precision is not None and config.dtype == "float32":
         config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
-    packing = read_packing(folder, hf, precision)
+    packing = read_packing(folder, hf)
+    if isinstance(packing, FP8Config):
+        packing = _with_activations(folder, packing, precision)
     quantize = _format_to_quantize(folder, hf, packing, precision)
     checkpoint = Checkpoint.open(folder)
     plan = make_plan(checkpoint, config, packing, quantize)
@@ -107,10 +109,12 @@ def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], 
         value = getattr(config, field)
         if type(value) is not int or value < 1:
             raise CheckpointError(f"{path}: {field} is {value!r}: expected a positive integer")
-    for field in ("rms_norm_eps", "rope_theta"):
-        value = getattr(config, field)
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise CheckpointError(f"{path}: {field} is {value!r}: expected a positive number")
+    for window in config.windows:
+        if window is not None and (type(window) is not int or window < 1):
+            raise CheckpointError(
+                f"{path}: sliding_window is {window!r}: expected a positive integer, or null where "
+                "there is no window"
+            )
     if not all(type(i) is int and 0 <= i < config.vocab_size for i in config.stop_ids):
         raise CheckpointError(
             f"{path}: eos_token_id is {hf['eos_token_id']!r}: expected token ids from 0 to "
@@ -132,13 +136,8 @@ def _compute_dtype(dtype: jax.typing.DTypeLike) -> str:
     return name
 
 
-def read_packing(
-    folder: Path, hf: Mapping[str, Any], precision: Precision | None = None
-) -> Packing | None:
-    """What quantization_config says, None without one; of FP8, in the precision if given.
-
-    Raises CheckpointError for what can't be read, and ValueError where FP8 is not in the precision.
-    """
+def read_packing(folder: Path, hf: Mapping[str, Any]) -> Packing | None:
+    """What quantization_config says, None without one. Raises CheckpointError."""
     written = hf.get("quantization_config")
     if written is None:
         return None
@@ -153,7 +152,7 @@ def read_packing(
         )
     try:
         if method in SCALE_NAMES:
-            return _with_activations(folder, FP8Config.from_config(written), precision)
+            return FP8Config.from_config(written)
         config = AWQConfig if method == "awq" else GPTQConfig
         return config.from_config(written)
     except CheckpointError as error:
@@ -162,26 +161,34 @@ def read_packing(
 
 def _with_activations(folder: Path, packing: FP8Config, precision: Precision | None) -> FP8Config:
     """The config with the activations to multiply with: those of the precision, or its own."""
-    choices = [
-        dataclasses.replace(packing, activations=activations, unsupported=None)
-        for activations in (None, "float8")
-    ]
-    kv = KVFormat() if precision is None else precision.kv
-    names = " or ".join(str(Precision(choice.format, kv)) for choice in choices)
+    names = precision_names(packing, KVFormat() if precision is None else precision.kv)
     if precision is None or precision.weights is None:
         if packing.unsupported is None:
             return packing
         raise CheckpointError(
-            f"it was made for activations in {packing.unsupported}, which are not implemented: ask "
-            f"for the precision {names}, which leave the weights as they are"
+            f"{folder / CONFIG_NAME}: it was made for activations in {packing.unsupported}, which "
+            f"are not implemented: ask for the precision {names}, which leave the weights as they "
+            "are"
         )
-    for choice in choices:
+    for choice in _choices(packing):
         if choice.format == precision.weights:
             return choice
     raise ValueError(
         f"precision is {precision}, but {folder} is an FP8 checkpoint that can't be quantised "
         f"again: ask for {names}, or load a 16-bit checkpoint"
     )
+
+
+def precision_names(packing: FP8Config, kv: KVFormat) -> str:
+    """The precisions that an FP8 checkpoint can be loaded in, for messages."""
+    return " or ".join(str(Precision(choice.format, kv)) for choice in _choices(packing))
+
+
+def _choices(packing: FP8Config) -> list[FP8Config]:
+    return [
+        dataclasses.replace(packing, activations=activations, unsupported=None)
+        for activations in (None, "float8")
+    ]
 
 
 def _format_to_quantize(

@@ -31,10 +31,11 @@ from mpjax.checkpoint.layout import (
     linear_places,
 )
 from mpjax.language_model import LanguageModel, weight_precisions
-from mpjax.memory import default_device, require_free
+from mpjax.memory import require_free
 from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
 from pallas_kernels import KVFormat, QuantizedTensor, WeightFormat
+from pallas_kernels.backend import default_device
 
 # The arrays of a QuantizedTensor; those that a format has no use for are None.
 PACKED_ARRAYS = ("words", "parameters", "permutation", "channel_scales", "table")
@@ -56,8 +57,13 @@ DECODERS: dict[str, type[Decoder]] = {"Decoder": Decoder} | {
 def save(lm: LanguageModel, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Writes a model and its tokenizer into a folder: all of it, or on failure nothing.
 
-    overwrite: replace what an earlier save left there. Raises ValueError where the folder holds
-    anything else, or where the model or its tokenizer can't be saved.
+    overwrite: replace what an earlier save left there. That stays whole until the new one is: where
+    both a save and putting back the old model are interrupted, they wait in a hidden folder beside
+    `folder`, as `previous` and `new`.
+
+    Raises ValueError where the folder holds anything else, where the model or its tokenizer can't
+    be saved, or where it holds what the format doesn't, such as adapters; and for a KV format that
+    needs scales which the model lacks.
     """
     folder = Path(folder).resolve()
     _require_writable(folder, overwrite)
@@ -71,25 +77,28 @@ def save(lm: LanguageModel, folder: str | os.PathLike[str], *, overwrite: bool =
             f"the tokenizer's files are no longer in {lm.source}: set the model's source to a "
             "folder with its tokenizer.json, or its tokenizer to None"
         )
+    arrays = _arrays(lm.model)
+    _require_all_held(lm.model, arrays)
+    _require_scales(lm)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as staging:
-        new, previous = Path(staging, "new"), Path(staging, "previous")
+    # No TemporaryDirectory: it would delete the only copies of a second interrupt.
+    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    new, previous = staging / "new", staging / "previous"
+    try:
         new.mkdir()
         for file in TOKENIZER_FILES:
             _copy(lm.source / file, new / file)
-        arrays = _arrays(lm.model)
         with _checkpointer(arrays) as checkpointer:
             checkpointer.save(new / WEIGHTS_NAME, args=ocp.args.PyTreeSave(arrays))
         description = _describe(lm, arrays) | {"files": _file_sizes(new / WEIGHTS_NAME)}
         (new / DESCRIPTION_NAME).write_text(json.dumps(description, indent=1), encoding="utf-8")
         if folder.exists():
             folder.rename(previous)
-        try:
-            new.rename(folder)
-        except BaseException:  # a person's Ctrl-C too
-            if previous.exists():
-                previous.rename(folder)
-            raise
+        new.rename(folder)
+    finally:  # after a person's Ctrl-C too
+        if previous.exists() and not folder.exists():
+            previous.rename(folder)
+        shutil.rmtree(staging)
 
 
 def restore(
@@ -107,29 +116,48 @@ def restore(
     dtype differ, and mpjax.memory.DeviceMemoryError where the device has not enough memory left.
     """
     folder = Path(folder).resolve()
-    description = read_description(folder)
+    description = _read_description(folder)
+    lm = _abstract(folder, description)
+    _require_agreement(folder, lm.model, precision, dtype)
+    _require_files(folder / WEIGHTS_NAME, description["files"])
+    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    shapes = _arrays(lm.model)
+    require_free(sum(_nbytes(shape) for shape in shapes.values()), f"restoring {folder}")
+    _assign_arrays(lm.model, _read_arrays(folder, shapes), description)
+    kv_format = precision.kv if precision else lm.kv_format
+    return dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
+
+
+def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
+    """What `restore` gives, from mpjax.json alone: shapes for arrays, and no tokenizer.
+
+    Raises CheckpointError for a folder that `save` did not write, or whose mpjax.json is damaged.
+    """
+    folder = Path(folder)
+    return _abstract(folder, _read_description(folder))
+
+
+def _abstract(folder: Path, description: dict[str, Any]) -> LanguageModel:
     try:
-        model = abstract_model(description)
+        config = dict(description["config"])
+        config["windows"] = tuple(config["windows"])
+        config["stop_ids"] = tuple(config["stop_ids"])
+        if config["rope_scaling"] is not None:
+            config["rope_scaling"] = RopeScaling(**config["rope_scaling"])
+        decoder, parsed = DECODERS[description["decoder"]], DecoderConfig(**config)
+        model = nnx.eval_shape(lambda: decoder(parsed, nnx.Rngs(0)))
         shapes = {
             path: jax.ShapeDtypeStruct(tuple(array["shape"]), jnp.dtype(array["dtype"]))
             for path, array in description["arrays"].items()
         }
-        kv_format = KVFormat.parse(description["kv_format"])
-        files = dict(description["files"])
-        assign_arrays(
-            model, shapes, description
-        )  # finds out what is missing before anything is read
+        _assign_arrays(model, shapes, description)
+        dict(description["files"])  # only `restore` looks at it
+        return LanguageModel(model, None, KVFormat.parse(description["kv_format"]), folder)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{folder / DESCRIPTION_NAME} is damaged ({type(error).__name__}: {error}): convert "
             "the checkpoint again"
         ) from error
-    _require_agreement(folder, model, precision, dtype)
-    _require_files(folder / WEIGHTS_NAME, files)
-    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    require_free(sum(_nbytes(shape) for shape in shapes.values()), f"restoring {folder}")
-    assign_arrays(model, _read_arrays(folder, shapes), description)
-    return LanguageModel(model, tokenizer, precision.kv if precision else kv_format, folder)
 
 
 def _require_writable(folder: Path, overwrite: bool) -> None:
@@ -139,6 +167,29 @@ def _require_writable(folder: Path, overwrite: bool) -> None:
         raise ValueError(f"{folder} exists and is no saved model: choose another folder")
     if folder.exists() and not overwrite:
         raise ValueError(f"{folder} holds a saved model: replace it with overwrite=True")
+
+
+def _require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
+    """Raises ValueError where a model has arrays besides those that are written."""
+    held = {id(array) for array in arrays.values()}
+    for path, array in jax.tree.leaves_with_path(nnx.state(model)):
+        if id(array) not in held:
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise ValueError(
+                f"the model can't be saved with {name}, which a {type(model).__name__} does not "
+                "have: save adapters and the like apart, and the model without them"
+            )
+
+
+def _require_scales(lm: LanguageModel) -> None:
+    """Raises ValueError for a cache that can't be made: other formats' scales have a default."""
+    scales = lm.model.cache_scales
+    given = None if scales is None else scales.get_value().ndim
+    if lm.kv_format.scaling == "static" and given != 4:
+        raise ValueError(
+            f"{lm.kv_format} needs scales of channels, which the model lacks: measure them first, "
+            "with mpjax.calibrate_cache or `mpjax convert --calibrate`, or choose another KV format"
+        )
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -198,7 +249,7 @@ def _describe(lm: LanguageModel, arrays: dict[str, jax.Array]) -> dict[str, Any]
     }
 
 
-def read_description(folder: Path) -> dict[str, Any]:
+def _read_description(folder: Path) -> dict[str, Any]:
     """A saved folder's mpjax.json. Raises CheckpointError where it is missing or not readable."""
     path = folder / DESCRIPTION_NAME
     if not path.is_file():
@@ -219,18 +270,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     return description
 
 
-def abstract_model(description: dict[str, Any]) -> Decoder:
-    """The model that a description is of, with shapes for arrays."""
-    config = dict(description["config"])
-    config["windows"] = tuple(config["windows"])
-    config["stop_ids"] = tuple(config["stop_ids"])
-    if config["rope_scaling"] is not None:
-        config["rope_scaling"] = RopeScaling(**config["rope_scaling"])
-    decoder, parsed = DECODERS[description["decoder"]], DecoderConfig(**config)
-    return nnx.eval_shape(lambda: decoder(parsed, nnx.Rngs(0)))
-
-
-def assign_arrays(model: Decoder, arrays: dict[str, Any], description: dict[str, Any]) -> None:
+def _assign_arrays(model: Decoder, arrays: dict[str, Any], description: dict[str, Any]) -> None:
     """Puts arrays, or their shapes, in their places; the inverse of `_arrays`."""
     for place in array_places(model.config):
         assign_array(model, place, arrays[place.path])
@@ -296,7 +336,7 @@ def _require_files(folder: Path, expected: dict[str, int]) -> None:
         )
 
 
-def _read_arrays(folder: Path, shapes: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _read_arrays(folder: Path, shapes: dict[str, Any]) -> dict[str, jax.Array]:
     sharding = jax.sharding.SingleDeviceSharding(default_device())
     targets = {
         path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -16,9 +16,11 @@ EPILOG = """\b
 Examples:
   mpjax convert Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8
   mpjax convert Qwen/Qwen3-8B-AWQ Qwen3-8B-AWQ-packed
+  mpjax convert Qwen3-8B Qwen3-8B-W8 --precision W8A8KV8s --calibrate book.txt
 
 The target is loaded like any other checkpoint, bit for bit as converted, without packing anything
-again. The KV format in the precision becomes its default.
+again. The KV format in the precision becomes its default; --calibrate measures the scales that KV8s
+needs and KVfp8 can have, and saves them with the model.
 """
 
 
@@ -27,6 +29,16 @@ def command(
     target: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
     precision: options.PrecisionText = None,
     dtype: options.ComputeDtype = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+            help="Text to measure the cache's scales on, which KV8s needs and KVfp8 can have: one "
+            'document, or for .jsonl one per line, as {"text": ...}.',
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model saved there before.")
     ] = False,
@@ -38,7 +50,18 @@ def command(
             f"{target} is not empty: choose another folder, or replace a model saved there with "
             "--overwrite"
         )
-    lm = options.load(source, precision, dtype)
+    chosen = None if precision is None else options.parse_precision(precision)
+    if calibrate is not None and chosen is not None and chosen.kv.scaling is None:
+        raise typer.BadParameter(
+            f"the cache of {chosen} has no scales to measure: KV8s and KVfp8 have",
+            param_hint="--calibrate",
+        )
+    documents = None if calibrate is None else _read(calibrate)
+    lm = options.load(source, chosen, dtype)
+    if documents is not None:
+        from mpjax.calibration import calibrate_cache
+
+        lm = calibrate_cache(lm, documents)
 
     from mpjax.checkpoint import orbax
 
@@ -54,6 +77,13 @@ def command(
         f"{_size(lm.nbytes)} in device memory"
     )
     sys.stdout.flush()
+
+
+def _read(path: Path) -> list[str]:
+    from mpjax.arguments import read_text
+    from mpjax.evaluate import read_held_out
+
+    return read_held_out(path) if path.suffix == ".jsonl" else [read_text(path)]
 
 
 def _weight_bytes(folder: Path) -> int:

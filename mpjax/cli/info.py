@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,13 @@ Examples:
 
 Of a folder only headers are read, so it answers at once and needs no GPU. A hub id is fetched
 whole first.
+
+\b
+The last rows say how the linear maps of the layers are stored, and in how
+many layers so. Maps of one input (query, key and value; gate and up) are one
+product where their formats agree. Where they don't, there is one for each
+format, as in `W4 | W4 | W16`. "cache scales" are what KV8s needs and KVfp8
+can have.
 """
 
 
@@ -31,7 +39,8 @@ def command(source: options.Source = None) -> None:
     import mpjax
     from mpjax.loading import find_folder
 
-    rows = inspect(find_folder(mpjax.bundled_model() if source is None else source)).describe()
+    folder = find_folder(mpjax.bundled_model() if source is None else source)
+    rows = inspect(folder).describe() + _open_choices(folder)
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
         typer.echo(f"{label:{width}}  {text}")
@@ -42,49 +51,69 @@ def inspect(folder: Path) -> LanguageModel:
 
     Good for `describe`, which is exact but for what the tensors' values decide: the bytes of
     GPTQ's permutations, maps that can't be fused because of them, and whether zero points are all
-    the middle, so that integers count as symmetric. Raises CheckpointError for a folder that can't
+    the middle, so that integers count as symmetric. An FP8 checkpoint that is loaded only in a
+    precision is described with 16-bit activations. Raises CheckpointError for a folder that can't
     be loaded.
     """
     import jax
-    import jax.numpy as jnp
-    from flax import nnx
 
-    from models import CacheScales
-    from mpjax.checkpoint import huggingface, orbax
-    from mpjax.checkpoint.layout import assign_linear
-    from mpjax.checkpoint.plan import make_plan
-    from mpjax.checkpoint.safetensors import Checkpoint
-    from mpjax.language_model import LanguageModel
-    from pallas_kernels import KVFormat
+    from mpjax.checkpoint import orbax
 
     class Header(jax.ShapeDtypeStruct):
         @property
         def nbytes(self) -> int:
             return self.size * self.dtype.itemsize
 
-    kv_format = KVFormat()
-    if (folder / orbax.DESCRIPTION_NAME).is_file():
-        description = orbax.read_description(folder)
-        model = orbax.abstract_model(description)
-        shapes = {
-            path: jax.ShapeDtypeStruct(tuple(array["shape"]), jnp.dtype(array["dtype"]))
-            for path, array in description["arrays"].items()
-        }
-        orbax.assign_arrays(model, shapes, description)
-        kv_format = KVFormat.parse(description["kv_format"])
-    else:
-        hf = huggingface.read_config(folder)
-        decoder, config = huggingface.decoder_config(folder, hf)
-        packing = huggingface.read_packing(folder, hf)
-        plan = make_plan(Checkpoint.open(folder), config, packing, None)
-        model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
-        for place, sources in plan.linears:
-            assign_linear(model, place, _parts(sources, config.dtype, place.bias))
-        if plan.cache_scales:
-            shape = (config.num_layers, 2, config.num_kv_heads)
-            model.cache_scales = CacheScales(jax.ShapeDtypeStruct(shape, jnp.dtype("float32")))
-    model = jax.tree.map(lambda shape: Header(shape.shape, shape.dtype), model)
-    return LanguageModel(model, None, kv_format, folder)
+    lm = orbax.abstract(folder) if _is_saved(folder) else _from_headers(folder)
+    model = jax.tree.map(lambda shape: Header(shape.shape, shape.dtype), lm.model)
+    return dataclasses.replace(lm, model=model)
+
+
+def _is_saved(folder: Path) -> bool:
+    from mpjax.checkpoint import orbax
+
+    return (folder / orbax.DESCRIPTION_NAME).is_file()
+
+
+def _open_choices(folder: Path) -> list[tuple[str, str]]:
+    """A row about the activations of an FP8 checkpoint, where somebody has to choose them."""
+    from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.fp8_config import FP8Config
+    from pallas_kernels import KVFormat
+
+    if _is_saved(folder):
+        return []
+    packing = huggingface.read_packing(folder, huggingface.read_config(folder))
+    if not isinstance(packing, FP8Config) or packing.unsupported is None:
+        return []
+    names = huggingface.precision_names(packing, KVFormat())
+    return [("activations", f"made for {packing.unsupported}, not implemented: load it as {names}")]
+
+
+def _from_headers(folder: Path) -> LanguageModel:
+    """The model in a Hugging Face checkpoint."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from models import CacheScales
+    from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.layout import assign_linear
+    from mpjax.checkpoint.plan import make_plan
+    from mpjax.checkpoint.safetensors import Checkpoint
+    from mpjax.language_model import LanguageModel
+    from pallas_kernels import KVFormat
+
+    hf = huggingface.read_config(folder)
+    decoder, config = huggingface.decoder_config(folder, hf)
+    plan = make_plan(Checkpoint.open(folder), config, huggingface.read_packing(folder, hf), None)
+    model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
+    for place, sources in plan.linears:
+        assign_linear(model, place, _parts(sources, config.dtype, place.bias))
+    if plan.cache_scales:
+        shape = (config.num_layers, 2, config.num_kv_heads)
+        model.cache_scales = CacheScales(jax.ShapeDtypeStruct(shape, jnp.dtype("float32")))
+    return LanguageModel(model, None, KVFormat(), folder)
 
 
 def _parts(sources: tuple[LinearSource, ...], dtype: str, bias: bool) -> list[Linear]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -128,6 +129,8 @@ def test_defaults_are_those_of_the_file_format(key, field, expected):
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},
             "rope_parameters for each kind of layer",
         ),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\]: expected an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
     ],
@@ -171,6 +174,48 @@ LLAMA3 = {
 def test_old_and_new_rotary_keys(keys, theta, scaling):
     fields = common_fields(without("rope_theta") | keys)
     assert (fields["rope_theta"], fields["rope_scaling"]) == (theta, scaling)
+
+
+NO_NUMBERS = [0, -2.0, True, "8", float("inf"), float("nan"), [1]]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize("key", LLAMA3)
+def test_rotary_numbers_are_positive_and_finite(key, value):
+    scaling = LLAMA3 | {"rope_type": "llama3", key: value}
+    message = re.escape(f"config.json, rotary scaling: {key} is {value!r}: expected a positive")
+    with pytest.raises(ConfigError, match=message):
+        common_fields(HF | {"rope_scaling": scaling})
+    if key == "factor":
+        with pytest.raises(ConfigError, match=message):
+            common_fields(HF | {"rope_scaling": {"type": "linear", key: value}})
+
+
+@pytest.mark.parametrize("low", [4.0, 5.0])
+def test_the_high_frequency_is_above_the_low_one(low):
+    scaling = LLAMA3 | {"rope_type": "llama3", "low_freq_factor": low}
+    message = f"high_freq_factor is 4.0: expected more than low_freq_factor, {low}"
+    with pytest.raises(ConfigError, match=message):
+        common_fields(HF | {"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+def test_other_numbers_are_positive_and_finite(key, value):
+    message = re.escape(f"config.json: {key} is {value!r}: expected a positive number")
+    with pytest.raises(ConfigError, match=message):
+        common_fields(HF | {key: value})
+
+
+@pytest.mark.parametrize("value", ["false", "", 0, 1, []])
+@pytest.mark.parametrize(
+    "key", ["tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"]
+)
+def test_switches_are_true_or_false(key, value):
+    message = re.escape(f"config.json: {key} is {value!r}: expected true or false")
+    with pytest.raises(ConfigError, match=message):
+        common_fields(HF | {key: value})
+    assert common_fields(HF | {key: None})["tie_word_embeddings"] is (key != "tie_word_embeddings")
 
 
 def test_windows_of_all_layers():

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import CacheScales
 from mpjax.checkpoint import huggingface
 from mpjax.language_model import LanguageModel, weight_precisions
 from mpjax.precision import Precision
@@ -53,7 +55,7 @@ def test_precision_is_what_is_there(tmp_path, rng):
     assert lm.precision == "W16+W4g64A16KV8"
     assert weight_precisions(lm.model) == ["W16", "W4g64"]
     rows = dict(lm.describe())
-    assert rows["attention.qkv"] == "W4g64 in 1 layers, W4g64 | W4g64 | W16 in 1 layers"
+    assert rows["attention.qkv"] == "W4g64 in 1 layer, W4g64 | W4g64 | W16 in 1 layer"
     assert rows["mlp.down"] == "W4g64 in 2 layers"
 
 
@@ -88,5 +90,12 @@ def test_describe(tmp_path, rng):
         "longest context": "256",
         "parameters": "0.1 million",
         "other weights": "0.0 MB in bfloat16",
+        "cache scales": "none",
         "attention.output": "W4g32 in 2 layers",
     } == dict(rows)
+    for shape, text in (
+        ((2, 2, 2), "of heads, for KVfp8"),
+        ((2, 2, 2, 16), "of channels, for KV8s"),
+    ):
+        lm.model.cache_scales = CacheScales(jnp.ones(shape))
+        assert dict(lm.describe())["cache scales"] == text

@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax.checkpoint import convert
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
 from mpjax.checkpoint.errors import CheckpointError
@@ -15,7 +15,7 @@ from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import LinearPlace
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
-from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
+from pallas_kernels import QuantizedTensor, WeightFormat, quantize
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 
 SHAPE, SIZE = (64, 32), 32
@@ -224,7 +224,27 @@ def test_weights_that_are_not_finite_are_not_quantised(rng):
     weight[3, 4:6] = np.nan
     files = Files()
     source = files.source("a", {"weight": weight}, format=UINT4)
-    expect(r"^a\.weight: 2 of the 2048 weights are NaN or infinite", source, files)
+    message = r"^a\.weight: 2 of the 2048 values are NaN or infinite: the checkpoint is damaged"
+    expect(message, source, files)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_plain_values_that_are_not_finite_are_refused(value, dtype, rng):
+    weight = rng.standard_normal(SHAPE[::-1]).astype(ml_dtypes.bfloat16)
+    weight[1, 2] = 1e6  # too large for float16, and still the file is what is wrong
+    weight[3, 4:7] = value
+    files = Files()
+    source = files.source("a", {"weight": weight})
+    message = r"^a\.weight: 3 of the 2048 values are NaN or infinite: the checkpoint is damaged"
+    expect(message, source, files, dtype)
+    with pytest.raises(CheckpointError, match=message):
+        convert_array(source.tensors["weight"], dtype, files.read)
+    bias = np.zeros(SHAPE[1], ml_dtypes.bfloat16)
+    bias[5] = value
+    weight[:] = 0
+    source = files.source("b", {"weight": weight, "bias": bias})
+    expect(r"^b\.bias: 1 of the 32 values are NaN or infinite", source, files, dtype, bias=True)
 
 
 def test_values_beyond_float16_are_refused(rng):
@@ -232,10 +252,15 @@ def test_values_beyond_float16_are_refused(rng):
     weight[0, 0] = 1e6
     files = Files()
     source = files.source("a", {"weight": weight})
-    expect(r"^a\.weight: 1 of 2048 values are NaN or beyond the range", source, files, "float16")
+    expect(
+        r"^a\.weight: 1 of 2048 values are beyond the range of float16", source, files, "float16"
+    )
     with pytest.raises(CheckpointError, match=r"a\.weight: 1 of 2048 .* dtype='bfloat16'"):
         convert_array(source.tensors["weight"], "float16", files.read)
     assert convert_array(source.tensors["weight"], "float32", files.read).dtype == np.float32
+    info = files.add("b", np.full(3, np.finfo(np.float32).max))
+    with pytest.raises(CheckpointError, match=r"^b: 3 of 3 .* of bfloat16: .* dtype='float32'"):
+        convert_array(info, "bfloat16", files.read)
 
 
 def test_a_bias_without_a_place_must_be_zero(rng):
@@ -248,20 +273,27 @@ def test_a_bias_without_a_place_must_be_zero(rng):
     expect(r"^a\.bias is not zero, but by config\.json the model has no bias", source, files)
 
 
-def test_modules_of_one_shape_share_their_compilation(rng):
-    files = Files()
+def test_modules_of_one_shape_share_their_compilation(rng, caplog):
+    def convert_all(name, weight, g_idx):
+        files = Files()
+        packed = in_groups(pack_gptq, random_codes(rng), g_idx)
+        for source in (
+            files.source(name, packed, GPTQ, UINT4),
+            files.source(name, {"weight": weight}),
+            files.source(name, {"weight": weight}, format=UINT4),
+        ):
+            convert_linear(place(name), [source], "bfloat16", files.read)
+
+    def compiled():
+        return [record for record in caplog.records if "XLA compilation" in record.message]
+
+    weights = rng.standard_normal((3, *SHAPE[::-1])).astype(np.float32)
     orders = [rng.permutation(np.arange(SHAPE[0]) // SIZE) for _ in range(3)]
-    for name, g_idx in zip("abc", orders, strict=True):
-        source = files.source(name, in_groups(pack_gptq, random_codes(rng), g_idx), GPTQ, UINT4)
-        convert_linear(place(name), [source], "bfloat16", files.read)
-        weight = rng.standard_normal(SHAPE[::-1]).astype(np.float32)
-        convert_linear(
-            place(name), [files.source(name, {"weight": weight})], "bfloat16", files.read
-        )
-        source = files.source(name, {"weight": weight}, format=UINT4)
-        convert_linear(place(name), [source], "bfloat16", files.read)
-        functions: list[Any] = [convert._transpose, convert._quantize, pack]
-        sizes = [function._cache_size() for function in functions]
-        if name == "a":
-            first = sizes
-    assert sizes == first
+    with jax.log_compiles():
+        convert_all("a", weights[0], orders[0])
+        caplog.clear()
+        for name, weight, g_idx in zip("bc", weights[1:], orders[1:], strict=True):
+            convert_all(name, weight, g_idx)
+        assert not compiled()
+        jax.jit(lambda x: x + 1)(weights)
+        assert len(compiled()) == 1

@@ -117,6 +117,11 @@ def test_fine_grained_errors(changes, message):
         (["config_groups", "group_0"], [], "group 'group_0' is []: expected an object"),
         (["config_groups", "group_0", "format"], "dense", "group 'group_0': format is 'dense'"),
         (["config_groups", "group_0", "weights"], None, "weights is None: expected an object"),
+        (
+            ["config_groups", "group_0", "input_activations"],
+            "dynamic",
+            "group 'group_0', input_activations is 'dynamic': expected an object",
+        ),
         (["config_groups", "group_0", "output_activations"], {"num_bits": 8}, "output_activations"),
         (["config_groups", "group_0", "weights", "type"], "int", "type is 'int': expected 'float'"),
         (["config_groups", "group_0", "weights", "num_bits"], 4, "num_bits is 4: expected 8"),

@@ -45,6 +45,7 @@ def test_spellings_of_gptqmodel():
         ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "expected them to agree"),
         ({"pack_dtype": "int64"}, "pack_dtype is 'int64': only int32 words are supported"),
         ({"group_size": -2}, "group_size is -2: expected a positive number, or -1"),
+        ({"meta": "x"}, "meta is 'x': expected an object"),
         ({"dynamic": ["-:lm_head"]}, "dynamic is .*: expected a map of patterns"),
         ({"dynamic": {"-:(": {}}}, r"dynamic rule '-:\(' is not a regular expression"),
         ({"dynamic": {"+:.*": 8}}, "dynamic rule .* is 8: expected a map of settings"),

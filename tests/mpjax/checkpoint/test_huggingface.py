@@ -23,17 +23,20 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
     GPTQ,
     LLAMA,
+    SQUARE,
     linear_shapes,
     pack_random,
     random_tensors,
     write_checkpoint,
 )
 
+dequantize = jax.jit(lambda kernel: kernel.dequantize())  # one program, not one for each step
+
 
 def kernel_values(model, place):
     """The kernels of a place, dequantised and side by side, float32 [K, N]."""
     kernels = linear_kernels(model, place)
-    values = [k.dequantize() if isinstance(k, QuantizedTensor) else k for k in kernels]
+    values = [dequantize(k) if isinstance(k, QuantizedTensor) else k for k in kernels]
     return np.concatenate([np.asarray(value, np.float32) for value in values], 1)
 
 
@@ -93,8 +96,9 @@ def test_configurations(tmp_path, rng):
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
 @pytest.mark.parametrize("computed", [None, "float32", jnp.float16])
 def test_dtypes(stored, computed, tmp_path, rng):
-    tensors = random_tensors(LLAMA, rng, stored)
-    write_checkpoint(tmp_path, LLAMA, tensors)
+    hf = LLAMA | SQUARE
+    tensors = random_tensors(hf, rng, stored)
+    write_checkpoint(tmp_path, hf, tensors)
     model = huggingface.load(tmp_path, dtype=computed)
     assert model.config.dtype == jnp.dtype(computed or "bfloat16").name
     require_weights(model, tensors, {})
@@ -114,7 +118,8 @@ def test_dtypes(stored, computed, tmp_path, rng):
     ids=lambda written: "-".join(str(value) for value in written.values()),
 )
 def test_packed_checkpoints(written, tmp_path, rng):
-    hf = CONFIGS["qwen2"] | {"quantization_config": written}
+    sizes = {} if written in (AWQ, GPTQ) else SQUARE
+    hf = CONFIGS["qwen2"] | sizes | {"quantization_config": written}
     tensors = random_tensors(hf, rng, np.float16)
     weights = {name: pack_random(tensors, hf, name, rng) for name in linear_shapes(hf)}
     write_checkpoint(tmp_path, hf, tensors, 2)
@@ -128,12 +133,12 @@ def test_packed_checkpoints(written, tmp_path, rng):
 
 def test_act_order(tmp_path, rng):
     # Layer 0: q, k and v share their order; layer 1: each has its own.
-    hf = LLAMA | {"quantization_config": GPTQ | {"desc_act": True}}
+    hf = LLAMA | SQUARE | {"quantization_config": GPTQ | {"desc_act": True}}
     tensors = random_tensors(hf, rng, np.float16)
     shared, weights = rng.permutation(np.arange(64) // 32), {}
     for name, (channels, _) in linear_shapes(hf).items():
         g_idx = rng.permutation(np.arange(channels) // 32)
-        if name.startswith("model.layers.0") and channels == 64:
+        if name.startswith("model.layers.0") and "down" not in name:
             g_idx = shared
         weights[name] = pack_random(tensors, hf, name, rng, g_idx)
     write_checkpoint(tmp_path, hf, tensors)
@@ -142,7 +147,8 @@ def test_act_order(tmp_path, rng):
     assert len(model.layers[0].attention.qkv.parts) == len(model.layers[0].mlp.gate_up.parts) == 1
     assert len(model.layers[1].attention.qkv.parts) == 3
     assert len(model.layers[1].mlp.gate_up.parts) == 2
-    assert model(jnp.ones((1, 5), jnp.int32)).shape == (1, 5, 96)
+    logits = jax.eval_shape(lambda tokens: model(tokens), jnp.ones((1, 5), jnp.int32))
+    assert logits.shape == (1, 5, 96)
 
 
 def test_modules_that_were_left_in_16_bits(tmp_path, rng):
@@ -161,20 +167,22 @@ def test_modules_that_were_left_in_16_bits(tmp_path, rng):
     assert [isinstance(kernel, QuantizedTensor) for kernel in kernels] == [True, True, False]
     [down] = linear_kernels(model, linear_places(model.config)[-1])
     assert down.format.bits == 8
-    assert model(jnp.ones((1, 5), jnp.int32)).shape == (1, 5, 96)
+    logits = jax.eval_shape(lambda tokens: model(tokens), jnp.ones((1, 5), jnp.int32))
+    assert logits.shape == (1, 5, 96)
 
 
 @pytest.mark.parametrize("text", ["W4g32A16KV16", "W8gKsymA16KV16", "W16A16KV16", "A16KV4"])
 def test_rounding_on_load(text, tmp_path, rng):
-    tensors = random_tensors(LLAMA, rng, ml_dtypes.bfloat16)
-    write_checkpoint(tmp_path, LLAMA, tensors)
+    hf = LLAMA | SQUARE
+    tensors = random_tensors(hf, rng, ml_dtypes.bfloat16)
+    write_checkpoint(tmp_path, hf, tensors)
     precision = Precision.parse(text)
     model = huggingface.load(tmp_path, precision=precision)
     weights = {}
     if precision.weights is not None and precision.weights.is_packed:
         weights = {
             name: np.asarray(quantize(tensors[f"{name}.weight"].T, precision.weights).dequantize())
-            for name in linear_shapes(LLAMA)
+            for name in linear_shapes(hf)
         }
     require_weights(model, tensors, weights)
     for place in linear_places(model.config):
@@ -204,6 +212,19 @@ def test_a_checkpoint_may_be_called_symmetric_or_not(config, tmp_path, rng):
     write_checkpoint(tmp_path, hf, tensors)
     for text in ("W4g32symA16KV16", "W4g32A16KV16"):
         huggingface.load(tmp_path, precision=Precision.parse(text))
+
+
+def test_what_is_called_padding_may_be_anything_finite(tmp_path, rng):
+    tensors = random_tensors(LLAMA, rng, ml_dtypes.bfloat16)
+    table = tensors["model.embed_tokens.weight"]
+    table[90:] = ml_dtypes.finfo(ml_dtypes.bfloat16).max
+    table[91:] = 0
+    write_checkpoint(tmp_path, LLAMA, tensors)
+    require_weights(huggingface.load(tmp_path), tensors, {})
+    table[95, :3] = np.nan
+    write_checkpoint(tmp_path, LLAMA, tensors)
+    message = "model.embed_tokens.weight: 3 of the 6144 values are NaN or infinite: the checkpoint"
+    assert message in str(read_error(tmp_path).value)
 
 
 def test_needed_memory_is_known_before_anything_is_allocated(tmp_path, rng, monkeypatch):
@@ -265,8 +286,37 @@ BAD_CONFIGS = [
     ({"architectures": None}, "config.json: unsupported architecture: none (model_type 'llama')"),
     ({"hidden_size": None}, "config.json has no 'hidden_size', which this architecture needs"),
     ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu'"),
+    ({"tie_word_embeddings": 1}, "config.json: tie_word_embeddings is 1: expected true or false"),
     ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': expected a positive number"),
-    ({"rope_theta": -5}, "rope_theta is -5.0: expected a positive number"),
+    *(
+        ({key: value}, f"config.json: {key} is {value!r}: expected a positive number")
+        for key in ("rope_theta", "rms_norm_eps")
+        for value in (-5, 0, True, float("inf"))
+    ),
+    ({"rope_scaling": "linear"}, "config.json: rope_scaling is 'linear': expected an object"),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, "rotary scaling: factor is 0: expected a"),
+    *(
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": value},
+            f"config.json: sliding_window is {value!r}: expected a positive integer, or null where",
+        )
+        for value in (-1, 0, True, "8", 8.0)
+    ),
+    (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "use_sliding_window": True,
+            "sliding_window": -1,
+            "max_window_layers": 0,
+        },
+        "config.json: sliding_window is -1: expected a positive integer",
+    ),
+    ({"num_key_value_heads": 0}, "config.json: num_kv_heads is 0: expected a positive integer"),
+    ({"head_dim": 0}, "config.json: head_dim is 0: expected a positive integer"),
+    *(
+        ({key: "false"}, f"config.json: {key} is 'false': expected true or false")
+        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+    ),
     ({"eos_token_id": -1}, "eos_token_id is -1: expected token ids from 0 to"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "config.json: rotary scaling 'yarn' is not"),
     ({"num_hidden_layers": "two"}, "config.json has a value of an unexpected type: can't multiply"),
@@ -285,6 +335,7 @@ BAD_CONFIGS = [
     ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None: expected [128"),
     ({"quantization_config": {"quant_method": "compressed-tensors"}}, "format is None: expected"),
     ({"quantization_config": GPTQ | {"bits": 3}}, "bits is 3: only 4 and 8 bits are supported"),
+    ({"quantization_config": GPTQ | {"meta": "x"}}, "meta is 'x': expected an object"),
     ({"quantization_config": AWQ | {"bits": 8}}, "config.json: quantization_config of an AWQ"),
     ({"quantization_config": AWQ | {"version": "gemv"}}, "layout 'gemv' (AWQ version) is not"),
 ]
@@ -328,9 +379,10 @@ def test_other_dtypes_are_refused(tmp_path, rng):
 
 
 def test_precision_and_dtype_leave_the_rest_of_the_config_alone(tmp_path, rng):
-    write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA, rng))
+    hf = LLAMA | SQUARE
+    write_checkpoint(tmp_path, hf, random_tensors(hf, rng))
     plain = huggingface.load(tmp_path).config
-    other = huggingface.load(tmp_path, precision=Precision.parse("W8g32A16KV8"), dtype="float16")
+    other = huggingface.load(tmp_path, precision=Precision.parse("W4g32A16KV8"), dtype="float16")
     assert other.config == dataclasses.replace(plain, dtype="float16")
 
 

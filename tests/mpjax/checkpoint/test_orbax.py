@@ -14,16 +14,20 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from models import CacheScales, Decoder, family
+from models import CacheScales, Decoder, Linear, family
+from mpjax import tune
 from mpjax.checkpoint import CheckpointError, huggingface, orbax
+from mpjax.cli import info
 from mpjax.language_model import LanguageModel
 from mpjax.memory import DeviceMemoryError
 from mpjax.precision import Precision
 from mpjax.tokenizer import Tokenizer
+from pallas_kernels import KVFormat
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
     GPTQ,
     LLAMA,
+    SQUARE,
     linear_shapes,
     pack_random,
     random_tensors,
@@ -48,13 +52,14 @@ def load(folder, precision="A16KV16", dtype=None):
     return LanguageModel(model, tokenizer, precision.kv, folder)
 
 
-def plain(folder, rng, name="llama", dtype=ml_dtypes.bfloat16):
-    return write_checkpoint(folder, CONFIGS[name], random_tensors(CONFIGS[name], rng, dtype))
+def plain(folder, rng, name="llama", **changes):
+    hf = CONFIGS[name] | changes
+    return write_checkpoint(folder, hf, random_tensors(hf, rng, ml_dtypes.bfloat16))
 
 
 def mixed(folder, rng):
     """Packed, plain and permuted linear maps in one checkpoint, some of them fused."""
-    hf = CONFIGS["qwen2"] | {"quantization_config": GPTQ | {"desc_act": True}}
+    hf = CONFIGS["qwen2"] | SQUARE | {"quantization_config": GPTQ | {"desc_act": True}}
     tensors = random_tensors(hf, rng, np.float16)
     for name, (channels, _) in linear_shapes(hf).items():
         if name not in ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"):
@@ -65,6 +70,7 @@ def mixed(folder, rng):
 
 
 def require_same_bits(first: LanguageModel, second: LanguageModel):
+    assert nnx.graphdef(first.model) == nnx.graphdef(second.model)
     flat: list[Any] = [jax.tree.flatten(nnx.state(lm.model)) for lm in (first, second)]
     (one, structure), (two, other_structure) = flat
     assert structure == other_structure
@@ -81,22 +87,40 @@ def files(folder):
 
 
 @pytest.mark.parametrize(
-    "precision", ["W4g32A16KV8", "W4gKsymA16KV4", "W8g64A16KV16", "W8gKA16KV16", "W16A16KVfp8"]
+    ("precision", "arrays", "scales"),
+    [
+        ("W4g32A16KV8", {"words", "parameters"}, None),
+        ("W4gKsymA16KV4", {"words", "parameters"}, None),
+        ("WNF3A16KV16", {"words", "parameters", "table"}, None),
+        ("W4A8KV8s", {"words", "parameters", "channel_scales"}, (2, 2, 4, 16)),
+        ("W16A16KVfp8", {"kernel"}, (2, 2, 4)),
+    ],
 )
-def test_round_trip_of_every_format(precision, tmp_path, rng):
-    saved = load(plain(tmp_path / "original", rng), precision)
-    if precision.endswith("fp8"):
-        shape = (saved.config.num_layers, 2, saved.config.num_kv_heads)
-        saved.model.cache_scales = CacheScales(jnp.asarray(rng.random(shape, np.float32)))
+def test_round_trip_of_every_format(precision, arrays, scales, tmp_path, rng):
+    sizes = {} if precision.startswith("W4g32") else SQUARE
+    saved = load(plain(tmp_path / "original", rng, **sizes), precision)
+    if scales:
+        saved.model.cache_scales = CacheScales(jnp.asarray(rng.random(scales, np.float32)))
     orbax.save(saved, tmp_path / "saved")
     shutil.rmtree(tmp_path / "original")
     restored = orbax.restore(tmp_path / "saved")
     require_same_bits(saved, restored)
-    assert str(restored.kv_format) == precision.partition("A16")[2]
+    assert restored.precision == precision
     assert restored.source == tmp_path / "saved"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+    description = json.loads((tmp_path / "saved" / "mpjax.json").read_text())
+    prefix = "layers.0.mlp.down.0."
+    found = {path.removeprefix(prefix) for path in description["arrays"] if prefix in path}
+    assert found == arrays
+
+
+def test_a_restored_model_computes_the_same(tmp_path, rng):
+    saved = load(plain(tmp_path / "original", rng, **SQUARE, num_hidden_layers=1))
+    orbax.save(saved, tmp_path / "saved")
     tokens = jnp.ones((1, 4), jnp.int32)
-    np.testing.assert_array_equal(saved.model(tokens), restored.model(tokens))
+    restored = orbax.restore(tmp_path / "saved")
+    compute = jax.jit(lambda model: model(tokens))
+    np.testing.assert_array_equal(compute(saved.model), compute(restored.model))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -116,7 +140,7 @@ def test_round_trip_of_a_mixed_checkpoint(tmp_path, rng):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_round_trip_of_other_dtypes(dtype, tmp_path, rng):
-    saved = load(plain(tmp_path / "original", rng), dtype=dtype)
+    saved = load(plain(tmp_path / "original", rng, **SQUARE), dtype=dtype)
     orbax.save(saved, tmp_path / "saved")
     require_same_bits(saved, orbax.restore(tmp_path / "saved", dtype=dtype))
 
@@ -202,33 +226,116 @@ def test_a_failure_leaves_nothing_behind(overwrite, tmp_path, rng, monkeypatch):
         require_same_bits(lm, orbax.restore(tmp_path / "saved"))
 
 
-def test_models_of_other_classes_are_refused(tmp_path, rng):
+@pytest.mark.parametrize("restoring", [True, False])
+def test_an_interrupt_between_the_renames_loses_nothing(restoring, tmp_path, rng, monkeypatch):
+    lm = load(plain(tmp_path / "original", rng))
+    orbax.save(lm, tmp_path / "saved")
+    before, rename = files(tmp_path), Path.rename
+
+    def interrupted(source, target):
+        if source.name == "previous" and not restoring:
+            raise KeyboardInterrupt  # the second of an impatient person
+        moved = rename(source, target)
+        if moved.name == "previous":
+            raise KeyboardInterrupt
+        return moved
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            orbax.save(lm, tmp_path / "saved", overwrite=True)
+    if restoring:
+        assert files(tmp_path) == before
+        require_same_bits(lm, orbax.restore(tmp_path / "saved"))
+    else:
+        [staging] = tmp_path.glob(".saved-*")
+        assert not (tmp_path / "saved").exists()
+        for copy in ("previous", "new"):
+            require_same_bits(lm, orbax.restore(staging / copy))
+
+
+class Adapted(Linear):
+    """Computes more than its kernel says."""
+
+    def __init__(self, base: Linear):
+        super().__init__(base.kernel.get_value())
+        self.low_rank = nnx.Param(jnp.ones(4))
+
+
+def test_what_the_format_does_not_hold_is_refused(tmp_path, rng):
+    lm = load(plain(tmp_path / "original", rng))
+    mlp = lm.model.layers[1].mlp
+    base, mlp.down = mlp.down, Adapted(mlp.down)
+    with pytest.raises(ValueError, match=r"saved with layers\.1\.mlp\.down\.low_rank, which a Ll"):
+        orbax.save(lm, tmp_path / "saved")
+    mlp.down = base
+    lm.model.extra = nnx.Variable(jnp.ones(3))
+    with pytest.raises(ValueError, match="saved with extra, which a Llama does not have"):
+        orbax.save(lm, tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["original"]
+
+
+def test_a_cache_that_can_not_be_made_is_refused(tmp_path, rng):
+    """KVfp8 has scales by default; those of KV8s come from a calibration alone."""
+    lm = load(plain(tmp_path / "original", rng), "A16KV8s")
+    for scales in (None, (2, 2, 2)):
+        if scales:
+            lm.model.cache_scales = CacheScales(jnp.ones(scales))
+        with pytest.raises(ValueError, match=r"^KV8s needs scales .* mpjax\.calibrate_cache or"):
+            orbax.save(lm, tmp_path / "saved")
+    lm.model.cache_scales = None
+    orbax.save(dataclasses.replace(lm, kv_format=KVFormat("fp8")), tmp_path / "saved")
+    restored = orbax.restore(tmp_path / "saved")
+    restored.model.create_cache(1, 16, restored.kv_format)
+
+
+def test_models_of_other_classes_are_refused(tmp_path):
     class Mine(Decoder):
         pass
 
-    lm = load(plain(tmp_path / "original", rng))
     config = family(LLAMA).config_from_hf(LLAMA)
-    lm = dataclasses.replace(lm, model=Mine(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Mine(config, nnx.Rngs(0)))
+    lm = LanguageModel(model, None, KVFormat(), tmp_path)
     with pytest.raises(
         ValueError, match="models of the class Mine can't be saved: expected one of"
     ):
         orbax.save(lm, tmp_path / "saved")
 
 
+@pytest.fixture(scope="module")
+def master(tmp_path_factory):
+    """A saved model that no test changes."""
+    folder = tmp_path_factory.mktemp("master")
+    lm = load(plain(folder / "original", np.random.default_rng(1)), "W4g32A16KV8")
+    orbax.save(lm, folder / "saved")
+    return folder / "saved"
+
+
 @pytest.fixture
-def saved(tmp_path, rng):
-    orbax.save(load(plain(tmp_path / "original", rng), "W4g32A16KV8"), tmp_path / "saved")
-    return tmp_path / "saved"
+def saved(master, tmp_path):
+    return shutil.copytree(master, tmp_path / "saved")
 
 
-def test_precision_and_dtype_must_agree(saved):
-    restored = orbax.restore(saved, precision=Precision.parse("W4g32A16KV4"), dtype=jnp.bfloat16)
+def test_precision_and_dtype_must_agree(master):
+    restored = orbax.restore(master, precision=Precision.parse("W4g32A16KV4"), dtype=jnp.bfloat16)
     assert restored.precision == "W4g32A16KV4"
     for text in ("W4A16KV8", "W8g32A16KV8", "W16A16KV8"):
         with pytest.raises(ValueError, match=f"precision is {text}, but .* W4g32: ask for A16KV8"):
-            orbax.restore(saved, precision=Precision.parse(text))
+            orbax.restore(master, precision=Precision.parse(text))
     with pytest.raises(ValueError, match=r"dtype is float16, but .* was saved in bfloat16"):
-        orbax.restore(saved, dtype="float16")
+        orbax.restore(master, dtype="float16")
+
+
+def test_an_abstract_model_is_the_restored_one_in_shapes(master):
+    found, restored = orbax.abstract(master), orbax.restore(master)
+    shapes = [
+        [(leaf.dtype, leaf.shape) for leaf in jax.tree.leaves(nnx.state(lm.model))]
+        for lm in (found, restored)
+    ]
+    assert shapes[0] == shapes[1]
+    assert nnx.graphdef(found.model) == nnx.graphdef(restored.model)
+    assert (found.precision, found.source) == (restored.precision, restored.source)
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(found.model)))
 
 
 def test_memory_is_asked_for_first(saved, monkeypatch):
@@ -238,10 +345,11 @@ def test_memory_is_asked_for_first(saved, monkeypatch):
         orbax.restore(saved)
 
 
-def expect(message, folder):
-    with pytest.raises(CheckpointError, match=message) as caught:
-        orbax.restore(folder)
-    assert "\n" not in str(caught.value)
+def expect(message, folder, read=(orbax.restore,)):
+    for function in read:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            function(folder)
+        assert "\n" not in str(caught.value)
 
 
 def edit(saved, **changes):
@@ -250,9 +358,7 @@ def edit(saved, **changes):
 
 
 def test_foreign_folders(saved):
-    expect(
-        "original has no mpjax.json: mpjax did not save a model there", saved.parent / "original"
-    )
+    expect("d has no mpjax.json: mpjax did not save a model there", saved / "weights" / "d")
     (saved / "mpjax.json").write_text("{")
     expect("mpjax.json is not valid JSON", saved)
     for text in ("[]", "{}", '{"format": "another"}'):
@@ -278,7 +384,8 @@ def test_other_versions(saved):
 )
 def test_damaged_descriptions(key, value, saved):
     edit(saved, **{key: value})
-    expect(r"mpjax.json is damaged \(\w+: .*\): convert the checkpoint again", saved)
+    message = r"mpjax.json is damaged \(\w+: .*\): convert the checkpoint again"
+    expect(message, saved, (orbax.restore, orbax.abstract, info.inspect, tune.model_shapes))
 
 
 def test_incomplete_copies(saved):

@@ -202,16 +202,20 @@ def temporary_bytes(function, *arguments, **keywords):
 def test_converting_takes_no_more_than_planned():
     # As the compiler says, for a matrix large enough that nothing else counts.
     channels, outputs = shape = (1024, 512)
+    for dtype in ("bfloat16", "float16", "float32"):
+        weight = jax.ShapeDtypeStruct((outputs, channels), dtype)
+        assert temporary_bytes(convert._is_finite, weight) <= 0.01 * math.prod(shape)
     for dtype in ("bfloat16", "float32"):
         weight = jax.ShapeDtypeStruct((outputs, channels), dtype)
         assert temporary_bytes(convert._transpose, weight, "bfloat16") <= 0.01 * math.prod(shape)
         for text in ("uint4:g32", "uint8:gK"):
             used = temporary_bytes(convert._quantize, weight, WeightFormat.parse(text))
             assert used <= plan.QUANTIZING_BYTES * math.prod(shape)
+    jitted_pack = jax.jit(pack, static_argnums=3)
     codes = jax.ShapeDtypeStruct(shape, jnp.uint8)
     groups = (channels // 32, outputs)
     used = temporary_bytes(
-        pack,
+        jitted_pack,
         codes,
         jax.ShapeDtypeStruct(groups, jnp.float16),
         jax.ShapeDtypeStruct(groups, jnp.uint16),
@@ -222,7 +226,7 @@ def test_converting_takes_no_more_than_planned():
     assert temporary_bytes(fp8._any_nan, codes) <= plan.DECODING_BYTES * math.prod(shape)
     for text in ("float8:g128", "float8:g128/float8"):
         scales = jax.ShapeDtypeStruct((channels // 128, outputs), jnp.float32)
-        used = temporary_bytes(pack, codes, scales, None, WeightFormat.parse(text))
+        used = temporary_bytes(jitted_pack, codes, scales, None, WeightFormat.parse(text))
         assert math.prod(shape) + used <= plan.DECODING_BYTES * math.prod(shape)
     words = jax.ShapeDtypeStruct((channels, outputs // 8), jnp.int32)
     assert temporary_bytes(awq._unpack, words, words) <= math.prod(shape)

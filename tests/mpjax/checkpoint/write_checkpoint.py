@@ -46,6 +46,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | {"architectures": ["Qwen2ForCausalLM"]},
     "qwen3": LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
 }
+# All linear maps [64, 64], so that a test compiles each of its programs once.
+SQUARE = {"num_key_value_heads": 4, "intermediate_size": 64}
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 

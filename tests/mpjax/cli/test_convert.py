@@ -30,8 +30,6 @@ def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
     saved = mpjax.load(target)
     assert saved.precision == "W4A16KV8"
     expected = mpjax.load(tiny_folder, precision="W4A16KV8", dtype="bfloat16")
-    found = mpjax.generate(saved, "def f", max_new_tokens=4)
-    assert found.tokens == mpjax.generate(expected, "def f", max_new_tokens=4).tokens
     words = [
         leaf
         for lm in (saved, expected)
@@ -49,6 +47,34 @@ def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
     assert convert(tiny_folder, target, "--dtype", "bfloat16", "--overwrite").exit_code == 0
     description = json.loads((target / "mpjax.json").read_text())
     assert description["kv_format"] == "KV16"
+
+
+def test_scales_are_measured_and_saved(tiny_folder, tmp_path):
+    text, target = tmp_path / "text.txt", tmp_path / "converted"
+    text.write_text("import os\nimport sys\n")
+    precision = ("--precision", "W16A16KV8s")
+    without = convert(tiny_folder, target, *precision)
+    assert (without.exit_code, without.stdout) == (1, "")
+    assert "KV8s needs scales of channels" in without.stderr
+    assert "`mpjax convert --calibrate`" in without.stderr
+    assert not target.exists()
+    result = convert(tiny_folder, target, *precision, "--calibrate", text)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lm = mpjax.load(tiny_folder, precision="W16A16KV8s")
+    expected = mpjax.calibrate_cache(lm, [text.read_text()]).model.cache_scales
+    found = mpjax.load(target).model.cache_scales
+    assert found is not None
+    assert expected is not None
+    np.testing.assert_array_equal(found.get_value(), expected.get_value())
+    lines = text.with_suffix(".jsonl")
+    lines.write_text(json.dumps({"text": text.read_text()}))
+    convert(tiny_folder, target, *precision, "--calibrate", lines, "--overwrite")
+    found = mpjax.load(target).model.cache_scales
+    assert found is not None
+    np.testing.assert_array_equal(found.get_value(), expected.get_value())
+    useless = convert(tiny_folder, tmp_path / "x", "--precision", "A16KV8", "--calibrate", text)
+    assert useless.exit_code == 2
+    assert "the cache of A16KV8 has no scales to measure" in useless.stderr
 
 
 def test_nothing_else_is_overwritten(tiny_folder, tmp_path):

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import mpjax
+from models import CacheScales
 from mpjax.checkpoint import orbax, safetensors
 from mpjax.cli import info
 from mpjax.cli.application import app
@@ -48,12 +52,15 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     lm = mpjax.load(folder)
     expected = lm.describe()
     saved = tmp_path / "saved"
+    if method is not None:
+        shape = (lm.config.num_layers, 2, lm.config.num_kv_heads)
+        lm.model.cache_scales = CacheScales(jnp.ones(shape))
     orbax.save(lm, saved)
     saved_rows = mpjax.load(saved).describe()
     if method is not None:
         text = "\n".join(line for _, line in expected)
-        assert "W16 in 1 layers" in text
-        assert "W4g32 | W4g32 | W16 in 1 layers" in text
+        assert "W4g32 | W4g32 | W16 in 1 layer" in text
+        assert "layers" not in text.replace("2 layers", "")
 
     monkeypatch.setattr(safetensors.Checkpoint, "read", lambda *args: pytest.fail("read a tensor"))
     monkeypatch.setattr(orbax, "_read_arrays", lambda *args: pytest.fail("read the arrays"))
@@ -64,6 +71,22 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     assert (result.exit_code, result.stderr) == (0, "")
     width = max(len(label) for label, _ in expected) + 2
     assert [(line[:width].strip(), line[width:]) for line in result.stdout.splitlines()] == expected
+
+
+def test_help_explains_the_rows():
+    text = " ".join(CliRunner().invoke(app, ["info", "--help"]).stdout.split())
+    assert "where their formats agree" in text
+    assert "`W4 | W4 | W16`" in text
+    assert '"cache scales" are what KV8s needs' in text
+
+
+def test_a_damaged_description_is_one_sentence(tmp_path):
+    description = {"format": "mpjax checkpoint", "version": 1, "config": {}}
+    (tmp_path / "mpjax.json").write_text(json.dumps(description))
+    result = CliRunner().invoke(app, ["info", str(tmp_path)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "mpjax.json is damaged (KeyError: 'windows'): convert the" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_folder_that_can_not_be_loaded(tmp_path):

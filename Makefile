@@ -26,7 +26,7 @@ demo: $(VENV)/.runtime ## let the bundled model write some Python
 	$(VENV)/bin/mpjax generate --precision W4A16KV8 --temperature 0.6 --top-p 0.9 --seed 1 --echo "def read_lines(path):"
 
 test: $(VENV)/.development ## run the tests (GPU tests too, where there is a CUDA GPU)
-	$(VENV)/bin/python -m pytest -n 2 $(TESTS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/.development ## check format and style
 	$(VENV)/bin/ruff format --check .

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Hardly a program runs twice, and on a CPU most of a test's time would be LLVM's.
+jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 # The same examples in every run, and no deadline: the first example of a test pays for compilation.
 hypothesis.settings.register_profile("mpjax", derandomize=True, deadline=None, database=None)

@@ -20,9 +20,9 @@ from pallas_kernels import (
     quantize_activations,
 )
 from tests.models.small import CONFIG
-from tests.pallas_kernels.oracles import QUICK, random_array
+from tests.pallas_kernels.oracles import random_array
 
-compiled = functools.partial(jax.jit, compiler_options=QUICK)
+compiled = jax.jit
 
 
 def span(cache: PagedKVCache, counts: list[int], *, fresh: bool) -> Span:
@@ -49,7 +49,7 @@ def test_with_and_without_a_cache_fresh_or_not(window, rng):
     angles = jnp.broadcast_to(jnp.arange(9.0)[:, None] * 0.1, (2, 9, 8))
     graph, state = nnx.split(attention)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def attend(state, *arguments):
         return nnx.merge(graph, state)(x, angles, *arguments)
 

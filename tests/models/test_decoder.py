@@ -21,7 +21,7 @@ from tests.models.small import (
     quantize_kernels,
     small_model,
 )
-from tests.pallas_kernels.oracles import QUICK, relative_error, wide
+from tests.pallas_kernels.oracles import relative_error, wide
 
 SHALLOW = dataclasses.replace(CONFIG, windows=(None,))  # where a layer shows it: half to compile
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -46,12 +46,12 @@ def compiled_step(model: Decoder):
     return functools.partial(_step, graph, state)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="fresh", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="fresh")
 def _step(graph, state, tokens, counts, cache, *, fresh=False):
     return nnx.merge(graph, state).step(tokens, counts, cache, fresh=fresh)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=0)
 def _call(graph, state, tokens):
     return nnx.merge(graph, state)(tokens)
 
@@ -198,7 +198,7 @@ def test_a_layer_is_the_plain_formula_on_a_stream_and_terms(splits, rng):
     residual = jnp.asarray(rng.standard_normal((2, 5, 64)).astype(np.float32))
     angles = jnp.asarray(rng.uniform(-9, 9, (2, 5, 8)).astype(np.float32))
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def both(layer, stream):
         x = terms.sum(0) + (0.0 if stream is None else stream)
         x = x + layer.attention(layer.attention_norm(x), angles, None, None)[0]
@@ -267,7 +267,7 @@ def test_gradients_reach_every_weight_and_are_right(rng):
     graph, state = nnx.split(model)
     tokens = jnp.asarray(random_tokens(rng, 2, 8))
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     @jax.value_and_grad
     def loss(state):
         logits = nnx.merge(graph, state)(tokens[:, :-1])
@@ -301,7 +301,7 @@ def test_gradients_pass_through_packed_kernels(rng):
             logprobs = jax.nn.log_softmax(changed(tokens[:, :-1]))
             return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], -1).mean()
 
-        return jax.jit(jax.grad(loss), compiler_options=QUICK)(model.embedding.get_value())
+        return jax.jit(jax.grad(loss))(model.embedding.get_value())
 
     found, expected = gradient(model), wide(gradient(plain))
     assert relative_error(found, expected) < 1e-4
@@ -324,7 +324,7 @@ def test_other_values_and_other_layers_do_not_retrace(rng, trace_counter, monkey
     layers = trace_counter(DecoderLayer.__call__)
     monkeypatch.setattr(DecoderLayer, "__call__", lambda *layer: layers(*layer))
     model = small_model(dataclasses.replace(CONFIG, windows=(None,) * 4))
-    step = jax.jit(counted := trace_counter(model.step), donate_argnums=2, compiler_options=QUICK)
+    step = jax.jit(counted := trace_counter(model.step), donate_argnums=2)
     cache = model.create_cache(2, 64, KVFormat(16), 64)
     for counts in ([1, 1], [0, 1], [1, 0]):
         _, cache = step(random_tokens(rng, 2, 1), np.array(counts, np.int32), cache)

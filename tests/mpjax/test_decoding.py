@@ -12,11 +12,9 @@ import pytest
 from flax import nnx
 
 from models import DecoderConfig, Llama
-from mpjax import decoding
-from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, prefill
+from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
 from mpjax.sampling import Sampling, row_keys
 from pallas_kernels import KVFormat, backend
-from tests.pallas_kernels.oracles import QUICK
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -52,15 +50,6 @@ def full_logits(tiny):
     return compute
 
 
-# Compiled in half the time; the programs that people get are tests/mpjax/test_generation.py's.
-QUICK_PREFILL = jax.jit(
-    prefill, static_argnames="room", donate_argnames="cache", compiler_options=QUICK
-)
-QUICK_DECODE = jax.jit(
-    decode, static_argnames="stride", donate_argnames="state", compiler_options=QUICK
-)
-
-
 @pytest.fixture(scope="module")
 def run(tiny, prompts):
     """generate_tokens of the three prompts, of some of them, or of others."""
@@ -68,10 +57,7 @@ def run(tiny, prompts):
     def call(rows=slice(None), tokens=None, **options: Any):
         defaults: dict[str, Any] = {"stop_ids": (0,), "max_new_tokens": NEW}
         tokens = prompts[0][rows] if tokens is None else tokens
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoding, "jit_prefill", QUICK_PREFILL)
-            patch.setattr(decoding, "jit_decode", QUICK_DECODE)
-            return generate_tokens(tiny.model, tokens, prompts[1][rows], **(defaults | options))
+        return generate_tokens(tiny.model, tokens, prompts[1][rows], **(defaults | options))
 
     return call
 
@@ -169,7 +155,6 @@ def test_it_can_be_jitted(run, tiny, prompts):
     jitted = jax.jit(
         functools.partial(generate_tokens, max_new_tokens=NEW, stop_ids=(0,)),
         static_argnames="kv_format",
-        compiler_options=QUICK,
     )
     found = jitted(tiny.model, *prompts, sampling=HOT, kv_format=KVFormat(4))
     expected = run(sampling=HOT, kv_format=KVFormat(4))
@@ -210,7 +195,7 @@ def test_arguments_that_do_not_fit_are_refused(tiny, prompts, change, message):
         generate_tokens(tiny.model, tokens, lengths, **arguments)
 
 
-def begin(model, format, sampling, rows=2, lengths=(16, 5), program=QUICK_PREFILL):
+def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill):
     """The state after prefill in a cache of two pages for each row, and the limits."""
     limits = Limits(
         jnp.asarray([0], jnp.int32), jnp.zeros(rows, jnp.int32), jnp.full(rows, 16, jnp.int32)
@@ -281,7 +266,7 @@ def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
             maximum=jnp.minimum(maximum, limits.maximum),
         )
         arguments = tiny.model, state, sampling, limits, jnp.int32(until)
-        end = QUICK_DECODE(*arguments, stride=steps)
+        end = jit_decode(*arguments, stride=steps)
         ends.append(dataclasses.replace(end, keys=jax.random.key_data(end.keys)))
     jax.tree.map(np.testing.assert_array_equal, *ends)
     assert ends[0].counts.max() > 1

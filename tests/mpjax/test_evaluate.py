@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 
@@ -15,7 +14,6 @@ from mpjax import evaluate
 from mpjax.evaluate import perplexity, read_held_out, token_scores
 from mpjax.memory import DeviceMemoryError
 from pallas_kernels import KVFormat
-from tests.pallas_kernels.oracles import QUICK
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -53,7 +51,7 @@ def chunked(tiny, monkeypatch):
     return lambda lm=tiny: perplexity(lm, DOCUMENTS, window=WINDOW, batch=BATCH, page_size=64)
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def _forward(model, tokens):
     return model(tokens)
 
@@ -85,7 +83,7 @@ def test_it_reads_the_cache_as_decoding_does(tiny, chunked, bits):
     """Token by token through `step`, each window with a cache of its own."""
     format = KVFormat(bits)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def step(model, token, cache):
         return model.step(token, jnp.ones(1, jnp.int32), cache)
 

@@ -26,13 +26,6 @@ ALL_FORMATS = (
 )
 PACKED_FORMATS = ALL_FORMATS[:-2]
 
-# Compiler options for programs that run once: on a CPU, most of a test's time is LLVM's.
-QUICK = (
-    {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    if jax.default_backend() == "cpu"
-    else None
-)
-
 # mean|Δ| / mean|reference| that a 16-bit kernel may be off, against float64.
 GATES = {"bfloat16": 8e-3, "float16": 1e-3}
 
@@ -139,7 +132,7 @@ def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.
     return values
 
 
-_pack = jax.jit(pack, static_argnames="format", compiler_options=QUICK)
+_pack = jax.jit(pack, static_argnames="format")
 
 
 @dataclasses.dataclass(frozen=True)

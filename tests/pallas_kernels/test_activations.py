@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import WeightFormat
 from pallas_kernels.activations import QuantizedActivations, quantize_activations
-from tests.pallas_kernels.oracles import QUICK, random_array, wide
+from tests.pallas_kernels.oracles import random_array, wide
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 # Format, and the channels that share a scale; None for all.
@@ -20,9 +20,7 @@ FORMATS = {
 }
 each_format = pytest.mark.parametrize("text", FORMATS)
 
-quantized = jax.jit(
-    quantize_activations, static_argnames=("format", "dtype"), compiler_options=QUICK
-)
+quantized = jax.jit(quantize_activations, static_argnames=("format", "dtype"))
 
 
 def oracle(x: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:

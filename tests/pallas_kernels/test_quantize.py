@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import QuantizedTensor, WeightFormat, quantize, unpack
 from pallas_kernels.codes.table import normal_float
-from tests.pallas_kernels.oracles import PACKED_FORMATS, QUICK, WEIGHT_FORMATS, wide
+from tests.pallas_kernels.oracles import PACKED_FORMATS, WEIGHT_FORMATS, wide
 
 INTEGER_FORMATS = [text + suffix for text in WEIGHT_FORMATS for suffix in ("", ":sym")]
 # One of every kind of codes and of parameters.
@@ -26,7 +26,7 @@ each_kind = pytest.mark.parametrize("text", KINDS)
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
-quick_quantize = jax.jit(quantize, static_argnames="format", compiler_options=QUICK)
+quick_quantize = jax.jit(quantize, static_argnames="format")
 
 
 @jax.jit

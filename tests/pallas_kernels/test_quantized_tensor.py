@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -18,7 +17,6 @@ from tests.pallas_kernels.oracles import (
     ALL_FORMATS,
     NUMPY_DTYPES,
     PACKED_FORMATS,
-    QUICK,
     PlainWeight,
 )
 
@@ -43,7 +41,7 @@ def assert_same(actual: jax.Array, expected: np.ndarray) -> None:
     )
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def read(tensor: QuantizedTensor) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
     """In one program, which is quicker to compile than each operation by itself."""
     return unpack(tensor), tensor.dequantize()

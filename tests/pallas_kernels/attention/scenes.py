@@ -17,7 +17,6 @@ from pallas_kernels.kv_cache import hadamard
 from tests.pallas_kernels.kv_cache.pages import parameter_dtype
 from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,
-    QUICK,
     KVSide,
     as_array,
     kv_keys,
@@ -35,7 +34,6 @@ CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
 @functools.partial(
     jax.jit,
     static_argnames=("splits", "window", "softcap", "scale", "interpret"),
-    compiler_options=QUICK,
 )
 def kernel(
     queries,

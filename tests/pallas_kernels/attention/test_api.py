@@ -15,7 +15,6 @@ from pallas_kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
     GATES,
-    QUICK,
     as_array,
     random_array,
     relative_error,
@@ -38,7 +37,7 @@ def test_implementations_agree(implementation, transformed, rng, interpreted_tri
         paged_attention, implementation=implementation, window=50, transformed=transformed
     )
     queries = hadamard.transform(queries) if transformed else queries
-    out = jax.jit(attend, compiler_options=QUICK)(queries, *others)
+    out = jax.jit(attend)(queries, *others)
     assert test.error(out, window=50) < GATES["float16"]
 
 
@@ -54,14 +53,14 @@ def test_sequences_can_be_packed(implementation, longest, rng, interpreted_trito
         paged_attention, implementation=implementation, longest=longest, **masks
     )
     queries = test.packed_queries(padding=2)
-    out = jax.jit(attend, compiler_options=QUICK)(queries, *test.arguments[1:])
+    out = jax.jit(attend)(queries, *test.arguments[1:])
     assert out.shape == queries.shape
     assert test.error(test.unpacked(out), **masks) < GATES["float16"]
 
 
 def test_the_scale_can_be_chosen(rng):
     test = scene(rng, "KV16", "float32", **DECODE)
-    attend = jax.jit(paged_attention, static_argnames="scale", compiler_options=QUICK)
+    attend = jax.jit(paged_attention, static_argnames="scale")
     assert test.error(attend(*test.arguments, scale=0.7), scale=0.7) < 1e-5
     assert test.error(attend(*test.arguments)) < 1e-5
 
@@ -109,7 +108,7 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference(
     text, dtype, head_dim, reason, rng, pretend_gpu
 ):
     test = scene(rng, text, dtype, head_dim=head_dim, **DECODE)
-    out = jax.jit(paged_attention, compiler_options=QUICK)(*test.arguments)
+    out = jax.jit(paged_attention)(*test.arguments)
     assert test.error(out) < GATES["float16"]
     with pytest.raises(UnsupportedError, match=reason):
         paged_attention(*test.arguments, implementation="triton")
@@ -130,7 +129,7 @@ def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **opti
     queries = random_array(rng, (2, 33, 4, dim), dtype)
     keys, values = (random_array(rng, (2, 33, 2, dim), dtype) for _ in range(2))
     attend = functools.partial(prefill_attention, **options)
-    out = jax.jit(attend, compiler_options=QUICK)(queries, keys, values)
+    out = jax.jit(attend)(queries, keys, values)
     assert out.dtype == queries.dtype
     expected = softmax_attention(
         wide(queries),
@@ -225,7 +224,7 @@ def test_queries_of_another_dtype_than_the_scales(text, dtype, of_queries, rng, 
     if of_queries == "float32":
         reason = "queries are float32, expected bfloat16 or float16"
     with pytest.warns(UserWarning, match=f"paged_attention runs as plain JAX .*: {reason}") as seen:
-        out = jax.jit(paged_attention, compiler_options=QUICK)(*test.arguments)
+        out = jax.jit(paged_attention)(*test.arguments)
     assert test.error(out) < GATES["bfloat16"]
     assert [warning.filename for warning in seen] == [__file__]
     with pytest.raises(UnsupportedError, match=reason):
@@ -248,7 +247,7 @@ def test_prefill_of_many_heads_needs_a_multiple():
 
 def test_padding_on_the_right_changes_nothing_before_it(rng):
     queries, keys, values = (random_array(rng, (1, 12, 2, 16), "float32") for _ in range(3))
-    attend = jax.jit(prefill_attention, compiler_options=QUICK)
+    attend = jax.jit(prefill_attention)
     short = attend(*(np.asarray(x)[:, :7] for x in (queries, keys, values)))
     long = np.asarray(attend(queries, keys, values))[:, :7]
     np.testing.assert_allclose(short, long, atol=1e-6)

@@ -10,7 +10,6 @@ import pytest
 from pallas_kernels.attention import reference
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
-    QUICK,
     random_array,
     relative_error,
     softmax_attention,
@@ -22,11 +21,8 @@ SCALE = 0.125
 paged = jax.jit(
     functools.partial(reference.paged_attention, scale=SCALE),
     static_argnames=("window", "softcap"),
-    compiler_options=QUICK,
 )
-attention = jax.jit(
-    reference.attention, static_argnames=("scale", "window", "softcap"), compiler_options=QUICK
-)
+attention = jax.jit(reference.attention, static_argnames=("scale", "window", "softcap"))
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])

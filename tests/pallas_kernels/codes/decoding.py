@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels import WeightFormat, backend, codes
-from tests.pallas_kernels.oracles import QUICK
 
 TILE = 4096  # words of a column that a program decodes on a GPU
 
@@ -70,7 +69,6 @@ def launch(
 decode = jax.jit(
     launch,
     static_argnames=("format", "operand", "scale_dtype", "ptx", "interpret", "scaled"),
-    compiler_options=QUICK,
 )
 
 

@@ -21,7 +21,7 @@ from tests.pallas_kernels.gemm.weights import (
     random_weight,
     weight_struct,
 )
-from tests.pallas_kernels.oracles import GATES, QUICK, as_array, random_array, relative_error, wide
+from tests.pallas_kernels.oracles import GATES, as_array, random_array, relative_error, wide
 
 # One of each kind of codes.
 KINDS = (
@@ -257,7 +257,7 @@ def test_forced_implementations_agree(implementation, text, channels, rng, inter
     x = random_array(rng, (2, 3, channels), "float16")
     multiply = functools.partial(matmul, implementation=implementation)
     with tuning.forced(SMALL_TILES):
-        product = jax.jit(multiply, compiler_options=QUICK)(x, weight)
+        product = jax.jit(multiply)(x, weight)
     assert product.dtype == jnp.float16
     if weight.format.activations:
         x = exact(quantize_activations(x, weight.format))
@@ -281,7 +281,7 @@ def test_act_order(implementation, text, channels, rng, interpreted_triton):
     x = random_array(rng, (2, 3, channels), "float16")
     multiply = functools.partial(matmul, implementation=implementation)
     with tuning.forced(SMALL_TILES):
-        product = jax.jit(multiply, compiler_options=QUICK)(x, weight)
+        product = jax.jit(multiply)(x, weight)
     packed = x[..., np.asarray(weight.permutation)]
     if weight.format.activations:
         packed = exact(quantize_activations(packed, weight.format))

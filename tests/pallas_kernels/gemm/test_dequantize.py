@@ -21,7 +21,7 @@ from tests.pallas_kernels.gemm.weights import (
     random_weight,
     weight_struct,
 )
-from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES, QUICK, relative_error
+from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES, relative_error
 
 TABLES = ("table4:g256", "table3:g32", "table2:g64")
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
@@ -41,7 +41,7 @@ def as_written(weight: QuantizedTensor, dtype: str) -> np.ndarray:
     return dense(weight, dtype).T.astype(np.float32).astype(NUMPY_DTYPES[dtype])
 
 
-@functools.partial(jax.jit, static_argnames="dtype", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="dtype")
 def written(weight: QuantizedTensor, dtype: str) -> jax.Array:
     return dequantize.write_out(weight, jnp.dtype(dtype), interpret=True)
 
@@ -66,7 +66,7 @@ def test_write_out_of_the_first_level(rng):
     np.testing.assert_array_equal(matrix[:, :192].T, integers(weight))
 
 
-@functools.partial(jax.jit, static_argnames="dtype", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="dtype")
 def multiplied(x: jax.Array, weight: QuantizedTensor, dtype: str) -> jax.Array:
     return dequantize.matmul(x, weight, jnp.dtype(dtype))
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from pallas_kernels.gemm.api import matmul_terms
 from pallas_kernels.gemm.config import GemmConfig, Plan
 from pallas_kernels.quantized_tensor import replace_scales
 from tests.pallas_kernels.gemm.weights import ALL_FORMATS, dense, integers, random_weight
-from tests.pallas_kernels.oracles import QUICK, as_array, random_array, relative_error, wide
+from tests.pallas_kernels.oracles import as_array, random_array, relative_error, wide
 
 SCALED = [
     "uint4:g32",
@@ -38,7 +37,7 @@ def product_gradient(gradient_of, x, weight, cotangent, **options):
     gradient = jax.grad(loss, argnums=index, allow_int=True)
     scales = weight.scales()[: weight.format.groups(weight.channels)]
     scales = scales.astype(jnp.float32) if gradient_of == "scales" else None
-    return jax.jit(gradient, compiler_options=QUICK)(x, weight, scales)
+    return jax.jit(gradient)(x, weight, scales)
 
 
 def operands(rng, text, channels=256, outputs=24, rows=5, dtype="float32", **options):
@@ -167,7 +166,7 @@ def test_scales_stand_in_for_those_of_the_weight(text, rng):
     x, weight, _ = operands(rng, text)
     shape = weight.format.groups(weight.channels), weight.shape[1]
     scales = as_array(rng.uniform(0.5, 2, shape), "float32")
-    multiply = jax.jit(matmul, compiler_options=QUICK)
+    multiply = jax.jit(matmul)
     given = multiply(x, weight, scales=scales)
     replaced = multiply(x, replace_scales(weight, scales))
     np.testing.assert_array_equal(np.asarray(given), np.asarray(replaced))
@@ -207,7 +206,7 @@ def test_training_beside_a_quantized_weight(text, what, rng):
         product = matmul(x, weight, scales=scales * trained["factors"])
         return ((product + x @ trained["a"] @ trained["b"] - target) ** 2).mean()
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def step(trained):
         value, gradient = jax.value_and_grad(loss)(trained)
         return jax.tree.map(lambda p, g, rate: p - rate * g, trained, gradient, rates), value

@@ -15,9 +15,9 @@ from tests.pallas_kernels.gemm.weights import (
     random_activations,
     random_weight,
 )
-from tests.pallas_kernels.oracles import QUICK, random_array, relative_error, wide
+from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
-multiply = jax.jit(reference.matmul, static_argnums=2, compiler_options=QUICK)
+multiply = jax.jit(reference.matmul, static_argnums=2)
 
 
 @pytest.mark.parametrize("text", ALL_FORMATS)

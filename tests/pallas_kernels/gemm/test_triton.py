@@ -30,7 +30,7 @@ from tests.pallas_kernels.gemm.weights import (
     random_weight,
     weight_struct,
 )
-from tests.pallas_kernels.oracles import GATES, QUICK, relative_error
+from tests.pallas_kernels.oracles import GATES, relative_error
 
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
 
@@ -92,7 +92,7 @@ each_case = pytest.mark.parametrize(
 )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def interpreted(
     x: jax.Array | QuantizedActivations, weight: QuantizedTensor, config: GemmConfig, dtype: str
 ) -> jax.Array:

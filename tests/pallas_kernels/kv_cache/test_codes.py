@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 from tests.pallas_kernels.kv_cache.pages import vectors
-from tests.pallas_kernels.oracles import KEY_GROUPS, QUICK, kv_keys, kv_side, wide
+from tests.pallas_kernels.oracles import KEY_GROUPS, kv_keys, kv_side, wide
 
 SCALE = np.array([[0.25], [1.0], [3.0]], np.float32)  # of three heads
 CHANNEL_SCALE = SCALE * np.linspace(0.5, 2, 64, dtype=np.float32)
 GIVEN = {"fp8": SCALE, "8s": CHANNEL_SCALE}
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def encode(x: jax.Array, codes: KVCodes, pieces: int) -> tuple[jax.Array, jax.Array | None]:
     scales = None
     if codes.has_given_scales:
@@ -32,7 +32,7 @@ def encode(x: jax.Array, codes: KVCodes, pieces: int) -> tuple[jax.Array, jax.Ar
     return jnp.concatenate(slices, -1), jnp.concatenate(parameters, -1) if parameters else None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def decode(codes: KVCodes, words: jax.Array, parameters: Any, dtype: str) -> jax.Array:
     return codes.decode(words, parameters, dtype)
 

@@ -10,10 +10,8 @@ from tests.pallas_kernels import oracles
 from tests.pallas_kernels.kv_cache.pages import vectors
 from tests.pallas_kernels.oracles import wide
 
-transform = jax.jit(hadamard.transform, compiler_options=oracles.QUICK)
-transform_pieces = jax.jit(
-    hadamard.transform_pieces, static_argnums=(1, 2), compiler_options=oracles.QUICK
-)
+transform = jax.jit(hadamard.transform)
+transform_pieces = jax.jit(hadamard.transform_pieces, static_argnums=(1, 2))
 each_dim = pytest.mark.parametrize("dim", [64, 96, 128, 256])
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels import KVFormat, KVPages, PagedKVCache, append
 from pallas_kernels.kv_cache import residual, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
-from tests.pallas_kernels.oracles import QUICK, kv_keys, kv_values
+from tests.pallas_kernels.oracles import kv_keys, kv_values
 
 HEADS, DIM = 2, 64
 
@@ -88,7 +88,7 @@ def assert_same(actual: KVPages, expected: KVPages, lengths: list[int]) -> None:
 
 def compiled(implementation: str) -> Any:
     step = functools.partial(append, implementation=implementation)
-    return jax.jit(step, compiler_options=QUICK)
+    return jax.jit(step)
 
 
 plain = compiled("reference")

@@ -16,9 +16,8 @@ from tests.pallas_kernels.kv_cache.pages import (
     random_pages,
     vectors,
 )
-from tests.pallas_kernels.oracles import QUICK
 
-interpreted = jax.jit(functools.partial(triton.append, interpret=True), compiler_options=QUICK)
+interpreted = jax.jit(functools.partial(triton.append, interpret=True))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.pallas_kernels.kv_cache.pages import (
     random_pages,
     vectors,
 )
-from tests.pallas_kernels.oracles import NUMPY_DTYPES, QUICK, hadamard, wide
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, hadamard, wide
 
 EPSILON = 1e-3
 
@@ -73,7 +72,7 @@ class Scene:
     ) -> tuple[jax.Array, KVPages]:
         """By a compiled implementation, or the public function, of `rotate_and_append`."""
 
-        @functools.partial(jax.jit, compiler_options=QUICK)
+        @jax.jit
         def compute(arguments: Any, weights: Any) -> Any:
             norms = None if weights is None else HeadNorms(*weights, EPSILON)
             return function(

@@ -11,7 +11,6 @@ import pytest
 
 from pallas_kernels import UnsupportedError, append, backend, rotate, rotate_and_append
 from pallas_kernels.rotary import reference, triton
-from tests.pallas_kernels.oracles import QUICK
 from tests.pallas_kernels.rotary.heads import scene
 
 
@@ -29,7 +28,7 @@ def test_it_is_a_rotation_and_an_append(rng):
     _, before, cosines, sines, *places = test.arrays
     keys, values = jnp.asarray(test.places.keys), jnp.asarray(test.places.values)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def separate(queries, keys):
         queries, keys = (rotate(x, cosines, sines) for x in (queries, keys))
         return queries, append(before, keys, values, *places)
@@ -62,12 +61,12 @@ def check_beside_a_residual(implementation, rng):
     step = functools.partial(
         rotate_and_append, dtype="bfloat16", heads=test.heads, implementation=implementation
     )
-    step = jax.jit(step, compiler_options=QUICK)
+    step = jax.jit(step)
 
     def equal(one, other):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
-    write = jax.jit(functools.partial(append, implementation="reference"), compiler_options=QUICK)
+    write = jax.jit(functools.partial(append, implementation="reference"))
     expected = write(before, keys, values, table, starts, counts)
     queries, pages = step(terms, before, cosines, sines, table, starts, counts)
     equal((queries, pages), (test.turned(test.queries, 0), expected))
@@ -147,7 +146,7 @@ def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
     step = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
     pages = jax.tree.map(jnp.copy, test.pages)  # donated below
     counted = trace_counter(step)
-    step = jax.jit(counted, donate_argnums=1, compiler_options=QUICK)
+    step = jax.jit(counted, donate_argnums=1)
     queries = []
     for token in range(4):
         one = slice(token, token + 1)
@@ -239,7 +238,7 @@ def test_no_tokens_go_to_the_reference(rng, pretend_gpu):
     test = scene(rng, 8, "bfloat16")
     terms, pages, cosines, sines, *places = test.arrays
     call = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
-    run = jax.jit(call, compiler_options=QUICK)
+    run = jax.jit(call)
     queries, written = run(terms[:, :, :0], pages, cosines[:, :0], sines[:, :0], *places)
     assert queries.shape == (4, 0, 4, 64)
     jax.tree.map(np.testing.assert_array_equal, written, pages)

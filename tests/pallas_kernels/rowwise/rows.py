@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels import QuantizedActivations, WeightFormat
-from tests.pallas_kernels.oracles import NUMPY_DTYPES, QUICK, wide
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 
 EPSILON = 1e-3  # of the size of the small rows' squares: left out, it is missed
 
@@ -123,7 +123,7 @@ def with_large_gates(rows: Rows) -> Rows:
 
 def run(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Compiled, for one call."""
-    return jax.jit(functools.partial(function, **keywords), compiler_options=QUICK)(*arguments)
+    return jax.jit(functools.partial(function, **keywords))(*arguments)
 
 
 def parsed(text: str | None) -> WeightFormat | None:

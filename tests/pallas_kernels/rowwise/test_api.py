@@ -19,7 +19,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.rowwise import reference, triton
 from pallas_kernels.rowwise.api import quantize_rows
-from tests.pallas_kernels.oracles import QUICK, random_array, relative_error, wide
+from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import (
     EPSILON,
     QUANTIZING,
@@ -248,7 +248,7 @@ def test_gradients_of_the_norm_kernel(residual, rng, interpreted_triton):
     rows = Rows.random(rng, (3, 64), "float16", splits=2, residual=residual)
     of_stream, of_normed = random_array(rng, (2, 3, 64), "float16")
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def gradients(*arrays):
         return jax.vjp(functools.partial(norm, implementation="triton"), *arrays)[1](
             (of_stream, of_normed)
@@ -270,9 +270,7 @@ def test_gradients_of_the_gated_kernel(rng, interpreted_triton):
     rows = Rows.random(rng, (3, 64), "float16", splits=2)
     cotangent = random_array(rng, (3, 32), "float16")
     gate = functools.partial(gated_silu, dtype="float16", implementation="triton")
-    of_terms = jax.jit(lambda terms: jax.vjp(gate, terms)[1](cotangent)[0], compiler_options=QUICK)(
-        rows.arrays[0]
-    )
+    of_terms = jax.jit(lambda terms: jax.vjp(gate, terms)[1](cotangent)[0])(rows.arrays[0])
     for of_term in of_terms:
         np.testing.assert_allclose(of_term, rows.gated_gradient(wide(cotangent)), atol=1e-4)
 
@@ -289,7 +287,7 @@ def test_a_quantised_norm_leaves_the_gradient_of_the_stream(
         )
         return stream.astype(jnp.float32).sum()
 
-    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)), compiler_options=QUICK)(*rows.arrays)
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*rows.arrays)
     for gradient, expected in zip(gradients, (1, 1, 0), strict=True):
         np.testing.assert_array_equal(wide(gradient), expected)
 

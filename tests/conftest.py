@@ -16,14 +16,15 @@ import jax
 import numpy as np
 import pytest
 
-if jax.__version_info__ < (0, 11):
+if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
     # The older of its two ways to emit a program compiles in half the time; 0.11 has one way.
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Hardly a program runs twice, and on a CPU most of a test's time would be LLVM's.
-jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests the programs that people run.
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 
 # The same examples in every run, and no deadline: the first example of a test pays for compilation.
 hypothesis.settings.register_profile("mpjax", derandomize=True, deadline=None, database=None)

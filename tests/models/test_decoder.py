@@ -325,7 +325,7 @@ def test_other_values_and_other_layers_do_not_retrace(rng, trace_counter, monkey
     monkeypatch.setattr(DecoderLayer, "__call__", lambda *layer: layers(*layer))
     model = small_model(dataclasses.replace(CONFIG, windows=(None,) * 4))
     step = jax.jit(counted := trace_counter(model.step), donate_argnums=2)
-    cache = model.create_cache(2, 64, KVFormat(16), 64)
+    cache = model.create_cache(2, 64, KVFormat(8), 64)
     for counts in ([1, 1], [0, 1], [1, 0]):
         _, cache = step(random_tokens(rng, 2, 1), np.array(counts, np.int32), cache)
     assert cache.lengths.tolist() == [2, 2]

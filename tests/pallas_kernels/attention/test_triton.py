@@ -125,7 +125,10 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
             group = shape.query_heads // shape.kv_heads
             pages = cache.block_tables.shape[1]
             config = tuning.configure(shape.batch, tokens * group, pages, cache.layers[0])
-            key = (shape.head_dim, config.tile_rows, shape.head_dim == 128 and dtype)
+            splits = config.splits > 1, config.waiting_splits > 0
+            ragged = tokens * group % config.tile_rows > 0
+            in_both = shape.head_dim == 128 and dtype
+            key = (shape.head_dim, config.tile_rows, splits, ragged, in_both)
             if key in lowered:
                 continue
             lowered.add(key)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.kv_cache import packed
@@ -12,6 +12,8 @@ tokens_of = jax.jit(packed.tokens_of, static_argnums=1)
 
 
 @settings(max_examples=20)
+@example(counts=[5, 5, 5, 5], tokens=20)
+@example(counts=[3], tokens=3)
 @given(st.lists(st.integers(0, 5), min_size=4, max_size=4), st.sampled_from([20, 23]))
 def test_tokens_of(counts, tokens):
     owners = [(b, t) for b, count in enumerate(counts) for t in range(count)]

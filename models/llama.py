@@ -15,10 +15,10 @@ class Llama(Decoder):
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `LlamaForCausalLM` config.json."""
-        bias = hf.get("attention_bias", False)
+        bias = hf.get("attention_bias") or False
         return DecoderConfig(
             **common_fields(hf),
             qkv_bias=bias,
             output_bias=bias,
-            mlp_bias=hf.get("mlp_bias", False),
+            mlp_bias=hf.get("mlp_bias") or False,
         )

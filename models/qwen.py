@@ -36,6 +36,6 @@ class Qwen3(Decoder):
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Qwen3ForCausalLM` config.json."""
-        bias = hf.get("attention_bias", False)
+        bias = hf.get("attention_bias") or False
         fields = common_fields(hf) | {"windows": _windows(hf)}
         return DecoderConfig(**fields, qkv_bias=bias, output_bias=bias, qk_norm=True)

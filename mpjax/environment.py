@@ -21,7 +21,6 @@ CUDA = (
 )
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NVIDIA_TF32_OVERRIDE")
 VARIABLE_PREFIXES = ("JAX_", "XLA_", "MPJAX_")
-TRITON_COMPUTE_CAPABILITY = 8.0
 
 
 def collect() -> dict[str, Any]:
@@ -132,15 +131,10 @@ def _memory_statistics(device: Any) -> dict[str, int] | None:
 
 
 def _pallas_triton() -> str:
-    import jax
+    from pallas_kernels import backend
 
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"no: JAX's default device is {device.platform!r}, and the kernels need a CUDA GPU"
-    capability = float(device.compute_capability)
-    if capability < TRITON_COMPUTE_CAPABILITY:
-        return f"no: compute capability {capability} is below {TRITON_COMPUTE_CAPABILITY}"
-    return f"yes: compute capability {capability}"
+    reason = backend.why_triton_cannot_run()
+    return f"no: {reason}" if reason else f"yes: compute capability {backend.compute_capability()}"
 
 
 def _tuning_tables() -> dict[str, str] | str:

@@ -25,7 +25,7 @@ from mpjax.decoding import STRIDE, DecodingState, Limits, decode, jit_decode, ji
 from mpjax.memory import require_free
 from mpjax.precision import Precision
 from mpjax.sampling import Sampling, row_keys
-from pallas_kernels import PagedKVCache, WeightFormat
+from pallas_kernels import PagedKVCache, WeightFormat, backend
 
 # In nats. Different kernels round differently, and a cache of two bits is off by one by itself; a
 # model whose cache is wrong is off by several.
@@ -328,7 +328,7 @@ def _computing(kernels: dict[str, float]) -> dict[str, float]:
 
 
 def _peak_bytes() -> int | None:
-    statistics = jax.devices()[0].memory_stats() or {}
+    statistics = backend.default_device().memory_stats() or {}
     return statistics.get("peak_bytes_in_use")
 
 

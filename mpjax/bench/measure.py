@@ -139,7 +139,7 @@ def stamp() -> dict[str, Any]:
     """Device, versions and commit; GIT_COMMIT names it where a copy without history is measured."""
     environment = mpjax.environment.collect()
     return {
-        "device": jax.devices()[0].device_kind,
+        "device": backend.default_device().device_kind,
         "commit": os.environ.get("GIT_COMMIT") or _commit(Path(__file__).parents[2]),
         "driver": environment["driver"],
         "versions": environment["packages"],

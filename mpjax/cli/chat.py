@@ -104,6 +104,8 @@ class Conversation:
                 stop=self._stop,
                 seed=self._seed,
             ):
+                if not said:
+                    piece = piece.lstrip()  # the space between a template's text and the answer
                 sys.stdout.write(piece)
                 sys.stdout.flush()
                 said += piece

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import rich.console
 import typer
 
 from mpjax.cli import options
+
+if TYPE_CHECKING:
+    from mpjax.precision import Precision
 
 NAME = "convert"
 EPILOG = """\b
@@ -51,11 +54,7 @@ def command(
             "--overwrite"
         )
     chosen = None if precision is None else options.parse_precision(precision)
-    if calibrate is not None and chosen is not None and chosen.kv.scaling is None:
-        raise typer.BadParameter(
-            f"the cache of {chosen} has no scales to measure: KV8s and KVfp8 have",
-            param_hint="--calibrate",
-        )
+    _check_scales(source, chosen, calibrate)
     documents = None if calibrate is None else _read(calibrate)
     lm = options.load(source, chosen, dtype)
     if documents is not None:
@@ -77,6 +76,26 @@ def command(
         f"{_size(lm.nbytes)} in device memory"
     )
     sys.stdout.flush()
+
+
+def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None) -> None:
+    """Says before a model is loaded what `calibrate_cache` and `save` would say after."""
+    from mpjax.checkpoint import orbax
+
+    is_saved = (Path(source) / orbax.DESCRIPTION_NAME).is_file()
+    if is_saved and chosen is None:
+        return  # it has a KV format of its own
+    scaling = None if chosen is None else chosen.kv.scaling
+    if calibrate is not None and scaling is None:
+        raise typer.BadParameter(
+            f"the cache of {chosen or 'KV16'} has no scales to measure: KV8s and KVfp8 have",
+            param_hint="--calibrate",
+        )
+    if calibrate is None and scaling == "static" and not is_saved:  # which may have scales
+        raise typer.BadParameter(
+            f"the cache of {chosen} needs scales: name a text to measure them on",
+            param_hint="--calibrate",
+        )
 
 
 def _read(path: Path) -> list[str]:

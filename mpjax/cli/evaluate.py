@@ -191,8 +191,9 @@ def _result(
     import jax
 
     import mpjax
+    from pallas_kernels.backend import default_device
 
-    device = jax.devices()[0]
+    device = default_device()
     return {
         "model": folder.name,
         "text": text.name,

@@ -189,11 +189,12 @@ def _choose_prefill(
     if not backend.on_gpu():
         return "reference"
     dim, is_half = queries.shape[-1], queries.dtype in (jnp.bfloat16, jnp.float16)
-    if is_plain and is_half and dim <= 128 and dim % 8 == 0:
+    reason = backend.why_triton_cannot_run()  # nor can cuDNN, then
+    if reason is None and is_plain and is_half and dim <= 128 and dim % 8 == 0:
         return "cudnn"
-    if is_half and dim in HEAD_DIMS and backend.why_triton_cannot_run() is None:
+    if reason is None and is_half and dim in HEAD_DIMS:
         return "triton"
-    reason = (
+    reason = reason or (
         "cuDNN takes 16-bit heads of a multiple of 8 up to 128, without softcap and sinks, and "
         f"Triton 16-bit heads of {HEAD_DIMS}, not {queries.dtype} of {dim}"
     )

@@ -25,6 +25,7 @@ except ImportError:  # pragma: no cover
 
 LEAST_TOKENS = 512  # fewer don't pay for writing the cache out
 MOST_SCRATCH_BYTES = 1 << 30
+LEAST_CAPABILITY = 8.0
 CHANNELS_AT_ONCE, MOST_CHANNELS = 8, 128  # of a head
 
 # Queries [batch, tokens, heads, dim], keys and values, how many of these are seen, by sequence, or
@@ -44,6 +45,8 @@ def why_not(queries: jax.Array, pages: KVPages, block_tables: jax.Array) -> str 
     if not backend.on_gpu():
         platform = backend.default_device().platform
         return f"the default device is {platform!r}, and cuDNN needs a CUDA GPU"
+    if (capability := backend.compute_capability() or 0.0) < LEAST_CAPABILITY:
+        return f"compute capability {capability} is below {LEAST_CAPABILITY}"
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {queries.dtype}, expected bfloat16 or float16"
     if (dim := pages.head_dim) > MOST_CHANNELS or dim % CHANNELS_AT_ONCE:

@@ -40,7 +40,7 @@ def matmul(
     - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.
     - `reference`: plain jnp in float32, on any device.
 
-    out_dtype: the dtype of x unless it is given.
+    out_dtype: the dtype of x unless it is given; beside a plain weight, what `jnp.dot` gives.
     scales: [groups, N] in the place of those in the weight.
 
     Differentiable with respect to x and `scales` (FLUTE's learned scales), and to the table and
@@ -67,7 +67,7 @@ def matmul(
             f"matmul: implementation is {implementation!r}, but the weight is a plain array, "
             "whose product is XLA's: leave it out"
         )
-    return jnp.dot(x, weight, preferred_element_type=_out_dtype(x, out_dtype))
+    return jnp.dot(x, weight, preferred_element_type=out_dtype)
 
 
 def matmul_terms(

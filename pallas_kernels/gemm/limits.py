@@ -27,7 +27,7 @@ class Limits:
 
 
 def current_limits() -> Limits:
-    """Those of the first GPU; an H200's where there is none."""
+    """Those of the default device; an H200's where it is no GPU."""
     return Limits(backend.multiprocessors(), backend.compute_capability() or 9.0)
 
 

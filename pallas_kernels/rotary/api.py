@@ -72,10 +72,9 @@ def rotate_and_append(
     reason = why_not_triton(pages)
     if dtype not in (jnp.bfloat16, jnp.float16):
         reason = f"queries are {dtype}, expected bfloat16 or float16"
-    if terms.size == 0:
-        implementation = "reference"
+    default = "reference" if terms.size == 0 else "triton"
     implementation = choose(
-        "rotate_and_append", implementation, "triton", ("triton", "reference"), lambda _: reason
+        "rotate_and_append", implementation, default, ("triton", "reference"), lambda _: reason
     )
 
     places = block_tables, starts, counts

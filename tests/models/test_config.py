@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from models import ConfigError, DecoderConfig, RopeScaling
+from models import ConfigError, DecoderConfig, Llama, RopeScaling
 from models.config import common_fields, layer_windows, require
 
 HF = {
@@ -215,7 +215,10 @@ def test_switches_are_true_or_false(key, value):
     message = re.escape(f"config.json: {key} is {value!r}: expected true or false")
     with pytest.raises(ConfigError, match=message):
         common_fields(HF | {key: value})
-    assert common_fields(HF | {key: None})["tie_word_embeddings"] is (key != "tie_word_embeddings")
+    without = Llama.config_from_hf(HF | {key: None})
+    for field in (without.tie_word_embeddings, without.qkv_bias, without.mlp_bias):
+        assert type(field) is bool
+    assert without.tie_word_embeddings == (key != "tie_word_embeddings")
 
 
 def test_windows_of_all_layers():

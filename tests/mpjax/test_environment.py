@@ -11,6 +11,7 @@ import pytest
 
 import mpjax
 from mpjax import environment
+from pallas_kernels import backend
 from pallas_kernels.gemm import tables
 from pallas_kernels.gemm.config import Plan
 
@@ -71,12 +72,12 @@ def test_variables_are_those_that_steer_jax(monkeypatch):
         (gpu("7.5"), "no: compute capability 7.5 is below 8.0"),
         (
             SimpleNamespace(platform="cpu"),
-            "no: JAX's default device is 'cpu', and the kernels need a CUDA GPU",
+            "no: the default device is 'cpu', and Triton needs a CUDA GPU",
         ),
     ],
 )
 def test_whether_triton_can_run(monkeypatch, device, answer):
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(backend, "default_device", lambda: device)
     assert environment.collect()["pallas_triton"] == answer
 
 

@@ -17,7 +17,7 @@ from mpjax.bench.random_model import random_model
 from mpjax.decoding import STRIDE
 from mpjax.memory import DeviceMemoryError
 from mpjax.precision import Precision
-from pallas_kernels import KVFormat
+from pallas_kernels import KVFormat, backend
 from tests.mpjax.bench.rows import SMALL_MODEL, generate_row
 
 
@@ -210,7 +210,7 @@ def test_from_disk_times_the_load():
 @pytest.mark.parametrize(("statistics", "peak"), [(None, None), ({"peak_bytes_in_use": 7}, 7)])
 def test_the_peak_is_the_allocators(monkeypatch, statistics, peak):
     device = SimpleNamespace(memory_stats=lambda: statistics)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(backend, "default_device", lambda: device)
     assert generate._peak_bytes() == peak
 
 

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from typer.testing import CliRunner
 
@@ -53,11 +54,6 @@ def test_scales_are_measured_and_saved(tiny_folder, tmp_path):
     text, target = tmp_path / "text.txt", tmp_path / "converted"
     text.write_text("import os\nimport sys\n")
     precision = ("--precision", "W16A16KV8s")
-    without = convert(tiny_folder, target, *precision)
-    assert (without.exit_code, without.stdout) == (1, "")
-    assert "KV8s needs scales of channels" in without.stderr
-    assert "`mpjax convert --calibrate`" in without.stderr
-    assert not target.exists()
     result = convert(tiny_folder, target, *precision, "--calibrate", text)
     assert (result.exit_code, result.stderr) == (0, "")
     lm = mpjax.load(tiny_folder, precision="W16A16KV8s")
@@ -72,9 +68,23 @@ def test_scales_are_measured_and_saved(tiny_folder, tmp_path):
     found = mpjax.load(target).model.cache_scales
     assert found is not None
     np.testing.assert_array_equal(found.get_value(), expected.get_value())
-    useless = convert(tiny_folder, tmp_path / "x", "--precision", "A16KV8", "--calibrate", text)
-    assert useless.exit_code == 2
-    assert "the cache of A16KV8 has no scales to measure" in useless.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--precision", "A16KV8s"), "the cache of A16KV8s needs scales"),
+        (("--precision", "A16KV8", "--calibrate", __file__), "the cache of A16KV8 has no scales"),
+        (("--calibrate", __file__), "the cache of KV16 has no scales to measure"),
+    ],
+)
+def test_scales_are_asked_for_before_anything_is_loaded(
+    arguments, message, tiny_folder, tmp_path, monkeypatch
+):
+    monkeypatch.delattr(mpjax, "load")
+    result = convert(tiny_folder, tmp_path / "x", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
 
 
 def test_nothing_else_is_overwritten(tiny_folder, tmp_path):

@@ -315,3 +315,11 @@ def test_prefill_with_softcap_and_sinks_on_the_gpu(dtype, rng):
     for dim in (64, 96, 128, 256):
         assert prefill_error(dtype, rng, dim=dim, **options) < GATES[dtype], f"{dim} channels"
         assert prefill_error(dtype, rng, dim=dim, window=10, **options) < GATES[dtype], f"{dim}"
+
+
+def test_prompts_on_an_old_gpu_go_to_xla(pretend_gpu, monkeypatch):
+    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "the GPU is too old")
+    x = jnp.ones((1, 4, 1, 64), jnp.bfloat16)
+    with pytest.warns(UserWarning, match="prefill_attention runs as plain JAX .*: the GPU is too"):
+        out = prefill_attention(x, x, x)
+    np.testing.assert_array_equal(out, x)

@@ -142,12 +142,6 @@ def test_what_a_plain_weight_has_no_use_for_is_refused():
         matmul(jnp.ones((2, 128)), plain, implementation="triton")
 
 
-def test_a_plain_product_has_the_dtype_of_x():
-    with jax.numpy_dtype_promotion("standard"):
-        product = matmul(jnp.ones((2, 128), jnp.bfloat16), jnp.ones((128, 10)))
-    assert product.dtype == jnp.bfloat16
-
-
 @pytest.mark.parametrize("implementation", ["triton", "dequantize"])
 def test_kernels_need_a_gpu(implementation, rng, monkeypatch):
     monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")

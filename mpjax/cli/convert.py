@@ -55,7 +55,7 @@ def command(
         )
     chosen = None if precision is None else options.parse_precision(precision)
     _check_scales(source, chosen, calibrate)
-    documents = None if calibrate is None else _read(calibrate)
+    documents = None if calibrate is None else options.read_documents(calibrate)
     lm = options.load(source, chosen, dtype)
     if documents is not None:
         from mpjax.calibration import calibrate_cache
@@ -96,13 +96,6 @@ def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None)
             f"the cache of {chosen} needs scales: name a text to measure them on",
             param_hint="--calibrate",
         )
-
-
-def _read(path: Path) -> list[str]:
-    from mpjax.arguments import read_text
-    from mpjax.evaluate import read_held_out
-
-    return read_held_out(path) if path.suffix == ".jsonl" else [read_text(path)]
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -107,13 +107,13 @@ def command(
     chosen = [options.parse_precision(name) for name in precision or _defaults(folder)]
     if text is None:
         text = mpjax.bundled_model() / "held_out.jsonl"
-    samples = None if calibrate is None else _read(calibrate)
+    samples = None if calibrate is None else options.read_documents(calibrate)
     if samples is not None and not any(one.kv.scaling for one in chosen):
         raise typer.BadParameter(
             "no precision has a cache with scales to measure: KV8s and KVfp8 do",
             param_hint="--calibrate",
         )
-    documents = _read(text)
+    documents = options.read_documents(text)
     rows = _measure(folder, chosen, dtype, documents, samples, window, batch)
     result = _result(folder, text, documents, batch, rows)
     if output is not None:
@@ -125,13 +125,6 @@ def command(
         typer.echo(markdown(rows))
     else:
         _print_table(rows)
-
-
-def _read(path: Path) -> list[str]:
-    from mpjax.arguments import read_text
-    from mpjax.evaluate import read_held_out
-
-    return read_held_out(path) if path.suffix == ".jsonl" else [read_text(path)]
 
 
 def _defaults(folder: Path) -> tuple[str, ...]:

@@ -127,3 +127,11 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         return prompt or ""
     # Editors and echo end the last line, and people don't mean it as a part of the prompt.
     return text.removesuffix("\n")
+
+
+def read_documents(path: Path) -> list[str]:
+    """The texts of a file: one, or for .jsonl one on each line, as {"text": ...}."""
+    from mpjax.arguments import read_text
+    from mpjax.evaluate import read_held_out
+
+    return read_held_out(path) if path.suffix == ".jsonl" else [read_text(path)]

@@ -36,7 +36,8 @@ def matmul(
 
     - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4, LiquidGEMM §4,
       FLUTE §3). 16-bit or quantised x on a CUDA GPU of compute capability 8.0 or more.
-    - `dequantize`: writes the weight out, then cuBLAS; the faster way for many rows.
+    - `dequantize`: writes the weight out, then cuBLAS, or for `liquid4` the kernel of `int8`; the
+      faster way for many rows.
     - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.
     - `reference`: plain jnp in float32, on any device.
 
@@ -167,7 +168,8 @@ def _why_not(
         return f"activations are {rows.dtype}, expected bfloat16 or float16"
     if reason := backend.why_triton_cannot_run():
         return reason
-    if name == "triton" and format.activations:
+    # What is written out of two levels ends in the fused kernel, too.
+    if format.activations and (name == "triton" or not format.is_flat):
         if format.activations == "float8" and (reason := backend.why_not_float8()):
             return reason
         return backend.why_too_large(max(math.prod(rows.shape), weight.words.size))

@@ -1,4 +1,4 @@
-"""Writing a packed matrix out, for products that are best left to cuBLAS."""
+"""Writing a packed matrix out, for products that have better kernels without its codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels import backend
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm import xla
+from pallas_kernels.gemm import triton, tuning, xla
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
 TILE = 64  # output channels that one program writes out
@@ -26,8 +26,8 @@ def matmul(
 ) -> jax.Array:
     """The product x [M, K] · W [K, N] in `out_dtype`, over a copy of W that lives for this call.
 
-    The copy is in the dtype of x, or `out_dtype` where x is FP8; of `liquid4` it is the int8 of its
-    first level.
+    The copy is in the dtype of x, or `out_dtype` where x is FP8, and the product is cuBLAS'. Of
+    `liquid4` it is the int8 of its first level, and the product that of `int8`, to the bit.
     """
     # The barrier ties the scratch copy to its use: without it XLA may write out the weights of
     # several layers ahead of time, and hold them all.
@@ -37,13 +37,23 @@ def matmul(
         assert isinstance(x, QuantizedActivations)
         if weight.channel_scales is None:
             return xla.matmul(x, weight, out_dtype)  # a plain matrix already
-        scratch = write_out(weight, jnp.dtype(jnp.int8))
-        return xla.scaled_dot(x, scratch, weight.channel_scales, out_dtype)
+        plain = first_level(weight)
+        return triton.matmul(x, plain, tuning.configure(len(x.values), plain), out_dtype)
     rows = x.dequantize(out_dtype) if isinstance(x, QuantizedActivations) else x
     scratch = write_out(weight, rows.dtype)
     rows = jnp.pad(rows, ((0, 0), (0, scratch.shape[1] - rows.shape[1])))
     wide = out_dtype if out_dtype == jnp.float32 else None  # without rounding in between
     return jnp.einsum("mk,nk->mn", rows, scratch, preferred_element_type=wide).astype(out_dtype)
+
+
+def first_level(weight: QuantizedTensor) -> QuantizedTensor:
+    """The `int8` weight that one of two levels, `liquid4`, stands for: the same numbers."""
+    assert weight.channel_scales is not None
+    words = write_out(weight, jnp.dtype(jnp.int8))
+    scales = jax.lax.bitcast_convert_type(weight.channel_scales, jnp.uint32)
+    return QuantizedTensor(
+        words[None], scales[None], None, WeightFormat("int8"), weight.channels, "float32"
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))

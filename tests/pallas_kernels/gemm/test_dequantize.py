@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QuantizedTensor
+from pallas_kernels import QuantizedTensor, WeightFormat, matmul
 from pallas_kernels.gemm import dequantize
 from tests.pallas_kernels.gemm.weights import (
     ALL_FORMATS,
@@ -59,11 +59,14 @@ def test_write_out_is_exact(text, rng):
     assert np.isfinite(matrix.astype(np.float32)).all()
 
 
-def test_write_out_of_the_first_level(rng):
+def test_write_out_of_the_first_level(rng, interpreted_triton):
     weight = random_weight(rng, "liquid4:g64/int8", 192, 70)
     matrix = np.asarray(written(weight, "int8"))
     assert matrix.dtype == np.int8
     np.testing.assert_array_equal(matrix[:, :192].T, integers(weight))
+    plain = dequantize.first_level(weight)
+    assert (plain.format, plain.shape) == (WeightFormat("int8"), weight.shape)
+    np.testing.assert_array_equal(np.asarray(plain.dequantize()), dense(weight).astype(np.float32))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
@@ -128,6 +131,17 @@ def test_write_out_is_exact_on_the_gpu(text, rng):
         write = jax.jit(functools.partial(dequantize.write_out, dtype=jnp.dtype(dtype)))
         matrix = np.asarray(write(weight))[:, : weight.channels]
         np.testing.assert_array_equal(matrix, as_written(weight, dtype))
+
+
+@pytest.mark.gpu
+def test_two_levels_are_the_same_to_the_bit_on_the_gpu(rng):
+    weight = random_weight(rng, "liquid4:g64/int8", 1088, 1000)  # K that is no whole blocks
+    x = random_activations(rng, weight, 300, "bfloat16")
+    products = [
+        jax.jit(functools.partial(matmul, implementation=name))(x, weight)
+        for name in ("dequantize", "triton")
+    ]
+    np.testing.assert_array_equal(*map(np.asarray, products))
 
 
 @pytest.mark.gpu

@@ -159,10 +159,11 @@ def test_many_rows_are_not_fused():
     assert heuristic(33, float8, 4096, 4096, H200) == Plan("xla")
 
 
-@pytest.mark.parametrize("text", ["int8/int8", "liquid4:g64/int8"])
-def test_integer_products_are_always_fused(text):
-    plan = heuristic(8192, WeightFormat.parse(text), 4096, 24576, H200)
-    assert plan.implementation == "triton"
+def test_integer_products_are_fused():
+    plain, of_levels = (WeightFormat.parse(text) for text in ("int8/int8", "liquid4:g64/int8"))
+    assert heuristic(8192, plain, 4096, 24576, H200).implementation == "triton"
+    assert heuristic(2048, of_levels, 4096, 24576, H200).implementation == "triton"
+    assert heuristic(2049, of_levels, 4096, 24576, H200) == Plan("dequantize")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.attention import main_loop
 from pallas_kernels.attention.combine import combine
+from pallas_kernels.attention.rows import Sequence
 from pallas_kernels.attention.tuning import AttentionConfig
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages
@@ -93,12 +94,11 @@ def _kernel(
     start = backend.load(operands.starts.at[batch])
     count = backend.load(operands.counts.at[batch])
     begin, end = jnp.int32(0), jnp.minimum(start + count, capacity)
-    sequence = main_loop.Sequence(batch, head, start, count)
+    sequence = Sequence(batch, head, start, count)
 
     def attend(source: main_loop.Source) -> None:
-        main_loop.attend(
-            operands, sequence, source, first_row, out_ref, sums_ref, config=config, **options
-        )
+        loop = main_loop.MainLoop(operands, sequence, source, first_row, config=config, **options)
+        loop.store(loop.run(), out_ref, sums_ref)
 
     residual, boundary = pages.residual, end
     if residual is not None:

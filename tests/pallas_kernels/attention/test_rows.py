@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import backend
+from pallas_kernels.attention import rows, tiles
+
+GROUP, KV_HEADS, LONGEST, NUMBERS = 3, 2, 4, 16
+STARTS, COUNTS = [10, 0, 7], [4, 0, 2]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_packed):
+    """Of every sequence and KV head, against what counting tokens and heads says."""
+    firsts = np.cumsum([0, *COUNTS[:-1]]) if is_packed else np.arange(3) * LONGEST
+    offsets = jnp.asarray(firsts, jnp.int32) if is_packed else None
+
+    def kernel(references: Any, out_ref: Any) -> None:
+        offsets_ref, starts_ref, counts_ref = references
+        program = backend.first_program_id()
+        batch, head = program // KV_HEADS, program % KV_HEADS
+        sequence = rows.Sequence(batch, head, starts_ref[batch], counts_ref[batch])
+        found = rows.locate(jnp.arange(NUMBERS), sequence, GROUP, LONGEST, offsets_ref)
+        for i, field in enumerate((found.token, found.query_head, found.position, found.mask)):
+            out_ref[program, i] = field.astype(jnp.int32)
+        out_ref[program, 4] = jnp.full(NUMBERS, found.real)
+
+    out = backend.pallas_call(
+        kernel,
+        (offsets, jnp.asarray(STARTS), jnp.asarray(COUNTS)),
+        out_shape=jax.ShapeDtypeStruct((3 * KV_HEADS, 5, NUMBERS), jnp.int32),
+        grid=(3 * KV_HEADS,),
+        name="rows",
+        warps=1,
+        stages=1,
+        interpret=True,
+    )
+    for program, (token, query_head, position, mask, real) in enumerate(np.asarray(out)):
+        batch, head = divmod(program, KV_HEADS)
+        there = COUNTS[batch] if is_packed else LONGEST
+        expected = [(t, h) for t in range(there) for h in range(GROUP)]
+        assert (real == COUNTS[batch] * GROUP).all()
+        assert mask.sum() == len(expected)
+        assert mask[: len(expected)].all()
+        for number, (of_sequence, of_group) in enumerate(expected):
+            assert token[number] == firsts[batch] + of_sequence
+            assert query_head[number] == head * GROUP + of_group
+            assert position[number] == STARTS[batch] + of_sequence
+
+
+def test_channels_that_there_are_not_are_masked():
+    whole, padded = (
+        rows.Rows(
+            jnp.arange(8), jnp.arange(8), jnp.arange(8), jnp.arange(8) < 5, jnp.int32(5)
+        ).locate(tiles.Part(tiles.Span(0, 16, width), range(1)))
+        for width in (16, 12)
+    )
+    for (token, query_head, channel), mask in (whole, padded):
+        assert token.shape == query_head.shape == (8, 1)
+        np.testing.assert_array_equal(channel, [range(16)])
+        np.testing.assert_array_equal(
+            mask.any(1) if mask.shape[1] > 1 else mask[:, 0], [1] * 5 + [0] * 3
+        )
+    assert padded[1].shape == (8, 16)
+    np.testing.assert_array_equal(padded[1][0], [True] * 12 + [False] * 4)

@@ -251,8 +251,8 @@ def _check(
     kind = code_kinds.of(format)
     unsigned = kind.code_dtype == jnp.uint8 and jnp.issubdtype(codes.dtype, jnp.unsignedinteger)
     if not unsigned and codes.dtype != kind.code_dtype:
-        right = "unsigned integers" if kind.code_dtype == jnp.uint8 else kind.code_dtype
-        raise ValueError(f"codes have dtype {codes.dtype}; expected {right}")
+        wanted_dtype = "unsigned integers" if kind.code_dtype == jnp.uint8 else kind.code_dtype
+        raise ValueError(f"codes have dtype {codes.dtype}; expected {wanted_dtype}")
     channels, outputs = codes.shape
     groups = format.groups(channels), outputs
     wanted = {

@@ -102,7 +102,10 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) -> dict[str, Any]:
-    """What a product of so many rows runs: the implementation, and the fused kernel's tiles."""
+    """What a product of so many rows runs: the implementation, and the fused kernel's tiles.
+
+    Not those of int8 where two levels are written out as such.
+    """
     name = forced or tuning.plan(rows, weight).implementation
     config = tuning.configure(rows, weight) if name == "triton" else None
     return {

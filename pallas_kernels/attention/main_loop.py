@@ -109,12 +109,12 @@ class MainLoop:
             for side in (keys, values)
         )
         number = first_row + jnp.arange(config.tile_rows)
-        self.rows = rows.locate(number, sequence, self.group, longest, operands.offsets)
+        self.rows = rows.numbered(number, sequence, self.group, longest, operands.offsets)
         self.limit = jnp.minimum(self.rows.position, source.end - 1)  # the last visible key
         # The last entry of the block table that is in use.
         self.last_entry = jnp.maximum(source.end - 1, 0) // self.page_size
-        # Values in whose sums zeros of channels would be a second product: rather rounded.
         self.scaled_keys = not self.is_narrow
+        # Values in whose sums zeros of channels would be a second product: rather rounded.
         self.scaled_values = not self.is_narrow or values.codes.scaling == "channel"
         key_exponents, self.value_exponents = (
             tiles.exponents(side, parts, self.dtype, scaled=scaled, ptx=ptx)
@@ -128,9 +128,9 @@ class MainLoop:
         self.queries, self.query_sum = self._load_queries(operands.queries, shifts)
         # Scores times this are exponents of 2, or, for the softcap, of what is in its tanh.
         self.plain_scale = scale * LOG2_E if softcap is None else scale * LOG2_E * 2 / softcap
-        self.scale: Any = self.plain_scale * 2.0**-score_exponent
+        self.score_scale: Any = self.plain_scale * 2.0**-score_exponent
         if keys.codes.scaling == "head":
-            self.scale *= backend.load(keys.parameters.at[sequence.head])
+            self.score_scale *= backend.load(keys.parameters.at[sequence.head])
         self.value_scale = None
         if values.codes.scaling == "head":
             self.value_scale = backend.load(values.parameters.at[sequence.head])
@@ -138,13 +138,13 @@ class MainLoop:
         # Positions in the pages, from here on; without real rows there is nothing to read.
         last_row = jnp.minimum(first_row + config.tile_rows, self.rows.real) - 1
         end = jnp.minimum(source.end, sequence.start + last_row // self.group + 1) - source.begin
-        self.end = jnp.where(first_row < self.rows.real, end, 0)
+        end = jnp.where(first_row < self.rows.real, end, 0)
         self.first_tile = source.number
         if window is not None:
             begin = sequence.start + first_row // self.group - window + 1 - source.begin
             self.first_tile += jnp.maximum(begin, 0) // source.tile_keys
         size = source.tile_keys
-        self.tiles = self._tiles_below((jnp.maximum(self.end, 0) + size - 1) // size)
+        self.all_tiles = self._tiles_below((jnp.maximum(end, 0) + size - 1) // size)
         # A sink is a score of the first program.
         self.is_first, self.sink = source.split == 0, None
         if operands.sinks is not None:
@@ -201,9 +201,9 @@ class MainLoop:
             seen = self.sequence.start + self.first_row // self.group + 1
             seen = jnp.minimum(source.end, seen) - source.begin
             whole_tiles = self._tiles_below(jnp.maximum(seen, 0) // size)
-            whole_tiles = jnp.minimum(whole_tiles, self.tiles)
+            whole_tiles = jnp.minimum(whole_tiles, self.all_tiles)
             carry = self._visit_all(jnp.int32(0), whole_tiles, carry, is_whole=True)
-        return self._visit_all(whole_tiles, self.tiles, carry)
+        return self._visit_all(whole_tiles, self.all_tiles, carry)
 
     def _zeros(self, slots: int) -> jax.Array:
         """A tile of so many slots, or channels."""
@@ -290,7 +290,7 @@ class MainLoop:
                 surplus += oriented.times_queries(term, q)
         if not self.scaled_keys and keys.codes.scaling == "channel":
             scores -= oriented.for_rows(surplus.max(oriented.slots))
-        factor = self.scale
+        factor = self.score_scale
         if self._left(keys) == "token":
             # Scaled for each slot, of which there are fewer than scores.
             step, zero = tiles.fetch_parameters(keys, self.sequence.head, place, self.dtype)

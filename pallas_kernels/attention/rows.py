@@ -35,7 +35,7 @@ class Rows(NamedTuple):
         return (self.token[:, None], self.query_head[:, None], channel[None, :]), mask
 
 
-def locate(number: jax.Array, sequence: Sequence, group: int, longest: int, offsets: Any) -> Rows:
+def numbered(number: jax.Array, sequence: Sequence, group: int, longest: int, offsets: Any) -> Rows:
     """The rows of these numbers in a sequence; inside a kernel.
 
     group: query heads of a KV head. longest: tokens that a sequence may have. offsets: a reference

@@ -136,10 +136,13 @@ def _multiply_rows(
         # Where symmetry makes nothing cheaper, the plans of other weights are the better ones.
         format = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=format)
+    planned = tuning.plan(rows.shape[0], weight).implementation
+    if planned == "dequantize" and _why_not(planned, rows, weight) is not None:
+        planned = "triton"  # what can't be written out may be multiplied as it is
     name = choose(
         "matmul",
         implementation,
-        implementation or tuning.plan(rows.shape[0], weight).implementation,
+        implementation or planned,
         get_args(Implementation),
         lambda name: _why_not(name, rows, weight),
     )
@@ -168,11 +171,13 @@ def _why_not(
         return f"activations are {rows.dtype}, expected bfloat16 or float16"
     if reason := backend.why_triton_cannot_run():
         return reason
-    # What is written out of two levels ends in the fused kernel, too.
-    if format.activations and (name == "triton" or not format.is_flat):
+    if name == "triton" and format.activations:
         if format.activations == "float8" and (reason := backend.why_not_float8()):
             return reason
         return backend.why_too_large(max(math.prod(rows.shape), weight.words.size))
+    if name == "dequantize" and weight.channel_scales is not None:  # to 8 bits
+        largest = max(rows.shape[0], weight.shape[1]) * weight.padded_channels
+        return backend.why_too_large(largest)
     return None
 
 

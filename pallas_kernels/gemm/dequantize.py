@@ -38,7 +38,9 @@ def matmul(
         if weight.channel_scales is None:
             return xla.matmul(x, weight, out_dtype)  # a plain matrix already
         plain = first_level(weight)
-        return triton.matmul(x, plain, tuning.configure(len(x.values), plain), out_dtype)
+        with tuning.forced(None):  # what is forced is a plan for codes
+            config = tuning.configure(len(x.values), plain)
+        return triton.matmul(x, plain, config, out_dtype)
     rows = x.dequantize(out_dtype) if isinstance(x, QuantizedActivations) else x
     scratch = write_out(weight, rows.dtype)
     rows = jnp.pad(rows, ((0, 0), (0, scratch.shape[1] - rows.shape[1])))

@@ -44,8 +44,11 @@ def configure(rows: int, weight: QuantizedTensor) -> GemmConfig:
 
 
 @contextlib.contextmanager
-def forced(plan: Plan) -> Iterator[None]:
-    """Inside, in this thread, `plan` is the answer for every product that is traced."""
+def forced(plan: Plan | None) -> Iterator[None]:
+    """Inside, in this thread, `plan` is the answer for every product that is traced.
+
+    None: each has the plan again that it has outside of all `forced`.
+    """
     token = _forced.set(plan)
     try:
         yield
@@ -61,9 +64,9 @@ def conditions() -> Hashable:
 def candidates(
     rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits, most: int = 40
 ) -> list[Plan]:
-    """The plans worth measuring, all sound: the fused kernel's, and one without it.
+    """The plans worth measuring, all sound: the fused kernel's, and what many rows run with.
 
-    Those nearest to the rule of thumb come first, and what many rows run with last.
+    Those nearest to the rule of thumb come first, and the other one last.
 
     rows: a bucket. Nearness counts doublings of a tile's sides, of the outputs of a warp, the
     width and the warps in flight, and stages.
@@ -101,5 +104,5 @@ def candidates(
     sound = [config for config in configs if why_unsound(config, format, limits) is None]
     sound.sort(key=lambda config: (distance(config), str(config)))
     plans = [Plan("triton", config) for config in sound]
-    # What many rows run with has no tiles, and is a bound that no product may miss.
+    # What many rows run with has no tiles to choose, and is a bound that no product may miss.
     return [*plans[: most - 1], other]

@@ -144,7 +144,9 @@ STALE = "float8:gK/float8"
     [("generate*.json", generate), ("gemm*.json", gemm), ("attention*.json", attention)],
 )
 def test_recorded_results_are_within_their_gates(pattern, bench):
-    for path in sorted(report.RESULTS.glob(pattern)):
+    paths = sorted(report.RESULTS.glob(pattern))
+    assert paths
+    for path in paths:
         result = json.loads(path.read_text())
         rows = result.get("results", [result])
         stale = [row for row in rows if path.name == "gemm.json" and row["format"] == STALE]

@@ -218,6 +218,15 @@ def test_the_implementation_on_a_gpu(text, rows, dtype, expected, chosen, preten
     assert chosen == [expected]
 
 
+def test_a_weight_too_large_to_be_written_out_is_multiplied_as_it_is(chosen, pretend_gpu):
+    x = jax.ShapeDtypeStruct((5000, 16384), jnp.bfloat16)
+    weight = weight_struct("liquid4:g64", 16384, 163840)  # 2**31 codes and more, in half the bytes
+    jax.eval_shape(matmul, x, weight)
+    assert chosen == ["triton"]
+    with pytest.raises(UnsupportedError, match=r"'dequantize' can't run: .* more than 2\*\*31"):
+        jax.eval_shape(functools.partial(matmul, implementation="dequantize"), x, weight)
+
+
 def test_the_plan_is_followed(chosen, pretend_gpu):
     x, weight = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), weight_struct("int8", 128, 8)
     for plan in (Plan("dequantize"), Plan("xla"), SMALL_TILES):
@@ -242,7 +251,7 @@ def test_without_a_gpu(text, expected, rng, chosen, monkeypatch):
     ("implementation", "text", "channels"),
     [
         *(("triton", text, 256) for text in ("uint4:g32", "float8:gK/float8", "liquid4:g64/int8")),
-        *(("dequantize", text, 256) for text in ("uint4:g32", *EIGHT_BITS)),
+        *(("dequantize", text, 256) for text in ("uint4:g32", "liquid4:g64/int8", *EIGHT_BITS)),
         *(("xla", text, 200) for text in EIGHT_BITS),
         *(("reference", text, 256) for text in KINDS),
     ],
@@ -265,6 +274,7 @@ def test_forced_implementations_agree(implementation, text, channels, rng, inter
         ("triton", "uint4:g32", 192),
         ("triton", "int8:gK/int8", 100),
         ("dequantize", "uint8:gK", 100),
+        ("dequantize", "liquid4:g64/int8", 192),
         ("xla", "float8:gK/float8", 128),
         ("reference", "table3:g32", 192),
         ("reference", "float8:g128/float8", 256),

@@ -95,7 +95,7 @@ def test_against_float64(text, dtype, rng, interpreted_triton):
     assert relative_error(product, exact(x) @ dense(weight)) < GATES[dtype]
 
 
-@pytest.mark.parametrize("text", ["uint4:g32", "float8:gK/float8"])
+@pytest.mark.parametrize("text", ["uint4:g32", "float8:gK/float8", "liquid4:g64/int8"])
 def test_float32_products_are_not_rounded_on_the_way(text, rng, interpreted_triton):
     weight = random_weight(rng, text, channels_of(text), 70)
     x = random_activations(rng, weight, 5, "bfloat16")
@@ -133,15 +133,24 @@ def test_write_out_is_exact_on_the_gpu(text, rng):
         np.testing.assert_array_equal(matrix, as_written(weight, dtype))
 
 
-@pytest.mark.gpu
-def test_two_levels_are_the_same_to_the_bit_on_the_gpu(rng):
-    weight = random_weight(rng, "liquid4:g64/int8", 1088, 1000)  # K that is no whole blocks
-    x = random_activations(rng, weight, 300, "bfloat16")
+def assert_two_levels_are_the_same_to_the_bit(rng, rows: int, channels: int, outputs: int):
+    weight = random_weight(rng, "liquid4:g64/int8", channels, outputs)
+    x = random_activations(rng, weight, rows, "bfloat16")
     products = [
         jax.jit(functools.partial(matmul, implementation=name))(x, weight)
         for name in ("dequantize", "triton")
     ]
     np.testing.assert_array_equal(*map(np.asarray, products))
+
+
+@pytest.mark.parametrize("shape", [(5, 192, 33), (40, 320, 70)])  # K that is no whole blocks
+def test_two_levels_are_the_same_to_the_bit(shape, rng, interpreted_triton):
+    assert_two_levels_are_the_same_to_the_bit(rng, *shape)
+
+
+@pytest.mark.gpu
+def test_two_levels_are_the_same_to_the_bit_on_the_gpu(rng):
+    assert_two_levels_are_the_same_to_the_bit(rng, 300, 1088, 1000)
 
 
 @pytest.mark.gpu

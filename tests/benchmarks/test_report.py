@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from benchmarks import quantization, report
 from mpjax.bench import attention, gemm, generate
+from pallas_kernels import WeightFormat
+from pallas_kernels.gemm import tables as plans
+from pallas_kernels.gemm.heuristic import heuristic
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
 STAMP = {"device": "GPU", "commit": "abc1234", "versions": {"jax": "0.99"}}
@@ -59,6 +63,27 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     svg = (tmp_path / "docs" / "gemm-model.svg").read_text()
     assert "uint4:g128" in svg
     assert "uint8:g128" in svg
+
+
+def test_products_with_another_plan_since_are_marked(page):
+    path = plans.SHIPPED / plans.file_name("NVIDIA H200")
+    entries = plans.read(path, "NVIDIA H200").entries
+    tuned = next(key for key, entry in entries.items() if entry.plan.config is not None)
+    by_rule = WeightFormat.parse("uint4:g128"), 4224, 4224
+    found = []
+    for key, plan in (
+        (tuned, entries[tuned].plan),
+        (plans.key(*by_rule, 8), heuristic(8, *by_rule, report.GPUS["NVIDIA H200"])),
+    ):
+        assert plan.config is not None
+        place = {"format": key.format, "K": key.channels, "N": key.outputs, "M": key.rows}
+        for stages in (plan.config.stages, plan.config.stages + 1):
+            config = dataclasses.asdict(plan.config) | {"stages": stages}
+            found.append(gemm_row(implementation="triton", configuration=config, **place))
+    text = page(gemm={"results": found, "device": "NVIDIA H200"})
+    marks = [line.endswith("| triton \\* |") for line in text.splitlines() if "| triton" in line]
+    assert marks == [False, True, False, True]
+    assert "\\* With another plan since: 2 of 4 rows." in text
 
 
 def test_a_command_names_what_was_measured(page, tmp_path):

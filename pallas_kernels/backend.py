@@ -7,10 +7,11 @@ still ships it in 0.12; its warning is silenced here, where it is caused, and no
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -184,12 +185,47 @@ def pallas_call(
     )(*arguments)
 
 
+class Registers(Protocol):
+    """How another backend than Triton does what decoding needs, with the same functions."""
+
+    def inline_ptx(
+        self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """See the function below."""
+
+    def column(self, x: jax.Array) -> jax.Array:
+        """See the function below."""
+
+
+_registers: contextvars.ContextVar[Registers | None] = contextvars.ContextVar(
+    "registers", default=None
+)
+
+
+@contextlib.contextmanager
+def decoding_with(registers: Registers) -> Iterator[None]:
+    """Inside, in this thread, kernels are traced for the backend that `registers` are of."""
+    token = _registers.set(registers)
+    try:
+        yield
+    finally:
+        _registers.reset(token)
+
+
+def column(x: jax.Array) -> jax.Array:
+    """A value for each output channel [tile_n] as what broadcasts to a tile of words."""
+    registers = _registers.get()
+    return x[:, None] if registers is None else registers.column(x)
+
+
 def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Applies PTX to 32-bit registers of neighbouring elements of the first argument and `dtype`.
 
     A register holds two 16-bit or four 8-bit elements. An argument of wider elements than the
     first fills as many more operands.
     """
+    if (registers := _registers.get()) is not None:
+        return registers.inline_ptx(assembly, *arguments, dtype=dtype)
     constraints = ",".join(
         ["=r"] + ["r"] * sum(a.dtype.itemsize // arguments[0].dtype.itemsize for a in arguments)
     )

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+# Threads that Mosaic's interpreter blocks, at most; by default there are as many as cores.
+os.environ.setdefault("NPROC", "16")
 # Several test processes share one GPU: none may take most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -21,9 +21,14 @@ TEST_FILES = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
 MAXIMUM_LINES = 400
-KERNEL_DEPENDENCIES = {"jax", "numpy", "ml_dtypes", "pallas_kernels"} | set(sys.stdlib_module_names)
-TRITON = "jax.experimental.pallas.triton"
-TRITON_MODULE = Path("pallas_kernels/backend.py")
+KERNEL_DEPENDENCIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "pallas_kernels"} | set(
+    sys.stdlib_module_names
+)
+# Backends, and the one module that may know each.
+DOORS = {
+    "jax.experimental.pallas.triton": Path("pallas_kernels/backend.py"),
+    "jax.experimental.pallas.mosaic_gpu": Path("pallas_kernels/mosaic.py"),
+}
 
 # Source files without a test file of the same name, and why.
 UNTESTED: dict[str, str] = {}
@@ -61,9 +66,10 @@ def test_imports_point_down(path):
 
 
 @each_file
-def test_triton_has_one_door(path):
-    wrong = [name for name in imported_names(path) if f"{name}.".startswith(f"{TRITON}.")]
-    assert path == TRITON_MODULE or not wrong, f"only {TRITON_MODULE} may import {wrong[0]}"
+@pytest.mark.parametrize(("backend", "door"), DOORS.items())
+def test_a_backend_has_one_door(path, backend, door):
+    wrong = [name for name in imported_names(path) if f"{name}.".startswith(f"{backend}.")]
+    assert path == door or not wrong, f"only {door} may import {wrong[0]}"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "pallas_kernels"], ids=str)

@@ -14,7 +14,7 @@ import numpy as np
 from mpjax.bench import measure
 from pallas_kernels import QuantizedTensor, WeightFormat, matmul, quantize
 from pallas_kernels.gemm import tuning
-from pallas_kernels.gemm.config import Implementation
+from pallas_kernels.gemm.config import GemmConfig, Implementation, WarpgroupConfig
 from pallas_kernels.gemm.shapes import GemmShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
@@ -102,12 +102,16 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) -> dict[str, Any]:
-    """What a product of so many rows runs: the implementation, and the fused kernel's tiles.
+    """What a product of so many rows runs: the implementation, and a fused kernel's tiles.
 
     Not those of int8 where two levels are written out as such.
     """
     name = forced or tuning.plan(rows, weight).implementation
-    config = tuning.configure(rows, weight) if name == "triton" else None
+    config: GemmConfig | WarpgroupConfig | None = None
+    if name == "triton":
+        config = tuning.configure(rows, weight)
+    elif name == "mosaic":
+        config = tuning.configure_warpgroups(rows, weight)
     return {
         "implementation": name,
         "configuration": None if config is None else dataclasses.asdict(config),

@@ -131,6 +131,7 @@ class Implementation(enum.StrEnum):
     """Ways to compute a product with packed weights."""
 
     triton = "triton"
+    mosaic = "mosaic"
     dequantize = "dequantize"
     xla = "xla"
 

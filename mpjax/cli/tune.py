@@ -136,13 +136,8 @@ def describe(outcome: Outcome) -> str:
         return f"{outcome.job}: no configuration worked"
     plan, microseconds = outcome.entry
     line = f"{outcome.job}: {microseconds:.1f} µs, {plan.implementation}"
-    if (config := plan.config) is not None:
-        past = "" if config.unsplit is None else f" past channel {config.unsplit}"
-        line += (
-            f" {config.tile_m}x{config.tile_n}, {config.splits} splits{past}, "
-            f"{config.warps} warps, {config.stages} stages, scaling the {config.scaling}"
-            + ("" if config.width is None else f", {config.width} lanes")
-        )
+    if plan.config is not None:
+        line += f" {plan.config}"
     if not outcome.trials:
         return f"{line} (known)"
     heuristic = outcome.heuristic_microseconds

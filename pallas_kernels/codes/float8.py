@@ -69,7 +69,7 @@ class Float8(CodeKind):
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
         """The scale."""
         scale = jax.lax.bitcast_convert_type(parameters, jnp.float32)
-        return Group(scale[:, None], (parameters.astype(jnp.int16)[:, None],))
+        return Group(backend.column(scale), (backend.column(parameters.astype(jnp.int16)),))
 
     def decoder(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import backend
 from pallas_kernels import bits as bit_planes
 from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
 from pallas_kernels.formats import WeightFormat
@@ -66,7 +67,7 @@ class Integer(CodeKind):
         """The scale of what is decoded, below 2**122, and the zero point as an operand."""
         scale, zero = bit_planes.unpack_pair(parameters, scale_dtype, jnp.int16)
         scale = scale.astype(jnp.float32) * 2.0 ** -bit_planes.plane_exponent(operand)
-        return Group(scale[:, None], (zero.astype(operand)[:, None],))
+        return Group(backend.column(scale), (backend.column(zero.astype(operand)),))
 
     def decoder(
         self,

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.gemm import dequantize, reference, triton, tuning, xla
+from pallas_kernels.gemm import dequantize, mosaic, reference, triton, tuning, xla
 from pallas_kernels.gemm.config import Implementation
 from pallas_kernels.gemm.gradient import differentiable
+from pallas_kernels.gemm.limits import can_be_operand, current_limits, why_not_warpgroups
 from pallas_kernels.implementation import choose
 from pallas_kernels.quantized_tensor import QuantizedTensor, replace_scales
 from pallas_kernels.rowwise.api import quantize_rows
@@ -36,6 +37,8 @@ def matmul(
 
     - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4, LiquidGEMM §4,
       FLUTE §3). 16-bit or quantised x on a CUDA GPU of compute capability 8.0 or more.
+    - `mosaic`: the same by warpgroups that decode while others multiply (LiquidGEMM §5.2), for more
+      rows: integers and FP8 in groups beside 16-bit x, compute capability 9.0 alone.
     - `dequantize`: writes the weight out, then cuBLAS, or for `liquid4` the kernel of `int8`; the
       faster way for many rows.
     - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.
@@ -137,8 +140,8 @@ def _multiply_rows(
         format = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=format)
     planned = tuning.plan(rows.shape[0], weight).implementation
-    if planned == "dequantize" and _why_not(planned, rows, weight) is not None:
-        planned = "triton"  # what can't be written out may be multiplied as it is
+    if planned in ("dequantize", "mosaic") and _why_not(planned, rows, weight) is not None:
+        planned = "triton"  # which may do what others can't
     name = choose(
         "matmul",
         implementation,
@@ -156,6 +159,10 @@ def _multiply_rows(
         return xla.matmul(rows, weight, dtype)[None]
     if name == "dequantize":
         return dequantize.matmul(rows, weight, dtype)[None]
+    if name == "mosaic":
+        assert isinstance(rows, jax.Array)
+        warpgroups = tuning.configure_warpgroups(rows.shape[0], weight)
+        return mosaic.matmul_terms(rows, weight, warpgroups, dtype)
     return triton.matmul_terms(rows, weight, tuning.configure(rows.shape[0], weight), dtype)
 
 
@@ -171,6 +178,11 @@ def _why_not(
         return f"activations are {rows.dtype}, expected bfloat16 or float16"
     if reason := backend.why_triton_cannot_run():
         return reason
+    if name == "mosaic":
+        if reason := why_not_warpgroups(format, weight.shape[1], current_limits()):
+            return reason
+        if not can_be_operand(weight.scale_dtype, jnp.dtype(rows.dtype)):
+            return f"scales are {weight.scale_dtype}, whose range {rows.dtype} does not have"
     if name == "triton" and format.activations:
         if format.activations == "float8" and (reason := backend.why_not_float8()):
             return reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-Implementation = Literal["triton", "dequantize", "xla", "reference"]
+Implementation = Literal["triton", "mosaic", "dequantize", "xla", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,35 @@ class GemmConfig:
     width: int | None = None
     unsplit: int | None = None
 
+    def __str__(self) -> str:
+        past = "" if self.unsplit is None else f" past channel {self.unsplit}"
+        return (
+            f"{self.tile_m}x{self.tile_n}, {self.splits} splits{past}, {self.warps} warps, "
+            f"{self.stages} stages, scaling the {self.scaling}"
+            + ("" if self.width is None else f", {self.width} lanes")
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpgroupConfig:
+    """Tile sizes of one launch of the warpgroups' kernel.
+
+    tile_m: rows of x in a program's tile.
+    warpgroups: that compute, 64 output channels each.
+    splits: programs that share a tile, each with a part of K.
+    """
+
+    tile_m: int
+    warpgroups: int
+    splits: int
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}x{64 * self.warpgroups}, {self.splits} splits"
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """An implementation of a product, with the configuration that the fused kernel needs."""
+    """An implementation of a product, with the configuration that a fused kernel needs."""
 
-    implementation: Literal["triton", "dequantize", "xla"]
-    config: GemmConfig | None = None
+    implementation: Literal["triton", "mosaic", "dequantize", "xla"]
+    config: GemmConfig | WarpgroupConfig | None = None

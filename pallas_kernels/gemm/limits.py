@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels import backend
+import jax.numpy as jnp
+
+from pallas_kernels import backend, mosaic
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import GemmConfig
@@ -38,6 +40,20 @@ def why_not_fused(format: WeightFormat, limits: Limits) -> str | None:
     return backend.why_not_float8(limits.compute_capability)
 
 
+def why_not_warpgroups(format: WeightFormat, outputs: int, limits: Limits) -> str | None:
+    """Why the warpgroups' kernel can't multiply a format on a GPU; None if it can.
+
+    outputs: of the weight.
+    """
+    if int(limits.compute_capability) != 9:
+        return f"compute capability {limits.compute_capability} has no `wgmma`, which only 9.0 has"
+    if not can_scale_weights(format) or code_kinds.of(format).has_table:
+        return f"{format} is not integers or FP8 in groups beside 16-bit activations"
+    if outputs % mosaic.CHANNELS:
+        return f"{outputs} output channels are no multiple of {mosaic.CHANNELS}"
+    return None
+
+
 def widths(format: WeightFormat) -> tuple[int | None, ...]:
     """Lanes of a plane that a step may take: all, or half of them if rows stay 64 bytes long."""
     half = format.plane_width // 2
@@ -47,6 +63,11 @@ def widths(format: WeightFormat) -> tuple[int | None, ...]:
 def can_scale_weights(format: WeightFormat) -> bool:
     """Whether `scaling="weight"` is a choice: only 16-bit operands can hold a group's scale."""
     return format.group_size is not None and format.activations is None
+
+
+def can_be_operand(scale_dtype: str, operand: jnp.dtype) -> bool:
+    """Whether the dtype of a product's operands has the range of scales."""
+    return operand == jnp.bfloat16 or scale_dtype == operand.name
 
 
 def why_unsound(config: GemmConfig, format: WeightFormat, limits: Limits) -> str | None:

@@ -17,20 +17,21 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pallas_kernels import backend
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import GemmConfig, Plan
+from pallas_kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
+from pallas_kernels.gemm.warpgroups import why_unsound
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
 # A plan measured for so many rows serves all numbers of rows down to the next smaller one.
 BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-IMPLEMENTATIONS = ("triton", "dequantize", "xla")
+IMPLEMENTATIONS = ("triton", "mosaic", "dequantize", "xla")
+CONFIGS: Mapping[str, type[GemmConfig | WarpgroupConfig]] = {
+    "triton": GemmConfig,
+    "mosaic": WarpgroupConfig,
+}
 Scaling = Literal["accumulator", "weight"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
-CONFIG_FIELDS = {field.name: field for field in dataclasses.fields(GemmConfig)}
-REQUIRED_FIELDS = {
-    name for name, field in CONFIG_FIELDS.items() if field.default is dataclasses.MISSING
-}
 POWERS_OF_TWO = ("tile_m", "tile_n", "warps", "width")
 
 
@@ -247,19 +248,20 @@ def _entry(fields: Any, format: WeightFormat, where: str) -> Entry:
             f"{where}: implementation is {implementation!r}, expected one of {IMPLEMENTATIONS}"
         )
     common = {"implementation", "microseconds"}
-    tiled = implementation == "triton"
-    if tiled:
-        _require_fields(fields, common | REQUIRED_FIELDS, where, CONFIG_FIELDS.keys())
-    else:
-        _require_fields(fields, common, where)
+    kind = CONFIGS.get(implementation)
+    known = dataclasses.fields(kind) if kind else ()
+    required = {field.name for field in known if field.default is dataclasses.MISSING}
+    _require_fields(fields, common | required, where, {field.name for field in known})
     microseconds = fields["microseconds"]
     if type(microseconds) not in (int, float) or not 0 < microseconds < float("inf"):
         raise ValueError(f"{where}: microseconds is {microseconds!r}, expected a positive number")
-    if not tiled:
+    if kind is None:
         return Entry(Plan(implementation), microseconds)
     config = {name: value for name, value in fields.items() if name not in common}
     _check_config(config, format, where)
-    return Entry(Plan("triton", GemmConfig(**config)), microseconds)
+    if kind is WarpgroupConfig and (reason := why_unsound(kind(**config))):
+        raise ValueError(f"{where}: {reason}")
+    return Entry(Plan(implementation, kind(**config)), microseconds)
 
 
 def _check_config(config: Mapping[str, Any], format: WeightFormat, where: str) -> None:
@@ -269,7 +271,7 @@ def _check_config(config: Mapping[str, Any], format: WeightFormat, where: str) -
                 raise ValueError(f"{where}: scaling is {value!r}, expected one of {SCALINGS}")
         elif type(value) is not int or value < 1:
             raise ValueError(f"{where}: {name} is {value!r}, expected a positive integer")
-        elif name in POWERS_OF_TWO and value & (value - 1):
+        elif name in POWERS_OF_TWO and "stages" in config and value & (value - 1):
             raise ValueError(f"{where}: {name} is {value}, expected a power of two")
     if config.get("unsplit", 0) % config.get("tile_n", 1):
         raise ValueError(f"{where}: unsplit is {config['unsplit']}, expected a multiple of tile_n")

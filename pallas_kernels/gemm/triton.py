@@ -25,6 +25,7 @@ from pallas_kernels import codes as code_kinds
 from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import GemmConfig
+from pallas_kernels.gemm.limits import can_be_operand
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
 # Channels of one product: a whole step of them is one that the compiler splits, and then waits for
@@ -196,7 +197,7 @@ def _kernel(
     run = format.planes if size is None else min(format.planes, size // format.plane_width)
     whole = load_group(jnp.int32(0)) if size is None else None
     # A scale becomes an operand only where the operand's dtype has its range.
-    fits = x_ref.dtype == jnp.bfloat16 or scale_dtype == x_ref.dtype.name
+    fits = can_be_operand(scale_dtype, x_ref.dtype)
     has_scale = whole is None and kind.has_group_scales
     scale_weight = has_scale and config.scaling == "weight" and fits
     scale_sum = has_scale and not scale_weight

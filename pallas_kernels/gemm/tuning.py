@@ -11,11 +11,21 @@ from collections.abc import Hashable, Iterator
 
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.config import GemmConfig, Plan
+from pallas_kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
 from pallas_kernels.gemm.heuristic import fused_config, heuristic, most_splits, unfused
-from pallas_kernels.gemm.limits import Limits, current_limits, why_not_fused, why_unsound, widths
+from pallas_kernels.gemm.limits import (
+    Limits,
+    current_limits,
+    why_not_fused,
+    why_not_warpgroups,
+    why_unsound,
+    widths,
+)
+from pallas_kernels.gemm.warpgroups import ranked, warpgroup_config
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
+LEAST_WARPGROUP_ROWS = 16  # of a bucket: the fewest that the warpgroups' kernel is tried with
+WARPGROUP_SHARE = 3  # of so many candidates one is for it
 _forced: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("forced plan", default=None)
 
 
@@ -40,7 +50,17 @@ def configure(rows: int, weight: QuantizedTensor) -> GemmConfig:
     Raises UnsupportedError, with the reason, where the GPU can't multiply the format.
     """
     config = plan(rows, weight).config
-    return config or fused_config(rows, weight.format, *weight.shape, current_limits())
+    if isinstance(config, GemmConfig):
+        return config
+    return fused_config(rows, weight.format, *weight.shape, current_limits())
+
+
+def configure_warpgroups(rows: int, weight: QuantizedTensor) -> WarpgroupConfig:
+    """A configuration of the warpgroups' kernel, also where `plan` would choose something else."""
+    config = plan(rows, weight).config
+    if isinstance(config, WarpgroupConfig):
+        return config
+    return warpgroup_config(rows, weight.format, *weight.shape, current_limits())
 
 
 @contextlib.contextmanager
@@ -64,9 +84,10 @@ def conditions() -> Hashable:
 def candidates(
     rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits, most: int = 40
 ) -> list[Plan]:
-    """The plans worth measuring, all sound: the fused kernel's, and what many rows run with.
+    """The plans worth measuring, all sound: the fused kernels', and what many rows run with.
 
-    Those nearest to the rule of thumb come first, and the other one last.
+    Those of the kernel that the rule of thumb chooses come first, nearest to it, and what many rows
+    run with comes last.
 
     rows: a bucket. Nearness counts doublings of a tile's sides, of the outputs of a warp, the
     width and the warps in flight, and stages.
@@ -102,7 +123,12 @@ def candidates(
         alike = [c for c in configs if (c.tile_m, c.tile_n) == (center.tile_m, center.tile_n)]
         configs |= {dataclasses.replace(c, unsplit=center.unsplit) for c in alike if c.splits > 1}
     sound = [config for config in configs if why_unsound(config, format, limits) is None]
-    sound.sort(key=lambda config: (distance(config), str(config)))
+    sound.sort(key=lambda config: (distance(config), repr(config)))
     plans = [Plan("triton", config) for config in sound]
+    if rows >= LEAST_WARPGROUP_ROWS and why_not_warpgroups(format, outputs, limits) is None:
+        best = ranked(rows, format, channels, outputs, limits)[: most // WARPGROUP_SHARE]
+        plans = [*plans[: most - len(best) - 1], *(Plan("mosaic", config) for config in best)]
+        rule = heuristic(rows, format, channels, outputs, limits)
+        plans.sort(key=lambda plan: plan.implementation != rule.implementation)
     # What many rows run with has no tiles to choose, and is a bound that no product may miss.
     return [*plans[: most - 1], other]

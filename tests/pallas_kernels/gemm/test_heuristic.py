@@ -6,10 +6,13 @@ import pytest
 from hypothesis import settings
 
 from pallas_kernels import WeightFormat
-from pallas_kernels.gemm.config import Plan
+from pallas_kernels.gemm.config import GemmConfig, Plan
 from pallas_kernels.gemm.heuristic import fused_config, heuristic
-from pallas_kernels.gemm.limits import Limits
+from pallas_kernels.gemm.limits import Limits, why_not_warpgroups
+from pallas_kernels.gemm.warpgroups import warpgroup_config
 from tests.pallas_kernels.gemm.plans import EIGHT_BITS, H200, PACKED, any_product, assert_sound
+
+WITHOUT_WGMMA = Limits(132, 10.0)
 
 
 @settings(max_examples=200)
@@ -17,6 +20,10 @@ from tests.pallas_kernels.gemm.plans import EIGHT_BITS, H200, PACKED, any_produc
 def test_heuristics_are_sound_for_any_product(rows, text, groups, outputs, limits):
     format, channels = WeightFormat.parse(text), groups * 256
     plan = heuristic(rows, format, channels, outputs, limits)
+    if plan.implementation == "mosaic":
+        assert plan.config == warpgroup_config(rows, format, channels, outputs, limits)
+        assert why_not_warpgroups(format, outputs, limits) is None
+        return
     assert (plan.config is None) == (plan.implementation != "triton")
     if plan.implementation == "xla":
         assert text in EIGHT_BITS
@@ -44,8 +51,8 @@ def test_heuristics_are_sound_for_any_product(rows, text, groups, outputs, limit
     ],
 )
 def test_the_rule_at_named_numbers_of_rows(rows, outputs, sizes, scaling):
-    config = heuristic(rows, PACKED, 4096, outputs, H200).config
-    assert config is not None
+    config = heuristic(rows, PACKED, 4096, outputs, WITHOUT_WGMMA).config
+    assert isinstance(config, GemmConfig)
     assert (config.tile_m, config.tile_n, config.warps) == sizes
     assert (config.scaling, config.stages) == (scaling, 3)
 
@@ -149,8 +156,32 @@ def test_k_that_no_number_divides_is_split_all_the_same():
     assert fused_config(1, PACKED, 13 * 256, 4096, H200).splits > 1
 
 
+@pytest.mark.parametrize(
+    ("text", "outputs", "limits"),
+    [
+        ("uint4:gK", 4096, H200),
+        ("table4:g64", 4096, H200),
+        ("int8/int8", 4096, H200),
+        ("uint4:g128", 4100, H200),
+        ("uint4:g128", 4096, Limits(108, 8.0)),
+        ("uint4:g128", 4096, WITHOUT_WGMMA),
+    ],
+)
+def test_what_warpgroups_can_not_multiply_is_left_to_others(text, outputs, limits):
+    plan = heuristic(64, WeightFormat.parse(text), 4096, outputs, limits)
+    assert plan.implementation == "triton"
+
+
+@pytest.mark.parametrize("text", ["uint4:g128", "uint8:g32:sym", "float8:g128"])
+def test_warpgroups_multiply_many_rows_on_hopper(text):
+    format = WeightFormat.parse(text)
+    found = [heuristic(rows, format, 4096, 24576, H200) for rows in (32, 33, 4096, 4097)]
+    names = [plan.implementation for plan in found]
+    assert names == ["triton", "mosaic", "mosaic", "dequantize"]
+
+
 def test_many_rows_are_not_fused():
-    assert heuristic(257, PACKED, 4096, 4096, H200) == Plan("dequantize")
+    assert heuristic(257, PACKED, 4096, 4096, WITHOUT_WGMMA) == Plan("dequantize")
     table = WeightFormat.parse("table4:g64")
     assert heuristic(128, table, 4096, 4096, H200).implementation == "triton"
     assert heuristic(129, table, 4096, 4096, H200) == Plan("dequantize")

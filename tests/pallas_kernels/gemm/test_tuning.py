@@ -10,9 +10,10 @@ from hypothesis import settings
 
 from pallas_kernels import UnsupportedError, WeightFormat, backend, matmul, quantize
 from pallas_kernels.gemm import shapes, tables, tuning
-from pallas_kernels.gemm.config import GemmConfig, Plan
+from pallas_kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
 from pallas_kernels.gemm.heuristic import fused_config, heuristic
 from pallas_kernels.gemm.limits import Limits, current_limits
+from pallas_kernels.gemm.warpgroups import warpgroup_config, why_unsound
 from tests.pallas_kernels.gemm.plans import (
     EIGHT_BITS,
     FORMATS,
@@ -42,6 +43,9 @@ def test_candidates_are_sound_for_any_product(rows, text, groups, outputs, limit
         "/float8" in text and limits.compute_capability < 8.9
     )
     for plan in plans[:-1]:
+        if isinstance(plan.config, WarpgroupConfig):
+            assert why_unsound(plan.config) is None
+            continue
         assert plan.implementation == "triton"
         assert plan.config is not None
         assert_sound(plan.config, format, channels, limits)
@@ -59,15 +63,33 @@ def test_there_is_enough_to_search_for_named_shapes(shape):
 
 
 def test_candidates_begin_with_the_rule_of_thumb_and_what_is_near_to_it():
-    plans = tuning.candidates(64, PACKED, 4096, 24576, H200)
-    assert plans[0] == Plan("triton", fused_config(64, PACKED, 4096, 24576, H200))
-    few = tuning.candidates(64, PACKED, 4096, 24576, H200, most=5)
-    assert few == [*plans[:4], Plan("dequantize")]
+    for limits in (H200, Limits(132, 8.0)):
+        plans = tuning.candidates(64, PACKED, 4096, 24576, limits)
+        assert plans[0] == heuristic(64, PACKED, 4096, 24576, limits)
+        fused = [plan for plan in plans if plan.implementation == "triton"]
+        assert fused[0] == Plan("triton", fused_config(64, PACKED, 4096, 24576, limits))
+        few = tuning.candidates(64, PACKED, 4096, 24576, limits, most=5)
+        assert len(few) == 5
+        assert few[0] == plans[0]
+        assert few[-1] == plans[-1] == Plan("dequantize")
+
+
+def test_a_third_of_the_candidates_are_for_warpgroups():
+    plans = tuning.candidates(128, PACKED, 4096, 4096, H200, most=20)
+    names = [plan.implementation for plan in plans]
+    assert names == ["mosaic"] * 6 + ["triton"] * 13 + ["dequantize"]
+    few = tuning.candidates(16, PACKED, 4096, 4096, H200, most=20)
+    assert [plan.implementation for plan in few] == ["triton"] * 13 + ["mosaic"] * 6 + [
+        "dequantize"
+    ]
+    assert len({str(plan) for plan in few}) == 20
+    names = [plan.implementation for plan in tuning.candidates(8, PACKED, 4096, 4096, H200)]
+    assert "mosaic" not in names
 
 
 def test_candidates_split_what_the_rule_splits_in_other_ways():
     plans = tuning.candidates(128, PACKED, 4096, 24576, H200)
-    configs = [plan.config for plan in plans if plan.config is not None]
+    configs = [plan.config for plan in plans if isinstance(plan.config, GemmConfig)]
     assert {config.unsplit for config in configs} == {None, 16896}
     assert len({config.splits for config in configs if config.unsplit}) > 1
 
@@ -101,8 +123,10 @@ def test_a_measured_plan_goes_before_the_heuristic(table):
     assert tuning.plan(9, weight) == tuning.plan(16, weight) == Plan("triton", table)
     assert tuning.configure(9, weight) == table
     assert tuning.plan(17, weight) == Plan("dequantize")
-    # The fused kernel can still be forced, and then needs a configuration.
+    # The fused kernels can still be forced, and then need a configuration.
     here = current_limits()
+    expected = warpgroup_config(17, PACKED, 4096, 6144, here)
+    assert tuning.configure_warpgroups(17, weight) == expected
     assert tuning.configure(17, weight) == fused_config(17, PACKED, 4096, 6144, here)
     for rows, other in [(33, weight), (1, Weight(PACKED, (4096, 6145)))]:
         assert tuning.plan(rows, other) == heuristic(rows, PACKED, *other.shape, here)

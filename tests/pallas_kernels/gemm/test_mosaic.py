@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import WeightFormat, backend, matmul
+from pallas_kernels.gemm import mosaic, shapes, tuning
+from pallas_kernels.gemm.config import Plan, WarpgroupConfig
+from pallas_kernels.gemm.warpgroups import warpgroup_config
+from tests.pallas_kernels.gemm.plans import H200
+from tests.pallas_kernels.gemm.weights import (
+    dense,
+    exact,
+    integer_activations,
+    integer_weight,
+    output_channels,
+    random_activations,
+    random_weight,
+    weight_struct,
+)
+from tests.pallas_kernels.oracles import GATES, relative_error
+
+FORMATS = (
+    *("uint4:g32", "uint4:g64", "uint4:g128", "uint4:g128:sym"),
+    *("uint8:g32", "uint8:g128", "uint8:g64:sym", "float8:g128"),
+)
+each_format = pytest.mark.parametrize("text", FORMATS)
+# Tiles that stick out, a part of K without any blocks of its own, and K of half a block.
+CASES = [
+    ("uint4:g128", 24, 512, 192, WarpgroupConfig(8, 2, 1), "bfloat16", "float16"),
+    ("uint4:g32", 20, 288, 128, WarpgroupConfig(32, 2, 2), "float16", "float16"),
+    ("uint4:g64", 3, 320, 64, WarpgroupConfig(8, 3, 2), "bfloat16", "bfloat16"),
+    ("uint4:g128:sym", 9, 384, 128, WarpgroupConfig(16, 2, 3), "bfloat16", "float16"),
+    ("uint8:g128", 17, 256, 64, WarpgroupConfig(24, 2, 1), "float16", "float16"),
+    ("uint8:g32", 8, 96, 128, WarpgroupConfig(8, 2, 1), "bfloat16", "bfloat16"),
+    ("uint8:g64:sym", 5, 192, 128, WarpgroupConfig(8, 2, 1), "float16", "float16"),
+    ("float8:g128", 16, 384, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float32"),
+]
+
+interpreted_here = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="JAX 0.10's interpreter wants every thread to see every phase of a barrier",
+)
+
+
+@interpreted_here
+@pytest.mark.parametrize(
+    ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"), CASES
+)
+def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dtype, rng):
+    for make_weight, make_x in (
+        (random_weight, random_activations),
+        (integer_weight, integer_activations),
+    ):
+        weight = make_weight(rng, text, channels, outputs, scale_dtype)
+        x = make_x(rng, weight, rows, dtype)
+        terms = mosaic.matmul_terms(x, weight, config, jnp.dtype(dtype), interpret=True)
+        splits = min(config.splits, weight.padded_channels // weight.format.block)
+        assert terms.shape == (splits, rows, outputs)
+        assert terms.dtype == (dtype if splits == 1 else jnp.float32)
+        expected = exact(x) @ dense(weight)
+        if make_weight is random_weight:
+            assert relative_error(terms.astype(jnp.float32).sum(0), expected) < GATES[dtype]
+        else:
+            product = terms[0] if splits == 1 else terms.sum(0)
+            rounded = expected.astype(np.float32).astype(product.dtype)
+            np.testing.assert_array_equal(np.asarray(product), rounded)
+
+
+def test_every_format_has_a_case():
+    assert {case[0] for case in CASES} == set(FORMATS)
+
+
+@each_format
+def test_lowers_for_named_shapes(text, lower_for_cuda):
+    lowered = set()
+    for shape in (*shapes.QWEN3_8B, shapes.LLAMA3_70B[2]):
+        weight = weight_struct(text, shape.channels, shape.outputs)
+        for rows in (33, 128, 1000):
+            config = warpgroup_config(rows, weight.format, *weight.shape, H200)
+            key = config.tile_m, config.warpgroups, config.splits > 1
+            if key in lowered:
+                continue
+            lowered.add(key)
+            dtype = "float16" if rows == 33 else "bfloat16"
+            x = jax.ShapeDtypeStruct((rows, shape.channels), dtype)
+            multiply = functools.partial(
+                mosaic.matmul_terms, config=config, out_dtype=jnp.dtype(dtype)
+            )
+            assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
+    assert lowered
+
+
+def test_rows_of_products_that_have_no_room_for_x():
+    format = WeightFormat.parse("uint4:g128")
+    for config in (WarpgroupConfig(256, 2, 1), WarpgroupConfig(128, 3, 2)):
+        assert mosaic.x_stages(format, config, jnp.dtype(jnp.float32)) in (2, 4, 8)
+    assert mosaic.x_stages(format, WarpgroupConfig(2048, 2, 1), jnp.dtype(jnp.float32)) == 0
+
+
+needs_wgmma = pytest.mark.usefixtures("only_hopper")
+
+
+@pytest.fixture
+def only_hopper():
+    if int(backend.compute_capability() or 0) != 9:
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.mark.gpu
+@needs_wgmma
+@each_format
+def test_on_the_gpu(text, rng):
+    """Against float64 in both dtypes, whatever sticks out; integers exact; the same bits again."""
+    channels, outputs = 1792, 1088
+    for dtype, all_rows in (("bfloat16", (1, 17, 53, 64, 128, 1000)), ("float16", (3, 100))):
+        for make_weight, make_x in (
+            (random_weight, random_activations),
+            (integer_weight, integer_activations),
+        ):
+            weight = make_weight(rng, text, channels, outputs)
+            x = make_x(rng, weight, all_rows[-1], dtype)
+            expected = exact(x) @ dense(weight)
+            for rows in all_rows:
+                config = warpgroup_config(rows, weight.format, *weight.shape, H200)
+                run = functools.partial(mosaic.matmul_terms, out_dtype=jnp.dtype(jnp.float32))
+                terms, again = (run(x[:rows], weight, config) for _ in range(2))
+                np.testing.assert_array_equal(np.asarray(terms), np.asarray(again))
+                product = np.asarray(terms.sum(0))
+                if make_weight is integer_weight:
+                    np.testing.assert_array_equal(product, expected[:rows].astype(np.float32))
+                else:
+                    assert relative_error(product, expected[:rows]) < GATES[dtype], f"{rows} rows"
+
+
+@pytest.mark.gpu
+@needs_wgmma
+@pytest.mark.parametrize(
+    "config",
+    [WarpgroupConfig(256, 2, 1), WarpgroupConfig(96, 3, 3), WarpgroupConfig(16, 2, 7)],
+    ids=lambda config: f"{config.tile_m}-{config.warpgroups}-{config.splits}",
+)
+def test_any_configuration_on_the_gpu(config, rng):
+    weight = integer_weight(rng, "uint4:g128", 4224, 1152)
+    x = integer_activations(rng, weight, 300, "bfloat16")
+    terms = mosaic.matmul_terms(x, weight, config, jnp.dtype(jnp.float32))
+    expected = (exact(x) @ dense(weight)).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(terms.sum(0)), expected)
+
+
+@pytest.mark.gpu
+@needs_wgmma
+@pytest.mark.parametrize("shape", shapes.QWEN3_8B, ids=lambda shape: shape.name)
+def test_qwen3_8b_on_the_gpu(shape, rng):
+    weight = random_weight(rng, "uint4:g128", shape.channels, shape.outputs)
+    chosen = np.append(rng.choice(shape.outputs, 100), shape.outputs - 1)
+    matrix = dense(output_channels(weight, chosen))
+    for rows in (64, 128, 4096):
+        config = tuning.configure_warpgroups(rows, weight)
+        x = random_activations(rng, weight, rows, "bfloat16")
+        terms = mosaic.matmul_terms(x, weight, config, jnp.dtype(jnp.bfloat16))
+        product = np.asarray(terms.astype(jnp.float32).sum(0))[:, chosen]
+        assert relative_error(product, exact(x) @ matrix) < GATES["bfloat16"], f"{rows} rows"
+
+
+@pytest.mark.gpu
+@needs_wgmma
+def test_is_mapped_and_differentiated_on_the_gpu(rng):
+    weight = random_weight(rng, "uint4:g128", 512, 256)
+    x = random_activations(rng, weight, 80, "bfloat16").reshape(2, 40, 512)
+    with tuning.forced(Plan("mosaic", WarpgroupConfig(40, 2, 2))):
+        whole = matmul(x, weight)
+        mapped = jax.vmap(lambda rows: matmul(rows, weight))(x)
+        gradient = jax.grad(lambda x: matmul(x, weight).astype(jnp.float32).sum())(x)
+    np.testing.assert_array_equal(np.asarray(whole), np.asarray(mapped))
+    columns = dense(weight).sum(1)
+    assert relative_error(gradient, np.broadcast_to(columns, x.shape)) < GATES["bfloat16"]

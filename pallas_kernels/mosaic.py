@@ -28,6 +28,7 @@ SWIZZLED_BYTES = 128  # of a row of a tile that `wgmma` reads, at most
 BARRIER_BYTES = 2048  # of shared memory at most, with what the start of each array is rounded up by
 COPYING_REGISTERS = 40  # of a thread that only begins copies
 _REGISTERS = 65536 // 128  # of a multiprocessor, for each thread of a warpgroup
+_MOST_REGISTERS = 248  # of a thread, in whole eights
 
 Barrier = plgpu.Barrier
 wait = plgpu.barrier_wait
@@ -36,7 +37,9 @@ copy_in = plgpu.copy_gmem_to_smem
 wait_for_products = plgpu.wgmma_wait
 
 _layouts = plgpu.Layout
-_load_takes_index = "idx" in inspect.signature(plgpu.load).parameters
+# Until JAX 0.10 an index comes apart from its reference, which has no `transpose`.
+_index = inspect.signature(plgpu.load).parameters.get("idx")
+_is_old = _index is not None and _index.default is inspect.Parameter.empty
 
 
 def registers(warpgroups: int) -> int:
@@ -45,7 +48,9 @@ def registers(warpgroups: int) -> int:
     All begin with as many, and the one that copies gives most of its own away.
     """
     each = _REGISTERS // (warpgroups + 1) // 8 * 8
-    return (each * (warpgroups + 1) - COPYING_REGISTERS) // warpgroups // 8 * 8
+    return min(
+        _MOST_REGISTERS, (each * (warpgroups + 1) - COPYING_REGISTERS) // warpgroups // 8 * 8
+    )
 
 
 def shared(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
@@ -119,12 +124,12 @@ def _load(ref: Any, layout: Any, interpret: bool) -> jax.Array:
         values: jax.Array = ref[...]
         return values
     read: Any = plgpu.load
-    values = read(ref, (), layout=layout) if _load_takes_index else read(ref, layout=layout)
+    values = read(ref, (), layout=layout) if _is_old else read(ref, layout=layout)
     return values
 
 
 def _transposed(ref: Any) -> Any:
-    return plgpu.transpose_ref(ref, (1, 0)) if _load_takes_index else ref.transpose((1, 0))
+    return plgpu.transpose_ref(ref, (1, 0)) if _is_old else ref.transpose((1, 0))
 
 
 def accumulate(

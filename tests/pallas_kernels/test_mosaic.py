@@ -18,6 +18,7 @@ def test_no_thread_waits_for_registers_that_are_not_there(warpgroups):
     taken = warpgroups * mosaic.registers(warpgroups) + mosaic.COPYING_REGISTERS
     assert taken <= given * (warpgroups + 1)
     assert mosaic.registers(warpgroups) % 8 == 0, "as `setmaxnreg` takes them"
+    assert mosaic.registers(warpgroups) <= 256, "likewise"
 
 
 def test_tiles_are_swizzled_by_whole_rows():

@@ -15,6 +15,7 @@ from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.gemm import dequantize, mosaic, reference, triton, tuning, xla
 from pallas_kernels.gemm.config import Implementation
 from pallas_kernels.gemm.gradient import differentiable
+from pallas_kernels.gemm.heuristic import heuristic
 from pallas_kernels.gemm.limits import can_be_operand, current_limits, why_not_warpgroups
 from pallas_kernels.implementation import choose
 from pallas_kernels.quantized_tensor import QuantizedTensor, replace_scales
@@ -139,13 +140,17 @@ def _multiply_rows(
         # Where symmetry makes nothing cheaper, the plans of other weights are the better ones.
         format = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=format)
-    planned = tuning.plan(rows.shape[0], weight).implementation
-    if planned in ("dequantize", "mosaic") and _why_not(planned, rows, weight) is not None:
-        planned = "triton"  # which may do what others can't
+    planned = tuning.plan(rows.shape[0], weight)
+    if planned.implementation == "mosaic" and _why_not("mosaic", rows, weight) is not None:
+        shape = rows.shape[0], weight.format, *weight.shape
+        planned = heuristic(*shape, current_limits(), warpgroups=False)
+    default = planned.implementation
+    if default == "dequantize" and _why_not(default, rows, weight) is not None:
+        default = "triton"  # what can't be written out may be multiplied as it is
     name = choose(
         "matmul",
         implementation,
-        implementation or planned,
+        implementation or default,
         get_args(Implementation),
         lambda name: _why_not(name, rows, weight),
     )

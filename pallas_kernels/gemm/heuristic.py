@@ -103,11 +103,20 @@ class _Product:
         return -(-programs // self.limits.multiprocessors)
 
 
-def heuristic(rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits) -> Plan:
-    """A sound plan for any shape and format."""
+def heuristic(
+    rows: int,
+    format: WeightFormat,
+    channels: int,
+    outputs: int,
+    limits: Limits,
+    *,
+    warpgroups: bool = True,
+) -> Plan:
+    """A sound plan for any shape and format; without `warpgroups`, not one of theirs."""
     other = unfused(format, limits)
     few, many = WARPGROUP_ROWS
-    if few <= rows <= many and why_not_warpgroups(format, outputs, limits) is None:
+    warpgroups &= few <= rows <= many and why_not_warpgroups(format, outputs, limits) is None
+    if warpgroups:
         return Plan("mosaic", warpgroup_config(rows, format, channels, outputs, limits))
     if why_not_fused(format, limits) or rows > _most_fused_rows(format):
         return Plan(other)

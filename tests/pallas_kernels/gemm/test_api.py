@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import UnsupportedError, WeightFormat, backend, matmul
 from pallas_kernels.activations import QuantizedActivations, quantize_activations
-from pallas_kernels.gemm import dequantize, reference, shapes, triton, tuning, xla
+from pallas_kernels.gemm import dequantize, mosaic, reference, shapes, triton, tuning, xla
 from pallas_kernels.gemm.api import matmul_terms
 from pallas_kernels.gemm.config import GemmConfig, Plan
 from tests.pallas_kernels.gemm.weights import (
@@ -189,6 +189,7 @@ def chosen(monkeypatch) -> list[str]:
 
     for module, function, shape_of in (
         (triton, "matmul_terms", lambda rows, outputs: (1, rows, outputs)),
+        (mosaic, "matmul_terms", lambda rows, outputs: (1, rows, outputs)),
         (dequantize, "matmul", lambda rows, outputs: (rows, outputs)),
         (xla, "matmul", lambda rows, outputs: (rows, outputs)),
         (reference, "matmul", lambda rows, outputs: (rows, outputs)),
@@ -216,6 +217,46 @@ def test_the_implementation_on_a_gpu(text, rows, dtype, expected, chosen, preten
     x = jax.ShapeDtypeStruct((rows, 128), dtype)
     assert jax.eval_shape(matmul, x, weight_struct(text, 128, 8)).shape == (rows, 8)
     assert chosen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "dtype", "scale_dtype", "expected"),
+    [
+        ("uint4:g128", 33, "bfloat16", "float16", "mosaic"),
+        ("uint4:g128", 32, "bfloat16", "float16", "triton"),
+        ("uint4:g128:sym", 4096, "float16", "float16", "mosaic"),
+        ("float8:g128", 200, "bfloat16", "float32", "mosaic"),
+        # Float16 has not the range of these scales.
+        ("uint4:g128", 200, "float16", "bfloat16", "triton"),
+        ("uint4:g128", 2000, "float16", "bfloat16", "dequantize"),
+        ("float8:g128", 2000, "float16", "float32", "dequantize"),
+        ("uint4:g128", 2000, "float32", "float16", "reference"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:matmul runs as plain JAX")
+def test_warpgroups_multiply_what_their_operands_hold(
+    text, rows, dtype, scale_dtype, expected, chosen, pretend_gpu
+):
+    weight = dataclasses.replace(weight_struct(text, 256, 128), scale_dtype=scale_dtype)
+    x = jax.ShapeDtypeStruct((rows, 256), dtype)
+    assert jax.eval_shape(matmul, x, weight).shape == (rows, 128)
+    assert chosen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "outputs", "dtype", "reason"),
+    [
+        ("uint4:gK", 128, "bfloat16", "not integers or FP8 in groups"),
+        ("table4:g64", 128, "bfloat16", "not integers or FP8 in groups"),
+        ("uint4:g128", 100, "bfloat16", "100 output channels are no multiple of 64"),
+        ("float8:g128", 128, "float16", "scales are float32, whose range float16 does not have"),
+        ("uint4:g128", 128, "float32", "expected bfloat16 or float16"),
+    ],
+)
+def test_warpgroups_say_what_they_can_not_multiply(text, outputs, dtype, reason, pretend_gpu):
+    x, weight = jax.ShapeDtypeStruct((64, 256), dtype), weight_struct(text, 256, outputs)
+    with pytest.raises(UnsupportedError, match=f"'mosaic' can't run: .*{reason}"):
+        jax.eval_shape(functools.partial(matmul, implementation="mosaic"), x, weight)
 
 
 def test_a_weight_too_large_to_be_written_out_is_multiplied_as_it_is(chosen, pretend_gpu):
@@ -349,6 +390,7 @@ def test_lowers_as_planned(text, lower_for_cuda, pretend_gpu):
         implementation = tuning.plan(rows, weight).implementation
         is_fused = f'name = "matmul_{weight.format.codes}"' in module
         assert is_fused == (implementation == "triton"), f"{rows} rows"
+        assert ("mosaic_gpu" in module) == (implementation == "mosaic"), f"{rows} rows"
         is_written_out = f'name = "dequantize_{weight.format.codes}"' in module
         assert is_written_out == (implementation == "dequantize" and not weight.format.is_flat)
     assert lower_for_cuda(jax.grad(lambda x, w: matmul(x, w).astype("float32").sum()), x, weight)

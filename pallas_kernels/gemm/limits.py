@@ -47,8 +47,8 @@ def why_not_warpgroups(format: WeightFormat, outputs: int, limits: Limits) -> st
     """
     if int(limits.compute_capability) != 9:
         return f"compute capability {limits.compute_capability} has no `wgmma`, which only 9.0 has"
-    if not can_scale_weights(format) or code_kinds.of(format).has_table:
-        return f"{format} is not integers or FP8 in groups beside 16-bit activations"
+    if format.activations is not None or code_kinds.of(format).has_table:
+        return f"{format} is not integers or FP8 beside 16-bit activations"
     if outputs % mosaic.CHANNELS:
         return f"{outputs} output channels are no multiple of {mosaic.CHANNELS}"
     return None

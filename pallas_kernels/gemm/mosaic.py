@@ -5,14 +5,15 @@ plane of codes into the registers that `wgmma` reads, begin its product and deco
 while the tensor cores are at work on this one or on another warpgroup's (LiquidGEMM §5.2). All of
 them read the same tiles of x.
 
-Scales are applied to decoded weights, which are rounded to 16 bits: here are more outputs than
-weights.
+Scales of groups are applied to decoded weights, which are rounded to 16 bits: here are more outputs
+than weights. Those of whole output channels are left to the epilogue.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -127,7 +128,7 @@ def _kernel(
     split = jax.lax.axis_index("split")
     stages, tile_m, width = x_tiles.shape
     groups, tile_n = parameter_tiles.shape[1:]
-    blocks, planes = words_ref.shape[0], format.planes
+    blocks, planes, has_one_group = words_ref.shape[0], format.planes, format.group_size is None
     first_row = jax.lax.axis_index("row") * tile_m
     first_output = jax.lax.axis_index("column") * tile_n
     first, last = split * blocks // splits, (split + 1) * blocks // splits
@@ -142,7 +143,8 @@ def _kernel(
             pl.when(number >= WORD_STAGES)(lambda: mosaic.wait(words_free.at[stage]))
             outputs, full = pl.ds(first_output, tile_n), words_full.at[stage]
             mosaic.copy_in(words_ref.at[block, outputs, :], word_tiles.at[stage], full)
-            rows = pl.ds(block * groups, groups)
+            # A group of all channels comes with every block: so there is nothing special about it.
+            rows = pl.ds(0 if has_one_group else block * groups, groups)
             mosaic.copy_in(parameters_ref.at[rows, outputs], parameter_tiles.at[stage], full)
             for plane in range(planes):
                 step = number * planes + plane
@@ -160,6 +162,12 @@ def _kernel(
         own = pl.ds(warpgroup * mosaic.CHANNELS, mosaic.CHANNELS)
         kind, operand = code_kinds.of(format), x_ref.dtype
 
+        def decoder(words: jax.Array, row: jax.Array) -> Callable[[int], jax.Array]:
+            group, ptx = kind.load(row, scale_dtype, operand), not interpret
+            if has_one_group:
+                return kind.decoder([words], group.arguments, (), operand, ptx=ptx)
+            return kind.scaled_decoder([words], group, (), operand, ptx=ptx)
+
         def multiply(sums: Any) -> jax.Array:
             def step(block: jax.Array, _: None) -> None:
                 number = block - first
@@ -171,11 +179,7 @@ def _kernel(
                     for group in range(groups)
                 ]
                 mosaic.arrive(words_free.at[word_stage])
-                groups_of_block = [kind.load(row, scale_dtype, operand) for row in rows]
-                decoders = [
-                    kind.scaled_decoder([words], group, (), operand, ptx=not interpret)
-                    for group in groups_of_block
-                ]
+                decoders = [decoder(words, row) for row in rows]
                 for plane in range(planes):
                     number_of_x = number * planes + plane
                     stage = jax.lax.rem(number_of_x, stages)
@@ -194,8 +198,14 @@ def _kernel(
         with backend.decoding_with(mosaic.Registers(width)):
             scratch = None if sum_tiles is None else sum_tiles.at[warpgroup]
             sums = mosaic.accumulate((mosaic.CHANNELS, tile_m), multiply, scratch)
-            exponent = kind.scaled_exponent(operand, ptx=not interpret)
-        if exponent:
+        if has_one_group:
+            row = parameter_tiles.at[jax.lax.rem(last - first - 1, WORD_STAGES), 0, own]
+            with backend.decoding_with(mosaic.Registers(tile_m)):
+                row = mosaic.load_row(row, interpret=interpret)
+                scale = kind.load(row, scale_dtype, operand).scale
+            assert scale is not None
+            sums *= scale
+        elif exponent := kind.scaled_exponent(operand, ptx=not interpret):
             sums *= 2.0**-exponent
         tile = out_tiles.at[warpgroup]
         for row in range(0, tile_m, tile.shape[0]):

@@ -4,7 +4,12 @@ import pytest
 
 from pallas_kernels import WeightFormat
 from pallas_kernels.gemm.config import GemmConfig
-from pallas_kernels.gemm.limits import Limits, shared_memory, why_unsound
+from pallas_kernels.gemm.limits import (
+    Limits,
+    shared_memory,
+    why_not_warpgroups,
+    why_unsound,
+)
 
 # What Triton asked for, as the compiler reported it for a GPU that had too little.
 REQUESTED = [
@@ -47,5 +52,24 @@ def test_shared_memory_is_what_the_compiler_takes(text, capability, sizes, reque
 )
 def test_unsound_configurations_are_refused(text, capability, config, reason):
     found = why_unsound(config, WeightFormat.parse(text), Limits(132, capability))
+    assert (found is None) == (reason is None)
+    assert (reason or "") in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "outputs", "capability", "reason"),
+    [
+        ("table4:g64", 128, 9.0, "not integers or FP8"),
+        ("int8/int8", 128, 9.0, "not integers or FP8"),
+        ("uint4:g128", 100, 9.0, "100 output channels are no multiple of 64"),
+        ("uint4:g128", 128, 8.9, "capability 8.9 has no `wgmma`"),
+        ("uint4:g128", 128, 10.0, "capability 10.0 has no `wgmma`"),
+        ("uint4:gK", 128, 9.0, None),
+        ("float8:g128", 64, 9.0, None),
+    ],
+)
+def test_what_warpgroups_can_not_multiply_has_a_reason(text, outputs, capability, reason):
+    limits = Limits(132, capability)
+    found = why_not_warpgroups(WeightFormat.parse(text), outputs, limits)
     assert (found is None) == (reason is None)
     assert (reason or "") in (found or "")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ from tests.pallas_kernels.oracles import GATES, relative_error
 FORMATS = (
     *("uint4:g32", "uint4:g64", "uint4:g128", "uint4:g128:sym"),
     *("uint8:g32", "uint8:g128", "uint8:g64:sym", "float8:g128"),
+    *("uint4:gK", "uint8:gK:sym", "float8:gK"),
 )
 each_format = pytest.mark.parametrize("text", FORMATS)
 # Tiles that stick out, a part of K without any blocks of its own, and K of half a block.
@@ -39,6 +42,9 @@ CASES = [
     ("uint8:g32", 8, 96, 128, WarpgroupConfig(8, 2, 1), "bfloat16", "bfloat16"),
     ("uint8:g64:sym", 5, 192, 128, WarpgroupConfig(8, 2, 1), "float16", "float16"),
     ("float8:g128", 16, 384, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float32"),
+    ("uint4:gK", 9, 700, 192, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
+    ("uint8:gK:sym", 5, 300, 64, WarpgroupConfig(8, 2, 3), "float16", "bfloat16"),
+    ("float8:gK", 24, 200, 128, WarpgroupConfig(8, 2, 1), "float16", "float32"),
 ]
 
 interpreted_here = pytest.mark.skipif(
@@ -93,6 +99,27 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
             )
             assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
     assert lowered
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "dtype", "scale_dtype", "kernel"),
+    [
+        ("uint4:g128", 33, "bfloat16", "float16", "matmul_warpgroups_uint4"),
+        ("uint4:g128", 32, "bfloat16", "float16", "matmul_uint4"),
+        ("uint4:g128:sym", 4096, "float16", "float16", "matmul_warpgroups_uint4"),
+        ("float8:g128", 200, "bfloat16", "float32", "matmul_warpgroups_float8"),
+        ("float8:gK", 200, "float16", "float32", "matmul_warpgroups_float8"),
+        # Float16 has not the range of these scales.
+        ("uint4:g128", 200, "float16", "bfloat16", "matmul_uint4"),
+        ("uint4:g128", 2000, "float16", "bfloat16", "dequantize_uint4"),
+    ],
+)
+def test_is_chosen_for_many_rows_that_it_can_multiply(
+    text, rows, dtype, scale_dtype, kernel, pretend_gpu
+):
+    weight = dataclasses.replace(weight_struct(text, 256, 128), scale_dtype=scale_dtype)
+    traced = str(jax.make_jaxpr(matmul)(jax.ShapeDtypeStruct((rows, 256), dtype), weight))
+    assert re.findall(r"\b(?:matmul|dequantize)_\w+\d\b", traced)[0] == kernel
 
 
 def test_rows_of_products_that_have_no_room_for_x():

@@ -1,4 +1,4 @@
-"""The one module that knows Pallas-Triton.
+"""The one module that knows Pallas-Triton; `mosaic` is that of Mosaic GPU.
 
 Kernels reach the backend through the names below, so that replacing it is a change to this
 file and to the launchers, not to the kernel mathematics. JAX deprecated the backend in 0.11 and
@@ -70,7 +70,7 @@ def why_triton_cannot_run() -> str | None:
     """The reason why Triton kernels can't run on the default device, or None if they can."""
     capability = compute_capability()
     if capability is None:
-        return f"the default device is {default_device().platform!r}, and Triton needs a CUDA GPU"
+        return f"the default device is {default_device().platform!r}, and kernels need a CUDA GPU"
     if capability < MINIMUM_COMPUTE_CAPABILITY:
         return f"compute capability {capability} is below {MINIMUM_COMPUTE_CAPABILITY}"
     return None
@@ -185,8 +185,8 @@ def pallas_call(
     )(*arguments)
 
 
-class Registers(Protocol):
-    """How another backend than Triton does what decoding needs, with the same functions."""
+class Decoding(Protocol):
+    """How another backend than Triton does what decoders of weights need; the rest is Triton's."""
 
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
@@ -197,25 +197,25 @@ class Registers(Protocol):
         """See the function below."""
 
 
-_registers: contextvars.ContextVar[Registers | None] = contextvars.ContextVar(
-    "registers", default=None
+_decoding: contextvars.ContextVar[Decoding | None] = contextvars.ContextVar(
+    "decoding", default=None
 )
 
 
 @contextlib.contextmanager
-def decoding_with(registers: Registers) -> Iterator[None]:
-    """Inside, in this thread, kernels are traced for the backend that `registers` are of."""
-    token = _registers.set(registers)
+def decoding_with(decoding: Decoding) -> Iterator[None]:
+    """Inside, in this thread, decoders are traced for the backend that `decoding` is of."""
+    token = _decoding.set(decoding)
     try:
         yield
     finally:
-        _registers.reset(token)
+        _decoding.reset(token)
 
 
 def column(x: jax.Array) -> jax.Array:
     """A value for each output channel [tile_n] as what broadcasts to a tile of words."""
-    registers = _registers.get()
-    return x[:, None] if registers is None else registers.column(x)
+    decoding = _decoding.get()
+    return x[:, None] if decoding is None else decoding.column(x)
 
 
 def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -224,8 +224,8 @@ def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     A register holds two 16-bit or four 8-bit elements. An argument of wider elements than the
     first fills as many more operands.
     """
-    if (registers := _registers.get()) is not None:
-        return registers.inline_ptx(assembly, *arguments, dtype=dtype)
+    if (decoding := _decoding.get()) is not None:
+        return decoding.inline_ptx(assembly, *arguments, dtype=dtype)
     constraints = ",".join(
         ["=r"] + ["r"] * sum(a.dtype.itemsize // arguments[0].dtype.itemsize for a in arguments)
     )

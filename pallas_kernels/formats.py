@@ -158,6 +158,11 @@ class WeightFormat:
         """Input channels of one row of words: what a kernel's main loop takes at a time."""
         return self.planes * self.plane_width
 
+    @property
+    def groups_of_block(self) -> int:
+        """Groups that a block lies in."""
+        return 1 if self.group_size is None else max(1, self.block // self.group_size)
+
     def groups(self, channels: int) -> int:
         """Number of groups over `channels` input channels."""
         return 1 if self.group_size is None else -(-channels // self.group_size)

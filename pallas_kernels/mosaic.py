@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-CHANNELS = 64  # that a warpgroup multiplies at a time: the tall side of `wgmma`
-ROWS = 8  # whole tiles of memory have a multiple of so many
+from pallas_kernels.gemm.config import CHANNELS
+
 SHARED_BYTES = 227 * 1024  # that a program can have, compute capability 9.0
 SWIZZLED_BYTES = 128  # of a row of a tile that `wgmma` reads, at most
 BARRIER_BYTES = 2048  # of shared memory at most, with what the start of each array is rounded up by
@@ -42,7 +42,7 @@ _index = inspect.signature(plgpu.load).parameters.get("idx")
 _is_old = _index is not None and _index.default is inspect.Parameter.empty
 
 
-def registers(warpgroups: int) -> int:
+def registers_per_thread(warpgroups: int) -> int:
     """Registers that a thread can have where so many warpgroups compute, and another one copies.
 
     All begin with as many, and the one that copies gives most of its own away.
@@ -77,17 +77,17 @@ def launch(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """Runs a kernel, in each program once in every one of `warpgroups` and in one that copies.
+    """Runs a kernel, in each program once in each of `warpgroups` and in one more, which copies.
 
-    The kernel gets a reference for each argument and the output, and those of `scratch` by name. In
-    the warpgroup that copies, the last, it ends by itself. With `interpret` it runs as plain JAX.
+    The kernel gets a reference for each argument and the output, and those of `scratch` by name; it
+    asks for the axis "warpgroup" which one it is in. With `interpret` it runs as plain JAX.
     """
     parameters = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     options: dict[str, Any] = {"compiler_params": parameters}
     if interpret:
         options = {"interpret": _interpreter()}
     run: Any = plgpu.kernel(
-        functools.wraps(kernel)(lambda *references, **own: kernel(*references, **own)),
+        kernel,
         out_type=out_shape,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -98,7 +98,14 @@ def launch(
         **options,
     )
     result: jax.Array = run(*arguments)
-    return result
+    # Under `shard_map`, Pallas forgets which axes of a mesh the arguments differ along.
+    varying = frozenset().union(*(_varying(argument) for argument in arguments))
+    return jax.lax.pcast(result, tuple(varying), to="varying") if varying else result
+
+
+def _varying(array: jax.Array) -> frozenset[str]:
+    manual: Any = jax.typeof(array)
+    return frozenset(manual.manual_axis_type.varying)
 
 
 def _interpreter() -> Any:
@@ -110,12 +117,12 @@ def _interpreter() -> Any:
 
 
 def load(ref: Any, *, interpret: bool) -> jax.Array:
-    """A tile [64, columns] of 16 bits in the registers, as an operand of `wgmma`."""
+    """A tile [CHANNELS, columns] of 16 bits in the registers, as an operand of `wgmma`."""
     return _load(ref, _layouts.WGMMA, interpret)
 
 
 def load_row(ref: Any, *, interpret: bool) -> jax.Array:
-    """Values [64], one for each of a tile's output channels, in the threads that have these."""
+    """Values [CHANNELS], one for each of a tile's channels, in the threads that have these."""
     return _load(ref, _layouts.WGMMA.reduce(1), interpret)
 
 
@@ -147,7 +154,7 @@ def accumulate(
 
 
 def multiply(sums: Any, operand: jax.Array, x: Any, *, interpret: bool) -> None:
-    """Begins to add operand [64, width] · x.T to the sums; x is a tile in shared memory."""
+    """Begins to add operand [CHANNELS, width] · x.T to the sums; x is a tile in shared memory."""
     if interpret:
         sums[...] += jnp.dot(operand, x[...].T, preferred_element_type=jnp.float32)
         return
@@ -169,7 +176,7 @@ def give_registers() -> None:
 
 def take_registers(warpgroups: int) -> None:
     """In each of the warpgroups that compute, first: takes what the other one leaves."""
-    plgpu.set_max_registers(registers(warpgroups), action="increase")
+    plgpu.set_max_registers(registers_per_thread(warpgroups), action="increase")
 
 
 def copy_out(tile: Any, target: Any) -> None:
@@ -186,14 +193,14 @@ def wait_for_stores() -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-class Registers:
-    """Decoding in the registers of `wgmma`'s operand, for tiles [64, width]."""
+class WgmmaDecoding:
+    """Decoding in the registers of `wgmma`'s operand, for tiles [CHANNELS, width]."""
 
     def __init__(self, width: int) -> None:
         self.shape = CHANNELS, width
 
     def column(self, x: jax.Array) -> jax.Array:
-        """A value for each channel, [64], as a tile: in a thread's registers they are alike."""
+        """A value for each channel [CHANNELS] as a tile: in a thread's registers they are alike."""
         return jax.lax.broadcast_in_dim(x, self.shape, (0,))
 
     def inline_ptx(

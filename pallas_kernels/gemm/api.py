@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.gemm import dequantize, mosaic, reference, triton, tuning, xla
+from pallas_kernels.gemm import dequantize, reference, triton, tuning, xla
 from pallas_kernels.gemm.config import Implementation
 from pallas_kernels.gemm.gradient import differentiable
 from pallas_kernels.gemm.heuristic import heuristic
@@ -165,6 +165,8 @@ def _multiply_rows(
     if name == "dequantize":
         return dequantize.matmul(rows, weight, dtype)[None]
     if name == "mosaic":
+        from pallas_kernels.gemm import mosaic  # here, as importing it takes a while
+
         assert isinstance(rows, jax.Array)
         warpgroups = tuning.configure_warpgroups(rows.shape[0], weight)
         return mosaic.matmul_terms(rows, weight, warpgroups, dtype)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+# Output channels of a warpgroup, the tall side of `wgmma`; and rows that tiles of them come in, for
+# Pallas tiles whole arrays in memory by so many.
+CHANNELS, ROWS = 64, 8
+
 Implementation = Literal["triton", "mosaic", "dequantize", "xla", "reference"]
 
 
@@ -58,7 +62,7 @@ class WarpgroupConfig:
     splits: int
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{64 * self.warpgroups}, {self.splits} splits"
+        return f"{self.tile_m}x{CHANNELS * self.warpgroups}, {self.splits} splits"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,17 +30,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-# Up to so many rows the fused kernel is the faster one, measured on the H200 at K4096 N24576. To
-# write the weight out in 16 bits for cuBLAS takes 67 µs there, which is the price of decoding it
-# again for every tile of rows; looking values up is dearer than computing them. XLA's FP8 product
-# beats what Triton makes of FP8, which it multiplies in 16 bits; its int8 product never beats the
-# fused one, as its sums cross memory. The int8 of two levels takes 42 µs to write out: of 4096 rows
-# the product takes 664 µs instead of 803; of 2048, 356 instead of 370, but 194 instead of 186 at
-# K12288 N4096.
+# Without warpgroups, up to so many rows Triton's kernel is the faster one, measured on the H200 at
+# K4096 N24576. To write the weight out in 16 bits for cuBLAS takes 67 µs there, which is the price
+# of decoding it again for every tile of rows; looking values up is dearer than computing them.
+# XLA's FP8 product beats what Triton makes of FP8, which it multiplies in 16 bits; its int8 product
+# never beats the fused one, as its sums cross memory. The int8 of two levels takes 42 µs to write
+# out: of 4096 rows the product takes 664 µs instead of 803; of 2048, 356 instead of 370, but 194
+# instead of 186 at K12288 N4096.
 FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 FUSED_ROWS_OF_LEVELS = 2048
-# Between so many, warpgroups are the fastest, measured on the H200; of 4096 rows they take 492 and
-# 5100 µs where cuBLAS with a copy takes 517 and 5370, but 1095 instead of 1038 at K4096 N24576.
+# Between so many, warpgroups are the fastest where they can multiply: uint4:g128 measured at all
+# shapes of gemm.shapes, others at K4096 N24576, on the H200. Of 4096 rows they are level with
+# cuBLAS and a copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096.
 WARPGROUP_ROWS = 33, 4096
 # For more and more rows, measured on the H200.
 TILES = tuple(Tile(rows, 64, 4) for rows in (8, 16, 32, 64, 128))

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels import backend, mosaic
+from pallas_kernels import backend
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import GemmConfig
+from pallas_kernels.gemm.config import CHANNELS, GemmConfig
 
 # Of a thread's 255 registers; the rest holds words, decoded weights and addresses.
 ACCUMULATOR_REGISTERS = 128
@@ -49,8 +49,8 @@ def why_not_warpgroups(format: WeightFormat, outputs: int, limits: Limits) -> st
         return f"compute capability {limits.compute_capability} has no `wgmma`, which only 9.0 has"
     if format.activations is not None or code_kinds.of(format).has_table:
         return f"{format} is not integers or FP8 beside 16-bit activations"
-    if outputs % mosaic.CHANNELS:
-        return f"{outputs} output channels are no multiple of {mosaic.CHANNELS}"
+    if outputs % CHANNELS:
+        return f"{outputs} output channels are no multiple of {CHANNELS}"
     return None
 
 
@@ -97,7 +97,7 @@ def shared_memory(config: GemmConfig, format: WeightFormat, limits: Limits) -> i
     channels = format.planes * (config.width or format.plane_width)  # of a step
     words = config.tile_n * channels * format.bits // 8
     x = config.tile_m * channels * format.word_bits // 8
-    groups = 0 if format.group_size is None else max(1, format.block // format.group_size)
+    groups = 0 if format.group_size is None else format.groups_of_block
     parameters = 4 * groups * (config.tile_n + (config.tile_m if format.activations else 0))
     reads_shared = limits.compute_capability >= 9 and config.warps >= 4 and config.tile_n >= 64
     loop = (config.stages - 1) * (words + x + parameters)

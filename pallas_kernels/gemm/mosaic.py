@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend, mosaic
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import WarpgroupConfig
+from pallas_kernels.gemm.config import CHANNELS, ROWS, WarpgroupConfig
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
 WORD_STAGES = 2  # blocks of words on their way or in use
@@ -42,19 +42,21 @@ def matmul_terms(
 ) -> jax.Array:
     """Terms [splits, M, N] whose sum is x [M, K] · W [K, N]: float32, a single one in `out_dtype`.
 
-    x is bfloat16 or float16, W one of `limits.why_not_warpgroups`.
+    x is bfloat16 or float16. `limits.why_not_warpgroups` says which weights W can't be.
     """
     format, outputs = weight.format, weight.shape[1]
     rows, padding = x.shape[0], weight.padded_channels - x.shape[1]
-    missing = -rows % mosaic.ROWS
+    missing = -rows % ROWS
     blocks = weight.padded_channels // format.block
     splits = min(config.splits, blocks)
-    tile_n = mosaic.CHANNELS * config.warpgroups
-    dtype = jnp.dtype(out_dtype if splits == 1 else jnp.float32)
+    tile_n = CHANNELS * config.warpgroups
+    # A warpgroup can turn tiles of floats alone, of 16 and 32 bits.
+    is_turned = jnp.issubdtype(out_dtype, jnp.floating) and jnp.dtype(out_dtype).itemsize in (2, 4)
+    dtype = jnp.dtype(out_dtype if splits == 1 and is_turned else jnp.float32)
     stages = x_stages(format, config, dtype)
-    groups = format.block // (format.group_size or format.block)  # of a block
+    assert stages >= 2, "a tile of x is free when the product with the next one has begun"
     out_rows = math.gcd(config.tile_m, MOST_OUT_ROWS)
-    sum_tiles = (config.warpgroups, mosaic.CHANNELS, config.tile_m)
+    sum_tiles = (config.warpgroups, CHANNELS, config.tile_m)
     terms = mosaic.launch(
         functools.partial(
             _kernel,
@@ -78,8 +80,10 @@ def matmul_terms(
         scratch={
             "x_tiles": mosaic.shared((stages, config.tile_m, format.plane_width), x.dtype),
             "word_tiles": mosaic.shared((WORD_STAGES, tile_n, format.plane_width), jnp.uint16),
-            "parameter_tiles": mosaic.shared_rows((WORD_STAGES, groups, tile_n), jnp.uint32),
-            "out_tiles": mosaic.shared((config.warpgroups, out_rows, mosaic.CHANNELS), dtype),
+            "parameter_tiles": mosaic.shared_rows(
+                (WORD_STAGES, format.groups_of_block, tile_n), jnp.uint32
+            ),
+            "out_tiles": mosaic.shared((config.warpgroups, out_rows, CHANNELS), dtype),
             "x_full": mosaic.Barrier(num_barriers=stages),
             "x_free": mosaic.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
             "words_full": mosaic.Barrier(num_arrivals=2, num_barriers=WORD_STAGES),
@@ -89,14 +93,17 @@ def matmul_terms(
         name=f"matmul_warpgroups_{format.codes}",
         interpret=interpret,
     )
-    return terms[:, :rows]
+    terms = terms[:, :rows]
+    return terms if splits > 1 else terms.astype(out_dtype)
 
 
 def x_stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> int:
-    """How many planes' tiles of x shared memory has room for: a power of two, or 0."""
-    tile_n = mosaic.CHANNELS * config.warpgroups
-    groups = format.block // (format.group_size or format.block)
-    words = WORD_STAGES * tile_n * (2 * format.plane_width + 4 * groups)
+    """How many planes' tiles of x shared memory has room for: 0, or a power of two.
+
+    So a tile's place is found without a division.
+    """
+    tile_n = CHANNELS * config.warpgroups
+    words = WORD_STAGES * tile_n * (2 * format.plane_width + 4 * format.groups_of_block)
     out = math.gcd(config.tile_m, MOST_OUT_ROWS) * tile_n * dtype.itemsize
     room = mosaic.SHARED_BYTES - words - out - mosaic.BARRIER_BYTES
     fitting = max(0, room // (2 * config.tile_m * format.plane_width))
@@ -159,7 +166,7 @@ def _kernel(
     @pl.when(warpgroup < config.warpgroups)
     def _compute() -> None:
         mosaic.take_registers(config.warpgroups)
-        own = pl.ds(warpgroup * mosaic.CHANNELS, mosaic.CHANNELS)
+        own = pl.ds(warpgroup * CHANNELS, CHANNELS)
         kind, operand = code_kinds.of(format), x_ref.dtype
 
         def decoder(words: jax.Array, row: jax.Array) -> Callable[[int], jax.Array]:
@@ -195,12 +202,12 @@ def _kernel(
             mosaic.wait_for_products(0)
             return sums[...]
 
-        with backend.decoding_with(mosaic.Registers(width)):
+        with backend.decoding_with(mosaic.WgmmaDecoding(width)):
             scratch = None if sum_tiles is None else sum_tiles.at[warpgroup]
-            sums = mosaic.accumulate((mosaic.CHANNELS, tile_m), multiply, scratch)
+            sums = mosaic.accumulate((CHANNELS, tile_m), multiply, scratch)
         if has_one_group:
-            row = parameter_tiles.at[jax.lax.rem(last - first - 1, WORD_STAGES), 0, own]
-            with backend.decoding_with(mosaic.Registers(tile_m)):
+            row = parameter_tiles.at[0, 0, own]  # as in every stage
+            with backend.decoding_with(mosaic.WgmmaDecoding(tile_m)):
                 row = mosaic.load_row(row, interpret=interpret)
                 scale = kind.load(row, scale_dtype, operand).scale
             assert scale is not None
@@ -215,7 +222,7 @@ def _kernel(
             target = out_ref.at[
                 split,
                 pl.ds(first_row + row, tile.shape[0]),
-                pl.ds(first_output + warpgroup * mosaic.CHANNELS, mosaic.CHANNELS),
+                pl.ds(first_output + warpgroup * CHANNELS, CHANNELS),
             ]
             mosaic.copy_out(tile, target)
         mosaic.wait_for_stores()

@@ -32,7 +32,7 @@ CONFIGS: Mapping[str, type[GemmConfig | WarpgroupConfig]] = {
 }
 Scaling = Literal["accumulator", "weight"]
 SCALINGS: tuple[Scaling, ...] = get_args(Scaling)
-POWERS_OF_TWO = ("tile_m", "tile_n", "warps", "width")
+POWERS_OF_TWO = {"tile_m", "tile_n", "warps", "width"}  # of Triton's tiles
 
 
 class TableError(ValueError):
@@ -258,20 +258,27 @@ def _entry(fields: Any, format: WeightFormat, where: str) -> Entry:
     if kind is None:
         return Entry(Plan(implementation), microseconds)
     config = {name: value for name, value in fields.items() if name not in common}
-    _check_config(config, format, where)
-    if kind is WarpgroupConfig and (reason := why_unsound(kind(**config))):
-        raise ValueError(f"{where}: {reason}")
+    _check_numbers(config, where)
+    if kind is WarpgroupConfig:
+        if reason := why_unsound(WarpgroupConfig(**config)):
+            raise ValueError(f"{where}: {reason}")
+    else:
+        _check_tiles(config, format, where)
     return Entry(Plan(implementation, kind(**config)), microseconds)
 
 
-def _check_config(config: Mapping[str, Any], format: WeightFormat, where: str) -> None:
+def _check_numbers(config: Mapping[str, Any], where: str) -> None:
     for name, value in config.items():
         if name == "scaling":
             if value not in SCALINGS:
                 raise ValueError(f"{where}: scaling is {value!r}, expected one of {SCALINGS}")
         elif type(value) is not int or value < 1:
             raise ValueError(f"{where}: {name} is {value!r}, expected a positive integer")
-        elif name in POWERS_OF_TWO and "stages" in config and value & (value - 1):
+
+
+def _check_tiles(config: Mapping[str, Any], format: WeightFormat, where: str) -> None:
+    for name in POWERS_OF_TWO & config.keys():
+        if (value := config[name]) & (value - 1):
             raise ValueError(f"{where}: {name} is {value}, expected a power of two")
     if config.get("unsplit", 0) % config.get("tile_n", 1):
         raise ValueError(f"{where}: unsplit is {config['unsplit']}, expected a multiple of tile_n")

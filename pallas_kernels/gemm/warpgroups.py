@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from pallas_kernels import mosaic
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import WarpgroupConfig
+from pallas_kernels.gemm.config import CHANNELS, ROWS, WarpgroupConfig
 from pallas_kernels.gemm.limits import Limits
 
 # A program has a multiprocessor to itself: its threads begin with all registers. With three
@@ -16,7 +15,8 @@ MOST_ROWS = {2: 256, 3: 128}  # of a tile, by warpgroups
 MOST_SPLITS = 8
 LEAST_BLOCKS = 2  # of K in a program's part
 # Microseconds, fitted to 322 products with uint4:g128 on an H200, whose times they give to 5 %, and
-# whose best configuration they miss by 0.4 % (both shapes of `gemm.shapes`, 16 to 4096 rows).
+# whose best configuration they miss by 0.4 % (all of `gemm.shapes`, 16 to 4096 rows). Numbers of
+# rows that are no multiple of ROWS pay for copies of x and the output, which are not counted here.
 LAUNCH, BEGINNING = 1.35, 1.97  # of the kernel, and of each round of programs
 # Of a plane's product of 64 channels: what it waits for, for all and for each warpgroup, for each
 # row of the tile where waiting counts and where the tensor cores do.
@@ -39,7 +39,7 @@ def ranked(
     blocks = -(-channels // format.block)
     heights = {64, 96, 128, 192, 256}
     if rows <= min(heights):
-        heights = {-(-rows // mosaic.ROWS) * mosaic.ROWS}
+        heights = {-(-rows // ROWS) * ROWS}
     splits = range(1, max(1, min(MOST_SPLITS, blocks // LEAST_BLOCKS)) + 1)
     space = itertools.product(sorted(heights), MOST_ROWS, splits)
     configs = [WarpgroupConfig(*fields) for fields in space]
@@ -51,10 +51,10 @@ def why_unsound(config: WarpgroupConfig) -> str | None:
     """Why a configuration can't run; None if it can."""
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {' or '.join(map(str, MOST_ROWS))}"
-    if config.tile_m % mosaic.ROWS or config.tile_m > MOST_ROWS[config.warpgroups]:
+    if config.tile_m % ROWS or config.tile_m > MOST_ROWS[config.warpgroups]:
         return (
             f"{config.tile_m} rows in a tile of {config.warpgroups} warpgroups; there can be a "
-            f"multiple of {mosaic.ROWS}, to {MOST_ROWS[config.warpgroups]}"
+            f"multiple of {ROWS}, to {MOST_ROWS[config.warpgroups]}"
         )
     return None
 
@@ -69,10 +69,10 @@ def microseconds(
 ) -> float:
     """What a product takes, about; of another GPU than the H200, what counts is the order."""
     height, warpgroups, splits = config.tile_m, config.warpgroups, config.splits
-    tiles = math.ceil(rows / height) * math.ceil(outputs / (mosaic.CHANNELS * warpgroups))
+    tiles = math.ceil(rows / height) * math.ceil(outputs / (CHANNELS * warpgroups))
     rounds = math.ceil(tiles * splits / limits.multiprocessors)
     planes = math.ceil(math.ceil(channels / format.block) / splits) * format.planes
-    share = format.plane_width / mosaic.CHANNELS
+    share = format.plane_width / CHANNELS
     waiting = WAIT + warpgroups * (WARPGROUP_WAIT + share * ROW_WAIT * height)
     plane = max(waiting, share * ROW_PRODUCT * warpgroups * height)
     time = LAUNCH + rounds * (BEGINNING + planes * plane)

@@ -72,7 +72,7 @@ def test_variables_are_those_that_steer_jax(monkeypatch):
         (gpu("7.5"), "no: compute capability 7.5 is below 8.0"),
         (
             SimpleNamespace(platform="cpu"),
-            "no: the default device is 'cpu', and Triton needs a CUDA GPU",
+            "no: the default device is 'cpu', and kernels need a CUDA GPU",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def test_without_a_gpu(machine):
     assert not backend.on_gpu()
     assert (backend.compute_capability(), backend.multiprocessors()) == (None, 132)
     assert backend.why_triton_cannot_run() == (
-        "the default device is 'cpu', and Triton needs a CUDA GPU"
+        "the default device is 'cpu', and kernels need a CUDA GPU"
     )
 
 

@@ -15,18 +15,36 @@ REGISTERS_OF_A_MULTIPROCESSOR = 65536
 def test_no_thread_waits_for_registers_that_are_not_there(warpgroups):
     threads = 128 * (warpgroups + 1)
     given = REGISTERS_OF_A_MULTIPROCESSOR // threads // 8 * 8  # by the launch, to each thread
-    taken = warpgroups * mosaic.registers(warpgroups) + mosaic.COPYING_REGISTERS
+    taken = warpgroups * mosaic.registers_per_thread(warpgroups) + mosaic.COPYING_REGISTERS
     assert taken <= given * (warpgroups + 1)
-    assert mosaic.registers(warpgroups) % 8 == 0, "as `setmaxnreg` takes them"
-    assert mosaic.registers(warpgroups) <= 256, "likewise"
+    assert mosaic.registers_per_thread(warpgroups) % 8 == 0, "as `setmaxnreg` takes them"
+    assert mosaic.registers_per_thread(warpgroups) <= 256, "likewise"
 
 
-def test_tiles_are_swizzled_by_whole_rows():
-    for columns, dtype in ((64, jnp.bfloat16), (32, jnp.uint16), (64, jnp.float32)):
-        tile = mosaic.shared((2, 16, columns), dtype)
-        assert tile.shape == (2, 16, columns)
-        with pytest.raises(AssertionError):
-            np.testing.assert_equal(tile, mosaic.shared_rows((2, 16, columns), dtype))
+@pytest.mark.parametrize(
+    ("columns", "dtype", "swizzle", "tiled"),
+    [(64, "bfloat16", 128, 64), (32, "uint16", 64, 32), (64, "float32", 128, 32)],
+)
+def test_tiles_are_swizzled_by_their_rows(columns, dtype, swizzle, tiled):
+    tiling, swizzling = mosaic.shared((2, 16, columns), dtype).transforms
+    assert (tiling.tiling, swizzling.swizzle) == ((8, tiled), swizzle)
+    assert not mosaic.shared_rows((2, 16), dtype).transforms
+
+
+@pytest.mark.parametrize("axis", [None, "device"])
+def test_a_result_differs_along_the_axes_of_its_arguments(axis, lower_for_cuda):
+    """JAX refuses to take a result of `shard_map` for replicated that differs."""
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(axis)
+    run = jax.shard_map(
+        double_transposed, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec()
+    )
+    words = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    if axis is None:
+        assert jax.eval_shape(run, words).shape == (64, 64)
+    else:
+        with pytest.raises(ValueError, match=r"replication|out_specs"):
+            jax.eval_shape(run, words)
 
 
 def decode_kernel(words_ref, out_ref, *, tiles, full):
@@ -42,7 +60,7 @@ def decode_kernel(words_ref, out_ref, *, tiles, full):
         mosaic.take_registers(1)
         mosaic.wait(full)
         words = mosaic.load(tiles, interpret=False)
-        with backend.decoding_with(mosaic.Registers(64)):
+        with backend.decoding_with(mosaic.WgmmaDecoding(64)):
             doubled = backend.inline_ptx(
                 "add.rn.bf16x2 $0, $1, $2;", words, words, dtype=jnp.bfloat16
             )

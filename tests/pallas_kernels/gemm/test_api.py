@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import UnsupportedError, WeightFormat, backend, matmul
 from pallas_kernels.activations import QuantizedActivations, quantize_activations
-from pallas_kernels.gemm import dequantize, mosaic, reference, shapes, triton, tuning, xla
+from pallas_kernels.gemm import dequantize, reference, shapes, triton, tuning, xla
 from pallas_kernels.gemm.api import matmul_terms
 from pallas_kernels.gemm.config import GemmConfig, Plan
 from tests.pallas_kernels.gemm.weights import (
@@ -189,7 +189,6 @@ def chosen(monkeypatch) -> list[str]:
 
     for module, function, shape_of in (
         (triton, "matmul_terms", lambda rows, outputs: (1, rows, outputs)),
-        (mosaic, "matmul_terms", lambda rows, outputs: (1, rows, outputs)),
         (dequantize, "matmul", lambda rows, outputs: (rows, outputs)),
         (xla, "matmul", lambda rows, outputs: (rows, outputs)),
         (reference, "matmul", lambda rows, outputs: (rows, outputs)),

@@ -32,7 +32,8 @@ FORMATS = (
     *("uint4:gK", "uint8:gK:sym", "float8:gK"),
 )
 each_format = pytest.mark.parametrize("text", FORMATS)
-# Tiles that stick out, a part of K without any blocks of its own, and K of half a block.
+# Tiles that stick out, more splits than blocks, K of half a block; the last have more blocks and
+# planes than there are stages, so that every barrier is waited for and comes round.
 CASES = [
     ("uint4:g128", 24, 512, 192, WarpgroupConfig(8, 2, 1), "bfloat16", "float16"),
     ("uint4:g32", 20, 288, 128, WarpgroupConfig(32, 2, 2), "float16", "float16"),
@@ -45,6 +46,9 @@ CASES = [
     ("uint4:gK", 9, 700, 192, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
     ("uint8:gK:sym", 5, 300, 64, WarpgroupConfig(8, 2, 3), "float16", "bfloat16"),
     ("float8:gK", 24, 200, 128, WarpgroupConfig(8, 2, 1), "float16", "float32"),
+    ("uint4:g128", 16, 1280, 128, WarpgroupConfig(16, 2, 1), "bfloat16", "float16"),
+    ("uint4:gK", 8, 1280, 64, WarpgroupConfig(8, 2, 1), "float16", "float16"),
+    ("uint8:g32", 8, 288, 64, WarpgroupConfig(8, 2, 1), "bfloat16", "float16"),
 ]
 
 interpreted_here = pytest.mark.skipif(
@@ -75,6 +79,17 @@ def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dty
             product = terms[0] if splits == 1 else terms.sum(0)
             rounded = expected.astype(np.float32).astype(product.dtype)
             np.testing.assert_array_equal(np.asarray(product), rounded)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e4m3fn", "int8"])
+def test_lowers_for_any_output(dtype, lower_for_cuda):
+    weight, x = weight_struct("uint4:g128", 256, 128), jax.ShapeDtypeStruct((40, 256), jnp.bfloat16)
+    for splits in (1, 2):
+        config, out_dtype = WarpgroupConfig(40, 2, splits), jnp.dtype(dtype)
+        multiply = functools.partial(mosaic.matmul_terms, config=config, out_dtype=out_dtype)
+        assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
+        expected = dtype if weight.padded_channels == 256 or splits == 1 else "float32"
+        assert jax.eval_shape(multiply, x, weight).dtype == expected
 
 
 def test_every_format_has_a_case():

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from pallas_kernels import WeightFormat
 from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.config import GemmConfig, Plan
+from pallas_kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
 from pallas_kernels.gemm.tables import Entry, Key, Table, TableError
 
 DEVICE = "NVIDIA Test 1"
@@ -40,6 +41,9 @@ TEXT = """\
 """
 
 
+OF_WARPGROUPS = Entry(Plan("mosaic", WarpgroupConfig(32, 3, 4)), 9.78)
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     """The folder of a person's own tables, and none that ship."""
@@ -56,6 +60,32 @@ def own(tmp_path, monkeypatch):
 )
 def test_buckets(rows, bucket):
     assert tables.bucket(rows) == bucket
+
+
+def test_plans_of_warpgroups_come_back(tmp_path):
+    path, table = tmp_path / "table.json", Table(DEVICE, (), {SMALL: OF_WARPGROUPS, LARGE: FUSED})
+    tables.write(path, table)
+    assert tables.read(path, DEVICE) == table
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tile_m": 20}, "20 rows in a tile of 3 warpgroups; there can be a multiple of 8, to 128"),
+        ({"tile_m": 256}, "256 rows in a tile of 3 warpgroups"),
+        ({"warpgroups": 4}, "4 warpgroups; there can be 2 or 3"),
+        ({"splits": 0}, "splits is 0, expected a positive integer"),
+        ({"warps": 4}, "unknown field 'warps'"),
+    ],
+)
+def test_damaged_plans_of_warpgroups_are_refused(change, reason, tmp_path):
+    path = tmp_path / "table.json"
+    tables.write(path, Table(DEVICE, (), {SMALL: OF_WARPGROUPS}))
+    content = json.loads(path.read_text())
+    content["gemm"]["uint4:g128"]["4096x6144"]["16"].update(change)
+    path.write_text(json.dumps(content))
+    with pytest.raises(TableError, match=re.escape(reason)):
+        tables.read(path, DEVICE)
 
 
 def test_symmetric_codes_have_plans_of_their_own():

@@ -132,6 +132,18 @@ def test_a_measured_plan_goes_before_the_heuristic(table):
         assert tuning.plan(rows, other) == heuristic(rows, PACKED, *other.shape, here)
 
 
+def test_a_measured_plan_of_warpgroups_goes_before_the_model(table, tmp_path):
+    device, config = tables.current_device(), WarpgroupConfig(48, 2, 3)
+    entry = tables.Entry(Plan("mosaic", config), 7.0)
+    key = tables.key(PACKED, 4096, 6144, 64)
+    tables.record(tmp_path / tables.file_name(device), device, {key: entry}, {})
+    weight, here = Weight(PACKED, (4096, 6144)), current_limits()
+    assert tuning.plan(40, weight) == entry.plan
+    assert tuning.configure_warpgroups(40, weight) == config
+    assert config != warpgroup_config(40, PACKED, 4096, 6144, here)
+    assert tuning.configure(40, weight) == fused_config(40, PACKED, 4096, 6144, here)
+
+
 def test_a_forced_plan_goes_before_everything(table):
     weight, plan = Weight(PACKED, (4096, 6144)), Plan("triton", GemmConfig(32, 32, 1, 1, 2))
     with tuning.forced(plan):

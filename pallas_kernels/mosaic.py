@@ -228,7 +228,7 @@ def _apply_ptx(
 
     def apply(*values: Any) -> ir.Value:
         operands = [vector.extract(vector.bitcast(words, value), [], [0]) for value in values]
-        result = llvm.inline_asm(
+        result: Any = llvm.inline_asm(
             word, operands, assembly, constraints, has_side_effects=False, asm_dialect=0
         )
         return vector.bitcast(pair, vector.broadcast(words, result))

@@ -35,7 +35,7 @@ def collect() -> dict[str, Any]:
         "packages": _attempt(_packages),
         "driver": _attempt(_driver),
         "devices": _attempt(_devices),
-        "pallas_triton": _attempt(_pallas_triton),
+        "kernels": _attempt(_kernels),
         "tuning_tables": _attempt(_tuning_tables),
         "variables": _attempt(_variables),
     }
@@ -130,11 +130,15 @@ def _memory_statistics(device: Any) -> dict[str, int] | None:
         return None
 
 
-def _pallas_triton() -> str:
+def _kernels() -> dict[str, str]:
+    """Which backends of Pallas can run here, by the names that `implementation=` has for them."""
     from pallas_kernels import backend
+    from pallas_kernels.gemm.limits import current_limits, why_no_wgmma
 
     reason = backend.why_triton_cannot_run()
-    return f"no: {reason}" if reason else f"yes: compute capability {backend.compute_capability()}"
+    reasons = {"triton": reason, "mosaic": reason or why_no_wgmma(current_limits())}
+    yes = f"yes: compute capability {backend.compute_capability()}"
+    return {name: f"no: {reason}" if reason else yes for name, reason in reasons.items()}
 
 
 def _tuning_tables() -> dict[str, str] | str:

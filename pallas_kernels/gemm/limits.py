@@ -40,13 +40,20 @@ def why_not_fused(format: WeightFormat, limits: Limits) -> str | None:
     return backend.why_not_float8(limits.compute_capability)
 
 
+def why_no_wgmma(limits: Limits) -> str | None:
+    """Why a GPU has not the instruction that warpgroups multiply with; None if it has."""
+    if int(limits.compute_capability) == 9:
+        return None
+    return f"compute capability {limits.compute_capability} has no `wgmma`, which only 9.0 has"
+
+
 def why_not_warpgroups(format: WeightFormat, outputs: int, limits: Limits) -> str | None:
     """Why the warpgroups' kernel can't multiply a format on a GPU; None if it can.
 
     outputs: of the weight.
     """
-    if int(limits.compute_capability) != 9:
-        return f"compute capability {limits.compute_capability} has no `wgmma`, which only 9.0 has"
+    if reason := why_no_wgmma(limits):
+        return reason
     if format.activations is not None or code_kinds.of(format).has_table:
         return f"{format} is not integers or FP8 beside 16-bit activations"
     if outputs % CHANNELS:

@@ -21,6 +21,7 @@ def gpu(compute_capability: str) -> SimpleNamespace:
         platform="gpu",
         device_kind="NVIDIA Test",
         compute_capability=compute_capability,
+        core_count=132,
         memory_stats=lambda: {"bytes_limit": 123},
     )
 
@@ -28,7 +29,7 @@ def gpu(compute_capability: str) -> SimpleNamespace:
 def test_every_section_is_there_and_goes_through_json():
     facts = environment.collect()
     assert list(facts) == [
-        *("system", "packages", "driver", "devices", "pallas_triton"),
+        *("system", "packages", "driver", "devices", "kernels"),
         *("tuning_tables", "variables"),
     ]
     assert json.loads(json.dumps(facts)) == facts
@@ -65,20 +66,23 @@ def test_variables_are_those_that_steer_jax(monkeypatch):
     assert "secret" not in environment.report()
 
 
+NO_GPU = "no: the default device is 'cpu', and kernels need a CUDA GPU"
+NO_WGMMA = "no: compute capability {} has no `wgmma`, which only 9.0 has"
+
+
 @pytest.mark.parametrize(
-    ("device", "answer"),
+    ("device", "triton", "mosaic"),
     [
-        (gpu("9.0"), "yes: compute capability 9.0"),
-        (gpu("7.5"), "no: compute capability 7.5 is below 8.0"),
-        (
-            SimpleNamespace(platform="cpu"),
-            "no: the default device is 'cpu', and kernels need a CUDA GPU",
-        ),
+        (gpu("9.0"), "yes: compute capability 9.0", "yes: compute capability 9.0"),
+        (gpu("8.6"), "yes: compute capability 8.6", NO_WGMMA.format("8.6")),
+        (gpu("10.0"), "yes: compute capability 10.0", NO_WGMMA.format("10.0")),
+        (gpu("7.5"), *["no: compute capability 7.5 is below 8.0"] * 2),
+        (SimpleNamespace(platform="cpu"), NO_GPU, NO_GPU),
     ],
 )
-def test_whether_triton_can_run(monkeypatch, device, answer):
+def test_which_kernels_can_run(monkeypatch, device, triton, mosaic):
     monkeypatch.setattr(backend, "default_device", lambda: device)
-    assert environment.collect()["pallas_triton"] == answer
+    assert environment.collect()["kernels"] == {"triton": triton, "mosaic": mosaic}
 
 
 def test_memory_is_reported(monkeypatch):

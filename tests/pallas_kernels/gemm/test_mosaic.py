@@ -133,7 +133,9 @@ def test_is_chosen_for_many_rows_that_it_can_multiply(
     text, rows, dtype, scale_dtype, kernel, pretend_gpu
 ):
     weight = dataclasses.replace(weight_struct(text, 256, 128), scale_dtype=scale_dtype)
-    traced = str(jax.make_jaxpr(matmul)(jax.ShapeDtypeStruct((rows, 256), dtype), weight))
+    x = jax.ShapeDtypeStruct((rows, 256), dtype)
+    traced = str(jax.make_jaxpr(matmul)(x, weight))
+    assert jax.eval_shape(matmul, x, weight).dtype == dtype
     assert re.findall(r"\b(?:matmul|dequantize)_\w+\d\b", traced)[0] == kernel
 
 

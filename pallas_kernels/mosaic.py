@@ -37,7 +37,7 @@ copy_in = plgpu.copy_gmem_to_smem
 wait_for_products = plgpu.wgmma_wait
 
 _layouts = plgpu.Layout
-# Until JAX 0.10 an index comes apart from its reference, which has no `transpose`.
+# Until JAX 0.10 an index comes apart from its reference.
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _is_old = _index is not None and _index.default is inspect.Parameter.empty
 
@@ -135,10 +135,6 @@ def _load(ref: Any, layout: Any, interpret: bool) -> jax.Array:
     return values
 
 
-def _transposed(ref: Any) -> Any:
-    return plgpu.transpose_ref(ref, (1, 0)) if _is_old else ref.transpose((1, 0))
-
-
 def accumulate(
     shape: tuple[int, int], body: Callable[[Any], jax.Array], scratch: Any | None
 ) -> jax.Array:
@@ -158,7 +154,7 @@ def multiply(sums: Any, operand: jax.Array, x: Any, *, interpret: bool) -> None:
     if interpret:
         sums[...] += jnp.dot(operand, x[...].T, preferred_element_type=jnp.float32)
         return
-    plgpu.wgmma(sums, operand, _transposed(x))
+    plgpu.wgmma(sums, operand, x.transpose((1, 0)))
 
 
 def store_transposed(ref: Any, tile: jax.Array, *, interpret: bool) -> None:
@@ -166,7 +162,7 @@ def store_transposed(ref: Any, tile: jax.Array, *, interpret: bool) -> None:
     if interpret:
         ref[...] = tile.T
         return
-    _transposed(ref)[...] = plgpu.layout_cast(tile, _layouts.WGMMA_TRANSPOSED)
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(tile, _layouts.WGMMA_TRANSPOSED)
 
 
 def give_registers() -> None:

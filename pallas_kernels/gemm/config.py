@@ -14,7 +14,7 @@ Implementation = Literal["triton", "mosaic", "dequantize", "xla", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """Tile sizes and compiler settings of one launch of the fused kernel.
+    """Tile sizes and compiler settings of one launch of Triton's kernel.
 
     tile_m, tile_n: rows of x and output channels of a program's tile.
     splits: programs that share a tile, each with a part of K.

@@ -145,7 +145,7 @@ def _most_fused_rows(format: WeightFormat) -> float:
 def fused_config(
     rows: int, format: WeightFormat, channels: int, outputs: int, limits: Limits
 ) -> GemmConfig:
-    """A sound configuration of the fused kernel for any shape and format.
+    """A sound configuration of Triton's kernel for any shape and format.
 
     Raises UnsupportedError, with the reason, where the GPU can't multiply the format at all.
     """

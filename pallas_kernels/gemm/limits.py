@@ -1,4 +1,4 @@
-"""What a GPU allows, and whether a configuration of the fused kernel keeps to it."""
+"""What a GPU allows, and whether a configuration of Triton's kernel keeps to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def current_limits() -> Limits:
 
 
 def why_not_fused(format: WeightFormat, limits: Limits) -> str | None:
-    """Why the fused kernel can't multiply a format on a GPU; None if it can."""
+    """Why Triton's kernel can't multiply a format on a GPU; None if it can."""
     if format.activations != "float8":
         return None
     return backend.why_not_float8(limits.compute_capability)
@@ -95,7 +95,7 @@ def why_unsound(config: GemmConfig, format: WeightFormat, limits: Limits) -> str
 
 
 def shared_memory(config: GemmConfig, format: WeightFormat, limits: Limits) -> int:
-    """Bytes of shared memory that a program of the fused kernel has, or a few more.
+    """Bytes of shared memory that a program of Triton's kernel has, or a few more.
 
     A load that is `stages` − 1 steps ahead of its use has so many buffers, and one more where
     `wgmma` (compute capability 9.0, four warps or more) still reads the last: it takes x from

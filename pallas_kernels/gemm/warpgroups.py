@@ -14,9 +14,9 @@ from pallas_kernels.gemm.limits import Limits
 MOST_ROWS = {2: 256, 3: 128}  # of a tile, by warpgroups
 MOST_SPLITS = 8
 LEAST_BLOCKS = 2  # of K in a program's part
-# Microseconds, fitted to 322 products with uint4:g128 on an H200, whose times they give to 5 %, and
-# whose best configuration they miss by 0.4 % (all of `gemm.shapes`, 16 to 4096 rows). Numbers of
-# rows that are no multiple of ROWS pay for copies of x and the output, which are not counted here.
+# Microseconds, fitted to 259 products with uint4:g128 on an H200, whose times they give to 5 %, and
+# whose best configuration they miss by 0.4 % (all of `gemm.shapes` but llama3-70b.down, from 16
+# rows on). Rows that are no multiple of ROWS pay for copies of x and the output, not counted here.
 LAUNCH, BEGINNING = 1.35, 1.97  # of the kernel, and of each round of programs
 # Of a plane's product of 64 channels: what it waits for, for all and for each warpgroup, for each
 # row of the tile where waiting counts and where the tensor cores do.

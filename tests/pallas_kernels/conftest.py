@@ -18,6 +18,7 @@ import pallas_kernels.rotary.triton
 import pallas_kernels.rowwise.triton
 from pallas_kernels import backend
 from pallas_kernels.gemm import tables
+from pallas_kernels.gemm.limits import current_limits, why_no_wgmma
 from tests.pallas_kernels import ptx
 
 
@@ -41,6 +42,13 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # The plans that ship, and none of this machine's own.
     monkeypatch.setattr(tables, "current_device", lambda: "NVIDIA H200")
     monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+
+
+@pytest.fixture
+def wgmma() -> None:
+    """Skips a test, with the reason, on a GPU that has not this instruction."""
+    if reason := why_no_wgmma(current_limits()):
+        pytest.skip(reason)
 
 
 @pytest.fixture

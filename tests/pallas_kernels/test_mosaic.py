@@ -88,9 +88,7 @@ def test_ptx_is_applied_to_pairs_in_registers(lower_for_cuda):
 
 
 @pytest.mark.gpu
-def test_ptx_is_applied_to_pairs_in_registers_on_the_gpu(rng):
-    if int(backend.compute_capability() or 0) != 9:
-        pytest.skip("needs compute capability 9.0")
+def test_ptx_is_applied_to_pairs_in_registers_on_the_gpu(rng, wgmma):
     words = jnp.asarray(rng.normal(size=(64, 64)), jnp.bfloat16)
     doubled = jax.jit(double_transposed)(words)
     np.testing.assert_array_equal(np.asarray(doubled), np.asarray(words.T + words.T))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat, backend, matmul
+from pallas_kernels import WeightFormat, matmul
 from pallas_kernels.gemm import mosaic, shapes, tuning
 from pallas_kernels.gemm.config import Plan, WarpgroupConfig
 from pallas_kernels.gemm.warpgroups import warpgroup_config
@@ -83,13 +83,14 @@ def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dty
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e4m3fn", "int8"])
 def test_lowers_for_any_output(dtype, lower_for_cuda):
-    weight, x = weight_struct("uint4:g128", 256, 128), jax.ShapeDtypeStruct((40, 256), jnp.bfloat16)
+    weight, x = weight_struct("uint4:g128", 512, 128), jax.ShapeDtypeStruct((40, 512), jnp.bfloat16)
     for splits in (1, 2):
         config, out_dtype = WarpgroupConfig(40, 2, splits), jnp.dtype(dtype)
         multiply = functools.partial(mosaic.matmul_terms, config=config, out_dtype=out_dtype)
         assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
-        expected = dtype if weight.padded_channels == 256 or splits == 1 else "float32"
-        assert jax.eval_shape(multiply, x, weight).dtype == expected
+        terms = jax.eval_shape(multiply, x, weight)
+        assert terms.shape == (splits, 40, 128)
+        assert terms.dtype == (dtype if splits == 1 else "float32")
 
 
 def test_every_format_has_a_case():
@@ -139,24 +140,15 @@ def test_is_chosen_for_many_rows_that_it_can_multiply(
     assert re.findall(r"\b(?:matmul|dequantize)_\w+\d\b", traced)[0] == kernel
 
 
-def test_rows_of_products_that_have_no_room_for_x():
+def test_tiles_of_x_have_as_many_stages_as_there_is_room_for():
     format = WeightFormat.parse("uint4:g128")
     for config in (WarpgroupConfig(256, 2, 1), WarpgroupConfig(128, 3, 2)):
         assert mosaic.x_stages(format, config, jnp.dtype(jnp.float32)) in (2, 4, 8)
     assert mosaic.x_stages(format, WarpgroupConfig(2048, 2, 1), jnp.dtype(jnp.float32)) == 0
 
 
-needs_wgmma = pytest.mark.usefixtures("only_hopper")
-
-
-@pytest.fixture
-def only_hopper():
-    if int(backend.compute_capability() or 0) != 9:
-        pytest.skip("needs compute capability 9.0")
-
-
 @pytest.mark.gpu
-@needs_wgmma
+@pytest.mark.usefixtures("wgmma")
 @each_format
 def test_on_the_gpu(text, rng):
     """Against float64 in both dtypes, whatever sticks out; integers exact; the same bits again."""
@@ -182,7 +174,7 @@ def test_on_the_gpu(text, rng):
 
 
 @pytest.mark.gpu
-@needs_wgmma
+@pytest.mark.usefixtures("wgmma")
 @pytest.mark.parametrize(
     "config",
     [WarpgroupConfig(256, 2, 1), WarpgroupConfig(96, 3, 3), WarpgroupConfig(16, 2, 7)],
@@ -197,7 +189,7 @@ def test_any_configuration_on_the_gpu(config, rng):
 
 
 @pytest.mark.gpu
-@needs_wgmma
+@pytest.mark.usefixtures("wgmma")
 @pytest.mark.parametrize("shape", shapes.QWEN3_8B, ids=lambda shape: shape.name)
 def test_qwen3_8b_on_the_gpu(shape, rng):
     weight = random_weight(rng, "uint4:g128", shape.channels, shape.outputs)
@@ -212,7 +204,7 @@ def test_qwen3_8b_on_the_gpu(shape, rng):
 
 
 @pytest.mark.gpu
-@needs_wgmma
+@pytest.mark.usefixtures("wgmma")
 def test_is_mapped_and_differentiated_on_the_gpu(rng):
     weight = random_weight(rng, "uint4:g128", 512, 256)
     x = random_activations(rng, weight, 80, "bfloat16").reshape(2, 40, 512)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,15 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.gemm.config import CHANNELS
 
-SHARED_BYTES = 227 * 1024  # that a program can have, compute capability 9.0
 SWIZZLED_BYTES = 128  # of a row of a tile that `wgmma` reads, at most
-BARRIER_BYTES = 2048  # of shared memory at most, with what the start of each array is rounded up by
 COPYING_REGISTERS = 40  # of a thread that only begins copies
 _REGISTERS = 65536 // 128  # of a multiprocessor, for each thread of a warpgroup
 _MOST_REGISTERS = 248  # of a thread, in whole eights
@@ -53,10 +53,15 @@ def registers_per_thread(warpgroups: int) -> int:
     )
 
 
-def shared(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """Tiles [..., rows, columns] in shared memory, swizzled as `wgmma` reads them."""
+def shared(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, columns: int | None = None
+) -> Any:
+    """Tiles [..., rows, columns] in shared memory, swizzled as `wgmma` reads them.
+
+    columns: of a part that is read at a time; all unless given.
+    """
     size = jnp.dtype(dtype).itemsize
-    row = min(SWIZZLED_BYTES, shape[-1] * size)
+    row = math.gcd(SWIZZLED_BYTES, (columns or shape[-1]) * size)
     tiling: Any = plgpu.TilingTransform  # which JAX declares as abstract
     swizzle: Any = plgpu.SwizzleTransform
     return plgpu.SMEM(shape, dtype, transforms=(tiling((8, row // size)), swizzle(row)))
@@ -76,12 +81,17 @@ def launch(
     scratch: Mapping[str, Any],
     name: str,
     interpret: bool,
+    cluster: Mapping[str, int] | None = None,
 ) -> jax.Array:
     """Runs a kernel, in each program once in each of `warpgroups` and in one more, which copies.
 
     The kernel gets a reference for each argument and the output, and those of `scratch` by name; it
     asks for the axis "warpgroup" which one it is in. With `interpret` it runs as plain JAX.
+
+    cluster: axes beside those of the grid, whose programs run at the same time, and can write to
+        each other's shared memory. Not with `interpret`.
     """
+    cluster = cluster or {}
     parameters = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     options: dict[str, Any] = {"compiler_params": parameters}
     if interpret:
@@ -91,6 +101,8 @@ def launch(
         out_type=out_shape,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
+        cluster=tuple(cluster.values()),
+        cluster_names=tuple(cluster),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=dict(scratch),
@@ -116,45 +128,142 @@ def _interpreter() -> Any:
     return InterpretGPUParams(out_of_bounds_reads="uninitialized")
 
 
+def load_row(ref: Any, *, interpret: bool) -> jax.Array:
+    """Values [CHANNELS], one for each of a tile's channels, in the threads that have these.
+
+    Of any memory: each thread loads its own.
+    """
+    return _load(ref, _layouts.WGMMA.reduce(1), interpret, optimized=False)
+
+
+def load_column(ref: Any, *, interpret: bool) -> jax.Array:
+    """Values [rows] as sums [CHANNELS, rows] of a warpgroup: those of a row are alike."""
+    values = _load(ref, _layouts.WGMMA.reduce(0), interpret, optimized=False)
+    return jax.lax.broadcast_in_dim(values, (CHANNELS, *values.shape), (1,))
+
+
 def load(ref: Any, *, interpret: bool) -> jax.Array:
-    """A tile [CHANNELS, columns] of 16 bits in the registers, as an operand of `wgmma`."""
+    """A tile [CHANNELS, columns] in the registers, as `wgmma` has operand and sums."""
     return _load(ref, _layouts.WGMMA, interpret)
 
 
-def load_row(ref: Any, *, interpret: bool) -> jax.Array:
-    """Values [CHANNELS], one for each of a tile's channels, in the threads that have these."""
-    return _load(ref, _layouts.WGMMA.reduce(1), interpret)
-
-
-def _load(ref: Any, layout: Any, interpret: bool) -> jax.Array:
+def _load(ref: Any, layout: Any, interpret: bool, *, optimized: bool = True) -> jax.Array:
     if interpret:
         values: jax.Array = ref[...]
         return values
     read: Any = plgpu.load
-    values = read(ref, (), layout=layout) if _is_old else read(ref, layout=layout)
+    index = ((),) if _is_old else ()
+    values = read(ref, *index, layout=layout, optimized=optimized)
     return values
 
 
+def zeros(shape: tuple[int, int], *, interpret: bool) -> jax.Array:
+    """Sums [CHANNELS, rows] of nothing, in the registers of a warpgroup."""
+    tile = jnp.zeros(shape, jnp.float32)
+    return tile if interpret else plgpu.layout_cast(tile, _layouts.WGMMA)
+
+
 def accumulate(
-    shape: tuple[int, int], body: Callable[[Any], jax.Array], scratch: Any | None
+    shape: tuple[int, int],
+    body: Callable[[Any], jax.Array],
+    scratch: Any | None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
     """Runs `body` with sums of 0, which `multiply` adds to, in the registers of a warpgroup.
 
     scratch: where they are instead if a kernel is interpreted, else None.
     """
     if scratch is None:
-        result: jax.Array = pl.run_scoped(body, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        result: jax.Array = pl.run_scoped(body, plgpu.WGMMAAccumulatorRef(shape, jnp.dtype(dtype)))
         return result
-    scratch[...] = jnp.zeros(shape, jnp.float32)
+    scratch[...] = jnp.zeros(shape, dtype)
     return body(scratch)
 
 
-def multiply(sums: Any, operand: jax.Array, x: Any, *, interpret: bool) -> None:
-    """Begins to add operand [CHANNELS, width] · x.T to the sums; x is a tile in shared memory."""
+def multiply(sums: Any, operand: Any, x: Any, *, interpret: bool) -> None:
+    """Begins to add operand [CHANNELS, width] · x.T to the sums; x is a tile in shared memory.
+
+    operand: in registers, or a tile in shared memory as well.
+    """
     if interpret:
-        sums[...] += jnp.dot(operand, x[...].T, preferred_element_type=jnp.float32)
+        sums[...] += jnp.dot(operand[...], x[...].T, preferred_element_type=sums.dtype)
         return
     plgpu.wgmma(sums, operand, x.transpose((1, 0)))
+
+
+def product(
+    operands: Sequence[Callable[[], jax.Array]], tiles: Sequence[Any], *, now: bool, scratch: Any
+) -> jax.Array:
+    """The sum of operands [CHANNELS, width] · x.T, of tiles x in shared memory, when it is done.
+
+    operands: what makes each of them, while the one before is multiplied.
+    now: each warp multiplies for itself (`mma.sync`). There is nothing to wait for, so that the
+        compiler can mix that with anything; but the tensor cores are slower.
+    scratch: see `accumulate`.
+    """
+    interpret = scratch is not None
+    shape = CHANNELS, tiles[0].shape[0]
+
+    def begin(sums: Any) -> jax.Array:
+        for operand, x in zip(operands, tiles, strict=True):
+            multiply(sums, operand(), x, interpret=interpret)
+        result: jax.Array = sums[...]
+        return result
+
+    if interpret or not now:
+        return accumulate(shape, begin, scratch)
+    sums, rows = zeros(shape, interpret=False), _mma_rows()
+    run = plgpu.inline_mgpu(
+        arg_types=(_layouts.WGMMA, _layouts.WGMMA, rows),
+        return_type=plgpu.ShapeDtypeStruct(shape, sums.dtype, layout=_layouts.WGMMA),
+    )(_mma)
+    for operand, x in zip(operands, tiles, strict=True):
+        sums = run(sums, operand(), _load(x, rows, interpret=False))
+    return sums
+
+
+def _mma_rows() -> Any:
+    """The layout of rows [8 · n, 16 · m] of 16 bits, alike in all warps, as columns for `_mma`."""
+    tiling = fragmented_array.Tiling(((8, 8), (2,)))
+    warps = fragmented_array.Replicated(4)
+    return _layouts.TILED(tiling, warp_dims=(warps,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def _mma(
+    context: Any,
+    sums: mosaic_gpu.FragmentedArray,
+    operand: mosaic_gpu.FragmentedArray,
+    rows: mosaic_gpu.FragmentedArray,
+) -> mosaic_gpu.FragmentedArray:
+    # Both lie in registers as `mma.sync` takes them, but in another order, or by another name.
+    layouts = mosaic_gpu.MMALayouts(operand.mlir_dtype)
+    count, width = rows.shape
+    columns = rows.registers.reshape(count // 8, width // 16, 2).transpose(1, 0, 2)
+    left, right = (
+        mosaic_gpu.FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape(shape)),
+            _layout=layout,
+            _is_signed=operand.is_signed,
+        )
+        for registers, layout, shape in (
+            (operand.registers, layouts.lhs, operand.shape),
+            (columns, layouts.rhs, (width, count)),
+        )
+    )
+    return mosaic_gpu.mma(sums, left, right)
+
+
+def send(tile: jax.Array, ref: Any, received: Any, *, axis: str | None) -> None:
+    """Writes sums [CHANNELS, rows] to shared memory, and arrives at a barrier when they are there.
+
+    axis: of a cluster, whose first program's memory and barrier are meant; else this one's.
+    """
+    if axis is None:
+        ref[...] = tile
+        arrive(received)
+    else:
+        first = jnp.int32(0)
+        plgpu.async_store_smem(tile, ref, received, cluster_idx=first, cluster_dim=axis)
 
 
 def store_transposed(ref: Any, tile: jax.Array, *, interpret: bool) -> None:
@@ -185,8 +294,8 @@ def copy_out(tile: Any, target: Any) -> None:
 
 
 def wait_for_stores() -> None:
-    """Waits until all tiles of this warpgroup have been written."""
-    plgpu.wait_smem_to_gmem(0)
+    """Waits until all tiles of this warpgroup have been read from shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class WgmmaDecoding:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import backend
 from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, divisible, scaled
 from pallas_kernels.formats import WeightFormat
 
@@ -32,7 +33,7 @@ class Signed(CodeKind):
 
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
         """The scale."""
-        return Group(jax.lax.bitcast_convert_type(parameters, jnp.float32)[:, None])
+        return Group(backend.column(jax.lax.bitcast_convert_type(parameters, jnp.float32)))
 
     def decoder(
         self,

@@ -8,6 +8,8 @@ from typing import Literal
 # Output channels of a warpgroup, the tall side of `wgmma`; and rows that tiles of them come in, for
 # Pallas tiles whole arrays in memory by so many.
 CHANNELS, ROWS = 64, 8
+# Of a tile of theirs: up to which sums are scaled rather than weights, and multiplied warp by warp.
+FEW_ROWS, LEAST_ROWS = 32, 16
 
 Implementation = Literal["triton", "mosaic", "dequantize", "xla", "reference"]
 
@@ -55,14 +57,42 @@ class WarpgroupConfig:
     tile_m: rows of x in a program's tile.
     warpgroups: that compute, 64 output channels each.
     splits: programs that share a tile, each with a part of K.
+    shares: warpgroups of a program that share 64 output channels, each with a part of K; a divisor
+        of `warpgroups`.
     """
 
     tile_m: int
     warpgroups: int
     splits: int
+    shares: int = 1
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether outputs are fewer than weights."""
+        return self.tile_m <= FEW_ROWS
+
+    @property
+    def multiplies_now(self) -> bool:
+        """Whether tiles are so low that nothing is gained by products that can be waited for."""
+        return self.tile_m <= LEAST_ROWS
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether splits are added on the chip.
+
+        Programs of a cluster run at the same time, close to each other. With more than two of them
+        not all multiprocessors of an H200 can be in one.
+        """
+        return self.splits == 2 and self.has_few_rows
+
+    @property
+    def tile_n(self) -> int:
+        """Output channels of a program's tile."""
+        return CHANNELS * (self.warpgroups // self.shares)
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{CHANNELS * self.warpgroups}, {self.splits} splits"
+        shared = "" if self.shares == 1 else f" by {self.shares} warpgroups each"
+        return f"{self.tile_m}x{self.tile_n}{shared}, {self.splits} splits"
 
 
 @dataclasses.dataclass(frozen=True)

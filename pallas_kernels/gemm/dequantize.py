@@ -15,6 +15,7 @@ from pallas_kernels import codes as code_kinds
 from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm import triton, tuning, xla
+from pallas_kernels.gemm.config import WarpgroupConfig
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
 TILE = 64  # output channels that one program writes out
@@ -39,6 +40,12 @@ def matmul(
             return xla.matmul(x, weight, out_dtype)  # a plain matrix already
         plain = first_level(weight)
         with tuning.forced(None):  # what is forced is a plan for codes
+            plan = tuning.plan(len(x.values), plain)
+            if isinstance(plan.config, WarpgroupConfig):
+                from pallas_kernels.gemm import mosaic  # here, as importing it takes a while
+
+                terms = mosaic.matmul_terms(x, plain, plan.config, out_dtype)
+                return terms.sum(0).astype(out_dtype)
             config = tuning.configure(len(x.values), plain)
         return triton.matmul(x, plain, config, out_dtype)
     rows = x.dequantize(out_dtype) if isinstance(x, QuantizedActivations) else x

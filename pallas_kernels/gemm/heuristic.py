@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from pallas_kernels import backend
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import GemmConfig, Plan
+from pallas_kernels.gemm.config import FEW_ROWS, ROWS, GemmConfig, Plan
 from pallas_kernels.gemm.limits import (
     Limits,
     can_scale_weights,
@@ -39,10 +39,14 @@ class Tile(NamedTuple):
 # instead of 186 at K12288 N4096.
 FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 FUSED_ROWS_OF_LEVELS = 2048
-# Between so many, warpgroups are the fastest where they can multiply: uint4:g128 measured at all
-# shapes of gemm.shapes, others at K4096 N24576, on the H200. Of 4096 rows they are level with
-# cuBLAS and a copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096.
-WARPGROUP_ROWS = 33, 4096
+# To so many, warpgroups are the fastest where they can multiply: uint4:g128 measured at all shapes
+# of gemm.shapes, others at K4096 N24576, on the H200. Of 4096 rows they are level with cuBLAS and a
+# copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096. Of fewer rows than there are
+# channels in a tile, only codes of four bits gain, and only where Pallas need not copy x.
+WARPGROUP_ROWS = 4096
+# The int8 of two levels, if warpgroups multiply it: at K4096 N24576, 184 µs instead of 173 with
+# 1024 rows and 600 instead of 657 with 4096; at K12288 N4096, 83 instead of 95 with 1024.
+FUSED_ROWS_OF_LEVELS_BESIDE_WARPGROUPS = 1024
 # For more and more rows, measured on the H200.
 TILES = tuple(Tile(rows, 64, 4) for rows in (8, 16, 32, 64, 128))
 WIDE_TILE = Tile(64, 128, 4)  # where a table in shared memory leaves registers for it
@@ -115,13 +119,19 @@ def heuristic(
 ) -> Plan:
     """A sound plan for any shape and format; without `warpgroups`, not one of theirs."""
     other = unfused(format, limits)
-    few, many = WARPGROUP_ROWS
-    warpgroups &= few <= rows <= many and why_not_warpgroups(format, outputs, limits) is None
-    if warpgroups:
+    if warpgroups and _suits_warpgroups(rows, format, outputs, limits):
         return Plan("mosaic", warpgroup_config(rows, format, channels, outputs, limits))
-    if why_not_fused(format, limits) or rows > _most_fused_rows(format):
+    if why_not_fused(format, limits) or rows > _most_fused_rows(format, outputs, limits):
         return Plan(other)
     return Plan("triton", fused_config(rows, format, channels, outputs, limits))
+
+
+def _suits_warpgroups(rows: int, format: WeightFormat, outputs: int, limits: Limits) -> bool:
+    if why_not_warpgroups(format, outputs, limits) is not None:
+        return False
+    if rows <= FEW_ROWS:
+        return format.codes == "uint4" and rows % ROWS == 0
+    return format.is_flat or rows <= WARPGROUP_ROWS
 
 
 def unfused(format: WeightFormat, limits: Limits) -> Literal["dequantize", "xla"]:
@@ -134,9 +144,13 @@ def unfused(format: WeightFormat, limits: Limits) -> Literal["dequantize", "xla"
     return "dequantize"
 
 
-def _most_fused_rows(format: WeightFormat) -> float:
+def _most_fused_rows(format: WeightFormat, outputs: int, limits: Limits) -> float:
     if format.activations == "int8":
-        return math.inf if format.is_flat else FUSED_ROWS_OF_LEVELS
+        if format.is_flat:
+            return math.inf
+        if why_not_warpgroups(WeightFormat("int8"), outputs, limits) is None:
+            return FUSED_ROWS_OF_LEVELS_BESIDE_WARPGROUPS
+        return FUSED_ROWS_OF_LEVELS
     if format.activations == "float8" and format.group_size is None:
         return FUSED_ROWS_OF_FLOAT8
     return FUSED_ROWS_OF_TABLES if code_kinds.of(format).has_table else FUSED_ROWS

@@ -1,18 +1,18 @@
-"""Fused dequantise-GEMM by warpgroups, for many rows: the tensor cores don't wait for codes.
+"""Fused dequantise-GEMM by warpgroups: the tensor cores don't wait for codes.
 
 One warpgroup of a program only begins copies. The others own 64 output channels each: they decode a
-plane of codes into the registers that `wgmma` reads, begin its product and decode the next plane
-while the tensor cores are at work on this one or on another warpgroup's (LiquidGEMM §5.2). All of
-them read the same tiles of x.
+plane of codes into the registers that the tensor cores read, begin its product and decode the next
+plane while the tensor cores are at work on this one or on another warpgroup's (LiquidGEMM §5.2).
+All of them read the same tiles of x. Where outputs are few, warpgroups or programs share them, each
+with a part of K, and the first one adds what the others send to its shared memory.
 
-Scales of groups are applied to decoded weights, which are rounded to 16 bits: here are more outputs
-than weights. Those of whole output channels are left to the epilogue.
+The scale of a group is applied to whichever are fewer: to the sums of few rows, or to decoded
+weights, which are rounded to 16 bits. Those of whole output channels are left to the epilogue.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,18 +22,16 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend, mosaic
 from pallas_kernels import codes as code_kinds
+from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import CHANNELS, ROWS, WarpgroupConfig
+from pallas_kernels.gemm.stages import Stages, out_rows, stages, why_no_room
 from pallas_kernels.quantized_tensor import QuantizedTensor
-
-WORD_STAGES = 2  # blocks of words on their way or in use
-MOST_STAGES = 8  # planes' tiles of x, likewise
-MOST_OUT_ROWS = 64  # of a tile on its way out
 
 
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def matmul_terms(
-    x: jax.Array,
+    x: jax.Array | QuantizedActivations,
     weight: QuantizedTensor,
     config: WarpgroupConfig,
     out_dtype: jnp.dtype,
@@ -42,21 +40,57 @@ def matmul_terms(
 ) -> jax.Array:
     """Terms [splits, M, N] whose sum is x [M, K] · W [K, N]: float32, a single one in `out_dtype`.
 
-    x is bfloat16 or float16. `limits.why_not_warpgroups` says which weights W can't be.
+    x is bfloat16 or float16, or QuantizedActivations where the format asks for them.
+    `limits.why_not_warpgroups` says which weights W can't be. Programs that are a cluster add their
+    splits themselves: there is one term.
     """
+    values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
     format, outputs = weight.format, weight.shape[1]
-    rows, padding = x.shape[0], weight.padded_channels - x.shape[1]
+    rows, padding = values.shape[0], weight.padded_channels - values.shape[1]
     missing = -rows % ROWS
     blocks = weight.padded_channels // format.block
     splits = min(config.splits, blocks)
-    tile_n = CHANNELS * config.warpgroups
+    is_one_term = splits == 1 or config.is_cluster
+    is_cluster = splits > 1 and config.is_cluster and not interpret  # which has no clusters
+    tile_n, columns = config.tile_n, config.warpgroups // config.shares
     # A warpgroup can turn tiles of floats alone, of 16 and 32 bits.
     is_turned = jnp.issubdtype(out_dtype, jnp.floating) and jnp.dtype(out_dtype).itemsize in (2, 4)
-    dtype = jnp.dtype(out_dtype if splits == 1 and is_turned else jnp.float32)
-    stages = x_stages(format, config, dtype)
-    assert stages >= 2, "a tile of x is free when the product with the next one has begun"
-    out_rows = math.gcd(config.tile_m, MOST_OUT_ROWS)
-    sum_tiles = (config.warpgroups, CHANNELS, config.tile_m)
+    dtype = jnp.dtype(out_dtype if is_turned and (splits == 1 or is_cluster) else jnp.float32)
+    staged = stages(format, config, dtype)
+    assert why_no_room(format, config) is None
+    has_groups = format.group_size is not None
+    comes_whole = staged.planes == format.planes  # x, with the words
+    slots, x_slots = staged.blocks * config.shares, staged.x * config.shares
+    sums = (CHANNELS, config.tile_m)
+    grid = {"column": pl.cdiv(outputs, tile_n), "row": pl.cdiv(rows, config.tile_m)}
+    cluster = {"split": splits} if is_cluster else {}
+    if not is_cluster:
+        # The last one changes first: tiles that share words run at about the same time.
+        grid = {"split": splits, **grid}
+    scratch = {
+        "x_tiles": mosaic.shared(
+            (x_slots, config.tile_m, staged.planes * format.plane_width),
+            values.dtype,
+            columns=format.plane_width,
+        ),
+        "word_tiles": mosaic.shared((slots, tile_n, format.plane_width), weight.words.dtype),
+        "out_tiles": mosaic.shared((columns, out_rows(config), CHANNELS), dtype),
+        "full": mosaic.Barrier(num_arrivals=1 + has_groups + comes_whole, num_barriers=slots),
+        "free": mosaic.Barrier(num_arrivals=columns, num_barriers=slots),
+    }
+    if has_groups:
+        shape = slots, format.groups_of_block, tile_n
+        scratch["parameter_tiles"] = mosaic.shared_rows(shape, jnp.uint32)
+    if not comes_whole:
+        scratch["x_full"] = mosaic.Barrier(num_barriers=x_slots)
+        scratch["x_free"] = mosaic.Barrier(num_arrivals=columns, num_barriers=x_slots)
+    if senders := config.shares * cluster.get("split", 1) - 1:
+        scratch["sent_tiles"] = mosaic.shared((senders, columns, *sums), jnp.float32)
+        scratch["sent"] = mosaic.Barrier(num_arrivals=senders * columns)
+    if interpret:
+        scratch["sum_tiles"] = mosaic.shared_rows(
+            (config.warpgroups, *sums), _sum_dtype(values.dtype)
+        )
     terms = mosaic.launch(
         functools.partial(
             _kernel,
@@ -64,165 +98,253 @@ def matmul_terms(
             scale_dtype=weight.scale_dtype,
             config=config,
             splits=splits,
+            staged=staged,
+            cluster_axis="split" if is_cluster else None,
             interpret=interpret,
         ),
-        jnp.pad(x, ((0, missing), (0, padding))) if missing or padding else x,
+        jnp.pad(values, ((0, missing), (0, padding))) if missing or padding else values,
         weight.words,
         weight.parameters,
-        out_shape=jax.ShapeDtypeStruct((splits, rows + missing, outputs), dtype),
-        # The last one changes first: tiles that share words run at about the same time.
-        grid={
-            "split": splits,
-            "column": pl.cdiv(outputs, tile_n),
-            "row": pl.cdiv(rows, config.tile_m),
-        },
+        *(() if x_scales is None else (_pad_rows(x_scales[:, 0], config.tile_m),)),
+        out_shape=jax.ShapeDtypeStruct((grid.get("split", 1), rows + missing, outputs), dtype),
+        grid=grid,
+        cluster=cluster,
         warpgroups=config.warpgroups,
-        scratch={
-            "x_tiles": mosaic.shared((stages, config.tile_m, format.plane_width), x.dtype),
-            "word_tiles": mosaic.shared((WORD_STAGES, tile_n, format.plane_width), jnp.uint16),
-            "parameter_tiles": mosaic.shared_rows(
-                (WORD_STAGES, format.groups_of_block, tile_n), jnp.uint32
-            ),
-            "out_tiles": mosaic.shared((config.warpgroups, out_rows, CHANNELS), dtype),
-            "x_full": mosaic.Barrier(num_barriers=stages),
-            "x_free": mosaic.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
-            "words_full": mosaic.Barrier(num_arrivals=2, num_barriers=WORD_STAGES),
-            "words_free": mosaic.Barrier(num_arrivals=config.warpgroups, num_barriers=WORD_STAGES),
-            **({"sum_tiles": mosaic.shared_rows(sum_tiles, jnp.float32)} if interpret else {}),
-        },
+        scratch=scratch,
         name=f"matmul_warpgroups_{format.codes}",
         interpret=interpret,
     )
     terms = terms[:, :rows]
-    return terms if splits > 1 else terms.astype(out_dtype)
+    return terms.sum(0, keepdims=True).astype(out_dtype) if is_one_term else terms
 
 
-def x_stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> int:
-    """How many planes' tiles of x shared memory has room for: 0, or a power of two.
+def _pad_rows(x: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(x, (0, -len(x) % multiple))
 
-    So a tile's place is found without a division.
-    """
-    tile_n = CHANNELS * config.warpgroups
-    words = WORD_STAGES * tile_n * (2 * format.plane_width + 4 * format.groups_of_block)
-    out = math.gcd(config.tile_m, MOST_OUT_ROWS) * tile_n * dtype.itemsize
-    room = mosaic.SHARED_BYTES - words - out - mosaic.BARRIER_BYTES
-    fitting = max(0, room // (2 * config.tile_m * format.plane_width))
-    return min(MOST_STAGES, 1 << fitting.bit_length() - 1) if fitting else 0
+
+def _sum_dtype(operand: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.int32 if operand == jnp.int8 else jnp.float32)
 
 
 def _kernel(
     x_ref: Any,  # [M, K padded]
-    words_ref: Any,  # [K blocks, N, plane width]
+    words_ref: Any,  # [K blocks, N, plane width], or a plain matrix [1, N, K padded]
     parameters_ref: Any,  # [groups, N]
-    out_ref: Any,  # [splits, M, N]
-    *,
-    x_tiles: Any,  # [stages, tile_m, plane width]
-    word_tiles: Any,  # [stages, tile_n, plane width]
-    parameter_tiles: Any,  # [stages, groups of a block, tile_n]
-    out_tiles: Any,  # [warpgroups, rows, 64]
-    x_full: Any,
-    x_free: Any,
-    words_full: Any,
-    words_free: Any,
+    *references: Any,  # of x's scales [M], where it has some, and of the output [splits, M, N]
+    x_tiles: Any,  # [slots, tile_m, planes · plane width]
+    word_tiles: Any,  # [slots, tile_n, plane width]
+    out_tiles: Any,  # [columns of 64 outputs, rows, 64]
+    full: Any,
+    free: Any,
+    parameter_tiles: Any = None,  # [slots, groups of a block, tile_n], where there are groups
+    x_full: Any = None,  # where a tile of x is less than a block
+    x_free: Any = None,
+    sent_tiles: Any = None,  # [senders, columns, 64, tile_m], where warpgroups share outputs
+    sent: Any = None,
     sum_tiles: Any = None,  # [warpgroups, 64, tile_m], where the kernel is interpreted
     format: WeightFormat,
     scale_dtype: str,
     config: WarpgroupConfig,
     splits: int,
+    staged: Stages,
+    cluster_axis: str | None,
     interpret: bool,
 ) -> None:
-    warpgroup = jax.lax.axis_index("warpgroup")
-    split = jax.lax.axis_index("split")
-    stages, tile_m, width = x_tiles.shape
-    groups, tile_n = parameter_tiles.shape[1:]
-    blocks, planes, has_one_group = words_ref.shape[0], format.planes, format.group_size is None
+    *x_scales_ref, out_ref = references
+    warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
+    tile_m, width = x_tiles.shape[1], word_tiles.shape[2]
+    groups, tile_n = format.groups_of_block, word_tiles.shape[1]
+    columns, shares = out_tiles.shape[0], config.shares
+    blocks, planes = x_ref.shape[1] // format.block, format.planes
+    has_one_group = format.group_size is None
+    parts = planes // staged.planes  # of a block: tiles of x
     first_row = jax.lax.axis_index("row") * tile_m
     first_output = jax.lax.axis_index("column") * tile_n
     first, last = split * blocks // splits, (split + 1) * blocks // splits
+
+    def slot(share: Any, number: jax.Array, count: int) -> jax.Array:
+        place = jax.lax.rem(number, count)
+        return place if shares == 1 else share * count + place
 
     @pl.when(warpgroup == config.warpgroups)
     def _copy() -> None:
         mosaic.give_registers()
 
-        def copy(block: jax.Array, _: None) -> None:
-            number = block - first
-            stage = jax.lax.rem(number, WORD_STAGES)
-            pl.when(number >= WORD_STAGES)(lambda: mosaic.wait(words_free.at[stage]))
-            outputs, full = pl.ds(first_output, tile_n), words_full.at[stage]
-            mosaic.copy_in(words_ref.at[block, outputs, :], word_tiles.at[stage], full)
-            # A group of all channels comes with every block: so there is nothing special about it.
-            rows = pl.ds(0 if has_one_group else block * groups, groups)
-            mosaic.copy_in(parameters_ref.at[rows, outputs], parameter_tiles.at[stage], full)
-            for plane in range(planes):
-                step = number * planes + plane
-                stage = jax.lax.rem(step, stages)
-                pl.when(step >= stages)(functools.partial(mosaic.wait, x_free.at[stage]))
-                channels = pl.ds((block * planes + plane) * width, width)
-                tile = x_ref.at[pl.ds(first_row, tile_m), channels]
-                mosaic.copy_in(tile, x_tiles.at[stage], x_full.at[stage])
+        def copy(number: jax.Array, share: int) -> None:
+            block = first + number * shares + share
+            place = slot(share, number, staged.blocks)
+            pl.when(number >= staged.blocks)(lambda: mosaic.wait(free.at[place]))
+            outputs, arrival = pl.ds(first_output, tile_n), full.at[place]
+            words = words_ref.at[block, outputs, :]
+            if format.is_flat:
+                words = words_ref.at[0, outputs, pl.ds(block * width, width)]
+            mosaic.copy_in(words, word_tiles.at[place], arrival)
+            if not has_one_group:
+                parameters = parameters_ref.at[pl.ds(block * groups, groups), outputs]
+                mosaic.copy_in(parameters, parameter_tiles.at[place], arrival)
+            for part in range(parts):
+                if parts > 1:
+                    step = number * parts + part
+                    place = slot(share, step, staged.x)
+                    pl.when(step >= staged.x)(functools.partial(mosaic.wait, x_free.at[place]))
+                    arrival = x_full.at[place]
+                size = staged.planes * width
+                channels = pl.ds((block * parts + part) * size, size)
+                x = x_ref.at[pl.ds(first_row, tile_m), channels]
+                mosaic.copy_in(x, x_tiles.at[place], arrival)
 
-        jax.lax.fori_loop(first, last, copy, None)
+        def copy_of_all(number: jax.Array, _: None) -> None:
+            copy(number, 0)  # the first share has the most
+            for share in range(1, shares):
+                is_there = first + number * shares + share < last
+                pl.when(is_there)(functools.partial(copy, number, share))
+
+        jax.lax.fori_loop(0, pl.cdiv(last - first, shares), copy_of_all, None)
 
     @pl.when(warpgroup < config.warpgroups)
     def _compute() -> None:
         mosaic.take_registers(config.warpgroups)
-        own = pl.ds(warpgroup * CHANNELS, CHANNELS)
+        share = 0 if shares == 1 else warpgroup // columns
+        column = warpgroup if shares == 1 else jax.lax.rem(warpgroup, columns)
+        own = pl.ds(column * CHANNELS, CHANNELS)
         kind, operand = code_kinds.of(format), x_ref.dtype
+        scratch = None if sum_tiles is None else sum_tiles.at[warpgroup]
+        count = pl.cdiv(last - first - share, shares)
 
-        def decoder(words: jax.Array, row: jax.Array) -> Callable[[int], jax.Array]:
+        only_group = None
+        if has_one_group:
+            # What sticks out reads what it does not need.
+            output = first_output + column * CHANNELS
+            output = jnp.minimum(output, words_ref.shape[1] - CHANNELS)
+            only_group = mosaic.load_row(
+                parameters_ref.at[0, pl.ds(output, CHANNELS)], interpret=interpret
+            )
+
+        def load(number: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+            place = slot(share, number, staged.blocks)
+            mosaic.wait(full.at[place])
+            words = mosaic.load(word_tiles.at[place, own, :], interpret=interpret)
+            if only_group is not None:
+                return place, words, [only_group]
+            rows = [
+                mosaic.load_row(parameter_tiles.at[place, group, own], interpret=interpret)
+                for group in range(groups)
+            ]
+            return place, words, rows
+
+        def decoder(
+            words: jax.Array, row: jax.Array, *, scaled: bool
+        ) -> Callable[[int], jax.Array]:
             group, ptx = kind.load(row, scale_dtype, operand), not interpret
-            if has_one_group:
-                return kind.decoder([words], group.arguments, (), operand, ptx=ptx)
-            return kind.scaled_decoder([words], group, (), operand, ptx=ptx)
+            if scaled:
+                return kind.scaled_decoder([words], group, (), operand, ptx=ptx)
+            return kind.decoder([words], group.arguments, (), operand, ptx=ptx)
 
-        def multiply(sums: Any) -> jax.Array:
-            def step(block: jax.Array, _: None) -> None:
-                number = block - first
-                word_stage = jax.lax.rem(number, WORD_STAGES)
-                mosaic.wait(words_full.at[word_stage])
-                words = mosaic.load(word_tiles.at[word_stage, own, :], interpret=interpret)
-                rows = [
-                    mosaic.load_row(parameter_tiles.at[word_stage, group, own], interpret=interpret)
-                    for group in range(groups)
-                ]
-                mosaic.arrive(words_free.at[word_stage])
-                decoders = [decoder(words, row) for row in rows]
+        def scale_of(row: jax.Array) -> jax.Array:
+            with backend.decoding_with(mosaic.WgmmaDecoding(tile_m)):
+                scale = kind.load(row, scale_dtype, operand).scale
+            assert scale is not None
+            return scale
+
+        def sum_of_few_rows() -> jax.Array:
+            def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
+                place, words, rows = load(number)
+                for group, row in enumerate(rows):
+                    decode = decoder(words, row, scaled=False)
+                    own_planes = range(group * planes // groups, (group + 1) * planes // groups)
+                    tiles = [x_tiles.at[place, :, pl.ds(p * width, width)] for p in own_planes]
+                    operands = [functools.partial(decode, plane) for plane in own_planes]
+                    term = mosaic.product(
+                        operands, tiles, now=config.multiplies_now, scratch=scratch
+                    )
+                    sums = sums + (term if has_one_group else term * scale_of(row))
+                mosaic.arrive(free.at[place])
+                return sums
+
+            nothing = mosaic.zeros((CHANNELS, tile_m), interpret=interpret)
+            return jax.lax.fori_loop(0, count, go_on, nothing)
+
+        def sum_of_many_rows(sums: Any) -> jax.Array:
+            def go_on(number: jax.Array, _: None) -> None:
+                place, words, rows = load(number)
+                mosaic.arrive(free.at[place])
+                decoders = [decoder(words, row, scaled=not has_one_group) for row in rows]
                 for plane in range(planes):
-                    number_of_x = number * planes + plane
-                    stage = jax.lax.rem(number_of_x, stages)
+                    step = number * planes + plane
+                    place = slot(share, step, staged.x)
                     weights = decoders[plane * groups // planes](plane)
-                    mosaic.wait(x_full.at[stage])
-                    mosaic.multiply(sums, weights, x_tiles.at[stage], interpret=interpret)
-                    # The product before this one is done when no more than this one is at work.
-                    mosaic.wait_for_products(1)
-                    before = jax.lax.rem(number_of_x + stages - 1, stages)
-                    pl.when(number_of_x > 0)(functools.partial(mosaic.arrive, x_free.at[before]))
+                    mosaic.wait(x_full.at[place])
+                    mosaic.multiply(sums, weights, x_tiles.at[place], interpret=interpret)
+                    free_before(step, x_free, staged.x)
 
-            jax.lax.fori_loop(first, last, step, None)
+            jax.lax.fori_loop(0, count, go_on, None)
             mosaic.wait_for_products(0)
             return sums[...]
 
+        def sum_of_matrix(sums: Any) -> jax.Array:
+            def go_on(number: jax.Array, _: None) -> None:
+                place = slot(share, number, staged.blocks)
+                mosaic.wait(full.at[place])
+                words = word_tiles.at[place, own, :]
+                mosaic.multiply(sums, words, x_tiles.at[place], interpret=interpret)
+                free_before(number, free, staged.blocks)
+
+            jax.lax.fori_loop(0, count, go_on, None)
+            mosaic.wait_for_products(0)
+            return sums[...]
+
+        def free_before(step: jax.Array, barriers: Any, slots: int) -> None:
+            # The product before this one is done when no more than this one is at work.
+            mosaic.wait_for_products(1)
+            before = slot(share, step + slots - 1, slots)
+            pl.when(step > 0)(lambda: mosaic.arrive(barriers.at[before]))
+
+        shape, exponent = (CHANNELS, tile_m), 0
         with backend.decoding_with(mosaic.WgmmaDecoding(width)):
-            scratch = None if sum_tiles is None else sum_tiles.at[warpgroup]
-            sums = mosaic.accumulate((CHANNELS, tile_m), multiply, scratch)
-        if has_one_group:
-            row = parameter_tiles.at[0, 0, own]  # as in every stage
-            with backend.decoding_with(mosaic.WgmmaDecoding(tile_m)):
-                row = mosaic.load_row(row, interpret=interpret)
-                scale = kind.load(row, scale_dtype, operand).scale
-            assert scale is not None
-            sums *= scale
-        elif exponent := kind.scaled_exponent(operand, ptx=not interpret):
+            if format.is_flat:
+                dtype = _sum_dtype(operand)
+                sums = mosaic.accumulate(shape, sum_of_matrix, scratch, dtype).astype(jnp.float32)
+            elif config.has_few_rows:
+                sums = sum_of_few_rows()
+            else:
+                sums = mosaic.accumulate(shape, sum_of_many_rows, scratch)
+                if not has_one_group:
+                    exponent = kind.scaled_exponent(operand, ptx=not interpret)
+        if exponent:
             sums *= 2.0**-exponent
-        tile = out_tiles.at[warpgroup]
-        for row in range(0, tile_m, tile.shape[0]):
+
+        def finish(sums: jax.Array) -> None:
+            if only_group is not None:
+                sums *= scale_of(only_group)
+            for ref in x_scales_ref:
+                scales = ref.at[pl.ds(first_row, tile_m)]
+                sums *= mosaic.load_column(scales, interpret=interpret)
+            tile = out_tiles.at[column]
+            for row in range(0, tile_m, tile.shape[0]):
+                mosaic.wait_for_stores()
+                part = sums[:, row : row + tile.shape[0]].astype(out_ref.dtype)
+                mosaic.store_transposed(tile, part, interpret=interpret)
+                target = out_ref.at[
+                    0 if cluster_axis else split,
+                    pl.ds(first_row + row, tile.shape[0]),
+                    pl.ds(first_output + column * CHANNELS, CHANNELS),
+                ]
+                mosaic.copy_out(tile, target)
             mosaic.wait_for_stores()
-            part = sums[:, row : row + tile.shape[0]].astype(out_ref.dtype)
-            mosaic.store_transposed(tile, part, interpret=interpret)
-            target = out_ref.at[
-                split,
-                pl.ds(first_row + row, tile.shape[0]),
-                pl.ds(first_output + warpgroup * CHANNELS, CHANNELS),
-            ]
-            mosaic.copy_out(tile, target)
-        mosaic.wait_for_stores()
+
+        if sent is None:
+            finish(sums)
+            return
+        rank = split * shares + share if cluster_axis else share
+
+        @pl.when(rank > 0)
+        def _send() -> None:
+            mosaic.send(sums, sent_tiles.at[rank - 1, column], sent, axis=cluster_axis)
+
+        @pl.when(rank == 0)
+        def _add() -> None:
+            mosaic.wait(sent)
+            total = sums
+            for sender in range(sent_tiles.shape[0]):
+                total += mosaic.load(sent_tiles.at[sender, column], interpret=interpret)
+            finish(total)

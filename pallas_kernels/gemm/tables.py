@@ -17,13 +17,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pallas_kernels import backend
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
+from pallas_kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
 from pallas_kernels.gemm.warpgroups import why_unsound
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
-# A plan measured for so many rows serves all numbers of rows down to the next smaller one.
-BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# A plan measured for so many rows serves all numbers of rows down to the next smaller one. Few rows
+# that are a multiple of 8 have buckets of their own, as warpgroups multiply these without a copy;
+# where only such a one was measured it serves the one below it, too.
+BUCKETS = (7, 8, 15, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 IMPLEMENTATIONS = ("triton", "mosaic", "dequantize", "xla")
 CONFIGS: Mapping[str, type[GemmConfig | WarpgroupConfig]] = {
@@ -114,9 +116,13 @@ def in_use(device: str) -> list[tuple[Path, Table]]:
 
 def lookup(device: str, wanted: Key) -> Entry | None:
     """The plan measured for a key on a device, or None. Raises TableError for a damaged table."""
+    places = [wanted]
+    if wanted.rows % ROWS:
+        places.append(wanted._replace(rows=wanted.rows + 1))
     for _, table in in_use(device):
-        if wanted in table.entries:
-            return table.entries[wanted]
+        for place in places:
+            if place in table.entries:
+                return table.entries[place]
     return None
 
 
@@ -260,7 +266,7 @@ def _entry(fields: Any, format: WeightFormat, where: str) -> Entry:
     config = {name: value for name, value in fields.items() if name not in common}
     _check_numbers(config, where)
     if kind is WarpgroupConfig:
-        if reason := why_unsound(WarpgroupConfig(**config)):
+        if reason := why_unsound(WarpgroupConfig(**config), format):
             raise ValueError(f"{where}: {reason}")
     else:
         _check_tiles(config, format, where)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
+from pallas_kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
 from pallas_kernels.gemm.heuristic import fused_config, heuristic, most_splits, unfused
 from pallas_kernels.gemm.limits import (
     Limits,
@@ -24,7 +24,6 @@ from pallas_kernels.gemm.limits import (
 from pallas_kernels.gemm.warpgroups import ranked, warpgroup_config
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
-LEAST_WARPGROUP_ROWS = 16  # of a bucket: the fewest that the warpgroups' kernel is tried with
 WARPGROUP_SHARE = 3  # of so many candidates one is for it
 _forced: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("forced plan", default=None)
 
@@ -125,7 +124,7 @@ def candidates(
     sound = [config for config in configs if why_unsound(config, format, limits) is None]
     sound.sort(key=lambda config: (distance(config), repr(config)))
     plans = [Plan("triton", config) for config in sound]
-    if rows >= LEAST_WARPGROUP_ROWS and why_not_warpgroups(format, outputs, limits) is None:
+    if rows >= ROWS and why_not_warpgroups(format, outputs, limits) is None:
         best = ranked(rows, format, channels, outputs, limits)[: most // WARPGROUP_SHARE]
         plans = [*plans[: most - len(best) - 1], *(Plan("mosaic", config) for config in best)]
         rule = heuristic(rows, format, channels, outputs, limits)

@@ -41,7 +41,7 @@ def test_results_are_written_told_and_kept(gpu, tmp_path):
         f"{path}: 4 measured, 0 known before\n"
         "4 configurations skipped: does not compile: ValueError: no room\n"
     )
-    line = "uint4:g128 256x64, 8 rows: 5.0 µs, triton 8x64, 1 splits, 2 warps, 3 stages, scaling"
+    line = "uint4:g128 256x64, 7 rows: 5.0 µs, triton 8x64, 1 splits, 2 warps, 3 stages, scaling"
     assert f"{line} the accumulator (untuned 5.0 µs)\n" in result.stderr
     assert "4/4" in result.stderr
     assert len(tables.read(path, "NVIDIA Test 1").entries) == 4
@@ -102,7 +102,7 @@ def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):
     result = invoke("--shapes", "256x64", "--rows", "1", "--output", tmp_path)
     assert result.exit_code == 1
     assert "configurations skipped: wrong\n" in result.stdout
-    assert "uint4:g128 256x64, 8 rows: no configuration worked\n" in result.stderr
+    assert "uint4:g128 256x64, 7 rows: no configuration worked\n" in result.stderr
     assert result.stderr.endswith("mpjax: no configuration worked for 2 of 2 products\n")
 
 

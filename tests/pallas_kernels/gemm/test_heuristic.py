@@ -160,7 +160,7 @@ def test_k_that_no_number_divides_is_split_all_the_same():
     ("text", "outputs", "limits"),
     [
         ("table4:g64", 4096, H200),
-        ("int8/int8", 4096, H200),
+        ("liquid4:g64/int8", 4096, H200),
         ("uint4:g128", 4100, H200),
         ("uint4:g128", 4096, Limits(108, 8.0)),
         ("uint4:g128", 4096, WITHOUT_WGMMA),
@@ -174,9 +174,17 @@ def test_what_warpgroups_can_not_multiply_is_left_to_others(text, outputs, limit
 @pytest.mark.parametrize("text", ["uint4:g128", "uint8:g32:sym", "float8:gK"])
 def test_warpgroups_multiply_many_rows_on_hopper(text):
     format = WeightFormat.parse(text)
-    found = [heuristic(rows, format, 4096, 24576, H200) for rows in (32, 33, 4096, 4097)]
+    found = [heuristic(rows, format, 4096, 24576, H200) for rows in (31, 33, 4096, 4097)]
     names = [plan.implementation for plan in found]
     assert names == ["triton", "mosaic", "mosaic", "dequantize"]
+
+
+@pytest.mark.parametrize("rows", [8, 16, 24, 32])
+def test_of_few_rows_warpgroups_multiply_four_bits(rows):
+    for text, name in (("uint4:g128", "mosaic"), ("uint4:gK:sym", "mosaic"), ("uint8", "triton")):
+        format = WeightFormat.parse(text)
+        assert heuristic(rows, format, 4096, 24576, H200).implementation == name
+        assert heuristic(rows - 1, format, 4096, 24576, H200).implementation == "triton"
 
 
 def test_many_rows_are_not_fused():
@@ -186,14 +194,22 @@ def test_many_rows_are_not_fused():
     assert heuristic(129, table, 4096, 4096, H200) == Plan("dequantize")
     float8 = WeightFormat.parse("float8:gK/float8")
     assert heuristic(32, float8, 4096, 4096, H200).implementation == "triton"
-    assert heuristic(33, float8, 4096, 4096, H200) == Plan("xla")
+    assert heuristic(33, float8, 4096, 4096, WITHOUT_WGMMA) == Plan("xla")
+
+
+@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
+def test_warpgroups_multiply_matrices_of_eight_bits(text):
+    format = WeightFormat.parse(text)
+    found = [heuristic(rows, format, 4096, 24576, H200) for rows in (32, 33, 4096, 50_000)]
+    assert [plan.implementation for plan in found] == ["triton", "mosaic", "mosaic", "mosaic"]
 
 
 def test_integer_products_are_fused():
     plain, of_levels = (WeightFormat.parse(text) for text in ("int8/int8", "liquid4:g64/int8"))
-    assert heuristic(8192, plain, 4096, 24576, H200).implementation == "triton"
-    assert heuristic(2048, of_levels, 4096, 24576, H200).implementation == "triton"
-    assert heuristic(2049, of_levels, 4096, 24576, H200) == Plan("dequantize")
+    assert heuristic(8192, plain, 4096, 24576, WITHOUT_WGMMA).implementation == "triton"
+    for limits, rows in ((H200, 1024), (WITHOUT_WGMMA, 2048)):
+        assert heuristic(rows, of_levels, 4096, 24576, limits).implementation == "triton"
+        assert heuristic(rows + 1, of_levels, 4096, 24576, limits) == Plan("dequantize")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import re
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat, matmul
+from pallas_kernels import matmul, quantize_activations
 from pallas_kernels.gemm import mosaic, shapes, tuning
 from pallas_kernels.gemm.config import Plan, WarpgroupConfig
 from pallas_kernels.gemm.warpgroups import warpgroup_config
@@ -29,26 +30,37 @@ from tests.pallas_kernels.oracles import GATES, relative_error
 FORMATS = (
     *("uint4:g32", "uint4:g64", "uint4:g128", "uint4:g128:sym"),
     *("uint8:g32", "uint8:g128", "uint8:g64:sym", "float8:g128"),
-    *("uint4:gK", "uint8:gK:sym", "float8:gK"),
+    *("uint4:gK", "uint8:gK:sym", "float8:gK", "int8/int8", "float8:gK/float8"),
 )
 each_format = pytest.mark.parametrize("text", FORMATS)
-# Tiles that stick out, more splits than blocks, K of half a block; the last have more blocks and
-# planes than there are stages, so that every barrier is waited for and comes round.
+# Tiles that stick out, more splits than blocks, K of half a block, fewer blocks than warpgroups
+# that share them; the last of few rows and of many have more blocks and planes than there are
+# slots, so that every barrier is waited for and comes round.
 CASES = [
     ("uint4:g128", 24, 512, 192, WarpgroupConfig(8, 2, 1), "bfloat16", "float16"),
     ("uint4:g32", 20, 288, 128, WarpgroupConfig(32, 2, 2), "float16", "float16"),
-    ("uint4:g64", 3, 320, 64, WarpgroupConfig(8, 3, 2), "bfloat16", "bfloat16"),
+    ("uint4:g64", 3, 320, 64, WarpgroupConfig(8, 3, 2, 3), "bfloat16", "bfloat16"),
     ("uint4:g128:sym", 9, 384, 128, WarpgroupConfig(16, 2, 3), "bfloat16", "float16"),
-    ("uint8:g128", 17, 256, 64, WarpgroupConfig(24, 2, 1), "float16", "float16"),
+    ("uint8:g128", 17, 256, 64, WarpgroupConfig(24, 2, 1, 2), "float16", "float16"),
     ("uint8:g32", 8, 96, 128, WarpgroupConfig(8, 2, 1), "bfloat16", "bfloat16"),
     ("uint8:g64:sym", 5, 192, 128, WarpgroupConfig(8, 2, 1), "float16", "float16"),
-    ("float8:g128", 16, 384, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float32"),
+    ("float8:g128", 16, 384, 128, WarpgroupConfig(16, 4, 2, 2), "bfloat16", "float32"),
     ("uint4:gK", 9, 700, 192, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
-    ("uint8:gK:sym", 5, 300, 64, WarpgroupConfig(8, 2, 3), "float16", "bfloat16"),
-    ("float8:gK", 24, 200, 128, WarpgroupConfig(8, 2, 1), "float16", "float32"),
-    ("uint4:g128", 16, 1280, 128, WarpgroupConfig(16, 2, 1), "bfloat16", "float16"),
-    ("uint4:gK", 8, 1280, 64, WarpgroupConfig(8, 2, 1), "float16", "float16"),
-    ("uint8:g32", 8, 288, 64, WarpgroupConfig(8, 2, 1), "bfloat16", "float16"),
+    ("uint8:gK:sym", 5, 300, 64, WarpgroupConfig(8, 2, 3, 2), "float16", "bfloat16"),
+    ("uint8:g32", 8, 672, 64, WarpgroupConfig(8, 4, 1, 4), "bfloat16", "float16"),
+    ("uint4:g128", 16, 2560, 128, WarpgroupConfig(16, 2, 1), "bfloat16", "float16"),
+    ("uint4:g128", 45, 512, 192, WarpgroupConfig(48, 2, 1), "bfloat16", "float16"),
+    ("uint4:g32", 44, 288, 128, WarpgroupConfig(40, 2, 2), "float16", "float16"),
+    ("uint4:g64", 3, 320, 64, WarpgroupConfig(40, 3, 2), "bfloat16", "bfloat16"),
+    ("uint4:g128:sym", 9, 384, 128, WarpgroupConfig(40, 2, 3), "bfloat16", "float16"),
+    ("uint8:g128", 50, 256, 64, WarpgroupConfig(40, 2, 1), "float16", "float16"),
+    ("float8:gK", 24, 200, 128, WarpgroupConfig(40, 2, 1), "float16", "float32"),
+    ("uint4:g128", 40, 1280, 128, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
+    ("uint4:gK", 40, 1280, 64, WarpgroupConfig(40, 2, 1), "float16", "float16"),
+    ("uint8:g32", 40, 288, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
+    ("int8/int8", 40, 300, 192, WarpgroupConfig(24, 2, 1), "bfloat16", "float32"),
+    ("int8/int8", 7, 1300, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float32"),
+    ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
 ]
 
 interpreted_here = pytest.mark.skipif(
@@ -70,6 +82,7 @@ def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dty
         x = make_x(rng, weight, rows, dtype)
         terms = mosaic.matmul_terms(x, weight, config, jnp.dtype(dtype), interpret=True)
         splits = min(config.splits, weight.padded_channels // weight.format.block)
+        splits = 1 if config.is_cluster else splits
         assert terms.shape == (splits, rows, outputs)
         assert terms.dtype == (dtype if splits == 1 else jnp.float32)
         expected = exact(x) @ dense(weight)
@@ -110,6 +123,8 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
             lowered.add(key)
             dtype = "float16" if rows == 33 else "bfloat16"
             x = jax.ShapeDtypeStruct((rows, shape.channels), dtype)
+            if weight.format.activations:
+                x = jax.eval_shape(lambda x, f=weight.format: quantize_activations(x, f), x)
             multiply = functools.partial(
                 mosaic.matmul_terms, config=config, out_dtype=jnp.dtype(dtype)
             )
@@ -121,7 +136,10 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
     ("text", "rows", "dtype", "scale_dtype", "kernel"),
     [
         ("uint4:g128", 33, "bfloat16", "float16", "matmul_warpgroups_uint4"),
-        ("uint4:g128", 32, "bfloat16", "float16", "matmul_uint4"),
+        ("uint4:g128", 31, "bfloat16", "float16", "matmul_uint4"),
+        ("uint4:g128", 32, "bfloat16", "float16", "matmul_warpgroups_uint4"),
+        ("int8/int8", 64, "bfloat16", "float32", "matmul_warpgroups_int8"),
+        ("liquid4:g64/int8", 2000, "bfloat16", "uint16", "dequantize_liquid4"),
         ("uint4:g128:sym", 4096, "float16", "float16", "matmul_warpgroups_uint4"),
         ("float8:g128", 200, "bfloat16", "float32", "matmul_warpgroups_float8"),
         ("float8:gK", 200, "float16", "float32", "matmul_warpgroups_float8"),
@@ -140,20 +158,16 @@ def test_is_chosen_for_many_rows_that_it_can_multiply(
     assert re.findall(r"\b(?:matmul|dequantize)_\w+\d\b", traced)[0] == kernel
 
 
-def test_tiles_of_x_have_as_many_stages_as_there_is_room_for():
-    format = WeightFormat.parse("uint4:g128")
-    for config in (WarpgroupConfig(256, 2, 1), WarpgroupConfig(128, 3, 2)):
-        assert mosaic.x_stages(format, config, jnp.dtype(jnp.float32)) in (2, 4, 8)
-    assert mosaic.x_stages(format, WarpgroupConfig(2048, 2, 1), jnp.dtype(jnp.float32)) == 0
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("wgmma")
 @each_format
 def test_on_the_gpu(text, rng):
     """Against float64 in both dtypes, whatever sticks out; integers exact; the same bits again."""
     channels, outputs = 1792, 1088
-    for dtype, all_rows in (("bfloat16", (1, 17, 53, 64, 128, 1000)), ("float16", (3, 100))):
+    for dtype, all_rows in (
+        ("bfloat16", (1, 16, 17, 53, 64, 128, 1000)),
+        ("float16", (3, 32, 100)),
+    ):
         for make_weight, make_x in (
             (random_weight, random_activations),
             (integer_weight, integer_activations),
@@ -164,7 +178,8 @@ def test_on_the_gpu(text, rng):
             for rows in all_rows:
                 config = warpgroup_config(rows, weight.format, *weight.shape, H200)
                 run = functools.partial(mosaic.matmul_terms, out_dtype=jnp.dtype(jnp.float32))
-                terms, again = (run(x[:rows], weight, config) for _ in range(2))
+                first = jax.tree.map(operator.itemgetter(slice(rows)), x)
+                terms, again = (run(first, weight, config) for _ in range(2))
                 np.testing.assert_array_equal(np.asarray(terms), np.asarray(again))
                 product = np.asarray(terms.sum(0))
                 if make_weight is integer_weight:
@@ -177,8 +192,12 @@ def test_on_the_gpu(text, rng):
 @pytest.mark.usefixtures("wgmma")
 @pytest.mark.parametrize(
     "config",
-    [WarpgroupConfig(256, 2, 1), WarpgroupConfig(96, 3, 3), WarpgroupConfig(16, 2, 7)],
-    ids=lambda config: f"{config.tile_m}-{config.warpgroups}-{config.splits}",
+    [
+        *(WarpgroupConfig(256, 2, 1), WarpgroupConfig(96, 3, 3), WarpgroupConfig(16, 2, 7)),
+        *(WarpgroupConfig(16, 4, 2, 4), WarpgroupConfig(8, 3, 1, 3), WarpgroupConfig(24, 3, 5, 3)),
+        *(WarpgroupConfig(32, 2, 2), WarpgroupConfig(32, 4, 2, 2), WarpgroupConfig(32, 4, 1)),
+    ],
+    ids=lambda config: "-".join(map(str, dataclasses.astuple(config))),
 )
 def test_any_configuration_on_the_gpu(config, rng):
     weight = integer_weight(rng, "uint4:g128", 4224, 1152)

@@ -56,7 +56,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "bucket"),
-    [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (1000, 1024), (8192, 8192), (50_000, 8192)],
+    [(1, 7), (8, 8), (9, 15), (16, 16), (24, 31), (32, 32), (1000, 1024), (50_000, 8192)],
 )
 def test_buckets(rows, bucket):
     assert tables.bucket(rows) == bucket
@@ -73,7 +73,8 @@ def test_plans_of_warpgroups_come_back(tmp_path):
     [
         ({"tile_m": 20}, "20 rows in a tile of 3 warpgroups; there can be a multiple of 8, to 128"),
         ({"tile_m": 256}, "256 rows in a tile of 3 warpgroups"),
-        ({"warpgroups": 4}, "4 warpgroups; there can be 2 or 3"),
+        ({"warpgroups": 5}, "5 warpgroups; there can be 2, 3, 4"),
+        ({"shares": 2}, "2 of 3 warpgroups can't share outputs: no divisor"),
         ({"splits": 0}, "splits is 0, expected a positive integer"),
         ({"warps": 4}, "unknown field 'warps'"),
     ],
@@ -88,9 +89,15 @@ def test_damaged_plans_of_warpgroups_are_refused(change, reason, tmp_path):
         tables.read(path, DEVICE)
 
 
+def test_a_multiple_of_eight_serves_the_rows_below_it(own):
+    tables.write(own / tables.file_name(DEVICE), Table(DEVICE, (), {SMALL: OF_WARPGROUPS}))
+    entries = [tables.lookup(DEVICE, tables.key(UINT4, 4096, 6144, rows)) for rows in range(8, 18)]
+    assert entries == [None, *[OF_WARPGROUPS] * 8, None]
+
+
 def test_symmetric_codes_have_plans_of_their_own():
     symmetric = WeightFormat.parse("uint4:g128:sym")
-    assert tables.key(UINT4, 4096, 6144, 11) == tables.key(UINT4, 4096, 6144, 16) == SMALL
+    assert tables.key(UINT4, 4096, 6144, 16) == SMALL
     assert tables.key(symmetric, 4096, 6144, 16) == SMALL._replace(format="uint4:g128:sym")
 
 

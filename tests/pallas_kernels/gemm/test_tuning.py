@@ -44,7 +44,7 @@ def test_candidates_are_sound_for_any_product(rows, text, groups, outputs, limit
     )
     for plan in plans[:-1]:
         if isinstance(plan.config, WarpgroupConfig):
-            assert why_unsound(plan.config) is None
+            assert why_unsound(plan.config, format) is None
             continue
         assert plan.implementation == "triton"
         assert plan.config is not None
@@ -78,12 +78,12 @@ def test_a_third_of_the_candidates_are_for_warpgroups():
     plans = tuning.candidates(128, PACKED, 4096, 4096, H200, most=20)
     names = [plan.implementation for plan in plans]
     assert names == ["mosaic"] * 6 + ["triton"] * 13 + ["dequantize"]
-    few = tuning.candidates(16, PACKED, 4096, 4096, H200, most=20)
+    few = tuning.candidates(15, PACKED, 4096, 4096, H200, most=20)
     assert [plan.implementation for plan in few] == ["triton"] * 13 + ["mosaic"] * 6 + [
         "dequantize"
     ]
     assert len({str(plan) for plan in few}) == 20
-    names = [plan.implementation for plan in tuning.candidates(8, PACKED, 4096, 4096, H200)]
+    names = [plan.implementation for plan in tuning.candidates(7, PACKED, 4096, 4096, H200)]
     assert "mosaic" not in names
 
 

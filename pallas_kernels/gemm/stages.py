@@ -1,0 +1,59 @@
+"""How much of its operands a program of the warpgroups' kernel has in shared memory at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.gemm.config import WarpgroupConfig
+
+CAPABILITY = 9.0  # of the GPUs that have `wgmma`
+BARRIER_BYTES = 2048  # at most, with what the start of each array is rounded up by
+BLOCKS = 2  # of words on their way or in use, where there are many rows
+MOST_STAGES = 8  # tiles of x, likewise
+LEAST_STAGES = 2  # of them: a tile is free when the product of the next one has begun
+MOST_OUT_ROWS = 64  # of a tile on its way out
+
+
+class Stages(NamedTuple):
+    """What is in shared memory of the blocks that one warpgroup goes through."""
+
+    blocks: int  # of words
+    x: int  # tiles of x
+    planes: int  # of a block, that a tile of x is for
+
+
+def out_rows(config: WarpgroupConfig) -> int:
+    """Rows of a tile on its way out."""
+    return math.gcd(config.tile_m, MOST_OUT_ROWS)
+
+
+def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> Stages:
+    """As many as there is room for, or none; a power of two where x comes plane by plane.
+
+    dtype: of the output. Tiles of few rows are small: they are for whole blocks, and as many.
+    """
+    width = format.plane_width * format.word_bits // 8
+    words = config.tile_n * (width + 4 * format.groups_of_block)
+    plane = config.tile_m * width
+    out = out_rows(config) * config.tile_n * dtype.itemsize
+    programs = config.splits if config.is_cluster else 1
+    sent = (config.shares * programs - 1) * config.tile_n * config.tile_m * 4
+    room = (backend.shared_memory(CAPABILITY) - BARRIER_BYTES - out - sent) // config.shares
+    if config.has_few_rows or format.is_flat:
+        count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))
+        return Stages(count, count, format.planes)
+    most = max(0, min(MOST_STAGES, (room - BLOCKS * words) // plane))
+    # Its place is then found without a division.
+    return Stages(BLOCKS, 1 << most.bit_length() - 1 if most else 0, 1)
+
+
+def why_no_room(format: WeightFormat, config: WarpgroupConfig) -> str | None:
+    """Why a configuration can't run, whatever the output's dtype; None if it can."""
+    if stages(format, config, jnp.dtype(jnp.float32)).x < LEAST_STAGES:
+        return f"shared memory has no room for {LEAST_STAGES} tiles of x of each warpgroup"
+    return None

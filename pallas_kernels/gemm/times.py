@@ -1,0 +1,130 @@
+"""Models of what a product by warpgroups takes, fitted to measurements on an H200.
+
+All have the same parts: the launch; the beginning of each round of programs; each block of K, of
+which every warpgroup waits for something and the tensor cores or the L2 cache may be what counts;
+and the sum of splits. Rows that are no multiple of ROWS pay for copies, which are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
+from pallas_kernels.gemm.limits import Limits
+
+MEGABYTE_OF_SUMS = 0.38  # microseconds to write and read it
+
+
+class ManyRows(NamedTuple):
+    """Microseconds of decoded weights with many rows.
+
+    259 products with uint4:g128 are within 5 %, and their best configuration is missed by 0.4 %
+    (all of `gemm.shapes` but llama3-70b.down, with this loop from 16 rows on).
+    """
+
+    launch: float = 1.35
+    beginning: float = 1.97
+    # Of a plane's product of 64 channels: what it waits for, for all and for each warpgroup, for
+    # each row of the tile where waiting counts and where the tensor cores do.
+    wait: float = 0.0447
+    warpgroup: float = 0.0544
+    row_wait: float = 0.00067
+    row_product: float = 0.00118
+    sum: float = 0.83  # of splits: a kernel
+
+    def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
+        """Of a block, in each round."""
+        share, warpgroups = format.plane_width / CHANNELS, config.warpgroups
+        wait = self.wait + warpgroups * (self.warpgroup + share * self.row_wait * config.tile_m)
+        product = share * self.row_product * warpgroups * config.tile_m
+        return format.planes * max(wait, product)
+
+
+class FewRows(NamedTuple):
+    """Microseconds of decoded weights with few rows.
+
+    211 products of 8, 16 and 32 rows of all of `gemm.shapes` with uint4:g128 are within 6 % in the
+    mean and 21 % at worst; their best configuration is missed by 0.5 %.
+    """
+
+    launch: float
+    beginning: float
+    # Of a block: for all, for each warpgroup, and for each of its rows.
+    wait: float
+    warpgroup: float
+    row: float
+    megabyte: float  # of words and x, that all programs read of the L2 cache
+    cluster: float  # to add its splits
+    share: float  # to add what a warpgroup sends
+    sum: float
+
+    def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
+        """Of as many blocks as warpgroups share, in each round."""
+        wait = self.wait + config.warpgroups * (self.warpgroup + self.row * config.tile_m)
+        nbytes = format.block * (config.tile_n * format.bits / 8 + 2 * config.tile_m)
+        return max(wait, self.megabyte * config.shares * nbytes * programs * 1e-6)
+
+
+class Matrix(NamedTuple):
+    """Microseconds of 8-bit matrices, which are not decoded.
+
+    82 products with int8 of 64 to 4096 rows of four of `gemm.shapes` are within 6 % in the mean and
+    21 % at worst; their best configuration is missed by 0.1 %.
+    """
+
+    launch: float = 0.0
+    beginning: float = 3.54
+    wait: float = 0.0416  # of a block of 128 channels
+    product: float = 0.00114  # for each warpgroup and row of the tile
+    megabyte: float = 0.0665
+    megabyte_of_words: float = 0.252  # of the whole matrix, in memory
+    sum: float = 1.76
+
+    def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
+        """Of a block, in each round."""
+        product = self.wait + self.product * config.warpgroups * config.tile_m
+        nbytes = format.block * (config.tile_n + config.tile_m)
+        return max(product, self.megabyte * nbytes * programs * 1e-6)
+
+
+MANY_ROWS, MATRIX = ManyRows(), Matrix()
+FEW_ROWS = FewRows(0.8, 2.27, 0.17, 0.077, 0.0056, 0.105, 1.76, 0.0, 1.46)
+LEAST_ROWS = FewRows(0.89, 2.13, 0.029, 0.208, 0.0034, 0.139, 0.88, 0.074, 1.84)
+
+
+def microseconds(
+    config: WarpgroupConfig,
+    rows: int,
+    format: WeightFormat,
+    channels: int,
+    outputs: int,
+    limits: Limits,
+) -> float:
+    """What a product takes, about; of another GPU than the H200, what counts is the order."""
+    programs = math.ceil(rows / config.tile_m) * math.ceil(outputs / config.tile_n) * config.splits
+    rounds = math.ceil(programs / limits.multiprocessors)
+    programs = min(programs, limits.multiprocessors)
+    blocks = math.ceil(
+        math.ceil(math.ceil(channels / format.block) / config.splits) / config.shares
+    )
+    times: ManyRows | FewRows | Matrix = MANY_ROWS
+    if format.is_flat:
+        times = MATRIX
+    elif config.has_few_rows:
+        times = LEAST_ROWS if config.multiplies_now else FEW_ROWS
+    time = times.launch + rounds * (
+        times.beginning + blocks * times.blocks(config, format, programs)
+    )
+    if isinstance(times, Matrix):
+        words = channels * outputs * 1e-6
+        memory = times.launch + times.beginning + times.megabyte_of_words * words
+        time = (time**6 + memory**6) ** (1 / 6)  # the larger one, and something of the other
+    if isinstance(times, FewRows):
+        time += times.share * (config.shares - 1)
+        if config.is_cluster:
+            return time + times.cluster
+    if config.splits > 1:
+        time += times.sum + MEGABYTE_OF_SUMS * config.splits * rows * outputs * 4e-6
+    return time

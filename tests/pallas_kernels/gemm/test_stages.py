@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import WeightFormat
+from pallas_kernels.gemm.config import WarpgroupConfig
+from pallas_kernels.gemm.stages import out_rows, stages, why_no_room
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "expected"),
+    [
+        ("uint4:g128", WarpgroupConfig(256, 2, 1), (2, 4, 1)),
+        ("uint4:g128", WarpgroupConfig(64, 3, 1), (2, 8, 1)),
+        ("uint4:g128", WarpgroupConfig(2048, 2, 1), (2, 0, 1)),
+        ("uint4:g128", WarpgroupConfig(16, 2, 1), (8, 8, 4)),
+        ("uint4:g128", WarpgroupConfig(32, 2, 2, 2), (3, 3, 4)),
+        ("uint4:g128", WarpgroupConfig(32, 4, 2, 4), (1, 1, 4)),
+        ("int8/int8", WarpgroupConfig(256, 2, 1), (3, 3, 1)),
+        ("uint4:g32", WarpgroupConfig(16, 2, 1), (8, 8, 4)),
+    ],
+)
+def test_there_are_as_many_stages_as_there_is_room_for(text, config, expected):
+    assert stages(WeightFormat.parse(text), config, jnp.dtype(jnp.float32)) == expected
+    assert (why_no_room(WeightFormat.parse(text), config) is None) == (expected[1] >= 2)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(8, 8), (24, 8), (64, 64), (96, 32), (256, 64)])
+def test_a_tile_on_its_way_out_is_a_whole_part(rows, expected):
+    assert out_rows(WarpgroupConfig(rows, 2, 1)) == expected

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from pallas_kernels import WeightFormat
+from pallas_kernels.gemm.config import WarpgroupConfig
+from pallas_kernels.gemm.times import microseconds
+from tests.pallas_kernels.gemm.plans import H200, PACKED
+
+MATRIX = WeightFormat.parse("int8/int8")
+
+
+@pytest.mark.parametrize(
+    ("format", "config", "all_rows"),
+    [
+        (PACKED, WarpgroupConfig(128, 3, 1), (128, 256, 512)),
+        (MATRIX, WarpgroupConfig(256, 2, 1), (512, 1024, 2048)),
+    ],
+    ids=["uint4", "int8"],
+)
+def test_times_grow_with_the_product(format, config, all_rows):
+    times = [microseconds(config, rows, format, 4096, 24576, H200) for rows in all_rows]
+    assert times == sorted(times)
+    assert times[2] > 1.8 * times[1]
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "channels", "outputs", "config", "measured"),
+    [
+        (PACKED, 16, 12288, 4096, (16, 2, 2, 2), 11.0),
+        (PACKED, 16, 4096, 24576, (16, 3, 1), 17.1),
+        (PACKED, 32, 4096, 6144, (32, 2, 1, 2), 8.5),
+        (PACKED, 64, 4096, 24576, (64, 3, 1), 25.0),
+        (PACKED, 1024, 4096, 24576, (256, 2, 1), 250.4),
+        (MATRIX, 256, 12288, 4096, (64, 2, 1), 22.0),
+        (MATRIX, 4096, 4096, 24576, (256, 2, 1), 558.5),
+    ],
+)
+def test_times_are_about_what_was_measured(format, rows, channels, outputs, config, measured):
+    time = microseconds(WarpgroupConfig(*config), rows, format, channels, outputs, H200)
+    assert time == pytest.approx(measured, rel=0.15)
+
+
+def test_what_sums_splits_takes_time():
+    alone, of_two, of_three = (
+        microseconds(WarpgroupConfig(64, 2, splits), 64, PACKED, 4096, 57344, H200)
+        for splits in (1, 2, 3)
+    )
+    assert alone < of_two < of_three

@@ -8,6 +8,7 @@ from typing import Literal
 # Output channels of a warpgroup, the tall side of `wgmma`; and rows that tiles of them come in, for
 # Pallas tiles whole arrays in memory by so many.
 CHANNELS, ROWS = 64, 8
+INTEGER_ROWS = 16  # likewise, of more than 32, as `wgmma` multiplies int8
 # Of a tile of theirs: up to which sums are scaled rather than weights, and multiplied warp by warp.
 FEW_ROWS, LEAST_ROWS = 32, 16
 

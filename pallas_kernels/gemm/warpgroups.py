@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import FEW_ROWS, ROWS, WarpgroupConfig
+from pallas_kernels.gemm.config import FEW_ROWS, INTEGER_ROWS, ROWS, WarpgroupConfig
 from pallas_kernels.gemm.limits import Limits
 from pallas_kernels.gemm.stages import why_no_room
 from pallas_kernels.gemm.times import microseconds
@@ -31,7 +31,8 @@ def ranked(
     blocks = -(-channels // format.block)
     heights = {64, 96, 128, 192, 256}
     if rows <= min(heights):
-        heights = {-(-rows // ROWS) * ROWS}
+        step = _row_step(rows, format)
+        heights = {-(-rows // step) * step}
     splits = range(1, max(1, min(MOST_SPLITS, blocks // LEAST_BLOCKS)) + 1)
     space = itertools.product(sorted(heights), MOST_ROWS, splits, range(1, max(MOST_ROWS) + 1))
     configs = [WarpgroupConfig(*fields) for fields in space]
@@ -39,14 +40,20 @@ def ranked(
     return sorted(sound, key=lambda c: microseconds(c, rows, format, channels, outputs, limits))
 
 
+def _row_step(rows: int, format: WeightFormat) -> int:
+    """What the rows of a tile are a multiple of."""
+    return INTEGER_ROWS if format.activations == "int8" and rows > FEW_ROWS else ROWS
+
+
 def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
     """Why a configuration can't run; None if it can."""
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
-    if config.tile_m % ROWS or config.tile_m > MOST_ROWS[config.warpgroups]:
+    step = _row_step(config.tile_m, format)
+    if config.tile_m % step or config.tile_m > MOST_ROWS[config.warpgroups]:
         return (
             f"{config.tile_m} rows in a tile of {config.warpgroups} warpgroups; there can be a "
-            f"multiple of {ROWS}, to {MOST_ROWS[config.warpgroups]}"
+            f"multiple of {step}, to {MOST_ROWS[config.warpgroups]}"
         )
     if config.warpgroups % config.shares:
         return f"{config.shares} of {config.warpgroups} warpgroups can't share outputs: no divisor"

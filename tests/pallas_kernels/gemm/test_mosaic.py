@@ -224,10 +224,13 @@ def test_qwen3_8b_on_the_gpu(shape, rng):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("wgmma")
-def test_is_mapped_and_differentiated_on_the_gpu(rng):
+@pytest.mark.parametrize(
+    "config", [WarpgroupConfig(40, 2, 2), WarpgroupConfig(16, 2, 2, 2)], ids=str
+)
+def test_is_mapped_and_differentiated_on_the_gpu(config, rng):
     weight = random_weight(rng, "uint4:g128", 512, 256)
     x = random_activations(rng, weight, 80, "bfloat16").reshape(2, 40, 512)
-    with tuning.forced(Plan("mosaic", WarpgroupConfig(40, 2, 2))):
+    with tuning.forced(Plan("mosaic", config)):
         whole = matmul(x, weight)
         mapped = jax.vmap(lambda rows: matmul(rows, weight))(x)
         gradient = jax.grad(lambda x: matmul(x, weight).astype(jnp.float32).sum())(x)

@@ -19,6 +19,7 @@ from pallas_kernels.gemm.stages import out_rows, stages, why_no_room
         ("uint4:g128", WarpgroupConfig(32, 4, 2, 4), (1, 1, 4)),
         ("int8/int8", WarpgroupConfig(256, 2, 1), (3, 3, 1)),
         ("uint4:g32", WarpgroupConfig(16, 2, 1), (8, 8, 4)),
+        ("uint4:g128", WarpgroupConfig(16, 3, 2), (4, 4, 4)),
     ],
 )
 def test_there_are_as_many_stages_as_there_is_room_for(text, config, expected):

@@ -70,6 +70,18 @@ def test_few_rows_have_tiles_of_their_own():
         assert rows <= config.tile_m < rows + 8
 
 
+def test_tiles_of_int8_have_rows_that_wgmma_has():
+    for text, rows, height in (
+        ("int8/int8", 50, 64),
+        ("int8/int8", 24, 24),
+        ("uint4:g128", 50, 56),
+    ):
+        found = warpgroups.ranked(rows, WeightFormat.parse(text), 4096, 4096, H200)
+        assert {config.tile_m for config in found} == {height}
+    reason = warpgroups.why_unsound(WarpgroupConfig(40, 2, 1), WeightFormat.parse("int8/int8"))
+    assert "40 rows in a tile of 2 warpgroups; there can be a multiple of 16" in (reason or "")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

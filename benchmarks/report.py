@@ -5,7 +5,6 @@ python -m benchmarks.report
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from pallas_kernels import WeightFormat
 from pallas_kernels.gemm import tables as plans
-from pallas_kernels.gemm.config import Plan
 from pallas_kernels.gemm.heuristic import heuristic
 from pallas_kernels.gemm.limits import Limits
 from pallas_kernels.gemm.shapes import MODELS
@@ -167,13 +165,12 @@ def runs_otherwise(row: dict[str, Any], device: str) -> bool:
         return False
     format = WeightFormat.parse(row["format"])
     table = plans.read(plans.SHIPPED / plans.file_name(device), device)
-    entry = table.entries.get(plans.key(format, row["K"], row["N"], row["M"]))
+    entry = table.find(plans.key(format, row["K"], row["N"], row["M"]))
     plan = entry.plan if entry else heuristic(row["M"], format, row["K"], row["N"], GPUS[device])
-    return (plan.implementation, _fields(plan)) != (row["implementation"], row["configuration"])
-
-
-def _fields(plan: Plan) -> dict[str, Any] | None:
-    return None if plan.config is None else dataclasses.asdict(plan.config)
+    if plan.implementation != row["implementation"]:
+        return True
+    # What a plan could not say yet when it was measured has its default.
+    return plan.config is not None and plan.config != type(plan.config)(**row["configuration"])
 
 
 def _models_or_shapes(rows: Sequence[dict[str, Any]]) -> str:

@@ -198,7 +198,8 @@ def product(
 
     operands: what makes each of them, while the one before is multiplied.
     now: each warp multiplies for itself (`mma.sync`). There is nothing to wait for, so that the
-        compiler can mix that with anything; but the tensor cores are slower.
+        compiler can mix that with anything, but it takes as many more instructions as there are
+        rows.
     scratch: see `accumulate`.
     """
     interpret = scratch is not None

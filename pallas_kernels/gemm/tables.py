@@ -68,6 +68,11 @@ class Table:
     stamps: tuple[Mapping[str, Any], ...] = ()
     entries: Mapping[Key, Entry] = dataclasses.field(default_factory=dict)
 
+    def find(self, wanted: Key) -> Entry | None:
+        """The plan for a key, if need be that of the next multiple of ROWS; None without either."""
+        places = [wanted, wanted._replace(rows=wanted.rows + 1)] if wanted.rows % ROWS else [wanted]
+        return next((self.entries[place] for place in places if place in self.entries), None)
+
 
 def key(format: WeightFormat, channels: int, outputs: int, rows: int) -> Key:
     """Where the plan for x [rows, channels] and a weight [channels, outputs] stands in a table."""
@@ -116,13 +121,9 @@ def in_use(device: str) -> list[tuple[Path, Table]]:
 
 def lookup(device: str, wanted: Key) -> Entry | None:
     """The plan measured for a key on a device, or None. Raises TableError for a damaged table."""
-    places = [wanted]
-    if wanted.rows % ROWS:
-        places.append(wanted._replace(rows=wanted.rows + 1))
     for _, table in in_use(device):
-        for place in places:
-            if place in table.entries:
-                return table.entries[place]
+        if (entry := table.find(wanted)) is not None:
+            return entry
     return None
 
 

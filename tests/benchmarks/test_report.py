@@ -73,7 +73,7 @@ def test_products_with_another_plan_since_are_marked(page):
     found = []
     for key, plan in (
         (tuned, entries[tuned].plan),
-        (plans.key(*by_rule, 8), heuristic(8, *by_rule, report.GPUS["NVIDIA H200"])),
+        (plans.key(*by_rule, 7), heuristic(7, *by_rule, report.GPUS["NVIDIA H200"])),
     ):
         assert plan.config is not None
         place = {"format": key.format, "K": key.channels, "N": key.outputs, "M": key.rows}

@@ -80,7 +80,7 @@ def test_shapes_of_a_checkpoint(tiny, tiny_folder, tmp_path):
 
 def test_jobs_are_distinct_and_keep_weights_together():
     symmetric = WeightFormat.parse("uint4:g128:sym")
-    jobs = tune.make_jobs([(256, 64), (128, 32)], [UINT4, symmetric, INT8], [9, 16, 40])
+    jobs = tune.make_jobs([(256, 64), (128, 32)], [UINT4, symmetric, INT8], [16, 33, 40])
     assert jobs[:3] == [Job(UINT4, 256, 64, 16), Job(UINT4, 256, 64, 64), Job(UINT4, 128, 32, 16)]
     assert len(jobs) == len(set(jobs)) == 3 * 2 * 2
     assert str(jobs[0]) == "uint4:g128 256x64, 16 rows"

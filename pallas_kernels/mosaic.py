@@ -198,8 +198,7 @@ def product(
 
     operands: what makes each of them, while the one before is multiplied.
     now: each warp multiplies for itself (`mma.sync`). There is nothing to wait for, so that the
-        compiler can mix that with anything, but it takes as many more instructions as there are
-        rows.
+        compiler can mix that with anything, but the instructions grow with the rows.
     scratch: see `accumulate`.
     """
     interpret = scratch is not None

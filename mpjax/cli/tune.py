@@ -66,8 +66,8 @@ def command(
         typer.Option(
             metavar="M,...",
             show_default=False,
-            help="Numbers of rows, tokens in a batch, each rounded up to 8, 16, 32 ... 8192. By "
-            "default all of these.",
+            help="Numbers of rows, tokens in a batch, each rounded up to 7, 15, 31, 64, 128 ... "
+            "8192, and a multiple of 8 to 8, 16 or 32. By default all of these.",
         ),
     ] = None,
     output: Annotated[

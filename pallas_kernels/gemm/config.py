@@ -9,8 +9,8 @@ from typing import Literal
 # Pallas tiles whole arrays in memory by so many.
 CHANNELS, ROWS = 64, 8
 INTEGER_ROWS = 16  # likewise, of more than 32, as `wgmma` multiplies int8
-# Of a tile of theirs: up to which sums are scaled rather than weights, and multiplied warp by warp.
-FEW_ROWS, LEAST_ROWS = 32, 16
+FEW_ROWS = 32  # of a tile of theirs: to so many, sums are scaled rather than weights
+LEAST_ROWS = 16  # likewise, each warp multiplies for itself
 
 Implementation = Literal["triton", "mosaic", "dequantize", "xla", "reference"]
 
@@ -69,7 +69,7 @@ class WarpgroupConfig:
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether outputs are fewer than weights."""
+        """Whether sums are scaled rather than weights, as they are fewer."""
         return self.tile_m <= FEW_ROWS
 
     @property

@@ -16,6 +16,7 @@ from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm import triton, tuning, xla
 from pallas_kernels.gemm.config import WarpgroupConfig
+from pallas_kernels.gemm.limits import current_limits, why_not_warpgroups
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
 TILE = 64  # output channels that one program writes out
@@ -41,7 +42,8 @@ def matmul(
         plain = first_level(weight)
         with tuning.forced(None):  # what is forced is a plan for codes
             plan = tuning.plan(len(x.values), plain)
-            if isinstance(plan.config, WarpgroupConfig):
+            reason = why_not_warpgroups(plain.format, plain.shape[1], current_limits())
+            if isinstance(plan.config, WarpgroupConfig) and reason is None:
                 from pallas_kernels.gemm import mosaic  # here, as importing it takes a while
 
                 terms = mosaic.matmul_terms(x, plain, plan.config, out_dtype)

@@ -41,8 +41,8 @@ FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 FUSED_ROWS_OF_LEVELS = 2048
 # To so many, warpgroups are the fastest where they can multiply: uint4:g128 measured at all shapes
 # of gemm.shapes, others at K4096 N24576, on the H200. Of 4096 rows they are level with cuBLAS and a
-# copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096. Of fewer rows than there are
-# channels in a tile, only codes of four bits gain, and only where Pallas need not copy x.
+# copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096. Of up to
+# FEW_ROWS, it is codes of four bits alone, and only where Pallas need not copy x.
 WARPGROUP_ROWS = 4096
 # The int8 of two levels, if warpgroups multiply it: at K4096 N24576, 184 µs instead of 173 with
 # 1024 rows and 600 instead of 657 with 4096; at K12288 N4096, 83 instead of 95 with 1024.

@@ -3,8 +3,8 @@
 One warpgroup of a program only begins copies. The others own 64 output channels each: they decode a
 plane of codes into the registers that the tensor cores read, begin its product and decode the next
 plane while the tensor cores are at work on this one or on another warpgroup's (LiquidGEMM §5.2).
-All of them read the same tiles of x. Where outputs are few, warpgroups or programs share them, each
-with a part of K, and the first one adds what the others send to its shared memory.
+They read the same tiles of x. Where outputs are few, warpgroups or programs share them, each with a
+part of K and of x, and the first one adds what the others send to its shared memory.
 
 The scale of a group is applied to whichever are fewer: to the sums of few rows, or to decoded
 weights, which are rounded to 16 bits. Those of whole output channels are left to the epilogue.
@@ -25,7 +25,8 @@ from pallas_kernels import codes as code_kinds
 from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import CHANNELS, ROWS, WarpgroupConfig
-from pallas_kernels.gemm.stages import Stages, out_rows, stages, why_no_room
+from pallas_kernels.gemm.stages import Stages, out_rows, stages
+from pallas_kernels.gemm.warpgroups import why_unsound
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
 
@@ -57,15 +58,15 @@ def matmul_terms(
     is_turned = jnp.issubdtype(out_dtype, jnp.floating) and jnp.dtype(out_dtype).itemsize in (2, 4)
     dtype = jnp.dtype(out_dtype if is_turned and (splits == 1 or is_cluster) else jnp.float32)
     staged = stages(format, config, dtype)
-    assert why_no_room(format, config) is None
+    assert why_unsound(config, format) is None
     has_groups = format.group_size is not None
     comes_whole = staged.planes == format.planes  # x, with the words
     slots, x_slots = staged.blocks * config.shares, staged.x * config.shares
     sums = (CHANNELS, config.tile_m)
+    # The last one changes first: tiles that share words run at about the same time.
     grid = {"column": pl.cdiv(outputs, tile_n), "row": pl.cdiv(rows, config.tile_m)}
     cluster = {"split": splits} if is_cluster else {}
     if not is_cluster:
-        # The last one changes first: tiles that share words run at about the same time.
         grid = {"split": splits, **grid}
     scratch = {
         "x_tiles": mosaic.shared(

@@ -22,9 +22,8 @@ from pallas_kernels.gemm.warpgroups import why_unsound
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
-# A plan measured for so many rows serves all numbers of rows down to the next smaller one. Few rows
-# that are a multiple of 8 have buckets of their own, as warpgroups multiply these without a copy;
-# where only such a one was measured it serves the one below it, too.
+# A plan measured for so many rows serves all numbers of rows down to the next smaller one. Of few
+# rows, multiples of ROWS have buckets of their own: warpgroups multiply these without a copy.
 BUCKETS = (7, 8, 15, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 IMPLEMENTATIONS = ("triton", "mosaic", "dequantize", "xla")
@@ -69,9 +68,14 @@ class Table:
     entries: Mapping[Key, Entry] = dataclasses.field(default_factory=dict)
 
     def find(self, wanted: Key) -> Entry | None:
-        """The plan for a key, if need be that of the next multiple of ROWS; None without either."""
-        places = [wanted, wanted._replace(rows=wanted.rows + 1)] if wanted.rows % ROWS else [wanted]
-        return next((self.entries[place] for place in places if place in self.entries), None)
+        """The plan for a key, or None.
+
+        Without one, that of the next multiple of ROWS will do, but for one of warpgroups.
+        """
+        if wanted in self.entries or not wanted.rows % ROWS:
+            return self.entries.get(wanted)
+        other = self.entries.get(wanted._replace(rows=wanted.rows + 1))
+        return None if other is None or other.plan.implementation == "mosaic" else other
 
 
 def key(format: WeightFormat, channels: int, outputs: int, rows: int) -> Key:
@@ -81,7 +85,8 @@ def key(format: WeightFormat, channels: int, outputs: int, rows: int) -> Key:
 
 def bucket(rows: int) -> int:
     """The smallest of BUCKETS that holds `rows`; above the last, the last."""
-    return next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
+    size = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
+    return size + 1 if rows % ROWS == 0 and size % ROWS else size
 
 
 def current_device() -> str:

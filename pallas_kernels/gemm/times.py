@@ -122,9 +122,7 @@ def microseconds(
         memory = times.launch + times.beginning + times.megabyte_of_words * words
         time = (time**6 + memory**6) ** (1 / 6)  # the larger one, and something of the other
     if isinstance(times, FewRows):
-        time += times.share * (config.shares - 1)
-        if config.is_cluster:
-            return time + times.cluster
-    if config.splits > 1:
+        time += times.share * (config.shares - 1) + times.cluster * config.is_cluster
+    if config.splits > 1 and not config.is_cluster:
         time += times.sum + MEGABYTE_OF_SUMS * config.splits * rows * outputs * 4e-6
     return time

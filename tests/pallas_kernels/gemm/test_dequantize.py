@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,17 @@ def as_written(weight: QuantizedTensor, dtype: str) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames="dtype")
 def written(weight: QuantizedTensor, dtype: str) -> jax.Array:
     return dequantize.write_out(weight, jnp.dtype(dtype), interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kernel"), [(128, "matmul_warpgroups_int8"), (100, "matmul_int8")]
+)
+def test_two_levels_are_multiplied_as_int8_is(outputs, kernel, pretend_gpu):
+    weight = weight_struct("liquid4:g64/int8", 256, outputs)
+    x = jax.ShapeDtypeStruct((2000, 256), jnp.bfloat16)
+    multiply = functools.partial(matmul, implementation="dequantize")
+    names = re.findall(r"\b(?:matmul|dequantize)_\w+\d\b", str(jax.make_jaxpr(multiply)(x, weight)))
+    assert list(dict.fromkeys(names)) == ["dequantize_liquid4", kernel]
 
 
 # Decoding tables is slow without a GPU, and groups are the same for all codes.

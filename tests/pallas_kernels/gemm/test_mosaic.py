@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels import matmul, quantize_activations
 from pallas_kernels.gemm import mosaic, shapes, tuning
 from pallas_kernels.gemm.config import Plan, WarpgroupConfig
-from pallas_kernels.gemm.warpgroups import warpgroup_config
+from pallas_kernels.gemm.warpgroups import warpgroup_config, why_unsound
 from tests.pallas_kernels.gemm.plans import H200
 from tests.pallas_kernels.gemm.weights import (
     dense,
@@ -132,14 +132,42 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
     assert lowered
 
 
+@each_format
+def test_few_rows_lower(text, lower_for_cuda):
+    """Those that clusters add, and those that warps multiply for themselves, in both dtypes."""
+    weight = weight_struct(text, 1024, 320)
+    configs = [(8, 2, 1), (16, 2, 2, 2), (24, 3, 1, 3), (32, 4, 2, 2), (32, 2, 2), (16, 4, 3)]
+    sound = [WarpgroupConfig(*fields) for fields in configs]
+    sound = [config for config in sound if why_unsound(config, weight.format) is None]
+    assert len(sound) >= 3
+    for number, config in enumerate(sound):
+        dtype = jnp.dtype(jnp.float16 if number % 2 else jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((config.tile_m, 1024), dtype)
+        if weight.format.activations:
+            x = jax.eval_shape(lambda x: quantize_activations(x, weight.format), x)
+        multiply = functools.partial(mosaic.matmul_terms, config=config, out_dtype=dtype)
+        assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
+        terms = jax.eval_shape(multiply, x, weight)
+        assert len(terms) == (config.splits if config.splits > 2 else 1)
+
+
+def test_scales_of_rows_that_stick_out_are_there():
+    """The kernel reads them from memory, where nothing masks what lies outside of an array."""
+    weight, x = weight_struct("int8/int8", 256, 64), jax.ShapeDtypeStruct((33, 256), jnp.bfloat16)
+    x = jax.eval_shape(lambda x: quantize_activations(x, weight.format), x)
+    config = WarpgroupConfig(64, 2, 1)
+    multiply = functools.partial(mosaic.matmul_terms, config=config, out_dtype=x.scales.dtype)
+    assert re.search(r"f32\[64\] = pad", str(jax.make_jaxpr(multiply)(x, weight)))
+
+
 @pytest.mark.parametrize(
     ("text", "rows", "dtype", "scale_dtype", "kernel"),
     [
         ("uint4:g128", 33, "bfloat16", "float16", "matmul_warpgroups_uint4"),
         ("uint4:g128", 31, "bfloat16", "float16", "matmul_uint4"),
+        ("uint4:g128", 24, "bfloat16", "float16", "matmul_warpgroups_uint4"),
         ("uint4:g128", 32, "bfloat16", "float16", "matmul_warpgroups_uint4"),
         ("int8/int8", 64, "bfloat16", "float32", "matmul_warpgroups_int8"),
-        ("liquid4:g64/int8", 2000, "bfloat16", "uint16", "dequantize_liquid4"),
         ("uint4:g128:sym", 4096, "float16", "float16", "matmul_warpgroups_uint4"),
         ("float8:g128", 200, "bfloat16", "float32", "matmul_warpgroups_float8"),
         ("float8:gK", 200, "float16", "float32", "matmul_warpgroups_float8"),
@@ -148,9 +176,7 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
         ("uint4:g128", 2000, "float16", "bfloat16", "dequantize_uint4"),
     ],
 )
-def test_is_chosen_for_many_rows_that_it_can_multiply(
-    text, rows, dtype, scale_dtype, kernel, pretend_gpu
-):
+def test_is_chosen_for_what_it_can_multiply(text, rows, dtype, scale_dtype, kernel, pretend_gpu):
     weight = dataclasses.replace(weight_struct(text, 256, 128), scale_dtype=scale_dtype)
     x = jax.ShapeDtypeStruct((rows, 256), dtype)
     traced = str(jax.make_jaxpr(matmul)(x, weight))
@@ -205,6 +231,16 @@ def test_any_configuration_on_the_gpu(config, rng):
     terms = mosaic.matmul_terms(x, weight, config, jnp.dtype(jnp.float32))
     expected = (exact(x) @ dense(weight)).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(terms.sum(0)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("wgmma")
+def test_long_sums_of_float8_on_the_gpu(rng):
+    """The tensor cores keep fewer bits of these sums than float32 has."""
+    weight = random_weight(rng, "float8:gK/float8", 12288, 128)
+    x = random_activations(rng, weight, 256, "bfloat16")
+    terms = mosaic.matmul_terms(x, weight, WarpgroupConfig(64, 2, 1), jnp.dtype(jnp.bfloat16))
+    assert relative_error(terms[0], exact(x) @ dense(weight)) < GATES["bfloat16"]
 
 
 @pytest.mark.gpu

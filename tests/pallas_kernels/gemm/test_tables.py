@@ -56,7 +56,7 @@ def own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "bucket"),
-    [(1, 7), (8, 8), (9, 15), (16, 16), (24, 31), (32, 32), (1000, 1024), (50_000, 8192)],
+    [(1, 7), (8, 8), (9, 15), (16, 16), (17, 31), (24, 32), (25, 31), (1000, 1024), (50_000, 8192)],
 )
 def test_buckets(rows, bucket):
     assert tables.bucket(rows) == bucket
@@ -90,9 +90,15 @@ def test_damaged_plans_of_warpgroups_are_refused(change, reason, tmp_path):
 
 
 def test_a_multiple_of_eight_serves_the_rows_below_it(own):
-    tables.write(own / tables.file_name(DEVICE), Table(DEVICE, (), {SMALL: OF_WARPGROUPS}))
-    entries = [tables.lookup(DEVICE, tables.key(UINT4, 4096, 6144, rows)) for rows in range(8, 18)]
-    assert entries == [None, *[OF_WARPGROUPS] * 8, None]
+    def found(entry):
+        tables.forget()
+        tables.write(own / tables.file_name(DEVICE), Table(DEVICE, (), {SMALL: entry}))
+        keys = [tables.key(UINT4, 4096, 6144, rows) for rows in range(8, 18)]
+        return [tables.lookup(DEVICE, key) for key in keys]
+
+    assert found(FUSED) == [None, *[FUSED] * 8, None]
+    # Of other rows, x would be copied.
+    assert found(OF_WARPGROUPS) == [*[None] * 8, OF_WARPGROUPS, None]
 
 
 def test_symmetric_codes_have_plans_of_their_own():

@@ -62,6 +62,9 @@ def interpreted_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
 def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions choose Triton kernels, which run interpreted, on any device."""
     monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
+    monkeypatch.setattr(
+        pallas_kernels.gemm.limits, "why_no_wgmma", lambda limits: "only Triton is interpreted"
+    )
     for module, name in (
         (pallas_kernels.gemm.triton, "matmul"),
         (pallas_kernels.gemm.triton, "matmul_terms"),

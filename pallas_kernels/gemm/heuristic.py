@@ -44,8 +44,9 @@ FUSED_ROWS_OF_LEVELS = 2048
 # copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096. Of up to
 # FEW_ROWS, it is codes of four bits alone, and only where Pallas need not copy x.
 WARPGROUP_ROWS = 4096
-# The int8 of two levels, if warpgroups multiply it: at K4096 N24576, 184 µs instead of 173 with
-# 1024 rows and 600 instead of 657 with 4096; at K12288 N4096, 83 instead of 95 with 1024.
+# The int8 of two levels, if warpgroups multiply it. To write it out and to multiply it take, added
+# up, at K4096 N24576 184 µs with 1024 rows and 600 with 4096, and the fused kernel 173 and 657; at
+# K12288 N4096 83 and 95 with 1024. The two were not measured as one.
 FUSED_ROWS_OF_LEVELS_BESIDE_WARPGROUPS = 1024
 # For more and more rows, measured on the H200.
 TILES = tuple(Tile(rows, 64, 4) for rows in (8, 16, 32, 64, 128))

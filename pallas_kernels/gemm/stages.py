@@ -46,7 +46,7 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     room = (backend.shared_memory(CAPABILITY) - BARRIER_BYTES - out - sent) // config.shares
     if config.has_few_rows or format.is_flat:
         count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))
-        # Five to seven were measured to be slower than four, and four slower than eight.
+        # Five and six were measured to be slower than four, and four slower than eight.
         count = 4 if 4 < count < MOST_STAGES else count
         return Stages(count, count, format.planes)
     most = max(0, min(MOST_STAGES, (room - BLOCKS * words) // plane))

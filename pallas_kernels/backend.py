@@ -196,6 +196,9 @@ class Decoding(Protocol):
     def column(self, x: jax.Array) -> jax.Array:
         """See the function below."""
 
+    def share_pairs(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """All pairs of a table's values in shared memory, for `look_up.InSharedRows`."""
+
 
 _decoding: contextvars.ContextVar[Decoding | None] = contextvars.ContextVar(
     "decoding", default=None
@@ -210,6 +213,11 @@ def decoding_with(decoding: Decoding) -> Iterator[None]:
         yield
     finally:
         _decoding.reset(token)
+
+
+def other_decoding() -> Decoding | None:
+    """That of the backend that decoders are traced for, if it is another one than Triton."""
+    return _decoding.get()
 
 
 def column(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The one module that knows Pallas' Mosaic GPU.
+"""All that is known of Pallas' Mosaic GPU, but for what `mosaic_decoding` knows.
 
 It has what Triton hides: warpgroups with tasks of their own, copies that they wait for, and `wgmma`
 whose operand is in registers and which runs on while the next one is made. Kernels reach it through
@@ -7,7 +7,6 @@ the names below, as those of Triton go through `backend`, and decode with the sa
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.gemm.config import CHANNELS
 
@@ -296,52 +292,3 @@ def copy_out(tile: Any, target: Any) -> None:
 def wait_for_stores() -> None:
     """Waits until all tiles of this warpgroup have been read from shared memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-class WgmmaDecoding:
-    """Decoding in the registers of `wgmma`'s operand, for tiles [CHANNELS, width]."""
-
-    def __init__(self, width: int) -> None:
-        self.shape = CHANNELS, width
-
-    def column(self, x: jax.Array) -> jax.Array:
-        """A value for each channel [CHANNELS] as a tile: in a thread's registers they are alike."""
-        return jax.lax.broadcast_in_dim(x, self.shape, (0,))
-
-    def inline_ptx(
-        self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
-    ) -> jax.Array:
-        """PTX on pairs of elements of 16 bits; see `backend.inline_ptx`."""
-        apply = plgpu.inline_mgpu(
-            arg_types=(_layouts.WGMMA,) * len(arguments),
-            return_type=plgpu.ShapeDtypeStruct(self.shape, jnp.dtype(dtype), layout=_layouts.WGMMA),
-        )(functools.partial(_apply_ptx, assembly, jnp.dtype(dtype)))
-        result: jax.Array = apply(*arguments)
-        return result
-
-
-def _apply_ptx(
-    assembly: str,
-    dtype: jnp.dtype,
-    context: Any,
-    *tiles: mosaic_gpu.FragmentedArray,
-) -> mosaic_gpu.FragmentedArray:
-    word = ir.IntegerType.get_signless(32)
-    words = ir.VectorType.get((1,), word)
-    pair = ir.VectorType.get((2,), mosaic_gpu.utils.dtype_to_ir_type(dtype))
-    constraints = ",".join(["=r"] + ["r"] * len(tiles))
-
-    def apply(*values: Any) -> ir.Value:
-        operands = [vector.extract(vector.bitcast(words, value), [], [0]) for value in values]
-        result: Any = llvm.inline_asm(
-            word, operands, assembly, constraints, has_side_effects=False, asm_dialect=0
-        )
-        return vector.bitcast(pair, vector.broadcast(words, result))
-
-    results = np.empty_like(tiles[0].registers)
-    for index in np.ndindex(results.shape):
-        results[index] = apply(*(tile.registers[index] for tile in tiles))
-    is_signed = mosaic_gpu.utils.is_signed(dtype)
-    return mosaic_gpu.FragmentedArray(
-        _registers=results, _layout=tiles[0].layout, _is_signed=is_signed
-    )

@@ -1,4 +1,4 @@
-"""Two ways for a kernel to look up the codes that lie in the nibbles of 32-bit registers.
+"""Ways for a kernel to look up the codes that lie in the nibbles of 32-bit registers.
 
 Nibble n of a register is the code of lane n % 2 of two, in plane n // 2 of four: so a byte is two
 neighbouring lanes' codes of one plane, and their values are one register of an operand.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ class LookUp(abc.ABC):
     shared_bytes = 0  # of shared memory, apart from Triton's own
 
     @abc.abstractmethod
-    def prepare(self, halves: list[jax.Array]) -> tuple[jax.Array, ...]:
-        """Before the loop: tiles [1, 1] that `decoder` takes, from values two in each uint32."""
+    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """Before the loop: what `decoder` takes, from a reference to float32 [2**bits]."""
 
     @abc.abstractmethod
     def decoder(
@@ -41,8 +42,9 @@ class InRegisters(LookUp):
     eight bytes of two registers; a 16-bit value takes two.
     """
 
-    def prepare(self, halves: list[jax.Array]) -> tuple[jax.Array, ...]:
-        """All entries' low bytes, four in a register, then all high bytes."""
+    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """All entries' low bytes, four in a register, then all high bytes: tiles [1, 1]."""
+        halves = _halves(table, bits, operand)
         return tuple(
             backend.inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", *pair, dtype=jnp.int32)
             for selector in ("0x6420", "0x7531")
@@ -89,9 +91,9 @@ class InSharedMemory(LookUp):
 
     shared_bytes = backend.PAIR_BYTES
 
-    def prepare(self, halves: list[jax.Array]) -> tuple[jax.Array, ...]:
-        """The address of the pairs."""
-        return (backend.share_pairs(halves),)
+    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """The address of the pairs, a tile [1, 1]."""
+        return (backend.share_pairs(_halves(table, bits, operand)),)
 
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
@@ -117,3 +119,55 @@ class InSharedMemory(LookUp):
             return backend.inline_ptx(assembly, codes, own, dtype=operand)
 
         return decode
+
+
+ROW_BYTES = 256  # of a pair of entries: one of four bytes for each lane of a warp, and as much room
+
+
+def pair_rows(bits: int) -> int:
+    """How many rows there are for the pairs of a table: entries i and j are row i + 16 · j."""
+    return 17 * (2**bits - 1) + 1
+
+
+class InSharedRows(LookUp):
+    """Tables of any size, where a kernel has room for rows of ROW_BYTES.
+
+    A byte of codes is the number of its pair's row; moved up by one byte, it is the place of the
+    row, and the lowest byte is the lane's place in it. So `prmt` makes the whole address.
+    """
+
+    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """Each lane's place in a row, and the address of the rows: tiles."""
+        decoding = backend.other_decoding()
+        assert decoding is not None, "Triton has no room"
+        return decoding.share_pairs(table, bits, operand)
+
+    def decoder(
+        self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
+    ) -> Callable[[int], jax.Array]:
+        """A byte of codes is the number of a row."""
+
+        def decode(plane: int) -> jax.Array:
+            quad, byte = divmod(plane, 4)
+            # A 32-bit argument fills two operands of the assembly, of which the first is used.
+            assembly = f"""{{
+                .reg .b32 place;
+                prmt.b32 place, $1, $2, 0x77{byte}4;
+                add.u32 place, place, $4;
+                ld.shared.b32 $0, [place];
+            }}"""
+            return backend.inline_ptx(assembly, nibbles(quad), *prepared, dtype=operand)
+
+        return decode
+
+
+def _halves(table: Any, bits: int, operand: jnp.dtype) -> list[jax.Array]:
+    """The values of a table, two in each uint32 [1, 1]."""
+
+    def entry(index: int) -> jax.Array:
+        # A tile of one element rather than a scalar: a broadcast tile can take the layout of an
+        # operand, a scalar that is spread over a tile can't.
+        value = backend.load(table.at[jnp.full((1, 1), index)]).astype(operand)
+        return jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
+
+    return [entry(i) | (entry(i + 1) << jnp.uint32(16)) for i in range(0, 2**bits, 2)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_kernels import backend
 from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
-from pallas_kernels.codes.look_up import InRegisters, InSharedMemory, LookUp
+from pallas_kernels.codes.look_up import InRegisters, InSharedMemory, InSharedRows, LookUp
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.rounding import round_to
 
@@ -49,7 +49,12 @@ class Table(CodeKind):
 
     def __init__(self, bits: int):
         self.bits = bits
-        self._look_up: LookUp = InSharedMemory() if bits == 4 else InRegisters()
+
+    @property
+    def _look_up(self) -> LookUp:
+        if backend.other_decoding() is not None:
+            return InSharedRows()
+        return InSharedMemory() if self.bits == 4 else InRegisters()
 
     def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
         """Nearest entries of the normal-float table, scaled by the group's largest magnitude."""
@@ -94,7 +99,7 @@ class Table(CodeKind):
         """The scale, in the low half."""
         low = parameters.astype(jnp.uint16)
         scale = jax.lax.bitcast_convert_type(low, jnp.dtype(scale_dtype)).astype(jnp.float32)
-        return Group(scale[:, None], (low.astype(jnp.int16)[:, None],))
+        return Group(backend.column(scale), (backend.column(low.astype(jnp.int16)),))
 
     @property
     def shared_bytes(self) -> int:
@@ -104,16 +109,8 @@ class Table(CodeKind):
     def shared(self, table: Any, operand: jnp.dtype, *, ptx: bool) -> tuple[jax.Array, ...]:
         """What the look-up needs of the table in `operand`; without `ptx`, the table itself."""
         if not ptx:
-            return (backend.load(table.at[jnp.arange(2**self.bits)]).astype(operand),)
-
-        def entry(index: int) -> jax.Array:
-            # A tile of one element rather than a scalar: a broadcast tile can take the layout of an
-            # operand, a scalar that is spread over a tile can't.
-            value = backend.load(table.at[jnp.full((1, 1), index)]).astype(operand)
-            return jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
-
-        halves = [entry(i) | (entry(i + 1) << jnp.uint32(16)) for i in range(0, 2**self.bits, 2)]
-        return self._look_up.prepare(halves)
+            return (table[...].astype(operand),)
+        return self._look_up.prepare(table, self.bits, operand)
 
     def decoder(
         self,

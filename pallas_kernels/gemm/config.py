@@ -10,7 +10,8 @@ from typing import Literal
 CHANNELS, ROWS = 64, 8
 INTEGER_ROWS = 16  # likewise, of more than 32, as `wgmma` multiplies int8
 FEW_ROWS = 32  # of a tile of theirs: to so many, sums are scaled rather than weights
-LEAST_ROWS = 16  # likewise, each warp multiplies for itself
+# Likewise, each warp multiplies for itself: of codes that are computed, and of those looked up.
+LEAST_ROWS, LEAST_ROWS_OF_TABLES = 16, 8
 
 Implementation = Literal["triton", "mosaic", "dequantize", "xla", "reference"]
 
@@ -72,10 +73,12 @@ class WarpgroupConfig:
         """Whether sums are scaled rather than weights, as they are fewer."""
         return self.tile_m <= FEW_ROWS
 
-    @property
-    def multiplies_now(self) -> bool:
-        """Whether tiles are so low that nothing is gained by products that can be waited for."""
-        return self.tile_m <= LEAST_ROWS
+    def multiplies_now(self, *, looks_up: bool) -> bool:
+        """Whether tiles are so low that nothing is gained by products that can be waited for.
+
+        looks_up: whether codes are, in the shared memory that each warp would read all of x from.
+        """
+        return self.tile_m <= (LEAST_ROWS_OF_TABLES if looks_up else LEAST_ROWS)
 
     @property
     def is_cluster(self) -> bool:

@@ -42,8 +42,11 @@ FUSED_ROWS_OF_LEVELS = 2048
 # To so many, warpgroups are the fastest where they can multiply: uint4:g128 measured at all shapes
 # of gemm.shapes, others at K4096 N24576, on the H200. Of 4096 rows they are level with cuBLAS and a
 # copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096. Of up to
-# FEW_ROWS, it is codes of four bits alone, and only where Pallas need not copy x.
+# FEW_ROWS, it is tables and codes of four bits, and only where Pallas need not copy x.
 WARPGROUP_ROWS = 4096
+# Of 1024 rows, tables of four and three bits take 284 and 269 µs at K4096 N24576, where cuBLAS
+# takes 254 and writing the weight out 67: of 4096 rows there is nothing left to gain.
+WARPGROUP_ROWS_OF_TABLES = 2048
 # The int8 of two levels, if warpgroups multiply it. To write it out and to multiply it take, added
 # up, at K4096 N24576 184 µs with 1024 rows and 600 with 4096, and the fused kernel 173 and 657; at
 # K12288 N4096 83 and 95 with 1024. The two were not measured as one.
@@ -130,9 +133,10 @@ def heuristic(
 def _suits_warpgroups(rows: int, format: WeightFormat, outputs: int, limits: Limits) -> bool:
     if why_not_warpgroups(format, outputs, limits) is not None:
         return False
+    has_table = code_kinds.of(format).has_table
     if rows <= FEW_ROWS:
-        return format.codes == "uint4" and rows % ROWS == 0
-    return format.is_flat or rows <= WARPGROUP_ROWS
+        return (has_table or format.codes == "uint4") and rows % ROWS == 0
+    return format.is_flat or rows <= (WARPGROUP_ROWS_OF_TABLES if has_table else WARPGROUP_ROWS)
 
 
 def unfused(format: WeightFormat, limits: Limits) -> Literal["dequantize", "xla"]:

@@ -55,10 +55,10 @@ def why_not_warpgroups(format: WeightFormat, outputs: int, limits: Limits) -> st
     if reason := why_no_wgmma(limits):
         return reason
     is_plain = format.is_flat and format.group_size is None
-    if code_kinds.of(format).has_table or (format.activations and not is_plain):
+    if format.activations and not is_plain:
         return (
-            f"{format} is not integers or FP8 beside 16-bit activations, and not a plain 8-bit "
-            "matrix with a scale per output channel"
+            f"{format} has neither 16-bit activations nor a plain 8-bit matrix with a scale per "
+            "output channel"
         )
     if outputs % CHANNELS:
         return f"{outputs} output channels are no multiple of {CHANNELS}"

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend, mosaic
+from pallas_kernels import backend, mosaic, mosaic_decoding
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm.config import CHANNELS, ROWS, WarpgroupConfig
-from pallas_kernels.gemm.stages import Stages, out_rows, stages
+from pallas_kernels.gemm.stages import Stages, stages
 from pallas_kernels.gemm.warpgroups import why_unsound
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
@@ -74,8 +74,12 @@ def matmul_terms(
             values.dtype,
             columns=format.plane_width,
         ),
-        "word_tiles": mosaic.shared((slots, tile_n, format.plane_width), weight.words.dtype),
-        "out_tiles": mosaic.shared((columns, out_rows(config), CHANNELS), dtype),
+        "word_tiles": mosaic.shared(
+            (slots, tile_n, format.columns * format.plane_width),
+            weight.words.dtype,
+            columns=format.plane_width,
+        ),
+        "out_tiles": mosaic.shared((columns, staged.out_rows, CHANNELS), dtype),
         "full": mosaic.Barrier(num_arrivals=1 + has_groups + comes_whole, num_barriers=slots),
         "free": mosaic.Barrier(num_arrivals=columns, num_barriers=slots),
     }
@@ -88,6 +92,9 @@ def matmul_terms(
     if senders := config.shares * cluster.get("split", 1) - 1:
         scratch["sent_tiles"] = mosaic.shared((senders, columns, *sums), jnp.float32)
         scratch["sent"] = mosaic.Barrier(num_arrivals=senders * columns)
+    if weight.table is not None and not interpret:
+        scratch["pair_rows"] = mosaic_decoding.shared_pairs(format.bits)
+        scratch["filled"] = mosaic.Barrier(num_arrivals=config.warpgroups)
     if interpret:
         scratch["sum_tiles"] = mosaic.shared_rows(
             (config.warpgroups, *sums), _sum_dtype(values.dtype)
@@ -106,6 +113,7 @@ def matmul_terms(
         jnp.pad(values, ((0, missing), (0, padding))) if missing or padding else values,
         weight.words,
         weight.parameters,
+        *(() if weight.table is None else (weight.table,)),
         *(() if x_scales is None else (_pad_rows(x_scales[:, 0], config.tile_m),)),
         out_shape=jax.ShapeDtypeStruct((grid.get("split", 1), rows + missing, outputs), dtype),
         grid=grid,
@@ -129,11 +137,11 @@ def _sum_dtype(operand: jnp.dtype) -> jnp.dtype:
 
 def _kernel(
     x_ref: Any,  # [M, K padded]
-    words_ref: Any,  # [K blocks, N, plane width], or a plain matrix [1, N, K padded]
+    words_ref: Any,  # [K blocks, N, columns · plane width], or a plain matrix [1, N, K padded]
     parameters_ref: Any,  # [groups, N]
-    *references: Any,  # of x's scales [M], where it has some, and of the output [splits, M, N]
+    *references: Any,  # a table [2**bits], x's scales [M], where there are; output [splits, M, N]
     x_tiles: Any,  # [slots, tile_m, planes · plane width]
-    word_tiles: Any,  # [slots, tile_n, plane width]
+    word_tiles: Any,  # [slots, tile_n, columns · plane width]
     out_tiles: Any,  # [columns of 64 outputs, rows, 64]
     full: Any,
     free: Any,
@@ -142,6 +150,8 @@ def _kernel(
     x_free: Any = None,
     sent_tiles: Any = None,  # [senders, columns, 64, tile_m], where warpgroups share outputs
     sent: Any = None,
+    pair_rows: Any = None,  # where codes index a table
+    filled: Any = None,
     sum_tiles: Any = None,  # [warpgroups, 64, tile_m], where the kernel is interpreted
     format: WeightFormat,
     scale_dtype: str,
@@ -152,8 +162,9 @@ def _kernel(
     interpret: bool,
 ) -> None:
     *x_scales_ref, out_ref = references
+    table_ref = x_scales_ref.pop(0) if code_kinds.of(format).has_table else None
     warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
-    tile_m, width = x_tiles.shape[1], word_tiles.shape[2]
+    tile_m, width = x_tiles.shape[1], format.plane_width
     groups, tile_n = format.groups_of_block, word_tiles.shape[1]
     columns, shares = out_tiles.shape[0], config.shares
     blocks, planes = x_ref.shape[1] // format.block, format.planes
@@ -209,6 +220,7 @@ def _kernel(
         column = warpgroup if shares == 1 else jax.lax.rem(warpgroup, columns)
         own = pl.ds(column * CHANNELS, CHANNELS)
         kind, operand = code_kinds.of(format), x_ref.dtype
+        multiplies_now = config.multiplies_now(looks_up=kind.has_table)
         scratch = None if sum_tiles is None else sum_tiles.at[warpgroup]
         count = pl.cdiv(last - first - share, shares)
 
@@ -221,10 +233,13 @@ def _kernel(
                 parameters_ref.at[0, pl.ds(output, CHANNELS)], interpret=interpret
             )
 
-        def load(number: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        def load(number: jax.Array) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
             place = slot(share, number, staged.blocks)
             mosaic.wait(full.at[place])
-            words = mosaic.load(word_tiles.at[place, own, :], interpret=interpret)
+            words = [
+                mosaic.load(word_tiles.at[place, own, pl.ds(first, width)], interpret=interpret)
+                for first in range(0, format.columns * width, width)
+            ]
             if only_group is not None:
                 return place, words, [only_group]
             rows = [
@@ -234,15 +249,21 @@ def _kernel(
             return place, words, rows
 
         def decoder(
-            words: jax.Array, row: jax.Array, *, scaled: bool
+            words: list[jax.Array], row: jax.Array, *, scaled: bool
         ) -> Callable[[int], jax.Array]:
             group, ptx = kind.load(row, scale_dtype, operand), not interpret
             if scaled:
-                return kind.scaled_decoder([words], group, (), operand, ptx=ptx)
-            return kind.decoder([words], group.arguments, (), operand, ptx=ptx)
+                return kind.scaled_decoder(words, group, shared, operand, ptx=ptx)
+            return kind.decoder(words, group.arguments, shared, operand, ptx=ptx)
+
+        pairs = None
+        if pair_rows is not None:
+            pairs = mosaic_decoding.Pairs(pair_rows, filled, config.warpgroups)
+        with backend.decoding_with(mosaic_decoding.WgmmaDecoding(width, pairs)):
+            shared = kind.shared(table_ref, operand, ptx=not interpret)
 
         def scale_of(row: jax.Array) -> jax.Array:
-            with backend.decoding_with(mosaic.WgmmaDecoding(tile_m)):
+            with backend.decoding_with(mosaic_decoding.WgmmaDecoding(tile_m)):
                 scale = kind.load(row, scale_dtype, operand).scale
             assert scale is not None
             return scale
@@ -255,9 +276,7 @@ def _kernel(
                     own_planes = range(group * planes // groups, (group + 1) * planes // groups)
                     tiles = [x_tiles.at[place, :, pl.ds(p * width, width)] for p in own_planes]
                     operands = [functools.partial(decode, plane) for plane in own_planes]
-                    term = mosaic.product(
-                        operands, tiles, now=config.multiplies_now, scratch=scratch
-                    )
+                    term = mosaic.product(operands, tiles, now=multiplies_now, scratch=scratch)
                     sums = sums + (term if has_one_group else term * scale_of(row))
                 mosaic.arrive(free.at[place])
                 return sums
@@ -301,7 +320,7 @@ def _kernel(
             pl.when(step > 0)(lambda: mosaic.arrive(barriers.at[before]))
 
         shape, exponent = (CHANNELS, tile_m), 0
-        with backend.decoding_with(mosaic.WgmmaDecoding(width)):
+        with backend.decoding_with(mosaic_decoding.WgmmaDecoding(width)):
             if format.is_flat:
                 dtype = _sum_dtype(operand)
                 sums = mosaic.accumulate(shape, sum_of_matrix, scratch, dtype).astype(jnp.float32)

@@ -8,14 +8,17 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import backend
+from pallas_kernels import codes as code_kinds
+from pallas_kernels.codes.look_up import ROW_BYTES, pair_rows
 from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import WarpgroupConfig
+from pallas_kernels.gemm.config import ROWS, WarpgroupConfig
 
 CAPABILITY = 9.0  # of the GPUs that have `wgmma`
 BARRIER_BYTES = 2048  # at most, with what the start of each array is rounded up by
 BLOCKS = 2  # of words on their way or in use, where there are many rows
 MOST_STAGES = 8  # tiles of x, likewise
 LEAST_STAGES = 2  # of them: a tile is free when the product of the next one has begun
+LEAST_PLANES = 4  # likewise of tiles for a plane: with two, products wait for copies
 MOST_OUT_ROWS = 64  # of a tile on its way out
 
 
@@ -25,11 +28,7 @@ class Stages(NamedTuple):
     blocks: int  # of words
     x: int  # tiles of x
     planes: int  # of a block, that a tile of x is for
-
-
-def out_rows(config: WarpgroupConfig) -> int:
-    """Rows of a tile on its way out."""
-    return math.gcd(config.tile_m, MOST_OUT_ROWS)
+    out_rows: int  # of a tile on its way out
 
 
 def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> Stages:
@@ -38,24 +37,32 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     dtype: of the output. Tiles of few rows are small: they are for whole blocks, and as many.
     """
     width = format.plane_width * format.word_bits // 8
-    words = config.tile_n * (width + 4 * format.groups_of_block)
+    words = config.tile_n * (format.columns * width + 4 * format.groups_of_block)
     plane = config.tile_m * width
-    out = out_rows(config) * config.tile_n * dtype.itemsize
+    out_rows = math.gcd(config.tile_m, MOST_OUT_ROWS)
+    row = config.tile_n * dtype.itemsize
     programs = config.splits if config.is_cluster else 1
     sent = (config.shares * programs - 1) * config.tile_n * config.tile_m * 4
-    room = (backend.shared_memory(CAPABILITY) - BARRIER_BYTES - out - sent) // config.shares
+    pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
+    room = backend.shared_memory(CAPABILITY) - BARRIER_BYTES - sent - pairs
     if config.has_few_rows or format.is_flat:
+        room = (room - out_rows * row) // config.shares
         count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))
         # Five and six were measured to be slower than four, and four slower than eight.
         count = 4 if 4 < count < MOST_STAGES else count
-        return Stages(count, count, format.planes)
-    most = max(0, min(MOST_STAGES, (room - BLOCKS * words) // plane))
+        return Stages(count, count, format.planes, out_rows)
+    room -= BLOCKS * words
+    if room - out_rows * row < LEAST_PLANES * plane:
+        out_rows = max(ROWS, out_rows // 2)  # parts of a tile take turns
+    most = max(0, min(MOST_STAGES, (room - out_rows * row) // plane))
     # Its place is then found without a division.
-    return Stages(BLOCKS, 1 << most.bit_length() - 1 if most else 0, 1)
+    return Stages(BLOCKS, 1 << most.bit_length() - 1 if most else 0, 1, out_rows)
 
 
 def why_no_room(format: WeightFormat, config: WarpgroupConfig) -> str | None:
     """Why a configuration can't run, whatever the output's dtype; None if it can."""
-    if stages(format, config, jnp.dtype(jnp.float32)).x < LEAST_STAGES:
-        return f"shared memory has no room for {LEAST_STAGES} tiles of x of each warpgroup"
+    staged = stages(format, config, jnp.dtype(jnp.float32))
+    least = LEAST_STAGES if staged.planes == format.planes else LEAST_PLANES
+    if staged.x < least:
+        return f"shared memory has no room for {least} tiles of x of each warpgroup"
     return None

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.codes.look_up import ROW_BYTES, pair_rows
+
 U16, U32, U64 = np.uint16, np.uint32, np.uint64
 
 LANES = 32  # of a warp
@@ -85,6 +87,30 @@ def share_pairs(halves: Sequence[jax.Array]) -> jax.Array:
         return np.full((1, 1), SHARED_ADDRESS, np.int32)
 
     return jax.pure_callback(compute, jax.ShapeDtypeStruct((1, 1), jnp.int32), *halves)
+
+
+class SharedRows:
+    """A `backend.Decoding` that shares rows of pairs, as `look_up.InSharedRows` wants them.
+
+    shape: of the words to decode, 16 bits each.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def share_pairs(
+        self, table: np.ndarray, bits: int, operand: jnp.dtype
+    ) -> tuple[jax.Array, jax.Array]:
+        """A word for each lane in each row; whatever else is read is no value of the table."""
+        global _shared
+        values, number = table.astype(operand).view(U16), np.arange(pair_rows(bits))
+        low, high = (values[i % len(table)].astype(U32) for i in (number % 16, number // 16))
+        rows = np.full((len(number), ROW_BYTES // 4), 0xDEADBEEF, U32)
+        rows[:, :LANES] = (low | high << U32(16))[:, None]
+        _shared = rows.reshape(-1)
+        register = np.arange(np.prod(self.shape) // 2, dtype=np.int32)
+        lanes = np.repeat(register % LANES * 4, 2).reshape(self.shape)
+        return jnp.asarray(lanes), jnp.full(self.shape, SHARED_ADDRESS, jnp.int32)
 
 
 def registers(array: jax.Array, first: jax.Array) -> list[np.ndarray]:

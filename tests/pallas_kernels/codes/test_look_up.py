@@ -4,25 +4,53 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.codes.look_up import InRegisters, InSharedMemory, LookUp
-from tests.pallas_kernels.codes.decoding import bits_of
+from pallas_kernels import backend
+from pallas_kernels.codes.look_up import (
+    InRegisters,
+    InSharedMemory,
+    InSharedRows,
+    LookUp,
+    pair_rows,
+)
+from tests.pallas_kernels import ptx
 
 
-def halves(values: np.ndarray) -> list:
-    """Values of 16 bits, two in each uint32 [1, 1]."""
-    return [jnp.asarray(pair).reshape(1, 1) for pair in bits_of(values).view(np.uint32)]
+class Reference:
+    """A table as kernels have it: `backend.load` is given what `at` says."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.at = jnp.asarray(values, jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def _arrays_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "load", lambda values: values)
+
+
+def every_pair(entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Words whose bytes are all pairs of codes, two registers at a time; and the two codes."""
+    low, high = (code.reshape(-1, 2) for code in np.indices((entries, entries)).reshape(2, -1))
+    return (low | high << 4 | low << 8 | high << 12).astype(np.uint16), low, high
 
 
 @pytest.mark.parametrize(
-    ("look_up", "entries"), [(InRegisters(), 4), (InRegisters(), 8), (InSharedMemory(), 16)]
+    ("look_up", "bits"),
+    [
+        *((InRegisters(), 2), (InRegisters(), 3), (InSharedMemory(), 4)),
+        *((InSharedRows(), 2), (InSharedRows(), 3), (InSharedRows(), 4)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, LookUp) else str(value),
 )
-def test_every_pair_of_codes_is_found(look_up: LookUp, entries, interpreted_ptx, rng):
-    values = rng.standard_normal(entries).astype(np.float16)
-    prepared = look_up.prepare(halves(values))
-    # Two registers at a time: all bytes of two codes, at each of the four places.
-    low, high = (code.reshape(-1, 2) for code in np.indices((entries, entries)).reshape(2, -1))
-    words = (low | high << 4 | low << 8 | high << 12).astype(np.uint16)
-    decode = look_up.decoder(lambda quad: jnp.asarray(words), prepared, jnp.dtype("float16"))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_pair_of_codes_is_found(look_up: LookUp, bits, dtype, interpreted_ptx, rng):
+    values = rng.standard_normal(2**bits).astype(np.float32)
+    words, low, high = every_pair(2**bits)
+    is_shared = isinstance(look_up, InSharedRows)
+    table = values if is_shared else Reference(values)
+    with backend.decoding_with(ptx.SharedRows(words.shape)):
+        prepared = look_up.prepare(table, bits, jnp.dtype(dtype))
+    decode = look_up.decoder(lambda quad: jnp.asarray(words), prepared, jnp.dtype(dtype))
+    values = values.astype(jnp.dtype(dtype))
     for plane in range(8):
         # Planes 0 and 1 of four lie in the lower word of a register, 2 and 3 in the upper one.
         word = plane % 4 // 2
@@ -31,13 +59,24 @@ def test_every_pair_of_codes_is_found(look_up: LookUp, entries, interpreted_ptx,
 
 
 def test_bytes_of_eight_entries_lie_in_four_registers(interpreted_ptx):
-    values = (0x0100 + 0x0201 * np.arange(8)).astype(np.uint16)
-    low, high = np.arange(8), 1 + 2 * np.arange(8)
+    # Their halves, as float16, are 0x0100, 0x0302, 0x0504 …
+    values = (0x0100 + 0x0202 * np.arange(8)).astype(np.uint16).view(np.float16)
+    low, high = 2 * np.arange(8), 1 + 2 * np.arange(8)
     expected = np.concatenate([low, high]).astype(np.uint8).view(np.uint32)
-    prepared = [
-        np.asarray(word).view(np.uint32).item() for word in InRegisters().prepare(halves(values))
-    ]
-    assert prepared == expected.tolist()
+    prepared = InRegisters().prepare(Reference(values), 3, jnp.dtype("float16"))
+    found = [np.asarray(word).view(np.uint32).item() for word in prepared]
+    assert found == expected.tolist()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_there_is_a_row_for_each_pair(bits):
+    words, _, _ = every_pair(2**bits)
+    assert pair_rows(bits) == int(words.view(np.uint8).max()) + 1
+
+
+def test_rows_are_for_kernels_with_room():
+    with pytest.raises(AssertionError, match="Triton"):
+        InSharedRows().prepare(None, 4, jnp.dtype("bfloat16"))
 
 
 def test_only_pairs_take_shared_memory():

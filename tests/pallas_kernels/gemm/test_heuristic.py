@@ -159,11 +159,11 @@ def test_k_that_no_number_divides_is_split_all_the_same():
 @pytest.mark.parametrize(
     ("text", "outputs", "limits"),
     [
-        ("table4:g64", 4096, H200),
         ("liquid4:g64/int8", 4096, H200),
         ("uint4:g128", 4100, H200),
         ("uint4:g128", 4096, Limits(108, 8.0)),
         ("uint4:g128", 4096, WITHOUT_WGMMA),
+        ("table4:g64", 4096, WITHOUT_WGMMA),
     ],
 )
 def test_what_warpgroups_can_not_multiply_is_left_to_others(text, outputs, limits):
@@ -180,8 +180,11 @@ def test_warpgroups_multiply_many_rows_on_hopper(text):
 
 
 @pytest.mark.parametrize("rows", [8, 16, 24, 32])
-def test_of_few_rows_warpgroups_multiply_four_bits(rows):
-    for text, name in (("uint4:g128", "mosaic"), ("uint4:gK:sym", "mosaic"), ("uint8", "triton")):
+def test_of_few_rows_warpgroups_multiply_four_bits_and_tables(rows):
+    for text, name in (
+        *(("uint4:g128", "mosaic"), ("uint4:gK:sym", "mosaic"), ("uint8", "triton")),
+        *(("table4:g64", "mosaic"), ("table3:g128", "mosaic"), ("table2:g32", "mosaic")),
+    ):
         format = WeightFormat.parse(text)
         assert heuristic(rows, format, 4096, 24576, H200).implementation == name
         assert heuristic(rows - 1, format, 4096, 24576, H200).implementation == "triton"
@@ -190,8 +193,10 @@ def test_of_few_rows_warpgroups_multiply_four_bits(rows):
 def test_many_rows_are_not_fused():
     assert heuristic(257, PACKED, 4096, 4096, WITHOUT_WGMMA) == Plan("dequantize")
     table = WeightFormat.parse("table4:g64")
-    assert heuristic(128, table, 4096, 4096, H200).implementation == "triton"
-    assert heuristic(129, table, 4096, 4096, H200) == Plan("dequantize")
+    assert heuristic(128, table, 4096, 4096, WITHOUT_WGMMA).implementation == "triton"
+    assert heuristic(129, table, 4096, 4096, WITHOUT_WGMMA) == Plan("dequantize")
+    assert heuristic(2048, table, 4096, 4096, H200).implementation == "mosaic"
+    assert heuristic(2049, table, 4096, 4096, H200) == Plan("dequantize")
     float8 = WeightFormat.parse("float8:gK/float8")
     assert heuristic(32, float8, 4096, 4096, H200).implementation == "triton"
     assert heuristic(33, float8, 4096, 4096, WITHOUT_WGMMA) == Plan("xla")

@@ -31,6 +31,7 @@ FORMATS = (
     *("uint4:g32", "uint4:g64", "uint4:g128", "uint4:g128:sym"),
     *("uint8:g32", "uint8:g128", "uint8:g64:sym", "float8:g128"),
     *("uint4:gK", "uint8:gK:sym", "float8:gK", "int8/int8", "float8:gK/float8"),
+    *("table4:g64", "table3:g64", "table2:g32"),
 )
 each_format = pytest.mark.parametrize("text", FORMATS)
 # Tiles that stick out, more splits than blocks, K of half a block, fewer blocks than warpgroups
@@ -60,6 +61,9 @@ CASES = [
     ("uint8:g32", 40, 288, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
     ("int8/int8", 40, 300, 192, WarpgroupConfig(24, 2, 1), "bfloat16", "float32"),
     ("int8/int8", 7, 1300, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float32"),
+    ("table3:g64", 16, 1088, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
+    ("table2:g32", 40, 1088, 192, WarpgroupConfig(40, 2, 1), "float16", "float16"),
+    ("table4:g64", 40, 1088, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
     ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
 ]
 
@@ -135,14 +139,14 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
 @each_format
 def test_few_rows_lower(text, lower_for_cuda):
     """Those that clusters add, and those that warps multiply for themselves, in both dtypes."""
-    weight = weight_struct(text, 1024, 320)
+    weight = weight_struct(text, 1536, 320)
     configs = [(8, 2, 1), (16, 2, 2, 2), (24, 3, 1, 3), (32, 4, 2, 2), (32, 2, 2), (16, 4, 3)]
     sound = [WarpgroupConfig(*fields) for fields in configs]
     sound = [config for config in sound if why_unsound(config, weight.format) is None]
     assert len(sound) >= 3
     for number, config in enumerate(sound):
         dtype = jnp.dtype(jnp.float16 if number % 2 else jnp.bfloat16)
-        x = jax.ShapeDtypeStruct((config.tile_m, 1024), dtype)
+        x = jax.ShapeDtypeStruct((config.tile_m, 1536), dtype)
         if weight.format.activations:
             x = jax.eval_shape(lambda x: quantize_activations(x, weight.format), x)
         multiply = functools.partial(mosaic.matmul_terms, config=config, out_dtype=dtype)
@@ -226,7 +230,27 @@ def test_on_the_gpu(text, rng):
     ids=lambda config: "-".join(map(str, dataclasses.astuple(config))),
 )
 def test_any_configuration_on_the_gpu(config, rng):
-    weight = integer_weight(rng, "uint4:g128", 4224, 1152)
+    check_exactly("uint4:g128", config, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("wgmma")
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        *(("table4:g64", WarpgroupConfig(128, 3, 2)), ("table3:g64", WarpgroupConfig(256, 2, 1))),
+        *(("table4:g32", WarpgroupConfig(32, 4, 1)), ("table2:g256", WarpgroupConfig(192, 2, 3))),
+        *(("table4:g64", WarpgroupConfig(8, 4, 2, 4)), ("table3:g64", WarpgroupConfig(8, 3, 1, 3))),
+        ("table3:g128", WarpgroupConfig(24, 2, 5)),
+    ],
+    ids=str,
+)
+def test_any_configuration_of_tables_on_the_gpu(text, config, rng):
+    check_exactly(text, config, rng)
+
+
+def check_exactly(text, config, rng):
+    weight = integer_weight(rng, text, 4224, 1152)
     x = integer_activations(rng, weight, 300, "bfloat16")
     terms = mosaic.matmul_terms(x, weight, config, jnp.dtype(jnp.float32))
     expected = (exact(x) @ dense(weight)).astype(np.float32)

@@ -7,6 +7,7 @@ from pallas_kernels.gemm.config import WarpgroupConfig
 from pallas_kernels.gemm.times import microseconds
 from tests.pallas_kernels.gemm.plans import H200, PACKED
 
+TABLE3, TABLE4 = WeightFormat.parse("table3:g64"), WeightFormat.parse("table4:g64")
 MATRIX = WeightFormat.parse("int8/int8")
 
 
@@ -32,6 +33,10 @@ def test_times_grow_with_the_product(format, config, all_rows):
         (PACKED, 32, 4096, 6144, (32, 2, 1, 2), 8.5),
         (PACKED, 64, 4096, 24576, (64, 3, 1), 25.0),
         (PACKED, 1024, 4096, 24576, (256, 2, 1), 250.4),
+        (TABLE4, 16, 12288, 4096, (16, 3, 2, 3), 12.7),
+        (TABLE4, 128, 4096, 24576, (128, 3, 1), 37.8),
+        (TABLE3, 16, 4096, 24576, (16, 3, 1), 20.2),
+        (TABLE3, 256, 4096, 24576, (128, 3, 1), 76.8),
         (MATRIX, 256, 12288, 4096, (64, 2, 1), 22.0),
         (MATRIX, 4096, 4096, 24576, (256, 2, 1), 558.5),
     ],

@@ -15,7 +15,7 @@ from tests.pallas_kernels.gemm.plans import H200, PACKED
 
 FORMATS = (
     *("uint4:g32", "uint4:g128", "uint4:g128:sym", "uint8:g64", "float8:g128", "uint4:gK"),
-    *("int8/int8", "float8:gK/float8"),
+    *("int8/int8", "float8:gK/float8", "table4:g64", "table3:g32", "table2:g256"),
 )
 
 
@@ -39,6 +39,20 @@ def test_every_ranked_configuration_is_sound(rows, text, groups, tiles):
         assert config.tile_m // 2 + 32 <= 65536 // (128 * (config.warpgroups + 1))
         for dtype in (jnp.bfloat16, jnp.float32):
             assert stages(format, config, jnp.dtype(dtype)).x >= 2, "copies must overlap"
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "measured"),
+    [
+        ("table4:g64", 16, (16, 4, 3)),
+        ("table4:g64", 64, (64, 3, 2)),
+        ("table3:g64", 8, (8, 3, 2)),
+        ("table3:g64", 16, (16, 3, 2)),
+    ],
+)
+def test_the_model_of_tables_finds_what_was_the_fastest(text, rows, measured):
+    found = warpgroups.warpgroup_config(rows, WeightFormat.parse(text), 8192, 10240, H200)
+    assert found == WarpgroupConfig(*measured)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,158 @@
+"""Decoding in Mosaic GPU: what decoders ask of a backend, on the registers of `wgmma`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+
+from pallas_kernels import mosaic
+from pallas_kernels.codes.look_up import ROW_BYTES, pair_rows
+from pallas_kernels.gemm.config import CHANNELS
+
+_layouts = plgpu.Layout
+
+
+def shared_pairs(bits: int) -> Any:
+    """Rows in shared memory for all pairs of a table's 2**bits values."""
+    return plgpu.SMEM((pair_rows(bits), ROW_BYTES // 4), jnp.uint32)
+
+
+class Pairs(NamedTuple):
+    """Shared memory for all pairs of a table's values, as `look_up.InSharedRows` has them."""
+
+    rows: Any  # of `shared_pairs`
+    filled: Any  # a barrier, at which each warpgroup that computes arrives
+    warpgroups: int  # that compute, the first ones of a program
+
+
+class WgmmaDecoding:
+    """Decoding in the registers of `wgmma`'s operand, for tiles [CHANNELS, width].
+
+    pairs: where those of a table go, if the codes index one.
+    """
+
+    def __init__(self, width: int, pairs: Pairs | None = None) -> None:
+        self.shape, self.pairs = (CHANNELS, width), pairs
+
+    def column(self, x: jax.Array) -> jax.Array:
+        """A value for each channel [CHANNELS] as a tile: in a thread's registers they are alike."""
+        return jax.lax.broadcast_in_dim(x, self.shape, (0,))
+
+    def share_pairs(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """Fills `pairs` together with the other warpgroups; see `look_up.InSharedRows`."""
+        assert self.pairs is not None
+        uniform = plgpu.ShapeDtypeStruct(
+            self.shape, jnp.dtype(jnp.int32), layout=_layouts.WG_SPLAT(self.shape)
+        )
+        fill = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(uniform, uniform)
+        )(functools.partial(_fill_rows, bits, operand, self.pairs.warpgroups, self.shape))
+        lanes, address = fill(table, self.pairs.rows)
+        mosaic.arrive(self.pairs.filled)
+        mosaic.wait(self.pairs.filled)
+        return lanes, address
+
+    def inline_ptx(
+        self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """PTX on pairs of elements of 16 bits; see `backend.inline_ptx`."""
+        uniform = _layouts.WG_SPLAT(self.shape)
+        apply = plgpu.inline_mgpu(
+            arg_types=tuple(
+                uniform if argument.dtype.itemsize == 4 else _layouts.WGMMA
+                for argument in arguments
+            ),
+            return_type=plgpu.ShapeDtypeStruct(self.shape, jnp.dtype(dtype), layout=_layouts.WGMMA),
+        )(functools.partial(_apply_ptx, assembly, jnp.dtype(dtype)))
+        result: jax.Array = apply(*arguments)
+        return result
+
+
+def _fill_rows(
+    bits: int,
+    operand: jnp.dtype,
+    warpgroups: int,
+    shape: tuple[int, int],
+    context: Any,
+    table: ir.Value,
+    rows: ir.Value,
+) -> tuple[mosaic_gpu.FragmentedArray, mosaic_gpu.FragmentedArray]:
+    # Eight threads write a row, four words each. The last rows are written more than once.
+    word, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    constant = functools.partial(mosaic_gpu.c, ty=word)
+    value_type = mosaic_gpu.utils.dtype_to_ir_type(operand)
+    thread, count, at_once = mosaic_gpu.utils.thread_idx(), pair_rows(bits), 16 * warpgroups
+    first = arith.shrui(thread, constant(3))
+    column = arith.shli(arith.andi(thread, constant(7)), constant(2))
+
+    def value(code: ir.Value) -> ir.Value:
+        entry = arith.andi(code, constant(2**bits - 1))
+        loaded = memref.load(table, [arith.index_cast(index, entry)])
+        return arith.truncf(value_type, loaded)
+
+    for number in range(-(-count // at_once)):
+        row = arith.minui(arith.addi(first, constant(number * at_once)), constant(count - 1))
+        pair = [value(row), value(arith.shrui(row, constant(4)))]
+        both = vector.from_elements(ir.VectorType.get((2,), value_type), pair)
+        one = vector.bitcast(ir.VectorType.get((1,), word), both)
+        four = vector.broadcast(ir.VectorType.get((4,), word), vector.extract(one, [], [0]))
+        vector.store(four, rows, [arith.index_cast(index, i) for i in (row, column)])
+
+    lane = arith.shli(arith.andi(thread, constant(31)), constant(2))
+    address = llvm.ptrtoint(word, mosaic_gpu.utils.memref_ptr(rows))
+    layout = mosaic_gpu.WGSplatFragLayout(shape)
+    # What each lane has of its own passes for what is alike in all of them.
+    lanes, addresses = (
+        mosaic_gpu.FragmentedArray(
+            _registers=np.array(register, dtype=object), _layout=layout, _is_signed=True
+        )
+        for register in (lane, address)
+    )
+    return lanes, addresses
+
+
+def _apply_ptx(
+    assembly: str,
+    dtype: jnp.dtype,
+    context: Any,
+    *tiles: mosaic_gpu.FragmentedArray,
+) -> mosaic_gpu.FragmentedArray:
+    word = ir.IntegerType.get_signless(32)
+    words = ir.VectorType.get((1,), word)
+    pair = ir.VectorType.get((2,), mosaic_gpu.utils.dtype_to_ir_type(dtype))
+    # As for Triton, what is the same in all threads fills as many operands as it has halves.
+    uniform = [isinstance(t.layout, mosaic_gpu.WGSplatFragLayout) for t in tiles]
+    constraints = ",".join(["=r"] + ["r"] * (len(tiles) + sum(uniform)))
+
+    def apply(*values: Any) -> ir.Value:
+        operands = []
+        for value, is_uniform in zip(values, uniform, strict=True):
+            if is_uniform:
+                operands += [value, value]
+            else:
+                operands.append(vector.extract(vector.bitcast(words, value), [], [0]))
+        result: Any = llvm.inline_asm(
+            word, operands, assembly, constraints, has_side_effects=False, asm_dialect=0
+        )
+        return vector.bitcast(pair, vector.broadcast(words, result))
+
+    results = np.empty_like(tiles[0].registers)
+    for index in np.ndindex(results.shape):
+        results[index] = apply(
+            *(
+                tile.registers.item() if is_uniform else tile.registers[index]
+                for tile, is_uniform in zip(tiles, uniform, strict=True)
+            )
+        )
+    is_signed = mosaic_gpu.utils.is_signed(dtype)
+    return mosaic_gpu.FragmentedArray(
+        _registers=results, _layout=tiles[0].layout, _is_signed=is_signed
+    )

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend, mosaic, mosaic_decoding
+from pallas_kernels.codes.look_up import InSharedRows
+
+WARPGROUPS, WIDTH, PLANES = 2, 64, 4
+
+
+def look_up_kernel(
+    words_ref, table_ref, out_ref, *, word_tiles, out_tiles, full, rows, filled, bits, dtype
+):
+    """Looks up words [channels, WIDTH], whose nibbles are codes, in a table."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    own = pl.ds(warpgroup * 64, 64)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _copy():
+        mosaic.give_registers()
+        mosaic.copy_in(words_ref, word_tiles, full)
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _compute():
+        mosaic.take_registers(WARPGROUPS)
+        pairs = mosaic_decoding.Pairs(rows, filled, WARPGROUPS)
+        with backend.decoding_with(mosaic_decoding.WgmmaDecoding(WIDTH, pairs)):
+            look_up = InSharedRows()
+            prepared = look_up.prepare(table_ref, bits, dtype)
+            mosaic.wait(full)
+            words = mosaic.load(word_tiles.at[own, :], interpret=False)
+            decode = look_up.decoder(lambda quad: words, prepared, dtype)
+            for plane in range(PLANES):
+                tile = out_tiles.at[warpgroup]
+                mosaic.wait_for_stores()
+                mosaic.store_transposed(tile, decode(plane), interpret=False)
+                mosaic.copy_out(tile, out_ref.at[plane, :, own])
+            mosaic.wait_for_stores()
+
+
+def look_up(words: jax.Array, table: jax.Array, *, bits: int, dtype: jnp.dtype) -> jax.Array:
+    """Values [PLANES, WIDTH, channels]."""
+    channels = 64 * WARPGROUPS
+    return mosaic.launch(
+        functools.partial(look_up_kernel, bits=bits, dtype=dtype),
+        words,
+        table,
+        out_shape=jax.ShapeDtypeStruct((PLANES, WIDTH, channels), dtype),
+        grid={"one": 1},
+        warpgroups=WARPGROUPS,
+        scratch={
+            "word_tiles": mosaic.shared((channels, WIDTH), words.dtype),
+            "out_tiles": mosaic.shared((WARPGROUPS, WIDTH, 64), dtype),
+            "full": mosaic.Barrier(),
+            "rows": mosaic_decoding.shared_pairs(bits),
+            "filled": mosaic.Barrier(num_arrivals=WARPGROUPS),
+        },
+        name="look_up",
+        interpret=False,
+    )
+
+
+each_table = pytest.mark.parametrize(
+    ("bits", "dtype"), [(2, "bfloat16"), (3, "float16"), (4, "bfloat16"), (4, "float16")]
+)
+
+
+@each_table
+def test_look_ups_lower(bits, dtype, lower_for_cuda):
+    run = functools.partial(look_up, bits=bits, dtype=jnp.dtype(dtype))
+    words = jax.ShapeDtypeStruct((64 * WARPGROUPS, WIDTH), jnp.uint16)
+    assert "mosaic_gpu" in lower_for_cuda(run, words, jax.ShapeDtypeStruct((2**bits,), jnp.float32))
+
+
+@pytest.mark.gpu
+@each_table
+def test_every_pair_of_codes_is_found_on_the_gpu(bits, dtype, rng, wgmma):
+    # Neighbouring lanes are a register, whose bytes are pairs: of planes 0, 1, 2 and 3.
+    codes = rng.integers(2**bits, size=(64 * WARPGROUPS, WIDTH // 2, PLANES, 2))
+    pairs = 2**bits * codes[..., 0] + codes[..., 1]
+    assert np.unique(pairs).size == 4**bits, "a pair is missing"
+    nibbles = codes.reshape(*codes.shape[:2], 2, 4)
+    words = (nibbles << np.arange(0, 16, 4)).sum(-1).reshape(-1, WIDTH).astype(np.uint16)
+    table = jnp.asarray(rng.standard_normal(2**bits), jnp.float32)
+    run = jax.jit(functools.partial(look_up, bits=bits, dtype=jnp.dtype(dtype)))
+    found = run(jnp.asarray(words), table)
+    lanes = codes.swapaxes(2, 3).reshape(64 * WARPGROUPS, WIDTH, PLANES)
+    expected = np.asarray(table.astype(dtype))[lanes.T]
+    np.testing.assert_array_equal(np.asarray(found), expected)

@@ -8,6 +8,7 @@ the names below, as those of Triton go through `backend`, and decode with the sa
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gemm.config import CHANNELS
 
 SWIZZLED_BYTES = 128  # of a row of a tile that `wgmma` reads, at most
-COPYING_REGISTERS = 40  # of a thread that only begins copies
+COPYING_REGISTERS = 32  # of a thread that only begins copies
 _REGISTERS = 65536 // 128  # of a multiprocessor, for each thread of a warpgroup
 _MOST_REGISTERS = 248  # of a thread, in whole eights
 
@@ -160,20 +161,23 @@ def zeros(shape: tuple[int, int], *, interpret: bool) -> jax.Array:
 
 
 def accumulate(
-    shape: tuple[int, int],
-    body: Callable[[Any], jax.Array],
+    rows: Sequence[int],
+    body: Callable[..., Any],
     scratch: Any | None,
     dtype: jax.typing.DTypeLike = jnp.float32,
-) -> jax.Array:
-    """Runs `body` with sums of 0, which `multiply` adds to, in the registers of a warpgroup.
+) -> Any:
+    """Runs `body` with sums [CHANNELS, n] of 0 for each n of `rows`, which `multiply` adds to.
 
-    scratch: where they are instead if a kernel is interpreted, else None.
+    They are in the registers of a warpgroup.
+
+    scratch: [CHANNELS, all rows], where they are instead if a kernel is interpreted, else None.
     """
     if scratch is None:
-        result: jax.Array = pl.run_scoped(body, plgpu.WGMMAAccumulatorRef(shape, jnp.dtype(dtype)))
-        return result
-    scratch[...] = jnp.zeros(shape, dtype)
-    return body(scratch)
+        sums = [plgpu.WGMMAAccumulatorRef((CHANNELS, n), jnp.dtype(dtype)) for n in rows]
+        return pl.run_scoped(body, *sums)
+    scratch[...] = jnp.zeros((CHANNELS, sum(rows)), dtype)
+    ends = itertools.accumulate(rows)
+    return body(*(scratch.at[:, pl.ds(end - n, n)] for end, n in zip(ends, rows, strict=True)))
 
 
 def multiply(sums: Any, operand: Any, x: Any, *, interpret: bool) -> None:
@@ -207,7 +211,8 @@ def product(
         return result
 
     if interpret or not now:
-        return accumulate(shape, begin, scratch)
+        result: jax.Array = accumulate(shape[1:], begin, scratch)
+        return result
     sums, rows = zeros(shape, interpret=False), _mma_rows()
     run = plgpu.inline_mgpu(
         arg_types=(_layouts.WGMMA, _layouts.WGMMA, rows),

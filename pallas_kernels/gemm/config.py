@@ -9,6 +9,7 @@ from typing import Literal
 # Pallas tiles whole arrays in memory by so many.
 CHANNELS, ROWS = 64, 8
 INTEGER_ROWS = 16  # likewise, of more than 32, as `wgmma` multiplies int8
+PRODUCT_ROWS = {2: 256, 3: 128, 4: 128}  # of a `wgmma`, by warpgroups of theirs
 FEW_ROWS = 32  # of a tile of theirs: to so many, sums are scaled rather than weights
 # Likewise, each warp multiplies for itself: of codes that are computed, and of those looked up.
 LEAST_ROWS, LEAST_ROWS_OF_TABLES = 16, 8
@@ -79,6 +80,16 @@ class WarpgroupConfig:
         looks_up: whether codes are, in the shared memory that each warp would read all of x from.
         """
         return self.tile_m <= (LEAST_ROWS_OF_TABLES if looks_up else LEAST_ROWS)
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Rows of x of each product that a plain matrix in shared memory is multiplied by.
+
+        The sums of one instruction have to fit the registers that threads are launched with, before
+        those that copy have given theirs away.
+        """
+        fits = self.tile_m <= PRODUCT_ROWS[self.warpgroups]
+        return (self.tile_m,) if fits else (self.tile_m // 2,) * 2
 
     @property
     def is_cluster(self) -> bool:

@@ -13,7 +13,7 @@ weights, which are rounded to 16 bits. Those of whole output channels are left t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -262,8 +262,8 @@ def _kernel(
         with backend.decoding_with(mosaic_decoding.WgmmaDecoding(width, pairs)):
             shared = kind.shared(table_ref, operand, ptx=not interpret)
 
-        def scale_of(row: jax.Array) -> jax.Array:
-            with backend.decoding_with(mosaic_decoding.WgmmaDecoding(tile_m)):
+        def scale_of(row: jax.Array, rows: int = tile_m) -> jax.Array:
+            with backend.decoding_with(mosaic_decoding.WgmmaDecoding(rows)):
                 scale = kind.load(row, scale_dtype, operand).scale
             assert scale is not None
             return scale
@@ -301,46 +301,57 @@ def _kernel(
             mosaic.wait_for_products(0)
             return sums[...]
 
-        def sum_of_matrix(sums: Any) -> jax.Array:
+        def sums_of_matrix(*sums: Any) -> list[jax.Array]:
             def go_on(number: jax.Array, _: None) -> None:
                 place = slot(share, number, staged.blocks)
                 mosaic.wait(full.at[place])
                 words = word_tiles.at[place, own, :]
-                mosaic.multiply(sums, words, x_tiles.at[place], interpret=interpret)
-                free_before(number, free, staged.blocks)
+                row = 0
+                for part in sums:
+                    x = x_tiles.at[place, pl.ds(row, part.shape[1]), :]
+                    mosaic.multiply(part, words, x, interpret=interpret)
+                    row += part.shape[1]
+                free_before(number, free, staged.blocks, len(sums))
 
             jax.lax.fori_loop(0, count, go_on, None)
             mosaic.wait_for_products(0)
-            return sums[...]
+            return [part[...].astype(jnp.float32) for part in sums]
 
-        def free_before(step: jax.Array, barriers: Any, slots: int) -> None:
-            # The product before this one is done when no more than this one is at work.
-            mosaic.wait_for_products(1)
+        def free_before(step: jax.Array, barriers: Any, slots: int, products: int = 1) -> None:
+            # Those of the step before are done when no more than this one's are at work.
+            mosaic.wait_for_products(products)
             before = slot(share, step + slots - 1, slots)
             pl.when(step > 0)(lambda: mosaic.arrive(barriers.at[before]))
 
-        shape, exponent = (CHANNELS, tile_m), 0
+        exponent = 0
         with backend.decoding_with(mosaic_decoding.WgmmaDecoding(width)):
             if format.is_flat:
                 dtype = _sum_dtype(operand)
-                sums = mosaic.accumulate(shape, sum_of_matrix, scratch, dtype).astype(jnp.float32)
+                sums = mosaic.accumulate(config.products, sums_of_matrix, scratch, dtype)
             elif config.has_few_rows:
-                sums = sum_of_few_rows()
+                sums = [sum_of_few_rows()]
             else:
-                sums = mosaic.accumulate(shape, sum_of_many_rows, scratch)
+                sums = [mosaic.accumulate((tile_m,), sum_of_many_rows, scratch)]
                 if not has_one_group:
                     exponent = kind.scaled_exponent(operand, ptx=not interpret)
         if exponent:
-            sums *= 2.0**-exponent
+            sums = [part * 2.0**-exponent for part in sums]
 
-        def finish(sums: jax.Array) -> None:
-            if only_group is not None:
-                sums *= scale_of(only_group)
-            for ref in x_scales_ref:
-                scales = ref.at[pl.ds(first_row, tile_m)]
-                sums *= mosaic.load_column(scales, interpret=interpret)
+        def finish(sums: Sequence[jax.Array]) -> None:
+            row = first_row
+            for part in sums:
+                if only_group is not None:
+                    part *= scale_of(only_group, part.shape[1])
+                for ref in x_scales_ref:
+                    scales = ref.at[pl.ds(row, part.shape[1])]
+                    part *= mosaic.load_column(scales, interpret=interpret)
+                store(part, row)
+                row += part.shape[1]
+            mosaic.wait_for_stores()
+
+        def store(sums: jax.Array, first_row: jax.Array) -> None:
             tile = out_tiles.at[column]
-            for row in range(0, tile_m, tile.shape[0]):
+            for row in range(0, sums.shape[1], tile.shape[0]):
                 mosaic.wait_for_stores()
                 part = sums[:, row : row + tile.shape[0]].astype(out_ref.dtype)
                 mosaic.store_transposed(tile, part, interpret=interpret)
@@ -350,7 +361,6 @@ def _kernel(
                     pl.ds(first_output + column * CHANNELS, CHANNELS),
                 ]
                 mosaic.copy_out(tile, target)
-            mosaic.wait_for_stores()
 
         if sent is None:
             finish(sums)
@@ -359,12 +369,12 @@ def _kernel(
 
         @pl.when(rank > 0)
         def _send() -> None:
-            mosaic.send(sums, sent_tiles.at[rank - 1, column], sent, axis=cluster_axis)
+            mosaic.send(sums[0], sent_tiles.at[rank - 1, column], sent, axis=cluster_axis)
 
         @pl.when(rank == 0)
         def _add() -> None:
             mosaic.wait(sent)
-            total = sums
+            [total] = sums
             for sender in range(sent_tiles.shape[0]):
                 total += mosaic.load(sent_tiles.at[sender, column], interpret=interpret)
-            finish(total)
+            finish([total])

@@ -39,7 +39,7 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     width = format.plane_width * format.word_bits // 8
     words = config.tile_n * (format.columns * width + 4 * format.groups_of_block)
     plane = config.tile_m * width
-    out_rows = math.gcd(config.tile_m, MOST_OUT_ROWS)
+    out_rows = math.gcd(*config.products, MOST_OUT_ROWS)
     row = config.tile_n * dtype.itemsize
     programs = config.splits if config.is_cluster else 1
     sent = (config.shares * programs - 1) * config.tile_n * config.tile_m * 4

@@ -11,8 +11,11 @@ from pallas_kernels.gemm.stages import why_no_room
 from pallas_kernels.gemm.times import microseconds
 
 # A program has a multiprocessor to itself: its threads begin with all registers. With three
-# computing warpgroups these are 128 for each thread, and half of them can be sums.
+# computing warpgroups these are 160 for each thread, and less than half of them can be sums, where
+# weights are decoded into others.
 MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}  # of a tile, by warpgroups
+MOST_ROWS_OF_MATRIX = {2: 256, 3: 256, 4: FEW_ROWS}
+HALVED_ROWS = 32  # what tiles of two products are a multiple of
 MOST_SPLITS = 8
 LEAST_BLOCKS = 2  # of K in a program's part
 
@@ -49,11 +52,12 @@ def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
     """Why a configuration can't run; None if it can."""
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
-    step = _row_step(config.tile_m, format)
-    if config.tile_m % step or config.tile_m > MOST_ROWS[config.warpgroups]:
+    step = _row_step(config.tile_m, format) if len(config.products) == 1 else HALVED_ROWS
+    most = (MOST_ROWS_OF_MATRIX if format.is_flat else MOST_ROWS)[config.warpgroups]
+    if config.tile_m % step or config.tile_m > most:
         return (
             f"{config.tile_m} rows in a tile of {config.warpgroups} warpgroups; there can be a "
-            f"multiple of {step}, to {MOST_ROWS[config.warpgroups]}"
+            f"multiple of {step}, to {most}"
         )
     if config.warpgroups % config.shares:
         return f"{config.shares} of {config.warpgroups} warpgroups can't share outputs: no divisor"

@@ -65,6 +65,7 @@ CASES = [
     ("table2:g32", 40, 1088, 192, WarpgroupConfig(40, 2, 1), "float16", "float16"),
     ("table4:g64", 40, 1088, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
     ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
+    ("int8/int8", 300, 600, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "float32"),
 ]
 
 interpreted_here = pytest.mark.skipif(
@@ -242,10 +243,12 @@ def test_any_configuration_on_the_gpu(config, rng):
         *(("table4:g32", WarpgroupConfig(32, 4, 1)), ("table2:g256", WarpgroupConfig(192, 2, 3))),
         *(("table4:g64", WarpgroupConfig(8, 4, 2, 4)), ("table3:g64", WarpgroupConfig(8, 3, 1, 3))),
         ("table3:g128", WarpgroupConfig(24, 2, 5)),
+        *(("int8/int8", WarpgroupConfig(256, 3, 1)), ("int8/int8", WarpgroupConfig(192, 3, 1))),
+        ("float8:gK/float8", WarpgroupConfig(256, 3, 1)),
     ],
     ids=str,
 )
-def test_any_configuration_of_tables_on_the_gpu(text, config, rng):
+def test_any_configuration_of_other_formats_on_the_gpu(text, config, rng):
     check_exactly(text, config, rng)
 
 

@@ -40,6 +40,12 @@ def test_a_tile_on_its_way_out_is_a_whole_part(rows, expected):
     assert stages(format, config, jnp.dtype(jnp.bfloat16)).out_rows == expected
 
 
+def test_a_tile_on_its_way_out_is_of_one_product():
+    config, format = WarpgroupConfig(192, 3, 1), WeightFormat.parse("int8/int8")
+    assert config.products == (96, 96)
+    assert stages(format, config, jnp.dtype(jnp.bfloat16)).out_rows == 32
+
+
 def test_a_tile_on_its_way_out_makes_room():
     config, format = WarpgroupConfig(128, 3, 1), WeightFormat.parse("table4:g64")
     assert stages(format, config, jnp.dtype(jnp.bfloat16)) == (2, 4, 1, 64)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import WeightFormat
+from pallas_kernels import WeightFormat, mosaic
 from pallas_kernels.gemm import shapes, warpgroups
 from pallas_kernels.gemm.config import WarpgroupConfig
 from pallas_kernels.gemm.stages import stages
@@ -35,8 +35,11 @@ def test_every_ranked_configuration_is_sound(rows, text, groups, tiles):
     for config in found:
         assert warpgroups.why_unsound(config, format) is None
         assert 1 <= config.splits <= math.ceil(channels / format.block)
-        # Sums beside a plane of operands, in what the launch gives to each thread.
-        assert config.tile_m // 2 + 32 <= 65536 // (128 * (config.warpgroups + 1))
+        # Sums beside a plane of operands, in what the launch gives to each thread; and beside the
+        # addresses of both operands, in what is left by those that copy.
+        launched = 65536 // (128 * (config.warpgroups + 1))
+        assert max(config.products) // 2 + 32 <= launched
+        assert config.tile_m // 2 + 32 <= mosaic.registers_per_thread(config.warpgroups)
         for dtype in (jnp.bfloat16, jnp.float32):
             assert stages(format, config, jnp.dtype(dtype)).x >= 2, "copies must overlap"
 
@@ -110,3 +113,11 @@ def test_tiles_of_int8_have_rows_that_wgmma_has():
 )
 def test_a_reason_says_what_there_can_be(config, words):
     assert words in (warpgroups.why_unsound(config, PACKED) or "")
+
+
+def test_a_matrix_has_tiles_of_two_products():
+    format = WeightFormat.parse("float8:gK/float8")
+    assert WarpgroupConfig(256, 3, 1).products == (128, 128)
+    assert warpgroups.why_unsound(WarpgroupConfig(256, 3, 1), format) is None
+    reason = warpgroups.why_unsound(WarpgroupConfig(144, 3, 1), format)
+    assert "multiple of 32, to 256" in (reason or "")

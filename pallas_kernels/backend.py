@@ -196,7 +196,7 @@ class Decoding(Protocol):
     def column(self, x: jax.Array) -> jax.Array:
         """See the function below."""
 
-    def share_pairs(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+    def fill_rows(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
         """All pairs of a table's values in shared memory, for `look_up.InSharedRows`."""
 
 

@@ -211,7 +211,7 @@ def product(
         return result
 
     if interpret or not now:
-        result: jax.Array = accumulate(shape[1:], begin, scratch)
+        result: jax.Array = accumulate((shape[1],), begin, scratch)
         return result
     sums, rows = zeros(shape, interpret=False), _mma_rows()
     run = plgpu.inline_mgpu(

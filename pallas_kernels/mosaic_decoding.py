@@ -20,7 +20,7 @@ from pallas_kernels.gemm.config import CHANNELS
 _layouts = plgpu.Layout
 
 
-def shared_pairs(bits: int) -> Any:
+def shared_rows_of_pairs(bits: int) -> Any:
     """Rows in shared memory for all pairs of a table's 2**bits values."""
     return plgpu.SMEM((pair_rows(bits), ROW_BYTES // 4), jnp.uint32)
 
@@ -28,7 +28,7 @@ def shared_pairs(bits: int) -> Any:
 class Pairs(NamedTuple):
     """Shared memory for all pairs of a table's values, as `look_up.InSharedRows` has them."""
 
-    rows: Any  # of `shared_pairs`
+    rows: Any  # of `shared_rows_of_pairs`
     filled: Any  # a barrier, at which each warpgroup that computes arrives
     warpgroups: int  # that compute, the first ones of a program
 
@@ -46,7 +46,7 @@ class WgmmaDecoding:
         """A value for each channel [CHANNELS] as a tile: in a thread's registers they are alike."""
         return jax.lax.broadcast_in_dim(x, self.shape, (0,))
 
-    def share_pairs(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+    def fill_rows(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
         """Fills `pairs` together with the other warpgroups; see `look_up.InSharedRows`."""
         assert self.pairs is not None
         uniform = plgpu.ShapeDtypeStruct(
@@ -54,7 +54,7 @@ class WgmmaDecoding:
         )
         fill = plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(uniform, uniform)
-        )(functools.partial(_fill_rows, bits, operand, self.pairs.warpgroups, self.shape))
+        )(functools.partial(_fill, bits, operand, self.pairs.warpgroups, self.shape))
         lanes, address = fill(table, self.pairs.rows)
         mosaic.arrive(self.pairs.filled)
         mosaic.wait(self.pairs.filled)
@@ -76,7 +76,7 @@ class WgmmaDecoding:
         return result
 
 
-def _fill_rows(
+def _fill(
     bits: int,
     operand: jnp.dtype,
     warpgroups: int,

@@ -121,7 +121,9 @@ class InSharedMemory(LookUp):
         return decode
 
 
-ROW_BYTES = 256  # of a pair of entries: one of four bytes for each lane of a warp, and as much room
+# Of a pair of entries: four for each lane of a warp, and as many unused, so that the place of a row
+# is its number moved up by a byte.
+ROW_BYTES = 256
 
 
 def pair_rows(bits: int) -> int:
@@ -132,15 +134,15 @@ def pair_rows(bits: int) -> int:
 class InSharedRows(LookUp):
     """Tables of any size, where a kernel has room for rows of ROW_BYTES.
 
-    A byte of codes is the number of its pair's row; moved up by one byte, it is the place of the
-    row, and the lowest byte is the lane's place in it. So `prmt` makes the whole address.
+    A byte of codes is the number of its pair's row, and moved up by one byte the place of the row;
+    the lowest byte is the lane's place in it. So `prmt` makes the whole address.
     """
 
     def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
         """Each lane's place in a row, and the address of the rows: tiles."""
         decoding = backend.other_decoding()
         assert decoding is not None, "Triton has no room"
-        return decoding.share_pairs(table, bits, operand)
+        return decoding.fill_rows(table, bits, operand)
 
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype

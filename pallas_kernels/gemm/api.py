@@ -38,8 +38,8 @@ def matmul(
 
     - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4, LiquidGEMM §4,
       FLUTE §3). 16-bit or quantised x on a CUDA GPU of compute capability 8.0 or more.
-    - `mosaic`: the same by warpgroups that decode while others multiply (LiquidGEMM §5.2): integers
-      and FP8 beside 16-bit x, `int8` and `float8:gK/float8`; compute capability 9.0 alone.
+    - `mosaic`: the same by warpgroups that decode while others multiply (LiquidGEMM §5.2): all
+      formats beside 16-bit x, `int8` and `float8:gK/float8`; compute capability 9.0 alone.
     - `dequantize`: writes the weight out, then cuBLAS, or for `liquid4` the kernel of `int8`; the
       faster way for many rows.
     - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.

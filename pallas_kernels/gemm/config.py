@@ -9,7 +9,7 @@ from typing import Literal
 # Pallas tiles whole arrays in memory by so many.
 CHANNELS, ROWS = 64, 8
 INTEGER_ROWS = 16  # likewise, of more than 32, as `wgmma` multiplies int8
-PRODUCT_ROWS = {2: 256, 3: 128, 4: 128}  # of a `wgmma`, by warpgroups of theirs
+PRODUCT_ROWS = {2: 256, 3: 128, 4: 128}  # that one `wgmma` can multiply, by a program's warpgroups
 FEW_ROWS = 32  # of a tile of theirs: to so many, sums are scaled rather than weights
 # Likewise, each warp multiplies for itself: of codes that are computed, and of those looked up.
 LEAST_ROWS, LEAST_ROWS_OF_TABLES = 16, 8

@@ -57,8 +57,8 @@ def matmul_terms(
     # A warpgroup can turn tiles of floats alone, of 16 and 32 bits.
     is_turned = jnp.issubdtype(out_dtype, jnp.floating) and jnp.dtype(out_dtype).itemsize in (2, 4)
     dtype = jnp.dtype(out_dtype if is_turned and (splits == 1 or is_cluster) else jnp.float32)
-    staged = stages(format, config, dtype)
     assert why_unsound(config, format) is None
+    staged = stages(format, config, dtype)
     has_groups = format.group_size is not None
     comes_whole = staged.planes == format.planes  # x, with the words
     slots, x_slots = staged.blocks * config.shares, staged.x * config.shares
@@ -93,7 +93,7 @@ def matmul_terms(
         scratch["sent_tiles"] = mosaic.shared((senders, columns, *sums), jnp.float32)
         scratch["sent"] = mosaic.Barrier(num_arrivals=senders * columns)
     if weight.table is not None and not interpret:
-        scratch["pair_rows"] = mosaic_decoding.shared_pairs(format.bits)
+        scratch["pair_rows"] = mosaic_decoding.shared_rows_of_pairs(format.bits)
         scratch["filled"] = mosaic.Barrier(num_arrivals=config.warpgroups)
     if interpret:
         scratch["sum_tiles"] = mosaic.shared_rows(
@@ -113,7 +113,7 @@ def matmul_terms(
         jnp.pad(values, ((0, missing), (0, padding))) if missing or padding else values,
         weight.words,
         weight.parameters,
-        *(() if weight.table is None else (weight.table,)),
+        *(() if weight.table is None else (weight.table.astype(jnp.float32),)),
         *(() if x_scales is None else (_pad_rows(x_scales[:, 0], config.tile_m),)),
         out_shape=jax.ShapeDtypeStruct((grid.get("split", 1), rows + missing, outputs), dtype),
         grid=grid,
@@ -161,8 +161,9 @@ def _kernel(
     cluster_axis: str | None,
     interpret: bool,
 ) -> None:
-    *x_scales_ref, out_ref = references
-    table_ref = x_scales_ref.pop(0) if code_kinds.of(format).has_table else None
+    *others, out_ref = references
+    tables = code_kinds.of(format).has_table
+    table_ref, x_scales_ref = others[0] if tables else None, others[tables:]
     warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
     tile_m, width = x_tiles.shape[1], format.plane_width
     groups, tile_n = format.groups_of_block, word_tiles.shape[1]
@@ -349,15 +350,15 @@ def _kernel(
                 row += part.shape[1]
             mosaic.wait_for_stores()
 
-        def store(sums: jax.Array, first_row: jax.Array) -> None:
+        def store(sums: jax.Array, row: jax.Array) -> None:
             tile = out_tiles.at[column]
-            for row in range(0, sums.shape[1], tile.shape[0]):
+            for start in range(0, sums.shape[1], tile.shape[0]):
                 mosaic.wait_for_stores()
-                part = sums[:, row : row + tile.shape[0]].astype(out_ref.dtype)
+                part = sums[:, start : start + tile.shape[0]].astype(out_ref.dtype)
                 mosaic.store_transposed(tile, part, interpret=interpret)
                 target = out_ref.at[
                     0 if cluster_axis else split,
-                    pl.ds(first_row + row, tile.shape[0]),
+                    pl.ds(row + start, tile.shape[0]),
                     pl.ds(first_output + column * CHANNELS, CHANNELS),
                 ]
                 mosaic.copy_out(tile, target)

@@ -16,7 +16,7 @@ from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
 from pallas_kernels.gemm.limits import Limits
 
 MEGABYTE_OF_SUMS = 0.38  # microseconds to write and read it
-CHANNELS_OF_BLOCK = 256  # of uint4:g128, by whose blocks few rows are counted
+CHANNELS_OF_BLOCK = 256  # of uint4:g128: what few rows wait for was fitted to its blocks
 
 
 class ManyRows(NamedTuple):
@@ -28,13 +28,11 @@ class ManyRows(NamedTuple):
 
     launch: float = 1.35
     beginning: float = 1.97
-    # Of a plane's product: what it waits for, for all and for each warpgroup; for each warpgroup
-    # by 64 channels, and each row of its tile, where waiting counts and where tensor cores do.
-    wait: float = 0.0447
-    plane: float = 0.0544
-    warpgroup: float = 0.0
-    row_wait: float = 0.00067
-    row_product: float = 0.00118
+    wait: float = 0.0447  # of a plane's product, for all warpgroups
+    plane: float = 0.0544  # for each of them
+    warpgroup: float = 0.0  # likewise, of 64 channels
+    row_wait: float = 0.00067  # likewise, for each row
+    row_product: float = 0.00118  # likewise, where the tensor cores take longer
     sum: float = 0.83  # of splits: a kernel
 
     def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
@@ -69,7 +67,7 @@ class FewRows(NamedTuple):
     def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
         """Of as many blocks as warpgroups share, in each round."""
         wait = self.wait + config.warpgroups * (self.warpgroup + self.row * config.tile_m)
-        wait *= format.block / CHANNELS_OF_BLOCK
+        wait *= max(1, format.block / CHANNELS_OF_BLOCK)
         nbytes = format.block * (config.tile_n * format.bits / 8 + 2 * config.tile_m)
         return max(wait, self.megabyte * config.shares * nbytes * programs * 1e-6)
 

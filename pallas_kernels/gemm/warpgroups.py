@@ -52,8 +52,9 @@ def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
     """Why a configuration can't run; None if it can."""
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
-    step = _row_step(config.tile_m, format) if len(config.products) == 1 else HALVED_ROWS
-    most = (MOST_ROWS_OF_MATRIX if format.is_flat else MOST_ROWS)[config.warpgroups]
+    step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
+    if format.is_flat and config.tile_m > most:
+        step, most = HALVED_ROWS, MOST_ROWS_OF_MATRIX[config.warpgroups]
     if config.tile_m % step or config.tile_m > most:
         return (
             f"{config.tile_m} rows in a tile of {config.warpgroups} warpgroups; there can be a "

@@ -98,7 +98,7 @@ class SharedRows:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
 
-    def share_pairs(
+    def fill_rows(
         self, table: np.ndarray, bits: int, operand: jnp.dtype
     ) -> tuple[jax.Array, jax.Array]:
         """A word for each lane in each row; whatever else is read is no value of the table."""

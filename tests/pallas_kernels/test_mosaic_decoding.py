@@ -58,7 +58,7 @@ def look_up(words: jax.Array, table: jax.Array, *, bits: int, dtype: jnp.dtype) 
             "word_tiles": mosaic.shared((channels, WIDTH), words.dtype),
             "out_tiles": mosaic.shared((WARPGROUPS, WIDTH, 64), dtype),
             "full": mosaic.Barrier(),
-            "rows": mosaic_decoding.shared_pairs(bits),
+            "rows": mosaic_decoding.shared_rows_of_pairs(bits),
             "filled": mosaic.Barrier(num_arrivals=WARPGROUPS),
         },
         name="look_up",

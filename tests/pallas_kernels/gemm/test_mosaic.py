@@ -66,6 +66,7 @@ CASES = [
     ("table4:g64", 40, 1088, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
     ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
     ("int8/int8", 300, 600, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "float32"),
+    ("table4:g64", 130, 1088, 192, WarpgroupConfig(128, 3, 2), "bfloat16", "float16"),
 ]
 
 interpreted_here = pytest.mark.skipif(
@@ -154,6 +155,16 @@ def test_few_rows_lower(text, lower_for_cuda):
         assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
         terms = jax.eval_shape(multiply, x, weight)
         assert len(terms) == (config.splits if config.splits > 2 else 1)
+
+
+def test_a_table_of_16_bits_lowers(lower_for_cuda):
+    weight = weight_struct("table4:g64", 512, 128)
+    table = jax.ShapeDtypeStruct(weight.table.shape, jnp.float16)
+    x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
+    multiply = functools.partial(
+        mosaic.matmul_terms, config=WarpgroupConfig(16, 2, 1), out_dtype=jnp.dtype(jnp.bfloat16)
+    )
+    assert "mosaic_gpu" in lower_for_cuda(multiply, x, dataclasses.replace(weight, table=table))
 
 
 def test_scales_of_rows_that_stick_out_are_there():

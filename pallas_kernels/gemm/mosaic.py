@@ -162,8 +162,9 @@ def _kernel(
     interpret: bool,
 ) -> None:
     *others, out_ref = references
-    tables = code_kinds.of(format).has_table
-    table_ref, x_scales_ref = others[0] if tables else None, others[tables:]
+    kind = code_kinds.of(format)
+    table_ref = others.pop(0) if kind.has_table else None
+    x_scales_ref = others  # one or none
     warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
     tile_m, width = x_tiles.shape[1], format.plane_width
     groups, tile_n = format.groups_of_block, word_tiles.shape[1]
@@ -220,7 +221,7 @@ def _kernel(
         share = 0 if shares == 1 else warpgroup // columns
         column = warpgroup if shares == 1 else jax.lax.rem(warpgroup, columns)
         own = pl.ds(column * CHANNELS, CHANNELS)
-        kind, operand = code_kinds.of(format), x_ref.dtype
+        operand = x_ref.dtype
         multiplies_now = config.multiplies_now(looks_up=kind.has_table)
         scratch = None if sum_tiles is None else sum_tiles.at[warpgroup]
         count = pl.cdiv(last - first - share, shares)

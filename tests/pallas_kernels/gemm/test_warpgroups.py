@@ -47,39 +47,30 @@ def test_every_ranked_configuration_is_sound(rows, text, groups, tiles):
 
 
 @pytest.mark.parametrize(
-    ("text", "rows", "measured"),
+    ("name", "rows", "measured", "text"),
     [
-        ("table4:g64", 16, (16, 4, 3)),
-        ("table4:g64", 64, (64, 3, 2)),
-        ("table3:g64", 8, (8, 3, 2)),
-        ("table3:g64", 16, (16, 3, 2)),
+        ("qwen3-8b.gate_up", 64, (64, 3, 1), "uint4:g128"),
+        ("qwen3-8b.gate_up", 128, (128, 3, 1), "uint4:g128"),
+        ("qwen3-8b.gate_up", 1024, (256, 2, 1), "uint4:g128"),
+        ("qwen3-8b.output", 128, (128, 2, 4), "uint4:g128"),
+        ("qwen3-8b.down", 256, (128, 2, 2), "uint4:g128"),
+        ("llama3-70b.qkv", 64, (64, 3, 2), "uint4:g128"),
+        ("llama3-70b.qkv", 256, (128, 3, 1), "uint4:g128"),
+        ("qwen3-8b.down", 16, (16, 2, 2, 2), "uint4:g128"),
+        ("qwen3-8b.output", 32, (32, 2, 2, 2), "uint4:g128"),
+        ("qwen3-8b.gate_up", 16, (16, 3, 1), "uint4:g128"),
+        ("llama3-70b.qkv", 16, (16, 3, 2), "uint4:g128"),
+        ("llama3-70b.gate_up", 32, (32, 4, 1), "uint4:g128"),
+        ("llama3-70b.qkv", 16, (16, 4, 3), "table4:g64"),
+        ("llama3-70b.qkv", 64, (64, 3, 2), "table4:g64"),
+        ("llama3-70b.qkv", 8, (8, 3, 2), "table3:g64"),
+        ("llama3-70b.qkv", 16, (16, 3, 2), "table3:g64"),
     ],
 )
-def test_the_model_of_tables_finds_what_was_the_fastest(text, rows, measured):
-    found = warpgroups.warpgroup_config(rows, WeightFormat.parse(text), 8192, 10240, H200)
-    assert found == WarpgroupConfig(*measured)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "measured"),
-    [
-        ("qwen3-8b.gate_up", 64, (64, 3, 1)),
-        ("qwen3-8b.gate_up", 128, (128, 3, 1)),
-        ("qwen3-8b.gate_up", 1024, (256, 2, 1)),
-        ("qwen3-8b.output", 128, (128, 2, 4)),
-        ("qwen3-8b.down", 256, (128, 2, 2)),
-        ("llama3-70b.qkv", 64, (64, 3, 2)),
-        ("llama3-70b.qkv", 256, (128, 3, 1)),
-        ("qwen3-8b.down", 16, (16, 2, 2, 2)),
-        ("qwen3-8b.output", 32, (32, 2, 2, 2)),
-        ("qwen3-8b.gate_up", 16, (16, 3, 1)),
-        ("llama3-70b.qkv", 16, (16, 3, 2)),
-        ("llama3-70b.gate_up", 32, (32, 4, 1)),
-    ],
-)
-def test_the_model_finds_what_was_the_fastest(name, rows, measured):
+def test_the_model_finds_what_was_the_fastest(name, rows, measured, text):
     [shape] = shapes.named([name])
-    found = warpgroups.warpgroup_config(rows, PACKED, shape.channels, shape.outputs, H200)
+    format = WeightFormat.parse(text)
+    found = warpgroups.warpgroup_config(rows, format, shape.channels, shape.outputs, H200)
     assert found == WarpgroupConfig(*measured)
 
 

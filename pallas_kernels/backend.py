@@ -196,6 +196,9 @@ class Decoding(Protocol):
     def column(self, x: jax.Array) -> jax.Array:
         """See the function below."""
 
+    def registers(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """See the function below."""
+
     def fill_rows(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
         """All pairs of a table's values in shared memory, for `look_up.InSharedRows`."""
 
@@ -224,6 +227,15 @@ def column(x: jax.Array) -> jax.Array:
     """A value for each output channel [tile_n] as what broadcasts to a tile of words."""
     decoding = _decoding.get()
     return x[:, None] if decoding is None else decoding.column(x)
+
+
+def registers(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """32 bits for each output channel [tile_n] as what `inline_ptx` finds beside a tile of words.
+
+    It is the argument's first operand that they are; `shape` is the tile's.
+    """
+    decoding = _decoding.get()
+    return jnp.broadcast_to(x[:, None], shape) if decoding is None else decoding.registers(x, shape)
 
 
 def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -141,7 +141,7 @@ def load_column(ref: Any, *, interpret: bool) -> jax.Array:
 
 def load(ref: Any, *, interpret: bool) -> jax.Array:
     """A tile [CHANNELS, columns] in the registers, as `wgmma` has operand and sums."""
-    return _load(ref, _layouts.WGMMA, interpret)
+    return _load(ref, layout(ref.dtype), interpret)
 
 
 def _load(ref: Any, layout: Any, interpret: bool, *, optimized: bool = True) -> jax.Array:
@@ -154,9 +154,14 @@ def _load(ref: Any, layout: Any, interpret: bool, *, optimized: bool = True) -> 
     return values
 
 
-def zeros(shape: tuple[int, int], *, interpret: bool) -> jax.Array:
+def layout(dtype: jax.typing.DTypeLike) -> Any:
+    """How a tile [CHANNELS, columns] lies in registers: a thread's are four bytes of a channel."""
+    return _layouts.WGMMA_8BIT if jnp.dtype(dtype).itemsize == 1 else _layouts.WGMMA
+
+
+def zeros(shape: tuple[int, int], dtype: jax.typing.DTypeLike, *, interpret: bool) -> jax.Array:
     """Sums [CHANNELS, rows] of nothing, in the registers of a warpgroup."""
-    tile = jnp.zeros(shape, jnp.float32)
+    tile = jnp.zeros(shape, dtype)
     return tile if interpret else plgpu.layout_cast(tile, _layouts.WGMMA)
 
 
@@ -164,7 +169,7 @@ def accumulate(
     rows: Sequence[int],
     body: Callable[..., Any],
     scratch: Any | None,
-    dtype: jax.typing.DTypeLike = jnp.float32,
+    dtype: jax.typing.DTypeLike,
 ) -> Any:
     """Runs `body` with sums [CHANNELS, n] of 0 for each n of `rows`, which `multiply` adds to.
 
@@ -192,7 +197,12 @@ def multiply(sums: Any, operand: Any, x: Any, *, interpret: bool) -> None:
 
 
 def product(
-    operands: Sequence[Callable[[], jax.Array]], tiles: Sequence[Any], *, now: bool, scratch: Any
+    operands: Sequence[Callable[[], jax.Array]],
+    tiles: Sequence[Any],
+    dtype: jax.typing.DTypeLike,
+    *,
+    now: bool,
+    scratch: Any,
 ) -> jax.Array:
     """The sum of operands [CHANNELS, width] · x.T, of tiles x in shared memory, when it is done.
 
@@ -211,11 +221,12 @@ def product(
         return result
 
     if interpret or not now:
-        result: jax.Array = accumulate((shape[1],), begin, scratch)
+        result: jax.Array = accumulate((shape[1],), begin, scratch, dtype)
         return result
-    sums, rows = zeros(shape, interpret=False), _mma_rows()
+    sums, x_dtype = zeros(shape, dtype, interpret=False), tiles[0].dtype
+    rows = _mma_rows(x_dtype)
     run = plgpu.inline_mgpu(
-        arg_types=(_layouts.WGMMA, _layouts.WGMMA, rows),
+        arg_types=(_layouts.WGMMA, layout(x_dtype), rows),
         return_type=plgpu.ShapeDtypeStruct(shape, sums.dtype, layout=_layouts.WGMMA),
     )(_mma)
     for operand, x in zip(operands, tiles, strict=True):
@@ -223,9 +234,10 @@ def product(
     return sums
 
 
-def _mma_rows() -> Any:
-    """The layout of rows [8 · n, 16 · m] of 16 bits, alike in all warps, as columns for `_mma`."""
-    tiling = fragmented_array.Tiling(((8, 8), (2,)))
+def _mma_rows(dtype: jnp.dtype) -> Any:
+    """The layout of rows [8 · n, channels], alike in all warps, as columns for `_mma`."""
+    elements = 4 // dtype.itemsize  # of a register
+    tiling = fragmented_array.Tiling(((8, 4 * elements), (elements,)))
     warps = fragmented_array.Replicated(4)
     return _layouts.TILED(tiling, warp_dims=(warps,), lane_dims=(-3, -2), vector_dim=-1)
 
@@ -239,7 +251,7 @@ def _mma(
     # Both lie in registers as `mma.sync` takes them, but in another order, or by another name.
     layouts = mosaic_gpu.MMALayouts(operand.mlir_dtype)
     count, width = rows.shape
-    columns = rows.registers.reshape(count // 8, width // 16, 2).transpose(1, 0, 2)
+    columns = rows.registers.reshape(count // 8, -1, 2).transpose(1, 0, 2)
     left, right = (
         mosaic_gpu.FragmentedArray(
             _registers=registers.reshape(layout.registers_shape(shape)),

@@ -46,6 +46,16 @@ class WgmmaDecoding:
         """A value for each channel [CHANNELS] as a tile: in a thread's registers they are alike."""
         return jax.lax.broadcast_in_dim(x, self.shape, (0,))
 
+    def registers(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """32 bits for each channel [CHANNELS] as the four bytes of each of a tile's registers."""
+        layout = mosaic.layout(jnp.uint8)
+        spread = plgpu.inline_mgpu(
+            arg_types=(layout.reduce(1),),
+            return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.uint8), layout=layout),
+        )(functools.partial(_spread, shape))
+        result: jax.Array = spread(x)
+        return result
+
     def fill_rows(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
         """Fills `pairs` together with the other warpgroups; see `look_up.InSharedRows`."""
         assert self.pairs is not None
@@ -63,14 +73,13 @@ class WgmmaDecoding:
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """PTX on pairs of elements of 16 bits; see `backend.inline_ptx`."""
-        uniform = _layouts.WG_SPLAT(self.shape)
+        """PTX on registers of elements of 16 or 8 bits; see `backend.inline_ptx`."""
+        uniform, layout = _layouts.WG_SPLAT(self.shape), mosaic.layout(dtype)
         apply = plgpu.inline_mgpu(
             arg_types=tuple(
-                uniform if argument.dtype.itemsize == 4 else _layouts.WGMMA
-                for argument in arguments
+                uniform if argument.dtype.itemsize == 4 else layout for argument in arguments
             ),
-            return_type=plgpu.ShapeDtypeStruct(self.shape, jnp.dtype(dtype), layout=_layouts.WGMMA),
+            return_type=plgpu.ShapeDtypeStruct(self.shape, jnp.dtype(dtype), layout=layout),
         )(functools.partial(_apply_ptx, assembly, jnp.dtype(dtype)))
         result: jax.Array = apply(*arguments)
         return result
@@ -119,6 +128,19 @@ def _fill(
     return lanes, addresses
 
 
+def _spread(
+    shape: tuple[int, ...], context: Any, words: mosaic_gpu.FragmentedArray
+) -> mosaic_gpu.FragmentedArray:
+    layout = mosaic_gpu.WGMMA_LAYOUT_8BIT
+    four = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
+    rows, *across = layout.registers_shape(shape)
+    one_column = np.empty((rows, 1, *across[1:]), dtype=object)
+    one_column.flat = [vector.bitcast(four, word) for word in words.registers.flat]
+    return mosaic_gpu.FragmentedArray(
+        _registers=np.broadcast_to(one_column, (rows, *across)), _layout=layout, _is_signed=False
+    )
+
+
 def _apply_ptx(
     assembly: str,
     dtype: jnp.dtype,
@@ -127,22 +149,23 @@ def _apply_ptx(
 ) -> mosaic_gpu.FragmentedArray:
     word = ir.IntegerType.get_signless(32)
     words = ir.VectorType.get((1,), word)
-    pair = ir.VectorType.get((2,), mosaic_gpu.utils.dtype_to_ir_type(dtype))
-    # As for Triton, what is the same in all threads fills as many operands as it has halves.
+    elements = 4 // dtype.itemsize  # of a register
+    register = ir.VectorType.get((elements,), mosaic_gpu.utils.dtype_to_ir_type(dtype))
+    # As for Triton, what is the same in all threads fills as many operands as it has elements.
     uniform = [isinstance(t.layout, mosaic_gpu.WGSplatFragLayout) for t in tiles]
-    constraints = ",".join(["=r"] + ["r"] * (len(tiles) + sum(uniform)))
+    copies = [elements if is_uniform else 1 for is_uniform in uniform]
+    constraints = ",".join(["=r"] + ["r"] * sum(copies))
 
     def apply(*values: Any) -> ir.Value:
         operands = []
-        for value, is_uniform in zip(values, uniform, strict=True):
-            if is_uniform:
-                operands += [value, value]
-            else:
-                operands.append(vector.extract(vector.bitcast(words, value), [], [0]))
+        for value, is_uniform, count in zip(values, uniform, copies, strict=True):
+            if not is_uniform:
+                value = vector.extract(vector.bitcast(words, value), [], [0])
+            operands += [value] * count
         result: Any = llvm.inline_asm(
             word, operands, assembly, constraints, has_side_effects=False, asm_dialect=0
         )
-        return vector.bitcast(pair, vector.broadcast(words, result))
+        return vector.bitcast(register, vector.broadcast(words, result))
 
     results = np.empty_like(tiles[0].registers)
     for index in np.ndindex(results.shape):

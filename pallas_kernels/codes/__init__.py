@@ -6,7 +6,7 @@ operands of the tensor cores. There is one packed tensor and one main loop for a
 
 from __future__ import annotations
 
-from pallas_kernels.codes.base import CodeKind, Group, Quantized
+from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized
 from pallas_kernels.codes.float8 import Float8
 from pallas_kernels.codes.integer import Integer, Symmetric
 from pallas_kernels.codes.liquid import Liquid
@@ -33,4 +33,4 @@ def of(format: WeightFormat) -> CodeKind:
     return _KINDS[format.codes + (":sym" if format.symmetric else "")]
 
 
-__all__ = ["CodeKind", "Group", "Quantized", "of"]
+__all__ = ["CodeKind", "Decoder", "Group", "Quantized", "of"]

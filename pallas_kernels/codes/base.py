@@ -32,8 +32,8 @@ class Group(NamedTuple):
     """A group's parameters in a kernel, for `tile_n` output channels.
 
     scale: float32 [tile_n, 1], by which the sum over the group is multiplied, or None.
-    arguments: [tile_n, 1] each; what decoding needs. Where it needs nothing, a piece of the
-        parameters all the same: the compiler loads ahead only what the tensor cores depend on.
+    arguments: [tile_n, 1] or [tile_n] each; what decoding needs. Where it needs nothing, a piece of
+        the parameters all the same: the compiler loads ahead only what the tensor cores depend on.
     """
 
     scale: jax.Array | None

@@ -84,10 +84,8 @@ class Liquid(CodeKind):
         return jnp.stack([words & jnp.uint8(0xF), words >> jnp.uint8(4)], -2)
 
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
-        """Step and offset, a byte each."""
-        step = (parameters & jnp.uint32(0xFF)).astype(jnp.uint8)[:, None]
-        offset = (parameters >> jnp.uint32(16)).astype(jnp.uint8)[:, None]
-        return Group(None, (step, offset))
+        """The words as they are: decoding takes the step and the offset out of them."""
+        return Group(None, (parameters,))
 
     def decoder(
         self,
@@ -99,26 +97,33 @@ class Liquid(CodeKind):
         ptx: bool,
     ) -> Decoder:
         """The int8 of the first level: seven instructions for eight of them."""
-        [words] = columns
-        step, offset = (jnp.broadcast_to(argument, words.shape) for argument in arguments)
-        return lambda plane: decode_plane(words, plane, step, offset, ptx=ptx)
+        [words], [parameters] = columns, arguments
+        if ptx:
+            registers = backend.registers(parameters, words.shape)
+            return lambda plane: _decode_with_ptx(words, plane, registers)
+        step, offset = (
+            jnp.broadcast_to(half.astype(jnp.uint8)[:, None], words.shape)
+            for half in (parameters & jnp.uint32(0xFF), parameters >> jnp.uint32(16))
+        )
+        return lambda plane: _decode(words, plane, step, offset)
 
 
-def decode_plane(
-    words: jax.Array, plane: int, step: jax.Array, offset: jax.Array, *, ptx: bool
-) -> jax.Array:
+def _decode(words: jax.Array, plane: int, step: jax.Array, offset: jax.Array) -> jax.Array:
     """(code · step + offset) XOR 0x80 as int8, of one nibble of each uint8 word."""
-    if not ptx:
-        codes = (words >> jnp.uint8(4 * plane)) & jnp.uint8(0xF)
-        values = (codes * step + offset) ^ jnp.uint8(0x80)
-        return jax.lax.bitcast_convert_type(values, jnp.int8)
+    codes = (words >> jnp.uint8(4 * plane)) & jnp.uint8(0xF)
+    values = (codes * step + offset) ^ jnp.uint8(0x80)
+    return jax.lax.bitcast_convert_type(values, jnp.int8)
+
+
+def _decode_with_ptx(words: jax.Array, plane: int, parameters: jax.Array) -> jax.Array:
     # A register holds four bytes of one output channel, so that one step serves all four.
     assembly = f"""{{
-        .reg .b32 codes, step;
+        .reg .b32 codes, step, offset;
         shr.b32 codes, $1, {4 * plane};
         and.b32 codes, codes, 0x0F0F0F0F;
         and.b32 step, $2, 0xFF;
-        mad.lo.u32 codes, codes, step, $3;
+        prmt.b32 offset, $2, 0, 0x2222;
+        mad.lo.u32 codes, codes, step, offset;
         xor.b32 $0, codes, 0x80808080;
     }}"""
-    return backend.inline_ptx(assembly, words, step, offset, dtype=jnp.int8)
+    return backend.inline_ptx(assembly, words, parameters, dtype=jnp.int8)

@@ -47,10 +47,6 @@ WARPGROUP_ROWS = 4096
 # Of 1024 rows, tables of four and three bits take 284 and 269 µs at K4096 N24576, where cuBLAS
 # takes 254 and writing the weight out 67: of 4096 rows there is nothing left to gain.
 WARPGROUP_ROWS_OF_TABLES = 2048
-# The int8 of two levels, if warpgroups multiply it. To write it out and to multiply it take, added
-# up, at K4096 N24576 184 µs with 1024 rows and 600 with 4096, and the fused kernel 173 and 657; at
-# K12288 N4096 83 and 95 with 1024. The two were not measured as one.
-FUSED_ROWS_OF_LEVELS_BESIDE_WARPGROUPS = 1024
 # For more and more rows, measured on the H200.
 TILES = tuple(Tile(rows, 64, 4) for rows in (8, 16, 32, 64, 128))
 WIDE_TILE = Tile(64, 128, 4)  # where a table in shared memory leaves registers for it
@@ -125,7 +121,7 @@ def heuristic(
     other = unfused(format, limits)
     if warpgroups and _suits_warpgroups(rows, format, outputs, limits):
         return Plan("mosaic", warpgroup_config(rows, format, channels, outputs, limits))
-    if why_not_fused(format, limits) or rows > _most_fused_rows(format, outputs, limits):
+    if why_not_fused(format, limits) or rows > _most_fused_rows(format):
         return Plan(other)
     return Plan("triton", fused_config(rows, format, channels, outputs, limits))
 
@@ -136,7 +132,9 @@ def _suits_warpgroups(rows: int, format: WeightFormat, outputs: int, limits: Lim
     has_table = code_kinds.of(format).has_table
     if rows <= FEW_ROWS:
         return (has_table or format.codes == "uint4") and rows % ROWS == 0
-    return format.is_flat or rows <= (WARPGROUP_ROWS_OF_TABLES if has_table else WARPGROUP_ROWS)
+    if format.activations:
+        return True
+    return rows <= (WARPGROUP_ROWS_OF_TABLES if has_table else WARPGROUP_ROWS)
 
 
 def unfused(format: WeightFormat, limits: Limits) -> Literal["dequantize", "xla"]:
@@ -149,13 +147,9 @@ def unfused(format: WeightFormat, limits: Limits) -> Literal["dequantize", "xla"
     return "dequantize"
 
 
-def _most_fused_rows(format: WeightFormat, outputs: int, limits: Limits) -> float:
+def _most_fused_rows(format: WeightFormat) -> float:
     if format.activations == "int8":
-        if format.is_flat:
-            return math.inf
-        if why_not_warpgroups(WeightFormat("int8"), outputs, limits) is None:
-            return FUSED_ROWS_OF_LEVELS_BESIDE_WARPGROUPS
-        return FUSED_ROWS_OF_LEVELS
+        return math.inf if format.is_flat else FUSED_ROWS_OF_LEVELS
     if format.activations == "float8" and format.group_size is None:
         return FUSED_ROWS_OF_FLOAT8
     return FUSED_ROWS_OF_TABLES if code_kinds.of(format).has_table else FUSED_ROWS

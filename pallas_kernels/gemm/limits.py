@@ -54,12 +54,9 @@ def why_not_warpgroups(format: WeightFormat, outputs: int, limits: Limits) -> st
     """
     if reason := why_no_wgmma(limits):
         return reason
-    is_plain = format.is_flat and format.group_size is None
-    if format.activations and not is_plain:
-        return (
-            f"{format} has neither 16-bit activations nor a plain 8-bit matrix with a scale per "
-            "output channel"
-        )
+    scales_groups = format.group_size is not None and code_kinds.of(format).has_group_scales
+    if format.activations and scales_groups:
+        return f"{format} has 8-bit activations, and scales per group of input channels"
     if outputs % CHANNELS:
         return f"{outputs} output channels are no multiple of {CHANNELS}"
     return None

@@ -61,6 +61,7 @@ def matmul_terms(
     staged = stages(format, config, dtype)
     has_groups = format.group_size is not None
     comes_whole = staged.planes == format.planes  # x, with the words
+    sum_dtype = jnp.dtype(jnp.int32 if values.dtype == jnp.int8 else jnp.float32)
     slots, x_slots = staged.blocks * config.shares, staged.x * config.shares
     sums = (CHANNELS, config.tile_m)
     # The last one changes first: tiles that share words run at about the same time.
@@ -90,15 +91,13 @@ def matmul_terms(
         scratch["x_full"] = mosaic.Barrier(num_barriers=x_slots)
         scratch["x_free"] = mosaic.Barrier(num_arrivals=columns, num_barriers=x_slots)
     if senders := config.shares * cluster.get("split", 1) - 1:
-        scratch["sent_tiles"] = mosaic.shared((senders, columns, *sums), jnp.float32)
+        scratch["sent_tiles"] = mosaic.shared((senders, columns, *sums), sum_dtype)
         scratch["sent"] = mosaic.Barrier(num_arrivals=senders * columns)
     if weight.table is not None and not interpret:
         scratch["pair_rows"] = mosaic_decoding.shared_rows_of_pairs(format.bits)
         scratch["filled"] = mosaic.Barrier(num_arrivals=config.warpgroups)
     if interpret:
-        scratch["sum_tiles"] = mosaic.shared_rows(
-            (config.warpgroups, *sums), _sum_dtype(values.dtype)
-        )
+        scratch["sum_tiles"] = mosaic.shared_rows((config.warpgroups, *sums), sum_dtype)
     terms = mosaic.launch(
         functools.partial(
             _kernel,
@@ -107,6 +106,7 @@ def matmul_terms(
             config=config,
             splits=splits,
             staged=staged,
+            sum_dtype=sum_dtype,
             cluster_axis="split" if is_cluster else None,
             interpret=interpret,
         ),
@@ -114,7 +114,8 @@ def matmul_terms(
         weight.words,
         weight.parameters,
         *(() if weight.table is None else (weight.table.astype(jnp.float32),)),
-        *(() if x_scales is None else (_pad_rows(x_scales[:, 0], config.tile_m),)),
+        *(() if weight.channel_scales is None else (weight.channel_scales,)),
+        *(() if x_scales is None else (jnp.pad(x_scales[:, 0], (0, -rows % config.tile_m)),)),
         out_shape=jax.ShapeDtypeStruct((grid.get("split", 1), rows + missing, outputs), dtype),
         grid=grid,
         cluster=cluster,
@@ -127,19 +128,11 @@ def matmul_terms(
     return terms.sum(0, keepdims=True).astype(out_dtype) if is_one_term else terms
 
 
-def _pad_rows(x: jax.Array, multiple: int) -> jax.Array:
-    return jnp.pad(x, (0, -len(x) % multiple))
-
-
-def _sum_dtype(operand: jnp.dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.int32 if operand == jnp.int8 else jnp.float32)
-
-
 def _kernel(
     x_ref: Any,  # [M, K padded]
     words_ref: Any,  # [K blocks, N, columns · plane width], or a plain matrix [1, N, K padded]
     parameters_ref: Any,  # [groups, N]
-    *references: Any,  # a table [2**bits], x's scales [M], where there are; output [splits, M, N]
+    *references: Any,  # table [2**bits], scales [N] and [M], where there are; output [splits, M, N]
     x_tiles: Any,  # [slots, tile_m, planes · plane width]
     word_tiles: Any,  # [slots, tile_n, columns · plane width]
     out_tiles: Any,  # [columns of 64 outputs, rows, 64]
@@ -158,20 +151,25 @@ def _kernel(
     config: WarpgroupConfig,
     splits: int,
     staged: Stages,
+    sum_dtype: jnp.dtype,
     cluster_axis: str | None,
     interpret: bool,
 ) -> None:
     *others, out_ref = references
     kind = code_kinds.of(format)
     table_ref = others.pop(0) if kind.has_table else None
-    x_scales_ref = others  # one or none
+    channels_ref = [others.pop(0)] if kind.has_channel_scales else []  # one or none
+    x_scales_ref = others  # likewise
     warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
     tile_m, width = x_tiles.shape[1], format.plane_width
     groups, tile_n = format.groups_of_block, word_tiles.shape[1]
     columns, shares = out_tiles.shape[0], config.shares
     blocks, planes = x_ref.shape[1] // format.block, format.planes
-    has_one_group = format.group_size is None
+    if has_one_group := format.group_size is None:
+        channels_ref = [parameters_ref.at[0]]
+    scales_groups = kind.has_group_scales and not has_one_group
     parts = planes // staged.planes  # of a block: tiles of x
+    comes_whole = parts == 1
     first_row = jax.lax.axis_index("row") * tile_m
     first_output = jax.lax.axis_index("column") * tile_n
     first, last = split * blocks // splits, (split + 1) * blocks // splits
@@ -222,18 +220,16 @@ def _kernel(
         column = warpgroup if shares == 1 else jax.lax.rem(warpgroup, columns)
         own = pl.ds(column * CHANNELS, CHANNELS)
         operand = x_ref.dtype
-        multiplies_now = config.multiplies_now(looks_up=kind.has_table)
         scratch = None if sum_tiles is None else sum_tiles.at[warpgroup]
         count = pl.cdiv(last - first - share, shares)
 
-        only_group = None
-        if has_one_group:
-            # What sticks out reads what it does not need.
-            output = first_output + column * CHANNELS
-            output = jnp.minimum(output, words_ref.shape[1] - CHANNELS)
-            only_group = mosaic.load_row(
-                parameters_ref.at[0, pl.ds(output, CHANNELS)], interpret=interpret
-            )
+        # What sticks out reads what it does not need.
+        output = first_output + column * CHANNELS
+        output = jnp.minimum(output, words_ref.shape[1] - CHANNELS)
+        of_channels = [
+            mosaic.load_row(ref.at[pl.ds(output, CHANNELS)], interpret=interpret)
+            for ref in channels_ref
+        ]
 
         def load(number: jax.Array) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
             place = slot(share, number, staged.blocks)
@@ -242,21 +238,28 @@ def _kernel(
                 mosaic.load(word_tiles.at[place, own, pl.ds(first, width)], interpret=interpret)
                 for first in range(0, format.columns * width, width)
             ]
-            if only_group is not None:
-                return place, words, [only_group]
+            if has_one_group:
+                return place, words, of_channels
             rows = [
                 mosaic.load_row(parameter_tiles.at[place, group, own], interpret=interpret)
                 for group in range(groups)
             ]
             return place, words, rows
 
-        def decoder(
-            words: list[jax.Array], row: jax.Array, *, scaled: bool
-        ) -> Callable[[int], jax.Array]:
-            group, ptx = kind.load(row, scale_dtype, operand), not interpret
-            if scaled:
-                return kind.scaled_decoder(words, group, shared, operand, ptx=ptx)
-            return kind.decoder(words, group.arguments, shared, operand, ptx=ptx)
+        def decoders(
+            words: list[jax.Array], rows: list[jax.Array], *, scaled: bool
+        ) -> list[Callable[[], jax.Array]]:
+            def of_group(row: jax.Array) -> code_kinds.Decoder:
+                group, ptx = kind.load(row, scale_dtype, operand), not interpret
+                if scaled:
+                    return kind.scaled_decoder(words, group, shared, operand, ptx=ptx)
+                return kind.decoder(words, group.arguments, shared, operand, ptx=ptx)
+
+            decode = [of_group(row) for row in rows]
+            return [
+                functools.partial(decode[plane * groups // planes], plane)
+                for plane in range(planes)
+            ]
 
         pairs = None
         if pair_rows is not None:
@@ -264,60 +267,74 @@ def _kernel(
         with backend.decoding_with(mosaic_decoding.WgmmaDecoding(width, pairs)):
             shared = kind.shared(table_ref, operand, ptx=not interpret)
 
-        def scale_of(row: jax.Array, rows: int = tile_m) -> jax.Array:
-            with backend.decoding_with(mosaic_decoding.WgmmaDecoding(rows)):
+        def scaled(sums: jax.Array, row: jax.Array) -> jax.Array:
+            with backend.decoding_with(mosaic_decoding.WgmmaDecoding(sums.shape[1])):
+                if kind.has_channel_scales:
+                    return sums * backend.column(row)
                 scale = kind.load(row, scale_dtype, operand).scale
             assert scale is not None
-            return scale
+            return sums * scale
 
         def sum_of_few_rows() -> jax.Array:
+            now = config.multiplies_now(looks_up=kind.has_table)
+            product = functools.partial(mosaic.product, now=now, scratch=scratch)
+            sums_of_block = groups if scales_groups else 1
+            joined = planes // sums_of_block
+
             def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
                 place, words, rows = load(number)
-                for group, row in enumerate(rows):
-                    decode = decoder(words, row, scaled=False)
-                    own_planes = range(group * planes // groups, (group + 1) * planes // groups)
-                    tiles = [x_tiles.at[place, :, pl.ds(p * width, width)] for p in own_planes]
-                    operands = [functools.partial(decode, plane) for plane in own_planes]
-                    term = mosaic.product(operands, tiles, now=multiplies_now, scratch=scratch)
-                    sums = sums + (term if has_one_group else term * scale_of(row))
+                operands = decoders(words, rows, scaled=False)
+                tiles = [x_tiles.at[place, :, pl.ds(p * width, width)] for p in range(planes)]
+                for group in range(sums_of_block):
+                    run = slice(group * joined, (group + 1) * joined)
+                    term = product(operands[run], tiles[run], sum_dtype)
+                    sums = sums + (scaled(term, rows[group]) if scales_groups else term)
                 mosaic.arrive(free.at[place])
                 return sums
 
-            nothing = mosaic.zeros((CHANNELS, tile_m), interpret=interpret)
+            nothing = mosaic.zeros((CHANNELS, tile_m), sum_dtype, interpret=interpret)
             return jax.lax.fori_loop(0, count, go_on, nothing)
 
-        def sum_of_many_rows(sums: Any) -> jax.Array:
+        def sum_of_planes(sums: Any) -> list[jax.Array]:
             def go_on(number: jax.Array, _: None) -> None:
                 place, words, rows = load(number)
                 mosaic.arrive(free.at[place])
-                decoders = [decoder(words, row, scaled=not has_one_group) for row in rows]
-                for plane in range(planes):
+                for plane, decode in enumerate(decoders(words, rows, scaled=scales_groups)):
                     step = number * planes + plane
                     place = slot(share, step, staged.x)
-                    weights = decoders[plane * groups // planes](plane)
+                    weights = decode()
                     mosaic.wait(x_full.at[place])
                     mosaic.multiply(sums, weights, x_tiles.at[place], interpret=interpret)
                     free_before(step, x_free, staged.x)
 
             jax.lax.fori_loop(0, count, go_on, None)
             mosaic.wait_for_products(0)
-            return sums[...]
+            return [sums[...]]
 
-        def sums_of_matrix(*sums: Any) -> list[jax.Array]:
+        def sums_of_blocks(*sums: Any) -> list[jax.Array]:
             def go_on(number: jax.Array, _: None) -> None:
-                place = slot(share, number, staged.blocks)
-                mosaic.wait(full.at[place])
-                words = word_tiles.at[place, own, :]
-                row = 0
-                for part in sums:
-                    x = x_tiles.at[place, pl.ds(row, part.shape[1]), :]
-                    mosaic.multiply(part, words, x, interpret=interpret)
-                    row += part.shape[1]
-                free_before(number, free, staged.blocks, len(sums))
+                if format.is_flat:
+                    place = slot(share, number, staged.blocks)
+                    mosaic.wait(full.at[place])
+                    operands = [lambda: word_tiles.at[place, own, :]]
+                else:
+                    place, words, rows = load(number)
+                    operands = decoders(words, rows, scaled=False)
+                for plane, decode in enumerate(operands):
+                    weights, row = decode(), 0
+                    for part in sums:
+                        x_rows, channels = pl.ds(row, part.shape[1]), pl.ds(plane * width, width)
+                        x = x_tiles.at[place, x_rows, channels]
+                        mosaic.multiply(part, weights, x, interpret=interpret)
+                        row += part.shape[1]
+                    if plane == 0:
+                        free_before(number, free, staged.blocks, len(sums))
+                    else:
+                        mosaic.wait_for_products(len(sums))
 
             jax.lax.fori_loop(0, count, go_on, None)
             mosaic.wait_for_products(0)
-            return [part[...].astype(jnp.float32) for part in sums]
+            return [part[...] for part in sums]
 
         def free_before(step: jax.Array, barriers: Any, slots: int, products: int = 1) -> None:
             # Those of the step before are done when no more than this one's are at work.
@@ -327,28 +344,28 @@ def _kernel(
 
         exponent = 0
         with backend.decoding_with(mosaic_decoding.WgmmaDecoding(width)):
-            if format.is_flat:
-                dtype = _sum_dtype(operand)
-                sums = mosaic.accumulate(config.products, sums_of_matrix, scratch, dtype)
-            elif config.has_few_rows:
+            if config.has_few_rows and not format.is_flat:
                 sums = [sum_of_few_rows()]
+            elif comes_whole:
+                sums = mosaic.accumulate(config.products, sums_of_blocks, scratch, sum_dtype)
             else:
-                sums = [mosaic.accumulate((tile_m,), sum_of_many_rows, scratch)]
-                if not has_one_group:
+                sums = mosaic.accumulate((tile_m,), sum_of_planes, scratch, sum_dtype)
+                if scales_groups:
                     exponent = kind.scaled_exponent(operand, ptx=not interpret)
         if exponent:
             sums = [part * 2.0**-exponent for part in sums]
 
         def finish(sums: Sequence[jax.Array]) -> None:
-            row = first_row
+            first = first_row
             for part in sums:
-                if only_group is not None:
-                    part *= scale_of(only_group, part.shape[1])
+                part = part.astype(jnp.float32)
+                for row in of_channels:
+                    part = scaled(part, row)
                 for ref in x_scales_ref:
-                    scales = ref.at[pl.ds(row, part.shape[1])]
+                    scales = ref.at[pl.ds(first, part.shape[1])]
                     part *= mosaic.load_column(scales, interpret=interpret)
-                store(part, row)
-                row += part.shape[1]
+                store(part, first)
+                first += part.shape[1]
             mosaic.wait_for_stores()
 
         def store(sums: jax.Array, row: jax.Array) -> None:

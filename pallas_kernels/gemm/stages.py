@@ -34,7 +34,8 @@ class Stages(NamedTuple):
 def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> Stages:
     """As many as there is room for, or none; a power of two where x comes plane by plane.
 
-    dtype: of the output. Tiles of few rows are small: they are for whole blocks, and as many.
+    dtype: of the output. Tiles of few rows or of 8 bits are small: they are for whole blocks, and
+        as many.
     """
     width = format.plane_width * format.word_bits // 8
     words = config.tile_n * (format.columns * width + 4 * format.groups_of_block)
@@ -45,7 +46,7 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     sent = (config.shares * programs - 1) * config.tile_n * config.tile_m * 4
     pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
     room = backend.shared_memory(CAPABILITY) - BARRIER_BYTES - sent - pairs
-    if config.has_few_rows or format.is_flat:
+    if config.has_few_rows or format.activations:
         room = (room - out_rows * row) // config.shares
         count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))
         # Five and six were measured to be slower than four, and four slower than eight.

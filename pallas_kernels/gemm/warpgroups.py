@@ -15,6 +15,7 @@ from pallas_kernels.gemm.times import microseconds
 # weights are decoded into others.
 MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}  # of a tile, by warpgroups
 MOST_ROWS_OF_MATRIX = {2: 256, 3: 256, 4: FEW_ROWS}
+MOST_ROWS_OF_LEVELS = {2: 256, 3: 192, 4: FEW_ROWS}
 HALVED_ROWS = 32  # what tiles of two products are a multiple of
 MOST_SPLITS = 8
 LEAST_BLOCKS = 2  # of K in a program's part
@@ -53,8 +54,9 @@ def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
-    if format.is_flat and config.tile_m > most:
-        step, most = HALVED_ROWS, MOST_ROWS_OF_MATRIX[config.warpgroups]
+    if format.activations and config.tile_m > most:
+        rows = MOST_ROWS_OF_MATRIX if format.is_flat else MOST_ROWS_OF_LEVELS
+        step, most = HALVED_ROWS, rows[config.warpgroups]
     if config.tile_m % step or config.tile_m > most:
         return (
             f"{config.tile_m} rows in a tile of {config.warpgroups} warpgroups; there can be a "

@@ -159,7 +159,7 @@ def test_k_that_no_number_divides_is_split_all_the_same():
 @pytest.mark.parametrize(
     ("text", "outputs", "limits"),
     [
-        ("liquid4:g64/int8", 4096, H200),
+        ("float8:g128/float8", 4096, H200),
         ("uint4:g128", 4100, H200),
         ("uint4:g128", 4096, Limits(108, 8.0)),
         ("uint4:g128", 4096, WITHOUT_WGMMA),
@@ -202,8 +202,8 @@ def test_many_rows_are_not_fused():
     assert heuristic(33, float8, 4096, 4096, WITHOUT_WGMMA) == Plan("xla")
 
 
-@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
-def test_warpgroups_multiply_matrices_of_eight_bits(text):
+@pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8", "liquid4:g64/int8"])
+def test_warpgroups_multiply_eight_bits(text):
     format = WeightFormat.parse(text)
     found = [heuristic(rows, format, 4096, 24576, H200) for rows in (32, 33, 4096, 50_000)]
     assert [plan.implementation for plan in found] == ["triton", "mosaic", "mosaic", "mosaic"]
@@ -212,9 +212,9 @@ def test_warpgroups_multiply_matrices_of_eight_bits(text):
 def test_integer_products_are_fused():
     plain, of_levels = (WeightFormat.parse(text) for text in ("int8/int8", "liquid4:g64/int8"))
     assert heuristic(8192, plain, 4096, 24576, WITHOUT_WGMMA).implementation == "triton"
-    for limits, rows in ((H200, 1024), (WITHOUT_WGMMA, 2048)):
-        assert heuristic(rows, of_levels, 4096, 24576, limits).implementation == "triton"
-        assert heuristic(rows + 1, of_levels, 4096, 24576, limits) == Plan("dequantize")
+    for limits, outputs in ((WITHOUT_WGMMA, 24576), (H200, 24570)):
+        assert heuristic(2048, of_levels, 4096, outputs, limits).implementation == "triton"
+        assert heuristic(2049, of_levels, 4096, outputs, limits) == Plan("dequantize")
 
 
 @pytest.mark.parametrize(

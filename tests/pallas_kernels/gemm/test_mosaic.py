@@ -31,7 +31,7 @@ FORMATS = (
     *("uint4:g32", "uint4:g64", "uint4:g128", "uint4:g128:sym"),
     *("uint8:g32", "uint8:g128", "uint8:g64:sym", "float8:g128"),
     *("uint4:gK", "uint8:gK:sym", "float8:gK", "int8/int8", "float8:gK/float8"),
-    *("table4:g64", "table3:g64", "table2:g32"),
+    *("table4:g64", "table3:g64", "table2:g32", "liquid4:g64/int8"),
 )
 each_format = pytest.mark.parametrize("text", FORMATS)
 # Tiles that stick out, more splits than blocks, K of half a block, fewer blocks than warpgroups
@@ -67,6 +67,10 @@ CASES = [
     ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
     ("int8/int8", 300, 600, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "float32"),
     ("table4:g64", 130, 1088, 192, WarpgroupConfig(128, 3, 2), "bfloat16", "float16"),
+    ("liquid4:g64/int8", 16, 1344, 128, WarpgroupConfig(16, 4, 1, 2), "bfloat16", "uint16"),
+    ("liquid4:g64/int8", 30, 640, 192, WarpgroupConfig(32, 2, 2), "bfloat16", "uint16"),
+    ("liquid4:g64/int8", 50, 1344, 64, WarpgroupConfig(48, 2, 2), "bfloat16", "uint16"),
+    ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
 ]
 
 interpreted_here = pytest.mark.skipif(
@@ -184,6 +188,8 @@ def test_scales_of_rows_that_stick_out_are_there():
         ("uint4:g128", 24, "bfloat16", "float16", "matmul_warpgroups_uint4"),
         ("uint4:g128", 32, "bfloat16", "float16", "matmul_warpgroups_uint4"),
         ("int8/int8", 64, "bfloat16", "float32", "matmul_warpgroups_int8"),
+        ("liquid4:g64/int8", 32, "bfloat16", "uint16", "matmul_liquid4"),
+        ("liquid4:g64/int8", 33, "bfloat16", "uint16", "matmul_warpgroups_liquid4"),
         ("uint4:g128:sym", 4096, "float16", "float16", "matmul_warpgroups_uint4"),
         ("float8:g128", 200, "bfloat16", "float32", "matmul_warpgroups_float8"),
         ("float8:gK", 200, "float16", "float32", "matmul_warpgroups_float8"),
@@ -255,6 +261,9 @@ def test_any_configuration_on_the_gpu(config, rng):
         *(("table4:g64", WarpgroupConfig(8, 4, 2, 4)), ("table3:g64", WarpgroupConfig(8, 3, 1, 3))),
         ("table3:g128", WarpgroupConfig(24, 2, 5)),
         *(("int8/int8", WarpgroupConfig(256, 3, 1)), ("int8/int8", WarpgroupConfig(192, 3, 1))),
+        ("liquid4:g64/int8", WarpgroupConfig(16, 4, 2, 2)),
+        *(("liquid4:g64/int8", WarpgroupConfig(rows, 3, 1)) for rows in (8, 32, 160)),
+        *(("liquid4:g64/int8", WarpgroupConfig(rows, 2, 2)) for rows in (24, 256)),
         ("float8:gK/float8", WarpgroupConfig(256, 3, 1)),
     ],
     ids=str,

@@ -18,6 +18,8 @@ from pallas_kernels.gemm.stages import stages, why_no_room
         ("uint4:g128", WarpgroupConfig(32, 2, 2, 2), (3, 3, 4), True),
         ("uint4:g128", WarpgroupConfig(32, 4, 2, 4), (1, 1, 4), False),
         ("int8/int8", WarpgroupConfig(256, 2, 1), (3, 3, 1), True),
+        ("liquid4:g64/int8", WarpgroupConfig(256, 2, 1), (4, 4, 2), True),
+        ("liquid4:g64/int8", WarpgroupConfig(16, 3, 1), (8, 8, 2), True),
         ("uint4:g32", WarpgroupConfig(16, 2, 1), (8, 8, 4), True),
         ("uint4:g128", WarpgroupConfig(16, 3, 2), (4, 4, 4), True),
         # 64 KiB for the pairs of sixteen values, and 30 for those of eight

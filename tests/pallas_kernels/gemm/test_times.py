@@ -8,7 +8,7 @@ from pallas_kernels.gemm.times import microseconds
 from tests.pallas_kernels.gemm.plans import H200, PACKED
 
 TABLE3, TABLE4 = WeightFormat.parse("table3:g64"), WeightFormat.parse("table4:g64")
-MATRIX = WeightFormat.parse("int8/int8")
+MATRIX, LEVELS = WeightFormat.parse("int8/int8"), WeightFormat.parse("liquid4:g64/int8")
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,9 @@ MATRIX = WeightFormat.parse("int8/int8")
     [
         (PACKED, WarpgroupConfig(128, 3, 1), (128, 256, 512)),
         (MATRIX, WarpgroupConfig(256, 2, 1), (512, 1024, 2048)),
+        (LEVELS, WarpgroupConfig(256, 2, 1), (512, 1024, 2048)),
     ],
-    ids=["uint4", "int8"],
+    ids=["uint4", "int8", "liquid4"],
 )
 def test_times_grow_with_the_product(format, config, all_rows):
     times = [microseconds(config, rows, format, 4096, 24576, H200) for rows in all_rows]
@@ -39,6 +40,9 @@ def test_times_grow_with_the_product(format, config, all_rows):
         (TABLE3, 256, 4096, 24576, (128, 3, 1), 76.8),
         (MATRIX, 256, 12288, 4096, (64, 2, 1), 22.0),
         (MATRIX, 4096, 4096, 24576, (256, 2, 1), 558.5),
+        (LEVELS, 64, 4096, 24576, (64, 3, 1), 20.9),
+        (LEVELS, 256, 12288, 4096, (128, 3, 3), 27.4),
+        (LEVELS, 4096, 4096, 24576, (256, 2, 1), 553.4),
     ],
 )
 def test_times_are_about_what_was_measured(format, rows, channels, outputs, config, measured):

@@ -16,6 +16,7 @@ from tests.pallas_kernels.gemm.plans import H200, PACKED
 FORMATS = (
     *("uint4:g32", "uint4:g128", "uint4:g128:sym", "uint8:g64", "float8:g128", "uint4:gK"),
     *("int8/int8", "float8:gK/float8", "table4:g64", "table3:g32", "table2:g256"),
+    "liquid4:g64/int8",
 )
 
 
@@ -65,6 +66,9 @@ def test_every_ranked_configuration_is_sound(rows, text, groups, tiles):
         ("llama3-70b.qkv", 64, (64, 3, 2), "table4:g64"),
         ("llama3-70b.qkv", 8, (8, 3, 2), "table3:g64"),
         ("llama3-70b.qkv", 16, (16, 3, 2), "table3:g64"),
+        ("qwen3-8b.gate_up", 128, (128, 3, 1), "liquid4:g64/int8"),
+        ("qwen3-8b.qkv", 512, (128, 3, 1), "liquid4:g64/int8"),
+        ("qwen3-8b.down", 1024, (256, 2, 1), "liquid4:g64/int8"),
     ],
 )
 def test_the_model_finds_what_was_the_fastest(name, rows, measured, text):
@@ -114,5 +118,9 @@ def test_a_matrix_has_tiles_of_two_products():
     assert warpgroups.why_unsound(WarpgroupConfig(256, 3, 1), format) is None
     reason = warpgroups.why_unsound(WarpgroupConfig(144, 3, 1), format)
     assert "multiple of 32, to 256" in (reason or "")
+    levels = WeightFormat.parse("liquid4:g64/int8")
+    assert warpgroups.why_unsound(WarpgroupConfig(192, 3, 1), levels) is None
+    reason = warpgroups.why_unsound(WarpgroupConfig(224, 3, 1), levels)
+    assert "multiple of 32, to 192" in (reason or "")
     reason = warpgroups.why_unsound(WarpgroupConfig(136, 3, 1), PACKED)
     assert "multiple of 8, to 128" in (reason or "")

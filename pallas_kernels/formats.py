@@ -159,9 +159,20 @@ class WeightFormat:
         return self.planes * self.plane_width
 
     @property
-    def groups_of_block(self) -> int:
-        """Groups that a block lies in."""
-        return 1 if self.group_size is None else max(1, self.block // self.group_size)
+    def parameter_channels(self) -> int | None:
+        """Input channels that a word of parameters is for, or None for all.
+
+        Two groups of `liquid4` share a word: each has two bytes.
+        """
+        return (
+            2 * self.group_size if self.codes == "liquid4" and self.group_size else self.group_size
+        )
+
+    @property
+    def parameters_of_block(self) -> int:
+        """Words of parameters that a block has for an output channel."""
+        size = self.parameter_channels
+        return 1 if size is None else max(1, self.block // size)
 
     def groups(self, channels: int) -> int:
         """Number of groups over `channels` input channels."""
@@ -175,4 +186,5 @@ class WeightFormat:
         padded = -(-channels // self.block) * self.block
         per_channel = 4 if self.codes == "liquid4" else 0
         table = 4 * 2**self.bits if self.codes.startswith("table") else 0
-        return outputs * (padded * self.bits // 8 + self.groups(padded) * 4 + per_channel) + table
+        words = padded // (self.parameter_channels or padded)
+        return outputs * (padded * self.bits // 8 + 4 * words + per_channel) + table

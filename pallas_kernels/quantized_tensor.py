@@ -8,7 +8,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bits as bit_planes
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.formats import WeightFormat
 
@@ -27,8 +26,9 @@ class QuantizedTensor:
         i·block + j·plane_width + lane. A tile of neighbouring output channels is contiguous.
         Where a word is a code, the plain matrix [1, N, padded K] in int8 or float8_e4m3fn.
     parameters: uint32 [groups, N], a group's parameters in one 32-bit word, because narrower loads
-        are not pipelined: the scale's 16 bits below the zero point (0 where codes have none), the
-        32 bits of a float32 scale, or the step below the offset of `liquid4`.
+        are not pipelined: the scale's 16 bits below the zero point (0 where codes have none), or
+        the 32 bits of a float32 scale. Of `liquid4` [groups / 2, N]: the step and the offset of a
+        group, a byte each, below those of the next.
     permutation: int32 [K] or None; row i of the packed matrix belongs to input channel
         permutation[i] (GPTQ's act-order).
     channel_scales: float32 [N], the second level of `liquid4`, else None.
@@ -65,13 +65,15 @@ class QuantizedTensor:
 
     def scales(self) -> jax.Array:
         """Scales [groups, N] in `scale_dtype`, padding groups included; of `liquid4`, the steps."""
-        if self.scale_dtype == "float32":
-            return jax.lax.bitcast_convert_type(self.parameters, jnp.float32)
-        return bit_planes.unpack_pair(self.parameters, self.scale_dtype, jnp.uint16)[0]
+        return self._scales_and_zeros[0]
 
     def zeros(self) -> jax.Array:
         """Integer zero points [groups, N] as uint16; padding groups included."""
-        return bit_planes.unpack_pair(self.parameters, jnp.uint16, jnp.uint16)[1]
+        return self._scales_and_zeros[1]
+
+    @property
+    def _scales_and_zeros(self) -> tuple[jax.Array, jax.Array]:
+        return code_kinds.of(self.format).unpack_parameters(self.parameters, self.scale_dtype)
 
     def dequantize(
         self, dtype: jax.typing.DTypeLike = jnp.float32, *, scales: jax.Array | None = None
@@ -116,8 +118,10 @@ def pack(
     _check(codes, scales, zeros, format, permutation, channel_scales, table)
     if code_kinds.of(format).code_dtype == jnp.uint8:
         _check_values("codes", codes, 2**format.bits - 1)
-    if zeros is not None and format.codes.startswith("uint"):
-        _check_values("zeros", zeros, 2**format.bits)
+    if zeros is not None:
+        _check_values("zeros", zeros, 255 if format.codes == "liquid4" else 2**format.bits)
+    if format.codes == "liquid4":
+        _check_values("scales", scales, 255)
     return _pack(codes, scales, zeros, format, permutation, channel_scales, table)
 
 
@@ -133,17 +137,14 @@ def _pack(
 ) -> QuantizedTensor:
     padding = -codes.shape[0] % format.block
     codes = jnp.pad(codes, ((0, padding), (0, 0)))
-    if scales.dtype == jnp.float32:
-        parameters = jax.lax.bitcast_convert_type(scales, jnp.uint32)
-    else:
-        zero_point = code_kinds.of(format).zero_point
-        high = jnp.full_like(scales, zero_point, jnp.uint16) if zeros is None else zeros
-        parameters = bit_planes.pack_pair(scales, high.astype(jnp.uint16))
-    groups = format.groups(codes.shape[0])
-    parameters = jnp.pad(parameters, ((0, groups - parameters.shape[0]), (0, 0)))
+    kind = code_kinds.of(format)
+    if zeros is None:
+        zeros = jnp.full_like(scales, kind.zero_point, jnp.uint16)
+    missing = (0, format.groups(codes.shape[0]) - len(scales)), (0, 0)
+    scales, zeros = jnp.pad(scales, missing), jnp.pad(zeros.astype(jnp.uint16), missing)
     return QuantizedTensor(
         _pack_words(codes, format),
-        parameters,
+        kind.pack_parameters(scales, zeros),
         permutation,
         format,
         codes.shape[0] - padding,
@@ -186,10 +187,7 @@ def unpack(tensor: QuantizedTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
     not take.
     """
     groups = tensor.format.groups(tensor.channels)
-    zeros = tensor.zeros()
-    if tensor.scale_dtype == "float32":
-        zeros = jnp.zeros_like(zeros)
-    return unpack_codes(tensor), tensor.scales()[:groups], zeros[:groups]
+    return unpack_codes(tensor), tensor.scales()[:groups], tensor.zeros()[:groups]
 
 
 def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
@@ -205,11 +203,7 @@ def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTenso
         raise ValueError(f"scales have shape {scales.shape}; {tensor.format} expects {expected}")
     padding = ((0, len(tensor.parameters) - len(scales)), (0, 0))
     scales = jnp.pad(scales.astype(tensor.scale_dtype), padding)
-    if tensor.scale_dtype == "float32":
-        parameters = jax.lax.bitcast_convert_type(scales, jnp.uint32)
-    else:
-        parameters = bit_planes.pack_pair(scales, tensor.zeros())
-    return dataclasses.replace(tensor, parameters=parameters)
+    return dataclasses.replace(tensor, parameters=kind.pack_parameters(scales, tensor.zeros()))
 
 
 def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:

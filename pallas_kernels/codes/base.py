@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bits import multiply
+from pallas_kernels.bits import multiply, pack_pair, unpack_pair
 from pallas_kernels.formats import WeightFormat
 
 if TYPE_CHECKING:
@@ -67,9 +67,22 @@ class CodeKind(abc.ABC):
         """The inverse of `pack`."""
         raise NotImplementedError(f"{type(self).__name__}: its words are codes already")
 
+    def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
+        """Words uint32 [words, N] of scales and zeros uint16 [groups, N], of whole blocks."""
+        if scales.dtype == jnp.float32:
+            return jax.lax.bitcast_convert_type(scales, jnp.uint32)
+        return pack_pair(scales, zeros)
+
+    def unpack_parameters(self, words: jax.Array, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
+        """The inverse of `pack_parameters`; where there are no zeros, 0."""
+        if scale_dtype == "float32":
+            scales = jax.lax.bitcast_convert_type(words, jnp.float32)
+            return scales, jnp.zeros_like(words, jnp.uint16)
+        return unpack_pair(words, scale_dtype, jnp.uint16)
+
     @abc.abstractmethod
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
-        """In a kernel: what the words uint32 [tile_n] of a group's parameters say."""
+        """In a kernel: what words of parameters uint32 [tile_n] say."""
 
     @property
     def shared_bytes(self) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
+from pallas_kernels.bits import pack_pair, unpack_pair
 from pallas_kernels.codes.base import (
     CodeKind,
     Decoder,
@@ -83,8 +84,19 @@ class Liquid(CodeKind):
         words = words[..., 0, :]
         return jnp.stack([words & jnp.uint8(0xF), words >> jnp.uint8(4)], -2)
 
+    def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
+        """A byte of step and one of offset, of one group below those of the next."""
+        halves = scales | (zeros << jnp.uint16(8))
+        return pack_pair(halves[0::2], halves[1::2])
+
+    def unpack_parameters(self, words: jax.Array, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
+        """The inverse of `pack_parameters`."""
+        halves = jnp.stack(unpack_pair(words, scale_dtype, scale_dtype), 1)
+        halves = halves.reshape(-1, words.shape[1])
+        return halves & jnp.uint16(0xFF), halves >> jnp.uint16(8)
+
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
-        """The words as they are: decoding takes the step and the offset out of them."""
+        """The words as they are: a plane is a group, and decoding takes its bytes out of them."""
         return Group(None, (parameters,))
 
     def decoder(
@@ -101,15 +113,18 @@ class Liquid(CodeKind):
         if ptx:
             registers = backend.registers(parameters, words.shape)
             return lambda plane: _decode_with_ptx(words, plane, registers)
-        step, offset = (
-            jnp.broadcast_to(half.astype(jnp.uint8)[:, None], words.shape)
-            for half in (parameters & jnp.uint32(0xFF), parameters >> jnp.uint32(16))
-        )
-        return lambda plane: _decode(words, plane, step, offset)
+        return lambda plane: _decode(words, plane, parameters)
 
 
-def _decode(words: jax.Array, plane: int, step: jax.Array, offset: jax.Array) -> jax.Array:
+def _decode(words: jax.Array, plane: int, parameters: jax.Array) -> jax.Array:
     """(code · step + offset) XOR 0x80 as int8, of one nibble of each uint8 word."""
+    step, offset = (
+        jnp.broadcast_to(byte.astype(jnp.uint8)[:, None], words.shape)
+        for byte in (
+            parameters >> jnp.uint32(16 * plane),
+            parameters >> jnp.uint32(16 * plane + 8),
+        )
+    )
     codes = (words >> jnp.uint8(4 * plane)) & jnp.uint8(0xF)
     values = (codes * step + offset) ^ jnp.uint8(0x80)
     return jax.lax.bitcast_convert_type(values, jnp.int8)
@@ -121,8 +136,8 @@ def _decode_with_ptx(words: jax.Array, plane: int, parameters: jax.Array) -> jax
         .reg .b32 codes, step, offset;
         shr.b32 codes, $1, {4 * plane};
         and.b32 codes, codes, 0x0F0F0F0F;
-        and.b32 step, $2, 0xFF;
-        prmt.b32 offset, $2, 0, 0x2222;
+        prmt.b32 step, $2, 0, 0x444{2 * plane};
+        prmt.b32 offset, $2, 0, 0x{1111 * (2 * plane + 1)};
         mad.lo.u32 codes, codes, step, offset;
         xor.b32 $0, codes, 0x80808080;
     }}"""

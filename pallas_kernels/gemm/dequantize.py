@@ -117,7 +117,7 @@ def _kernel(
         for column in range(format.columns)
     ]
     shared = kind.shared(table_ref, out_ref.dtype, ptx=ptx)
-    size = format.group_size
+    size = format.parameter_channels
     run = format.planes if size is None else min(format.planes, size // width)
     joined = min(format.planes, JOINED_CHANNELS // width)
     for first in range(0, format.planes, joined):

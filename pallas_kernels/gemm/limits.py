@@ -105,7 +105,7 @@ def shared_memory(config: GemmConfig, format: WeightFormat, limits: Limits) -> i
     channels = format.planes * (config.width or format.plane_width)  # of a step
     words = config.tile_n * channels * format.bits // 8
     x = config.tile_m * channels * format.word_bits // 8
-    groups = 0 if format.group_size is None else format.groups_of_block
+    groups = 0 if format.group_size is None else format.parameters_of_block
     parameters = 4 * groups * (config.tile_n + (config.tile_m if format.activations else 0))
     reads_shared = limits.compute_capability >= 9 and config.warps >= 4 and config.tile_n >= 64
     loop = (config.stages - 1) * (words + x + parameters)

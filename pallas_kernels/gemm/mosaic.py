@@ -85,7 +85,7 @@ def matmul_terms(
         "free": mosaic.Barrier(num_arrivals=columns, num_barriers=slots),
     }
     if has_groups:
-        shape = slots, format.groups_of_block, tile_n
+        shape = slots, format.parameters_of_block, tile_n
         scratch["parameter_tiles"] = mosaic.shared_rows(shape, jnp.uint32)
     if not comes_whole:
         scratch["x_full"] = mosaic.Barrier(num_barriers=x_slots)
@@ -162,7 +162,7 @@ def _kernel(
     x_scales_ref = others  # likewise
     warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
     tile_m, width = x_tiles.shape[1], format.plane_width
-    groups, tile_n = format.groups_of_block, word_tiles.shape[1]
+    groups, tile_n = format.parameters_of_block, word_tiles.shape[1]
     columns, shares = out_tiles.shape[0], config.shares
     blocks, planes = x_ref.shape[1] // format.block, format.planes
     if has_one_group := format.group_size is None:

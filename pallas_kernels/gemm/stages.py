@@ -38,7 +38,7 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
         as many.
     """
     width = format.plane_width * format.word_bits // 8
-    words = config.tile_n * (format.columns * width + 4 * format.groups_of_block)
+    words = config.tile_n * (format.columns * width + 4 * format.parameters_of_block)
     plane = config.tile_m * width
     out_rows = math.gcd(*config.products, MOST_OUT_ROWS)
     row = config.tile_n * dtype.itemsize

@@ -193,7 +193,7 @@ def _kernel(
         return backend.load_masked(x_ref.at[row[:, None], (first + number)[None, :]], row_mask)
 
     # A run of planes lies in one group; where all channels are one group, it is loaded here.
-    size = format.group_size
+    size = format.parameter_channels
     run = format.planes if size is None else min(format.planes, size // format.plane_width)
     whole = load_group(jnp.int32(0)) if size is None else None
     # A scale becomes an operand only where the operand's dtype has its range.

@@ -194,6 +194,10 @@ class PlainWeight:
         """What QuantizedTensor.parameters says, without the groups of padding."""
         if self.scales.dtype == np.float32:
             return self.scales.view(np.uint32)
+        if self.format.codes == "liquid4":  # a byte each, of two groups
+            halves = self.scales + 256 * self.zero_points().astype(np.uint16)
+            halves = np.pad(halves, ((0, len(halves) % 2), (0, 0)))
+            return parameter_words(halves[0::2], halves[1::2])
         return parameter_words(self.scales, self.zero_points())
 
     def zero_points(self) -> np.ndarray:

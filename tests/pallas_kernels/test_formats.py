@@ -160,7 +160,7 @@ def test_plain_formats_take_two_bytes_an_element(text):
         ("table2:g256", 4096 * 1024 // 4 + 16 * 1024 * 4 + 4 * 4),
         ("float8:g128/float8", 4096 * 1024 + 32 * 1024 * 4),
         ("int8/int8", 4096 * 1024 + 1024 * 4),
-        ("liquid4:g64/int8", 4096 * 1024 // 2 + 64 * 1024 * 4 + 1024 * 4),
+        ("liquid4:g64/int8", 4096 * 1024 // 2 + 32 * 1024 * 4 + 1024 * 4),
     ],
 )
 def test_bytes_of_whole_blocks(text, expected):

@@ -57,7 +57,8 @@ def assert_packed(tensor: QuantizedTensor, plain: PlainWeight, permutation=None)
     parameters = plain.parameters()
     assert_same(tensor.parameters[: len(parameters)], parameters)
     assert not np.asarray(tensor.parameters)[len(parameters) :].any()
-    assert len(tensor.parameters) == format.groups(tensor.padded_channels)
+    groups = format.groups(tensor.padded_channels)
+    assert len(tensor.parameters) == (groups // 2 if format.codes == "liquid4" else groups)
 
     (codes, scales, zeros), dequantized = read(tensor)
     assert_same(codes, plain.codes)
@@ -216,6 +217,12 @@ FLOAT8 = INT8 | {
         (TABLE2, {"zeros": np.ones((2, 4), np.uint8)}, r"zeros.*\(2, 4\).*expects None"),
         (UINT4, {"permutation": np.arange(32, dtype=np.int32)}, r"permutation.*\(32,\).*\(64,\)"),
         (UINT4, {"channel_scales": np.ones(4, np.float32)}, r"channel_scales.*\(4,\).*None"),
+        (
+            LIQUID4,
+            {"scales": np.full((1, 4), 256, np.uint16)},
+            "scales are 256 to 256; .* 0 to 255",
+        ),
+        (LIQUID4, {"zeros": np.full((1, 4), 300, np.uint16)}, "zeros are 300 to 300; .* 0 to 255"),
         (LIQUID4, {"channel_scales": None}, r"channel_scales.*None.*expects \(4,\)"),
         (LIQUID4, {"channel_scales": np.ones(1, np.float32)}, r"channel_scales.*\(1,\).*\(4,\)"),
         (UINT4, {"table": np.ones(16, np.float32)}, r"table.*\(16,\).*expects None"),

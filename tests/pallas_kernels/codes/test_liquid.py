@@ -16,15 +16,17 @@ PAIRS = [(step, offset) for step in range(18) for offset in range(256 - 15 * ste
 def test_all_bytes_decode_with_all_steps_and_offsets(decode):
     pairs = np.array(PAIRS[: len(PAIRS) // 16 * 16], np.uint32)
     assert len(PAIRS) - len(pairs) < 16
-    steps, offsets = pairs.T
+    groups = pairs, np.roll(pairs, 1000, 0)  # of a plane each
+    low, high = (steps | offsets << 8 for steps, offsets in (pairs.T for pairs in groups))
     words = np.tile(ALL_BYTES, (len(pairs), 1))
     planes = decode(
-        words, steps | offsets << 16, format="liquid4:g64", operand="int8", scale_dtype="uint16"
+        words, low | high << 16, format="liquid4:g64", operand="int8", scale_dtype="uint16"
     )
     assert planes.dtype == np.int8
     for plane, values in enumerate(planes):
         nibbles = (ALL_BYTES >> (4 * plane) & 15).astype(np.int64)
-        expected = nibbles * steps[:, None] + offsets[:, None].astype(np.int64) - 128
+        steps, offsets = groups[plane].astype(np.int64).T[:, :, None]
+        expected = nibbles * steps + offsets - 128
         np.testing.assert_array_equal(values, expected)
 
 

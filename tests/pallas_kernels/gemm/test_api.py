@@ -226,7 +226,7 @@ def test_warpgroups_say_whose_scales_they_can_not_hold(pretend_gpu):
 
 def test_a_weight_too_large_to_be_written_out_is_multiplied_as_it_is(chosen, pretend_gpu):
     x = jax.ShapeDtypeStruct((5000, 16384), jnp.bfloat16)
-    weight = weight_struct("liquid4:g64", 16384, 163840)  # 2**31 codes and more, in half the bytes
+    weight = weight_struct("liquid4:g64", 16384, 163841)  # 2**31 codes and more, in half the bytes
     jax.eval_shape(matmul, x, weight)
     assert chosen == ["triton"]
     with pytest.raises(UnsupportedError, match=r"'dequantize' can't run: .* more than 2\*\*31"):

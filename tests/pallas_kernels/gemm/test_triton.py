@@ -137,7 +137,7 @@ def test_integer_sums_are_exact_where_float32_is_not(text, rng):
         weight = dataclasses.replace(weight, words=jnp.asarray(words))
     else:
         steps = rng.integers(1, 9, weight.parameters.shape)
-        parameters = (steps + 2**16 * (255 - 15 * steps)).astype(np.uint32)
+        parameters = ((steps + 2**8 * (255 - 15 * steps)) * (1 + 2**16)).astype(np.uint32)
         words = 0x88 | rng.integers(0, 256, weight.words.shape)  # codes from 8 to 15
         weight = dataclasses.replace(
             weight, words=jnp.asarray(words.astype(np.uint8)), parameters=jnp.asarray(parameters)

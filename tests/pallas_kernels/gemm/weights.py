@@ -169,7 +169,7 @@ def _random_zeros(
         return rng.integers(0, 2**format.bits + 1, groups)
     if format.codes == "liquid4":
         steps = rng.integers(1, 16, groups)
-        return steps + 2**16 * rng.integers(0, 256 - 15 * steps)  # no sum above 255
+        return steps + 2**8 * rng.integers(0, 256 - 15 * steps)  # no sum above 255
     return np.zeros(groups, np.int64)
 
 
@@ -186,18 +186,20 @@ def _assemble(
     permutation: np.ndarray | None = None,
 ) -> QuantizedTensor:
     has_table, is_liquid = format.codes.startswith("table"), format.codes == "liquid4"
+    blocks = -(-channels // format.block)
+    padding = (0, format.groups(blocks * format.block) - len(zeros)), (0, 0)
+    scales, zeros = np.pad(scales, padding), np.pad(zeros, padding)
     if is_liquid:
-        scale_dtype, parameters = "uint16", zeros.astype(np.uint32)
+        halves = zeros.astype(np.uint16)
+        scale_dtype, parameters = "uint16", parameter_words(halves[0::2], halves[1::2])
     elif format.codes in ("float8", "int8"):
         scale_dtype, parameters = "float32", scales.astype(np.float32).view(np.uint32)
     else:
         low = scales.astype(NUMPY_DTYPES[scale_dtype])
         parameters = parameter_words(low, zeros.astype(np.uint16))
-    blocks = -(-channels // format.block)
-    padding = format.groups(blocks * format.block) - len(parameters)
     return QuantizedTensor(
         jnp.asarray(words),
-        jnp.asarray(np.pad(parameters, ((0, padding), (0, 0)))),
+        jnp.asarray(parameters),
         None if permutation is None else jnp.asarray(permutation),
         format,
         channels,
@@ -238,9 +240,11 @@ def integers(weight: QuantizedTensor) -> np.ndarray:
     """The int64 [K, N], in packed order, that an integer product multiplies."""
     fields = _fields(weight).astype(np.int64)
     if weight.format.codes == "liquid4":
-        parameters = np.asarray(weight.parameters).astype(np.int64)[:, None]
-        groups = fields.reshape(len(parameters), -1, fields.shape[1])
-        values = groups * (parameters % 2**16) + (parameters >> 16)
+        parameters = np.asarray(weight.parameters).astype(np.int64)
+        halves = np.stack([parameters % 2**16, parameters >> 16], 1)  # [words, 2, N]
+        halves = halves.reshape(-1, 1, fields.shape[1])
+        groups = fields.reshape(len(halves), -1, fields.shape[1])
+        values = groups * (halves % 2**8) + (halves >> 8)
         assert values.max() < 256
         fields = (values ^ 0x80).astype(np.uint8).view(np.int8).reshape(fields.shape)
     return fields[: weight.channels].astype(np.int64)

@@ -41,8 +41,10 @@ FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 FUSED_ROWS_OF_LEVELS = 2048
 # To so many, warpgroups are the fastest where they can multiply: uint4:g128 measured at all shapes
 # of gemm.shapes, others at K4096 N24576, on the H200. Of 4096 rows they are level with cuBLAS and a
-# copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096. Of up to
-# FEW_ROWS, it is tables and codes of four bits, and only where Pallas need not copy x.
+# copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096. Of up to FEW_ROWS, it is
+# tables and codes of four bits, and only where Pallas need not copy x; of fewer than ROWS, tables
+# alone: a model adds the splits of Triton's product where it is read, and decodes one sequence in
+# 2159 µs a token instead of 2183, though alone a product takes up to 14 % longer.
 WARPGROUP_ROWS = 4096
 # Of 1024 rows, tables of four and three bits take 284 and 269 µs at K4096 N24576, where cuBLAS
 # takes 254 and writing the weight out 67: of 4096 rows there is nothing left to gain.
@@ -130,6 +132,8 @@ def _suits_warpgroups(rows: int, format: WeightFormat, outputs: int, limits: Lim
     if why_not_warpgroups(format, outputs, limits) is not None:
         return False
     has_table = code_kinds.of(format).has_table
+    if rows < ROWS:
+        return has_table
     if rows <= FEW_ROWS:
         return (has_table or format.codes == "uint4") and rows % ROWS == 0
     if format.activations:

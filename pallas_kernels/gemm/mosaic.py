@@ -48,7 +48,7 @@ def matmul_terms(
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
     format, outputs = weight.format, weight.shape[1]
     rows, padding = values.shape[0], weight.padded_channels - values.shape[1]
-    missing = -rows % ROWS
+    missing = -rows % ROWS if rows > ROWS else 0  # a single tile may stick out
     blocks = weight.padded_channels // format.block
     splits = min(config.splits, blocks)
     is_one_term = splits == 1 or config.is_cluster

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator
 
+from pallas_kernels import codes as code_kinds
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm import tables
 from pallas_kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
@@ -124,7 +125,8 @@ def candidates(
     sound = [config for config in configs if why_unsound(config, format, limits) is None]
     sound.sort(key=lambda config: (distance(config), repr(config)))
     plans = [Plan("triton", config) for config in sound]
-    if rows >= ROWS and why_not_warpgroups(format, outputs, limits) is None:
+    has_table = code_kinds.of(format).has_table
+    if (rows >= ROWS or has_table) and why_not_warpgroups(format, outputs, limits) is None:
         best = ranked(rows, format, channels, outputs, limits)[: most // WARPGROUP_SHARE]
         plans = [*plans[: most - len(best) - 1], *(Plan("mosaic", config) for config in best)]
         rule = heuristic(rows, format, channels, outputs, limits)

@@ -187,7 +187,8 @@ def test_of_few_rows_warpgroups_multiply_four_bits_and_tables(rows):
     ):
         format = WeightFormat.parse(text)
         assert heuristic(rows, format, 4096, 24576, H200).implementation == name
-        assert heuristic(rows - 1, format, 4096, 24576, H200).implementation == "triton"
+        found = heuristic(rows - 1, format, 4096, 24576, H200).implementation
+        assert found == ("mosaic" if rows == 8 and text.startswith("table") else "triton")
 
 
 def test_many_rows_are_not_fused():

@@ -19,8 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.gemm.config import CHANNELS
 
@@ -90,19 +88,13 @@ def launch(
     cluster: axes beside those of the grid, whose programs run at the same time, and can write to
         each other's shared memory. Not with `interpret`.
     """
-
-    def begin(*references: Any, **scratch: Any) -> None:
-        if not interpret:
-            _let_the_next_begin()
-        kernel(*references, **scratch)
-
     cluster = cluster or {}
     parameters = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     options: dict[str, Any] = {"compiler_params": parameters}
     if interpret:
         options = {"interpret": _interpreter()}
     run: Any = plgpu.kernel(
-        begin,
+        kernel,
         out_type=out_shape,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
@@ -118,16 +110,6 @@ def launch(
     # Under `shard_map`, Pallas forgets which axes of a mesh the arguments differ along.
     varying = frozenset().union(*(_varying(argument) for argument in arguments))
     return jax.lax.pcast(result, tuple(varying), to="varying") if varying else result
-
-
-def _let_the_next_begin() -> None:
-    """Lets the next kernel be launched early, as `backend.first_program_id` does."""
-
-    def trigger(context: Any) -> None:
-        nothing, assembly = ir.Type.parse("!llvm.void"), "griddepcontrol.launch_dependents;"
-        llvm.inline_asm(nothing, [], assembly, "", has_side_effects=True)
-
-    plgpu.inline_mgpu(arg_types=(), return_type=None)(trigger)()
 
 
 def _varying(array: jax.Array) -> frozenset[str]:

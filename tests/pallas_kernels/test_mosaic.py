@@ -83,11 +83,6 @@ def test_a_tile_goes_through_registers(lower_for_cuda):
     assert "mosaic_gpu" in text
 
 
-def test_a_kernel_lets_the_next_one_be_launched_early(lower_for_cuda):
-    text = lower_for_cuda(double_transposed, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
-    assert "griddepcontrol.launch_dependents" in text
-
-
 @pytest.mark.gpu
 def test_a_tile_goes_through_registers_on_the_gpu(rng, wgmma):
     words = jnp.asarray(rng.normal(size=(64, 64)), jnp.bfloat16)

@@ -17,7 +17,8 @@ import numpy as np
 from models import Decoder
 from mpjax.arguments import new_token_limits
 from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
-from pallas_kernels import KVFormat, PagedKVCache, backend
+from pallas_kernels import KVFormat, PagedKVCache, QuantizedTensor, backend
+from pallas_kernels.gemm.tuning import runs_by_warpgroups
 
 STRIDE = 8
 
@@ -206,7 +207,42 @@ def _draw(
 
 # The state is donated, so that the loop owns the cache's buffers; the model never is.
 jit_prefill = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
-jit_decode = jax.jit(decode, static_argnames="stride", donate_argnames="state")
+jit_decode_early = jax.jit(decode, static_argnames="stride", donate_argnames="state")
+jit_decode_in_turn = jax.jit(
+    decode,
+    static_argnames="stride",
+    donate_argnames="state",
+    compiler_options={"xla_gpu_enable_pdl": False},
+)
+
+
+def jit_decode(
+    model: Decoder,
+    state: DecodingState,
+    sampling: Sampling,
+    limits: Limits,
+    until: jax.Array,
+    *,
+    stride: int | None = None,
+) -> DecodingState:
+    """`decode`, compiled, with the state donated.
+
+    On Hopper, XLA launches a kernel before the last one has ended. That gains where Triton's
+    kernels follow each other, and loses beside those of warpgroups, which are not launched early:
+    where there are any, no kernel is. Inside of another `jit` that is for its caller to say.
+    """
+    is_traced = isinstance(state.step, jax.core.Tracer)
+    in_turn = not is_traced and _has_warpgroups(model, len(state.tokens))
+    run = jit_decode_in_turn if in_turn else jit_decode_early
+    return run(model, state, sampling, limits, until, stride=stride)
+
+
+def _has_warpgroups(model: Decoder, batch: int) -> bool:
+    """Whether warpgroups multiply any weight in a step of so many rows."""
+    leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
+    weights = [leaf for leaf in leaves if isinstance(leaf, QuantizedTensor)]
+    different = {(weight.format, weight.shape): weight for weight in weights}
+    return any(runs_by_warpgroups(batch, weight) for weight in different.values())
 
 
 def generate_tokens(

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator
 
+from pallas_kernels import backend
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.gemm import tables
@@ -42,6 +43,14 @@ def plan(rows: int, weight: QuantizedTensor) -> Plan:
     if entry is not None:
         return entry.plan
     return heuristic(rows, weight.format, *weight.shape, current_limits())
+
+
+def runs_by_warpgroups(rows: int, weight: QuantizedTensor) -> bool:
+    """Whether x of `rows` rows is multiplied by warpgroups on the default device, by `plan`."""
+    if backend.why_triton_cannot_run() is not None:
+        return False
+    reason = why_not_warpgroups(weight.format, weight.shape[1], current_limits())
+    return plan(rows, weight).implementation == "mosaic" and reason is None
 
 
 def configure(rows: int, weight: QuantizedTensor) -> GemmConfig:

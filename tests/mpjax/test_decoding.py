@@ -12,9 +12,11 @@ import pytest
 from flax import nnx
 
 from models import DecoderConfig, Llama
+from mpjax import decoding
+from mpjax.bench.random_model import random_model
 from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
 from mpjax.sampling import Sampling, row_keys
-from pallas_kernels import KVFormat, backend
+from pallas_kernels import KVFormat, WeightFormat, backend
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -273,6 +275,32 @@ def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
     assert ends[0].counts.max() > 1
 
 
+def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatch):
+    """The two programs give the same tokens; inside of `jit` there is no choice."""
+    quantized = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
+    chosen, ends = [], []
+    for name in ("jit_decode_early", "jit_decode_in_turn"):
+        program = getattr(decoding, name)
+
+        def record(*arguments, name=name, program=program, **options):
+            chosen.append(name)
+            return program(*arguments, **options)
+
+        monkeypatch.setattr(decoding, name, record)
+    for rows in (7, 8):
+        monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda batch, weight: batch >= 8)
+        state, limits = begin(quantized, KVFormat(), Sampling(), rows, [5] * rows)
+        ends.append(jit_decode(quantized, state, Sampling(), limits, jnp.int32(4)).tokens)
+    np.testing.assert_array_equal(ends[0], ends[1][:7])
+    assert chosen == ["jit_decode_early", "jit_decode_in_turn"]
+    jax.eval_shape(
+        lambda state: jit_decode(quantized, state, Sampling(), limits, jnp.int32(4)), state
+    )
+    state, limits = begin(tiny.model, KVFormat(), Sampling())  # no weight of it is packed
+    jit_decode(tiny.model, state, Sampling(), limits, jnp.int32(4))
+    assert chosen[2:] == ["jit_decode_early"] * 2
+
+
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):
     sampling = Sampling()
     state, limits = jax.eval_shape(
@@ -329,7 +357,7 @@ def check_that_the_loop_copies_nothing(model, format, stride):
         assert copies(undonated.lower(*arguments, stride=stride).compile(AS_PEOPLE_DO)), (
             "without donation there must be copies to find"
         )
-    program = jit_decode.lower(*arguments, stride=stride).compile(AS_PEOPLE_DO)
+    program = decoding.jit_decode_early.lower(*arguments, stride=stride).compile(AS_PEOPLE_DO)
     assert not copies(program)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache.layers)]
     after = program(*arguments).cache.layers

@@ -134,8 +134,8 @@ def _spread(
     layout = mosaic_gpu.WGMMA_LAYOUT_8BIT
     four = ir.VectorType.get((4,), ir.IntegerType.get_signless(8))
     rows, *across = layout.registers_shape(shape)
-    one_column = np.empty((rows, 1, *across[1:]), dtype=object)
-    one_column.flat = [vector.bitcast(four, word) for word in words.registers.flat]
+    registers = [vector.bitcast(four, word) for word in words.registers.flat]
+    one_column = np.array(registers, dtype=object).reshape(rows, 1, *across[1:])
     return mosaic_gpu.FragmentedArray(
         _registers=np.broadcast_to(one_column, (rows, *across)), _layout=layout, _is_signed=False
     )

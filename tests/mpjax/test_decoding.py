@@ -279,26 +279,21 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
     """The two programs give the same tokens; inside of `jit` there is no choice."""
     quantized = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
     chosen, ends = [], []
+
+    def run(name, program, *arguments, **options):
+        chosen.append(name)
+        return program(*arguments, **options)
+
     for name in ("jit_decode_early", "jit_decode_in_turn"):
-        program = getattr(decoding, name)
-
-        def record(*arguments, name=name, program=program, **options):
-            chosen.append(name)
-            return program(*arguments, **options)
-
-        monkeypatch.setattr(decoding, name, record)
-    for rows in (7, 8):
-        monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda batch, weight: batch >= 8)
-        state, limits = begin(quantized, KVFormat(), Sampling(), rows, [5] * rows)
-        ends.append(jit_decode(quantized, state, Sampling(), limits, jnp.int32(4)).tokens)
-    np.testing.assert_array_equal(ends[0], ends[1][:7])
-    assert chosen == ["jit_decode_early", "jit_decode_in_turn"]
-    jax.eval_shape(
-        lambda state: jit_decode(quantized, state, Sampling(), limits, jnp.int32(4)), state
-    )
-    state, limits = begin(tiny.model, KVFormat(), Sampling())  # no weight of it is packed
-    jit_decode(tiny.model, state, Sampling(), limits, jnp.int32(4))
-    assert chosen[2:] == ["jit_decode_early"] * 2
+        monkeypatch.setattr(decoding, name, functools.partial(run, name, getattr(decoding, name)))
+    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda rows, weight: rows >= 8)
+    for model, rows in ((tiny.model, 8), (quantized, 7), (quantized, 8)):  # the first not packed
+        state, limits = begin(model, KVFormat(), Sampling(), rows, [5] * rows)
+        ends.append(jit_decode(model, state, Sampling(), limits, jnp.int32(4)).tokens)
+    np.testing.assert_array_equal(ends[1], ends[2][:7])
+    decode_quantized = functools.partial(jit_decode, quantized)
+    jax.eval_shape(decode_quantized, state, Sampling(), limits, jnp.int32(4))
+    assert chosen == [f"jit_decode_{name}" for name in ("early", "early", "in_turn", "early")]
 
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):

@@ -81,7 +81,7 @@ def test_help_explains_the_rows():
 
 
 def test_a_damaged_description_is_one_sentence(tmp_path):
-    description = {"format": "mpjax checkpoint", "version": 1, "config": {}}
+    description = {"format": "mpjax checkpoint", "version": orbax.VERSION, "config": {}}
     (tmp_path / "mpjax.json").write_text(json.dumps(description))
     result = CliRunner().invoke(app, ["info", str(tmp_path)])
     assert (result.exit_code, result.stdout) == (1, "")

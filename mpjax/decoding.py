@@ -231,7 +231,8 @@ def jit_decode(
     kernels follow each other, and loses beside those of warpgroups, which are not launched early:
     where there are any, no kernel is. Inside of another `jit` that is for its caller to say.
     """
-    is_traced = isinstance(state.step, jax.core.Tracer)
+    arguments = jax.tree.leaves((model, state, sampling, limits, until))
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in arguments)
     in_turn = not is_traced and _has_warpgroups(model, len(state.tokens))
     run = jit_decode_in_turn if in_turn else jit_decode_early
     return run(model, state, sampling, limits, until, stride=stride)

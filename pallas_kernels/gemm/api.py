@@ -39,7 +39,7 @@ def matmul(
     - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4, LiquidGEMM §4,
       FLUTE §3). 16-bit or quantised x on a CUDA GPU of compute capability 8.0 or more.
     - `mosaic`: the same by warpgroups that decode while others multiply (LiquidGEMM §5.2): all
-      formats beside 16-bit x, `int8` and `float8:gK/float8`; compute capability 9.0 alone.
+      formats but `float8:g128/float8`; compute capability 9.0 alone.
     - `dequantize`: writes the weight out, then cuBLAS, or for `liquid4` the kernel of `int8`; the
       faster way for many rows.
     - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.
@@ -187,7 +187,7 @@ def _why_not(
     if name == "mosaic":
         if reason := why_not_warpgroups(format, weight.shape[1], current_limits()):
             return reason
-        in_operand = format.group_size is not None
+        in_operand = format.group_size is not None and format.activations is None
         if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(rows.dtype)):
             return f"scales are {weight.scale_dtype}, whose range {rows.dtype} does not have"
     if name == "triton" and format.activations:

@@ -83,7 +83,7 @@ class WarpgroupConfig:
 
     @property
     def products(self) -> tuple[int, ...]:
-        """Rows of x of each product that a plain matrix in shared memory is multiplied by.
+        """Rows of x of each product, where x is of 8 bits.
 
         The sums of one instruction have to fit the registers that threads are launched with, before
         those that copy have given theirs away.

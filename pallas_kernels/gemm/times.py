@@ -2,7 +2,8 @@
 
 All have the same parts: the launch; the beginning of each round of programs; each block of K, of
 which every warpgroup waits for something and the tensor cores or the L2 cache may be what counts;
-and the sum of splits. Rows that are no multiple of ROWS pay for copies, which are not counted.
+and the sum of splits. More rows than ROWS that are no multiple of it pay for copies, which are not
+counted.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def plan(rows: int, weight: QuantizedTensor) -> Plan:
 
 
 def runs_by_warpgroups(rows: int, weight: QuantizedTensor) -> bool:
-    """Whether x of `rows` rows is multiplied by warpgroups on the default device, by `plan`."""
+    """Whether bfloat16 x of `rows` rows is multiplied by warpgroups here, by `plan`."""
     if backend.why_triton_cannot_run() is not None:
         return False
     reason = why_not_warpgroups(weight.format, weight.shape[1], current_limits())

@@ -190,6 +190,7 @@ def test_scales_of_rows_that_stick_out_are_there():
         ("int8/int8", 64, "bfloat16", "float32", "matmul_warpgroups_int8"),
         ("liquid4:g64/int8", 32, "bfloat16", "uint16", "matmul_liquid4"),
         ("liquid4:g64/int8", 33, "bfloat16", "uint16", "matmul_warpgroups_liquid4"),
+        ("liquid4:g64/int8", 33, "float16", "uint16", "matmul_warpgroups_liquid4"),
         ("uint4:g128:sym", 4096, "float16", "float16", "matmul_warpgroups_uint4"),
         ("float8:g128", 200, "bfloat16", "float32", "matmul_warpgroups_float8"),
         ("float8:gK", 200, "float16", "float32", "matmul_warpgroups_float8"),

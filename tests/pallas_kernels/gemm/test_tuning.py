@@ -182,3 +182,23 @@ def test_plans_depend_on_what_is_forced_and_on_the_tables(tmp_path, monkeypatch)
     monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
     seen.append(tuning.conditions())
     assert len(set(seen)) == 4
+
+
+def test_what_runs_by_warpgroups_on_this_device(pretend_gpu):
+    for text, rows, outputs, expected in (
+        *(("uint4:g128", 7, 128, False), ("uint4:g128", 8, 128, True)),
+        *(("table4:g64", 1, 128, True), ("uint4:g128", 8, 100, False)),
+        *(("liquid4:g64/int8", 32, 128, False), ("liquid4:g64/int8", 33, 128, True)),
+    ):
+        weight = Weight(WeightFormat.parse(text), (512, outputs))
+        assert tuning.runs_by_warpgroups(rows, weight) == expected, (text, rows, outputs)
+
+
+def test_nothing_runs_by_warpgroups_without_a_gpu():
+    assert not tuning.runs_by_warpgroups(16, Weight(PACKED, (512, 128)))
+
+
+def test_tables_of_less_than_eight_rows_are_tuned_for_warpgroups():
+    format = WeightFormat.parse("table4:g64")
+    plans = tuning.candidates(7, format, 4096, 4096, H200)
+    assert plans[0].implementation == "mosaic"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -207,7 +208,7 @@ def _draw(
 
 # The state is donated, so that the loop owns the cache's buffers; the model never is.
 jit_prefill = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
-jit_decode_early = jax.jit(decode, static_argnames="stride", donate_argnames="state")
+jit_decode = jax.jit(decode, static_argnames="stride", donate_argnames="state")
 jit_decode_in_turn = jax.jit(
     decode,
     static_argnames="stride",
@@ -216,26 +217,16 @@ jit_decode_in_turn = jax.jit(
 )
 
 
-def jit_decode(
-    model: Decoder,
-    state: DecodingState,
-    sampling: Sampling,
-    limits: Limits,
-    until: jax.Array,
-    *,
-    stride: int | None = None,
-) -> DecodingState:
-    """`decode`, compiled, with the state donated.
+def decode_program(model: Decoder, state: DecodingState) -> Callable[..., DecodingState]:
+    """`decode` as it is compiled for this model and batch, with the state donated.
 
     On Hopper, XLA launches a kernel before the last one has ended. That gains where Triton's
     kernels follow each other, and loses beside those of warpgroups, which are not launched early:
     where there are any, no kernel is. Inside of another `jit` that is for its caller to say.
     """
-    arguments = jax.tree.leaves((model, state, sampling, limits, until))
-    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in arguments)
+    is_traced = isinstance(state.step, jax.core.Tracer)
     in_turn = not is_traced and _has_warpgroups(model, len(state.tokens))
-    run = jit_decode_in_turn if in_turn else jit_decode_early
-    return run(model, state, sampling, limits, until, stride=stride)
+    return jit_decode_in_turn if in_turn else jit_decode
 
 
 def _has_warpgroups(model: Decoder, batch: int) -> bool:
@@ -318,7 +309,8 @@ def generate_tokens(
     cache = model.create_cache(batch, padded + max_new_tokens, kv_format or KVFormat(), page_size)
     lengths = lengths.astype(jnp.int32)
     state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits, room=max_new_tokens)
-    state = jit_decode(model, state, sampling, limits, jnp.int32(max_new_tokens))
+    run = decode_program(model, state)
+    state = run(model, state, sampling, limits, jnp.int32(max_new_tokens))
     return collect(state, limits)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.arguments import new_token_limits, require_known_ids
-from mpjax.decoding import DecodingState, Limits, jit_decode, jit_prefill
+from mpjax.decoding import DecodingState, Limits, decode_program, jit_prefill
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
 from mpjax.sampling import Sampling, row_keys
@@ -276,6 +276,7 @@ def _run(
     )
     progress.read()
     yield progress
+    decode = decode_program(lm.model, state)
     chunk = CHUNK if watch or stop else max_new_tokens
     done = 1
     while done < max_new_tokens:
@@ -286,7 +287,7 @@ def _run(
         # The clock stands while the caller has the text: that time is not decoding's.
         begin = time.perf_counter()
         done = min(done + chunk, max_new_tokens)
-        progress.state = jit_decode(lm.model, progress.state, sampling, limits, jnp.int32(done))
+        progress.state = decode(lm.model, progress.state, sampling, limits, jnp.int32(done))
         progress.read()  # waits for the device
         progress.decode_seconds += time.perf_counter() - begin
         yield progress

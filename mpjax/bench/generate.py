@@ -21,7 +21,7 @@ from models import Decoder, DecoderConfig, Qwen3
 from models.presets import QWEN3_8B
 from mpjax.bench import checkpoint, filled_pages, measure
 from mpjax.bench.random_model import random_model
-from mpjax.decoding import STRIDE, DecodingState, Limits, decode, jit_decode, jit_prefill
+from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
 from mpjax.memory import require_free
 from mpjax.precision import Precision
 from mpjax.sampling import Sampling, row_keys
@@ -192,12 +192,13 @@ def _measure(
         jnp.zeros(0, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.full(batch, new, jnp.int32)
     )
     state = _empty_state(lm, batch, prompt + new, new)
+    run = decode_program(lm.model, state)
     state, reading = _read(lm, state, tokens, limits) if is_read else (_fill(state, prompt), {})
 
     def advance(until: jax.Array) -> jax.Array:
         nonlocal state
         state = _rewind(state, prompt)
-        state = jit_decode(lm.model, state, Sampling(), limits, until, stride=STRIDE)
+        state = run(lm.model, state, Sampling(), limits, until, stride=STRIDE)
         return state.tokens
 
     seconds = []

@@ -278,22 +278,20 @@ def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
 def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatch):
     """The two programs give the same tokens; inside of `jit` there is no choice."""
     quantized = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
-    chosen, ends = [], []
-
-    def run(name, program, *arguments, **options):
-        chosen.append(name)
-        return program(*arguments, **options)
-
-    for name in ("jit_decode_early", "jit_decode_in_turn"):
-        monkeypatch.setattr(decoding, name, functools.partial(run, name, getattr(decoding, name)))
     monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda rows, weight: rows >= 8)
+    chosen, ends = [], []
     for model, rows in ((tiny.model, 8), (quantized, 7), (quantized, 8)):  # the first not packed
         state, limits = begin(model, KVFormat(), Sampling(), rows, [5] * rows)
-        ends.append(jit_decode(model, state, Sampling(), limits, jnp.int32(4)).tokens)
+        chosen.append(decoding.decode_program(model, state))
+        ends.append(chosen[-1](model, state, Sampling(), limits, jnp.int32(4)).tokens)
     np.testing.assert_array_equal(ends[1], ends[2][:7])
-    decode_quantized = functools.partial(jit_decode, quantized)
-    jax.eval_shape(decode_quantized, state, Sampling(), limits, jnp.int32(4))
-    assert chosen == [f"jit_decode_{name}" for name in ("early", "early", "in_turn", "early")]
+    choose = functools.partial(decoding.decode_program, quantized)
+    jax.eval_shape(lambda state: chosen.append(choose(state)), state)
+    assert chosen == [jit_decode, jit_decode, decoding.jit_decode_in_turn, jit_decode]
+    in_turn = functools.partial(decoding.jit_decode_in_turn, quantized)
+    # JAX names the options where a program with some is called inside of another.
+    with pytest.raises(ValueError, match="'xla_gpu_enable_pdl': False"):
+        jax.eval_shape(lambda *rest: in_turn(*rest), state, Sampling(), limits, jnp.int32(4))
 
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):
@@ -352,7 +350,7 @@ def check_that_the_loop_copies_nothing(model, format, stride):
         assert copies(undonated.lower(*arguments, stride=stride).compile(AS_PEOPLE_DO)), (
             "without donation there must be copies to find"
         )
-    program = decoding.jit_decode_early.lower(*arguments, stride=stride).compile(AS_PEOPLE_DO)
+    program = jit_decode.lower(*arguments, stride=stride).compile(AS_PEOPLE_DO)
     assert not copies(program)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.cache.layers)]
     after = program(*arguments).cache.layers

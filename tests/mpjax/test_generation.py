@@ -261,7 +261,8 @@ def counted(monkeypatch, trace_counter):
     prefill, decode = trace_counter(decoding.prefill), trace_counter(decoding.decode)
     jitted = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
     monkeypatch.setattr(module, "jit_prefill", jitted)
-    monkeypatch.setattr(module, "jit_decode", jax.jit(decode, donate_argnames="state"))
+    jitted_decode = jax.jit(decode, donate_argnames="state")
+    monkeypatch.setattr(module, "decode_program", lambda model, state: jitted_decode)
     return lambda: (prefill.count, decode.count)
 
 

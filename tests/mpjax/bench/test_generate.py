@@ -151,7 +151,8 @@ def test_the_state_of_a_filled_case_decodes_on_from_its_context():
     assert written.sum() == 2 * 140
     ends = numpy.full(2, 4, numpy.int32)
     limits = generate.Limits(jax.numpy.zeros(0, "int32"), jax.numpy.zeros(2, "int32"), ends)
-    state = generate.jit_decode(lm.model, state, generate.Sampling(), limits, jax.numpy.int32(4))
+    arguments = lm.model, state, generate.Sampling(), limits, jax.numpy.int32(4)
+    state = generate.decode_program(lm.model, state)(*arguments)
     assert state.cache.lengths.tolist() == [143, 143]
     assert state.counts.tolist() == [4, 4]
 

@@ -35,7 +35,7 @@ NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys a
 # Of two: sums of smaller products would come near the end of float32. The powers that make up for
 # it leave bfloat16's queries, steps and sums room up to 2**57, and steps down to 2**-57.
 LEAST_EXPONENT = -64
-SURPLUS_SLOTS = 16  # as few as the tensor cores take
+MMA_SLOTS = 16  # of a tensor-core instruction: the long side
 LOG2_E = math.log2(math.e)
 _TINY = 1e-37  # smaller steps have no reciprocal
 _Fetch = Callable[..., Iterator[tiles.Operand]]  # of a side's parts in one tile
@@ -71,7 +71,7 @@ class _Carry(NamedTuple):
     sums: tuple[jax.Array, ...]  # of values times weights, for each part of their channels
     zero_sum: jax.Array  # of the values' zeros times weights; like `total`
     peak: jax.Array  # [rows], the largest exponent so far
-    total: jax.Array  # of weights: in a narrow tile one for each slot and row, else for each row
+    total: jax.Array  # of weights; like a tile of `kept_slots`
 
 
 class MainLoop:
@@ -110,9 +110,13 @@ class MainLoop:
         )
         number = first_row + jnp.arange(config.tile_rows)
         self.rows = rows.numbered(number, sequence, self.group, longest, operands.offsets)
+        # Every row sees the keys before this position.
+        self.seen_by_all = jnp.minimum(source.end, sequence.start + first_row // self.group + 1)
         self.limit = jnp.minimum(self.rows.position, source.end - 1)  # the last visible key
         # The last entry of the block table that is in use.
         self.last_entry = jnp.maximum(source.end - 1, 0) // self.page_size
+        # As many slots as all warps have in the tensor cores at a time, so that none meets another.
+        self.kept_slots = min(source.tile_keys, MMA_SLOTS * config.warps) if self.is_narrow else 1
         self.scaled_keys = not self.is_narrow
         # Values in whose sums zeros of channels would be a second product: rather rounded.
         self.scaled_values = not self.is_narrow or values.codes.scaling == "channel"
@@ -192,15 +196,14 @@ class MainLoop:
         peak = jnp.full((self.config.tile_rows,), FLOOR)
         if self.sink is not None:  # where it is the largest of all, it is the peak
             peak = jnp.where(self.is_first, self.sink, peak)
-        zeros = self._zeros(size if self.is_narrow else 1)
+        zeros = self._zeros(self.kept_slots)
         sums = tuple(self._zeros(part.size) for part in self.value_parts)
         carry = _Carry(sums, zeros, peak, zeros)
         whole_tiles = jnp.int32(0)
         if not self.is_narrow and self.window is None:
             # Causality hides keys of the last tiles alone: the others need no masks.
-            seen = self.sequence.start + self.first_row // self.group + 1
-            seen = jnp.minimum(source.end, seen) - source.begin
-            whole_tiles = self._tiles_below(jnp.maximum(seen, 0) // size)
+            seen = jnp.maximum(self.seen_by_all - source.begin, 0)
+            whole_tiles = self._tiles_below(seen // size)
             whole_tiles = jnp.minimum(whole_tiles, self.all_tiles)
             carry = self._visit_all(jnp.int32(0), whole_tiles, carry, is_whole=True)
         return self._visit_all(whole_tiles, self.all_tiles, carry)
@@ -226,9 +229,8 @@ class MainLoop:
         def some(number: jax.Array, carry: _Carry) -> _Carry:
             begin = first + number * tiles.LOOKED_UP
             own = self.first_tile + (begin + jnp.arange(tiles.LOOKED_UP)) * source.programs
-            pages = tiles.look_up(
-                own, size, page_size, source.block_tables, self.sequence.batch, self.last_entry
-            )
+            tables, batch = source.block_tables, self.sequence.batch
+            pages = tiles.look_up(own, size, page_size, tables, batch)
             return jax.lax.fori_loop(
                 begin,
                 jnp.minimum(begin + tiles.LOOKED_UP, last),
@@ -273,20 +275,20 @@ class MainLoop:
         )
         scores, factor = self._scores(place, fetch)
         if not is_whole:
-            scores = self._hide(scores, source.begin + tile * size + jnp.arange(size))
+            scores = self._hide(scores, source.begin + tile * size)
         return self._add_values(carry, scores, factor, place, fetch)
 
     def _scores(self, place: Place, fetch: _Fetch) -> tuple[jax.Array, Any]:
         """Scores of a tile of keys, which times a factor are exponents of 2."""
         oriented, keys, arithmetic = self.oriented, self.keys, self.arithmetic
         scores = self._zeros(self.source.tile_keys)
-        surplus = self._zeros(SURPLUS_SLOTS)  # alike in all slots
+        surplus = self._zeros(MMA_SLOTS)  # alike in all slots
         found = fetch(keys, parts=self.key_parts, axis=0, scaled=self.scaled_keys)
         for part, q, operand in zip(self.key_parts, self.queries, found, strict=True):
             for term in operand.terms:
                 scores += oriented.times_queries(term, q)
             for term in operand.surplus:
-                term = jnp.broadcast_to(term, (SURPLUS_SLOTS, part.size))
+                term = jnp.broadcast_to(term, (MMA_SLOTS, part.size))
                 surplus += oriented.times_queries(term, q)
         if not self.scaled_keys and keys.codes.scaling == "channel":
             scores -= oriented.for_rows(surplus.max(oriented.slots))
@@ -303,14 +305,21 @@ class MainLoop:
             scores = bound - 2 * bound * arithmetic.reciprocal(1 + arithmetic.exp2(scores))
         return scores, factor
 
-    def _hide(self, scores: jax.Array, key: jax.Array) -> jax.Array:
-        """Scores of the keys at these positions, −∞ where a row does not see one."""
-        oriented = self.oriented
-        visible = oriented.for_slots(key) <= oriented.for_rows(self.limit)
-        if self.window is not None:
-            key_of_slot = oriented.for_slots(key)
-            visible &= key_of_slot > oriented.for_rows(self.rows.position - self.window)
-        return jnp.where(visible, scores, -jnp.inf)
+    def _hide(self, scores: jax.Array, first_key: jax.Array) -> jax.Array:
+        """Scores of the keys from a position on, −∞ where a row does not see one."""
+        oriented, size = self.oriented, self.source.tile_keys
+
+        def hide(scores: jax.Array) -> jax.Array:
+            key = oriented.for_slots(first_key + jnp.arange(size))
+            visible = key <= oriented.for_rows(self.limit)
+            if self.window is not None:
+                visible &= key > oriented.for_rows(self.rows.position - self.window)
+            return jnp.where(visible, scores, -jnp.inf)
+
+        if self.window is not None or not self.is_narrow:
+            return hide(scores)
+        # Of few rows, too, only the last tiles have keys to hide.
+        return jax.lax.cond(first_key + size <= self.seen_by_all, lambda x: x, hide, scores)
 
     def _add_values(
         self, carry: _Carry, scores: jax.Array, factor: Any, place: Place, fetch: _Fetch
@@ -347,11 +356,17 @@ class MainLoop:
         return _Carry(tuple(new_sums), zero_sum, new_peak, total)
 
     def _gather(self, x: jax.Array) -> jax.Array:
-        """Sums over keys. A narrow tile keeps one for each of its slots.
+        """Sums over keys. A narrow tile keeps one for each of `kept_slots`.
 
         So the warps, between which the slots are divided, meet once in the end, not at every page.
         """
-        return x if self.is_narrow else x.sum(self.oriented.slots, keepdims=True)
+        axis, kept = self.oriented.slots, self.kept_slots
+        if kept == 1:
+            return x.sum(axis, keepdims=True)
+        if kept == x.shape[axis]:
+            return x
+        shape = (-1, kept, *x.shape[1:]) if axis == 0 else (*x.shape[:1], -1, kept)
+        return x.reshape(shape).sum(axis)
 
     def store(self, carry: _Carry, out_ref: Any, sums_ref: Any) -> None:
         """The outputs of the rows, and the log2 of their totals."""

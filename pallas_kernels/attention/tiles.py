@@ -95,13 +95,13 @@ def look_up(
     page_size: int,
     block_tables: Any,
     batch: jax.Array,
-    last: jax.Array,
 ) -> jax.Array:
     """The pages of LOOKED_UP tiles that are pieces of pages, for `pick` to choose from.
 
-    A load of a tile that waited for that of its page would begin only half as far ahead.
+    A load of a tile that waited for that of its page would begin only half as far ahead. Nor does
+    this one wait for the sequence's length: what the table says past its end is not chosen.
     """
-    entry = jnp.minimum(tiles // (page_size // slots), last)
+    entry = jnp.minimum(tiles // (page_size // slots), block_tables.shape[1] - 1)
     return backend.load(block_tables.at[batch, entry])
 
 

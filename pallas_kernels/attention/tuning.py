@@ -23,12 +23,21 @@ SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
 # than more programs for each sequence where they aren't.
 MOST_TILES = 64
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
-# tiles are smaller, programs and the bytes on their way fewer, the more so if tiles are few still.
+# tiles are smaller, programs and the bytes on their way fewer.
 FEW_TILES = 8
-SHORT_BYTES, SHORT_PROGRAMS = (98304, 65536), 4  # per multiprocessor
+SHORT_BYTES, SHORT_PROGRAMS = 65536, 4  # per multiprocessor
 ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share nothing
+# Keys with steps of channels wait for their own instructions: for more programs, whole tiles unless
+# there are very few, and of tiles that are large, or few for a program, one on its way.
+CHANNEL_BYTES = 196608  # per multiprocessor
+SMALL_CHANNEL_TILE_BYTES = 8192
+FEW_CHANNEL_TILES = 3
+MOST_TILES_AT_ONCE = 5
 LEAST_WAITING_KEYS = 16  # of a tile
 MOST_WAITING_SPLITS = 4  # more cost more, when their results are joined, than they gain
+# Where all programs run at once, those of what waits are some of them, not later ones.
+MOST_WAITING_TILES = 8
+WAITING_TIME = 0.3  # of a tile, in tiles with steps of channels
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 
 
@@ -60,89 +69,137 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
     fitting = 1 << (TILE_BYTES // max(side_bytes)).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
     tile_keys = min(tile_keys, pages.format.group or tile_keys)  # scales are the tile's
+    work = _Work(
+        programs=batch * pages.keys.shape[1] * -(-rows // tile_rows),
+        tokens=pages_per_sequence * pages.page_size,
+        slot_bytes=sum(side_bytes),
+    )
     if tile_rows == MINIMUM_ROWS:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
         # 4-bit values has enough for two.
         slices = max(1, pages.values.shape[3] // 16)
         warps = min(4, 1 << slices.bit_length() - 1)
-    else:
-        # Sums of more than 128 channels, or 64 rows, would not fit in the registers of four, nor
-        # beside the former what is decoded of many keys.
-        warps = 8 if is_wide or tile_rows > 64 else 4
-        tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
-    programs = batch * pages.keys.shape[1] * -(-rows // tile_rows)
-    slot_bytes = sum(side_bytes)  # of a token's keys and values
-    tokens = pages_per_sequence * pages.page_size
-    splits = _splits(programs, tokens, tile_keys * slot_bytes, tile_keys)
-    if tile_rows == MINIMUM_ROWS:
-        if is_decoded:
-            few = FEW_TILES if pages.residual is None else FEW_TILES // 2
-            if warps < 4 or tokens > splits * tile_keys:  # four warps share a tile well
-                tile_keys, splits = _share_few(programs, tokens, tile_keys, splits, slot_bytes, few)
-        splits = max(splits, -(-tokens // (tile_keys * MOST_TILES)))
-    splits = min(splits, MOST_SPLITS)
-    only_reads = tile_rows == MINIMUM_ROWS and not is_decoded
-    ahead = _ahead(programs * splits, tile_keys * slot_bytes, only_reads)
-    config = AttentionConfig(tile_rows, tile_keys, splits, warps, 1 + ahead)
-    return config if pages.residual is None else _with_waiting(config, pages, tokens, slot_bytes)
+        return _few_rows(work, tile_keys, warps, pages, is_decoded=is_decoded)
+    # Sums of more than 128 channels, or 64 rows, would not fit in the registers of four, nor
+    # beside the former what is decoded of many keys.
+    warps = 8 if is_wide or tile_rows > 64 else 4
+    tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
+    splits = min(work.splits(tile_keys), MOST_SPLITS)
+    stages = 1 + work.ahead(tile_keys, splits)
+    return _with_waiting(AttentionConfig(tile_rows, tile_keys, splits, warps, stages), pages, work)
 
 
-def _splits(
-    programs: int,
-    tokens: int,
-    tile_bytes: int,
-    tile_keys: int,
-    most_bytes: int = BYTES_PER_MULTIPROCESSOR,
-    most_programs: int = MOST_PROGRAMS_PER_MULTIPROCESSOR,
-) -> int:
-    """Programs for a sequence's tiles: where few are decoded, nothing must stay idle."""
-    company = max(1, min(most_bytes // (MOST_AHEAD * tile_bytes), most_programs))
-    return max(1, min(backend.multiprocessors() * company // programs, -(-tokens // tile_keys)))
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What there is to do: programs, were no sequence shared, tokens of each, bytes of a token."""
+
+    programs: int
+    tokens: int
+    slot_bytes: int
+
+    def tiles(self, keys: int) -> int:
+        """Those of a sequence."""
+        return -(-self.tokens // keys)
+
+    def company(
+        self,
+        keys: int,
+        most_bytes: int = BYTES_PER_MULTIPROCESSOR,
+        most: int = MOST_PROGRAMS_PER_MULTIPROCESSOR,
+    ) -> int:
+        """Programs that a multiprocessor should have, each with tiles of so many keys."""
+        return max(1, min(most_bytes // (MOST_AHEAD * keys * self.slot_bytes), most))
+
+    def splits(self, keys: int, *limits: int) -> int:
+        """Programs for a sequence: where few are decoded, nothing must stay idle."""
+        all_programs = backend.multiprocessors() * self.company(keys, *limits)
+        return max(1, min(all_programs // self.programs, self.tiles(keys)))
+
+    def on_their_way(self, keys: int) -> float:
+        """Bytes of a multiprocessor's programs that share nothing."""
+        return MOST_AHEAD * keys * self.slot_bytes * self.programs / backend.multiprocessors()
+
+    def ahead(self, keys: int, splits: int, *, only_reads: bool = False) -> int:
+        """Tiles that a program reads ahead. only_reads: that it waits for nothing but memory."""
+        tile_bytes = keys * self.slot_bytes
+        shared = backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
+        neighbours = max(1.0, self.programs * splits / backend.multiprocessors())
+        ahead = MOST_AHEAD
+        if only_reads:
+            # One tile where that lets all programs run at once. Where nothing does, some run after
+            # the others, which then wait for these: rather each one well ahead.
+            ahead = 1 if shared // (math.ceil(neighbours) * tile_bytes) == 1 else ahead
+        elif tile_bytes > SMALL_TILE_BYTES:
+            ahead = min(ahead, BYTES_PER_MULTIPROCESSOR // (round(neighbours) * tile_bytes))
+        return max(1, min(ahead, shared // tile_bytes))
 
 
-def _share_few(
-    programs: int, tokens: int, tile_keys: int, splits: int, slot_bytes: int, few: int
-) -> tuple[int, int]:
+def _few_rows(
+    work: _Work, tile_keys: int, warps: int, pages: KVPages, *, is_decoded: bool
+) -> AttentionConfig:
+    has_channels = pages.format.key_codes.scaling == "channel"
+    keys, splits = tile_keys, work.splits(tile_keys, *([CHANNEL_BYTES] if has_channels else []))
+    if is_decoded and splits == 1 and not has_channels:
+        keys = _keys_of_one(work, tile_keys, warps)
+    elif is_decoded and (warps < 4 or work.tokens > splits * tile_keys):  # four share a tile well
+        few = FEW_TILES if pages.residual is None else FEW_TILES // 2
+        few = FEW_CHANNEL_TILES if has_channels else few
+        keys, splits = _share_few(work, tile_keys, splits, few)
+    splits = min(max(splits, -(-work.tokens // (keys * MOST_TILES))), MOST_SPLITS)
+    ahead = work.ahead(keys, splits, only_reads=not is_decoded)
+    at_once = False
+    if has_channels and keys == tile_keys:
+        at_once = work.tiles(keys) <= MOST_TILES_AT_ONCE * splits
+        is_large = keys * work.slot_bytes > SMALL_CHANNEL_TILE_BYTES
+        ahead = 1 if at_once or (is_large and splits > 1) else ahead
+    config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
+    return _with_waiting(config, pages, work, at_once=at_once)
+
+
+def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
+    """Keys of a tile where each program decodes a sequence: half as many, if that gains."""
+    half = min(tile_keys, max(tile_keys // 2, MINIMUM_KEYS))
+    fits, half_fits = (
+        work.programs <= backend.multiprocessors() * work.company(keys)
+        for keys in (tile_keys, half)
+    )
+    if warps < 4:  # where only then all run at once
+        return half if half_fits and not fits else tile_keys
+    is_short = work.tiles(tile_keys) <= FEW_TILES
+    return half if fits and is_short and work.on_their_way(half) > ENOUGH_BYTES else tile_keys
+
+
+def _share_few(work: _Work, tile_keys: int, splits: int, few: int) -> tuple[int, int]:
     """Keys of a tile and splits, other ones where programs would have few tiles to decode."""
-    on_their_way = MOST_AHEAD * tile_keys * slot_bytes * programs / backend.multiprocessors()
-    most = min(splits, backend.multiprocessors() * SHORT_PROGRAMS // programs)
-    if splits == 1 or tokens > few * most * tile_keys:
+    most = min(splits, backend.multiprocessors() * SHORT_PROGRAMS // work.programs)
+    if splits == 1 or work.tokens > few * most * tile_keys:
         return tile_keys, splits
-    if on_their_way > ENOUGH_BYTES:
+    if work.on_their_way(tile_keys) > ENOUGH_BYTES:
         return tile_keys, 1
     keys = min(tile_keys, MINIMUM_KEYS)
-    for most_bytes in SHORT_BYTES:
-        splits = _splits(programs, tokens, keys * slot_bytes, keys, most_bytes, SHORT_PROGRAMS)
-        if tokens >= few * splits * keys:
-            break
+    splits = work.splits(keys, SHORT_BYTES, SHORT_PROGRAMS)
     return keys, splits if splits <= 16 else splits - splits % 8  # 48 are joined faster than 49
 
 
-def _ahead(programs: int, tile_bytes: int, only_reads: bool) -> int:
-    """Tiles that a program reads ahead. only_reads: that it waits for nothing but memory."""
-    shared = backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
-    neighbours = max(1.0, programs / backend.multiprocessors())
-    ahead = MOST_AHEAD
-    if only_reads:
-        # One tile where that lets all programs run at once. Where nothing does, some run after the
-        # others, which then wait for these: rather each one well ahead.
-        ahead = 1 if shared // (math.ceil(neighbours) * tile_bytes) == 1 else ahead
-    elif tile_bytes > SMALL_TILE_BYTES:
-        ahead = min(ahead, BYTES_PER_MULTIPROCESSOR // (round(neighbours) * tile_bytes))
-    return max(1, min(ahead, shared // tile_bytes))
-
-
 def _with_waiting(
-    config: AttentionConfig, pages: KVPages, tokens: int, slot_bytes: int
+    config: AttentionConfig, pages: KVPages, work: _Work, *, at_once: bool = False
 ) -> AttentionConfig:
-    """Tiles of 16 bits that are as large as packed ones, and a few programs that read as much."""
-    assert pages.residual is not None
+    """Tiles of 16 bits that are as large as packed ones, and a few programs that read as much.
+
+    at_once: that all programs run at the same time, those of what waits among their number.
+    """
+    if pages.residual is None:
+        return config
     token_bytes = sum(2 * side.words.shape[3] for side in pages.residual.sides)
-    tile_bytes = config.tile_keys * slot_bytes
+    tile_bytes = config.tile_keys * work.slot_bytes
     keys = max(LEAST_WAITING_KEYS, 1 << (tile_bytes // token_bytes).bit_length() - 1)
     keys = min(keys, config.tile_keys)
-    waiting = pages.residual.page_size // keys
-    share = round(config.splits * waiting / max(1, -(-tokens // config.tile_keys)))
-    return dataclasses.replace(
-        config, waiting_keys=keys, waiting_splits=max(1, min(share, waiting, MOST_WAITING_SPLITS))
-    )
+    waiting, packed = pages.residual.page_size // keys, max(1, work.tiles(config.tile_keys))
+    if at_once:
+        time = WAITING_TIME * waiting
+        share = max(round(config.splits * time / (time + packed)), waiting // MOST_WAITING_TILES)
+    else:
+        share = round(config.splits * waiting / packed)
+    share = max(1, min(share, waiting, MOST_WAITING_SPLITS))
+    splits = max(1, config.splits - share) if at_once else config.splits
+    return dataclasses.replace(config, splits=splits, waiting_keys=keys, waiting_splits=share)

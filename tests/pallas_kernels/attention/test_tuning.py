@@ -100,7 +100,7 @@ def test_gpus_with_less_shared_memory(capability, kibibytes, text, head_dim, mon
 
 @pytest.mark.parametrize(
     ("text", "stages", "splits"),
-    [("KV16", 2, 4), ("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16)],
+    [("KV16", 2, 4), ("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16), ("KV4c", 2, 12)],
 )
 def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
     """On an H200, of 8 sequences with 32,768 tokens and 8 KV heads."""
@@ -116,12 +116,19 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
         ("KV4", 8, 4096, 64, 8),
         ("KV4", 5, 4096, 64, 13),  # 3.9 programs for each multiprocessor
         ("KV4", 32, 1024, 128, 1),
-        ("KV8", 1, 32768, 64, 48),
-        ("KV8", 8, 4096, 64, 6),
+        ("KV4", 128, 2048, 64, 1),  # all at once, which they would not be with tiles of 128
+        ("KV8", 1, 32768, 64, 32),
+        ("KV8", 8, 4096, 64, 4),
+        ("KV8", 32, 1024, 64, 1),
+        ("KV8", 128, 2048, 128, 1),  # not all at once with either
         ("KV8", 16, 1024, 128, 1),
         ("KV8", 8, 2048, 64, 4),
         ("KV8", 1, 4096, 128, 32),  # one tile each, which four warps share
-        ("KV2", 8, 4096, 64, 8),
+        ("KV2", 4, 4096, 64, 16),
+        ("KV2", 8, 4096, 128, 14),
+        ("KV2", 1, 32768, 128, 128),
+        ("KV4c", 32, 1024, 128, 2),
+        ("KV4c", 32, 4096, 128, 3),
         ("KV2", 1, 131072, 128, 130),
         ("KV16", 1, 4096, 128, 16),
     ],
@@ -154,6 +161,19 @@ def test_none_waits_for_one_long_sequence_in_a_large_batch(entries, splits, monk
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     assert tuning.configure(256, 4, entries, pages_of("KV8", 8)).splits == splits
     assert tuning.configure(256, 4096, entries, pages_of("KV8", 8)).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "stages", "splits", "waiting"),
+    [(1, 32768, 2, 128, 2), (16, 4096, 2, 6, 2), (32, 1024, 2, 2, 2), (32, 4096, 3, 4, 2)],
+)
+def test_what_waits_has_programs_of_those_that_run_at_once(
+    batch, tokens, stages, splits, waiting, monkeypatch
+):
+    """Eight on each of an H200's multiprocessors; in the last case those that wait are later."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    config = tuning.configure(batch, 4, tokens // 128, pages_of("KV2", 8))
+    assert (config.stages, config.splits, config.waiting_splits) == (stages, splits, waiting)
 
 
 @pytest.mark.parametrize(

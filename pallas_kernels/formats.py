@@ -164,9 +164,8 @@ class WeightFormat:
 
         Two groups of `liquid4` share a word: each has two bytes.
         """
-        return (
-            2 * self.group_size if self.codes == "liquid4" and self.group_size else self.group_size
-        )
+        shared = 2 if self.codes == "liquid4" else 1
+        return None if self.group_size is None else shared * self.group_size
 
     @property
     def parameters_of_block(self) -> int:

@@ -141,7 +141,7 @@ def load_column(ref: Any, *, interpret: bool) -> jax.Array:
 
 def load(ref: Any, *, interpret: bool) -> jax.Array:
     """A tile [CHANNELS, columns] in the registers, as `wgmma` has operand and sums."""
-    return _load(ref, layout(ref.dtype), interpret)
+    return _load(ref, operand_layout(ref.dtype), interpret)
 
 
 def _load(ref: Any, layout: Any, interpret: bool, *, optimized: bool = True) -> jax.Array:
@@ -154,7 +154,7 @@ def _load(ref: Any, layout: Any, interpret: bool, *, optimized: bool = True) -> 
     return values
 
 
-def layout(dtype: jax.typing.DTypeLike) -> Any:
+def operand_layout(dtype: jax.typing.DTypeLike) -> Any:
     """How a tile [CHANNELS, columns] lies in registers: a thread's are four bytes of a channel."""
     return _layouts.WGMMA_8BIT if jnp.dtype(dtype).itemsize == 1 else _layouts.WGMMA
 
@@ -226,7 +226,7 @@ def product(
     sums, x_dtype = zeros(shape, dtype, interpret=False), tiles[0].dtype
     rows = _mma_rows(x_dtype)
     run = plgpu.inline_mgpu(
-        arg_types=(_layouts.WGMMA, layout(x_dtype), rows),
+        arg_types=(_layouts.WGMMA, operand_layout(x_dtype), rows),
         return_type=plgpu.ShapeDtypeStruct(shape, sums.dtype, layout=_layouts.WGMMA),
     )(_mma)
     for operand, x in zip(operands, tiles, strict=True):

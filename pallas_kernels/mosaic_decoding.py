@@ -48,7 +48,7 @@ class WgmmaDecoding:
 
     def registers(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """32 bits for each channel [CHANNELS] as the four bytes of each of a tile's registers."""
-        layout = mosaic.layout(jnp.uint8)
+        layout = mosaic.operand_layout(jnp.uint8)
         spread = plgpu.inline_mgpu(
             arg_types=(layout.reduce(1),),
             return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.uint8), layout=layout),
@@ -74,7 +74,7 @@ class WgmmaDecoding:
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
         """PTX on registers of elements of 16 or 8 bits; see `backend.inline_ptx`."""
-        uniform, layout = _layouts.WG_SPLAT(self.shape), mosaic.layout(dtype)
+        uniform, layout = _layouts.WG_SPLAT(self.shape), mosaic.operand_layout(dtype)
         apply = plgpu.inline_mgpu(
             arg_types=tuple(
                 uniform if argument.dtype.itemsize == 4 else layout for argument in arguments

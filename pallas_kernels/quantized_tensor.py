@@ -107,9 +107,9 @@ def pack(
     codes: [K, N], K a multiple of the group size: unsigned integers, int8 for `int8` and
         float8_e4m3fn for `float8`.
     scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
-        `float8`, uint16 steps for `liquid4`.
+        `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
-        `liquid4`; None for the others, and for symmetric codes, which all have 2**(bits − 1).
+        `liquid4`, to 255; None for the others, and for symmetric codes: all have 2**(bits − 1).
     permutation, channel_scales, table: see QuantizedTensor.
 
     Raises ValueError where a shape or a dtype does not fit, or codes or zero points are too large:

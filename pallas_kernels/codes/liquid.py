@@ -137,7 +137,7 @@ def _decode_with_ptx(words: jax.Array, plane: int, parameters: jax.Array) -> jax
         shr.b32 codes, $1, {4 * plane};
         and.b32 codes, codes, 0x0F0F0F0F;
         prmt.b32 step, $2, 0, 0x444{2 * plane};
-        prmt.b32 offset, $2, 0, 0x{1111 * (2 * plane + 1)};
+        prmt.b32 offset, $2, 0, 0x{4 * str(2 * plane + 1)};
         mad.lo.u32 codes, codes, step, offset;
         xor.b32 $0, codes, 0x80808080;
     }}"""

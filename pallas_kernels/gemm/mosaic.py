@@ -60,7 +60,7 @@ def matmul_terms(
     assert why_unsound(config, format) is None
     staged = stages(format, config, dtype)
     has_groups = format.group_size is not None
-    comes_whole = staged.planes == format.planes  # x, with the words
+    copies = 1 + has_groups + (staged.parts == 1)  # of words, their parameters, and x
     sum_dtype = jnp.dtype(jnp.int32 if values.dtype == jnp.int8 else jnp.float32)
     slots, x_slots = staged.blocks * config.shares, staged.x * config.shares
     sums = (CHANNELS, config.tile_m)
@@ -71,7 +71,7 @@ def matmul_terms(
         grid = {"split": splits, **grid}
     scratch = {
         "x_tiles": mosaic.shared(
-            (x_slots, config.tile_m, staged.planes * format.plane_width),
+            (x_slots, config.tile_m, format.block // staged.parts),
             values.dtype,
             columns=format.plane_width,
         ),
@@ -81,13 +81,13 @@ def matmul_terms(
             columns=format.plane_width,
         ),
         "out_tiles": mosaic.shared((columns, staged.out_rows, CHANNELS), dtype),
-        "full": mosaic.Barrier(num_arrivals=1 + has_groups + comes_whole, num_barriers=slots),
+        "full": mosaic.Barrier(num_arrivals=copies, num_barriers=slots),
         "free": mosaic.Barrier(num_arrivals=columns, num_barriers=slots),
     }
     if has_groups:
         shape = slots, format.parameters_of_block, tile_n
         scratch["parameter_tiles"] = mosaic.shared_rows(shape, jnp.uint32)
-    if not comes_whole:
+    if staged.parts > 1:
         scratch["x_full"] = mosaic.Barrier(num_barriers=x_slots)
         scratch["x_free"] = mosaic.Barrier(num_arrivals=columns, num_barriers=x_slots)
     if senders := config.shares * cluster.get("split", 1) - 1:
@@ -131,14 +131,14 @@ def matmul_terms(
 def _kernel(
     x_ref: Any,  # [M, K padded]
     words_ref: Any,  # [K blocks, N, columns · plane width], or a plain matrix [1, N, K padded]
-    parameters_ref: Any,  # [groups, N]
+    parameters_ref: Any,  # [words of parameters, N]
     *references: Any,  # table [2**bits], scales [N] and [M], where there are; output [splits, M, N]
     x_tiles: Any,  # [slots, tile_m, planes · plane width]
     word_tiles: Any,  # [slots, tile_n, columns · plane width]
     out_tiles: Any,  # [columns of 64 outputs, rows, 64]
     full: Any,
     free: Any,
-    parameter_tiles: Any = None,  # [slots, groups of a block, tile_n], where there are groups
+    parameter_tiles: Any = None,  # [slots, words of a block, tile_n], where there are groups
     x_full: Any = None,  # where a tile of x is less than a block
     x_free: Any = None,
     sent_tiles: Any = None,  # [senders, columns, 64, tile_m], where warpgroups share outputs
@@ -162,14 +162,13 @@ def _kernel(
     x_scales_ref = others  # likewise
     warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
     tile_m, width = x_tiles.shape[1], format.plane_width
-    groups, tile_n = format.parameters_of_block, word_tiles.shape[1]
+    parameter_words, tile_n = format.parameters_of_block, word_tiles.shape[1]
     columns, shares = out_tiles.shape[0], config.shares
     blocks, planes = x_ref.shape[1] // format.block, format.planes
     if has_one_group := format.group_size is None:
         channels_ref = [parameters_ref.at[0]]
     scales_groups = kind.has_group_scales and not has_one_group
-    parts = planes // staged.planes  # of a block: tiles of x
-    comes_whole = parts == 1
+    parts = staged.parts
     first_row = jax.lax.axis_index("row") * tile_m
     first_output = jax.lax.axis_index("column") * tile_n
     first, last = split * blocks // splits, (split + 1) * blocks // splits
@@ -192,7 +191,8 @@ def _kernel(
                 words = words_ref.at[0, outputs, pl.ds(block * width, width)]
             mosaic.copy_in(words, word_tiles.at[place], arrival)
             if not has_one_group:
-                parameters = parameters_ref.at[pl.ds(block * groups, groups), outputs]
+                rows = pl.ds(block * parameter_words, parameter_words)
+                parameters = parameters_ref.at[rows, outputs]
                 mosaic.copy_in(parameters, parameter_tiles.at[place], arrival)
             for part in range(parts):
                 if parts > 1:
@@ -200,7 +200,7 @@ def _kernel(
                     place = slot(share, step, staged.x)
                     pl.when(step >= staged.x)(functools.partial(mosaic.wait, x_free.at[place]))
                     arrival = x_full.at[place]
-                size = staged.planes * width
+                size = format.block // parts
                 channels = pl.ds((block * parts + part) * size, size)
                 x = x_ref.at[pl.ds(first_row, tile_m), channels]
                 mosaic.copy_in(x, x_tiles.at[place], arrival)
@@ -241,8 +241,8 @@ def _kernel(
             if has_one_group:
                 return place, words, of_channels
             rows = [
-                mosaic.load_row(parameter_tiles.at[place, group, own], interpret=interpret)
-                for group in range(groups)
+                mosaic.load_row(parameter_tiles.at[place, word, own], interpret=interpret)
+                for word in range(parameter_words)
             ]
             return place, words, rows
 
@@ -257,7 +257,7 @@ def _kernel(
 
             decode = [of_group(row) for row in rows]
             return [
-                functools.partial(decode[plane * groups // planes], plane)
+                functools.partial(decode[plane * parameter_words // planes], plane)
                 for plane in range(planes)
             ]
 
@@ -278,7 +278,7 @@ def _kernel(
         def sum_of_few_rows() -> jax.Array:
             now = config.multiplies_now(looks_up=kind.has_table)
             product = functools.partial(mosaic.product, now=now, scratch=scratch)
-            sums_of_block = groups if scales_groups else 1
+            sums_of_block = parameter_words if scales_groups else 1
             joined = planes // sums_of_block
 
             def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
@@ -346,7 +346,7 @@ def _kernel(
         with backend.decoding_with(mosaic_decoding.WgmmaDecoding(width)):
             if config.has_few_rows and not format.is_flat:
                 sums = [sum_of_few_rows()]
-            elif comes_whole:
+            elif parts == 1:
                 sums = mosaic.accumulate(config.products, sums_of_blocks, scratch, sum_dtype)
             else:
                 sums = mosaic.accumulate((tile_m,), sum_of_planes, scratch, sum_dtype)

@@ -27,7 +27,7 @@ class Stages(NamedTuple):
 
     blocks: int  # of words
     x: int  # tiles of x
-    planes: int  # of a block, that a tile of x is for
+    parts: int  # tiles of x for a block: 1, which comes with its words, or one for each plane
     out_rows: int  # of a tile on its way out
 
 
@@ -51,19 +51,19 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
         count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))
         # Five and six were measured to be slower than four, and four slower than eight.
         count = 4 if 4 < count < MOST_STAGES else count
-        return Stages(count, count, format.planes, out_rows)
+        return Stages(count, count, 1, out_rows)
     room -= BLOCKS * words
     if room - out_rows * row < LEAST_PLANES * plane:
         out_rows = max(ROWS, out_rows // 2)  # parts of a tile take turns
     most = max(0, min(MOST_STAGES, (room - out_rows * row) // plane))
     # Its place is then found without a division.
-    return Stages(BLOCKS, 1 << most.bit_length() - 1 if most else 0, 1, out_rows)
+    return Stages(BLOCKS, 1 << most.bit_length() - 1 if most else 0, format.planes, out_rows)
 
 
 def why_no_room(format: WeightFormat, config: WarpgroupConfig) -> str | None:
     """Why a configuration can't run, whatever the output's dtype; None if it can."""
     staged = stages(format, config, jnp.dtype(jnp.float32))
-    least = LEAST_STAGES if staged.planes == format.planes else LEAST_PLANES
+    least = LEAST_STAGES if staged.parts == 1 else LEAST_PLANES
     if staged.x < least:
         return f"shared memory has no room for {least} tiles of x of each warpgroup"
     return None

@@ -15,7 +15,7 @@ from pallas_kernels.gemm.times import microseconds
 # weights are decoded into others.
 MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}  # of a tile, by warpgroups
 MOST_ROWS_OF_MATRIX = {2: 256, 3: 256, 4: FEW_ROWS}
-MOST_ROWS_OF_LEVELS = {2: 256, 3: 192, 4: FEW_ROWS}
+MOST_ROWS_OF_LEVELS = {2: 256, 3: 192, 4: FEW_ROWS}  # decoded into 8 bits: half the registers
 HALVED_ROWS = 32  # what tiles of two products are a multiple of
 MOST_SPLITS = 8
 LEAST_BLOCKS = 2  # of K in a program's part

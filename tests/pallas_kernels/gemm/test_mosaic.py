@@ -71,6 +71,9 @@ CASES = [
     ("liquid4:g64/int8", 30, 640, 192, WarpgroupConfig(32, 2, 2), "bfloat16", "uint16"),
     ("liquid4:g64/int8", 50, 1344, 64, WarpgroupConfig(48, 2, 2), "bfloat16", "uint16"),
     ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
+    ("liquid4:g64/int8", 5, 640, 64, WarpgroupConfig(8, 2, 1), "bfloat16", "uint16"),
+    ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
+    ("table3:g64", 3, 1088, 192, WarpgroupConfig(8, 3, 1, 3), "float16", "bfloat16"),
 ]
 
 interpreted_here = pytest.mark.skipif(
@@ -152,7 +155,8 @@ def test_few_rows_lower(text, lower_for_cuda):
     assert len(sound) >= 3
     for number, config in enumerate(sound):
         dtype = jnp.dtype(jnp.float16 if number % 2 else jnp.bfloat16)
-        x = jax.ShapeDtypeStruct((config.tile_m, 1536), dtype)
+        rows = config.tile_m if config.tile_m > 8 else 5
+        x = jax.ShapeDtypeStruct((rows, 1536), dtype)
         if weight.format.activations:
             x = jax.eval_shape(lambda x: quantize_activations(x, weight.format), x)
         multiply = functools.partial(mosaic.matmul_terms, config=config, out_dtype=dtype)

@@ -163,8 +163,9 @@ def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
         work.programs <= backend.multiprocessors() * work.company(keys)
         for keys in (tile_keys, half)
     )
-    if warps < 4:  # where only then all run at once
-        return half if half_fits and not fits else tile_keys
+    if warps < 4:  # where only then all run at once, none of them with too many tiles
+        gains = half_fits and not fits and work.tiles(half) <= MOST_TILES
+        return half if gains else tile_keys
     is_short = work.tiles(tile_keys) <= FEW_TILES
     return half if fits and is_short and work.on_their_way(half) > ENOUGH_BYTES else tile_keys
 

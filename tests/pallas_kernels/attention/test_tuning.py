@@ -117,6 +117,8 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
         ("KV4", 5, 4096, 64, 13),  # 3.9 programs for each multiprocessor
         ("KV4", 32, 1024, 128, 1),
         ("KV4", 128, 2048, 64, 1),  # all at once, which they would not be with tiles of 128
+        ("KV4", 128, 4096, 64, 1),
+        ("KV4", 128, 8192, 128, 1),  # nor would they be with half as large ones and two splits
         ("KV8", 1, 32768, 64, 32),
         ("KV8", 8, 4096, 64, 4),
         ("KV8", 32, 1024, 64, 1),

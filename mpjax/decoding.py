@@ -224,7 +224,8 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
     kernels follow each other, and loses beside those of warpgroups, which are not launched early:
     where there are any, no kernel is. Inside of another `jit` that is for its caller to say.
     """
-    is_traced = isinstance(state.step, jax.core.Tracer)
+    # Inside of a `jit` all that is made is traced, also where model and state are not.
+    is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
     in_turn = not is_traced and _has_warpgroups(model, len(state.tokens))
     return jit_decode_in_turn if in_turn else jit_decode
 

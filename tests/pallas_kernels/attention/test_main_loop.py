@@ -77,14 +77,16 @@ def test_the_scale_can_be_chosen(rng):
 
 
 @pytest.mark.parametrize("text", ["KV16", "KV4"])
-@pytest.mark.parametrize("behind", ["poison", "none"])
-def test_what_the_table_says_behind_the_end_is_not_read(text, behind, rng):
-    """A tile spans four pages, of which a sequence has one or two; a table goes on behind them."""
-    test = scene(rng, text, "bfloat16", starts=[20, 3, 63], counts=[1, 1, 1], page_size=16)
+@pytest.mark.parametrize("behind", ["poison", -1, 2**31 - 1])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_what_the_table_says_behind_the_end_is_not_read(text, behind, page_size, rng):
+    """A tile spans four pages, or is one, or a half; tables go on behind the last page in use."""
+    starts = [start * page_size // 16 for start in (20, 3, 63)]
+    test = scene(rng, text, "bfloat16", starts=starts, counts=[1, 1, 1], page_size=page_size)
     [poisoned] = set(range(test.pages.keys.shape[0])) - set(np.asarray(test.block_tables).ravel())
     tables = np.array(test.block_tables)
-    for row, length in zip(tables, (21, 4, 64), strict=True):
-        row[-(-length // 16) :] = poisoned if behind == "poison" else -1
+    for row, start in zip(tables, starts, strict=True):
+        row[start // page_size + 1 :] = poisoned if behind == "poison" else behind
     value = np.nan
     if text == "KV16":
         keys, values = (x.at[poisoned].set(value) for x in (test.pages.keys, test.pages.values))

@@ -35,7 +35,7 @@ NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys a
 # Of two: sums of smaller products would come near the end of float32. The powers that make up for
 # it leave bfloat16's queries, steps and sums room up to 2**57, and steps down to 2**-57.
 LEAST_EXPONENT = -64
-MMA_SLOTS = 16  # of a tensor-core instruction: the long side
+MMA_SLOTS = 16  # of a tensor-core instruction at most, and of a product at least
 LOG2_E = math.log2(math.e)
 _TINY = 1e-37  # smaller steps have no reciprocal
 _Fetch = Callable[..., Iterator[tiles.Operand]]  # of a side's parts in one tile
@@ -115,7 +115,7 @@ class MainLoop:
         self.limit = jnp.minimum(self.rows.position, source.end - 1)  # the last visible key
         # The last entry of the block table that is in use.
         self.last_entry = jnp.maximum(source.end - 1, 0) // self.page_size
-        # As many slots as all warps have in the tensor cores at a time, so that none meets another.
+        # Enough for all warps to have slots of their own in the tensor cores, and none another's.
         self.kept_slots = min(source.tile_keys, MMA_SLOTS * config.warps) if self.is_narrow else 1
         self.scaled_keys = not self.is_narrow
         # Values in whose sums zeros of channels would be a second product: rather rounded.
@@ -318,7 +318,7 @@ class MainLoop:
 
         if self.window is not None or not self.is_narrow:
             return hide(scores)
-        # Of few rows, too, only the last tiles have keys to hide.
+        # Here, too, only the last tiles hide keys, but a second loop would wait for its first ones.
         return jax.lax.cond(first_key + size <= self.seen_by_all, lambda x: x, hide, scores)
 
     def _add_values(

@@ -27,16 +27,16 @@ MOST_TILES = 64
 FEW_TILES = 8
 SHORT_BYTES, SHORT_PROGRAMS = 65536, 4  # per multiprocessor
 ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share nothing
-# Keys with steps of channels wait for their own instructions: for more programs, whole tiles unless
-# there are very few, and of tiles that are large, or few for a program, one on its way.
+# Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
+# are fewer, and one tile is on its way rather than two where it is large, or a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
-SMALL_CHANNEL_TILE_BYTES = 8192
 FEW_CHANNEL_TILES = 3
-MOST_TILES_AT_ONCE = 5
+SMALL_CHANNEL_TILE_BYTES = 8192
+BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
 MOST_WAITING_SPLITS = 4  # more cost more, when their results are joined, than they gain
-# Where all programs run at once, those of what waits are some of them, not later ones.
-MOST_WAITING_TILES = 8
+# Brief programs should all run at once: those of what waits take the place of others.
+BRIEF_WAITING_TILES = 8  # of a program, if there can be as many programs
 WAITING_TIME = 0.3  # of a tile, in tiles with steps of channels
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 
@@ -110,9 +110,14 @@ class _Work:
         """Programs that a multiprocessor should have, each with tiles of so many keys."""
         return max(1, min(most_bytes // (MOST_AHEAD * keys * self.slot_bytes), most))
 
-    def splits(self, keys: int, *limits: int) -> int:
+    def splits(
+        self,
+        keys: int,
+        most_bytes: int = BYTES_PER_MULTIPROCESSOR,
+        most: int = MOST_PROGRAMS_PER_MULTIPROCESSOR,
+    ) -> int:
         """Programs for a sequence: where few are decoded, nothing must stay idle."""
-        all_programs = backend.multiprocessors() * self.company(keys, *limits)
+        all_programs = backend.multiprocessors() * self.company(keys, most_bytes, most)
         return max(1, min(all_programs // self.programs, self.tiles(keys)))
 
     def on_their_way(self, keys: int) -> float:
@@ -138,7 +143,8 @@ def _few_rows(
     work: _Work, tile_keys: int, warps: int, pages: KVPages, *, is_decoded: bool
 ) -> AttentionConfig:
     has_channels = pages.format.key_codes.scaling == "channel"
-    keys, splits = tile_keys, work.splits(tile_keys, *([CHANNEL_BYTES] if has_channels else []))
+    most_bytes = CHANNEL_BYTES if has_channels else BYTES_PER_MULTIPROCESSOR
+    keys, splits = tile_keys, work.splits(tile_keys, most_bytes)
     if is_decoded and splits == 1 and not has_channels:
         keys = _keys_of_one(work, tile_keys, warps)
     elif is_decoded and (warps < 4 or work.tokens > splits * tile_keys):  # four share a tile well
@@ -147,13 +153,13 @@ def _few_rows(
         keys, splits = _share_few(work, tile_keys, splits, few)
     splits = min(max(splits, -(-work.tokens // (keys * MOST_TILES))), MOST_SPLITS)
     ahead = work.ahead(keys, splits, only_reads=not is_decoded)
-    at_once = False
+    is_brief = False
     if has_channels and keys == tile_keys:
-        at_once = work.tiles(keys) <= MOST_TILES_AT_ONCE * splits
+        is_brief = work.tiles(keys) <= BRIEF_TILES * splits
         is_large = keys * work.slot_bytes > SMALL_CHANNEL_TILE_BYTES
-        ahead = 1 if at_once or (is_large and splits > 1) else ahead
+        ahead = 1 if is_brief or (is_large and splits > 1) else ahead
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
-    return _with_waiting(config, pages, work, at_once=at_once)
+    return _with_waiting(config, pages, work, is_brief=is_brief)
 
 
 def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
@@ -183,11 +189,12 @@ def _share_few(work: _Work, tile_keys: int, splits: int, few: int) -> tuple[int,
 
 
 def _with_waiting(
-    config: AttentionConfig, pages: KVPages, work: _Work, *, at_once: bool = False
+    config: AttentionConfig, pages: KVPages, work: _Work, *, is_brief: bool = False
 ) -> AttentionConfig:
     """Tiles of 16 bits that are as large as packed ones, and a few programs that read as much.
 
-    at_once: that all programs run at the same time, those of what waits among their number.
+    is_brief: that programs have few tiles each. Then those of what waits are taken from their
+        number, of which one is left at least.
     """
     if pages.residual is None:
         return config
@@ -196,11 +203,11 @@ def _with_waiting(
     keys = max(LEAST_WAITING_KEYS, 1 << (tile_bytes // token_bytes).bit_length() - 1)
     keys = min(keys, config.tile_keys)
     waiting, packed = pages.residual.page_size // keys, max(1, work.tiles(config.tile_keys))
-    if at_once:
+    if is_brief:
         time = WAITING_TIME * waiting
-        share = max(round(config.splits * time / (time + packed)), waiting // MOST_WAITING_TILES)
+        share = max(round(config.splits * time / (time + packed)), waiting // BRIEF_WAITING_TILES)
     else:
         share = round(config.splits * waiting / packed)
     share = max(1, min(share, waiting, MOST_WAITING_SPLITS))
-    splits = max(1, config.splits - share) if at_once else config.splits
+    splits = max(1, config.splits - share) if is_brief else config.splits
     return dataclasses.replace(config, splits=splits, waiting_keys=keys, waiting_splits=share)

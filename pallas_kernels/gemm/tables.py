@@ -23,7 +23,7 @@ from pallas_kernels.gemm.warpgroups import why_unsound
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
 # A plan measured for so many rows serves all numbers of rows down to the next smaller one. Of few
-# rows, multiples of ROWS have buckets of their own: more than ROWS that are none, warpgroups copy.
+# rows, multiples of ROWS have buckets of their own: others, above ROWS, are padded for warpgroups.
 BUCKETS = (7, 8, 15, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 IMPLEMENTATIONS = ("triton", "mosaic", "dequantize", "xla")

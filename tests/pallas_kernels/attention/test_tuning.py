@@ -169,10 +169,10 @@ def test_none_waits_for_one_long_sequence_in_a_large_batch(entries, splits, monk
     ("batch", "tokens", "stages", "splits", "waiting"),
     [(1, 32768, 2, 128, 2), (16, 4096, 2, 6, 2), (32, 1024, 2, 2, 2), (32, 4096, 3, 4, 2)],
 )
-def test_what_waits_has_programs_of_those_that_run_at_once(
+def test_what_waits_takes_programs_from_brief_ones(
     batch, tokens, stages, splits, waiting, monkeypatch
 ):
-    """Eight on each of an H200's multiprocessors; in the last case those that wait are later."""
+    """Eight on each of an H200's multiprocessors; in the last case they are not brief."""
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(batch, 4, tokens // 128, pages_of("KV2", 8))
     assert (config.stages, config.splits, config.waiting_splits) == (stages, splits, waiting)

@@ -34,14 +34,15 @@ def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 class Arithmetic(NamedTuple):
     """The same operations for kernels and for their interpretation as plain JAX.
 
-    multiply_add(a, b, c): a · b + c, broadcast. narrow(x, dtype): float32 in 16 bits. divide:
-    correctly rounded. round(x, dtype): float32 to the precision of 16 bits.
+    multiply_add(a, b, c): a · b + c, broadcast. narrow(x, dtype): float32 in 16 bits; widen(x): the
+    reverse. divide: correctly rounded. round(x, dtype): float32 to the precision of 16 bits.
     """
 
     multiply_add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     exp2: Callable[[jax.Array], jax.Array]
     reciprocal: Callable[[jax.Array], jax.Array]
     narrow: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
+    widen: Callable[[jax.Array], jax.Array]
     divide: Callable[[jax.Array, jax.Array], jax.Array]
     round: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
 
@@ -51,6 +52,7 @@ PTX = Arithmetic(
     backend.exp2,
     backend.reciprocal,
     backend.narrow,
+    backend.widen,
     backend.divide,
     lambda x, dtype: x.astype(dtype).astype(jnp.float32),
 )
@@ -59,6 +61,7 @@ PLAIN = Arithmetic(
     jnp.exp2,
     lambda x: 1 / x,
     lambda x, dtype: x.astype(dtype),
+    lambda x: x.astype(jnp.float32),
     divide,
     round_to,
 )

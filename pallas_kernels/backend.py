@@ -350,6 +350,20 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return result
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """bfloat16 or float16 in float32; of bfloat16, each as one instruction."""
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    [result] = plgpu.elementwise_inline_asm(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+        args=[x],
+        constraints="=&f,=f,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )
+    return result
+
+
 def _float32_ptx(assembly: str, *arguments: jax.Array) -> jax.Array:
     shape = jnp.broadcast_shapes(*(argument.shape for argument in arguments))
     [result] = plgpu.elementwise_inline_asm(

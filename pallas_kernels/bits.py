@@ -64,6 +64,17 @@ def unpack_pair(
     return half(pair & jnp.uint32(0xFFFF), low), half(pair >> jnp.uint32(16), high)
 
 
+def widen_pair(pair: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """The halves of `pack_pair`, both of a 16-bit dtype, in float32."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        low, high = unpack_pair(pair, dtype, dtype)
+        return low.astype(jnp.float32), high.astype(jnp.float32)
+    # A bfloat16 is the upper half of a float32.
+    halves = pair << jnp.uint32(16), pair & jnp.uint32(0xFFFF0000)
+    low, high = (jax.lax.bitcast_convert_type(half, jnp.float32) for half in halves)
+    return low, high
+
+
 def decode_plane(
     words: jax.Array, plane: int, bits: int, zero: jax.Array, *, ptx: bool
 ) -> jax.Array:
@@ -108,25 +119,36 @@ def plane_exponent(dtype: jax.typing.DTypeLike) -> int:
 
 
 def decode_in_place(
-    words: jax.Array, plane: int, bits: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+    words: jax.Array,
+    plane: int,
+    bits: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    copy: int = 0,
+    ptx: bool,
 ) -> jax.Array:
     """(Code − `offset_in_place`) · 2**`exponent_in_place` of one plane, exact, in 16 bits.
 
     A code is left where it is in its byte, and the byte is read as a float: from zero to the end
     of the first normal binade, floats are multiples of the smallest subnormal, which the tensor
     cores keep. So a code costs one logical operation for each pair. Runs inside a kernel.
+
+    copy: another number for each product that the tile is in. Triton takes what two products share
+    through shared memory; what the assembler finds to be alike it computes once.
     """
     byte, shift = divmod(plane * bits, 8)
-    mask, offset = (2**bits - 1) << shift, offset_in_place(bits, dtype) << shift
+    mask, offset = (2**bits - 1) << shift, offset_in_place(bits, dtype)
     if not ptx:  # XLA takes subnormals for zeros on the CPU
-        codes = (words >> jnp.uint16(8 * byte)) & jnp.uint16(mask)
-        return codes.astype(dtype) - jnp.asarray(offset, dtype)
+        codes = ((words >> jnp.uint16(8 * byte)) & jnp.uint16(mask)).astype(dtype)
+        if not offset:
+            return codes
+        return codes * jnp.asarray(2.0**-shift, dtype) - jnp.asarray(offset, dtype)
     less = f"""
-        mov.b32 one, 0x3C003C00;
+        mov.b32 factor, 0x{(15 - shift) << 10:04X}{(15 - shift) << 10:04X};
         mov.b32 less, 0x{0x8000 | offset:04X}{0x8000 | offset:04X};
-        fma.rn.f16x2 t, t, one, less;"""
-    assembly = f"""{{
-        .reg .b32 t, one, less;
+        fma.rn.f16x2 t, t, factor, less;"""
+    assembly = f"""{{  // copy {copy}
+        .reg .b32 t, factor, less;
         shr.b32 t, $1, {8 * byte};
         and.b32 t, t, 0x{mask:04X}{mask:04X};{less if offset else ""}
         mov.b32 $0, t;
@@ -145,7 +167,9 @@ def offset_in_place(bits: int, dtype: jax.typing.DTypeLike) -> int:
 
 def exponent_in_place(plane: int, bits: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
     """Of two: what a code of one is worth in `decode_in_place`."""
-    return plane * bits % 8 + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if ptx else 0)
+    # The instruction that takes the offset away makes up for the place in the byte.
+    place = 0 if offset_in_place(bits, dtype) else plane * bits % 8
+    return place + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if ptx else 0)
 
 
 def decode_scaled(
@@ -203,3 +227,23 @@ def multiply(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> jax.Array:
         fma.rn.{suffix} $0, $1, $2, zero;
     }}"""
     return backend.inline_ptx(assembly, tile, scale, dtype=tile.dtype)
+
+
+def multiply_exactly(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> list[jax.Array]:
+    """Tile · scale as the sum of two terms in the dtype of the tile; runs inside a kernel.
+
+    The terms are the rounded product, and what rounding took away, which 16 bits hold unless the
+    product is close to the dtype's subnormals.
+    """
+    product = multiply(tile, scale, ptx=ptx)
+    scale = jnp.broadcast_to(scale.astype(tile.dtype), tile.shape)
+    if not ptx:
+        exact = tile.astype(jnp.float32) * scale.astype(jnp.float32)
+        return [product, (exact - product.astype(jnp.float32)).astype(tile.dtype)]
+    suffix = "bf16x2" if tile.dtype == jnp.bfloat16 else "f16x2"
+    assembly = f"""{{
+        .reg .b32 less;
+        neg.{suffix} less, $3;
+        fma.rn.{suffix} $0, $1, $2, less;
+    }}"""
+    return [product, backend.inline_ptx(assembly, tile, scale, product, dtype=tile.dtype)]

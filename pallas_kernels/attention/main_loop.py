@@ -3,9 +3,10 @@
 Scales go where they are cheapest. In a narrow tile, of few rows, cached elements are more than
 scores: they are decoded to what is exact in 16 bits, and what is linear is folded away from them:
 with k = code·s + z, a score is s·(q · code) + z·Σq, and likewise for values, so a cached element
-costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4). Steps of
-channels are in the operand, and their zeros meet the query once for every tile. In a wide tile,
-keys and values are decoded to 16 bits with scale and zero, and the rest is as it is without codes.
+costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4). Steps and zeros
+of a key's channels meet the query, once for every tile: Σ (q·s) · code + Σ q·z, where q·s is
+rounded to 16 bits as q is. In a wide tile, keys and values are decoded to 16 bits with scale and
+zero, and the rest is as it is without codes.
 What is decoded may be tiny, a code that stands in a subnormal: powers of two on queries, weights
 and sums make up for it, and change nothing else.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,15 +23,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arithmetic as arithmetics
-from pallas_kernels import backend
+from pallas_kernels import backend, bits
 from pallas_kernels.arithmetic import times_power
 from pallas_kernels.attention import rows, tiles
 from pallas_kernels.attention.combine import FLOOR
 from pallas_kernels.attention.orientation import Orientation
 from pallas_kernels.attention.rows import Sequence
+from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tiles import Place
 from pallas_kernels.attention.tuning import AttentionConfig
-from pallas_kernels.kv_cache.cache import KVPages, Side
+from pallas_kernels.kv_cache.cache import Side
 
 NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys and values
 # Of two: sums of smaller products would come near the end of float32. The powers that make up for
@@ -38,7 +41,7 @@ LEAST_EXPONENT = -64
 MMA_SLOTS = 16  # of a tensor-core instruction at most, and of a product at least
 LOG2_E = math.log2(math.e)
 _TINY = 1e-37  # smaller steps have no reciprocal
-_Fetch = Callable[..., Iterator[tiles.Operand]]  # of a side's parts in one tile
+_Fetch = Callable[..., Iterator[list[jax.Array]]]  # of a side's parts in one tile
 
 
 class Operands(NamedTuple):
@@ -52,17 +55,12 @@ class Operands(NamedTuple):
     sinks: Any  # [query heads] or None
 
 
-class Source(NamedTuple):
-    """The keys that a program reads: every `programs`-th tile, from its own number on."""
+class _Scores(NamedTuple):
+    """Those of a tile, which times a factor, plus an offset of each row, are exponents of 2."""
 
-    pages: KVPages
-    block_tables: Any  # or None, where the page is the sequence's number
-    begin: jax.Array  # position of the first token of the first page
-    end: jax.Array  # position behind the last token
-    tile_keys: int
-    number: jax.Array
-    programs: int
-    split: jax.Array  # this program's number among those of all sources
+    tile: jax.Array
+    factor: Any = 1.0
+    offset: jax.Array | None = None  # [rows]
 
 
 class _Carry(NamedTuple):
@@ -127,9 +125,11 @@ class MainLoop:
                 (values, self.value_parts, self.scaled_values),
             )
         )
+        self.has_channels = self._left(keys) == "channel"
         score_exponent = max(min(key_exponents), LEAST_EXPONENT)
-        shifts = [score_exponent - exponent for exponent in key_exponents]
-        self.queries, self.query_sum = self._load_queries(operands.queries, shifts)
+        # Of two: what queries are multiplied by, for each part.
+        self.shifts = [score_exponent - exponent for exponent in key_exponents]
+        self.queries, self.query_sum = self._load_queries(operands.queries)
         # Scores times this are exponents of 2, or, for the softcap, of what is in its tanh.
         self.plain_scale = scale * LOG2_E if softcap is None else scale * LOG2_E * 2 / softcap
         self.score_scale: Any = self.plain_scale * 2.0**-score_exponent
@@ -148,22 +148,21 @@ class MainLoop:
             begin = sequence.start + first_row // self.group - window + 1 - source.begin
             self.first_tile += jnp.maximum(begin, 0) // source.tile_keys
         size = source.tile_keys
-        self.all_tiles = self._tiles_below((jnp.maximum(end, 0) + size - 1) // size)
+        last_tile = (jnp.maximum(end, 0) + size - 1) // size
+        self.all_tiles = source.tiles_below(last_tile, self.first_tile)
         # A sink is a score of the first program.
         self.is_first, self.sink = source.split == 0, None
         if operands.sinks is not None:
             sink = backend.load_masked(operands.sinks.at[self.rows.query_head], self.rows.mask)
             self.sink = sink.astype(jnp.float32) * LOG2_E
 
-    def _load_queries(
-        self, queries_ref: Any, shifts: list[int]
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Queries [rows, channels], a part each, times 2**shifts, and the sums [rows] of all."""
+    def _load_queries(self, queries_ref: Any) -> tuple[list[jax.Array], jax.Array]:
+        """Queries [rows, channels], a part each, times 2**shift, and the sums [rows] of all."""
         keys, narrow = self.keys, self.arithmetic.narrow
         queries, query_sum = [], jnp.zeros(self.config.tile_rows)
-        for part, shift in zip(self.key_parts, shifts, strict=True):
-            index, mask = self.rows.locate(part)
-            q = backend.load_masked(queries_ref.at[index], mask)
+        for part, shift in zip(self.key_parts, self.shifts, strict=True):
+            load = self.rows.load_few if self.oriented.few_rows else self.rows.load
+            q = load(queries_ref, part)
             if keys.codes.scaling == "static":
                 channel, there = part.channels()
                 scales = keys.parameters.at[self.sequence.head, channel]
@@ -203,7 +202,7 @@ class MainLoop:
         if not self.is_narrow and self.window is None:
             # Causality hides keys of the last tiles alone: the others need no masks.
             seen = jnp.maximum(self.seen_by_all - source.begin, 0)
-            whole_tiles = self._tiles_below(seen // size)
+            whole_tiles = self.source.tiles_below(seen // size, self.first_tile)
             whole_tiles = jnp.minimum(whole_tiles, self.all_tiles)
             carry = self._visit_all(jnp.int32(0), whole_tiles, carry, is_whole=True)
         return self._visit_all(whole_tiles, self.all_tiles, carry)
@@ -212,37 +211,12 @@ class MainLoop:
         """A tile of so many slots, or channels."""
         return jnp.zeros(self.oriented.shape(slots, self.config.tile_rows), jnp.float32)
 
-    def _tiles_below(self, tile: jax.Array) -> jax.Array:
-        """How many of the program's tiles come before a tile."""
-        programs = self.source.programs
-        return (jnp.maximum(tile - self.first_tile, 0) + programs - 1) // programs
-
     def _visit_all(
         self, first: jax.Array, last: jax.Array, carry: _Carry, *, is_whole: bool = False
     ) -> _Carry:
         """Tiles of the program's own, by their numbers."""
-        source, size, page_size = self.source, self.source.tile_keys, self.page_size
         see = functools.partial(self._visit, is_whole=is_whole)
-        if source.block_tables is None or size > page_size:
-            return jax.lax.fori_loop(first, last, see, carry)
-
-        def some(number: jax.Array, carry: _Carry) -> _Carry:
-            begin = first + number * tiles.LOOKED_UP
-            own = self.first_tile + (begin + jnp.arange(tiles.LOOKED_UP)) * source.programs
-            tables, batch = source.block_tables, self.sequence.batch
-            pages = tiles.look_up(own, size, page_size, tables, batch)
-            return jax.lax.fori_loop(
-                begin,
-                jnp.minimum(begin + tiles.LOOKED_UP, last),
-                lambda index, carry: see(index, carry, tiles.pick(pages, index - begin)),
-                carry,
-            )
-
-        most = -(-source.block_tables.shape[1] * page_size // (size * source.programs))
-        if most <= tiles.LOOKED_UP:
-            return some(jnp.int32(0), carry)
-        groups = (last - first + tiles.LOOKED_UP - 1) // tiles.LOOKED_UP
-        return jax.lax.fori_loop(0, groups, some, carry)
+        return self.source.visit(first, last, self.first_tile, self.sequence.batch, see, carry)
 
     def _visit(
         self,
@@ -265,45 +239,67 @@ class MainLoop:
             page,
         )
         group = tile * size % self.page_size // (source.pages.format.group or self.page_size)
+        place = place._replace(group=group)
         fetch = functools.partial(
             tiles.operands,
             head=self.sequence.head,
             place=place,
             dtype=self.dtype,
-            group=group,
             ptx=self.ptx,
         )
-        scores, factor = self._scores(place, fetch)
+        scores = self._scores(place, fetch)
         if not is_whole:
-            scores = self._hide(scores, source.begin + tile * size)
-        return self._add_values(carry, scores, factor, place, fetch)
+            scores = scores._replace(tile=self._hide(scores.tile, source.begin + tile * size))
+        return self._add_values(carry, scores, place, fetch)
 
-    def _scores(self, place: Place, fetch: _Fetch) -> tuple[jax.Array, Any]:
-        """Scores of a tile of keys, which times a factor are exponents of 2."""
+    def _scores(self, place: Place, fetch: _Fetch) -> _Scores:
+        """Scores of a tile of keys."""
         oriented, keys, arithmetic = self.oriented, self.keys, self.arithmetic
-        scores = self._zeros(self.source.tile_keys)
-        surplus = self._zeros(MMA_SLOTS)  # alike in all slots
-        found = fetch(keys, parts=self.key_parts, axis=0, scaled=self.scaled_keys)
-        for part, q, operand in zip(self.key_parts, self.queries, found, strict=True):
-            for term in operand.terms:
-                scores += oriented.times_queries(term, q)
-            for term in operand.surplus:
-                term = jnp.broadcast_to(term, (MMA_SLOTS, part.size))
-                surplus += oriented.times_queries(term, q)
-        if not self.scaled_keys and keys.codes.scaling == "channel":
-            scores -= oriented.for_rows(surplus.max(oriented.slots))
+        scores, offset = self._zeros(self.source.tile_keys), None
+        queries, copies = [[q] for q in self.queries], 1
+        if self.has_channels:
+            queries, offset = self._with_channels(place)
+            copies = len(queries[0])
+        found = fetch(keys, parts=self.key_parts, axis=0, scaled=self.scaled_keys, copies=copies)
+        for terms, operands in zip(queries, found, strict=True):
+            for q, operand in zip(terms, operands, strict=True):
+                scores += oriented.times_queries(operand, q)
         factor = self.score_scale
         if self._left(keys) == "token":
             # Scaled for each slot, of which there are fewer than scores.
             step, zero = tiles.fetch_parameters(keys, self.sequence.head, place, self.dtype)
-            offset = oriented.for_slots(zero * self.plain_scale) * oriented.for_rows(self.query_sum)
-            scores = arithmetic.multiply_add(scores, oriented.for_slots(step * factor), offset)
+            zeros = oriented.for_slots(zero * self.plain_scale) * oriented.for_rows(self.query_sum)
+            scores = arithmetic.multiply_add(scores, oriented.for_slots(step * factor), zeros)
             factor = 1.0
-        if self.softcap is not None:  # tanh(x) = 1 − 2 / (1 + exp(2x))
-            scores, factor = scores * factor, 1.0
-            bound = self.softcap * LOG2_E
-            scores = bound - 2 * bound * arithmetic.reciprocal(1 + arithmetic.exp2(scores))
-        return scores, factor
+        if self.softcap is None:
+            return _Scores(scores, factor, offset)
+        scores *= factor
+        if offset is not None:
+            scores += oriented.for_rows(offset)
+        bound = self.softcap * LOG2_E  # tanh(x) = 1 − 2 / (1 + exp(2x))
+        scores = bound - 2 * bound * arithmetic.reciprocal(1 + arithmetic.exp2(scores))
+        return _Scores(scores)
+
+    def _with_channels(self, place: Place) -> tuple[list[list[jax.Array]], jax.Array]:
+        """Queries times the steps of a tile's channels, and what zeros add to the rows' scores.
+
+        A product is two terms, what it is in 16 bits and what that leaves, and so is exact.
+        """
+        oriented, middle = self.oriented, self.keys.codes.offset(self.dtype)
+        queries = []
+        zeros = {shift: self._zeros(MMA_SLOTS) for shift in self.shifts}  # alike in all slots
+        for part, q, shift in zip(self.key_parts, self.queries, self.shifts, strict=True):
+            step, zero = tiles.channel_parameters(self.keys, self.sequence.head, place, part)
+            zero = jnp.broadcast_to(zero, (MMA_SLOTS, part.size))
+            zeros[shift] += oriented.times_queries(zero, q)
+            terms = bits.multiply_exactly(q, step, ptx=self.ptx)
+            if middle:
+                alike = jnp.full(zero.shape, middle, self.dtype)
+                for term in terms:
+                    zeros[shift] += oriented.times_queries(alike, term)
+            queries.append(terms)
+        of_shifts = [x * (self.plain_scale * 2.0**-shift) for shift, x in zeros.items()]
+        return queries, functools.reduce(operator.add, of_shifts).max(oriented.slots)
 
     def _hide(self, scores: jax.Array, first_key: jax.Array) -> jax.Array:
         """Scores of the keys from a position on, −∞ where a row does not see one."""
@@ -321,17 +317,18 @@ class MainLoop:
         # Here, too, only the last tiles hide keys, but a second loop would wait for its first ones.
         return jax.lax.cond(first_key + size <= self.seen_by_all, lambda x: x, hide, scores)
 
-    def _add_values(
-        self, carry: _Carry, scores: jax.Array, factor: Any, place: Place, fetch: _Fetch
-    ) -> _Carry:
-        """What is carried on from a tile: the values are weighed by 2**(scores · factor)."""
+    def _add_values(self, carry: _Carry, scores: _Scores, place: Place, fetch: _Fetch) -> _Carry:
+        """What is carried on from a tile, whose values the scores weigh."""
         sums, zero_sum, peak, total = carry
         oriented, values, arithmetic = self.oriented, self.values, self.arithmetic
         for_slots = oriented.for_slots
-        new_peak = jnp.maximum(peak, scores.max(oriented.slots) * factor)
+        highest, base = scores.tile.max(oriented.slots) * scores.factor, jnp.float32(self.lift)
+        if scores.offset is not None:
+            highest, base = highest + scores.offset, base + scores.offset
+        new_peak = jnp.maximum(peak, highest)
         shrink = oriented.for_rows(arithmetic.exp2(peak - new_peak))
         exponents = arithmetic.multiply_add(
-            scores, jnp.float32(factor), oriented.for_rows(self.lift - new_peak)
+            scores.tile, jnp.float32(scores.factor), oriented.for_rows(base - new_peak)
         )
         weights = arithmetic.exp2(exponents)
         if self._left(values) == "token":
@@ -340,8 +337,8 @@ class MainLoop:
             step, zero = tiles.fetch_parameters(values, self.sequence.head, place, self.dtype)
             narrow = arithmetic.narrow(weights * for_slots(step), self.dtype)
             # Slots that were never written have a step of 0.
-            inverse = jnp.where(step < _TINY, 0.0, arithmetic.reciprocal(step))
-            weights = narrow.astype(jnp.float32) * for_slots(inverse)
+            inverse = arithmetic.reciprocal(jnp.maximum(step, _TINY))
+            weights = arithmetic.widen(narrow) * for_slots(inverse)
             zeros = self._gather(weights * for_slots(zero))
             zero_sum = arithmetic.multiply_add(zero_sum, shrink, zeros)
         else:
@@ -350,9 +347,8 @@ class MainLoop:
         axis = oriented.rows
         found = fetch(values, parts=self.value_parts, axis=axis, scaled=self.scaled_values)
         new_sums = []
-        for of_part, operand in zip(sums, found, strict=True):
-            [term] = operand.terms
-            new_sums.append(of_part * shrink + oriented.times_values(narrow, term))
+        for of_part, [operand] in zip(sums, found, strict=True):
+            new_sums.append(of_part * shrink + oriented.times_values(narrow, operand))
         return _Carry(tuple(new_sums), zero_sum, new_peak, total)
 
     def _gather(self, x: jax.Array) -> jax.Array:

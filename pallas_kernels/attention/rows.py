@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.attention.tiles import Part
+from pallas_kernels.attention.tiles import Part, Span
+
+PAIRS = 4  # of channels that a warp's lanes have of each of eight rows
 
 
 class Sequence(NamedTuple):
@@ -33,6 +37,29 @@ class Rows(NamedTuple):
         channel, mask = part.channels()
         mask = self.mask[:, None] if mask is None else self.mask[:, None] & mask[None, :]
         return (self.token[:, None], self.query_head[:, None], channel[None, :]), mask
+
+    def load(self, queries: Any, part: Part) -> jax.Array:
+        """The rows' queries [rows, channels] of a part."""
+        index, mask = self.locate(part)
+        return backend.load_masked(queries.at[index], mask)
+
+    def load_few(self, queries: Any, part: Part) -> jax.Array:
+        """The queries of eight rows, where the tensor cores want them.
+
+        Triton would put them there at each tile, by shuffles or through shared memory. A lane has
+        pairs of channels of a row, eight apart; a warp loads one of each lane's at a time.
+        """
+        [plane], (first, size, width) = part.planes, dataclasses.astuple(part.span)[:3]
+
+        def load(begin: int) -> jax.Array:
+            span = Span(first + begin, PAIRS, width, stride=2)
+            return self.load(queries, Part(span, range(plane, plane + 1)))
+
+        evens, odds = (
+            backend.join([load(begin + odd) for begin in range(0, size, 2 * PAIRS)])
+            for odd in range(2)
+        )
+        return jnp.stack([evens, odds], -1).reshape(-1, size)
 
 
 def numbered(number: jax.Array, sequence: Sequence, group: int, longest: int, offsets: Any) -> Rows:

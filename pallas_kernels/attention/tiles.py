@@ -11,17 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.bits import decode_scaled, exponent_scaled, unpack_pair
+from pallas_kernels.bits import exponent_scaled, unpack_pair, widen_pair
 from pallas_kernels.kv_cache.cache import Side
 
 LOOKED_UP = 32  # pages at a time: a warp has as many lanes
 MINIMUM_SPAN = 16  # of a dimension that the tensor cores sum over
-DIGIT = 2  # bits whose values, −2 to 1, times a step are exact in the step's dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Neighbouring words of a head, as many as a tile may be wide: a power of two.
+    """Words of a head, `stride` apart, as many as a tile may be wide: a power of two.
 
     The last of them may lie beyond the `width` of a head's words: what is loaded there is zero.
     """
@@ -29,16 +28,18 @@ class Span:
     first: int
     size: int
     width: int
+    stride: int = 1
 
     @property
     def lanes(self) -> jax.Array:
         """The words' indices; inside a kernel, where arrays can't come from outside."""
-        return self.first + jnp.arange(self.size)
+        return self.first + jnp.arange(self.size) * self.stride
 
     @property
     def mask(self) -> jax.Array | None:
         """Which lanes there are, or None if all are."""
-        return None if self.first + self.size <= self.width else self.lanes < self.width
+        last = self.first + (self.size - 1) * self.stride
+        return None if last < self.width else self.lanes < self.width
 
 
 def spans(width: int) -> tuple[Span, ...]:
@@ -59,6 +60,7 @@ class Place(NamedTuple):
 
     page: jax.Array  # [] or [slots]
     position: jax.Array  # [slots]
+    group: jax.Array | int = 0  # of the page's tokens, whose scales of channels are the tile's
 
 
 def locate(
@@ -112,7 +114,7 @@ def pick(pages: jax.Array, number: jax.Array) -> jax.Array:
 
 def fetch(side: Side, head: jax.Array, place: Place, span: Span, axis: int) -> jax.Array:
     """Words of a head, with the slots along one axis, and the lanes of a span along the other."""
-    page, position = place
+    page, position, _ = place
     page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
     lanes = jnp.expand_dims(span.lanes, axis)
     position = jnp.expand_dims(position, 1 - axis)
@@ -152,16 +154,6 @@ def parts(width: int, planes: int, *, joined: bool) -> list[Part]:
     ]
 
 
-class Operand(NamedTuple):
-    """What the tensor cores multiply for a part of a tile: a value is Σ terms − Σ surplus.
-
-    terms: tiles. surplus: alike in all slots, of which there is one.
-    """
-
-    terms: Sequence[jax.Array]
-    surplus: Sequence[jax.Array] = ()
-
-
 def operands(
     side: Side,
     head: jax.Array,
@@ -171,69 +163,45 @@ def operands(
     *,
     axis: int,
     scaled: bool,
-    group: jax.Array | int = 0,
+    copies: int = 1,
     ptx: bool,
-) -> Iterator[Operand]:
-    """A tile's operands, one for each part, times 2**`exponents`; slots are along one axis.
+) -> Iterator[list[jax.Array]]:
+    """A tile's operands, some for each part, times 2**`exponents`; slots are along one axis.
 
-    scaled: with the scales and zeros of tokens or of channels (over `group` of the page), rounded
-        once; without, they are exact, and have the scales of channels alone.
+    scaled: with the scales and zeros of tokens or of channels, rounded once; without, exact.
+    copies: how many alike, one for each product that they are in.
     """
-    scaling = side.codes.scaling
-    if scaling == "token" and scaled:
+    scaling = side.codes.scaling if scaled else None
+    if scaling == "token":
         page, position = place.page, jnp.expand_dims(place.position, 1 - axis)
         page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
         of_tokens = _unpacked(side, backend.load(side.parameters.at[page, head, position]))
 
-    def decode(words: jax.Array, part: Part) -> Operand:
+    def decode(words: jax.Array, part: Part, copy: int = 0) -> jax.Array:
         [plane] = part.planes
-        if scaling == "token" and scaled:
-            return Operand([side.codes.scaled_operand(words, plane, *of_tokens, ptx=ptx)])
-        if scaling != "channel":
-            return Operand([side.codes.operand(words, plane, dtype, ptx=ptx)])
-        channels, mask = part.channels()
-        pair = backend.load_masked(side.parameters.at[place.page, head, group, channels], mask)
-        step, zero = _unpacked(side, jnp.expand_dims(pair, axis))
-        if scaled:
-            return Operand([side.codes.scaled_operand(words, plane, step, zero, ptx=ptx)])
-        return _exact(words, plane, side.codes.bits, step, zero, ptx=ptx)
+        if scaling == "token":
+            return side.codes.scaled_operand(words, plane, *of_tokens, ptx=ptx)
+        if scaling == "channel":
+            found = channel_parameters(side, head, place, part)
+            step, zero = (jnp.expand_dims(x, axis) for x in found)
+            return side.codes.scaled_operand(words, plane, step, zero, ptx=ptx)
+        return side.codes.operand(words, plane, dtype, copy=copy, ptx=ptx)
 
     for span, members in itertools.groupby(parts, lambda part: part.span):
         words = fetch(side, head, place, span, axis)
         for part in members:
             if len(part.planes) == 1:
-                yield decode(words, part)
+                yield [decode(words, part, copy) for copy in range(copies)]
                 continue
             planes = [decode(words, Part(span, range(plane, plane + 1))) for plane in part.planes]
-            yield Operand([backend.join([term for [term], _ in planes])])
-
-
-def _exact(
-    words: jax.Array, plane: int, bits: int, step: jax.Array, zero: jax.Array, *, ptx: bool
-) -> Operand:
-    """A plane of codes with the scales of channels, exact: a term for every two bits of a code.
-
-    Two bits, less two, times a step have room in 16 bits, and so have a zero and twice the step;
-    a sum of them has not. In float16 they end at 65,504: a channel whose largest and smallest key
-    are more than 98,000 apart, or 122,000 at four bits, gives no numbers.
-    """
-    unit = 2.0 ** exponent_scaled(step.dtype, ptx=ptx)
-    terms, surplus = [], [zero * jnp.asarray(-unit, zero.dtype)]
-    for first in range(0, bits, DIGIT):
-        step_of_it = step * jnp.asarray(1 << first, step.dtype) if first else step
-        middle = step * jnp.asarray(-(2 << first) * unit, step.dtype)
-        digit = (plane * bits + first) // DIGIT
-        terms.append(decode_scaled(words, digit, DIGIT, step_of_it, middle, ptx=ptx))
-        surplus.append(middle)
-    return Operand(terms, surplus)
+            yield [backend.join(planes)]
 
 
 def exponents(
     side: Side, parts: Sequence[Part], dtype: jnp.dtype, *, scaled: bool, ptx: bool
 ) -> list[int]:
     """Of two: what one is worth in the operand of each part."""
-    scaling = side.codes.scaling
-    if scaling == "channel" or (scaling == "token" and scaled):
+    if scaled and side.codes.scaling in ("token", "channel"):
         return [exponent_scaled(dtype, ptx=ptx)] * len(parts)
     return [side.codes.exponent(part.planes[0], dtype, ptx=ptx) for part in parts]
 
@@ -242,11 +210,20 @@ def _unpacked(side: Side, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
     return unpack_pair(pair, side.parameter_dtype, side.parameter_dtype)
 
 
+def channel_parameters(
+    side: Side, head: jax.Array, place: Place, part: Part
+) -> tuple[jax.Array, jax.Array]:
+    """Steps and zeros [channels] of a part, in 16 bits."""
+    channels, mask = part.channels()
+    pair = backend.load_masked(side.parameters.at[place.page, head, place.group, channels], mask)
+    return _unpacked(side, pair)
+
+
 def fetch_parameters(
     side: Side, head: jax.Array, place: Place, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Steps and zeros [slots], float32: a channel is step · operand / 2**exponent + zero."""
     pair = backend.load(side.parameters.at[place.page, head, place.position])
-    step, zero = (x.astype(jnp.float32) for x in _unpacked(side, pair))
+    step, zero = widen_pair(pair, side.parameter_dtype)
     offset = side.codes.offset(dtype)
     return step, zero + step * float(offset) if offset else zero

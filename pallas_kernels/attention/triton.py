@@ -18,6 +18,7 @@ from pallas_kernels import backend
 from pallas_kernels.attention import main_loop
 from pallas_kernels.attention.combine import combine
 from pallas_kernels.attention.rows import Sequence
+from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tuning import AttentionConfig
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages
@@ -96,21 +97,21 @@ def _kernel(
     begin, end = jnp.int32(0), jnp.minimum(start + count, capacity)
     sequence = Sequence(batch, head, start, count)
 
-    def attend(source: main_loop.Source) -> None:
+    def attend(source: Source) -> None:
         loop = main_loop.MainLoop(operands, sequence, source, first_row, config=config, **options)
         loop.store(loop.run(), out_ref, sums_ref)
 
     residual, boundary = pages.residual, end
     if residual is not None:
         boundary = residuals.begin(end, residual.page_size)
-    packed = main_loop.Source(
+    packed = Source(
         pages, operands.block_tables, begin, boundary, config.tile_keys, split, config.splits, split
     )
     if residual is None:
         attend(packed)
         return
     number = split - config.splits
-    waiting = main_loop.Source(
+    waiting = Source(
         residual, None, boundary, end, config.waiting_keys, number, config.waiting_splits, split
     )
     pl.when(number < 0)(lambda: attend(packed))

@@ -88,11 +88,11 @@ class KVCodes:
         return words.astype(jnp.float32)
 
     def operand(
-        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
     ) -> jax.Array:
         """One plane of a tile of words, in a kernel: without scale and zero, and exact.
 
-        Times 2**`exponent`; in the 16-bit dtype.
+        Times 2**`exponent`; in the 16-bit dtype. copy: as in `bits.decode_in_place`.
         """
         return words.astype(dtype)
 
@@ -183,10 +183,10 @@ class Integers(KVCodes):
         return codes * step.astype(jnp.float32) + zero.astype(jnp.float32)
 
     def operand(
-        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
     ) -> jax.Array:
         """Codes, less their offset."""
-        return bit_planes.decode_in_place(words, plane, self.bits, dtype, ptx=ptx)
+        return bit_planes.decode_in_place(words, plane, self.bits, dtype, copy=copy, ptx=ptx)
 
     def offset(self, dtype: jax.typing.DTypeLike) -> int:
         """The middle of codes, or none."""
@@ -231,7 +231,7 @@ class StaticIntegers(Integers):
         return (codes.astype(jnp.float32) - 2.0 ** (self.bits - 1)) * parameters
 
     def operand(
-        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
     ) -> jax.Array:
         """Codes − 128."""
         step, zero = (jnp.asarray(x, dtype) for x in (1.0, -(2.0 ** (self.bits - 1))))
@@ -279,7 +279,7 @@ class Float8(KVCodes):
         return values.astype(jnp.float32) * parameters
 
     def operand(
-        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
     ) -> jax.Array:
         """e4m3(code)."""
         return float8.decode_moved(words, plane, jnp.dtype(dtype), ptx=ptx)

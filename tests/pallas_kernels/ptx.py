@@ -127,7 +127,7 @@ def registers(array: jax.Array, first: jax.Array) -> list[np.ndarray]:
 
 def run(assembly: str, operands: list[np.ndarray]) -> np.ndarray:
     """What the assembly leaves in $0, given $1 … as uint32 [registers]."""
-    text = assembly.strip()
+    text = re.sub(r"//.*", "", assembly).strip()
     is_block = text.startswith("{") and text.endswith("}")
     known = {f"${i + 1}": operand for i, operand in enumerate(operands)}
     known["%laneid"] = np.arange(len(operands[0]), dtype=U32) % U32(LANES)
@@ -222,6 +222,8 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "or.b32": np.bitwise_or,
     "xor.b32": np.bitwise_xor,
     "not.b32": np.bitwise_not,
+    "neg.bf16x2": lambda a: a ^ U32(0x80008000),
+    "neg.f16x2": lambda a: a ^ U32(0x80008000),
     "shr.b32": lambda a, by: (a.astype(U64) >> _shift(by)).astype(U32),
     "shr.u32": lambda a, by: (a.astype(U64) >> _shift(by)).astype(U32),
     "shl.b32": lambda a, by: (a.astype(U64) << _shift(by)).astype(U32),

@@ -97,6 +97,34 @@ def test_narrowing_on_the_gpu(dtype, values):
     np.testing.assert_array_equal(np.asarray(narrow(values)), expected)
 
 
+def all_finite(dtype):
+    values = np.arange(2**16, dtype=np.uint16).view(NUMPY_DTYPES[dtype])
+    return np.where(np.isfinite(values.astype(np.float32)), values, np.zeros_like(values))
+
+
+def test_plain_widening():
+    for dtype in NUMPY_DTYPES:
+        values = all_finite(dtype)
+        found = np.asarray(arithmetic.PLAIN.widen(jnp.asarray(values)))
+        np.testing.assert_array_equal(found, values.astype(np.float32))
+
+
+def test_widening_lowers_to_an_instruction_for_each(lower_for_cuda):
+    def widen(x):
+        return apply(arithmetic.PTX.widen, x, dtype=jnp.float32)
+
+    program = lower_for_cuda(widen, jax.ShapeDtypeStruct((8, 32), jnp.bfloat16))
+    assert program.count("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_widening_on_the_gpu(dtype):
+    values = all_finite(dtype).reshape(256, 256)
+    widen = jax.jit(lambda x: apply(arithmetic.PTX.widen, x, dtype=jnp.float32))
+    np.testing.assert_array_equal(np.asarray(widen(jnp.asarray(values))), values.astype(np.float32))
+
+
 @pytest.mark.parametrize("exponent", [133, -133, 64, 3, 0])
 def test_powers_beyond_the_range_of_float32(exponent):
     """Not under jit, where XLA may make one factor of both."""

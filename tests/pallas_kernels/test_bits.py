@@ -65,6 +65,19 @@ def test_a_pair_is_a_scale_below_a_zero_point(low, zero):
     assert int(pair[0]) == zero << 16 | int(np.float16(low).view(np.uint16))
 
 
+@each_dtype
+def test_pairs_in_float32(dtype, rng):
+    half = NUMPY_DTYPES[dtype]
+    finite = np.isfinite(ALL_WORDS.view(half).astype(np.float32))
+    low, high = (ALL_WORDS[finite].view(half), rng.permutation(ALL_WORDS[finite]).view(half))
+    found = bits.widen_pair(bits.pack_pair(jnp.asarray(low), jnp.asarray(high)), dtype)
+    for wide, narrow in zip(found, (low, high), strict=True):
+        assert wide.dtype == jnp.float32
+        np.testing.assert_array_equal(
+            np.asarray(wide).view(np.uint32), narrow.astype(np.float32).view(np.uint32)
+        )
+
+
 def zero_points(width: int) -> list[int]:
     return [0, 1, 2 ** (width - 1), 2**width - 1, 2**width]
 
@@ -109,13 +122,41 @@ def test_codes_in_place_are_exact(width, dtype, ptx):
     """With PTX they are subnormals, or lie in the binade above, which numpy reads as well."""
     for plane in range(16 // width):
         codes = ALL_WORDS // 2 ** (plane * width) % 2**width
-        found = bits.decode_in_place(jnp.asarray(ALL_WORDS), plane, width, dtype, ptx=ptx)
+        words = jnp.asarray(ALL_WORDS)
+        found = bits.decode_in_place(words, plane, width, dtype, copy=plane, ptx=ptx)
         assert found.dtype == jnp.dtype(dtype)
         exponent = bits.exponent_in_place(plane, width, dtype, ptx=ptx)
         assert (exponent < 0) == ptx
         offset = bits.offset_in_place(width, dtype)
         expected = np.ldexp(codes.astype(np.float64) - offset, exponent)
         np.testing.assert_array_equal(np.asarray(found).astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_copies_of_codes_are_alike_and_stay_apart(dtype, lower_for_cuda):
+    """What Triton took to be one operation it would take through shared memory."""
+
+    def kernel(words_ref, out_ref):
+        words = backend.load(words_ref.at[jnp.arange(64)])
+        for copy in range(2):
+            codes = bits.decode_in_place(words, 1, 4, dtype, copy=copy, ptx=True)
+            backend.store(out_ref.at[copy, jnp.arange(64)], codes)
+
+    def decode(words):
+        return backend.pallas_call(
+            kernel,
+            words,
+            out_shape=jax.ShapeDtypeStruct((2, 64), jnp.dtype(dtype)),
+            grid=(1,),
+            name="copies",
+            warps=1,
+            stages=1,
+            interpret=False,
+        )
+
+    program = lower_for_cuda(decode, jax.ShapeDtypeStruct((64,), jnp.uint16))
+    first, second = (program.count(f"copy {copy}") for copy in range(2))
+    assert first == second == 1
 
 
 @each_width
@@ -172,6 +213,18 @@ def test_multiply_rounds_the_scale_to_the_tiles_dtype_and_broadcasts_it(dtype, p
     products = bits.multiply(jnp.asarray(tile), jnp.asarray(scale), ptx=ptx)
     rounded = np.broadcast_to(scale.astype(tile.dtype), tile.shape)
     assert_products_round_once(products, tile, rounded)
+
+
+@each_dtype
+def test_two_terms_of_a_product_are_exact(dtype, ptx, rng):
+    values, scales = factors(rng, dtype)
+    least = float(jnp.finfo(dtype).tiny) * 2.0**20  # what rounding takes away must be normal, too
+    values = np.where(np.abs(values.astype(np.float32)) < least, np.zeros_like(values), values)
+    terms = bits.multiply_exactly(jnp.asarray(values), jnp.asarray(scales), ptx=ptx)
+    assert_products_round_once(terms[0], values, scales)
+    assert terms[1].dtype == jnp.dtype(dtype)
+    total = sum(np.asarray(term).astype(np.float64) for term in terms)
+    np.testing.assert_array_equal(total, values.astype(np.float64) * scales.astype(np.float64))
 
 
 def multiply_in_kernel(values: jax.Array, scales: jax.Array) -> jax.Array:

@@ -56,6 +56,15 @@ def test_sums_that_all_but_cancel_and_channels_that_stand_out(text, dtype, rng):
         assert error < GATES[dtype], kind
 
 
+@pytest.mark.parametrize(("text", "dtype"), [("KV2", "bfloat16"), ("KV4c", "float16")])
+def test_steps_of_channels_lose_nothing_at_the_query(text, dtype, rng):
+    """Rounded to 16 bits, query times step would lose the more the more one channel stands out."""
+    for _ in range(3):
+        test = scene(rng, text, dtype, kind="outlier", starts=[639, 500], counts=[1, 1])
+        test = dataclasses.replace(test, queries=test.queries * jnp.asarray(4, dtype))
+        assert test.error(kernel(*test.arguments, splits=2)) < GATES[dtype] / 3
+
+
 @pytest.mark.parametrize(
     ("text", "dtype"), [("KV8", "float16"), ("KV4t", "bfloat16"), ("KV4c", "bfloat16")]
 )

@@ -68,3 +68,42 @@ def test_channels_that_there_are_not_are_masked():
         )
     assert padded[1].shape == (8, 16)
     np.testing.assert_array_equal(padded[1][0], [True] * 12 + [False] * 4)
+
+
+@pytest.mark.parametrize(
+    ("span", "plane"),
+    [
+        (tiles.Span(0, 16, 16), 3),
+        (tiles.Span(0, 64, 64), 1),
+        (tiles.Span(32, 16, 48), 1),
+        (tiles.Span(0, 32, 24), 3),
+    ],
+)
+def test_few_rows_come_as_others_do(span, plane, rng):
+    """Also rows and channels that there are not."""
+    part = tiles.Part(span, range(plane, plane + 1))
+    queries = rng.standard_normal((3, 5, (plane + 1) * span.width)).astype(np.float32)
+
+    def kernel(queries_ref: Any, out_ref: Any) -> None:
+        number = jnp.arange(8)
+        found = rows.Rows(number // 3, number % 3 + 2, number, number < 7, jnp.int32(7))
+        out_ref[0] = found.load(queries_ref, part)
+        out_ref[1] = found.load_few(queries_ref, part)
+
+    whole, in_pieces = backend.pallas_call(
+        kernel,
+        jnp.asarray(queries),
+        out_shape=jax.ShapeDtypeStruct((2, 8, span.size), jnp.float32),
+        grid=(1,),
+        name="queries",
+        warps=1,
+        stages=1,
+        interpret=True,
+    )
+    np.testing.assert_array_equal(in_pieces, whole)
+    there = min(span.size, span.width - span.first)
+    first = plane * span.width + span.first
+    expected = np.zeros((8, span.size), np.float32)
+    for row in range(7):
+        expected[row, :there] = queries[row // 3, row % 3 + 2, first : first + there]
+    np.testing.assert_array_equal(whole, expected)

@@ -39,6 +39,15 @@ def test_spans_of_heads(width, sizes):
     assert [span.size for span in tiles.spans(width)] == sizes
 
 
+@pytest.mark.parametrize(("first", "there"), [(8, 4), (9, 4), (17, 4), (18, 3), (23, 1)])
+def test_a_span_with_gaps_is_masked_where_it_leaves_the_head(first, there):
+    span = tiles.Span(first, 4, 24, stride=2)
+    np.testing.assert_array_equal(span.lanes, range(first, first + 8, 2))
+    assert (span.mask is None) == (there == 4)
+    if span.mask is not None:
+        np.testing.assert_array_equal(span.mask, [True] * there + [False] * (4 - there))
+
+
 @pytest.mark.parametrize(("slots", "page_size"), [(64, 64), (64, 128), (64, 16)])
 def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
     tables = rng.permutation(14).astype(np.int32).reshape(2, 7)

@@ -160,8 +160,9 @@ class MainLoop:
         """Queries [rows, channels], a part each, times 2**shift, and the sums [rows] of all."""
         keys, narrow = self.keys, self.arithmetic.narrow
         queries, query_sum = [], jnp.zeros(self.config.tile_rows)
+        in_place = self.has_channels and self.oriented.few_rows
         for part, shift in zip(self.key_parts, self.shifts, strict=True):
-            load = self.rows.load_few if self.oriented.few_rows else self.rows.load
+            load = self.rows.load_few if in_place else self.rows.load
             q = load(queries_ref, part)
             if keys.codes.scaling == "static":
                 channel, there = part.channels()
@@ -283,7 +284,8 @@ class MainLoop:
     def _with_channels(self, place: Place) -> tuple[list[list[jax.Array]], jax.Array]:
         """Queries times the steps of a tile's channels, and what zeros add to the rows' scores.
 
-        A product is two terms, what it is in 16 bits and what that leaves, and so is exact.
+        A product is two terms, what it is in 16 bits and what that leaves, and so is exact. Beyond
+        65,504 there is none in float16: such a query gives no numbers.
         """
         oriented, middle = self.oriented, self.keys.codes.offset(self.dtype)
         queries = []

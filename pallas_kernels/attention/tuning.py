@@ -28,10 +28,9 @@ FEW_TILES = 8
 SHORT_BYTES, SHORT_PROGRAMS = 65536, 4  # per multiprocessor
 ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share nothing
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
-# are fewer, and one tile is on its way rather than two where it is large, or a program has few.
+# are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
 FEW_CHANNEL_TILES = 3
-SMALL_CHANNEL_TILE_BYTES = 8192
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
 MOST_WAITING_SPLITS = 4  # more cost more, when their results are joined, than they gain
@@ -156,8 +155,7 @@ def _few_rows(
     is_brief = False
     if has_channels and keys == tile_keys:
         is_brief = work.tiles(keys) <= BRIEF_TILES * splits
-        is_large = keys * work.slot_bytes > SMALL_CHANNEL_TILE_BYTES
-        ahead = 1 if is_brief or (is_large and splits > 1) else ahead
+        ahead = 1 if is_brief else ahead
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
     return _with_waiting(config, pages, work, is_brief=is_brief)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -44,19 +43,18 @@ class Rows(NamedTuple):
         return backend.load_masked(queries.at[index], mask)
 
     def load_few(self, queries: Any, part: Part) -> jax.Array:
-        """The queries of eight rows, where the tensor cores want them.
+        """The queries of eight rows and a part of a single plane, where the tensor cores want them.
 
         Triton would put them there at each tile, by shuffles or through shared memory. A lane has
         pairs of channels of a row, eight apart; a warp loads one of each lane's at a time.
         """
-        [plane], (first, size, width) = part.planes, dataclasses.astuple(part.span)[:3]
+        first, size, width = part.span.first, part.span.size, part.span.width
 
         def load(begin: int) -> jax.Array:
-            span = Span(first + begin, PAIRS, width, stride=2)
-            return self.load(queries, Part(span, range(plane, plane + 1)))
+            return self.load(queries, Part(Span(begin, PAIRS, width, stride=2), part.planes))
 
         evens, odds = (
-            backend.join([load(begin + odd) for begin in range(0, size, 2 * PAIRS)])
+            backend.join([load(first + odd + eight) for eight in range(0, size, 2 * PAIRS)])
             for odd in range(2)
         )
         return jnp.stack([evens, odds], -1).reshape(-1, size)

@@ -4,9 +4,9 @@ Scales go where they are cheapest. In a narrow tile, of few rows, cached element
 scores: they are decoded to what is exact in 16 bits, and what is linear is folded away from them:
 with k = code·s + z, a score is s·(q · code) + z·Σq, and likewise for values, so a cached element
 costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4). Steps and zeros
-of a key's channels meet the query, once for every tile: Σ (q·s) · code + Σ q·z, where q·s is
-rounded to 16 bits as q is. In a wide tile, keys and values are decoded to 16 bits with scale and
-zero, and the rest is as it is without codes.
+of a key's channels meet the query, once for every tile: Σ (q·s) · code + Σ q·z, where q·s is two
+terms of 16 bits, and so are the multiply-adds. In a wide tile, keys and values are decoded to 16
+bits with scale and zero, and the rest is as it is without codes.
 What is decoded may be tiny, a code that stands in a subnormal: powers of two on queries, weights
 and sums make up for it, and change nothing else.
 """
@@ -36,7 +36,8 @@ from pallas_kernels.kv_cache.cache import Side
 
 NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys and values
 # Of two: sums of smaller products would come near the end of float32. The powers that make up for
-# it leave bfloat16's queries, steps and sums room up to 2**57, and steps down to 2**-57.
+# it leave bfloat16's queries, steps, their products and sums room up to 2**57, and steps down to
+# 2**-57.
 LEAST_EXPONENT = -64
 MMA_SLOTS = 16  # of a tensor-core instruction at most, and of a product at least
 LOG2_E = math.log2(math.e)
@@ -284,8 +285,9 @@ class MainLoop:
     def _with_channels(self, place: Place) -> tuple[list[list[jax.Array]], jax.Array]:
         """Queries times the steps of a tile's channels, and what zeros add to the rows' scores.
 
-        A product is two terms, what it is in 16 bits and what that leaves, and so is exact. Beyond
-        65,504 there is none in float16: such a query gives no numbers.
+        A product is two terms, what it is in 16 bits and what that leaves, and so is exact, but for
+        what is less than float16's subnormals. Beyond 65,504 there is none in float16: such a query
+        gives no numbers.
         """
         oriented, middle = self.oriented, self.keys.codes.offset(self.dtype)
         queries = []

@@ -2,8 +2,9 @@
 
 Keys and values each have a kind of codes. A kind is what append and attention need to know of it:
 how channels become words, and how a tile of words becomes an operand of the tensor cores. Scales
-and zeros are linear: attention folds those of tokens into scores and weights, or, where a tile is
-used by many queries, into the operand, as it does the scales of channels.
+and zeros are linear: attention folds those of tokens into scores and weights, and those of keys'
+channels into queries, or, where a tile is used by many queries, all into the operand, as it does
+those of values' channels.
 """
 
 from __future__ import annotations

@@ -65,6 +65,25 @@ def test_steps_of_channels_lose_nothing_at_the_query(text, dtype, rng):
         assert test.error(kernel(*test.arguments, splits=2)) < GATES[dtype] / 3
 
 
+@pytest.mark.parametrize(("text", "dtype"), [("KV2", "bfloat16"), ("KV4c", "float16")])
+def test_steps_of_channels_at_sixteen_rows(text, dtype, rng):
+    """Rows that are no few, in a tile that is narrow all the same."""
+    test = scene(rng, text, dtype, heads=(1, 12), head_dim=80, starts=[300], counts=[1])
+    assert test.error(kernel(*test.arguments, splits=1)) < GATES[dtype]
+
+
+@pytest.mark.parametrize("text", ["KV8", "KV4"])
+def test_slots_that_were_never_written_have_no_step(text, rng):
+    test = scene(rng, text, "bfloat16", starts=[70, 3], counts=[1, 1], page_size=64)
+    parameters = np.array(test.pages.value_parameters)  # [pages, heads, tokens]
+    for length, table in zip((71, 4), np.asarray(test.block_tables), strict=True):
+        for number, page in enumerate(table):
+            parameters[page, :, max(0, length - 64 * number) :] = 0
+    pages = dataclasses.replace(test.pages, value_parameters=jnp.asarray(parameters))
+    test = dataclasses.replace(test, pages=pages)
+    assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
+
+
 @pytest.mark.parametrize(
     ("text", "dtype"), [("KV8", "float16"), ("KV4t", "bfloat16"), ("KV4c", "bfloat16")]
 )

@@ -149,8 +149,8 @@ class MainLoop:
             begin = sequence.start + first_row // self.group - window + 1 - source.begin
             self.first_tile += jnp.maximum(begin, 0) // source.tile_keys
         size = source.tile_keys
-        last_tile = (jnp.maximum(end, 0) + size - 1) // size
-        self.all_tiles = source.tiles_below(last_tile, self.first_tile)
+        end_tile = (jnp.maximum(end, 0) + size - 1) // size
+        self.all_tiles = source.tiles_below(end_tile, self.first_tile)
         # A sink is a score of the first program.
         self.is_first, self.sink = source.split == 0, None
         if operands.sinks is not None:
@@ -161,9 +161,10 @@ class MainLoop:
         """Queries [rows, channels], a part each, times 2**shift, and the sums [rows] of all."""
         keys, narrow = self.keys, self.arithmetic.narrow
         queries, query_sum = [], jnp.zeros(self.config.tile_rows)
-        in_place = self.has_channels and self.oriented.few_rows
+        # Brief programs of other formats would pay more for the many loads than they save.
+        in_pieces = self.has_channels and self.oriented.few_rows
         for part, shift in zip(self.key_parts, self.shifts, strict=True):
-            load = self.rows.load_few if in_place else self.rows.load
+            load = self.rows.load_few if in_pieces else self.rows.load
             q = load(queries_ref, part)
             if keys.codes.scaling == "static":
                 channel, there = part.channels()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels import backend
 from pallas_kernels.attention.tiles import Part, Span
 
-PAIRS = 4  # of channels that a warp's lanes have of each of eight rows
+PAIRS = 4  # lanes of a warp that share one of eight rows, each with pairs of channels
 
 
 class Sequence(NamedTuple):

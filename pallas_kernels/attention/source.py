@@ -39,8 +39,8 @@ class Source(NamedTuple):
     ) -> Any:
         """The carry after the program's tiles from one number to before another.
 
-        first_tile: number 0 among the sequence's. see(number, carry, page): what to do with a tile,
-            which is a piece of a page; without the page where it is not.
+        first_tile: which of the sequence's is number 0. see(number, carry, page): what to do with a
+            tile, which is a piece of a page; without the page where it is not.
         """
         size, page_size = self.tile_keys, self.pages.page_size
         if self.block_tables is None or size > page_size:

@@ -100,7 +100,7 @@ def test_gpus_with_less_shared_memory(capability, kibibytes, text, head_dim, mon
 
 @pytest.mark.parametrize(
     ("text", "stages", "splits"),
-    [("KV16", 2, 4), ("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16), ("KV4c", 3, 12)],
+    [("KV16", 2, 4), ("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16), ("K4cV4c", 3, 12)],
 )
 def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
     """On an H200, of 8 sequences with 32,768 tokens and 8 KV heads."""

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.registers import MOST_REGISTERS, limit_registers
+
 warnings.filterwarnings(
     "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
 )
@@ -127,18 +129,23 @@ def join(tiles: Sequence[jax.Array]) -> jax.Array:
     return tiles[0]
 
 
-# Whether the kernel that is being traced is to run on a GPU that launches kernels early.
+# Of the kernel that is being traced: whether it is to run on a GPU that launches kernels early, and
+# how many registers a thread of it may have.
 _launches_early = contextvars.ContextVar("launches_early", default=False)
+_most_registers = contextvars.ContextVar("most_registers", default=MOST_REGISTERS)
 
 
 def first_program_id() -> jax.Array:
     """The program's index along the grid's first axis; each kernel asks for it once.
 
-    By the way it lets the next kernel be launched as soon as all programs of this one have begun:
-    "programmatic dependent launch", compute capability 9.0. XLA has each kernel that it launches so
-    wait, before it reads anything, until the one before is done: what is saved is a launch's time.
+    By the way it limits the kernel's registers, and lets the next kernel be launched as soon as all
+    programs of this one have begun: "programmatic dependent launch", compute capability 9.0. XLA
+    has each kernel that it launches so wait, before it reads anything, until the one before is
+    done: what is saved is a launch's time.
     """
     index = pl.program_id(0)
+    if (registers := _most_registers.get()) < MOST_REGISTERS:
+        index = limit_registers(index, registers)
     if not _launches_early.get():
         return index
     # The index passes through the assembly, which the compiler would leave out otherwise.
@@ -157,22 +164,26 @@ def pallas_call(
     stages: int,
     interpret: bool,
     aliases: dict[int, int] | None = None,
+    registers: int = MOST_REGISTERS,
 ) -> Any:
     """Launches a kernel over whole arrays in global memory.
 
     The kernel gets a reference for each array in its arguments and outputs, in the same trees, and
     does its own indexing.
-    `aliases` maps an argument to the output that takes over its buffer. With `interpret`, the
-    kernel runs as plain JAX on any device.
+    `aliases` maps an argument to the output that takes over its buffer. `registers` is how many a
+    thread may have at most. With `interpret`, the kernel runs as plain JAX on any device.
     """
 
     def run(*references: Any) -> None:
         capability = compute_capability() or 0.0
-        token = _launches_early.set(not interpret and capability >= EARLY_LAUNCH_CAPABILITY)
+        early = not interpret and capability >= EARLY_LAUNCH_CAPABILITY
+        launch = _launches_early.set(early)
+        limit = _most_registers.set(MOST_REGISTERS if interpret else registers)
         try:
             kernel(*references)
         finally:
-            _launches_early.reset(token)
+            _launches_early.reset(launch)
+            _most_registers.reset(limit)
 
     return pl.pallas_call(
         run,

@@ -71,6 +71,7 @@ def paged_attention(
         name=f"attention_{pages.format}".lower(),
         warps=config.warps,
         stages=config.stages,
+        registers=config.registers,
         interpret=interpret,
     )
     if splits > 1:

@@ -7,6 +7,7 @@ import math
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache.cache import KVPages
+from pallas_kernels.registers import MOST_REGISTERS, registers_for
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
 MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
@@ -30,6 +31,8 @@ ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share 
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
 # are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
+# These programs must fit its registers; with fewer for a thread, they are slower than they gain.
+LEAST_REGISTERS = 168
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -46,6 +49,7 @@ class AttentionConfig:
 
     A tile of keys is a piece of a page, or several pages: both sizes are powers of two. What waits
     in 16 bits, in formats where something does, has smaller tiles and programs beside those.
+    registers: that a thread may have at most.
     """
 
     tile_rows: int
@@ -55,6 +59,7 @@ class AttentionConfig:
     stages: int
     waiting_keys: int = LEAST_WAITING_KEYS
     waiting_splits: int = 0
+    registers: int = MOST_REGISTERS
 
 
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
@@ -156,7 +161,10 @@ def _few_rows(
     if has_channels and keys == tile_keys:
         is_brief = work.tiles(keys) <= BRIEF_TILES * splits
         ahead = 1 if is_brief else ahead
-    config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
+    most = MOST_REGISTERS
+    if has_channels:
+        most = max(registers_for(work.company(keys, most_bytes), warps), LEAST_REGISTERS)
+    config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead, registers=most)
     return _with_waiting(config, pages, work, is_brief=is_brief)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import KVFormat, PagedKVCache, paged_attention
 from pallas_kernels.attention import shapes, triton, tuning
+from pallas_kernels.registers import MOST_REGISTERS
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
 
@@ -148,6 +149,7 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
             assert f'name = "attention_{text.lower()}"' in program
             is_decoded = "and.b32" in program or "lop3.b32" in program
             assert is_decoded == (text != "KV16")
+            assert ("ttg.maxnreg" in program) == (config.registers < MOST_REGISTERS)
 
 
 @pytest.mark.gpu

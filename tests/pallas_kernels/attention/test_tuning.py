@@ -187,3 +187,13 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(1, 4, entries, pages_of(text, 8))
     assert (config.waiting_keys, config.waiting_splits) == (keys, splits)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "registers"),
+    [("K4cV4c", 1, 168), ("KV4c", 1, 168), ("KV2", 1, 255), ("KV4", 1, 255), ("KV4c", 512, 255)],
+)
+def test_registers_of_steps_of_channels(text, tokens, registers, monkeypatch):
+    """Of two warps, for the six programs that a multiprocessor is to have."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    assert tuning.configure(32, 4 * tokens, 32, pages_of(text, 8)).registers == registers

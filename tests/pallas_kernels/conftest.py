@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -16,7 +17,8 @@ import pallas_kernels.gemm.triton
 import pallas_kernels.kv_cache.triton
 import pallas_kernels.rotary.triton
 import pallas_kernels.rowwise.triton
-from pallas_kernels import backend
+from pallas_kernels import arithmetic, backend
+from pallas_kernels.attention import main_loop
 from pallas_kernels.gemm import tables
 from pallas_kernels.gemm.limits import current_limits, why_no_wgmma
 from tests.pallas_kernels import ptx
@@ -56,6 +58,21 @@ def interpreted_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inline PTX runs in numpy, on any device."""
     monkeypatch.setattr(backend, "inline_ptx", ptx.inline_ptx)
     monkeypatch.setattr(backend, "share_pairs", ptx.share_pairs)
+
+
+@pytest.fixture
+def attention_with_ptx(interpreted_ptx: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted attention decodes to subnormals, as on a GPU, and multiplies them as there."""
+    monkeypatch.setattr(backend, "dot", ptx.dot)
+    like_ptx = arithmetic.PLAIN._replace(narrow=ptx.narrow, widen=ptx.widen)
+    monkeypatch.setattr(arithmetic, "PTX", like_ptx)
+    monkeypatch.setattr(main_loop, "times_power", ptx.times_power)
+    kernel = pallas_kernels.attention.triton._kernel
+
+    def with_ptx(*references: Any, **options: Any) -> None:
+        kernel(*references, **{**options, "ptx": True})
+
+    monkeypatch.setattr(pallas_kernels.attention.triton, "_kernel", with_ptx)
 
 
 @pytest.fixture

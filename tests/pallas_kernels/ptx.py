@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,52 @@ def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     for argument in arguments:
         assert argument.shape == shape, f"shapes {argument.shape} and {shape} differ"
     return jax.pure_callback(compute, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *arguments)
+
+
+def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
+    """`backend.dot` of floats, in traced code also: as on the tensor cores, subnormals count."""
+
+    def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return _wide(a) @ (_wide(b).T if trans_b else _wide(b))
+
+    return _call(compute, (a.shape[0], b.shape[0 if trans_b else 1]), jnp.float32, a, b)
+
+
+def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`backend.narrow`: float32 in 16 bits, to the nearest, subnormals among them."""
+    dtype = jnp.dtype(dtype)
+
+    def compute(x: np.ndarray) -> np.ndarray:
+        return _HALVES[dtype.name].bits(x.astype(float)).view(dtype)
+
+    return _call(compute, x.shape, dtype, x)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """`backend.widen`: 16 bits in float32."""
+    return _call(_wide, x.shape, jnp.float32, x)
+
+
+def times_power(x: jax.Array, exponent: int) -> jax.Array:
+    """`arithmetic.times_power`; of its two factors XLA, unlike Triton, may make an infinite one."""
+    return _call(lambda x: np.ldexp(x.astype(float), exponent), x.shape, x.dtype, x)
+
+
+_HALVES = {"bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """float64, exact, whatever XLA's threads make of subnormals."""
+    return _HALVES[x.dtype.name].values(x.view(U16)) if x.dtype.itemsize == 2 else x.astype(float)
+
+
+def _call(
+    compute: Callable[..., np.ndarray], shape: tuple[int, ...], dtype: Any, *arguments: jax.Array
+) -> jax.Array:
+    def cast(*arrays: jax.Array) -> np.ndarray:
+        return compute(*map(np.asarray, arrays)).astype(dtype)
+
+    return jax.pure_callback(cast, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *arguments)
 
 
 def share_pairs(halves: Sequence[jax.Array]) -> jax.Array:

@@ -142,3 +142,25 @@ def test_arguments_of_wider_elements_fill_more_operands():
 def test_what_is_unknown_is_refused(assembly, error, message):
     with pytest.raises(error, match=message):
         run(assembly, 1, 2)
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [("bfloat16", -133), ("float16", -24)])
+def test_subnormals_count(dtype, exponent):
+    """In products and where float32 is narrowed, to even where it lies between two."""
+    bits = jnp.arange(1, 5, dtype=jnp.uint16).reshape(2, 2)
+    codes = jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
+    powers = jnp.full((3, 2), 2.0**7, dtype)
+    products = np.ldexp(128.0 * np.array([[3, 3, 3], [7, 7, 7]]), exponent).astype(np.float32)
+    np.testing.assert_array_equal(ptx.dot(codes, powers, trans_b=True), products)
+    np.testing.assert_array_equal(ptx.dot(codes, powers.T), products)
+    small = jnp.asarray(np.ldexp([1.0, 1.5, 2.5, 3.0], -24).astype(np.float32))
+    if dtype == "float16":
+        narrow = np.asarray(ptx.narrow(small, dtype)).view(np.uint16)
+        np.testing.assert_array_equal(narrow, [1, 2, 2, 3])
+        widened = ptx.widen(jax.lax.bitcast_convert_type(bits, jnp.float16))
+        np.testing.assert_array_equal(widened, np.ldexp([[1.0, 2], [3, 4]], -24))
+
+
+def test_powers_beyond_those_of_float32():
+    x = jnp.asarray(np.ldexp([1.0, -3.0], -100), jnp.float32)
+    np.testing.assert_array_equal(ptx.times_power(x, 150), np.ldexp([1.0, -3.0], 50))

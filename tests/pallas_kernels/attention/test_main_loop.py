@@ -98,6 +98,34 @@ def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
         assert error < GATES[dtype] / 2, kind
 
 
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("KV8", "bfloat16"),
+        ("KV8s", "float16"),
+        ("KVfp8", "bfloat16"),
+        ("KV4", "float16"),
+        ("KV2", "bfloat16"),
+        ("KV2", "float16"),
+        ("K4cV4c", "bfloat16"),
+    ],
+)
+def test_powers_of_two_make_up_for_codes_that_are_subnormals(text, dtype, rng, attention_with_ptx):
+    """Of queries, weights and sums: elsewhere interpreted kernels have codes as they are."""
+    lengths: dict[str, Any] = {"starts": [300, 140], "counts": [1, 1]}
+    test = scene(rng, text, dtype, kind="outlier", **lengths)
+    assert test.error(kernel(*test.arguments, splits=2)) < GATES[dtype]
+    test = scene(rng, text, dtype, heads=(1, 12), head_dim=80, **lengths)
+    masks: dict[str, Any] = {"window": 150, "softcap": 3.0, "sinks": sinks_of(rng, 12)}
+    assert test.error(kernel(*test.arguments, splits=2, **masks), **masks) < GATES[dtype]
+
+
+@pytest.mark.parametrize("text", ["KV8", "K4cV4c"])
+def test_powers_of_two_in_wide_tiles(text, rng, attention_with_ptx):
+    test = scene(rng, text, "bfloat16", starts=[100], counts=[20])
+    assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
+
+
 def test_the_scale_can_be_chosen(rng):
     test = scene(rng, "KV8", "float16", **DECODE)
     out = kernel(*test.arguments, splits=2, scale=0.3)

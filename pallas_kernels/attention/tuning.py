@@ -31,7 +31,7 @@ ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share 
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
 # are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
-# These programs must fit its registers; with fewer for a thread, they are slower than they gain.
+# Of a thread, so that these programs fit; with fewer, each loses more than their number gains.
 LEAST_REGISTERS = 168
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program

@@ -31,8 +31,9 @@ ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share 
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
 # are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
-# Of a thread, so that these programs fit; with fewer, each loses more than their number gains.
-LEAST_REGISTERS = 168
+# Of a thread, so that these programs fit, by the bits of keys: with fewer, each loses more than
+# their number gains. The loop of two bits is the longest, and wants all that it can have.
+LEAST_REGISTERS = {4: 168, 2: MOST_REGISTERS}
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -163,7 +164,8 @@ def _few_rows(
         ahead = 1 if is_brief else ahead
     most = MOST_REGISTERS
     if has_channels:
-        most = max(registers_for(work.company(keys, most_bytes), warps), LEAST_REGISTERS)
+        least = LEAST_REGISTERS[pages.format.key_codes.bits]
+        most = max(registers_for(work.company(keys, most_bytes), warps), least)
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead, registers=most)
     return _with_waiting(config, pages, work, is_brief=is_brief)
 

@@ -190,10 +190,19 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens", "registers"),
-    [("K4cV4c", 1, 168), ("KV4c", 1, 168), ("KV2", 1, 255), ("KV4", 1, 255), ("KV4c", 512, 255)],
+    ("text", "head_dim", "tokens", "registers"),
+    [
+        ("K4cV4c", 128, 1, 168),
+        ("KV4c", 128, 1, 168),
+        ("KV4c", 64, 1, 255),
+        ("KV2", 128, 1, 255),
+        ("KV2", 256, 1, 255),
+        ("KV4", 128, 1, 255),
+        ("KV4c", 128, 512, 255),
+    ],
 )
-def test_registers_of_steps_of_channels(text, tokens, registers, monkeypatch):
-    """Of two warps, for the six programs that a multiprocessor is to have."""
+def test_registers_of_steps_of_channels(text, head_dim, tokens, registers, monkeypatch):
+    """Of two warps and keys of four bits, for the six programs that a multiprocessor is to have."""
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
-    assert tuning.configure(32, 4 * tokens, 32, pages_of(text, 8)).registers == registers
+    pages = pages_of(text, 8, head_dim=head_dim)
+    assert tuning.configure(32, 4 * tokens, 32, pages).registers == registers

@@ -71,3 +71,15 @@ def times_power(x: jax.Array, exponent: int) -> jax.Array:
     """The product x · 2**exponent, also where the power itself is beyond float32's range."""
     half = exponent // 2
     return x * 2.0**half * 2.0 ** (exponent - half) if exponent else x
+
+
+def power_above(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A power of two above x, float32 and not negative, and its inverse; x over it is at least 1/2.
+
+    So it is for normal numbers below 2**126; others give powers, too, and both are normal.
+    """
+    exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(23)
+    exponent = jnp.minimum(exponent, jnp.uint32(252)) + jnp.uint32(1)
+    powers = (exponent << jnp.uint32(23), (jnp.uint32(254) - exponent) << jnp.uint32(23))
+    power, inverse = (jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in powers)
+    return power, inverse

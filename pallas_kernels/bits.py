@@ -124,20 +124,22 @@ def decode_in_place(
     bits: int,
     dtype: jax.typing.DTypeLike,
     *,
+    offset: int = 0,
     copy: int = 0,
     ptx: bool,
 ) -> jax.Array:
-    """(Code − `offset_in_place`) · 2**`exponent_in_place` of one plane, exact, in 16 bits.
+    """(Code − offset) · 2**`exponent_in_place` of one plane, exact, in 16 bits.
 
     A code is left where it is in its byte, and the byte is read as a float: from zero to the end
     of the first normal binade, floats are multiples of the smallest subnormal, which the tensor
-    cores keep. So a code costs one logical operation for each pair. Runs inside a kernel.
+    cores keep. So a code costs one logical operation for each pair, and in float16 another
+    instruction if there is an offset (`middle`). Runs inside a kernel.
 
     copy: another number for each product that the tile is in. Triton takes what two products share
     through shared memory; what the assembler finds to be alike it computes once.
     """
     byte, shift = divmod(plane * bits, 8)
-    mask, offset = (2**bits - 1) << shift, offset_in_place(bits, dtype)
+    mask = (2**bits - 1) << shift
     if not ptx:  # XLA takes subnormals for zeros on the CPU
         codes = ((words >> jnp.uint16(8 * byte)) & jnp.uint16(mask)).astype(dtype)
         if not offset:
@@ -156,8 +158,8 @@ def decode_in_place(
     return backend.inline_ptx(assembly, words, dtype=dtype)
 
 
-def offset_in_place(bits: int, dtype: jax.typing.DTypeLike) -> int:
-    """What `decode_in_place` subtracts from codes, for another instruction: their middle, or none.
+def middle(bits: int, dtype: jax.typing.DTypeLike) -> int:
+    """What is better subtracted from codes of which many are summed: their middle, or none.
 
     Tensor cores cut sums off where others round them. What all codes have in common makes them
     larger: in means of 131,072 values, which all but cancel, 0.4 % are lost, too much for float16.
@@ -165,10 +167,12 @@ def offset_in_place(bits: int, dtype: jax.typing.DTypeLike) -> int:
     return 2 ** (bits - 1) if jnp.dtype(dtype) == jnp.float16 else 0
 
 
-def exponent_in_place(plane: int, bits: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+def exponent_in_place(
+    plane: int, bits: int, dtype: jax.typing.DTypeLike, *, offset: int = 0, ptx: bool
+) -> int:
     """Of two: what a code of one is worth in `decode_in_place`."""
     # The instruction that takes the offset away makes up for the place in the byte.
-    place = 0 if offset_in_place(bits, dtype) else plane * bits % 8
+    place = 0 if offset else plane * bits % 8
     return place + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if ptx else 0)
 
 
@@ -194,15 +198,16 @@ def decode_scaled(
     # Steps have no room in float16 for such an exponent. So the code itself is made first: step
     # times a bias, or zero with one, would be rounded.
     step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
-    mask = 2**bits - 1
+    byte, shift = divmod(plane * bits, 8)
+    mask, factor, bias = (2**bits - 1) << shift, (15 - shift) << 10, 0xE400 - (shift << 10)
     assembly = f"""{{
-        .reg .b32 t, bias, one, largest;
-        mov.b32 one, 0x3C003C00;
-        mov.b32 bias, 0xE400E400;
+        .reg .b32 t, factor, bias, largest;
+        mov.b32 factor, 0x{factor:04X}{factor:04X};
+        mov.b32 bias, 0x{bias:04X}{bias:04X};
         mov.b32 largest, 0x7BFF7BFF;
-        shr.b32 t, $1, {plane * bits};
+        shr.b32 t, $1, {8 * byte};
         lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{_MAGIC:04X}{_MAGIC:04X}, 0xEA;
-        fma.rn.f16x2 t, t, one, bias;
+        fma.rn.f16x2 t, t, factor, bias;
         fma.rn.f16x2 t, t, $2, $3;
         min.f16x2 $0, t, largest;
     }}"""
@@ -214,19 +219,27 @@ def exponent_scaled(dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
     return -64 if ptx and jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
-def multiply(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> jax.Array:
-    """Tile · scale in the dtype of the tile, two elements per instruction; runs inside a kernel."""
-    scale = jnp.broadcast_to(scale.astype(tile.dtype), tile.shape)
-    if not ptx:
-        return (tile.astype(jnp.float32) * scale.astype(jnp.float32)).astype(tile.dtype)
-    suffix = "bf16x2" if tile.dtype == jnp.bfloat16 else "f16x2"
+def multiply(
+    tile: jax.Array,
+    scale: jax.Array,
+    plus: jax.Array | None = None,
+    *,
+    copy: int = 0,
+    ptx: bool,
+) -> jax.Array:
+    """Tile · scale, plus what is given, rounded once to the dtype of the tile.
+
+    Two elements per instruction; runs inside a kernel. copy: as in `decode_in_place`.
+    """
     # Adding −0 changes nothing; the plain product of bfloat16 needs compute capability 9.0.
-    assembly = f"""{{
-        .reg .b32 zero;
-        mov.b32 zero, 0x80008000;
-        fma.rn.{suffix} $0, $1, $2, zero;
-    }}"""
-    return backend.inline_ptx(assembly, tile, scale, dtype=tile.dtype)
+    plus = jnp.asarray(-0.0, tile.dtype) if plus is None else plus
+    scale, plus = (jnp.broadcast_to(x.astype(tile.dtype), tile.shape) for x in (scale, plus))
+    if not ptx:
+        wide = [x.astype(jnp.float32) for x in (tile, scale, plus)]
+        return (wide[0] * wide[1] + wide[2]).astype(tile.dtype)
+    suffix = "bf16x2" if tile.dtype == jnp.bfloat16 else "f16x2"
+    assembly = f"fma.rn.{suffix} $0, $1, $2, $3;  // copy {copy}"
+    return backend.inline_ptx(assembly, tile, scale, plus, dtype=tile.dtype)
 
 
 def multiply_exactly(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> list[jax.Array]:

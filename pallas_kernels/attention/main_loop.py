@@ -4,9 +4,8 @@ Scales go where they are cheapest. In a narrow tile, of few rows, cached element
 scores: they are decoded to what is exact in 16 bits, and what is linear is folded away from them:
 with k = code·s + z, a score is s·(q · code) + z·Σq, and likewise for values, so a cached element
 costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4). Steps and zeros
-of a key's channels meet the query, once for every tile: Σ (q·s) · code + Σ q·z, where q·s is two
-terms of 16 bits, and so are the multiply-adds. In a wide tile, keys and values are decoded to 16
-bits with scale and zero, and the rest is as it is without codes.
+of a key's channels meet the query instead (`queries`). In a wide tile, keys and values are decoded
+to 16 bits with scale and zero, and the rest is as it is without codes.
 What is decoded may be tiny, a code that stands in a subnormal: powers of two on queries, weights
 and sums make up for it, and change nothing else.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arithmetic as arithmetics
-from pallas_kernels import backend, bits
+from pallas_kernels import backend
 from pallas_kernels.arithmetic import times_power
-from pallas_kernels.attention import rows, tiles
+from pallas_kernels.attention import queries, rows, tiles
 from pallas_kernels.attention.combine import FLOOR
 from pallas_kernels.attention.orientation import Orientation
 from pallas_kernels.attention.rows import Sequence
@@ -39,7 +37,6 @@ NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys a
 # it leave bfloat16's queries, steps, their products and sums room up to 2**57, and steps down to
 # 2**-57.
 LEAST_EXPONENT = -64
-MMA_SLOTS = 16  # of a tensor-core instruction at most, and of a product at least
 LOG2_E = math.log2(math.e)
 _TINY = 1e-37  # smaller steps have no reciprocal
 _Fetch = Callable[..., Iterator[list[jax.Array]]]  # of a side's parts in one tile
@@ -60,7 +57,7 @@ class _Scores(NamedTuple):
     """Those of a tile, which times a factor, plus an offset of each row, are exponents of 2."""
 
     tile: jax.Array
-    factor: Any = 1.0
+    factor: Any = 1.0  # of all, or [rows]
     offset: jax.Array | None = None  # [rows]
 
 
@@ -115,27 +112,32 @@ class MainLoop:
         # The last entry of the block table that is in use.
         self.last_entry = jnp.maximum(source.end - 1, 0) // self.page_size
         # Enough for all warps to have slots of their own in the tensor cores, and none another's.
-        self.kept_slots = min(source.tile_keys, MMA_SLOTS * config.warps) if self.is_narrow else 1
+        slots = min(source.tile_keys, queries.MMA_SLOTS * config.warps)
+        self.kept_slots = slots if self.is_narrow else 1
         self.scaled_keys = not self.is_narrow
         # Values in whose sums zeros of channels would be a second product: rather rounded.
         self.scaled_values = not self.is_narrow or values.codes.scaling == "channel"
-        key_exponents, self.value_exponents = (
-            tiles.exponents(side, parts, self.dtype, scaled=scaled, ptx=ptx)
-            for side, parts, scaled in (
-                (keys, self.key_parts, self.scaled_keys),
-                (values, self.value_parts, self.scaled_values),
-            )
+        self.has_channels = keys.codes.scaling == "channel"
+        # Of what meets queries; `self.dtype` is that of what meets weights.
+        self.key_dtype = jnp.dtype(jnp.float16) if self.has_channels else self.dtype
+        key_exponents = tiles.exponents(
+            keys, self.key_parts, self.key_dtype, scaled=self.scaled_keys, ptx=ptx
         )
-        self.has_channels = self._left(keys) == "channel"
+        self.value_exponents = tiles.exponents(
+            values, self.value_parts, self.dtype, scaled=self.scaled_values, ptx=ptx
+        )
         score_exponent = max(min(key_exponents), LEAST_EXPONENT)
         # Of two: what queries are multiplied by, for each part.
         self.shifts = [score_exponent - exponent for exponent in key_exponents]
-        self.queries, self.query_sum = self._load_queries(operands.queries)
+        self.queries = self._load_queries(operands.queries)
         # Scores times this are exponents of 2, or, for the softcap, of what is in its tanh.
-        self.plain_scale = scale * LOG2_E if softcap is None else scale * LOG2_E * 2 / softcap
+        self.plain_scale: Any = scale * LOG2_E * (1 if softcap is None else 2 / softcap)
         self.score_scale: Any = self.plain_scale * 2.0**-score_exponent
         if keys.codes.scaling == "head":
             self.score_scale *= backend.load(keys.parameters.at[sequence.head])
+        if self.queries.unit is not None:
+            self.plain_scale *= self.queries.unit
+            self.score_scale *= self.queries.unit
         self.value_scale = None
         if values.codes.scaling == "head":
             self.value_scale = backend.load(values.parameters.at[sequence.head])
@@ -157,23 +159,23 @@ class MainLoop:
             sink = backend.load_masked(operands.sinks.at[self.rows.query_head], self.rows.mask)
             self.sink = sink.astype(jnp.float32) * LOG2_E
 
-    def _load_queries(self, queries_ref: Any) -> tuple[list[jax.Array], jax.Array]:
-        """Queries [rows, channels], a part each, times 2**shift, and the sums [rows] of all."""
-        keys, narrow = self.keys, self.arithmetic.narrow
-        queries, query_sum = [], jnp.zeros(self.config.tile_rows)
+    def _load_queries(self, queries_ref: Any) -> queries.Queries:
+        """The rows' queries; with the scales that each channel of their keys is given."""
+        keys, found = self.keys, []
         # Brief programs of other formats would pay more for the many loads than they save.
         in_pieces = self.has_channels and self.oriented.few_rows
-        for part, shift in zip(self.key_parts, self.shifts, strict=True):
+        for part in self.key_parts:
             load = self.rows.load_few if in_pieces else self.rows.load
             q = load(queries_ref, part)
             if keys.codes.scaling == "static":
                 channel, there = part.channels()
                 scales = keys.parameters.at[self.sequence.head, channel]
                 scales = backend.load_masked(scales, there)
-                q = narrow(q.astype(jnp.float32) * scales[None], self.dtype)
-            query_sum += q.astype(jnp.float32).sum(1)
-            queries.append(narrow(times_power(q.astype(jnp.float32), shift), self.dtype))
-        return queries, query_sum
+                q = self.arithmetic.narrow(q.astype(jnp.float32) * scales[None], self.dtype)
+            found.append(q)
+        return queries.prepare(
+            found, self.shifts, self.key_dtype, self.arithmetic, in_units=self.has_channels
+        )
 
     def _lift(self) -> float:
         """A power of two on all weights, which cancels in the end.
@@ -247,7 +249,6 @@ class MainLoop:
             tiles.operands,
             head=self.sequence.head,
             place=place,
-            dtype=self.dtype,
             ptx=self.ptx,
         )
         scores = self._scores(place, fetch)
@@ -259,52 +260,44 @@ class MainLoop:
         """Scores of a tile of keys."""
         oriented, keys, arithmetic = self.oriented, self.keys, self.arithmetic
         scores, offset = self._zeros(self.source.tile_keys), None
-        queries, copies = [[q] for q in self.queries], 1
-        if self.has_channels:
-            queries, offset = self._with_channels(place)
-            copies = len(queries[0])
-        found = fetch(keys, parts=self.key_parts, axis=0, scaled=self.scaled_keys, copies=copies)
-        for terms, operands in zip(queries, found, strict=True):
+        products = [[q] for q in self.queries.parts]
+        if self._left(keys) == "channel":
+            of_parts = (
+                tiles.channel_parameters(keys, self.sequence.head, place, part)
+                for part in self.key_parts
+            )
+            middle = None if self.dtype == jnp.float16 else (2**keys.codes.bits - 1) / 2
+            products, offset = queries.times_channels(
+                self.queries, of_parts, self.shifts, oriented, middle=middle, ptx=self.ptx
+            )
+            offset *= self.plain_scale
+        found = fetch(
+            keys,
+            parts=self.key_parts,
+            dtype=self.key_dtype,
+            axis=0,
+            scaled=self.scaled_keys,
+            copies=len(products[0]),
+        )
+        for terms, operands in zip(products, found, strict=True):
             for q, operand in zip(terms, operands, strict=True):
                 scores += oriented.times_queries(operand, q)
         factor = self.score_scale
         if self._left(keys) == "token":
             # Scaled for each slot, of which there are fewer than scores.
             step, zero = tiles.fetch_parameters(keys, self.sequence.head, place, self.dtype)
-            zeros = oriented.for_slots(zero * self.plain_scale) * oriented.for_rows(self.query_sum)
+            zero = oriented.for_slots(zero * self.plain_scale)
+            zeros = zero * oriented.for_rows(self.queries.sum)
             scores = arithmetic.multiply_add(scores, oriented.for_slots(step * factor), zeros)
             factor = 1.0
         if self.softcap is None:
             return _Scores(scores, factor, offset)
-        scores *= factor
+        scores *= oriented.for_rows(jnp.asarray(factor))
         if offset is not None:
             scores += oriented.for_rows(offset)
         bound = self.softcap * LOG2_E  # tanh(x) = 1 − 2 / (1 + exp(2x))
         scores = bound - 2 * bound * arithmetic.reciprocal(1 + arithmetic.exp2(scores))
         return _Scores(scores)
-
-    def _with_channels(self, place: Place) -> tuple[list[list[jax.Array]], jax.Array]:
-        """Queries times the steps of a tile's channels, and what zeros add to the rows' scores.
-
-        A product is two terms, what it is in 16 bits and what that leaves, and so is exact, but for
-        what is less than float16's subnormals. Beyond 65,504 there is none in float16: such a query
-        gives no numbers.
-        """
-        oriented, middle = self.oriented, self.keys.codes.offset(self.dtype)
-        queries = []
-        zeros = {shift: self._zeros(MMA_SLOTS) for shift in self.shifts}  # alike in all slots
-        for part, q, shift in zip(self.key_parts, self.queries, self.shifts, strict=True):
-            step, zero = tiles.channel_parameters(self.keys, self.sequence.head, place, part)
-            zero = jnp.broadcast_to(zero, (MMA_SLOTS, part.size))
-            zeros[shift] += oriented.times_queries(zero, q)
-            terms = bits.multiply_exactly(q, step, ptx=self.ptx)
-            if middle:
-                alike = jnp.full(zero.shape, middle, self.dtype)
-                for term in terms:
-                    zeros[shift] += oriented.times_queries(alike, term)
-            queries.append(terms)
-        of_shifts = [x * (self.plain_scale * 2.0**-shift) for shift, x in zeros.items()]
-        return queries, functools.reduce(operator.add, of_shifts).max(oriented.slots)
 
     def _hide(self, scores: jax.Array, first_key: jax.Array) -> jax.Array:
         """Scores of the keys from a position on, −∞ where a row does not see one."""
@@ -332,9 +325,8 @@ class MainLoop:
             highest, base = highest + scores.offset, base + scores.offset
         new_peak = jnp.maximum(peak, highest)
         shrink = oriented.for_rows(arithmetic.exp2(peak - new_peak))
-        exponents = arithmetic.multiply_add(
-            scores.tile, jnp.float32(scores.factor), oriented.for_rows(base - new_peak)
-        )
+        factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))
+        exponents = arithmetic.multiply_add(scores.tile, factor, oriented.for_rows(base - new_peak))
         weights = arithmetic.exp2(exponents)
         if self._left(values) == "token":
             # What multiplies the codes is rounded to 16 bits. The total and the sum of zeros must
@@ -350,7 +342,9 @@ class MainLoop:
             narrow = arithmetic.narrow(weights, self.dtype)
         total = arithmetic.multiply_add(total, shrink, self._gather(weights))
         axis = oriented.rows
-        found = fetch(values, parts=self.value_parts, axis=axis, scaled=self.scaled_values)
+        found = fetch(
+            values, parts=self.value_parts, dtype=self.dtype, axis=axis, scaled=self.scaled_values
+        )
         new_sums = []
         for of_part, [operand] in zip(sums, found, strict=True):
             new_sums.append(of_part * shrink + oriented.times_values(narrow, operand))

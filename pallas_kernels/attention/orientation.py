@@ -40,8 +40,8 @@ class Orientation:
         return jnp.expand_dims(x, self.rows)
 
     def for_rows(self, x: jax.Array) -> jax.Array:
-        """What each row has, [rows], for all slots of a tile."""
-        return jnp.expand_dims(x, self.slots)
+        """What each row has, [rows], or all have, [], for all slots of a tile."""
+        return jnp.expand_dims(x, self.slots) if x.ndim else x
 
     def times_queries(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
         """The products of keys [slots, channels] and queries [rows, channels], a tile."""

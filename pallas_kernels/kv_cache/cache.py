@@ -52,7 +52,8 @@ class KVPages:
         must remain the same sequence, and its length must not shrink but to 0. Else None.
     parameter_dtype: "bfloat16" or "float16", what scales and zeros of tokens and channels are,
         whatever the dtype of keys and values that are appended, and of queries; a kernel attends
-        with queries of this dtype. None where there are none.
+        with queries of this dtype. Those of keys' channels are float16 all the same. None where
+        there are none.
     """
 
     keys: jax.Array
@@ -73,9 +74,12 @@ class KVPages:
     @property
     def sides(self) -> tuple[Side, Side]:
         """Keys and values, each with its parameters and its kind of codes."""
+        kinds = self.format.key_codes, self.format.value_codes
+        # Steps of keys' channels meet queries in float16 (attention/queries.py).
+        of_keys = "float16" if kinds[0].scaling == "channel" else self.parameter_dtype
         return (
-            Side(self.keys, self.key_parameters, self.format.key_codes, self.parameter_dtype),
-            Side(self.values, self.value_parameters, self.format.value_codes, self.parameter_dtype),
+            Side(self.keys, self.key_parameters, kinds[0], of_keys),
+            Side(self.values, self.value_parameters, kinds[1], self.parameter_dtype),
         )
 
     @property
@@ -131,7 +135,8 @@ class PagedKVCache:
         Capacity is rounded up to whole pages.
         dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
             beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
-            (KVPages.parameter_dtype). Keys and queries of another dtype give the right result, too,
+            (KVPages.parameter_dtype), and those of keys' channels float16: what is beyond ±65,504
+            is stored as that. Keys and queries of another dtype give the right result, too,
             but no kernel attends with 16-bit queries of another dtype than the scales'.
         scales: where the format is given some, positive, keys first. Of FP8 (a checkpoint's
             k_scale and v_scale) they broadcast to [layers, 2, KV heads], and 1, which reaches up to

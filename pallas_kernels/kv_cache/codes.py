@@ -187,15 +187,19 @@ class Integers(KVCodes):
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
     ) -> jax.Array:
         """Codes, less their offset."""
-        return bit_planes.decode_in_place(words, plane, self.bits, dtype, copy=copy, ptx=ptx)
+        offset = self.offset(dtype)
+        return bit_planes.decode_in_place(
+            words, plane, self.bits, dtype, offset=offset, copy=copy, ptx=ptx
+        )
 
     def offset(self, dtype: jax.typing.DTypeLike) -> int:
-        """The middle of codes, or none."""
-        return bit_planes.offset_in_place(self.bits, dtype)
+        """The middle of codes, or none: those with scales of channels are summed over channels."""
+        return 0 if self.scaling == "channel" else bit_planes.middle(self.bits, dtype)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
         """That of a subnormal, and of the code's place in its byte."""
-        return bit_planes.exponent_in_place(plane, self.bits, dtype, ptx=ptx)
+        offset = self.offset(dtype)
+        return bit_planes.exponent_in_place(plane, self.bits, dtype, offset=offset, ptx=ptx)
 
 
 class StaticIntegers(Integers):

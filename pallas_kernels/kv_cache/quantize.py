@@ -22,8 +22,12 @@ def parameters(
 ) -> tuple[jax.Array, jax.Array]:
     """Scale and zero for float32 minima and maxima: float32, but exact in `dtype`.
 
-    A range of zero gets scale 1: its codes are 0 and it decodes to its minimum, never to NaN.
+    A range of zero gets scale 1: its codes are 0 and it decodes to its minimum, never to NaN. What
+    is beyond float16 counts as its end.
     """
+    if jnp.dtype(dtype) == jnp.float16:
+        end = float(jnp.finfo(dtype).max)
+        low, high = jnp.clip(low, -end, end), jnp.clip(high, -end, end)
     # Not a division: XLA makes one by a constant a product like this, and a kernel would not.
     scale = arithmetic.round((high - low) * (1 / (2**bits - 1)), dtype)
     return jnp.where(scale == 0, 1.0, scale), arithmetic.round(low, dtype)

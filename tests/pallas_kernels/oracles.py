@@ -248,11 +248,15 @@ class KVSide(NamedTuple):
     decoded: np.ndarray  # float64 [..., dim]
 
 
-def kv_encoded(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes uint16 [..., dim], scale and zero [...] in the dtype of x, per vector of x."""
-    dtype = x.dtype if x.dtype.itemsize == 2 else np.dtype(np.float16)
+def kv_encoded(
+    x: np.ndarray, bits: int, dtype: np.dtype | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes uint16 [..., dim], scale and zero [...] in a dtype, or that of x, per vector of x."""
+    dtype = dtype or (x.dtype if x.dtype.itemsize == 2 else np.dtype(np.float16))
     values = x.astype(np.float32)
     low, high = values.min(-1), values.max(-1)
+    if dtype == np.float16:
+        low, high = (np.clip(end, -65504, 65504) for end in (low, high))
     scale = ((high - low) * np.float32(1 / (2**bits - 1))).astype(dtype)
     scale = np.where(scale == 0, np.ones((), dtype), scale)
     zero = low.astype(dtype)
@@ -309,10 +313,15 @@ def kv_keys(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide
     """What the cache holds of keys x [..., tokens, dim], whole groups of them, by their name."""
     if kind not in KEY_GROUPS:
         return kv_key(x, kind, scale)
+    return kv_channels(x, kind, np.dtype(np.float16))
+
+
+def kv_channels(x: np.ndarray, kind: str, dtype: np.dtype | None = None) -> KVSide:
+    """The same for kinds with scales of channels, which are of a dtype, or that of x."""
     bits, group = int(kind[0]), KEY_GROUPS[kind]
     channels = np.moveaxis(x, -1, -2)
     channels = channels.reshape(*channels.shape[:-1], -1, group)  # [..., dim, groups, group]
-    codes, step, zero = kv_encoded(channels, bits)
+    codes, step, zero = kv_encoded(channels, bits, dtype)
     decoded = codes * step.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
     codes, decoded = (np.moveaxis(y.reshape(*y.shape[:-2], -1), -1, -2) for y in (codes, decoded))
     parameters = parameter_words(np.moveaxis(step, -1, -2), np.moveaxis(zero, -1, -2))
@@ -321,7 +330,7 @@ def kv_keys(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide
 
 def kv_values(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
     """The same for values, whose two bits have the scales of tokens."""
-    return kv_keys(x, kind) if "c" in kind else kv_side(x, kind, scale)
+    return kv_channels(x, kind) if "c" in kind else kv_side(x, kind, scale)
 
 
 def kv_words(codes: np.ndarray, bits: int) -> np.ndarray:

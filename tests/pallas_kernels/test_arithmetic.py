@@ -174,3 +174,18 @@ def test_division_on_the_gpu(dtype):
 
 def test_division_by_next_to_nothing_is_infinite():
     assert arithmetic.divide(jnp.array(2.0), jnp.array(2.0**-127)) == np.inf
+
+
+def test_the_power_of_two_above(rng):
+    x = np.exp2(rng.uniform(-126, 126, 10_000)).astype(np.float32)
+    x[:4] = 1, 2, np.nextafter(np.float32(2), np.float32(0)), 2.0**-126
+    power, inverse = (np.asarray(y) for y in arithmetic.power_above(jnp.asarray(x)))
+    np.testing.assert_array_equal(power, np.exp2(np.floor(np.log2(x.astype(np.float64))) + 1))
+    np.testing.assert_array_equal(power * inverse, 1)
+
+
+@pytest.mark.parametrize("x", [0.0, 2.0**-140, 3e38, np.inf, np.nan])
+def test_there_is_always_a_power_of_two(x):
+    power, inverse = arithmetic.power_above(jnp.float32(x))
+    assert np.frexp(float(power))[0] == np.frexp(float(inverse))[0] == 0.5
+    assert power * inverse == 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,14 +122,13 @@ def test_zero_points_broadcast_over_a_tile(width, dtype, ptx):
 @each_dtype
 def test_codes_in_place_are_exact(width, dtype, ptx):
     """With PTX they are subnormals, or lie in the binade above, which numpy reads as well."""
-    for plane in range(16 // width):
+    for plane, offset in itertools.product(range(16 // width), {0, bits.middle(width, dtype)}):
         codes = ALL_WORDS // 2 ** (plane * width) % 2**width
         words = jnp.asarray(ALL_WORDS)
-        found = bits.decode_in_place(words, plane, width, dtype, copy=plane, ptx=ptx)
+        found = bits.decode_in_place(words, plane, width, dtype, offset=offset, copy=plane, ptx=ptx)
         assert found.dtype == jnp.dtype(dtype)
-        exponent = bits.exponent_in_place(plane, width, dtype, ptx=ptx)
+        exponent = bits.exponent_in_place(plane, width, dtype, offset=offset, ptx=ptx)
         assert (exponent < 0) == ptx
-        offset = bits.offset_in_place(width, dtype)
         expected = np.ldexp(codes.astype(np.float64) - offset, exponent)
         np.testing.assert_array_equal(np.asarray(found).astype(np.float64), expected)
 

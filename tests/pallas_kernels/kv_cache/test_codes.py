@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 from tests.pallas_kernels.kv_cache.pages import vectors
-from tests.pallas_kernels.oracles import KEY_GROUPS, kv_keys, kv_side, wide
+from tests.pallas_kernels.oracles import KEY_GROUPS, kv_channels, kv_side, wide
 
 SCALE = np.array([[0.25], [1.0], [3.0]], np.float32)  # of three heads
 CHANNEL_SCALE = SCALE * np.linspace(0.5, 2, 64, dtype=np.float32)
@@ -77,7 +77,7 @@ def test_channels_bit_for_bit(kind, dtype, pieces, rng):
     group = KEY_GROUPS[kind]
     x = vectors(rng, (3, 2, group, 64), dtype)  # [groups, heads, tokens, dim]
     words, parameters = encode(jnp.asarray(x), KEY_KINDS[kind], pieces)
-    side = kv_keys(x, kind)
+    side = kv_channels(x, kind)
     np.testing.assert_array_equal(np.asarray(words), side.words)
     np.testing.assert_array_equal(parameters, side.parameters)
     kept = "float16" if dtype == "float32" else dtype
@@ -85,7 +85,7 @@ def test_channels_bit_for_bit(kind, dtype, pieces, rng):
     np.testing.assert_allclose(wide(decoded), side.decoded, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["8", "8s", "4", "2", "fp8"])
+@pytest.mark.parametrize("kind", ["8", "8s", "4", "4c", "2", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
     """On all words, without the bytes that e4m3 takes for NaN."""
@@ -98,7 +98,7 @@ def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
             expected = wide(codes.decode(jnp.asarray(words[:, None]), ones, dtype))[:, plane]
             real = fields & 0x7F != 0x7F
         else:
-            assert kind != "8s" or codes.offset(dtype) == 128  # `decode` says so
+            assert codes.offset(dtype) == {"8s": 128, "4c": 0}.get(kind, codes.offset(dtype))
             expected, real = fields - float(codes.offset(dtype)), np.ones_like(words, bool)
         for ptx in (False, True):
             found = codes.operand(jnp.asarray(words), plane, dtype, ptx=ptx)

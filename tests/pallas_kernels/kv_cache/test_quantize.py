@@ -71,6 +71,17 @@ def test_scales_and_zeros_have_the_precision_they_are_stored_in(dtype, rng):
         np.testing.assert_array_equal(stored, np.asarray(part))
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_what_is_beyond_float16_is_its_end(bits):
+    low, high = jnp.float32([-1e9, 7e4, -3e38]), jnp.float32([1e6, 8e4, 2.0])
+    scale, zero = quantize.parameters(low, high, bits, jnp.float16)
+    np.testing.assert_array_equal(zero, [-65504, 65504, -65504])
+    assert np.isfinite(np.asarray(scale)).all()
+    codes = quantize.encode(jnp.stack([low, high], 1), scale[:, None], zero[:, None], bits)
+    top = 2**bits - 1
+    np.testing.assert_array_equal(codes[:2], [[0, top], [top, top]])
+
+
 def test_parameters_stand_beside_values_of_any_dtype():
     found = [quantize.parameter_dtype(dtype).name for dtype in ("bfloat16", "float16", "float32")]
     assert found == ["bfloat16", "float16", "float16"]

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.arithmetic import PLAIN
+from pallas_kernels.attention import queries
+from pallas_kernels.attention.orientation import Orientation
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
+
+SHIFTS = [0, -2, -4]
+
+
+def rows(rng: np.random.Generator, dtype: str) -> list[np.ndarray]:
+    """Three parts of eight rows of sixteen channels; rows of all sizes, one of them of zeros."""
+    sizes = np.array([1, 3e-4, 200, 0.7, 1e-2, 50, 1, 0])
+    parts = rng.standard_normal((3, 8, 16)) * sizes[:, None]
+    return list(parts.astype(NUMPY_DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_row_is_in_units_of_the_power_of_two_above_it(dtype, rng):
+    loaded = rows(rng, dtype)
+    found = queries.prepare(
+        [jnp.asarray(q) for q in loaded], SHIFTS, jnp.dtype(jnp.float16), PLAIN, in_units=True
+    )
+    assert found.unit is not None
+    unit, largest = np.asarray(found.unit), np.abs(wide(np.stack(loaded))).max((0, 2))
+    assert (np.frexp(unit)[0] == 0.5).all()
+    assert (largest < unit).all()
+    assert (largest >= unit / 2)[:-1].all()
+    for part, q, shift in zip(found.parts, loaded, SHIFTS, strict=True):
+        assert part.dtype == jnp.float16
+        in_units = wide(q) / unit[:, None]
+        np.testing.assert_allclose(wide(part) * 2.0**-shift, in_units, rtol=0, atol=2**-20)
+    np.testing.assert_allclose(found.sum, wide(np.stack(loaded)).sum((0, 2)), rtol=1e-5, atol=1e-4)
+
+
+def test_without_units_queries_keep_their_size(rng):
+    loaded = rows(rng, "bfloat16")
+    found = queries.prepare(
+        [jnp.asarray(q) for q in loaded], SHIFTS, jnp.dtype(jnp.bfloat16), PLAIN, in_units=False
+    )
+    assert found.unit is None
+    for part, q, shift in zip(found.parts, loaded, SHIFTS, strict=True):
+        np.testing.assert_array_equal(wide(part), wide(q) * 2.0**shift)
+
+
+@pytest.mark.parametrize("few_rows", [True, False])
+@pytest.mark.parametrize("exact", [True, False])
+def test_scores_of_codes(few_rows, exact, rng):
+    """Both parts of a score against its float64; one term is right to a float16's rounding."""
+    found = queries.prepare(
+        [jnp.asarray(q) for q in rows(rng, "float16")],
+        SHIFTS,
+        jnp.dtype(jnp.float16),
+        PLAIN,
+        in_units=True,
+    )
+    parameters = rng.uniform(0.5, 8, (3, 2, 16)).astype(np.float16)
+    parameters[:, 1] *= -30
+    products, left = queries.times_channels(
+        found,
+        [(jnp.asarray(step), jnp.asarray(zero)) for step, zero in parameters],
+        SHIFTS,
+        Orientation(few_rows=few_rows),
+        middle=None if exact else 7.5,
+        ptx=False,
+    )
+    codes = rng.integers(0, 16, (3, 100, 16))
+    scores, expected = np.asarray(left)[:, None].astype(np.float64), np.zeros((8, 1))
+    for terms, q, (step, zero), code, shift in zip(
+        products, found.parts, parameters, codes, SHIFTS, strict=True
+    ):
+        assert len(terms) == 1 + exact
+        scores = scores + sum(wide(x) for x in terms) @ code.T * 2.0**-shift
+        expected = expected + wide(q) @ (code * wide(step) + wide(zero)).T * 2.0**-shift
+    error = np.abs(scores - expected)
+    assert error.max() < (0.03 if exact else 0.3)  # XLA's sums of float16 are rough on the CPU
+    assert np.abs(expected).max() > 100
+
+
+def test_the_largest_products_are_finite():
+    largest = jnp.full((8, 16), jnp.finfo(jnp.bfloat16).max / 4, jnp.bfloat16)
+    found = queries.prepare([largest], [0], jnp.dtype(jnp.float16), PLAIN, in_units=True)
+    step, zero = jnp.full(16, 131008 / 3, jnp.float16), jnp.full(16, -65504, jnp.float16)
+    [[product]], left = queries.times_channels(
+        *(found, [(step, zero)], [0], Orientation(few_rows=True)), middle=1.5, ptx=False
+    )
+    assert np.isfinite(wide(product)).all()
+    assert np.isfinite(np.asarray(left)).all()

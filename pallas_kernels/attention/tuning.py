@@ -32,8 +32,9 @@ ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share 
 # are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
 # Of a thread, so that these programs fit, by the bits of keys: with fewer, each loses more than
-# their number gains. The loop of two bits is the longest, and wants all that it can have.
-LEAST_REGISTERS = {4: 168, 2: MOST_REGISTERS}
+# their number gains; the loop of two bits is the longest. There is a limit even so: without one, the
+# assembler, which knows nothing of shared memory, may have a program make do with 168.
+LEAST_REGISTERS, ENOUGH_REGISTERS = {4: 168, 2: 224}, 224
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -166,6 +167,7 @@ def _few_rows(
     if has_channels:
         least = LEAST_REGISTERS[pages.format.key_codes.bits]
         most = max(registers_for(work.company(keys, most_bytes), warps), least)
+        most = min(most, ENOUGH_REGISTERS)
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead, registers=most)
     return _with_waiting(config, pages, work, is_brief=is_brief)
 

@@ -194,9 +194,9 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
     [
         ("K4cV4c", 128, 1, 168),
         ("KV4c", 128, 1, 168),
-        ("KV4c", 64, 1, 255),
-        ("KV2", 128, 1, 255),
-        ("KV2", 256, 1, 255),
+        ("KV4c", 64, 1, 224),
+        ("KV2", 128, 1, 224),
+        ("KV2", 256, 1, 224),
         ("KV4", 128, 1, 255),
         ("KV4c", 128, 512, 255),
     ],

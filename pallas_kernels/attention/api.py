@@ -60,9 +60,9 @@ def paged_attention(
     tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
     cuDNN (`gathered`), up to 1 GiB of keys and values, if JAX has what that takes; the kernel
     attends else. It takes queries in the dtype of the scales that pages keep
-    (KVPages.parameter_dtype); others go to the reference, with a warning. In float16, a query times
-    a channel's step beyond 65,504 gives no numbers. Raises ValueError for shapes that don't fit,
-    and UnsupportedError, with the reason, where a forced implementation can't run.
+    (KVPages.parameter_dtype); others go to the reference, with a warning. Raises ValueError for
+    shapes that don't fit, and UnsupportedError, with the reason, where a forced implementation
+    can't run.
     """
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, window, softcap, sinks)
     batch = len(queries) if queries.ndim == 4 else None

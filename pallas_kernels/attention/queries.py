@@ -74,10 +74,14 @@ def times_channels(
     Without, products are two terms, what they are in 16 bits and what that leaves, which 16 bits
     hold but for what is less than float16's subnormals.
     """
-    size = queries.parts[0].shape[1]
+
     # The tensor cores sum, alike in all slots. Zeros as their other operand would have to be loaded
     # once more, apart from steps.
-    one, less = (jnp.full((MMA_SLOTS, size), x, jnp.float16) for x in (1.0, -(middle or 0.0)))
+    def times(factor: float, term: jax.Array) -> jax.Array:
+        return oriented.times_queries(
+            jnp.full((MMA_SLOTS, term.shape[1]), factor, term.dtype), term
+        )
+
     sums = {shift: jnp.zeros(oriented.shape(MMA_SLOTS, len(queries.sum))) for shift in shifts}
     products = []
     for q, shift, (step, zero) in zip(queries.parts, shifts, parameters, strict=True):
@@ -88,10 +92,10 @@ def times_channels(
         else:
             products.append([bits.multiply(q, step, ptx=ptx)])
             again = bits.multiply(q, step, copy=1, ptx=ptx)
-            sums[shift] += oriented.times_queries(less, again)
+            sums[shift] += times(-middle, again)
             zero = bits.multiply(step, jnp.full_like(step, middle), zero, ptx=ptx)
             of_zero = [bits.multiply(q, zero, ptx=ptx)]
         for term in of_zero:
-            sums[shift] += oriented.times_queries(one, term)
+            sums[shift] += times(1.0, term)
     total = functools.reduce(operator.add, (x * 2.0**-shift for shift, x in sums.items()))
     return products, total.max(oriented.slots)

@@ -32,8 +32,8 @@ ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share 
 # are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
 # Of a thread, so that these programs fit, by the bits of keys: with fewer, each loses more than
-# their number gains; the loop of two bits is the longest. There is a limit even so: without one, the
-# assembler, which knows nothing of shared memory, may have a program make do with 168.
+# their number gains; the loop of two bits is the longest. Even so there is a limit: without one,
+# the assembler, which knows nothing of shared memory, may have a program make do with 168.
 LEAST_REGISTERS, ENOUGH_REGISTERS = {4: 168, 2: 224}, 224
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program

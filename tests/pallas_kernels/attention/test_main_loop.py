@@ -85,9 +85,10 @@ def test_keys_of_channels_may_have_any_size(text, dtype, tokens, rng):
 
 @pytest.mark.parametrize(("text", "dtype"), [("KV2", "bfloat16"), ("KV4c", "float16")])
 def test_steps_of_channels_at_sixteen_rows(text, dtype, rng):
-    """Rows that are no few, in a tile that is narrow all the same."""
-    test = scene(rng, text, dtype, heads=(1, 12), head_dim=80, starts=[300], counts=[1])
-    assert test.error(kernel(*test.arguments, splits=1)) < GATES[dtype]
+    """Rows that are no few, in a tile that is narrow all the same; parts of one size and of two."""
+    for dim in (80, 192):
+        test = scene(rng, text, dtype, heads=(1, 12), head_dim=dim, starts=[300], counts=[1])
+        assert test.error(kernel(*test.arguments, splits=1)) < GATES[dtype]
 
 
 @pytest.mark.parametrize("text", ["KV8", "KV4"])

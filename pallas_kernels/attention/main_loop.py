@@ -173,9 +173,8 @@ class MainLoop:
                 scales = backend.load_masked(scales, there)
                 q = self.arithmetic.narrow(q.astype(jnp.float32) * scales[None], self.dtype)
             found.append(q)
-        return queries.prepare(
-            found, self.shifts, self.key_dtype, self.arithmetic, in_units=self.has_channels
-        )
+        largest = self.rows.largest(queries_ref) if self.has_channels else None
+        return queries.prepare(found, self.shifts, self.key_dtype, self.arithmetic, largest=largest)
 
     def _lift(self) -> float:
         """A power of two on all weights, which cancels in the end.

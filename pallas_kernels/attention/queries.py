@@ -37,18 +37,17 @@ def prepare(
     dtype: jnp.dtype,
     arithmetic: Arithmetic,
     *,
-    in_units: bool,
+    largest: jax.Array | None = None,
 ) -> Queries:
     """Queries [rows, channels] of each part in the 16 bits in which they meet keys.
 
-    shifts: powers of two to multiply each part by. in_units: whether rows are divided by powers of
-    two, so that all of them, but for the shifts, are below 1, and one is not below a half.
+    shifts: powers of two to multiply each part by. largest: of each row's magnitudes, [rows]; with
+    it, rows are divided by powers of two, so that all is below 1, and the largest not below a half.
     """
     wide, unit = [q.astype(jnp.float32) for q in loaded], None
     total = sum((q.sum(1) for q in wide[1:]), wide[0].sum(1))
-    if in_units:
-        largest = [jnp.abs(q).max(1) for q in wide]
-        unit, inverse = power_above(functools.reduce(jnp.maximum, largest))
+    if largest is not None:
+        unit, inverse = power_above(largest)
         wide = [q * inverse[:, None] for q in wide]
     parts = [
         arithmetic.narrow(times_power(q, shift), dtype)

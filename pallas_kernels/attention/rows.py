@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import backend
-from pallas_kernels.attention.tiles import Part, Span
+from pallas_kernels.attention.tiles import Part, Span, spans
 
 PAIRS = 4  # lanes of a warp that share one of eight rows, each with pairs of channels
 
@@ -58,6 +59,18 @@ class Rows(NamedTuple):
             for odd in range(2)
         )
         return jnp.stack([evens, odds], -1).reshape(-1, size)
+
+    def largest(self, queries: Any) -> jax.Array:
+        """The largest magnitude of each row, float32 [rows].
+
+        It loads them for itself: what it shared with `load_few`, Triton would lay out for the
+        maximum, and move from there.
+        """
+        found = []
+        for span in spans(queries.shape[2]):
+            q = self.load(queries, Part(span, range(1)))
+            found.append(jnp.abs(q.astype(jnp.float32)).max(1))
+        return functools.reduce(jnp.maximum, found)
 
 
 def numbered(number: jax.Array, sequence: Sequence, group: int, longest: int, offsets: Any) -> Rows:

@@ -10,6 +10,7 @@ from pallas_kernels.attention.orientation import Orientation
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 
 SHIFTS = [0, -2, -4]
+FLOAT16 = jnp.dtype(jnp.float16)
 
 
 def rows(rng: np.random.Generator, dtype: str) -> list[np.ndarray]:
@@ -19,12 +20,17 @@ def rows(rng: np.random.Generator, dtype: str) -> list[np.ndarray]:
     return list(parts.astype(NUMPY_DTYPES[dtype]))
 
 
+def in_units(loaded: list[np.ndarray]) -> queries.Queries:
+    """Queries in units of their rows."""
+    largest = jnp.abs(jnp.asarray(np.stack(loaded)).astype(jnp.float32)).max((0, 2))
+    parts = [jnp.asarray(q) for q in loaded]
+    return queries.prepare(parts, SHIFTS, FLOAT16, PLAIN, largest=largest)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_row_is_in_units_of_the_power_of_two_above_it(dtype, rng):
     loaded = rows(rng, dtype)
-    found = queries.prepare(
-        [jnp.asarray(q) for q in loaded], SHIFTS, jnp.dtype(jnp.float16), PLAIN, in_units=True
-    )
+    found = in_units(loaded)
     assert found.unit is not None
     unit, largest = np.asarray(found.unit), np.abs(wide(np.stack(loaded))).max((0, 2))
     assert (np.frexp(unit)[0] == 0.5).all()
@@ -32,15 +38,15 @@ def test_a_row_is_in_units_of_the_power_of_two_above_it(dtype, rng):
     assert (largest >= unit / 2)[:-1].all()
     for part, q, shift in zip(found.parts, loaded, SHIFTS, strict=True):
         assert part.dtype == jnp.float16
-        in_units = wide(q) / unit[:, None]
-        np.testing.assert_allclose(wide(part) * 2.0**-shift, in_units, rtol=0, atol=2**-20)
+        expected = wide(q) / unit[:, None]
+        np.testing.assert_allclose(wide(part) * 2.0**-shift, expected, rtol=0, atol=2**-20)
     np.testing.assert_allclose(found.sum, wide(np.stack(loaded)).sum((0, 2)), rtol=1e-5, atol=1e-4)
 
 
 def test_without_units_queries_keep_their_size(rng):
     loaded = rows(rng, "bfloat16")
     found = queries.prepare(
-        [jnp.asarray(q) for q in loaded], SHIFTS, jnp.dtype(jnp.bfloat16), PLAIN, in_units=False
+        [jnp.asarray(q) for q in loaded], SHIFTS, jnp.dtype(jnp.bfloat16), PLAIN
     )
     assert found.unit is None
     for part, q, shift in zip(found.parts, loaded, SHIFTS, strict=True):
@@ -51,13 +57,7 @@ def test_without_units_queries_keep_their_size(rng):
 @pytest.mark.parametrize("exact", [True, False])
 def test_scores_of_codes(few_rows, exact, rng):
     """Both parts of a score against its float64; one term is right to a float16's rounding."""
-    found = queries.prepare(
-        [jnp.asarray(q) for q in rows(rng, "float16")],
-        SHIFTS,
-        jnp.dtype(jnp.float16),
-        PLAIN,
-        in_units=True,
-    )
+    found = in_units(rows(rng, "float16"))
     parameters = rng.uniform(0.5, 8, (3, 2, 16)).astype(np.float16)
     parameters[:, 1] *= -30
     products, left = queries.times_channels(
@@ -82,8 +82,9 @@ def test_scores_of_codes(few_rows, exact, rng):
 
 
 def test_the_largest_products_are_finite():
-    largest = jnp.full((8, 16), jnp.finfo(jnp.bfloat16).max / 4, jnp.bfloat16)
-    found = queries.prepare([largest], [0], jnp.dtype(jnp.float16), PLAIN, in_units=True)
+    large = jnp.full((8, 16), jnp.finfo(jnp.bfloat16).max / 4, jnp.bfloat16)
+    largest = large.astype(jnp.float32).max(1)
+    found = queries.prepare([large], [0], FLOAT16, PLAIN, largest=largest)
     step, zero = jnp.full(16, 131008 / 3, jnp.float16), jnp.full(16, -65504, jnp.float16)
     [[product]], left = queries.times_channels(
         *(found, [(step, zero)], [0], Orientation(few_rows=True)), middle=1.5, ptx=False

@@ -107,3 +107,27 @@ def test_few_rows_come_as_others_do(span, plane, rng):
     for row in range(7):
         expected[row, :there] = queries[row // 3, row % 3 + 2, first : first + there]
     np.testing.assert_array_equal(whole, expected)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_the_largest_magnitude_of_each_row(dim, rng):
+    """Rows that there aren't have none."""
+    queries = rng.standard_normal((8, 1, dim)).astype(np.float16)
+
+    def kernel(queries_ref: Any, out_ref: Any) -> None:
+        token = jnp.arange(8)
+        found = rows.Rows(token, token * 0, token, token < 6, jnp.int32(6))
+        backend.store(out_ref.at[token], found.largest(queries_ref))
+
+    out = backend.pallas_call(
+        kernel,
+        jnp.asarray(queries),
+        out_shape=jax.ShapeDtypeStruct((8,), jnp.float32),
+        grid=(1,),
+        name="largest",
+        warps=1,
+        stages=1,
+        interpret=True,
+    )
+    expected = np.abs(queries.astype(np.float32)).max((1, 2))
+    np.testing.assert_array_equal(out, np.where(np.arange(8) < 6, expected, 0))

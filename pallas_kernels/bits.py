@@ -231,15 +231,19 @@ def multiply(
 
     Two elements per instruction; runs inside a kernel. copy: as in `decode_in_place`.
     """
-    # Adding −0 changes nothing; the plain product of bfloat16 needs compute capability 9.0.
-    plus = jnp.asarray(-0.0, tile.dtype) if plus is None else plus
-    scale, plus = (jnp.broadcast_to(x.astype(tile.dtype), tile.shape) for x in (scale, plus))
+    operands = [scale] if plus is None else [scale, plus]
+    operands = [jnp.broadcast_to(x.astype(tile.dtype), tile.shape) for x in operands]
     if not ptx:
-        wide = [x.astype(jnp.float32) for x in (tile, scale, plus)]
-        return (wide[0] * wide[1] + wide[2]).astype(tile.dtype)
+        wide, *rest = (x.astype(jnp.float32) for x in operands)
+        return sum(rest, tile.astype(jnp.float32) * wide).astype(tile.dtype)
     suffix = "bf16x2" if tile.dtype == jnp.bfloat16 else "f16x2"
-    assembly = f"fma.rn.{suffix} $0, $1, $2, $3;  // copy {copy}"
-    return backend.inline_ptx(assembly, tile, scale, plus, dtype=tile.dtype)
+    # Adding −0 changes nothing; the plain product of bfloat16 needs compute capability 9.0.
+    assembly = f"""{{  // copy {copy}
+        .reg .b32 zero;
+        mov.b32 zero, 0x80008000;
+        fma.rn.{suffix} $0, $1, $2, {"zero" if plus is None else "$3"};
+    }}"""
+    return backend.inline_ptx(assembly, tile, *operands, dtype=tile.dtype)
 
 
 def multiply_exactly(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> list[jax.Array]:

@@ -18,10 +18,11 @@ import pallas_kernels.kv_cache.triton
 import pallas_kernels.rotary.triton
 import pallas_kernels.rowwise.triton
 from pallas_kernels import arithmetic, backend
-from pallas_kernels.attention import main_loop
+from pallas_kernels.attention import main_loop, queries
 from pallas_kernels.gemm import tables
 from pallas_kernels.gemm.limits import current_limits, why_no_wgmma
 from tests.pallas_kernels import ptx
+from tests.pallas_kernels.attention import scenes
 
 
 @pytest.fixture(autouse=True)
@@ -61,18 +62,24 @@ def interpreted_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def attention_with_ptx(interpreted_ptx: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def attention_with_ptx(interpreted_ptx: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Interpreted attention decodes to subnormals, as on a GPU, and multiplies them as there."""
     monkeypatch.setattr(backend, "dot", ptx.dot)
     like_ptx = arithmetic.PLAIN._replace(narrow=ptx.narrow, widen=ptx.widen)
     monkeypatch.setattr(arithmetic, "PTX", like_ptx)
-    monkeypatch.setattr(main_loop, "times_power", ptx.times_power)
-    kernel = pallas_kernels.attention.triton._kernel
+    for module in (main_loop, queries):
+        monkeypatch.setattr(module, "times_power", ptx.times_power)
+    kernel, traced = pallas_kernels.attention.triton._kernel, []
 
     def with_ptx(*references: Any, **options: Any) -> None:
+        traced.append(True)
         kernel(*references, **{**options, "ptx": True})
 
     monkeypatch.setattr(pallas_kernels.attention.triton, "_kernel", with_ptx)
+    scenes.kernel.clear_cache()  # which knows nothing of what was replaced
+    yield
+    scenes.kernel.clear_cache()
+    assert traced
 
 
 @pytest.fixture

@@ -328,14 +328,13 @@ class MainLoop:
         exponents = arithmetic.multiply_add(scores.tile, factor, oriented.for_rows(base - new_peak))
         weights = arithmetic.exp2(exponents)
         if self._left(values) == "token":
-            # What multiplies the codes is rounded to 16 bits. The total and the sum of zeros must
-            # use the same rounded weights: codes and zeros may be large and all but cancel.
+            # What multiplies the codes is rounded to 16 bits. The sum of zeros must use the same
+            # rounded weights: codes and zeros may be large and all but cancel.
             step, zero = tiles.fetch_parameters(values, self.sequence.head, place, self.dtype)
             narrow = arithmetic.narrow(weights * for_slots(step), self.dtype)
             # Slots that were never written have a step of 0.
-            inverse = arithmetic.reciprocal(jnp.maximum(step, _TINY))
-            weights = arithmetic.widen(narrow) * for_slots(inverse)
-            zeros = self._gather(weights * for_slots(zero))
+            zero *= arithmetic.reciprocal(step + _TINY)
+            zeros = self._gather(arithmetic.widen(narrow) * for_slots(zero))
             zero_sum = arithmetic.multiply_add(zero_sum, shrink, zeros)
         else:
             narrow = arithmetic.narrow(weights, self.dtype)

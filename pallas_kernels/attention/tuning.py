@@ -34,7 +34,8 @@ CHANNEL_BYTES = 196608  # per multiprocessor
 # Of a thread, so that these programs fit, by the bits of keys: with fewer, each loses more than
 # their number gains; the loop of two bits is the longest. Even so there is a limit: without one,
 # the assembler, which knows nothing of shared memory, may have a program make do with 168.
-LEAST_REGISTERS, ENOUGH_REGISTERS = {4: 168, 2: 224}, 224
+LEAST_REGISTERS, ENOUGH_REGISTERS = {4: 192, 2: 224}, 224
+LEAST_BRIEF_REGISTERS = {4: 168, 2: 224}  # of programs that should all run at once
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -165,8 +166,9 @@ def _few_rows(
         ahead = 1 if is_brief else ahead
     most = MOST_REGISTERS
     if has_channels:
-        least = LEAST_REGISTERS[pages.format.key_codes.bits]
-        most = max(registers_for(work.company(keys, most_bytes), warps), least)
+        least = LEAST_BRIEF_REGISTERS if is_brief else LEAST_REGISTERS
+        most = registers_for(work.company(keys, most_bytes), warps)
+        most = max(most, least[pages.format.key_codes.bits])
         most = min(most, ENOUGH_REGISTERS)
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead, registers=most)
     return _with_waiting(config, pages, work, is_brief=is_brief)

@@ -190,23 +190,25 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
 
 
 @pytest.mark.parametrize(
-    ("text", "head_dim", "tokens", "registers"),
+    ("text", "head_dim", "tokens", "entries", "registers"),
     [
-        ("K4cV4c", 128, 1, 168),
-        ("KV4c", 128, 1, 168),
-        ("KV4c", 64, 1, 224),
-        ("K4cV8", 64, 1, 168),
-        ("KV2", 128, 1, 224),
-        ("KV2", 256, 1, 224),
-        ("KV4", 128, 1, 255),
-        ("KV4c", 128, 512, 255),
+        ("K4cV4c", 128, 1, 32, 192),
+        ("KV4c", 128, 1, 32, 192),
+        ("KV4c", 128, 1, 8, 168),
+        ("KV4c", 64, 1, 32, 224),
+        ("K4cV8", 64, 1, 32, 192),
+        ("KV2", 128, 1, 32, 224),
+        ("KV2", 128, 1, 8, 224),
+        ("KV2", 256, 1, 32, 224),
+        ("KV4", 128, 1, 32, 255),
+        ("KV4c", 128, 512, 32, 255),
     ],
 )
-def test_registers_of_steps_of_channels(text, head_dim, tokens, registers, monkeypatch):
-    """Of two warps and keys of four bits, for the six programs that a multiprocessor is to have.
+def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registers, monkeypatch):
+    """Of two warps and keys of four bits, for six programs that are brief.
 
-    For K4cV8's eight there would be too few.
+    Of others six would have too few, and so would K4cV8's eight.
     """
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     pages = pages_of(text, 8, head_dim=head_dim)
-    assert tuning.configure(32, 4 * tokens, 32, pages).registers == registers
+    assert tuning.configure(32, 4 * tokens, entries, pages).registers == registers

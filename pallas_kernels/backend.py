@@ -171,8 +171,11 @@ def pallas_call(
     The kernel gets a reference for each array in its arguments and outputs, in the same trees, and
     does its own indexing.
     `aliases` maps an argument to the output that takes over its buffer. `registers` is how many a
-    thread may have at most. With `interpret`, the kernel runs as plain JAX on any device.
+    thread of a kernel that asks for `first_program_id` may have at most. With `interpret`, the
+    kernel runs as plain JAX on any device. Raises ValueError for more registers than there are.
     """
+    if not 0 < registers <= MOST_REGISTERS:
+        raise ValueError(f"{name}: {registers} registers: expected 1 to {MOST_REGISTERS}")
 
     def run(*references: Any) -> None:
         capability = compute_capability() or 0.0

@@ -73,6 +73,12 @@ def test_without_a_gpu_nothing_is_limited():
     assert (double(x, 40, interpret=True) == 2 * x).all()
 
 
+@pytest.mark.parametrize("registers", [0, MOST_REGISTERS + 1])
+def test_no_thread_has_so_many(registers):
+    with pytest.raises(ValueError, match=f"double: {registers} registers: expected 1 to 255"):
+        double(jnp.arange(16), registers, interpret=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("registers", [40, MOST_REGISTERS])
 def test_kernels_run_on_the_gpu(registers):

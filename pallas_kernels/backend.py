@@ -15,14 +15,21 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax._src.pallas.triton import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.registers import MOST_REGISTERS, limit_registers
+from pallas_kernels.registers import (
+    MOST_REGISTERS,
+    limit_registers,
+    limit_registers_p,
+    lower_limit_registers,
+)
 
 warnings.filterwarnings(
     "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
 )
+lowering.register_lowering(limit_registers_p)(lower_limit_registers)
 
 MINIMUM_COMPUTE_CAPABILITY = 8.0  # cp.async, bf16 tensor cores and lop3 arrived with Ampere
 FLOAT8_COMPUTE_CAPABILITY = 8.9

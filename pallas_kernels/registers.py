@@ -2,7 +2,7 @@
 
 The compiler takes as many as make a program fast, which may leave room for fewer programs beside it
 than make them all fast. Triton's own launcher has `maxnreg` for that, an attribute of the module,
-and XLA passes it on; a primitive that computes nothing sets it where the kernel is lowered.
+and XLA passes it on; a primitive that computes nothing sets it where `backend` has it lowered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import jax
-from jax._src.pallas.triton import lowering
 from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 
@@ -33,16 +32,16 @@ def limit_registers(index: jax.Array, registers: int) -> jax.Array:
 
     index: of a program; inside a kernel for a GPU.
     """
-    result: jax.Array = _limit.bind(index, registers=registers)
+    result: jax.Array = limit_registers_p.bind(index, registers=registers)
     return result
 
 
-_limit = Primitive("limit_registers")
-_limit.def_abstract_eval(lambda index, registers: index)
+limit_registers_p = Primitive("limit_registers")
+limit_registers_p.def_abstract_eval(lambda index, registers: index)
 
 
-@lowering.register_lowering(_limit)
-def _lower(context: Any, index: Any, *, registers: int) -> Any:
+def lower_limit_registers(context: Any, index: Any, *, registers: int) -> Any:
+    """What `limit_registers_p` becomes in Triton's own language: an attribute of the module."""
     operation: Any = ir.InsertionPoint.current.block.owner
     while operation.parent is not None:
         operation = operation.parent

@@ -27,7 +27,7 @@ KERNEL_DEPENDENCIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "pallas_kernels"} 
 # Backends, and the modules that may know each.
 DOORS = {
     "jax.experimental.pallas.triton": ("pallas_kernels/backend.py",),
-    "jax._src.pallas.triton": ("pallas_kernels/registers.py",),
+    "jax._src.pallas.triton": ("pallas_kernels/backend.py",),
     "jax.experimental.pallas.mosaic_gpu": (
         "pallas_kernels/mosaic.py",
         "pallas_kernels/mosaic_decoding.py",

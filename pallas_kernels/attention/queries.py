@@ -2,8 +2,9 @@
 
 Steps and zeros of keys' channels meet the query, once for every tile: Σ (q·s) · code + Σ q·z. Both
 products are float16, in which bfloat16's queries lose a few times less than keys in bfloat16 would;
-float16's queries lose nothing. Each row is divided by a power of two, so that none of its products
-with float16's numbers is beyond float16.
+float16's queries are two terms, which lose nothing of normal numbers. Each row is divided by a
+power of two, so that none of its products with float16's numbers is beyond float16; those of keys
+below about 1e-3 are subnormal, and lose more.
 """
 
 from __future__ import annotations

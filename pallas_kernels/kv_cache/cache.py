@@ -136,8 +136,9 @@ class PagedKVCache:
         dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
             beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
             (KVPages.parameter_dtype), and those of keys' channels float16: what is beyond ±65,504
-            is stored as that. Keys and queries of another dtype give the right result, too,
-            but no kernel attends with 16-bit queries of another dtype than the scales'.
+            is stored as that, and keys below about 1e-3 lose more than others. Keys and queries of
+            another dtype give the right result, too, but no kernel attends with 16-bit queries of
+            another dtype than the scales'.
         scales: where the format is given some, positive, keys first. Of FP8 (a checkpoint's
             k_scale and v_scale) they broadcast to [layers, 2, KV heads], and 1, which reaches up to
             448, is the default; of 8s to [layers, 2, KV heads, head dim] (`cache_scales`), and

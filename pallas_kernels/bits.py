@@ -133,7 +133,7 @@ def decode_in_place(
     A code is left where it is in its byte, and the byte is read as a float: from zero to the end
     of the first normal binade, floats are multiples of the smallest subnormal, which the tensor
     cores keep. So a code costs one logical operation for each pair, and in float16 another
-    instruction if there is an offset (`middle`). Runs inside a kernel.
+    instruction if there is an offset (`offset`). Runs inside a kernel.
 
     copy: another number for each product that the tile is in. Triton takes what two products share
     through shared memory; what the assembler finds to be alike it computes once.
@@ -158,7 +158,7 @@ def decode_in_place(
     return backend.inline_ptx(assembly, words, dtype=dtype)
 
 
-def middle(bits: int, dtype: jax.typing.DTypeLike) -> int:
+def offset(bits: int, dtype: jax.typing.DTypeLike) -> int:
     """What is better subtracted from codes of which many are summed: their middle, or none.
 
     Tensor cores cut sums off where others round them. What all codes have in common makes them

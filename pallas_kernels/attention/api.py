@@ -59,8 +59,8 @@ def paged_attention(
     query heads of its group; long sequences are split over programs (FlashDecoding). Where many
     tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
     cuDNN (`gathered`), up to 1 GiB of keys and values, if JAX has what that takes; the kernel
-    attends else. It takes queries in the dtype of the scales that pages keep
-    (KVPages.parameter_dtype); others go to the reference, with a warning. Raises ValueError for
+    attends else. Beside pages that keep scales it takes queries of KVPages.parameter_dtype; others
+    go to the reference, with a warning. Raises ValueError for
     shapes that don't fit, and UnsupportedError, with the reason, where a forced implementation
     can't run.
     """
@@ -222,7 +222,7 @@ def _why_not_triton(queries: jax.Array, pages: KVPages) -> str | None:
         return f"queries are {queries.dtype}, expected bfloat16 or float16"
     if pages.parameter_dtype not in (None, queries.dtype.name):
         return (
-            f"the pages hold {pages.parameter_dtype} scales and queries are {queries.dtype}: "
+            f"the pages are for {pages.parameter_dtype} queries and these are {queries.dtype}: "
             f"create the cache with dtype='{queries.dtype}'"
         )
     return why_not_triton(pages)

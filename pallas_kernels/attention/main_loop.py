@@ -265,9 +265,9 @@ class MainLoop:
                 tiles.channel_parameters(keys, self.sequence.head, place, part)
                 for part in self.key_parts
             )
-            middle = None if self.dtype == jnp.float16 else (2**keys.codes.bits - 1) / 2
+            midpoint = None if self.dtype == jnp.float16 else (2**keys.codes.bits - 1) / 2
             products, offset = queries.times_channels(
-                self.queries, of_parts, self.shifts, oriented, middle=middle, ptx=self.ptx
+                self.queries, of_parts, self.shifts, oriented, midpoint=midpoint, ptx=self.ptx
             )
             offset *= self.plain_scale
         found = fetch(

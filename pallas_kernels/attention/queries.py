@@ -63,14 +63,14 @@ def times_channels(
     shifts: Sequence[int],
     oriented: Orientation,
     *,
-    middle: float | None,
+    midpoint: float | None,
     ptx: bool,
 ) -> tuple[list[list[jax.Array]], jax.Array]:
     """Queries times the steps of channels, a list of terms for each part, and Σ q·z [rows].
 
     All over the queries' unit. parameters: steps and zeros [channels] of each part, float16.
-    middle: of the codes, m. With it, products are rounded, and Σ q·z is Σ q·(z + m·s) − m·Σ q·s of
-    rounded ones: then what rounding takes counts as often as codes differ from their middle.
+    midpoint: of the codes, m. With it, products are rounded, and Σ q·z is Σ q·(z + m·s) − m·Σ q·s
+    of rounded ones: then what rounding takes counts as often as codes differ from it.
     Without, products are two terms, what they are in 16 bits and what that leaves, which 16 bits
     hold but for what is less than float16's subnormals.
     """
@@ -86,14 +86,14 @@ def times_channels(
     products = []
     for q, shift, (step, zero) in zip(queries.parts, shifts, parameters, strict=True):
         step, zero = jnp.broadcast_to(step, q.shape), jnp.broadcast_to(zero, q.shape)
-        if middle is None:
+        if midpoint is None:
             products.append(bits.multiply_exactly(q, step, ptx=ptx))
             of_zero = bits.multiply_exactly(q, zero, ptx=ptx)
         else:
             products.append([bits.multiply(q, step, ptx=ptx)])
             again = bits.multiply(q, step, copy=1, ptx=ptx)
-            sums[shift] += times(-middle, again)
-            zero = bits.multiply(step, jnp.full_like(step, middle), zero, ptx=ptx)
+            sums[shift] += times(-midpoint, again)
+            zero = bits.multiply(step, jnp.full_like(step, midpoint), zero, ptx=ptx)
             of_zero = [bits.multiply(q, zero, ptx=ptx)]
         for term in of_zero:
             sums[shift] += times(1.0, term)

@@ -31,11 +31,11 @@ ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share 
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
 # are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
-# Of a thread, so that these programs fit, by the bits of keys: with fewer, each loses more than
-# their number gains; the loop of two bits is the longest. Even so there is a limit: without one,
-# the assembler, which knows nothing of shared memory, may have a program make do with 168.
-LEAST_REGISTERS, ENOUGH_REGISTERS = {4: 192, 2: 224}, 224
-LEAST_BRIEF_REGISTERS = {4: 168, 2: 224}  # of programs that should all run at once
+# Of a thread, so that these programs fit: with fewer, each loses more than their number gains; the
+# loop of two bits, the longest, always has enough. Even so there is a limit: without one, the
+# assembler, which knows nothing of shared memory, may have a program make do with 168.
+LEAST_REGISTERS, ENOUGH_REGISTERS = 192, 224
+LEAST_BRIEF_REGISTERS = 168  # of programs that should all run at once
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -167,9 +167,9 @@ def _few_rows(
     most = MOST_REGISTERS
     if has_channels:
         least = LEAST_BRIEF_REGISTERS if is_brief else LEAST_REGISTERS
+        least = ENOUGH_REGISTERS if pages.format.key_codes.bits == 2 else least
         most = registers_for(work.company(keys, most_bytes), warps)
-        most = max(most, least[pages.format.key_codes.bits])
-        most = min(most, ENOUGH_REGISTERS)
+        most = min(max(most, least), ENOUGH_REGISTERS)
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead, registers=most)
     return _with_waiting(config, pages, work, is_brief=is_brief)
 

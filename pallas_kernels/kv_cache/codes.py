@@ -194,7 +194,7 @@ class Integers(KVCodes):
 
     def offset(self, dtype: jax.typing.DTypeLike) -> int:
         """The middle of codes, or none: those with scales of channels are summed over channels."""
-        return 0 if self.scaling == "channel" else bit_planes.middle(self.bits, dtype)
+        return 0 if self.scaling == "channel" else bit_planes.offset(self.bits, dtype)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
         """That of a subnormal, and of the code's place in its byte."""

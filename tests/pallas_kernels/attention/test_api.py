@@ -220,7 +220,7 @@ def test_queries_of_another_dtype_than_the_scales(text, dtype, of_queries, rng, 
     """The reference gives what is right, and the kernel says what there should be."""
     test = scene(rng, text, dtype, **DECODE)
     test = dataclasses.replace(test, queries=as_array(wide(test.queries), of_queries))
-    reason = f"the pages hold {dtype} scales and queries are {of_queries}: create the cache with"
+    reason = f"the pages are for {dtype} queries and these are {of_queries}: create the cache with"
     if of_queries == "float32":
         reason = "queries are float32, expected bfloat16 or float16"
     with pytest.warns(UserWarning, match=f"paged_attention runs as plain JAX .*: {reason}") as seen:

@@ -65,7 +65,7 @@ def test_scores_of_codes(few_rows, exact, rng):
         [(jnp.asarray(step), jnp.asarray(zero)) for step, zero in parameters],
         SHIFTS,
         Orientation(few_rows=few_rows),
-        middle=None if exact else 7.5,
+        midpoint=None if exact else 7.5,
         ptx=False,
     )
     codes = rng.integers(0, 16, (3, 100, 16))
@@ -81,13 +81,15 @@ def test_scores_of_codes(few_rows, exact, rng):
     assert np.abs(expected).max() > 100
 
 
-def test_the_largest_products_are_finite():
+@pytest.mark.parametrize(("step", "zero"), [(131008 / 3, -65504), (1, 65504)])
+@pytest.mark.parametrize("midpoint", [1.5, None])
+def test_the_largest_products_are_finite(step, zero, midpoint):
     large = jnp.full((8, 16), jnp.finfo(jnp.bfloat16).max / 4, jnp.bfloat16)
     largest = large.astype(jnp.float32).max(1)
     found = queries.prepare([large], [0], FLOAT16, PLAIN, largest=largest)
-    step, zero = jnp.full(16, 131008 / 3, jnp.float16), jnp.full(16, -65504, jnp.float16)
-    [[product]], left = queries.times_channels(
-        *(found, [(step, zero)], [0], Orientation(few_rows=True)), middle=1.5, ptx=False
+    parameters = jnp.full(16, step, jnp.float16), jnp.full(16, zero, jnp.float16)
+    [products], left = queries.times_channels(
+        *(found, [parameters], [0], Orientation(few_rows=True)), midpoint=midpoint, ptx=False
     )
-    assert np.isfinite(wide(product)).all()
+    assert all(np.isfinite(wide(product)).all() for product in products)
     assert np.isfinite(np.asarray(left)).all()

@@ -98,8 +98,10 @@ def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
             expected = wide(codes.decode(jnp.asarray(words[:, None]), ones, dtype))[:, plane]
             real = fields & 0x7F != 0x7F
         else:
-            assert codes.offset(dtype) == {"8s": 128, "4c": 0}.get(kind, codes.offset(dtype))
-            expected, real = fields - float(codes.offset(dtype)), np.ones_like(words, bool)
+            middle = {"8": 128, "4": 8, "2": 2}.get(kind, 0) if dtype == "float16" else 0
+            offset = 128 if kind == "8s" else middle
+            assert codes.offset(dtype) == offset
+            expected, real = fields - float(offset), np.ones_like(words, bool)
         for ptx in (False, True):
             found = codes.operand(jnp.asarray(words), plane, dtype, ptx=ptx)
             assert found.dtype == dtype

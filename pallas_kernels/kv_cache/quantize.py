@@ -19,18 +19,20 @@ def parameters(
     bits: int,
     dtype: jax.typing.DTypeLike,
     arithmetic: Arithmetic = PLAIN,
+    *,
+    flat: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Scale and zero for float32 minima and maxima: float32, but exact in `dtype`.
 
-    A range of zero gets scale 1: its codes are 0 and it decodes to its minimum, never to NaN. What
-    is beyond float16 counts as its end.
+    A range of zero gets the scale `flat`: its codes are 0 and it decodes to its minimum, never to
+    NaN. What is beyond float16 counts as its end.
     """
     if jnp.dtype(dtype) == jnp.float16:
         end = float(jnp.finfo(dtype).max)
         low, high = jnp.clip(low, -end, end), jnp.clip(high, -end, end)
     # Not a division: XLA makes one by a constant a product like this, and a kernel would not.
     scale = arithmetic.round((high - low) * (1 / (2**bits - 1)), dtype)
-    return jnp.where(scale == 0, 1.0, scale), arithmetic.round(low, dtype)
+    return jnp.where(scale == 0, flat, scale), arithmetic.round(low, dtype)
 
 
 def encode(

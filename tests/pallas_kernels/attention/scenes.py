@@ -142,7 +142,8 @@ def scene(
 
     kind: `normal`; `outlier`, with a channel 50 times as strong as the rest; `uniform`, with
     queries so weak that all keys weigh nearly the same, and the result is a small difference of
-    large sums; `small`, with values around a thousandth.
+    large sums; `small`, with values around a thousandth; `flat`, with small keys, of which some channels are all alike, and queries that are
+    large just there.
     """
     kv_heads, group = heads
     format = KVFormat.parse(text)
@@ -159,6 +160,10 @@ def scene(
         queries *= 0.01
     if kind == "small":
         values *= 1e-3
+    if kind == "flat":
+        keys *= 0.01
+        keys[..., 8:16] = 0
+        queries[..., 8:16] *= 5
     scales = rng.uniform(0.05, 0.2, (2, kv_heads, 1)).astype(np.float32)
     if format.scaling == "static":  # of channels, whatever they reach
         scales = np.abs(np.stack([keys, values])).max((1, 3)).astype(np.float32) / 127

@@ -70,9 +70,17 @@ def test_steps_of_channels_lose_little_at_the_query(text, dtype, share, rng):
     assert np.mean(errors) < GATES[dtype] * share
 
 
+@pytest.mark.parametrize(("text", "dtype"), [("KV4c", "bfloat16"), ("KV2", "bfloat16")])
+def test_channels_that_are_all_alike(text, dtype, rng):
+    """Their step, that of a range of zero, adds no more than the others' to what is rounded."""
+    test = scene(rng, text, dtype, kind="flat", starts=[600], counts=[1])
+    out = kernel(*test.arguments, splits=1, scale=100 / 8)
+    assert test.error(out, 100 / 8) < GATES[dtype]
+
+
 @pytest.mark.parametrize(("text", "dtype"), [("KV2", "bfloat16"), ("K4cV8", "float16")])
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_keys_of_channels_may_have_any_size(text, dtype, tokens, rng):
+def test_queries_of_channels_may_have_any_size(text, dtype, tokens, rng):
     """float16 keeps them and queries apart: each query has its own power of two."""
     lengths = {"starts": [300, 140], "counts": [tokens, tokens]}
     test = scene(rng, text, dtype, **lengths)

@@ -76,10 +76,11 @@ def times_power(x: jax.Array, exponent: int) -> jax.Array:
 def power_above(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A power of two above x, float32 and not negative, and its inverse; x over it is at least 1/2.
 
-    So it is for normal numbers below 2**126; others give powers, too, and both are normal.
+    So it is from 2**-112 to 2**126. The power of what is less is 2**-111, and that of zero 1.
     """
     exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(23)
-    exponent = jnp.minimum(exponent, jnp.uint32(252)) + jnp.uint32(1)
+    exponent = jnp.clip(exponent, jnp.uint32(15), jnp.uint32(252)) + jnp.uint32(1)
+    exponent = jnp.where(x == 0, jnp.uint32(127), exponent)
     powers = (exponent << jnp.uint32(23), (jnp.uint32(254) - exponent) << jnp.uint32(23))
     power, inverse = (jax.lax.bitcast_convert_type(bits, jnp.float32) for bits in powers)
     return power, inverse

@@ -78,6 +78,16 @@ def test_channels_that_are_all_alike(text, dtype, rng):
     assert test.error(out, 100 / 8) < GATES[dtype]
 
 
+@pytest.mark.parametrize("text", ["KV2", "KV4c"])
+def test_queries_of_zero_are_means_of_what_they_see(text, rng):
+    """The last tile hides keys, and −∞ times a factor that vanished would be no number."""
+    test = scene(rng, text, "bfloat16", starts=[240], counts=[40])
+    rows = np.array(test.queries)
+    rows[:, ::2] = 0
+    test = dataclasses.replace(test, queries=jnp.asarray(rows))
+    assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
+
+
 @pytest.mark.parametrize(("text", "dtype"), [("KV2", "bfloat16"), ("K4cV8", "float16")])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_queries_of_channels_may_have_any_size(text, dtype, tokens, rng):

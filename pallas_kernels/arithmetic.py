@@ -40,6 +40,7 @@ class Arithmetic(NamedTuple):
 
     multiply_add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     exp2: Callable[[jax.Array], jax.Array]
+    log2: Callable[[jax.Array], jax.Array]
     reciprocal: Callable[[jax.Array], jax.Array]
     narrow: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
     widen: Callable[[jax.Array], jax.Array]
@@ -50,6 +51,7 @@ class Arithmetic(NamedTuple):
 PTX = Arithmetic(
     backend.multiply_add,
     backend.exp2,
+    backend.log2,
     backend.reciprocal,
     backend.narrow,
     backend.widen,
@@ -59,6 +61,7 @@ PTX = Arithmetic(
 PLAIN = Arithmetic(
     lambda a, b, c: a * b + c,
     jnp.exp2,
+    jnp.log2,
     lambda x: 1 / x,
     lambda x, dtype: x.astype(dtype),
     lambda x: x.astype(jnp.float32),

@@ -290,11 +290,7 @@ def share_pairs(halves: Sequence[jax.Array]) -> jax.Array:
 
     The array is apart from what Triton allots. A kernel calls this once, before its loop.
     """
-    words = "".join(
-        f"""
-        st.shared.b32 [table+{4 * i}], ${i + 1};"""
-        for i in range(len(halves))
-    )
+    words = "".join(f" st.shared.b32 [table+{4 * i}], ${i + 1};" for i in range(len(halves)))
     # A lane begins at its own eighth of the 32 copies: lanes write to different banks.
     copies = "".join(
         f"""
@@ -351,6 +347,11 @@ def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 def exp2(x: jax.Array) -> jax.Array:
     """2**x in float32, as one instruction: to two units in the last place, subnormals to zero."""
     return _float32_ptx("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def log2(x: jax.Array) -> jax.Array:
+    """The log2 of x in float32, as one instruction: to 2**-22, or so much of it; no subnormals."""
+    return _float32_ptx("lg2.approx.ftz.f32 $0, $1;", x)
 
 
 def reciprocal(x: jax.Array) -> jax.Array:

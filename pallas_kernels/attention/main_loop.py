@@ -38,6 +38,7 @@ NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys a
 # 2**-57.
 LEAST_EXPONENT = -64
 LOG2_E = math.log2(math.e)
+SINK_BITS = 24.0  # by which a key's weight may be less than a sink's, and still count
 _TINY = 1e-37  # smaller steps have no reciprocal
 _Fetch = Callable[..., Iterator[list[jax.Array]]]  # of a side's parts in one tile
 
@@ -179,14 +180,11 @@ class MainLoop:
     def _lift(self) -> float:
         """A power of two on all weights, which cancels in the end.
 
-        It keeps products with tiny values away from the end of float32, and, in float16, small
-        weights, times the small steps of values, out of the subnormals; a step is no more than
-        131008 / (2**bits - 1).
+        It keeps small ones out of float16's subnormals, and products with tiny values in float32.
         """
-        if self.dtype != jnp.float16:
-            return max(0.0, float(LEAST_EXPONENT - min(self.value_exponents)))
-        bits = self.values.codes.bits
-        return {8: 6.0, 4: 2.0, 2: 0.0}[bits] if self._left(self.values) == "token" else 15.0
+        if self.dtype == jnp.float16:
+            return 15.0
+        return max(0.0, float(LEAST_EXPONENT - min(self.value_exponents)))
 
     def _left(self, side: Side) -> str | None:
         """Whose scales are not in the operands yet."""
@@ -197,8 +195,8 @@ class MainLoop:
         """All tiles that the program's rows see."""
         source, size = self.source, self.source.tile_keys
         peak = jnp.full((self.config.tile_rows,), FLOOR)
-        if self.sink is not None:  # where it is the largest of all, it is the peak
-            peak = jnp.where(self.is_first, self.sink, peak)
+        if self.sink is not None:  # what is as much less as float16 holds must not vanish beside it
+            peak = jnp.where(self.is_first, self.sink - SINK_BITS, peak)
         zeros = self._zeros(self.kept_slots)
         sums = tuple(self._zeros(part.size) for part in self.value_parts)
         carry = _Carry(sums, zeros, peak, zeros)
@@ -318,7 +316,16 @@ class MainLoop:
         """What is carried on from a tile, whose values the scores weigh."""
         sums, zero_sum, peak, total = carry
         oriented, values, arithmetic = self.oriented, self.values, self.arithmetic
-        for_slots = oriented.for_slots
+        for_slots, has_steps = oriented.for_slots, self._left(values) == "token"
+        if has_steps:
+            step, zero = tiles.fetch_parameters(values, self.sequence.head, place, self.dtype)
+            step = jnp.maximum(step, _TINY)  # slots that were never written have a step of 0
+        # Small weights times small steps would vanish in float16: there the largest product is 1.
+        weighs_steps = has_steps and self.dtype == jnp.float16
+        if weighs_steps:
+            factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))
+            tile = arithmetic.multiply_add(scores.tile, factor, for_slots(arithmetic.log2(step)))
+            scores = _Scores(tile, offset=scores.offset)
         highest, base = scores.tile.max(oriented.slots) * scores.factor, jnp.float32(self.lift)
         if scores.offset is not None:
             highest, base = highest + scores.offset, base + scores.offset
@@ -327,17 +334,19 @@ class MainLoop:
         factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))
         exponents = arithmetic.multiply_add(scores.tile, factor, oriented.for_rows(base - new_peak))
         weights = arithmetic.exp2(exponents)
-        if self._left(values) == "token":
-            # What multiplies the codes is rounded to 16 bits. The sum of zeros must use the same
-            # rounded weights: codes and zeros may be large and all but cancel.
-            step, zero = tiles.fetch_parameters(values, self.sequence.head, place, self.dtype)
-            narrow = arithmetic.narrow(weights * for_slots(step), self.dtype)
-            # Slots that were never written have a step of 0.
-            zero *= arithmetic.reciprocal(step + _TINY)
-            zeros = self._gather(arithmetic.widen(narrow) * for_slots(zero))
+        products = weights
+        if has_steps:
+            inverse = arithmetic.reciprocal(step)
+            if weighs_steps:
+                weights = products * for_slots(inverse)
+            else:
+                products = weights * for_slots(step)
+        # What multiplies the codes is rounded to 16 bits.
+        narrow = arithmetic.narrow(products, self.dtype)
+        if has_steps:
+            # With the same rounded weights: codes and zeros may be large and all but cancel.
+            zeros = self._gather(arithmetic.widen(narrow) * for_slots(zero * inverse))
             zero_sum = arithmetic.multiply_add(zero_sum, shrink, zeros)
-        else:
-            narrow = arithmetic.narrow(weights, self.dtype)
         total = arithmetic.multiply_add(total, shrink, self._gather(weights))
         axis = oriented.rows
         found = fetch(

@@ -142,7 +142,8 @@ def scene(
 
     kind: `normal`; `outlier`, with a channel 50 times as strong as the rest; `uniform`, with
     queries so weak that all keys weigh nearly the same, and the result is a small difference of
-    large sums; `small`, with values around a thousandth; `flat`, with small keys, of which some channels are all alike, and queries that are
+    large sums; `small`, with values around a thousandth; `positive`, with such values of
+    one sign; `flat`, with small keys, of which some channels are all alike, and queries that are
     large just there.
     """
     kv_heads, group = heads
@@ -160,6 +161,8 @@ def scene(
         queries *= 0.01
     if kind == "small":
         values *= 1e-3
+    if kind == "positive":
+        values = 1e-3 + 3e-4 * values
     if kind == "flat":
         keys *= 0.01
         keys[..., 8:16] = 0

@@ -88,6 +88,16 @@ def test_queries_of_zero_are_means_of_what_they_see(text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
 
 
+@pytest.mark.parametrize("bits", [13.5, 15.5])
+def test_small_weights_times_small_steps_do_not_vanish_in_float16(bits, rng):
+    """Many keys beside a sink that outweighs each of them."""
+    test = scene(rng, "K16V8", "float16", kind="positive", starts=[4095], counts=[1], heads=(1, 1))
+    test = dataclasses.replace(test, queries=test.queries * 0)
+    sinks = jnp.full(1, bits * np.log(2), jnp.float32)
+    out = kernel(*test.arguments, splits=1, sinks=sinks)
+    assert test.error(out, sinks=sinks) < GATES["float16"]
+
+
 @pytest.mark.parametrize(("text", "dtype"), [("KV2", "bfloat16"), ("K4cV8", "float16")])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_queries_of_channels_may_have_any_size(text, dtype, tokens, rng):

@@ -93,23 +93,31 @@ def decode_plane(
         codes = (words >> jnp.uint16(plane * bits)) & jnp.uint16(2**bits - 1)
         codes = codes.astype(dtype) * jnp.asarray(2.0 ** plane_exponent(dtype), dtype)
         return codes - jnp.broadcast_to(zero, words.shape)
-    byte, shift = divmod(plane * bits, 8)
-    mask = (2**bits - 1) << shift
+    shift = plane * bits % 8
     if dtype == jnp.bfloat16:
-        pick, suffix = f"and.b32 t, t, 0x{mask:04X}{mask:04X}", "bf16x2"
+        above, suffix = 0, "bf16x2"
         factor = (254 - shift) << 7  # 2**(127 - shift), the largest power for a shift of 0
     else:
-        pick = f"lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{_MAGIC:04X}{_MAGIC:04X}, 0xEA"
-        suffix, factor = "f16x2", (15 - shift) << 10  # 2**-shift
+        above, suffix = _MAGIC, "f16x2"
+        factor = (15 - shift) << 10  # 2**-shift
         zero = zero + jnp.asarray(_OFFSET * 2.0**-shift, dtype)
     assembly = f"""{{
         .reg .b32 t, factor;
         mov.b32 factor, 0x{factor:04X}{factor:04X};
-        shr.b32 t, $1, {8 * byte};
-        {pick};
+        {_pick(plane, bits, above)}
         fma.rn.{suffix} $0, t, factor, $2;
     }}"""
     return backend.inline_ptx(assembly, words, jnp.broadcast_to(-zero, words.shape), dtype=dtype)
+
+
+def _pick(plane: int, bits: int, above: int = 0) -> str:
+    """PTX: t is a plane of $1, where it stands in its byte, beneath the upper byte of `above`."""
+    byte, shift = divmod(plane * bits, 8)
+    if bits == 8:  # one instruction, where a shift and a mask are two
+        return f"prmt.b32 t, $1, 0x{above:04X}{above:04X}, 0x{0x5250 + 0x0101 * byte:04X};"
+    mask = (2**bits - 1) << shift
+    return f"""shr.b32 t, $1, {8 * byte};
+        lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{above:04X}{above:04X}, 0xEA;"""
 
 
 def plane_exponent(dtype: jax.typing.DTypeLike) -> int:
@@ -151,8 +159,7 @@ def decode_in_place(
         fma.rn.f16x2 t, t, factor, less;"""
     assembly = f"""{{  // copy {copy}
         .reg .b32 t, factor, less;
-        shr.b32 t, $1, {8 * byte};
-        and.b32 t, t, 0x{mask:04X}{mask:04X};{less if offset else ""}
+        {_pick(plane, bits)}{less if offset else ""}
         mov.b32 $0, t;
     }}"""
     return backend.inline_ptx(assembly, words, dtype=dtype)
@@ -198,15 +205,14 @@ def decode_scaled(
     # Steps have no room in float16 for such an exponent. So the code itself is made first: step
     # times a bias, or zero with one, would be rounded.
     step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
-    byte, shift = divmod(plane * bits, 8)
-    mask, factor, bias = (2**bits - 1) << shift, (15 - shift) << 10, 0xE400 - (shift << 10)
+    shift = plane * bits % 8
+    factor, bias = (15 - shift) << 10, 0xE400 - (shift << 10)
     assembly = f"""{{
         .reg .b32 t, factor, bias, largest;
         mov.b32 factor, 0x{factor:04X}{factor:04X};
         mov.b32 bias, 0x{bias:04X}{bias:04X};
         mov.b32 largest, 0x7BFF7BFF;
-        shr.b32 t, $1, {8 * byte};
-        lop3.b32 t, t, 0x{mask:04X}{mask:04X}, 0x{_MAGIC:04X}{_MAGIC:04X}, 0xEA;
+        {_pick(plane, bits, _MAGIC)}
         fma.rn.f16x2 t, t, factor, bias;
         fma.rn.f16x2 t, t, $2, $3;
         min.f16x2 $0, t, largest;

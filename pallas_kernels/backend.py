@@ -139,7 +139,7 @@ def join(tiles: Sequence[jax.Array]) -> jax.Array:
 # Of the kernel that is being traced: whether it is to run on a GPU that launches kernels early, and
 # how many registers a thread of it may have.
 _launches_early = contextvars.ContextVar("launches_early", default=False)
-_most_registers = contextvars.ContextVar("most_registers", default=MOST_REGISTERS)
+_registers: contextvars.ContextVar[int | None] = contextvars.ContextVar("registers", default=None)
 
 
 def first_program_id() -> jax.Array:
@@ -151,7 +151,7 @@ def first_program_id() -> jax.Array:
     done: what is saved is a launch's time.
     """
     index = pl.program_id(0)
-    if (registers := _most_registers.get()) < MOST_REGISTERS:
+    if (registers := _registers.get()) is not None:
         index = limit_registers(index, registers)
     if not _launches_early.get():
         return index
@@ -171,29 +171,29 @@ def pallas_call(
     stages: int,
     interpret: bool,
     aliases: dict[int, int] | None = None,
-    registers: int = MOST_REGISTERS,
+    registers: int | None = None,
 ) -> Any:
     """Launches a kernel over whole arrays in global memory.
 
     The kernel gets a reference for each array in its arguments and outputs, in the same trees, and
-    does its own indexing.
-    `aliases` maps an argument to the output that takes over its buffer. `registers` is how many a
-    thread of a kernel that asks for `first_program_id` may have at most. With `interpret`, the
-    kernel runs as plain JAX on any device. Raises ValueError for more registers than there are.
+    does its own indexing. `aliases` maps an argument to the output that takes over its buffer.
+    `registers` is how many a thread of a kernel that asks for `first_program_id` may have; None
+    leaves it to the assembler, which keeps room for programs that may never come. With `interpret`,
+    the kernel runs as plain JAX on any device. Raises ValueError for more than there are.
     """
-    if not 0 < registers <= MOST_REGISTERS:
+    if registers is not None and not 0 < registers <= MOST_REGISTERS:
         raise ValueError(f"{name}: {registers} registers: expected 1 to {MOST_REGISTERS}")
 
     def run(*references: Any) -> None:
         capability = compute_capability() or 0.0
         early = not interpret and capability >= EARLY_LAUNCH_CAPABILITY
         launch = _launches_early.set(early)
-        limit = _most_registers.set(MOST_REGISTERS if interpret else registers)
+        limit = _registers.set(None if interpret else registers)
         try:
             kernel(*references)
         finally:
             _launches_early.reset(launch)
-            _most_registers.reset(limit)
+            _registers.reset(limit)
 
     return pl.pallas_call(
         run,

@@ -7,7 +7,7 @@ import math
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.registers import MOST_REGISTERS, registers_for
+from pallas_kernels.registers import registers_for
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
 MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
@@ -32,10 +32,10 @@ ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share 
 # are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
 # Of a thread, so that these programs fit: with fewer, each loses more than their number gains; the
-# loop of two bits, the longest, always has enough. Even so there is a limit: without one, the
-# assembler, which knows nothing of shared memory, may have a program make do with 168.
+# loop of two bits, the longest, always has enough.
 LEAST_REGISTERS, ENOUGH_REGISTERS = 192, 224
 LEAST_BRIEF_REGISTERS = 168  # of programs that should all run at once
+LEAST_OTHER_REGISTERS = 128  # where steps are of tokens, or none
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -52,7 +52,7 @@ class AttentionConfig:
 
     A tile of keys is a piece of a page, or several pages: both sizes are powers of two. What waits
     in 16 bits, in formats where something does, has smaller tiles and programs beside those.
-    registers: that a thread may have at most.
+    registers: that a thread may have at most, or None for what the assembler finds.
     """
 
     tile_rows: int
@@ -62,7 +62,7 @@ class AttentionConfig:
     stages: int
     waiting_keys: int = LEAST_WAITING_KEYS
     waiting_splits: int = 0
-    registers: int = MOST_REGISTERS
+    registers: int | None = None
 
 
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
@@ -131,10 +131,14 @@ class _Work:
         """Bytes of a multiprocessor's programs that share nothing."""
         return MOST_AHEAD * keys * self.slot_bytes * self.programs / backend.multiprocessors()
 
+    def beside(self, keys: int, splits: int, ahead: int) -> int:
+        """Programs that a multiprocessor has at once, with so many tiles on their way."""
+        each = math.ceil(self.programs * splits / backend.multiprocessors())
+        return max(1, min(each, _shared_memory() // (ahead * keys * self.slot_bytes)))
+
     def ahead(self, keys: int, splits: int, *, only_reads: bool = False) -> int:
         """Tiles that a program reads ahead. only_reads: that it waits for nothing but memory."""
-        tile_bytes = keys * self.slot_bytes
-        shared = backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
+        tile_bytes, shared = keys * self.slot_bytes, _shared_memory()
         neighbours = max(1.0, self.programs * splits / backend.multiprocessors())
         ahead = MOST_AHEAD
         if only_reads:
@@ -144,6 +148,11 @@ class _Work:
         elif tile_bytes > SMALL_TILE_BYTES:
             ahead = min(ahead, BYTES_PER_MULTIPROCESSOR // (round(neighbours) * tile_bytes))
         return max(1, min(ahead, shared // tile_bytes))
+
+
+def _shared_memory() -> int:
+    """Bytes of a multiprocessor's that tiles may have."""
+    return backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
 
 
 def _few_rows(
@@ -164,12 +173,14 @@ def _few_rows(
     if has_channels and keys == tile_keys:
         is_brief = work.tiles(keys) <= BRIEF_TILES * splits
         ahead = 1 if is_brief else ahead
-    most = MOST_REGISTERS
     if has_channels:
         least = LEAST_BRIEF_REGISTERS if is_brief else LEAST_REGISTERS
         least = ENOUGH_REGISTERS if pages.format.key_codes.bits == 2 else least
         most = registers_for(work.company(keys, most_bytes), warps)
         most = min(max(most, least), ENOUGH_REGISTERS)
+    else:
+        most = registers_for(work.beside(keys, splits, ahead), warps)
+        most = max(most, LEAST_OTHER_REGISTERS)
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead, registers=most)
     return _with_waiting(config, pages, work, is_brief=is_brief)
 

@@ -200,8 +200,7 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
         ("KV2", 128, 1, 32, 224),
         ("KV2", 128, 1, 8, 224),
         ("KV2", 256, 1, 32, 224),
-        ("KV4", 128, 1, 32, 255),
-        ("KV4c", 128, 512, 32, 255),
+        ("KV4c", 128, 512, 32, None),
     ],
 )
 def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registers, monkeypatch):
@@ -212,3 +211,14 @@ def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registe
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     pages = pages_of(text, 8, head_dim=head_dim)
     assert tuning.configure(32, 4 * tokens, entries, pages).registers == registers
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "registers"),
+    [("KV16", 1, 255), ("KV4", 32, 255), ("KV4", 128, 128), ("KV8", 128, 128)],
+)
+def test_registers_of_programs_that_come_beside_each_other(text, batch, registers, monkeypatch):
+    """Of KV4's two warps there are eight; of KV8's four, six would have fewer than they need."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    pages = pages_of(text, 8, head_dim=128)
+    assert tuning.configure(batch, 4, 32, pages).registers == registers

@@ -104,6 +104,9 @@ def _kernel(
     is_query, is_value = head < heads[0], head >= heads[0] + heads[1]
     dtype = queries_ref.dtype
 
+    # First, as two of its loads follow one another, and none can move up past a store.
+    slot = find_slot(operands, pages.page_size, batch, token)
+
     def rounded(x: jax.Array) -> jax.Array:
         return x.astype(dtype).astype(jnp.float32)
 
@@ -147,7 +150,6 @@ def _kernel(
     for piece in range(pieces):
         at = queries_ref.at[batch, token, jnp.minimum(head, heads[0] - 1), piece * width + target]
         backend.store(at, query[piece].astype(dtype), mask=is_query & is_real)
-    slot = find_slot(operands, pages.page_size, batch, token)
     for side, first, chosen in zip(
         pages.sides,
         (heads[0], heads[0] + heads[1]),

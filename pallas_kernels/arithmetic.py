@@ -70,6 +70,11 @@ PLAIN = Arithmetic(
 )
 
 
+def of_kernel(*, interpret: bool) -> Arithmetic:
+    """That of a kernel, which may be interpreted."""
+    return PLAIN if interpret else PTX
+
+
 def times_power(x: jax.Array, exponent: int) -> jax.Array:
     """The product x · 2**exponent, also where the power itself is beyond float32's range."""
     half = exponent // 2

@@ -94,7 +94,7 @@ class MainLoop:
     ) -> None:
         self.source, self.sequence, self.first_row = source, sequence, first_row
         self.config, self.window, self.softcap, self.ptx = config, window, softcap, ptx
-        self.arithmetic = arithmetics.PTX if ptx else arithmetics.PLAIN
+        self.arithmetic = arithmetics.of_kernel(interpret=not ptx)
         self.keys, self.values = keys, values = source.pages.sides
         kv_heads, self.page_size = keys.words.shape[1:3]
         self.group = operands.queries.shape[1] // kv_heads

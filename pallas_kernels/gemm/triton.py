@@ -242,7 +242,7 @@ def _kernel(
     def load_x_scales(index: jax.Array) -> jax.Array:
         return backend.load_masked(x_scales_ref.at[row, index], row_mask)  # [tile_m]
 
-    multiply_add = (arithmetic.PTX if ptx else arithmetic.PLAIN).multiply_add
+    multiply_add = arithmetic.of_kernel(interpret=not ptx).multiply_add
     zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
     accumulator = jax.lax.fori_loop(
         split * steps // config.splits, (split + 1) * steps // config.splits, step, zeros

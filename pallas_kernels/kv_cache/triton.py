@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.arithmetic import PLAIN, PTX, Arithmetic
+from pallas_kernels import arithmetic, backend
 from pallas_kernels.kv_cache import hadamard
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages, Side
@@ -250,8 +249,8 @@ def write(
         ]
     if side.codes.hadamard:
         pieces = transform(pieces, side.words.shape[3] * side.codes.planes, dtype, interpret)
-    arithmetic = _arithmetic(interpret)
-    slices, parameters = side.codes.encode(pieces, scales, side.parameter_dtype, arithmetic)
+    operations = arithmetic.of_kernel(interpret=interpret)
+    slices, parameters = side.codes.encode(pieces, scales, side.parameter_dtype, operations)
     *tokens, _ = pieces[0].shape
     position = slot.position
     if tokens:
@@ -281,8 +280,5 @@ def transform(
     pieces: Sequence[jax.Array], dim: int, dtype: jnp.dtype, interpret: bool
 ) -> list[jax.Array]:
     """The Hadamard transform of a head, or several, in a kernel; see `write`."""
-    return hadamard.transform_pieces(pieces, dim, dtype, _arithmetic(interpret))
-
-
-def _arithmetic(interpret: bool) -> Arithmetic:
-    return PLAIN if interpret else PTX
+    operations = arithmetic.of_kernel(interpret=interpret)
+    return hadamard.transform_pieces(pieces, dim, dtype, operations)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
+from pallas_kernels import arithmetic, backend
 from pallas_kernels.activations import NEARLY_ZERO, QuantizedActivations
 from pallas_kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.rowwise.reference import quantizes
 
+LOG2_E = math.log2(math.e)
 CHANNELS_PER_WARP = 256  # eight a thread: of a few rows, all loads are on their way at once
 
 
@@ -63,7 +65,8 @@ def gated_silu(
     """SiLU(gate) · up; see the public function."""
     splits, *shape, both = terms.shape
     rows, channels = terms.size // (splits * both), both // 2
-    kernel = functools.partial(_gated_kernel, size=pl.next_power_of_2(channels))
+    size = pl.next_power_of_2(channels)
+    kernel = functools.partial(_gated_kernel, size=size, interpret=interpret)
     result = _result(rows, channels, dtype, format)
     rows_of_terms = terms.reshape(splits, rows, both)
     outputs = _launch(kernel, rows_of_terms, result, "gated_silu", interpret)
@@ -115,12 +118,10 @@ def _launch(kernel: Any, operands: Any, outputs: Any, name: str, interpret: bool
 def _norm_kernel(
     operands: _Operands, stream_ref: Any, result_ref: Any, *, epsilon: float, size: int
 ) -> None:
-    splits, _, channels = operands.terms.shape
+    channels = operands.terms.shape[2]
     row, channel, mask = _row(channels, size)
     weight = _load(operands.weight.at[channel], mask)  # early: it can't move up past the sum
-    wide = jnp.zeros(size, jnp.float32)
-    for split in range(splits):
-        wide += _load(operands.terms.at[split, row, channel], mask)
+    wide = _sum(operands.terms, row, channel, mask)
     if operands.residual is not None:
         wide += _load(operands.residual.at[row, channel], mask)
     stream = wide.astype(stream_ref.dtype)
@@ -131,15 +132,14 @@ def _norm_kernel(
     _store(result_ref, wide, row, channel, mask)
 
 
-def _gated_kernel(terms_ref: Any, result_ref: Any, *, size: int) -> None:
-    splits, _, both = terms_ref.shape
-    channels = both // 2
+def _gated_kernel(terms_ref: Any, result_ref: Any, *, size: int, interpret: bool) -> None:
+    channels = terms_ref.shape[2] // 2
     row, channel, mask = _row(channels, size)
-    gate = up = jnp.zeros(size, jnp.float32)
-    for split in range(splits):
-        gate += _load(terms_ref.at[split, row, channel], mask)
-        up += _load(terms_ref.at[split, row, channels + channel], mask)
-    _store(result_ref, gate / (1 + jnp.exp(-gate)) * up, row, channel, mask)
+    gate = _sum(terms_ref, row, channel, mask)
+    up = _sum(terms_ref, row, channels + channel, mask)
+    operations = arithmetic.of_kernel(interpret=interpret)
+    sigmoid = operations.reciprocal(1 + operations.exp2(gate * -LOG2_E))
+    _store(result_ref, gate * sigmoid * up, row, channel, mask)
 
 
 def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
@@ -150,6 +150,12 @@ def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
 def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     channel = jnp.arange(size)
     return backend.first_program_id(), channel, None if channels == size else channel < channels
+
+
+def _sum(terms: Any, row: jax.Array, channel: jax.Array, mask: jax.Array | None) -> jax.Array:
+    return functools.reduce(
+        jnp.add, [_load(terms.at[i, row, channel], mask) for i in range(terms.shape[0])]
+    )
 
 
 def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
@@ -169,10 +175,13 @@ def _store(
     order = jax.lax.bitcast_convert_type(wide, jnp.int32) & jnp.int32(0x7FFFFFFF)
     peak = jax.lax.bitcast_convert_type(jnp.max(order), jnp.float32)
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)
-    scale = peak * (1 / top)
-    scaled = jnp.clip(wide * (top / peak), -top, top)
-    values = jnp.floor(scaled + 0.5) if is_int8 else scaled
+    peak += peak - peak  # an infinity, beside which no other has a code, becomes NaN
+    values = wide * (top / peak)
+    if is_int8:
+        # Beside 1.5 · 2²³ nothing below 1 has room, and the low bits are those of the integer: one
+        # sum, where to round and to convert are the slowest instructions there are.
+        values = jax.lax.bitcast_convert_type(values + 1.5 * 2.0**23, jnp.int32)
     values_ref: Any = ref.values
     scales_ref: Any = ref.scales
     backend.store(values_ref.at[row, channel], values.astype(values_ref.dtype), mask=mask)
-    backend.store(scales_ref.at[row, jnp.int32(0)], scale)
+    backend.store(scales_ref.at[row, jnp.int32(0)], peak * (1 / top))

@@ -36,7 +36,7 @@ def oracle(x: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
         peak = peak if peak > 1e-30 else top
         ratio = np.clip(run * (top / peak), -top, top)
         if top == 127:
-            ratio = np.floor(ratio + np.float32(0.5))  # halves up
+            ratio = np.round(ratio)  # halves to even
         values[channels] = ratio.astype(values.dtype)
         scales[place] = peak * np.float32(1 / top)
     return values, scales

@@ -123,11 +123,19 @@ def test_rows_of_nearly_zeros_stay_finite(text, peak, rng):
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("text", ["int8/int8", "float8:gK/float8"])
-@pytest.mark.parametrize("nan", [np.nan, -np.nan])
-def test_a_nan_shows_in_the_scale_of_its_row(nan, text, interpret, rng):
-    x = random_array(rng, (3, 128), "bfloat16").at[1, 5].set(nan)
+@pytest.mark.parametrize("culprit", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows_in_the_scale_of_its_row(culprit, text, interpret, rng):
+    x = random_array(rng, (3, 128), "bfloat16").at[1, 5].set(culprit)
     found = triton.quantize_rows(x, parsed(text), interpret=interpret)
     assert np.isnan(found.scales[:, 0]).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_halves_go_to_even_integers(interpret):
+    x = jnp.concatenate([jnp.arange(-63.5, 64), jnp.full(127, 127.0)]).astype("bfloat16")[None]
+    found = triton.quantize_rows(x, parsed("int8/int8"), interpret=interpret)
+    np.testing.assert_array_equal(found.values, np.round(wide(x)))
+    np.testing.assert_array_equal(found.values, quantize_activations(x, parsed("int8/int8")).values)
 
 
 def test_gates_whose_exponentials_overflow(rng):

@@ -17,6 +17,7 @@ from pallas_kernels.formats import WeightFormat
 from pallas_kernels.rowwise.reference import quantizes
 
 LOG2_E = math.log2(math.e)
+NEIGHBOURS = 4  # channels of a thread: 16 bytes of float32
 CHANNELS_PER_WARP = 256  # eight a thread: of a few rows, all loads are on their way at once
 
 
@@ -148,8 +149,13 @@ def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
 
 
 def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    channel = jnp.arange(size)
-    return backend.first_program_id(), channel, None if channels == size else channel < channels
+    """A program's row, its channels, and which of `size` of these there are, if not all."""
+    row = backend.first_program_id()
+    # The compiler has a thread hold as many neighbours as fill 16 bytes of the narrowest operand,
+    # and with those of bytes it would read float32 in strides of 64. Hence a zero that it takes for
+    # any multiple of NEIGHBOURS, which is then all it knows of where a row begins.
+    channel = jnp.arange(size) + (row >> 31) * NEIGHBOURS
+    return row, channel, None if channels == size else channel < channels
 
 
 def _sum(terms: Any, row: jax.Array, channel: jax.Array, mask: jax.Array | None) -> jax.Array:

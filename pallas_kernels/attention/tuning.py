@@ -31,11 +31,10 @@ ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share 
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
 # are fewer, and one tile is on its way rather than two where a program has few.
 CHANNEL_BYTES = 196608  # per multiprocessor
-# Of a thread, so that these programs fit: with fewer, each loses more than their number gains; the
-# loop of two bits, the longest, always has enough.
+# Of a thread, so that these programs fit: with fewer, each loses more than their number gains. The
+# loop of two bits, the longest, has enough, but for float16 with heads of 256.
 LEAST_REGISTERS, ENOUGH_REGISTERS = 192, 224
 LEAST_BRIEF_REGISTERS = 168  # of programs that should all run at once
-LEAST_OTHER_REGISTERS = 128  # where steps are of tokens, or none
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -132,7 +131,10 @@ class _Work:
         return MOST_AHEAD * keys * self.slot_bytes * self.programs / backend.multiprocessors()
 
     def beside(self, keys: int, splits: int, ahead: int) -> int:
-        """Programs that a multiprocessor has at once, with so many tiles on their way."""
+        """Programs that a multiprocessor has at once, with so many tiles on their way.
+
+        But for those of what waits, which are brief.
+        """
         each = math.ceil(self.programs * splits / backend.multiprocessors())
         return max(1, min(each, _shared_memory() // (ahead * keys * self.slot_bytes)))
 
@@ -173,16 +175,16 @@ def _few_rows(
     if has_channels and keys == tile_keys:
         is_brief = work.tiles(keys) <= BRIEF_TILES * splits
         ahead = 1 if is_brief else ahead
+    config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
+    config = _with_waiting(config, pages, work, is_brief=is_brief)
     if has_channels:
         least = LEAST_BRIEF_REGISTERS if is_brief else LEAST_REGISTERS
         least = ENOUGH_REGISTERS if pages.format.key_codes.bits == 2 else least
         most = registers_for(work.company(keys, most_bytes), warps)
-        most = min(max(most, least), ENOUGH_REGISTERS)
-    else:
-        most = registers_for(work.beside(keys, splits, ahead), warps)
-        most = max(most, LEAST_OTHER_REGISTERS)
-    config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead, registers=most)
-    return _with_waiting(config, pages, work, is_brief=is_brief)
+        return dataclasses.replace(config, registers=min(max(most, least), ENOUGH_REGISTERS))
+    # With less than enough, the assembler knows better which loop can do with how much.
+    most = registers_for(work.beside(keys, config.splits, ahead), warps)
+    return dataclasses.replace(config, registers=most if most >= ENOUGH_REGISTERS else None)
 
 
 def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:

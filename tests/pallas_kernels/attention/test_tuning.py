@@ -214,11 +214,40 @@ def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registe
 
 
 @pytest.mark.parametrize(
-    ("text", "batch", "registers"),
-    [("KV16", 1, 255), ("KV4", 32, 255), ("KV4", 128, 128), ("KV8", 128, 128)],
+    ("text", "batch", "entries", "registers"),
+    [
+        ("KV16", 1, 32, 255),
+        ("KV4", 32, 32, 255),
+        ("KV4", 128, 32, None),
+        ("KV8", 128, 32, None),
+        ("KV16", 512, 32, 255),  # shared memory holds the tiles of one
+        ("K8V4c", 64, 8, 255),  # four, and as many of what waits, which are brief
+    ],
 )
-def test_registers_of_programs_that_come_beside_each_other(text, batch, registers, monkeypatch):
-    """Of KV4's two warps there are eight; of KV8's four, six would have fewer than they need."""
+def test_registers_of_programs_that_come_beside_each_other(
+    text, batch, entries, registers, monkeypatch
+):
+    """Of KV4's two warps there are eight; of KV8's four, six: what they get, the assembler says."""
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     pages = pages_of(text, 8, head_dim=128)
-    assert tuning.configure(batch, 4, 32, pages).registers == registers
+    assert tuning.configure(batch, 4, entries, pages).registers == registers
+
+
+@pytest.mark.parametrize(
+    ("keys", "splits", "ahead", "kibibytes", "programs"),
+    [
+        (64, 1, 2, 227, 1),
+        (64, 6, 2, 227, 3),
+        (64, 30, 2, 227, 6),
+        (64, 30, 1, 227, 12),
+        (64, 30, 2, 99, 2),
+        (128, 30, 2, 227, 3),
+        (128, 30, 2, 99, 1),
+    ],
+)
+def test_programs_beside_each_other(keys, splits, ahead, kibibytes, programs, monkeypatch):
+    """As many as there are, or as shared memory holds the tiles of, but for 32 KiB."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(backend, "shared_memory", lambda capability: 1024 * kibibytes)
+    work = tuning._Work(programs=64, tokens=4096, slot_bytes=256)
+    assert work.beside(keys, splits, ahead) == programs

@@ -22,10 +22,6 @@ from pallas_kernels.arithmetic import PLAIN, Arithmetic
 from pallas_kernels.codes import float8
 from pallas_kernels.kv_cache import quantize
 
-# The step of a channel whose tokens are all alike. Queries meet it apart from the channel's zero,
-# and lose to rounding what a larger step would be worth (attention/queries.py).
-FLAT_CHANNEL = 2.0**-14
-
 
 class KVCodes:
     """Channels as they are, in 16 bits or more; the other kinds refine it.
@@ -158,17 +154,14 @@ class Integers(KVCodes):
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Scale = (max − min) / (2**bits − 1) and zero = min, a pair of 16 bits."""
         assert dtype is not None
-        values, flat = [piece.astype(jnp.float32) for piece in pieces], 1.0
+        values = [piece.astype(jnp.float32) for piece in pieces]
         if self.scaling == "channel":
-            flat = FLAT_CHANNEL
             ranges = [(x.min(-2)[..., None, :], x.max(-2)[..., None, :]) for x in values]
         else:
             low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
             high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
             ranges = [(low, high)]
-        found = [
-            quantize.parameters(*ends, self.bits, dtype, arithmetic, flat=flat) for ends in ranges
-        ]
+        found = [quantize.parameters(*ends, self.bits, dtype, arithmetic) for ends in ranges]
         of_each = found * (len(values) // len(found))
         codes = [
             quantize.encode(x, step, zero, self.bits, arithmetic)

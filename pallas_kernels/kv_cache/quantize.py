@@ -7,6 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.arithmetic import PLAIN, Arithmetic
 
+# The step of what is all alike, a token's channels or a channel's tokens. Attention multiplies by
+# steps apart from zeros, and beside a large one loses both: weights times other tokens' steps in
+# float16, and to rounding what a channel's step is worth (attention/queries.py).
+FLAT_STEP = 2.0**-14
+
 
 def parameter_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The 16-bit dtype of scales and zeros beside values of `dtype`."""
@@ -19,20 +24,18 @@ def parameters(
     bits: int,
     dtype: jax.typing.DTypeLike,
     arithmetic: Arithmetic = PLAIN,
-    *,
-    flat: float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Scale and zero for float32 minima and maxima: float32, but exact in `dtype`.
 
-    A range of zero gets the scale `flat`: its codes are 0 and it decodes to its minimum, never to
-    NaN. What is beyond float16 counts as its end.
+    A range of zero has FLAT_STEP as its scale, and decodes to its minimum, never to NaN. What is
+    beyond float16 counts as its end.
     """
     if jnp.dtype(dtype) == jnp.float16:
         end = float(jnp.finfo(dtype).max)
         low, high = jnp.clip(low, -end, end), jnp.clip(high, -end, end)
     # Not a division: XLA makes one by a constant a product like this, and a kernel would not.
     scale = arithmetic.round((high - low) * (1 / (2**bits - 1)), dtype)
-    return jnp.where(scale == 0, flat, scale), arithmetic.round(low, dtype)
+    return jnp.where(scale == 0, FLAT_STEP, scale), arithmetic.round(low, dtype)
 
 
 def encode(

@@ -249,19 +249,16 @@ class KVSide(NamedTuple):
 
 
 def kv_encoded(
-    x: np.ndarray, bits: int, dtype: np.dtype | None = None, flat: float = 1.0
+    x: np.ndarray, bits: int, dtype: np.dtype | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes uint16 [..., dim], scale and zero [...] in a dtype, or that of x, per vector of x.
-
-    flat: the scale of vectors whose elements are all alike.
-    """
+    """Codes uint16 [..., dim], scale and zero [...] in a dtype, or that of x, per vector of x."""
     dtype = dtype or (x.dtype if x.dtype.itemsize == 2 else np.dtype(np.float16))
     values = x.astype(np.float32)
     low, high = values.min(-1), values.max(-1)
     if dtype == np.float16:
         low, high = (np.clip(end, -65504, 65504) for end in (low, high))
     scale = ((high - low) * np.float32(1 / (2**bits - 1))).astype(dtype)
-    scale = np.where(scale == 0, np.array(flat, dtype), scale)
+    scale = np.where(scale == 0, np.array(2.0**-14, dtype), scale)
     zero = low.astype(dtype)
     halves = values - zero.astype(np.float32)[..., None]
     halves *= (np.float32(2) / scale.astype(np.float32))[..., None]
@@ -324,7 +321,7 @@ def kv_channels(x: np.ndarray, kind: str, dtype: np.dtype | None = None) -> KVSi
     bits, group = int(kind[0]), KEY_GROUPS[kind]
     channels = np.moveaxis(x, -1, -2)
     channels = channels.reshape(*channels.shape[:-1], -1, group)  # [..., dim, groups, group]
-    codes, step, zero = kv_encoded(channels, bits, dtype, flat=2.0**-14)
+    codes, step, zero = kv_encoded(channels, bits, dtype)
     decoded = codes * step.astype(np.float64)[..., None] + zero.astype(np.float64)[..., None]
     codes, decoded = (np.moveaxis(y.reshape(*y.shape[:-2], -1), -1, -2) for y in (codes, decoded))
     parameters = parameter_words(np.moveaxis(step, -1, -2), np.moveaxis(zero, -1, -2))

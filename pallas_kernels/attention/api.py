@@ -60,9 +60,10 @@ def paged_attention(
     tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
     cuDNN (`gathered`), up to 1 GiB of keys and values, if JAX has what that takes; the kernel
     attends else. Beside pages that keep scales it takes queries of KVPages.parameter_dtype; others
-    go to the reference, with a warning. Raises ValueError for
-    shapes that don't fit, and UnsupportedError, with the reason, where a forced implementation
-    can't run.
+    go to the reference, with a warning. In float16, scores may reach 2**24.
+
+    Raises ValueError for shapes that don't fit, and UnsupportedError, with the reason, where a
+    forced implementation can't run.
     """
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, window, softcap, sinks)
     batch = len(queries) if queries.ndim == 4 else None

@@ -38,8 +38,9 @@ NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys a
 # 2**-57.
 LEAST_EXPONENT = -64
 LOG2_E = math.log2(math.e)
-SINK_BITS = 24.0  # by which a key's weight may be less than a sink's, and still count
+SINK_BITS = 24.0  # by which weights, or products with steps, may be less than a sink's, and count
 _TINY = 1e-37  # smaller steps have no reciprocal
+_ROUNDING, _MOST_ROUNDING = 2.0**-22, 14.0  # of an exponent: in parts of its summands, in bits
 _Fetch = Callable[..., Iterator[list[jax.Array]]]  # of a side's parts in one tile
 
 
@@ -67,7 +68,7 @@ class _Carry(NamedTuple):
 
     sums: tuple[jax.Array, ...]  # of values times weights, for each part of their channels
     zero_sum: jax.Array  # of the values' zeros times weights; like `total`
-    peak: jax.Array  # [rows], the largest exponent so far
+    peak: jax.Array  # [rows], no exponent so far is larger
     total: jax.Array  # of weights; like a tile of `kept_slots`
 
 
@@ -158,7 +159,7 @@ class MainLoop:
         self.is_first, self.sink = source.split == 0, None
         if operands.sinks is not None:
             sink = backend.load_masked(operands.sinks.at[self.rows.query_head], self.rows.mask)
-            self.sink = sink.astype(jnp.float32) * LOG2_E
+            self.sink = jnp.maximum(sink.astype(jnp.float32) * LOG2_E, FLOOR)
 
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
         """The rows' queries; with the scales that each channel of their keys is given."""
@@ -198,16 +199,14 @@ class MainLoop:
         if self.sink is not None:  # what is as much less as float16 holds must not vanish beside it
             peak = jnp.where(self.is_first, self.sink - SINK_BITS, peak)
         zeros = self._zeros(self.kept_slots)
-        sums = tuple(self._zeros(part.size) for part in self.value_parts)
-        carry = _Carry(sums, zeros, peak, zeros)
-        whole_tiles = jnp.int32(0)
+        carry = _Carry(tuple(self._zeros(p.size) for p in self.value_parts), zeros, peak, zeros)
+        whole = jnp.int32(0)
         if not self.is_narrow and self.window is None:
             # Causality hides keys of the last tiles alone: the others need no masks.
             seen = jnp.maximum(self.seen_by_all - source.begin, 0)
-            whole_tiles = self.source.tiles_below(seen // size, self.first_tile)
-            whole_tiles = jnp.minimum(whole_tiles, self.all_tiles)
-            carry = self._visit_all(jnp.int32(0), whole_tiles, carry, is_whole=True)
-        return self._visit_all(whole_tiles, self.all_tiles, carry)
+            whole = jnp.minimum(source.tiles_below(seen // size, self.first_tile), self.all_tiles)
+            carry = self._visit_all(jnp.int32(0), whole, carry, is_whole=True)
+        return self._visit_all(whole, self.all_tiles, carry)
 
     def _zeros(self, slots: int) -> jax.Array:
         """A tile of so many slots, or channels."""
@@ -243,10 +242,7 @@ class MainLoop:
         group = tile * size % self.page_size // (source.pages.format.group or self.page_size)
         place = place._replace(group=group)
         fetch = functools.partial(
-            tiles.operands,
-            head=self.sequence.head,
-            place=place,
-            ptx=self.ptx,
+            tiles.operands, head=self.sequence.head, place=place, ptx=self.ptx
         )
         scores = self._scores(place, fetch)
         if not is_whole:
@@ -329,6 +325,10 @@ class MainLoop:
         highest, base = scores.tile.max(oriented.slots) * scores.factor, jnp.float32(self.lift)
         if scores.offset is not None:
             highest, base = highest + scores.offset, base + scores.offset
+        if self.dtype == jnp.float16:  # which ends a bit above the lift
+            highest = jnp.maximum(highest, FLOOR)
+            size = abs(highest) + (0 if scores.offset is None else abs(scores.offset))
+            highest += jnp.minimum(size * _ROUNDING, _MOST_ROUNDING)
         new_peak = jnp.maximum(peak, highest)
         shrink = oriented.for_rows(arithmetic.exp2(peak - new_peak))
         factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))

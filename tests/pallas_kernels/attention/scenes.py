@@ -143,8 +143,10 @@ def scene(
     kind: `normal`; `outlier`, with a channel 50 times as strong as the rest; `uniform`, with
     queries so weak that all keys weigh nearly the same, and the result is a small difference of
     large sums; `small`, with values around a thousandth; `positive`, with such values of
-    one sign; `flat`, with small keys, of which some channels are all alike, and queries that are
-    large just there.
+    one sign; `near`, with values a thousandth from one; `flat`, with small keys, of which some
+    channels are all alike, and queries that are large just there; `alike`, with values of which
+    each token's are; `null`, with positive values but for a token of zeros on each page, which
+    outweighs every other 256 times.
     """
     kv_heads, group = heads
     format = KVFormat.parse(text)
@@ -163,10 +165,18 @@ def scene(
         values *= 1e-3
     if kind == "positive":
         values = 1e-3 + 3e-4 * values
+    if kind == "near":
+        values = 1 + 1e-3 * values
     if kind == "flat":
         keys *= 0.01
         keys[..., 8:16] = 0
         queries[..., 8:16] *= 5
+    if kind == "alike":
+        values = np.broadcast_to(values[..., :1] * 1e-2, shape)
+    if kind == "null":
+        values = 1e-3 + 3e-4 * values
+        values[:, :, 0], keys[:, :, 1:] = 0, 0
+        queries, keys[:, :, 0] = np.ones_like(queries), 8 * np.log(2) / head_dim**0.5
     scales = rng.uniform(0.05, 0.2, (2, kv_heads, 1)).astype(np.float32)
     if format.scaling == "static":  # of channels, whatever they reach
         scales = np.abs(np.stack([keys, values])).max((1, 3)).astype(np.float32) / 127

@@ -88,10 +88,34 @@ def test_queries_of_zero_are_means_of_what_they_see(text, rng):
     assert test.error(kernel(*test.arguments, splits=1)) < GATES["bfloat16"]
 
 
-@pytest.mark.parametrize("bits", [13.5, 15.5])
-def test_small_weights_times_small_steps_do_not_vanish_in_float16(bits, rng):
+@pytest.mark.parametrize("text", ["K16V8", "KV4"])
+@pytest.mark.parametrize("kind", ["alike", "null"])
+def test_tokens_that_are_all_alike(kind, text, rng):
+    """Their step, that of a range of zero, is none that others' products vanish beside."""
+    test = scene(rng, text, "float16", kind=kind, starts=[639], counts=[1])
+    assert test.error(kernel(*test.arguments, splits=1)) < GATES["float16"]
+
+
+@pytest.mark.parametrize("text", ["KV16", "KV8", "K16V4", "KV2"])
+def test_scores_whose_exponents_are_rounded_stay_in_float16(text, rng):
+    """From 2**24 on, an exponent may be rounded to what is beyond the largest float16."""
+    test = scene(rng, text, "float16", starts=[300], counts=[1])
+    for scale in np.geomspace(2.0**18, 2.0**20.5, 7):
+        out = kernel(*test.arguments, splits=1, scale=float(scale))
+        assert test.error(out, scale) < GATES["float16"], scale
+
+
+def test_a_sink_may_be_infinitely_small(rng):
+    """A row sees nothing in the first tiles of its window."""
+    test = scene(rng, "KV16", "bfloat16", starts=[300], counts=[6])
+    out = kernel(*test.arguments, splits=1, window=50, sinks=jnp.full(4, -jnp.inf))
+    assert test.error(out, window=50) < GATES["bfloat16"]
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("positive", 13.5), ("positive", 15.5), ("near", 22.5)])
+def test_small_weights_times_small_steps_do_not_vanish_in_float16(kind, bits, rng):
     """Many keys beside a sink that outweighs each of them."""
-    test = scene(rng, "K16V8", "float16", kind="positive", starts=[4095], counts=[1], heads=(1, 1))
+    test = scene(rng, "K16V8", "float16", kind=kind, starts=[4095], counts=[1], heads=(1, 1))
     test = dataclasses.replace(test, queries=test.queries * 0)
     sinks = jnp.full(1, bits * np.log(2), jnp.float32)
     out = kernel(*test.arguments, splits=1, sinks=sinks)

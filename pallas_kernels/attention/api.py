@@ -60,7 +60,8 @@ def paged_attention(
     tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
     cuDNN (`gathered`), up to 1 GiB of keys and values, if JAX has what that takes; the kernel
     attends else. Beside pages that keep scales it takes queries of KVPages.parameter_dtype; others
-    go to the reference, with a warning. In float16, scores may reach 2**24.
+    go to the reference, with a warning. In float16, scores may reach 2**24, and so may sums of
+    queries times zeros of channels.
 
     Raises ValueError for shapes that don't fit, and UnsupportedError, with the reason, where a
     forced implementation can't run.

@@ -326,7 +326,6 @@ class MainLoop:
         if scores.offset is not None:
             highest, base = highest + scores.offset, base + scores.offset
         if self.dtype == jnp.float16:  # which ends a bit above the lift
-            highest = jnp.maximum(highest, FLOOR)
             size = abs(highest) + (0 if scores.offset is None else abs(scores.offset))
             highest += jnp.minimum(size * _ROUNDING, _MOST_ROUNDING)
         new_peak = jnp.maximum(peak, highest)

@@ -27,7 +27,7 @@ def parameters(
 ) -> tuple[jax.Array, jax.Array]:
     """Scale and zero for float32 minima and maxima: float32, but exact in `dtype`.
 
-    A range of zero has FLAT_STEP as its scale, and decodes to its minimum, never to NaN. What is
+    A range of zero has FLAT_STEP as its scale, and decodes to a number like any other. What is
     beyond float16 counts as its end.
     """
     if jnp.dtype(dtype) == jnp.float16:

@@ -145,7 +145,8 @@ def scene(
     large sums; `small`, with values around a thousandth; `positive`, with such values of
     one sign; `near`, with values a thousandth from one; `flat`, with small keys, of which some
     channels are all alike, and queries that are large just there; `alike`, with values of which
-    each token's are; `null`, with positive values but for a token of zeros on each page, which
+    each token's are; `cancelling`, with queries of ones and keys hundreds in size whose sums are
+    not; `null`, with positive values but for a token of zeros on each page, which
     outweighs every other 256 times.
     """
     kv_heads, group = heads
@@ -173,6 +174,9 @@ def scene(
         queries[..., 8:16] *= 5
     if kind == "alike":
         values = np.broadcast_to(values[..., :1] * 1e-2, shape)
+    if kind == "cancelling":
+        queries, keys = np.ones_like(queries), 500 * np.sign(keys)
+        keys[..., 1::2] = -0.999 * keys[..., ::2]
     if kind == "null":
         values = 1e-3 + 3e-4 * values
         values[:, :, 0], keys[:, :, 1:] = 0, 0

@@ -105,6 +105,14 @@ def test_scores_whose_exponents_are_rounded_stay_in_float16(text, rng):
         assert test.error(out, scale) < GATES["float16"], scale
 
 
+def test_scores_that_are_small_sums_of_large_ones_stay_in_float16(rng):
+    """What is rounded is then the zeros' part of them."""
+    test = scene(rng, "KV4c", "float16", kind="cancelling", starts=[300], counts=[1])
+    for scale in np.geomspace(256, 4096, 5):
+        out = kernel(*test.arguments, splits=1, scale=float(scale))
+        assert np.isfinite(np.asarray(out, np.float32)).all(), scale
+
+
 def test_a_sink_may_be_infinitely_small(rng):
     """A row sees nothing in the first tiles of its window."""
     test = scene(rng, "KV16", "bfloat16", starts=[300], counts=[6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.rounding import round_to
+
+LOG2_E = math.log2(math.e)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -71,7 +74,7 @@ PLAIN = Arithmetic(
 
 
 def of_kernel(*, interpret: bool) -> Arithmetic:
-    """That of a kernel, which may be interpreted."""
+    """What a kernel computes with: plain JAX where it is interpreted."""
     return PLAIN if interpret else PTX
 
 

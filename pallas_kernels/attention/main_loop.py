@@ -13,7 +13,6 @@ and sums make up for it, and change nothing else.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import arithmetic as arithmetics
 from pallas_kernels import backend
-from pallas_kernels.arithmetic import times_power
+from pallas_kernels.arithmetic import LOG2_E, times_power
 from pallas_kernels.attention import queries, rows, tiles
 from pallas_kernels.attention.combine import FLOOR
 from pallas_kernels.attention.orientation import Orientation
@@ -37,7 +36,6 @@ NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys a
 # it leave bfloat16's queries, steps, their products and sums room up to 2**57, and steps down to
 # 2**-57.
 LEAST_EXPONENT = -64
-LOG2_E = math.log2(math.e)
 SINK_BITS = 24.0  # by which weights, or products with steps, may be less than a sink's, and count
 _TINY = 1e-37  # smaller steps have no reciprocal
 _ROUNDING, _MOST_ROUNDING = 2.0**-22, 14.0  # of an exponent: in parts of its summands, in bits

@@ -27,8 +27,8 @@ def parameters(
 ) -> tuple[jax.Array, jax.Array]:
     """Scale and zero for float32 minima and maxima: float32, but exact in `dtype`.
 
-    A range of zero has FLAT_STEP as its scale, and decodes to a number like any other. What is
-    beyond float16 counts as its end.
+    A range of zero has FLAT_STEP as its scale: zero would make NaN of its codes. What is beyond
+    float16 counts as its end.
     """
     if jnp.dtype(dtype) == jnp.float16:
         end = float(jnp.finfo(dtype).max)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,6 @@ from pallas_kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.rowwise.reference import quantizes
 
-LOG2_E = math.log2(math.e)
 NEIGHBOURS = 4  # channels of a thread: 16 bytes of float32
 CHANNELS_PER_WARP = 256  # eight a thread: of a few rows, all loads are on their way at once
 
@@ -139,7 +137,7 @@ def _gated_kernel(terms_ref: Any, result_ref: Any, *, size: int, interpret: bool
     gate = _sum(terms_ref, row, channel, mask)
     up = _sum(terms_ref, row, channels + channel, mask)
     operations = arithmetic.of_kernel(interpret=interpret)
-    sigmoid = operations.reciprocal(1 + operations.exp2(gate * -LOG2_E))
+    sigmoid = operations.reciprocal(1 + operations.exp2(gate * -arithmetic.LOG2_E))
     _store(result_ref, gate * sigmoid * up, row, channel, mask)
 
 

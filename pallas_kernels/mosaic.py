@@ -266,17 +266,19 @@ def _mma(
     return mosaic_gpu.mma(sums, left, right)
 
 
-def send(tile: jax.Array, ref: Any, received: Any, *, axis: str | None) -> None:
+def send(
+    tile: jax.Array, ref: Any, received: Any, *, axis: str | None = None, program: int = 0
+) -> None:
     """Writes sums [CHANNELS, rows] to shared memory, and arrives at a barrier when they are there.
 
-    axis: of a cluster, whose first program's memory and barrier are meant; else this one's.
+    axis: of a cluster, of whose `program` memory and barrier are meant; without it, this one's.
     """
     if axis is None:
         ref[...] = tile
         arrive(received)
     else:
-        first = jnp.int32(0)
-        plgpu.async_store_smem(tile, ref, received, cluster_idx=first, cluster_dim=axis)
+        index = jnp.int32(program)
+        plgpu.async_store_smem(tile, ref, received, cluster_idx=index, cluster_dim=axis)
 
 
 def store_transposed(ref: Any, tile: jax.Array, *, interpret: bool) -> None:

@@ -101,6 +101,12 @@ class WarpgroupConfig:
         return self.splits == 2 and self.has_few_rows
 
     @property
+    def finished_rows(self) -> int:
+        """Rows that a program finishes: in a cluster half, if that is a multiple of ROWS."""
+        is_halved = self.is_cluster and self.tile_m % (2 * ROWS) == 0
+        return self.tile_m // 2 if is_halved else self.tile_m
+
+    @property
     def tile_n(self) -> int:
         """Output channels of a program's tile."""
         return CHANNELS * (self.warpgroups // self.shares)

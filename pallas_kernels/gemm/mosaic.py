@@ -24,6 +24,7 @@ from pallas_kernels import backend, mosaic, mosaic_decoding
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.activations import QuantizedActivations
 from pallas_kernels.formats import WeightFormat
+from pallas_kernels.gemm import epilogue
 from pallas_kernels.gemm.config import CHANNELS, ROWS, WarpgroupConfig
 from pallas_kernels.gemm.stages import Stages, stages
 from pallas_kernels.gemm.warpgroups import why_unsound
@@ -63,7 +64,6 @@ def matmul_terms(
     copies = 1 + has_groups + (staged.parts == 1)  # of words, their parameters, and x
     sum_dtype = jnp.dtype(jnp.int32 if values.dtype == jnp.int8 else jnp.float32)
     slots, x_slots = staged.blocks * config.shares, staged.x * config.shares
-    sums = (CHANNELS, config.tile_m)
     # The last one changes first: tiles that share words run at about the same time.
     grid = {"column": pl.cdiv(outputs, tile_n), "row": pl.cdiv(rows, config.tile_m)}
     cluster = {"split": splits} if is_cluster else {}
@@ -90,14 +90,13 @@ def matmul_terms(
     if staged.parts > 1:
         scratch["x_full"] = mosaic.Barrier(num_barriers=x_slots)
         scratch["x_free"] = mosaic.Barrier(num_arrivals=columns, num_barriers=x_slots)
-    if senders := config.shares * cluster.get("split", 1) - 1:
-        scratch["sent_tiles"] = mosaic.shared((senders, columns, *sums), sum_dtype)
-        scratch["sent"] = mosaic.Barrier(num_arrivals=senders * columns)
+    scratch |= epilogue.scratch(config, sum_dtype, is_cluster=is_cluster)
     if weight.table is not None and not interpret:
         scratch["pair_rows"] = mosaic_decoding.shared_rows_of_pairs(format.bits)
         scratch["filled"] = mosaic.Barrier(num_arrivals=config.warpgroups)
     if interpret:
-        scratch["sum_tiles"] = mosaic.shared_rows((config.warpgroups, *sums), sum_dtype)
+        shape = config.warpgroups, CHANNELS, config.tile_m
+        scratch["sum_tiles"] = mosaic.shared_rows(shape, sum_dtype)
     terms = mosaic.launch(
         functools.partial(
             _kernel,
@@ -141,8 +140,6 @@ def _kernel(
     parameter_tiles: Any = None,  # [slots, words of a block, tile_n], where there are groups
     x_full: Any = None,  # where a tile of x is less than a block
     x_free: Any = None,
-    sent_tiles: Any = None,  # [senders, columns, 64, tile_m], where warpgroups share outputs
-    sent: Any = None,
     pair_rows: Any = None,  # where codes index a table
     filled: Any = None,
     sum_tiles: Any = None,  # [warpgroups, 64, tile_m], where the kernel is interpreted
@@ -154,6 +151,7 @@ def _kernel(
     sum_dtype: jnp.dtype,
     cluster_axis: str | None,
     interpret: bool,
+    **joining: Any,  # of the epilogue
 ) -> None:
     *others, out_ref = references
     kind = code_kinds.of(format)
@@ -355,20 +353,19 @@ def _kernel(
         if exponent:
             sums = [part * 2.0**-exponent for part in sums]
 
-        def finish(sums: Sequence[jax.Array]) -> None:
-            first = first_row
+        def finish(sums: Sequence[jax.Array], row: int) -> None:
             for part in sums:
                 part = part.astype(jnp.float32)
-                for row in of_channels:
-                    part = scaled(part, row)
+                for channels in of_channels:
+                    part = scaled(part, channels)
                 for ref in x_scales_ref:
-                    scales = ref.at[pl.ds(first, part.shape[1])]
+                    scales = ref.at[pl.ds(first_row + row, part.shape[1])]
                     part *= mosaic.load_column(scales, interpret=interpret)
-                store(part, first)
-                first += part.shape[1]
+                store(part, row)
+                row += part.shape[1]
             mosaic.wait_for_stores()
 
-        def store(sums: jax.Array, row: jax.Array) -> None:
+        def store(sums: jax.Array, row: int) -> None:
             tile = out_tiles.at[column]
             for start in range(0, sums.shape[1], tile.shape[0]):
                 mosaic.wait_for_stores()
@@ -376,24 +373,10 @@ def _kernel(
                 mosaic.store_transposed(tile, part, interpret=interpret)
                 target = out_ref.at[
                     0 if cluster_axis else split,
-                    pl.ds(row + start, tile.shape[0]),
+                    pl.ds(first_row + row + start, tile.shape[0]),
                     pl.ds(first_output + column * CHANNELS, CHANNELS),
                 ]
                 mosaic.copy_out(tile, target)
 
-        if sent is None:
-            finish(sums)
-            return
-        rank = split * shares + share if cluster_axis else share
-
-        @pl.when(rank > 0)
-        def _send() -> None:
-            mosaic.send(sums[0], sent_tiles.at[rank - 1, column], sent, axis=cluster_axis)
-
-        @pl.when(rank == 0)
-        def _add() -> None:
-            mosaic.wait(sent)
-            [total] = sums
-            for sender in range(sent_tiles.shape[0]):
-                total += mosaic.load(sent_tiles.at[sender, column], interpret=interpret)
-            finish([total])
+        place = {"column": column, "share": share, "rank": split, "axis": cluster_axis}
+        epilogue.Epilogue(**place, **joining, finish=finish, interpret=interpret).run(sums)

@@ -40,12 +40,10 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     width = format.plane_width * format.word_bits // 8
     words = config.tile_n * (format.columns * width + 4 * format.parameters_of_block)
     plane = config.tile_m * width
-    out_rows = math.gcd(*config.products, MOST_OUT_ROWS)
+    out_rows = math.gcd(*config.products, config.finished_rows, MOST_OUT_ROWS)
     row = config.tile_n * dtype.itemsize
-    programs = config.splits if config.is_cluster else 1
-    sent = (config.shares * programs - 1) * config.tile_n * config.tile_m * 4
     pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
-    room = backend.shared_memory(CAPABILITY) - BARRIER_BYTES - sent - pairs
+    room = backend.shared_memory(CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
     if config.has_few_rows or format.activations:
         room = (room - out_rows * row) // config.shares
         count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))
@@ -58,6 +56,14 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     most = max(0, min(MOST_STAGES, (room - out_rows * row) // plane))
     # Its place is then found without a division.
     return Stages(BLOCKS, 1 << most.bit_length() - 1 if most else 0, format.planes, out_rows)
+
+
+def sent_bytes(config: WarpgroupConfig) -> int:
+    """Bytes for sums that warpgroups send to others, 32 bits each; see `epilogue.scratch`."""
+    rows = (config.shares - 1) * config.tile_m
+    if config.is_cluster:
+        rows += config.finished_rows
+    return 4 * config.tile_n * rows
 
 
 def why_no_room(format: WeightFormat, config: WarpgroupConfig) -> str | None:

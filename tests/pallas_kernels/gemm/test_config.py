@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.config import GemmConfig, Implementation, Plan
+from pallas_kernels.gemm.config import GemmConfig, Implementation, Plan, WarpgroupConfig
 
 
 def test_equal_configurations_share_a_compiled_program(trace_counter):
@@ -35,3 +35,10 @@ def test_nothing_changes_afterwards(value):
 def test_a_plan_is_for_a_gpu():
     """Tables name every implementation but the reference, which needs no plan."""
     assert {*tables.IMPLEMENTATIONS, "reference"} == set(typing.get_args(Implementation))
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits", "expected"), [(8, 2, 8), (16, 2, 8), (24, 2, 24), (32, 2, 16), (32, 4, 32)]
+)
+def test_programs_of_a_cluster_finish_whole_rows(rows, splits, expected):
+    assert WarpgroupConfig(rows, 2, splits).finished_rows == expected

@@ -249,6 +249,7 @@ def test_on_the_gpu(text, rng):
         *(WarpgroupConfig(256, 2, 1), WarpgroupConfig(96, 3, 3), WarpgroupConfig(16, 2, 7)),
         *(WarpgroupConfig(16, 4, 2, 4), WarpgroupConfig(8, 3, 1, 3), WarpgroupConfig(24, 3, 5, 3)),
         *(WarpgroupConfig(32, 2, 2), WarpgroupConfig(32, 4, 2, 2), WarpgroupConfig(32, 4, 1)),
+        *(WarpgroupConfig(8, 4, 2, 2), WarpgroupConfig(24, 2, 2), WarpgroupConfig(16, 3, 2)),
     ],
     ids=lambda config: "-".join(map(str, dataclasses.astuple(config))),
 )

@@ -15,7 +15,7 @@ from pallas_kernels.gemm.stages import stages, why_no_room
         ("uint4:g128", WarpgroupConfig(64, 3, 1), (2, 8, 4), True),
         ("uint4:g128", WarpgroupConfig(2048, 2, 1), (2, 0, 4), False),
         ("uint4:g128", WarpgroupConfig(16, 2, 1), (8, 8, 1), True),
-        ("uint4:g128", WarpgroupConfig(32, 2, 2, 2), (3, 3, 1), True),
+        ("uint4:g128", WarpgroupConfig(32, 2, 2, 2), (4, 4, 1), True),
         ("uint4:g128", WarpgroupConfig(32, 4, 2, 4), (1, 1, 1), False),
         ("int8/int8", WarpgroupConfig(256, 2, 1), (3, 3, 1), True),
         ("liquid4:g64/int8", WarpgroupConfig(256, 2, 1), (4, 4, 1), True),

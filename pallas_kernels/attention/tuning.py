@@ -165,6 +165,8 @@ def _few_rows(
     keys, splits = tile_keys, work.splits(tile_keys, most_bytes)
     if is_decoded and splits == 1 and not has_channels:
         keys = _keys_of_one(work, tile_keys, warps)
+    elif pages.format.value_codes.scaling == "channel":
+        pass  # each tile has steps of its own for values, too: smaller ones would be more of them
     elif is_decoded and (warps < 4 or work.tokens > splits * tile_keys):  # four share a tile well
         few = FEW_TILES if pages.residual is None else FEW_TILES // 2
         few = FEW_CHANNEL_TILES if has_channels else few

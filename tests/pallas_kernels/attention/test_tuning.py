@@ -131,6 +131,7 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
         ("KV2", 1, 32768, 128, 128),
         ("KV4c", 32, 1024, 128, 2),
         ("KV4c", 32, 4096, 128, 3),
+        ("K4cV4c", 1, 4096, 128, 31),  # whole tiles, unlike KV4c
         ("KV2", 1, 131072, 128, 130),
         ("KV16", 1, 4096, 128, 16),
     ],

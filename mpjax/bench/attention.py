@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.bench import filled_pages, measure
-from pallas_kernels import KVFormat, KVPages, PagedKVCache, paged_attention
+from pallas_kernels import (
+    KVFormat,
+    KVPages,
+    PagedKVCache,
+    append,
+    paged_attention,
+    prefill_attention,
+)
 from pallas_kernels.attention.shapes import DECODE, PREFILL, AttentionShape
 
+# In the place of a format: prompts that attend to their own keys and values in 16 bits, from their
+# first token on, as models let them.
+UNCACHED = "uncached"
+APPENDING = ("append", "flush")  # how the names of kernels begin that write to the cache
 REACH = 5.0  # of normal keys and values, for scales that are given
 # The kernel before has made the queries what the format of the keys wants.
 AS_IN_A_MODEL: dict[str, Any] = {"transformed": True}
@@ -24,7 +35,7 @@ CHECKED_QUERIES = 32  # of a sequence, the last ones, for the same reason
 SETS = {"decode": DECODE, "prefill": PREFILL}
 HEADERS = (
     *("shape", "format", "µs", "TB/s", "TFLOP/s", "× floor"),
-    *("cuDNN µs", "speed-up", "error"),
+    *("cuDNN µs", "speed-up", "append µs", "error"),
 )
 
 
@@ -32,7 +43,9 @@ HEADERS = (
 class Sweep:
     """What to measure: every KV format, for each shape.
 
-    Raises ValueError for a format that can't be read.
+    formats: may have UNCACHED among them, for those of the shapes that begin with the first token.
+
+    Raises ValueError for a format that can't be read, and where there is nothing to measure.
     """
 
     shapes: tuple[AttentionShape, ...]
@@ -40,12 +53,21 @@ class Sweep:
 
     def __post_init__(self) -> None:
         for text in self.formats:
-            KVFormat.parse(text)
+            if text != UNCACHED:
+                KVFormat.parse(text)
+        if not self.cases:
+            raise ValueError(f"{UNCACHED}: expected shapes of as many new tokens as context")
 
     @property
     def cases(self) -> int:
         """Number of rows that `run` gives."""
-        return len(self.shapes) * len(self.formats)
+        return sum(len(self.of_shape(shape)) for shape in self.shapes)
+
+    def of_shape(self, shape: AttentionShape) -> tuple[str, ...]:
+        """The formats that a shape is measured with."""
+        return tuple(
+            text for text in self.formats if text != UNCACHED or shape.queries == shape.context
+        )
 
 
 def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
@@ -84,6 +106,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """The texts of a row of the table, in the order of HEADERS."""
     row = figures(row)
     error, teraflops = row["relative_error"], row.get("teraflops")
+    appending = row.get("append_microseconds")
     return [
         row["shape"],
         row["format"],
@@ -93,6 +116,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['times_floor']:.2f}",
         f"{row['cudnn_microseconds']:.1f}",
         f"{row['speedup']:.2f}",
+        "" if appending is None else f"{appending:.1f}",
         "" if error is None else f"{error:.1e}",
     ]
 
@@ -119,13 +143,22 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """
     for shape in sweep.shapes:
         cudnn = _cudnn(shape)
-        for text in sweep.formats:
-            yield _format(shape, KVFormat.parse(text), cudnn)
+        for text in sweep.of_shape(shape):
+            if text == UNCACHED:
+                yield _uncached(shape, cudnn)
+            else:
+                yield _format(shape, KVFormat.parse(text), cudnn)
 
 
 def fill(shape: AttentionShape, format: KVFormat) -> tuple[KVPages, jax.Array]:
     """Pages full of normal keys and values, and their block tables."""
-    cache = PagedKVCache.create(
+    cache = _cache(shape, format)
+    pages = filled_pages.fill(cache.layers[0], cache.block_tables, shape.context, 0)
+    return pages, cache.block_tables
+
+
+def _cache(shape: AttentionShape, format: KVFormat) -> PagedKVCache:
+    return PagedKVCache.create(
         layers=1,
         batch=shape.batch,
         max_tokens=shape.context,
@@ -134,9 +167,6 @@ def fill(shape: AttentionShape, format: KVFormat) -> tuple[KVPages, jax.Array]:
         format=format,
         scales=REACH / 127 if format.scaling == "static" else None,
     )
-    return filled_pages.fill(
-        cache.layers[0], cache.block_tables, shape.context, 0
-    ), cache.block_tables
 
 
 def _cudnn(shape: AttentionShape) -> float:
@@ -174,31 +204,78 @@ def _queries(shape: AttentionShape) -> jax.Array:
 
 def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, Any]:
     pages, block_tables = fill(shape, format)
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
-    count = measure.copies(nbytes)
     starts, counts = (
         jnp.full(shape.batch, n, jnp.int32) for n in (shape.context - shape.queries, shape.queries)
     )
-    call = (_queries(shape), pages, block_tables, starts, counts)
-    # Each call has all of its arguments for itself: XLA must find nothing to share or to fold.
+    places = (block_tables, starts, counts)
+    call = (_queries(shape), pages, *places)
+    attend = functools.partial(paged_attention, **AS_IN_A_MODEL)
+    row, output = _measure(shape, str(format), attend, call, slice(1, 2), cudnn)
+    error = _error(output, call) if is_checked(shape) else None
+    return row | {"append_microseconds": _append(pages, *places), "relative_error": error}
+
+
+def _uncached(shape: AttentionShape, cudnn: float) -> dict[str, Any]:
+    dims = (shape.batch, shape.context, shape.kv_heads, shape.head_dim)
+    keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
+    call = (_queries(shape), keys, values)
+    row, output = _measure(shape, UNCACHED, prefill_attention, call, slice(1, 3), cudnn)
+    error = None
+    if is_checked(shape):
+        # Over pages that hold just these.
+        cache = _cache(shape, KVFormat())
+        places = (
+            cache.block_tables,
+            *(jnp.full(shape.batch, n, jnp.int32) for n in (0, shape.context)),
+        )
+        pages = append(cache.layers[0], keys, values, *places)
+        error = _error(output, (call[0], pages, *places))
+    return row | {"relative_error": error}
+
+
+def _measure(
+    shape: AttentionShape,
+    format: str,
+    attend: Callable[..., jax.Array],
+    call: tuple[Any, ...],
+    cached: slice,
+    cudnn: float,
+) -> tuple[dict[str, Any], jax.Array]:
+    """A row of `attend(*call)`, but for its error, and the result.
+
+    Keys and values are `call[cached]`. Each call has all of its arguments for itself: XLA must find
+    nothing to share or to fold.
+    """
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(call[cached]))
+    count = measure.copies(nbytes)
     calls = [call, *(jax.tree.map(jnp.copy, call) for _ in range(count - 1))]
-    attend = jax.jit(functools.partial(paged_attention, **AS_IN_A_MODEL))
-    each = jax.jit(lambda calls: [attend(*call) for call in calls])
+    traced_once = jax.jit(attend)
+    each = measure.compiled(lambda calls: [traced_once(*call) for call in calls], calls)
     kernels = measure.merge_names(measure.kernel_microseconds(each, calls), calls=count)
-    return figures(
-        {
-            "shape": shape.name,
-            **dataclasses.asdict(shape),
-            "format": str(format),
-            "cache_bytes": nbytes,
-            "copies": count,
-            "microseconds": sum(kernels.values()),
-            "floor_microseconds": measure.floor_microseconds([call[1] for call in calls]),
-            "cudnn_microseconds": cudnn,
-            "relative_error": _error(each(calls)[0], call) if is_checked(shape) else None,
-            "kernel_microseconds": kernels,
-        }
-    )
+    row = {
+        "shape": shape.name,
+        **dataclasses.asdict(shape),
+        "format": format,
+        "cache_bytes": nbytes,
+        "copies": count,
+        "microseconds": sum(kernels.values()),
+        "floor_microseconds": measure.floor_microseconds([call[cached] for call in calls]),
+        "cudnn_microseconds": cudnn,
+        "kernel_microseconds": kernels,
+    }
+    return figures(row), each(calls)[0]
+
+
+def _append(pages: KVPages, block_tables: jax.Array, starts: jax.Array, counts: jax.Array) -> float:
+    """Microseconds in which the new tokens are quantised and written, without copies of the pages.
+
+    Under donation there are none; here, what is measured must be there for the next call.
+    """
+    tokens = int(counts.max())
+    dims = (len(counts), tokens, pages.keys.shape[1], pages.head_dim)
+    keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
+    times = measure.kernel_microseconds(append, pages, keys, values, block_tables, starts, counts)
+    return sum(time for name, time in times.items() if name.startswith(APPENDING))
 
 
 def _error(output: jax.Array, call: tuple[Any, ...]) -> float:

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.bench import measure
-from pallas_kernels import QuantizedTensor, WeightFormat, matmul, quantize
+from pallas_kernels import (
+    QuantizedTensor,
+    WeightFormat,
+    matmul,
+    matmul_terms,
+    quantize,
+    quantize_activations,
+)
 from pallas_kernels.gemm import tuning
 from pallas_kernels.gemm.config import GemmConfig, Implementation, WarpgroupConfig
 from pallas_kernels.gemm.shapes import GemmShape
@@ -31,6 +38,8 @@ class Sweep:
     """What to measure: every format at every number of rows, for each shape.
 
     implementation: forces one for the packed weights; None lets `matmul` choose.
+    in_model: whether other kernels of a model do their part: x comes rounded to 8 bits where the
+        format asks for that (by a norm or a gate), and splits are not added (the next kernel does).
 
     Raises ValueError for a format that can't be read or is not packed, and for rows below 1.
     """
@@ -39,6 +48,7 @@ class Sweep:
     rows: tuple[int, ...]
     formats: tuple[str, ...]
     implementation: Implementation | None = None
+    in_model: bool = False
 
     def __post_init__(self) -> None:
         for text in self.formats:
@@ -171,14 +181,19 @@ def _format(
     keys = jax.random.split(jax.random.key(0), measure.copies(nbytes))
     weights = [random_weight(key, shape, format) for key in keys]
     floor = measure.floor_microseconds(weights)
-    product = functools.partial(matmul, implementation=sweep.implementation)
-    each = jax.jit(lambda xs, weights: list(map(product, xs, weights)))
+    multiply = matmul_terms if sweep.in_model else matmul
+    product = functools.partial(multiply, implementation=sweep.implementation)
+    is_rounded = sweep.in_model and format.activations is not None
     for rows in sweep.rows:
         count = copies(shape, rows, nbytes)
         xs = _activations(shape, rows, count)
-        arguments = (xs, weights[:count])
+        given: list[Any] = [quantize_activations(x, format) for x in xs] if is_rounded else xs
+        arguments = (given, weights[:count])
+        each = measure.compiled(lambda xs, weights: list(map(product, xs, weights)), *arguments)
         times = measure.kernel_microseconds(each, *arguments)
         kernels = measure.merge_names(times, calls=count)
+        first = each(*arguments)[0]
+        first = first.sum(0) if sweep.in_model else first
         yield figures(
             {
                 "shape": shape.name,
@@ -187,13 +202,14 @@ def _format(
                 "M": rows,
                 "format": text,
                 "forced": sweep.implementation,
+                "in_model": sweep.in_model,
                 **choice(rows, weights[0], sweep.implementation),
                 "packed_bytes": nbytes,
                 "copies": count,
                 "microseconds": sum(kernels.values()),
                 "floor_microseconds": floor,
                 "cublas_microseconds": cublas[rows],
-                "relative_error": _error(each(*arguments)[0], xs[0], weights[0]),
+                "relative_error": _error(first, xs[0], weights[0]),
                 "kernel_microseconds": kernels,
             }
         )

@@ -43,6 +43,7 @@ Examples:
   mpjax bench gemm
   mpjax bench gemm --formats uint4:g128 --shapes qwen3-8b.gate_up --rows 1,16
   mpjax bench gemm --implementation dequantize --output dequantize.json
+  mpjax bench gemm --formats liquid4:g64/int8 --rows 1,16 --in-model
 
 \b
 x [M, K] times a packed weight [K, N], in bfloat16. Formats by default:
@@ -67,7 +68,7 @@ ATTENTION_EPILOG = """\b
 Examples:
   mpjax bench attention
   mpjax bench attention --shapes b8-h32/8-d128-c32768 --formats KV16,KV4
-  mpjax bench attention --shapes prefill --formats KV8,KV4
+  mpjax bench attention --shapes prefill --formats uncached,KV8,KV4
 
 \b
 New tokens of each sequence over a full paged cache, in bfloat16: one where
@@ -80,9 +81,13 @@ the shape doesn't say how many, such as q2048 of the c32768 in the cache.
              cache: for one token, 8 and 4 bits should gain what they save in
              bytes; for many, the operations count, and 0.8 is good. cuDNN
              computes tokens over a cache in two calls, whose times are added
+  append µs  to quantise the new tokens and write them to the cache, which a
+             model does with the rotation of keys, in one kernel
   error      mean error over mean magnitude against the reference over the
              same cache, up to 131072 tokens in all, the last 32 new tokens of
              each sequence; the gate is 8e-3
+The format "uncached" is for prompts from their first token on: they attend to
+themselves in 16 bits, as in a model, whatever is then written to the cache.
 """
 GENERATE_EPILOG = """\b
 Examples:
@@ -165,6 +170,14 @@ def gemm_command(
         Implementation | None,
         typer.Option(help="Force one for the packed weights.", show_default=False),
     ] = None,
+    in_model: Annotated[
+        bool,
+        typer.Option(
+            "--in-model",
+            help="Leave out what a model's other kernels do: x comes rounded to 8 bits where that "
+            "is wanted, and splits of K are not added.",
+        ),
+    ] = False,
     output: Output = None,
     plot: Plot = True,
 ) -> None:
@@ -178,6 +191,7 @@ def gemm_command(
             _numbers("--rows", rows),
             _split(formats),
             None if implementation is None else implementation.value,
+            in_model,
         )
     )
     measured, path = _measure("gemm", gemm, sweep, output)
@@ -195,7 +209,7 @@ def gemm_command(
 
 @app.command("attention", epilog=ATTENTION_EPILOG)
 def attention_command(
-    formats: Annotated[str, _texts("FORMAT", "KV formats.")] = "KV16,KV8,KV4",
+    formats: Annotated[str, _texts("FORMAT", "KV formats, or uncached.")] = "KV16,KV8,KV4",
     shapes: Annotated[
         str, _texts("NAME", "Any, such as b8-h32/8-d128-c32768, or decode or prefill.")
     ] = "decode,prefill",

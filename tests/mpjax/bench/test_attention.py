@@ -52,8 +52,11 @@ def test_cells_are_in_the_order_of_the_headers():
         "× floor": "1.25",
         "cuDNN µs": "30.0",
         "speed-up": "1.50",
+        "append µs": "",
         "error": "",
     }
+    row = attention_row(append_microseconds=1.26)
+    assert dict(zip(attention.HEADERS, attention.cells(row), strict=True))["append µs"] == "1.3"
 
 
 def test_errors_from_the_gate_on_fail_where_they_were_measured():
@@ -76,10 +79,12 @@ def test_shapes_by_name():
 def test_formats_that_are_none():
     with pytest.raises(ValueError, match="KV5"):
         attention.Sweep((SHAPE,), ("KV16", "KV5"))
+    with pytest.raises(ValueError, match="uncached: expected shapes of as many new tokens"):
+        attention.Sweep((SHAPE,), ("uncached",))
 
 
 def test_every_case_is_measured_and_checked(take, without_cudnn):
-    take(attention__1=6.0, attention=3.0)
+    take(attention__1=6.0, attention=3.0, append_kv4=2.0, flush_kv4=0.5)
     sweep = attention.Sweep((SHAPE,), ("KV4",))
     rows = list(attention.run(sweep))
     assert len(rows) == sweep.cases == 1
@@ -90,9 +95,10 @@ def test_every_case_is_measured_and_checked(take, without_cudnn):
         # bits, for keys and again for values.
         codes = 64 * int(row["format"][2:]) // 8
         assert row["cache_bytes"] == 2 * 2 * 128 * 2 * 2 * (codes + 4)
-        assert row["microseconds"] == pytest.approx(9.0 / row["copies"])
-        assert row["floor_microseconds"] == pytest.approx(9.0 / row["copies"])
-        assert row["kernel_microseconds"] == pytest.approx({"attention": 9.0 / row["copies"]})
+        assert row["microseconds"] == pytest.approx(11.5 / row["copies"])
+        assert row["floor_microseconds"] == pytest.approx(11.5 / row["copies"])
+        assert row["kernel_microseconds"]["attention"] == pytest.approx(9.0 / row["copies"])
+        assert row["append_microseconds"] == 2.5
         assert row == attention.figures(row)
 
 
@@ -109,6 +115,22 @@ def test_prompts_are_measured_and_checked(take, without_cudnn, monkeypatch):
     expected = 3.0 / measure.copies(cached) + 3.0 / measure.copies(new)
     assert rows[0]["cudnn_microseconds"] == pytest.approx(expected)
     assert rows[1]["cudnn_microseconds"] == pytest.approx(3.0 / measure.copies(new // 2))
+
+
+def test_prompts_attend_to_themselves_before_they_are_cached(take, without_cudnn, monkeypatch):
+    take(attention=3.0)
+    prompt = AttentionShape(1, 2, 2, 64, 24, 24)
+    sweep = attention.Sweep((SHAPE, prompt), ("uncached", "KV16"))
+    rows = list(attention.run(sweep))
+    cases = [(row["shape"], row["format"]) for row in rows]
+    assert cases == [(SHAPE.name, "KV16"), (prompt.name, "uncached"), (prompt.name, "KV16")]
+    assert len(rows) == sweep.cases
+    assert rows[1]["cache_bytes"] == 2 * 24 * 2 * 64 * 2
+    assert attention.failures(rows) == []
+    # An output of other queries must not pass.
+    wrong = jax.random.normal(jax.random.key(7), (1, 24, 2, 64), "bfloat16")
+    monkeypatch.setattr(attention, "prefill_attention", lambda *_: wrong)
+    assert len(attention.failures(list(attention.run(sweep)))) == 1
 
 
 def test_the_cache_is_full():

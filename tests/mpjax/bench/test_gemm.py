@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpjax.bench import gemm, measure
-from pallas_kernels import QuantizedTensor, WeightFormat, matmul
+from pallas_kernels import QuantizedActivations, QuantizedTensor, WeightFormat, matmul
 from pallas_kernels.gemm.shapes import SMALL, GemmShape
 from tests.mpjax.bench.rows import gemm_row
 
@@ -126,6 +126,24 @@ def test_the_choice_names_what_runs():
     assert few["configuration"]["tile_m"] == 8
     forced = gemm.choice(1, weight, "dequantize")
     assert forced == {"implementation": "dequantize", "configuration": None}
+
+
+def test_what_other_kernels_of_a_model_do_is_not_measured(take, monkeypatch):
+    take(kernel=1.0)
+    seen = []
+
+    def spy(x, weight, implementation=None):
+        seen.append(type(x))
+        terms = matmul(x, weight, implementation="reference", out_dtype=jnp.float32)
+        return jnp.stack([0.25 * terms, 0.75 * terms])
+
+    monkeypatch.setattr(gemm, "matmul_terms", spy)
+    formats = ("uint4:g128", "int8/int8")
+    rows = list(gemm.run(gemm.Sweep((EVEN,), (3,), formats, in_model=True)))
+    assert [row["in_model"] for row in rows] == [True, True]
+    assert gemm.failures(rows) == []
+    assert QuantizedActivations in seen
+    assert seen[0] is not QuantizedActivations
 
 
 def test_an_implementation_can_be_forced(take, monkeypatch):

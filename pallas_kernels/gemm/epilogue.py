@@ -25,13 +25,11 @@ def scratch(config: WarpgroupConfig, dtype: jnp.dtype, *, is_cluster: bool) -> d
     columns, senders = config.warpgroups // config.shares, config.shares - 1
     arrays: dict[str, Any] = {}
     if senders:
-        shape = (senders, columns, CHANNELS, config.tile_m)
-        arrays["shared_sums"] = mosaic.shared(shape, dtype)
+        arrays["shared_sums"] = mosaic.shared((senders, columns, CHANNELS, config.tile_m), dtype)
         arrays["shared"] = mosaic.Barrier(num_arrivals=senders, num_barriers=columns)
     if is_cluster:
-        shape = (columns, CHANNELS, config.finished_rows)
-        arrays["crossed_sums"] = mosaic.shared(shape, dtype)
-        arrays["crossed"] = mosaic.Barrier(num_barriers=columns)
+        arrays["crossed_sums"] = mosaic.shared((columns, CHANNELS, config.finished_rows), dtype)
+        arrays["crossed"] = mosaic.Barrier(num_arrivals=columns)
     return arrays
 
 
@@ -54,7 +52,7 @@ class Epilogue:
     shared_sums: Any = None  # [senders, columns, 64, tile_m], where warpgroups share outputs
     shared: Any = None  # a barrier for each column
     crossed_sums: Any = None  # [columns, 64, rows that a program finishes], in a cluster
-    crossed: Any = None  # likewise
+    crossed: Any = None  # a barrier, one for all columns: see `mosaic.send`
 
     def run(self, sums: Sequence[jax.Array]) -> None:
         """Joins these sums with those of other warpgroups, and finishes them."""
@@ -82,16 +80,16 @@ class Epilogue:
             self.finish(sums, 0)
             return
         [own] = sums
-        tile, full = self.crossed_sums.at[self.column], self.crossed.at[self.column]
+        tile = self.crossed_sums.at[self.column]
         rows = self.crossed_sums.shape[-1]
         parts = [own[:, first : first + rows] for first in range(0, own.shape[1], rows)]
 
         def exchange(rank: int) -> None:
             other = 1 - rank
             if other < len(parts):
-                mosaic.send(parts[other], tile, full, axis=self.axis, program=other)
+                mosaic.send(parts[other], tile, self.crossed, axis=self.axis, program=other)
             if rank < len(parts):
-                mosaic.wait(full)
+                mosaic.wait(self.crossed)
                 total = parts[rank] + mosaic.load(tile, interpret=self.interpret)
                 self.finish([total], rank * rows)
 

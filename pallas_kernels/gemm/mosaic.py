@@ -378,5 +378,12 @@ def _kernel(
                 ]
                 mosaic.copy_out(tile, target)
 
-        place = {"column": column, "share": share, "rank": split, "axis": cluster_axis}
-        epilogue.Epilogue(**place, **joining, finish=finish, interpret=interpret).run(sums)
+        epilogue.Epilogue(
+            column=column,
+            share=share,
+            rank=split,
+            axis=cluster_axis,
+            finish=finish,
+            interpret=interpret,
+            **joining,
+        ).run(sums)

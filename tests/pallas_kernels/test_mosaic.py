@@ -88,3 +88,31 @@ def test_a_tile_goes_through_registers_on_the_gpu(rng, wgmma):
     words = jnp.asarray(rng.normal(size=(64, 64)), jnp.bfloat16)
     doubled = jax.jit(double_transposed)(words)
     np.testing.assert_array_equal(np.asarray(doubled), np.asarray(words.T + words.T))
+
+
+def test_what_is_sent_to_another_program_has_no_barrier_of_several(lower_for_cuda):
+    """JAX 0.11 would count its index twice, and the sums would be waited for in vain."""
+
+    def kernel(x_ref, out_ref, *, tiles, received):
+        sums = mosaic.zeros((64, 8), jnp.float32, interpret=False)
+        warpgroup = jax.lax.axis_index("warpgroup")
+        mosaic.send(sums, tiles.at[warpgroup], received.at[warpgroup], axis="split")
+
+    def run(x):
+        return mosaic.launch(
+            kernel,
+            x,
+            out_shape=jax.ShapeDtypeStruct((64, 8), jnp.float32),
+            grid={"row": 1},
+            cluster={"split": 2},
+            warpgroups=1,
+            scratch={
+                "tiles": mosaic.shared((2, 64, 8), jnp.float32),
+                "received": mosaic.Barrier(num_barriers=2),
+            },
+            name="send",
+            interpret=False,
+        )
+
+    with pytest.raises(AssertionError, match="counts the index"):
+        lower_for_cuda(run, jax.ShapeDtypeStruct((64, 8), jnp.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,8 +76,23 @@ def dequantize_kernels(model: Decoder) -> Decoder:
     return model
 
 
-def forward(model: Decoder, tokens: np.ndarray) -> np.ndarray:
-    """Logits float64 [batch, tokens, vocabulary] of a model with plain kernels."""
+def attend(
+    layer: int, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None
+) -> np.ndarray:
+    """Causal attention of whole sequences [batch, tokens, heads, head dim] over themselves."""
+    batch, length, _, dim = query.shape
+    positions = np.broadcast_to(np.arange(length), (batch, length))
+    lengths = np.full(batch, length)
+    return softmax_attention(query, key, value, positions, lengths, dim**-0.5, window)
+
+
+def forward(
+    model: Decoder, tokens: np.ndarray, attend: Callable[..., np.ndarray] = attend
+) -> np.ndarray:
+    """Logits float64 [batch, tokens, vocabulary] of a model with plain kernels.
+
+    attend: what a layer's queries make of keys and values, in the place of the function `attend`.
+    """
     config = model.config
 
     def array(parameter: nnx.Param) -> np.ndarray:
@@ -98,7 +114,7 @@ def forward(model: Decoder, tokens: np.ndarray) -> np.ndarray:
 
     batch, length = tokens.shape
     x = array(model.embedding)[tokens]
-    for layer, window in zip(model.layers, config.windows, strict=True):
+    for number, (layer, window) in enumerate(zip(model.layers, config.windows, strict=True)):
         attention = layer.attention
         [qkv] = attention.qkv.parts
         heads = linear(norm(x, layer.attention_norm), qkv)
@@ -107,15 +123,7 @@ def forward(model: Decoder, tokens: np.ndarray) -> np.ndarray:
         query, key, value = np.split(heads, ends, axis=2)
         if config.qk_norm:
             query, key = norm(query, attention.query_norm), norm(key, attention.key_norm)
-        attended = softmax_attention(
-            turn(query),
-            turn(key),
-            value,
-            np.broadcast_to(np.arange(length), (batch, length)),
-            np.full(batch, length),
-            config.head_dim**-0.5,
-            window,
-        )
+        attended = attend(number, turn(query), turn(key), value, window=window)
         x = x + linear(attended.reshape(batch, length, -1), attention.output)
         [gate_up] = layer.mlp.gate_up.parts
         gate, up = np.split(linear(norm(x, layer.mlp_norm), gate_up), 2, axis=-1)

@@ -15,8 +15,11 @@ from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel,
 from tests.pallas_kernels.oracles import GATES
 
 few_formats = pytest.mark.parametrize("text", ["KV16", "KV4", "KV2"])
-every_format = pytest.mark.parametrize(
-    "text", ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "K8V4c", "KV2"]
+EVERY_FORMAT = ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "K8V4c", "KV2"]
+every_format = pytest.mark.parametrize("text", EVERY_FORMAT)
+every_variant = pytest.mark.parametrize(
+    "text",
+    [*EVERY_FORMAT, "KV4t", "KV4cg64", "KV4cg32", "K4cV4c", "KV2g64", "KV2g32", "KV2t"],
 )
 
 
@@ -179,7 +182,7 @@ def test_on_the_gpu(text, dtype, heads, head_dim, page_size, splits, window, rng
 
 
 @pytest.mark.gpu
-@every_format
+@every_variant
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("context", "heads", "kinds"),
@@ -187,7 +190,7 @@ def test_on_the_gpu(text, dtype, heads, head_dim, page_size, splits, window, rng
         (1024, (2, 4), ("normal", "uniform", "outlier", "small")),
         # No small values here: their mean over so many keys is a subnormal float16.
         (32768, (2, 4), ("normal", "uniform", "outlier")),
-        (131072, (1, 4), ("uniform",)),
+        (131072, (1, 4), ("normal", "uniform", "outlier")),
     ],
 )
 def test_long_context_on_the_gpu(context, heads, kinds, dtype, text, rng):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import QuantizedTensor, WeightFormat, arithmetic, backend
@@ -151,9 +151,9 @@ def test_integer_sums_are_exact_where_float32_is_not(text, rng):
     assert_exact(interpreted(x, weight, accumulated(16, 32, 1), "float32"), x, weight)
 
 
-@settings(max_examples=4)
+@each_format
+@settings(max_examples=1)
 @given(
-    text=st.sampled_from(ALL_FORMATS),
     rows=st.integers(1, 40),
     multiple=st.integers(1, 5),
     outputs=st.integers(1, 150),
@@ -162,6 +162,7 @@ def test_integer_sums_are_exact_where_float32_is_not(text, rng):
     dtype=st.sampled_from(["bfloat16", "float16"]),
 )
 def test_any_shape(text, rows, multiple, outputs, splits, scaling, dtype):
+    assume(rows * outputs > 1)  # as the first example is, of every format
     rng = np.random.default_rng(rows * outputs)
     channels = multiple * (WeightFormat.parse(text).group_size or 50)
     config = GemmConfig(16, 64, splits, 2, 3, scaling)
@@ -353,7 +354,7 @@ def test_on_the_gpu(text, rng):
     for dtype, all_rows in (
         ("bfloat16", ROWS if text in MAIN else (17, 128)),
         # FP8 tensor cores keep some 14 bits of a sum: too few for the gate of float16.
-        ("float16", (3, 64) if text in MAIN and "/float8" not in text else ()),
+        ("float16", () if "/float8" in text else (3, 64, 1000) if text in MAIN else (3, 1000)),
     ):
         x = random_activations(rng, weight, ROWS[-1], dtype)
         expected = exact(x) @ dense(weight)

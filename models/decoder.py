@@ -17,6 +17,7 @@ from models.attention import Attention, Span
 from models.config import DecoderConfig
 from models.layers import GatedMLP, RMSNorm, rotary_frequencies
 from pallas_kernels import KVFormat, KVPages, PagedKVCache
+from pallas_kernels.checks import are_between
 from pallas_kernels.gemm.tuning import conditions as plan_conditions
 
 
@@ -138,13 +139,13 @@ class Decoder(nnx.Module):
         return self._logits(hidden), cache
 
     def create_cache(
-        self, batch: int, max_tokens: int, format: KVFormat, page_size: int = 128
+        self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
     ) -> PagedKVCache:
         """An empty cache that fits this model, with its scales if they are those of the format.
 
         Warns where a format of heads' scales finds those of channels: its own are 1 then.
         """
-        config, scales = self.config, None
+        config, scales, format = self.config, None, KVFormat.of(format)
         if self.cache_scales is not None:
             found = self.cache_scales.get_value()
             if found.ndim == {"head": 3, "static": 4}.get(format.scaling or ""):
@@ -200,21 +201,16 @@ class Decoder(nnx.Module):
 
 
 def _require_counts(counts: jax.Array, tokens: int) -> None:
-    if isinstance(counts, jax.core.Tracer):
-        return
-    found = np.asarray(counts)
-    if ((found < 0) | (found > tokens)).any():
+    if not are_between(counts, 0, tokens):
         raise ValueError(
-            f"counts are {found.tolist()}; each must be from 0 to {tokens}, the tokens"
+            f"counts are {np.asarray(counts).tolist()}; each must be from 0 to {tokens}, the tokens"
         )
 
 
 def _require_empty(cache: PagedKVCache) -> None:
-    if isinstance(cache.lengths, jax.core.Tracer):
-        return
-    found = np.asarray(cache.lengths)
-    if found.any():
+    if not are_between(cache.lengths, 0, 0):
+        found = np.asarray(cache.lengths).tolist()
         raise ValueError(
-            f"the cache holds {found.tolist()} tokens, and fresh says that it is empty: "
+            f"the cache holds {found} tokens, and fresh says that it is empty: "
             "leave fresh out, or create another cache"
         )

@@ -105,7 +105,7 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
     def add(
-        self, terms: jax.Array, residual: jax.Array | None, format: WeightFormat | None
+        self, terms: jax.Array, residual: jax.Array | None, format: WeightFormat | str | None
     ) -> tuple[jax.Array, Activations]:
         """The residual stream with the sum of `terms` added to it, and its norm.
 
@@ -129,7 +129,7 @@ class GatedMLP(nnx.Module):
             (inner, hidden), bias=config.mlp_bias, dtype=config.dtype, rngs=rngs
         )
 
-    def gated(self, x: Activations, format: WeightFormat | None = None) -> Activations:
+    def gated(self, x: Activations, format: WeightFormat | str | None = None) -> Activations:
         """SiLU(gate(x)) · up(x) [..., inner], quantised if a weight of `format` wants that."""
         return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
 

@@ -19,6 +19,7 @@ from models import Decoder
 from mpjax.arguments import new_token_limits
 from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
 from pallas_kernels import KVFormat, PagedKVCache, QuantizedTensor, backend
+from pallas_kernels.checks import are_between
 from pallas_kernels.gemm.tuning import runs_by_warpgroups
 
 STRIDE = 8
@@ -248,7 +249,7 @@ def generate_tokens(
     min_new_tokens: int = 0,
     sampling: Sampling | None = None,
     stop_ids: tuple[int, ...] | None = None,
-    kv_format: KVFormat | None = None,
+    kv_format: KVFormat | str | None = None,
     page_size: int = 128,
 ) -> GeneratedTokens:
     """Continues a batch of prompts: pure, and jit-able with `max_new_tokens` and formats static.
@@ -260,7 +261,8 @@ def generate_tokens(
         eos_token_id of config.json. `generate` stops at `lm.tokenizer.stop_ids`: also at
         eos_token, and at those of generation_config.json in the place of config.json's. Pass these
         for the same ends.
-    kv_format: of the cache, which is created here and dropped at the end; KV16 by default.
+    kv_format: of the cache, which is created here and dropped at the end, as PagedKVCache.create
+        takes it; KV16 by default.
 
     A row's output does not depend on its neighbours, but for rounding: kernels choose their tiles,
     and with them the order of sums, by the batch's size.
@@ -284,14 +286,14 @@ def generate_tokens(
     min_new_tokens, max_new_tokens = new_token_limits(min_new_tokens, max_new_tokens)
     stop_ids = model.config.stop_ids if stop_ids is None else stop_ids
     vocabulary = model.config.vocab_size
-    if not _between(tokens, 0, vocabulary - 1):
+    if not are_between(tokens, 0, vocabulary - 1):
         raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
-    if not _between(stop_ids, 0, 2**31 - 1):  # what the vocabulary lacks is never drawn
+    if not are_between(stop_ids, 0, 2**31 - 1):  # what the vocabulary lacks is never drawn
         raise ValueError(f"stop_ids are {stop_ids}; each must be 0 or above")
-    if not _between(lengths, 1, padded):
+    if not are_between(lengths, 1, padded):
         raise ValueError(f"lengths are {lengths.tolist()}; each must be from 1 to {padded}")
     positions = model.config.max_position_embeddings
-    if not _between(lengths, 1, positions - max_new_tokens):
+    if not are_between(lengths, 1, positions - max_new_tokens):
         raise ValueError(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
             f"{positions} positions of this model: shorten the prompts or ask for fewer"
@@ -313,14 +315,6 @@ def generate_tokens(
     run = decode_program(model, state)
     state = run(model, state, sampling, limits, jnp.int32(max_new_tokens))
     return collect(state, limits)
-
-
-def _between(values: Any, smallest: int, largest: int) -> bool:
-    """Whether all are; True where tracing hides them."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values)):
-        return True
-    found = np.asarray(values)
-    return bool(((found >= smallest) & (found <= largest)).all())
 
 
 def collect(state: DecodingState, limits: Limits) -> GeneratedTokens:

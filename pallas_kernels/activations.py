@@ -44,17 +44,19 @@ class QuantizedActivations:
 
 
 def quantize_activations(
-    x: jax.Array, format: WeightFormat, dtype: jax.typing.DTypeLike | None = None
+    x: jax.Array, format: WeightFormat | str, dtype: jax.typing.DTypeLike | None = None
 ) -> QuantizedActivations:
     """Rounds x [..., K] to what `format` multiplies with.
 
     The scale of a token is its largest magnitude over 127 (int8) or 448 (float8). Formats with
     FP8 weights in groups have one for each token and group (DeepSeek-V3). A pure function of x:
     under `jit`, XLA fuses it into whatever produces x.
+    format: a WeightFormat, or what WeightFormat.parse reads, such as "int8/int8".
     dtype: of products with the result; that of x where it is None.
 
     Raises ValueError where the format has 16-bit activations, or groups that don't divide K.
     """
+    format = WeightFormat.of(format)
     if format.activations is None:
         raise ValueError(f"{format} multiplies 16-bit activations: there is nothing to quantise")
     channels = x.shape[-1]

@@ -98,6 +98,11 @@ class WeightFormat:
         group_size = None if size in (None, "K") else int(size)
         return cls(codes, group_size, symmetric is not None, activations)
 
+    @classmethod
+    def of(cls, format: WeightFormat | str) -> WeightFormat:
+        """A format as it is, or as `parse` reads it: what functions that take one accept."""
+        return format if isinstance(format, cls) else cls.parse(str(format))
+
     def __str__(self) -> str:
         if not self.is_packed:
             return self.codes

@@ -10,27 +10,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import codes as code_kinds
+from pallas_kernels.checks import are_finite, is_known
 from pallas_kernels.codes.table import quantize_with_table
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.quantized_tensor import QuantizedTensor, pack
 
+# float16 rounds a smaller scale by 3 % and more, and in the end to zero.
+LEAST_SCALE = 2.0**-20
 
-def quantize(weight: jax.Array, format: WeightFormat, *, table: jax.Array | None = None) -> Any:
+
+def quantize(
+    weight: jax.Array, format: WeightFormat | str, *, table: jax.Array | None = None
+) -> Any:
     """Rounds `weight` [K, N] to the nearest codes of `format`: a QuantizedTensor.
 
     A 16-bit format just casts, to a plain array.
 
     How scales are chosen is said where each kind of codes is: `pallas_kernels/codes`.
+    format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
     table: ascending values [2**bits] for `table…` formats; normal float where it is None.
 
-    Raises ValueError where K is not a multiple of the group size, or the table does not fit: its
-    values are looked at where they are known, which they are not under `jit`.
+    Raises ValueError where K is not a multiple of the group size, the table does not fit, or
+    weights are NaN, infinite, or too large or all too small for scales in float16. A group that is
+    too small beside larger ones becomes zeros. Values are looked at where they are known: under
+    `jit` they are not, and what can't be rounded gives weights that mean nothing, without a word.
     """
-    if table is not None and not isinstance(table, jax.core.Tracer):
+    format = WeightFormat.of(format)
+    if table is not None and is_known(table):
         values = np.asarray(table, np.float64)
         if not (np.isfinite(values).all() and (np.diff(values) > 0).all()):
             raise ValueError(f"table is {values.tolist()}; expected finite values that ascend")
-    return _quantize(weight, format, table)
+    packed = _quantize(weight, format, table)
+    if is_known(packed):
+        _require_representable(weight, packed, format)
+    return packed
 
 
 @functools.partial(jax.jit, static_argnames="format")
@@ -51,3 +64,38 @@ def _quantize(
         found = quantize_with_table(values, format, table)
     codes, scales, zeros, channel_scales, table = found
     return pack(codes, scales, zeros, format, channel_scales=channel_scales, table=table)
+
+
+def _require_representable(
+    weight: jax.Array, packed: QuantizedTensor | jax.Array, format: WeightFormat
+) -> None:
+    """Raises ValueError for weights that are no numbers, or not in the range of their scales."""
+    stored, reach = packed, 1.0  # of a scale of one: the largest magnitude that a group can have
+    if isinstance(packed, QuantizedTensor):
+        stored = packed.scales()
+        reach = (2**format.bits - 1) / 2
+        if packed.table is not None:
+            reach = float(jnp.abs(packed.table).max())
+    assert isinstance(stored, jax.Array)
+    if not are_finite(weight):
+        damaged = int(jnp.sum(~jnp.isfinite(weight)))
+        raise ValueError(
+            f"quantize: {damaged} of the {weight.size} weights are NaN or infinite: expected "
+            "numbers; look where they come from"
+        )
+    largest, too = float(_largest(weight)), ""
+    if not are_finite(stored):
+        too = "large"
+    elif stored.dtype == jnp.float16 and 0 < largest < LEAST_SCALE * reach:
+        too = "small"
+    if too:
+        raise ValueError(
+            f"quantize: the largest magnitude of the weights is {largest:.3g}, too {too} for "
+            f"{format}, whose range is that of {stored.dtype}: multiply the weights by a power of "
+            "two, and products with them by its inverse"
+        )
+
+
+@jax.jit
+def _largest(weight: jax.Array) -> jax.Array:
+    return jnp.abs(weight).max()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import codes as code_kinds
+from pallas_kernels.checks import is_known
 from pallas_kernels.formats import WeightFormat
 
 
@@ -96,7 +97,7 @@ def pack(
     codes: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
-    format: WeightFormat,
+    format: WeightFormat | str,
     permutation: jax.Array | None = None,
     *,
     channel_scales: jax.Array | None = None,
@@ -110,11 +111,13 @@ def pack(
         `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
         `liquid4`, to 255; None for the others, and for symmetric codes: all have 2**(bits − 1).
+    format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
     permutation, channel_scales, table: see QuantizedTensor.
 
     Raises ValueError where a shape or a dtype does not fit, or codes or zero points are too large:
     these are looked at where they are known, which they are not under `jit`.
     """
+    format = WeightFormat.of(format)
     _check(codes, scales, zeros, format, permutation, channel_scales, table)
     if code_kinds.of(format).code_dtype == jnp.uint8:
         _check_values("codes", codes, 2**format.bits - 1)
@@ -267,7 +270,7 @@ def _check(
 
 
 def _check_values(name: str, array: jax.Array, largest: int) -> None:
-    if isinstance(array, jax.core.Tracer) or not jnp.issubdtype(array.dtype, jnp.integer):
+    if not (is_known(array) and jnp.issubdtype(array.dtype, jnp.integer)):
         return
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > largest:

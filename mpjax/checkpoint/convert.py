@@ -22,6 +22,7 @@ from mpjax.checkpoint.plan import LinearSource, Packing
 from mpjax.checkpoint.safetensors import TensorInfo
 from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
 from pallas_kernels.backend import default_device
+from pallas_kernels.checks import are_finite
 from pallas_kernels.quantized_tensor import concatenate
 
 Read = Callable[[TensorInfo], np.ndarray]
@@ -146,7 +147,7 @@ def _narrow(name: str, scales: jax.Array) -> jax.Array:
 
 def _require_finite(info: TensorInfo, array: jax.Array, converted: jax.Array) -> jax.Array:
     """`converted`, made of a file's `array`; CheckpointError where it isn't finite throughout."""
-    if bool(_is_finite(converted)):
+    if are_finite(converted):
         return converted
     if damaged := int(_count_non_finite(array)):
         raise CheckpointError(
@@ -174,12 +175,6 @@ def _transpose(weight: jax.Array, dtype: str) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="format")
 def _quantize(weight: jax.Array, format: WeightFormat) -> QuantizedTensor:
     return quantize(weight.T, format)
-
-
-@jax.jit
-def _is_finite(array: jax.Array) -> jax.Array:
-    # NaN goes through both. Unlike counting, it takes no memory beside the array.
-    return jnp.isfinite(jnp.max(array)) & jnp.isfinite(jnp.min(array))
 
 
 @jax.jit

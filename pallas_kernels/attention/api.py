@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Literal, TypedDict
 
 import jax
@@ -10,9 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.attention import gathered, reference, triton, tuning
+from pallas_kernels.checks import static_number
 from pallas_kernels.implementation import choose, warn, warn_of_reference
 from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache.api import HEAD_DIMS, check_places, why_not_triton
+from pallas_kernels.kv_cache.api import check_places, why_not_triton
 from pallas_kernels.kv_cache.cache import PAGE_SIZES, KVPages
 from pallas_kernels.kv_cache.formats import KVFormat
 
@@ -44,7 +47,8 @@ def paged_attention(
     starts, counts: int32 [batch], as given to `append`: starts[b] + counts[b] keys count, and
         rows past counts[b], or packed ones past the last sequence, are padding whose output means
         nothing. What stands behind them in pages of the table must be finite (KVPages).
-    scale: of the scores, positive; 1/√(head dim) by default.
+    scale: of the scores, positive; 1/√(head dim) by default. It and the next two are numbers that
+        kernels are compiled for, static under `jit`.
     window: how many keys a query sees, itself included (sliding window); None for all.
     softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2); None for none.
     sinks: [query heads], a learned score of each head that joins its softmax without having a
@@ -63,18 +67,17 @@ def paged_attention(
     go to the reference, with a warning. In float16, scores may reach 2**24, and so may sums of
     queries times zeros of channels.
 
-    Raises ValueError for shapes that don't fit, and UnsupportedError, with the reason, where a
-    forced implementation can't run.
+    Raises ValueError for shapes and numbers that don't fit, of starts and counts as `append` does,
+    and UnsupportedError, with the reason, where a forced implementation can't run.
     """
-    _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim, scale, window, softcap, sinks)
-    batch = len(queries) if queries.ndim == 4 else None
-    check_places("paged_attention", pages, block_tables, starts, counts, batch)
-    if longest is not None and longest < 1:
-        raise ValueError(f"paged_attention: longest is {longest}: expected a number of tokens")
+    _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim)
+    scale, masks = _options(queries, scale, window, softcap, sinks)
+    check_places("paged_attention", pages, block_tables, starts, counts, queries.shape[:-2])
+    longest = static_number(
+        "paged_attention: longest", longest, operator.index, "a number of tokens"
+    )
     if queries.size == 0:
         return jnp.zeros_like(queries)
-    scale = scale if scale is not None else 1 / math.sqrt(pages.head_dim)
-    masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
     why_not_cudnn = gathered.why_not(queries, pages, block_tables)
     if any(mask is not None for mask in masks.values()):
         why_not_cudnn = "it knows no window, softcap or sinks"
@@ -125,28 +128,38 @@ def prefill_attention(
     flash attention. It has no softcap, and gives its sums in 16 bits, too few to add a sink later:
     these, and heads of 256, go to the kernel of `paged_attention`, over keys and values copied into
     pages. The rest goes, with a warning, to XLA, and with a softcap or sinks to the reference.
-    Returns the shape and dtype of the queries. Raises ValueError for shapes that don't fit, and
-    UnsupportedError, with the reason, where a forced implementation can't run.
+    Returns the shape and dtype of the queries. Raises ValueError for shapes and numbers that don't
+    fit, and UnsupportedError, with the reason, where a forced implementation can't run.
     """
     if keys.ndim != 4 or keys.shape != values.shape or keys.shape[:2] != queries.shape[:2]:
         raise ValueError(
             f"attention: keys of shape {keys.shape} and values of shape {values.shape} must be "
             f"[batch, tokens, KV heads, head dim], of as many tokens as queries {queries.shape}"
         )
-    _check(queries, (4,), keys.shape[2], keys.shape[3], scale, window, softcap, sinks)
+    _check(queries, (4,), keys.shape[2], keys.shape[3])
+    scale, masks = _options(queries, scale, window, softcap, sinks)
     if queries.size == 0:
         return jnp.zeros_like(queries)
-    scale = scale if scale is not None else 1 / math.sqrt(queries.shape[-1])
+    window = masks["window"]
     if window is not None and window >= queries.shape[1]:
-        window = None  # wider than the prompt: no different, and faster
-    masks: _Masks = {"window": window, "softcap": softcap, "sinks": sinks}
-    is_plain = softcap is None and sinks is None
+        masks["window"] = window = None  # wider than the prompt: no different, and faster
+
+    def why_not(name: str) -> str | None:
+        if name == "triton":
+            return _why_not_triton(queries, jax.eval_shape(_as_pages, keys, values)[0])
+        if softcap is not None or sinks is not None:
+            return "it has no softcap and no sinks"
+        if len({queries.dtype, keys.dtype, values.dtype}) > 1:
+            dtypes = f"{queries.dtype}, {keys.dtype} and {values.dtype}"
+            return f"queries, keys and values are {dtypes}, expected one dtype"
+        return gathered.why_not_cudnn(queries) if name == "cudnn" else None
+
     implementation = choose(
         "prefill_attention",
-        implementation or _choose_prefill(queries, is_plain=is_plain),
+        implementation or _choose_prefill(why_not),
         "reference",
         ("cudnn", "triton", "xla", "reference"),
-        lambda name: None if is_plain or name == "triton" else "it has no softcap and no sinks",
+        why_not,
     )
     batch, tokens = queries.shape[:2]
     if implementation == "reference":
@@ -185,23 +198,16 @@ class _Masks(TypedDict):
 
 
 def _choose_prefill(
-    queries: jax.Array, *, is_plain: bool
+    why_not: Callable[[str], str | None],
 ) -> Literal["cudnn", "triton", "xla", "reference"]:
-    """is_plain: that there is neither a softcap nor a sink."""
     if not backend.on_gpu():
         return "reference"
-    dim, is_half = queries.shape[-1], queries.dtype in (jnp.bfloat16, jnp.float16)
-    reason = backend.why_triton_cannot_run()  # nor can cuDNN, then
-    if reason is None and is_plain and is_half and dim <= 128 and dim % 8 == 0:
+    if (of_cudnn := why_not("cudnn")) is None:
         return "cudnn"
-    if reason is None and is_half and dim in HEAD_DIMS:
+    if (of_triton := why_not("triton")) is None:
         return "triton"
-    reason = reason or (
-        "cuDNN takes 16-bit heads of a multiple of 8 up to 128, without softcap and sinks, and "
-        f"Triton 16-bit heads of {HEAD_DIMS}, not {queries.dtype} of {dim}"
-    )
-    warn_of_reference("prefill_attention", reason)
-    return "xla" if is_plain else "reference"
+    warn_of_reference("prefill_attention", f"of cuDNN, {of_cudnn}; of Triton, {of_triton}")
+    return "xla" if why_not("xla") is None else "reference"
 
 
 def _as_pages(keys: jax.Array, values: jax.Array) -> tuple[KVPages, jax.Array]:
@@ -230,16 +236,7 @@ def _why_not_triton(queries: jax.Array, pages: KVPages) -> str | None:
     return why_not_triton(pages)
 
 
-def _check(
-    queries: jax.Array,
-    ranks: tuple[int, ...],
-    kv_heads: int,
-    head_dim: int,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: jax.Array | None,
-) -> None:
+def _check(queries: jax.Array, ranks: tuple[int, ...], kv_heads: int, head_dim: int) -> None:
     heads, dim = (1, *queries.shape)[-2:] if queries.ndim else (1, 1)
     if queries.ndim not in ranks or heads % kv_heads or dim != head_dim:
         packed = f", or packed [tokens, query heads, {head_dim}]," if 3 in ranks else ""
@@ -247,14 +244,24 @@ def _check(
             f"attention: queries of shape {queries.shape} must be [batch, tokens, query heads, "
             f"{head_dim}]{packed} with query heads a multiple of the {kv_heads} KV heads"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window is {window}: expected a number of keys, or None")
-    if scale is not None and scale <= 0:
-        raise ValueError(f"attention: scale is {scale}: expected a positive number, or None")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"attention: softcap is {softcap}: expected a positive number, or None")
+
+
+def _options(
+    queries: jax.Array,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> tuple[float, _Masks]:
+    """The scale and the masks, or ValueError where they make no sense."""
+    scale = static_number("attention: scale", scale, float, "a positive number")
+    window = static_number("attention: window", window, operator.index, "a number of keys")
+    softcap = static_number("attention: softcap", softcap, float, "a positive number")
+    heads, dim = queries.shape[-2:]
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(
             f"attention: sinks have shape {sinks.shape}: expected ({heads},), one for each query "
             "head"
         )
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    return scale, {"window": window, "softcap": softcap, "sinks": sinks}

@@ -40,19 +40,8 @@ def why_not(queries: jax.Array, pages: KVPages, block_tables: jax.Array) -> str 
     """The reason why queries can't be attended to so, or None if they can."""
     if queries.ndim != 4:
         return "packed sequences would see each other"
-    if reason := why_never():
+    if reason := why_never() or why_not_cudnn(queries):
         return reason
-    if not backend.on_gpu():
-        platform = backend.default_device().platform
-        return f"the default device is {platform!r}, and cuDNN needs a CUDA GPU"
-    if (capability := backend.compute_capability() or 0.0) < LEAST_CAPABILITY:
-        return f"compute capability {capability} is below {LEAST_CAPABILITY}"
-    if queries.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries are {queries.dtype}, expected bfloat16 or float16"
-    if (dim := pages.head_dim) > MOST_CHANNELS or dim % CHANNELS_AT_ONCE:
-        return (
-            f"heads of {dim} channels are no multiple of {CHANNELS_AT_ONCE} up to {MOST_CHANNELS}"
-        )
     if (needed := scratch_bytes(pages, block_tables)) > MOST_SCRATCH_BYTES:
         return f"the cache would fill {needed} bytes, more than {MOST_SCRATCH_BYTES}"
     return None
@@ -62,6 +51,22 @@ def why_never() -> str | None:
     """The reason why this JAX can't attend so at all, or None if it can."""
     if dot_product_attention is None:
         return f"JAX {jax.__version__} has no cuDNN attention where it is looked for"
+    return None
+
+
+def why_not_cudnn(queries: jax.Array) -> str | None:
+    """The reason why cuDNN can't attend with such queries here, or None if it can."""
+    if not backend.on_gpu():
+        platform = backend.default_device().platform
+        return f"the default device is {platform!r}, and cuDNN needs a CUDA GPU"
+    if (capability := backend.compute_capability() or 0.0) < LEAST_CAPABILITY:
+        return f"compute capability {capability} is below {LEAST_CAPABILITY}"
+    if queries.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries are {queries.dtype}, expected bfloat16 or float16"
+    if (dim := queries.shape[-1]) > MOST_CHANNELS or dim % CHANNELS_AT_ONCE:
+        return (
+            f"heads of {dim} channels are no multiple of {CHANNELS_AT_ONCE} up to {MOST_CHANNELS}"
+        )
     return None
 
 

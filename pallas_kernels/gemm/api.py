@@ -108,6 +108,10 @@ def matmul_terms(
 
 
 def _check_channels(x: jax.Array | QuantizedActivations, weight: Any) -> None:
+    for name, array, shape in (("x", x, "[..., K]"), ("the weight", weight, "[K, N]")):
+        if not getattr(array, "shape", ()):
+            found = "a scalar" if hasattr(array, "shape") else f"a {type(array).__name__}"
+            raise ValueError(f"matmul: {name} is {found}: expected an array {shape}")
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"matmul: x has {x.shape[-1]} channels in shape {x.shape}, "

@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import backend
 from pallas_kernels import implementation as implementations
+from pallas_kernels.checks import are_between
 from pallas_kernels.kv_cache import reference, residual, triton
 from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.kv_cache.codes import Float8
@@ -41,7 +43,9 @@ def append(
     keys. These must be numbers: a NaN may be stored as one, since minima and maxima pass over it.
     Tokens past the end of a sequence's block table are not written either: make room first
     (PagedKVCache.require_room, outside `jit`). Raises UnsupportedError where the implementation
-    can't run, and ValueError for shapes that don't fit the pages.
+    can't run, and ValueError for shapes that don't fit the pages, keys that are no floating-point
+    numbers and, where values are known (which under `jit` they are not), negative starts and counts
+    that the tokens don't have: an array is read back from the device for that, once.
     """
     expected = (pages.keys.shape[1], pages.head_dim)
     if keys.shape != values.shape or keys.shape[-2:] != expected or keys.ndim not in (3, 4):
@@ -50,8 +54,11 @@ def append(
             f"{expected[0]}, {expected[1]}], the KV heads and head dimension of the pages, or "
             "without the batch where sequences are packed"
         )
-    batch = len(keys) if keys.ndim == 4 else None
-    check_places("append", pages, block_tables, starts, counts, batch)
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (keys, values)):
+        raise ValueError(
+            f"append: keys are {keys.dtype} and values {values.dtype}: expected floating point"
+        )
+    check_places("append", pages, block_tables, starts, counts, keys.shape[:-2])
     if keys.size == 0:
         return pages
     module = _module(pages, implementation)
@@ -116,11 +123,11 @@ def check_places(
     block_tables: jax.Array,
     starts: jax.Array,
     counts: jax.Array,
-    batch: int | None,
+    new: tuple[int, ...],
 ) -> None:
-    """Raises ValueError unless block tables, starts and counts are integers of one batch.
+    """Raises ValueError unless block tables, starts and counts are integers that fit the tokens.
 
-    batch: rows of the new tokens, or None where sequences are packed.
+    new: [batch, tokens] of the new ones, or [tokens] where sequences are packed.
     """
     sequences, *_ = (*block_tables.shape, 0)
     for name, array, shape in (
@@ -135,11 +142,20 @@ def check_places(
                 f"{shape}, and the batch of block_tables is {sequences}"
             )
     waiting = None if pages.residual is None else pages.residual.keys.shape[0]
+    batch = new[0] if len(new) == 2 else None
     for name, found in (("tokens are", batch), ("the pages' residual is", waiting)):
         if found not in (None, sequences):
             raise ValueError(
                 f"{operation}: {name} of a batch of {found}: expected {sequences}, that of "
                 "block_tables, starts and counts"
+            )
+    for name, array, largest, limit in (
+        ("starts", starts, 2**31 - 1, "0 or above"),
+        ("counts", counts, new[-1], f"0 to {new[-1]}, the new tokens"),
+    ):
+        if not are_between(array, 0, largest):
+            raise ValueError(
+                f"{operation}: {name} are {np.asarray(array).tolist()}: expected {limit}"
             )
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.checks import is_known
 from pallas_kernels.kv_cache import quantize
 from pallas_kernels.kv_cache.codes import KVCodes
 from pallas_kernels.kv_cache.formats import KVFormat
@@ -125,7 +126,7 @@ class PagedKVCache:
         max_tokens: int,
         kv_heads: int,
         head_dim: int,
-        format: KVFormat = KVFormat(),  # noqa: B008 (frozen)
+        format: KVFormat | str = "KV16",
         page_size: int = 128,
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         scales: jax.typing.ArrayLike | None = None,
@@ -133,6 +134,7 @@ class PagedKVCache:
         """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
 
         Capacity is rounded up to whole pages.
+        format: a KVFormat, or what KVFormat.parse reads, such as "K8V4".
         dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
             beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
             (KVPages.parameter_dtype), and those of keys' channels float16: what is beyond ±65,504
@@ -146,10 +148,13 @@ class PagedKVCache:
 
         Raises ValueError for sizes and scales that there can't be.
         """
+        format = KVFormat.of(format)
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}: a cache holds at least one token")
+        sizes = {"layers": layers, "batch": batch, "max_tokens": max_tokens, "kv_heads": kv_heads}
+        for name, size in (sizes | {"head_dim": head_dim}).items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}: expected 1 or more")
         kinds = (format.key_codes, format.value_codes)
         if head_dim % (planes := max(codes.planes for codes in kinds)):
             raise ValueError(f"{format} needs a head dimension divisible by {planes}")
@@ -218,7 +223,7 @@ class PagedKVCache:
 
         Reads lengths back from the device. Under `jit` nothing is known, and nothing refused.
         """
-        if any(isinstance(x, jax.core.Tracer) for x in (self.lengths, tokens)):
+        if not is_known((self.lengths, tokens)):
             return
         needed = int(jnp.max(self.lengths + jnp.asarray(tokens, jnp.int32)))
         if needed > self.capacity:
@@ -237,8 +242,13 @@ def _broadcast_scales(
             f"{format} needs scales of channels: measure them on keys and values (cache_scales), "
             "or of a whole model with mpjax.calibrate_cache"
         )
+    if scales is not None and format.scaling is None:
+        raise ValueError(
+            f"there are scales, but {format} is given none: it stores keys and values as they are, "
+            "or measures scales of its own; leave them out, or choose KV8s or KVfp8"
+        )
     scales = 1.0 if scales is None else scales
-    if not isinstance(scales, jax.core.Tracer):
+    if is_known(scales):
         values = np.asarray(scales)
         if not ((values > 0) & np.isfinite(values)).all():
             raise ValueError("scales of keys and values must be positive and finite")

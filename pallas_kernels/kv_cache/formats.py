@@ -73,6 +73,11 @@ class KVFormat:
         keys, values, both = (name and _kind_name(name) for name in match.groups())
         return cls(keys if both is None else both, values)
 
+    @classmethod
+    def of(cls, format: KVFormat | str) -> KVFormat:
+        """A format as it is, or as `parse` reads it: what functions that take one accept."""
+        return format if isinstance(format, cls) else cls.parse(str(format))
+
     def __str__(self) -> str:
         is_usual = self.values == _values_beside(self.keys)
         return f"KV{self.keys}" if is_usual else f"K{self.keys}V{self.values}"

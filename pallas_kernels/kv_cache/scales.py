@@ -11,17 +11,19 @@ from pallas_kernels.kv_cache.formats import KVFormat
 LARGEST_CODE = 127  # of 8s, on either side of zero
 
 
-def cache_scales(x: jax.Array, format: KVFormat) -> jax.Array:
+def cache_scales(x: jax.Array, format: KVFormat | str) -> jax.Array:
     """Scales with which the largest of x still is a code: max|x| over the largest code.
 
     x: keys (after the rotary embedding) or values [..., KV heads, head dim], of as many tokens as
         tell how large others will be; what is larger is rounded to the largest code.
-    format: with 8s, whose scales are of channels, or FP8, whose scales are of heads.
+    format: with 8s, whose scales are of channels, or FP8, whose scales are of heads: a KVFormat, or
+        what KVFormat.parse reads, such as "KV8s".
 
     Returns float32 [KV heads, head dim] or [KV heads], 1 where all of x is zero: for keys and
     values of a layer what `PagedKVCache.create` takes stacked. Raises ValueError for formats that
     are given no scales.
     """
+    format = KVFormat.of(format)
     if format.scaling is None:
         raise ValueError(f"{format} is given no scales: KV8s and KVfp8 are")
     is_static = format.scaling == "static"

@@ -42,7 +42,7 @@ def rotate_and_append(
         [tokens, dim / 2].
     pages, block_tables, starts, counts: as `append` takes them.
     heads: query heads and KV heads.
-    norms: of queries and keys, before the rotation, or None.
+    norms: of queries and keys, each [dim], before the rotation, or None.
     transform_queries: whether queries, too, go through the Hadamard transform of the pages' keys,
         if theirs is a format with one: for `paged_attention(..., transformed=True)`, which then has
         nothing left to do.
@@ -50,8 +50,8 @@ def rotate_and_append(
     Returns the queries [batch, tokens, query heads, dim], or packed [tokens, query heads, dim], in
     `dtype`, and the pages. On the GPU this is one kernel, where XLA makes five; beside a residual
     two, or three for several tokens or packed ones. Raises ValueError for shapes that don't fit the
-    pages or one another, and UnsupportedError, with the reason, where a forced implementation can't
-    run.
+    pages or one another, and for starts and counts as `append` does; and UnsupportedError, with the
+    reason, where a forced implementation can't run.
     """
     width = (heads[0] + 2 * heads[1]) * pages.head_dim
     if terms.shape[-1] != width or heads[1] != pages.keys.shape[1]:
@@ -60,14 +60,20 @@ def rotate_and_append(
             f"{pages.keys.shape[1]} heads of {pages.head_dim}; {heads[0]} query and {heads[1]} KV "
             f"heads take {width} channels"
         )
-    if terms.ndim not in (3, 4) or {cosines.shape[:-1], sines.shape[:-1]} != {terms.shape[1:-1]}:
+    half = pages.head_dim // 2
+    if terms.ndim not in (3, 4) or {cosines.shape, sines.shape} != {(*terms.shape[1:-1], half)}:
         raise ValueError(
             f"rotate_and_append: terms have shape {terms.shape}, cosines {cosines.shape} and sines "
-            f"{sines.shape}: expected [splits, batch, tokens, channels] and [batch, tokens, dim / "
-            "2], or all without the batch where sequences are packed"
+            f"{sines.shape}: expected [splits, batch, tokens, channels] and [batch, tokens, "
+            f"{half}], half of the pages' head dimension, or all without the batch where sequences "
+            "are packed"
         )
-    batch = None if terms.ndim == 3 else terms.shape[1]
-    check_places("rotate_and_append", pages, block_tables, starts, counts, batch)
+    if norms is not None and {norms.query.shape, norms.key.shape} != {(pages.head_dim,)}:
+        raise ValueError(
+            f"rotate_and_append: norms have weights of shapes {norms.query.shape} for queries and "
+            f"{norms.key.shape} for keys: expected ({pages.head_dim},), the pages' head dimension"
+        )
+    check_places("rotate_and_append", pages, block_tables, starts, counts, terms.shape[1:-1])
     dtype = jnp.dtype(dtype)
     reason = why_not_triton(pages)
     if dtype not in (jnp.bfloat16, jnp.float16):

@@ -24,7 +24,7 @@ def add_rms_norm(
     weight: jax.Array,
     epsilon: float,
     *,
-    format: WeightFormat | None = None,
+    format: WeightFormat | str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
     """Adds terms to the residual stream, and normalises it: x / √(mean(x²) + ε) · weight.
@@ -32,8 +32,9 @@ def add_rms_norm(
     terms: [splits, ..., H], from `matmul_terms`, or any x as x[None].
     residual: [..., H], or None for none.
     weight: [H]; its dtype is that of the results.
-    format: of the weight that the result is multiplied with: where its activations have 8 bits and
-        one scale per token, the result is quantised here.
+    format: of the weight that the result is multiplied with, a WeightFormat or what
+        WeightFormat.parse reads: where its activations have 8 bits and one scale per token, the
+        result is quantised here.
 
     Returns the stream x [..., H], rounded to its dtype before it is normalised, and the result.
     On the GPU one kernel reads every term once. Differentiable unless it quantises. Raises
@@ -50,6 +51,7 @@ def add_rms_norm(
             f"add_rms_norm: terms have shape {terms.shape}, the residual {found} and the weight "
             f"{weight.shape}; expected [splits, ..., H], [..., H] and [H]"
         )
+    format = None if format is None else WeightFormat.of(format)
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format)
     plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format)
     reason = _why_not_triton(terms, weight.dtype, format)
@@ -63,20 +65,22 @@ def gated_silu(
     terms: jax.Array,
     *,
     dtype: jax.typing.DTypeLike,
-    format: WeightFormat | None = None,
+    format: WeightFormat | str | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QuantizedActivations:
     """SiLU(gate) · up in `dtype`, of terms [splits, ..., 2 · I] that hold gate before up.
 
-    format: of the weight that the result is multiplied with: where its activations have 8 bits and
-        one scale per token, the result is quantised here, and by default in a kernel; else XLA
-        makes one fusion of it as well.
+    format: of the weight that the result is multiplied with, a WeightFormat or what
+        WeightFormat.parse reads: where its activations have 8 bits and one scale per token, the
+        result is quantised here, and by default in a kernel; else XLA makes one fusion of it as
+        well.
 
     Returns [..., I]. Differentiable unless it quantises. Raises ValueError for an odd number of
     channels, and UnsupportedError, with the reason, where a forced implementation can't run.
     """
     if terms.ndim < 2 or terms.shape[-1] % 2:
         raise ValueError(f"gated_silu: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
+    format = None if format is None else WeightFormat.of(format)
     kernel = functools.partial(triton.gated_silu, dtype=jnp.dtype(dtype), format=format)
     plain = functools.partial(reference.gated_silu, dtype=jnp.dtype(dtype), format=format)
     reason = _why_not_triton(terms, jnp.dtype(dtype), format)
@@ -87,14 +91,17 @@ def gated_silu(
 
 
 def quantize_rows(
-    x: jax.Array, format: WeightFormat, *, implementation: Implementation | None = None
+    x: jax.Array, format: WeightFormat | str, *, implementation: Implementation | None = None
 ) -> QuantizedActivations:
     """Rounds x [..., K] to what `format` multiplies with: `quantize_activations`, as one kernel.
+
+    format: a WeightFormat, or what WeightFormat.parse reads, such as "int8/int8".
 
     Where scales belong to groups of channels, XLA's fusions do it. Raises ValueError for a format
     with 16-bit activations, and UnsupportedError, with the reason, where a forced implementation
     can't run.
     """
+    format = WeightFormat.of(format)
     default = "triton" if x.size and reference.quantizes(format) else "reference"
     reason = _why_not_triton(x, x.dtype, format)
     if not reference.quantizes(format):

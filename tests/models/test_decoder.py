@@ -336,7 +336,7 @@ def test_other_values_and_other_layers_do_not_retrace(rng, trace_counter, monkey
 
 
 def test_a_cache_fits_the_model():
-    cache = small_model().create_cache(3, 100, KVFormat(16), 64)
+    cache = small_model().create_cache(3, 100, "KV16", 64)
     assert (len(cache.layers), cache.capacity) == (2, 128)
     assert cache.layers[0].keys.aval.str_short() == "float32[6,2,64,16]"
 

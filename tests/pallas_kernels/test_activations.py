@@ -153,3 +153,10 @@ def test_refuses_formats_with_sixteen_bit_activations(text):
     format = WeightFormat.parse(text)
     with pytest.raises(ValueError, match=f"{format} multiplies 16-bit activations"):
         quantize_activations(jnp.ones((2, 128)), format)
+
+
+@each_format
+def test_the_format_may_be_text(text, rng):
+    x = random_array(rng, (2, 128), "float16")
+    expected = quantized(x, WeightFormat.parse(text))
+    jax.tree.map(np.testing.assert_array_equal, quantized(x, text), expected)

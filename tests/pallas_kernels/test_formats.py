@@ -173,3 +173,12 @@ def test_bytes_of_whole_blocks(text, expected):
 def test_groups(text, expected):
     assert WeightFormat.parse(text).groups(128) == expected
     assert WeightFormat.parse(text).groups(127) == expected
+
+
+def test_a_format_may_come_as_text():
+    format = WeightFormat.parse("uint4:g128")
+    assert WeightFormat.of(format) is format
+    assert WeightFormat.of("uint4:g128") == format
+    for other in (4, None, "uint5"):
+        with pytest.raises(ValueError, match=f"unknown weight format '{other}'"):
+            WeightFormat.of(other)  # type: ignore[arg-type]

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +10,7 @@ from hypothesis import strategies as st
 from pallas_kernels import QuantizedTensor, WeightFormat, quantize, unpack
 from pallas_kernels.codes.table import normal_float
 from tests.pallas_kernels.oracles import PACKED_FORMATS, WEIGHT_FORMATS, wide
+from tests.pallas_kernels.quantizers import oracle
 
 INTEGER_FORMATS = [text + suffix for text in WEIGHT_FORMATS for suffix in ("", ":sym")]
 # One of every kind of codes and of parameters.
@@ -23,8 +21,6 @@ KINDS = [
 each_format = pytest.mark.parametrize("text", PACKED_FORMATS)
 each_integer_format = pytest.mark.parametrize("text", INTEGER_FORMATS)
 each_kind = pytest.mark.parametrize("text", KINDS)
-
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 quick_quantize = jax.jit(quantize, static_argnames="format")
 
@@ -38,98 +34,6 @@ def round_trip(
     weight: np.ndarray, format: WeightFormat, table: np.ndarray | None = None
 ) -> np.ndarray:
     return np.asarray(dequantize(quick_quantize(weight, format, table=table)))
-
-
-class Quantized(NamedTuple):
-    codes: np.ndarray  # [K, N]
-    scales: np.ndarray  # [groups, N]
-    zeros: np.ndarray  # [groups, N]; 0 where a kind has none
-    channel_scales: np.ndarray | None = None  # [N]
-
-
-def oracle(weight: np.ndarray, format: WeightFormat, table: np.ndarray | None = None) -> Quantized:
-    """What `pallas_kernels/codes` describes, one group of input channels at a time, in float32.
-
-    XLA divides by a scale that many share as it multiplies by its reciprocal.
-    """
-    weight = weight.astype(np.float32)
-    if format.codes == "liquid4":
-        return liquid_oracle(weight)
-    size = format.group_size or weight.shape[0]
-    groups = np.split(weight, weight.shape[0] // size)
-    if format.codes == "float8":
-        return join([float8_oracle(group, format.group_size) for group in groups])
-    if format.codes == "int8":
-        return join([int8_oracle(group) for group in groups])
-    if format.codes.startswith("table"):
-        entries = normal_float(format.bits) if table is None else table
-        return join([table_oracle(group, entries) for group in groups])
-    return join([integer_oracle(group, format) for group in groups])
-
-
-def join(groups: list[Quantized]) -> Quantized:
-    codes, scales, zeros = zip(*[group[:3] for group in groups], strict=True)
-    return Quantized(np.concatenate(codes), np.stack(scales), np.stack(zeros))
-
-
-def integer_oracle(group: np.ndarray, format: WeightFormat) -> Quantized:
-    top = 2**format.bits - 1
-    low, high = np.minimum(group.min(0), 0), np.maximum(group.max(0), 0)
-    if format.symmetric:
-        high = np.abs(group).max(0)
-        low = -high
-    scale = ((high - low) * np.float32(1 / top)).astype(np.float16)
-    step = np.where(scale == 0, np.float16(1), scale).astype(np.float32)
-    inverse = np.float32(1) / step
-    zero = np.clip(np.rint(-low * inverse), 0, top)
-    if format.symmetric:
-        zero = np.full_like(step, (top + 1) // 2)
-    codes = np.clip(np.rint(group * inverse) + zero, 0, top)
-    return Quantized(codes, step.astype(np.float16), zero)
-
-
-def float8_oracle(group: np.ndarray, tile: int | None) -> Quantized:
-    """One scale for each output channel, or for each run of `tile` of them."""
-    peak = np.abs(group).max(0)
-    if tile is not None:
-        for first in range(0, len(peak), tile):
-            peak[first : first + tile] = peak[first : first + tile].max()
-    scale = peak * np.float32(1 / 448)
-    scale = np.where(scale == 0, np.float32(1), scale)
-    return Quantized(
-        np.clip(group * (np.float32(1) / scale), -448, 448).astype(E4M3), scale, 0 * scale
-    )
-
-
-def int8_oracle(group: np.ndarray) -> Quantized:
-    scale = np.abs(group).max(0) * np.float32(1 / 127)
-    scale = np.where(scale == 0, np.float32(1), scale)
-    return Quantized(np.clip(np.rint(group * (np.float32(1) / scale)), -127, 127), scale, 0 * scale)
-
-
-def table_oracle(group: np.ndarray, table: np.ndarray) -> Quantized:
-    """The nearest entry, and of two that are equally near, the lower one."""
-    scale = (np.abs(group).max(0) / np.abs(table).max()).astype(np.float16)
-    step = np.where(scale == 0, np.float16(1), scale).astype(np.float32)
-    middles = (table[1:] + table[:-1]) / 2
-    codes = ((group * (np.float32(1) / step))[..., None] > middles).sum(-1)
-    return Quantized(codes, scale, np.zeros(step.shape))
-
-
-def liquid_oracle(weight: np.ndarray) -> Quantized:
-    channel_scales = np.abs(weight).max(0) * np.float32(1 / 119)
-    channel_scales = np.where(channel_scales == 0, np.float32(1), channel_scales)
-    first = np.rint(weight * (np.float32(1) / channel_scales))
-    first = np.clip(first, -119, 119).astype(int)
-
-    def second(group: np.ndarray) -> Quantized:
-        low = group.min(0)
-        step = np.maximum(1, np.floor((group.max(0) - low) / 15 + 0.5))
-        codes = np.minimum(15, np.floor((group - low) / step + 0.5))
-        return Quantized(codes, step, low + 128)
-
-    groups = join([second(group) for group in np.split(first, len(first) // 64)])
-    return groups._replace(channel_scales=channel_scales)
 
 
 def random_weight(seed: int, channels: int = 256, outputs: int = 12) -> np.ndarray:
@@ -264,7 +168,7 @@ def test_subnormal_scales_divide_nothing_on_a_gpu(text):
     for peak in (1e-36, 1e-37, 1e-38, 1e-40, 1e-44):
         weight = np.zeros((256, 3), np.float32)
         weight[5], weight[70] = peak, -peak / 3
-        tensor = quantize(jnp.asarray(weight), WeightFormat.parse(text))
+        tensor = quick_quantize(jnp.asarray(weight), WeightFormat.parse(text))
         np.testing.assert_allclose(dequantize(tensor), 0, atol=peak * 1.01)
 
 
@@ -398,3 +302,66 @@ def test_the_gpu_computes_the_same_but_for_ties(text):
 def test_tables_that_nothing_can_be_looked_up_in_are_refused(values):
     with pytest.raises(ValueError, match="expected finite values that ascend"):
         quantize(jnp.ones((64, 8)), WeightFormat.parse("table2:g64"), table=jnp.asarray(values))
+
+
+@each_format
+def test_the_format_may_be_text(text):
+    found, expected = (
+        quick_quantize(random_weight(1), format) for format in (text, WeightFormat.parse(text))
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@each_kind
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_refused(value, text):
+    """Of a matrix so large that maxima pass over NaN on a CPU."""
+    weight = random_weight(2, 512, 128)
+    weight[3, 5:7] = value
+    message = "quantize: 2 of the 65536 weights are NaN or infinite: expected numbers"
+    with pytest.raises(ValueError, match=message):
+        quantize(jnp.asarray(weight), text)
+    jax.eval_shape(lambda weight: quantize(weight, text), weight)  # not known
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK:sym", "table4:g64", "float16"])
+@pytest.mark.parametrize(("factor", "too"), [(1e9, "large"), (1e-9, "small")])
+def test_what_scales_in_float16_cannot_hold_is_refused(factor, too, text):
+    weight = np.random.default_rng(0).standard_normal((256, 8)).astype(np.float32)
+    quantize(weight, text)
+    quantize(weight * 0, text)
+    message = rf"largest magnitude .* is .*e[+-]\d+, too {too} for {text}.*, whose range is that of"
+    with pytest.raises(ValueError, match=message):
+        quantize(weight * factor, text)
+    weight[0] = factor  # small beside others is zero; and large is large
+    if too == "small":
+        quantize(weight, text)
+
+
+@pytest.mark.parametrize("text", ["float8:gK", "int8/int8", "liquid4:g64/int8", "bfloat16"])
+def test_scales_in_float32_hold_what_is_large_and_small(text):
+    weight = np.random.default_rng(0).standard_normal((256, 8)).astype(np.float32)
+    expected = wide(getattr(quantize(weight, text), "dequantize", lambda: weight)())
+    for factor in (2.0**40, 2.0**-40):
+        found = quantize(weight * factor, text)
+        dense = wide(found.dequantize() if isinstance(found, QuantizedTensor) else found)
+        np.testing.assert_allclose(dense / factor, expected, rtol=0.01)
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "uint8:g128:sym", "table4:g64", "table2:g256"])
+def test_the_smallest_weights_keep_their_precision(text):
+    """Where they are refused, and not before, rounding of scales is what counts."""
+    weight = np.random.default_rng(0).standard_normal((256, 8)).astype(np.float32)
+
+    def error(weight):
+        dense = np.asarray(dequantize(quick_quantize(weight, WeightFormat.parse(text))))
+        return np.abs(dense - weight).mean() / np.abs(weight).mean()
+
+    def is_refused(power):
+        try:
+            return quantize(weight * 2.0**power, text) is None
+        except ValueError:
+            return True
+
+    last = next(power for power in range(0, -60, -1) if is_refused(power - 1))
+    assert error(weight * 2.0**last) < error(weight) + 0.03

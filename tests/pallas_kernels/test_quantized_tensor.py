@@ -314,3 +314,12 @@ def test_concatenate_needs_one_table(rng):
     other = dataclasses.replace(plain, table=np.nextafter(plain.table, np.float32(9)))
     assert concatenate([plain.pack(), plain.pack(), other.pack()]) is None
     assert concatenate([plain.pack(), plain.pack()]) is not None
+
+
+def test_the_format_may_be_text(rng):
+    codes = jnp.asarray(rng.integers(0, 16, (64, 4)), jnp.uint8)
+    scales, zeros = jnp.ones((2, 4), jnp.float16), jnp.full((2, 4), 8, jnp.uint8)
+    found, expected = (
+        pack(codes, scales, zeros, f) for f in ("uint4:g32", WeightFormat("uint4", 32))
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -228,6 +228,19 @@ def test_weights_that_are_not_finite_are_not_quantised(rng):
     expect(message, source, files)
 
 
+def test_one_nan_in_a_large_matrix_is_seen(rng):
+    """In float32, where the CPU's maximum passes over it."""
+    weight = rng.standard_normal((256, 128)).astype(np.float32)
+    weight[3, 4] = np.nan
+    files = Files()
+    for format in (UINT4, None):
+        source = files.source("a", {"weight": weight}, format=format, shape=weight.T.shape)
+        message = (
+            r"^a\.weight: 1 of the 32768 values are NaN or infinite: the checkpoint is damaged"
+        )
+        expect(message, source, files, "float32")
+
+
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_plain_values_that_are_not_finite_are_refused(value, dtype, rng):

@@ -17,6 +17,7 @@ from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from pallas_kernels import WeightFormat, pack
+from pallas_kernels.checks import are_finite
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     CONFIGS,
@@ -204,7 +205,7 @@ def test_converting_takes_no_more_than_planned():
     channels, outputs = shape = (1024, 512)
     for dtype in ("bfloat16", "float16", "float32"):
         weight = jax.ShapeDtypeStruct((outputs, channels), dtype)
-        assert temporary_bytes(convert._is_finite, weight) <= 0.01 * math.prod(shape)
+        assert temporary_bytes(are_finite, weight) <= 0.01 * math.prod(shape)
     for dtype in ("bfloat16", "float32"):
         weight = jax.ShapeDtypeStruct((outputs, channels), dtype)
         assert temporary_bytes(convert._transpose, weight, "bfloat16") <= 0.01 * math.prod(shape)

@@ -183,6 +183,9 @@ def test_jax_has_no_softcap_and_no_sinks(implementation, rng):
         ({"window": 0}, "window is 0: expected a number of keys, or None"),
         ({"window": -5}, "window is -5: expected a number of keys, or None"),
         ({"softcap": 0.0}, "softcap is 0.0: expected a positive number, or None"),
+        ({"scale": np.nan}, "scale is nan: expected a positive number, or None"),
+        ({"softcap": np.inf}, "softcap is inf: expected a positive number, or None"),
+        ({"window": 3.5}, "window is 3.5: expected a number of keys, or None"),
         ({"sinks": np.zeros(2, np.float32)}, r"sinks have shape \(2,\): expected \(4,\), one for"),
     ],
 )
@@ -194,9 +197,21 @@ def test_options_must_make_sense(options, message, rng):
         paged_attention(*test.arguments, **options)
 
 
+@pytest.mark.parametrize(("name", "value"), [("scale", 0.5), ("window", 3), ("softcap", 1.0)])
+def test_options_are_not_traced(name, value, rng):
+    test = scene(rng, "KV16", "float32", **DECODE)
+    attend = jax.jit(lambda value: paged_attention(*test.arguments, **{name: value}))
+    message = f"attention: {name} is traced, .*: pass a Python number, or name it in the static_arg"
+    with pytest.raises(ValueError, match=message):
+        attend(value)
+    jax.jit(paged_attention, static_argnames=name).lower(*test.arguments, **{name: value})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"starts": np.array([-1, 0], np.int32)}, r"starts are \[-1, 0\]: expected 0 or above"),
+        ({"counts": np.array([1, 2], np.int32)}, r"counts are \[1, 2\]: expected 0 to 1, the new"),
         ({"starts": np.zeros(1, np.int32)}, r"starts is int32 of shape \(1,\): expected int32"),
         ({"counts": np.ones(2, np.float32)}, "counts is float32 of shape"),
         (
@@ -319,7 +334,41 @@ def test_prefill_with_softcap_and_sinks_on_the_gpu(dtype, rng):
 
 def test_prompts_on_an_old_gpu_go_to_xla(pretend_gpu, monkeypatch):
     monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "the GPU is too old")
+    monkeypatch.setattr(backend, "compute_capability", lambda: 7.5)
     x = jnp.ones((1, 4, 1, 64), jnp.bfloat16)
-    with pytest.warns(UserWarning, match="prefill_attention runs as plain JAX .*: the GPU is too"):
+    with pytest.warns(UserWarning, match="prefill_attention runs as plain JAX .*, the GPU is too"):
         out = prefill_attention(x, x, x)
     np.testing.assert_array_equal(out, x)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "dim", "reason"),
+    [
+        ("cudnn", "float32", 64, "queries are float32, expected bfloat16 or float16"),
+        ("cudnn", "bfloat16", 100, "heads of 100 channels are no multiple of 8 up to 128"),
+        ("cudnn", "bfloat16", 256, "heads of 256 channels are no multiple of 8 up to 128"),
+        ("triton", "float32", 64, "queries are float32, expected bfloat16 or float16"),
+        ("triton", "bfloat16", 80, "head dimension 80 is not one of"),
+    ],
+)
+def test_prefill_says_what_it_cannot_do(implementation, dtype, dim, reason, pretend_gpu):
+    x = jnp.ones((1, 4, 2, dim), dtype)
+    message = f"prefill_attention: '{implementation}' can't run: {reason}"
+    with pytest.raises(UnsupportedError, match=message):
+        prefill_attention(x, x, x, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "triton"])
+def test_kernels_of_prefill_need_a_gpu(implementation):
+    x = jnp.ones((1, 4, 2, 64), jnp.bfloat16)
+    message = f"prefill_attention: '{implementation}' can't run: the default device is 'cpu'"
+    with pytest.raises(UnsupportedError, match=message):
+        prefill_attention(x, x, x, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
+def test_jax_takes_one_dtype(implementation, pretend_gpu):
+    x = jnp.ones((1, 4, 2, 64), jnp.bfloat16)
+    message = "queries, keys and values are bfloat16, bfloat16 and float16, expected one dtype"
+    with pytest.raises(UnsupportedError, match=f"'{implementation}' can't run: {message}"):
+        prefill_attention(x, x, x.astype(jnp.float16), implementation=implementation)

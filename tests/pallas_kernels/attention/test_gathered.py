@@ -80,10 +80,11 @@ def test_many_new_tokens_without_masks_choose_it(rng, pretend_gpu, monkeypatch):
     rest = test.arguments[1:]
     monkeypatch.setattr(gathered, "LEAST_TOKENS", 40)
     paged_attention(test.queries, *rest)
-    paged_attention(test.queries[:, :39], *rest)
+    short = test.queries[:, :39], *rest[:-1], np.minimum(rest[-1], 39)
+    paged_attention(*short)
     paged_attention(test.queries, *rest, window=7)
     paged_attention(test.queries, *rest, implementation="triton")
-    paged_attention(test.queries[:, :39], *rest, implementation="cudnn")
+    paged_attention(*short, implementation="cudnn")
     assert chosen == ["cudnn", "triton", "triton", "triton", "cudnn"]
     with pytest.raises(UnsupportedError, match="'cudnn' can't run: it knows no window"):
         paged_attention(test.queries, *rest, sinks=sinks_of(rng, 4), implementation="cudnn")
@@ -106,7 +107,7 @@ def test_heads_that_no_kernel_takes_may_be_cudnns(rng, pretend_gpu, monkeypatch)
         warnings.simplefilter("error")
         paged_attention(test.queries, *rest)
     with pytest.warns(UserWarning, match="head dimension 80 is not one of"):
-        paged_attention(test.queries[:, :39], *rest)
+        paged_attention(test.queries[:, :39], *rest[:-1], np.minimum(rest[-1], 39))
     assert chosen == ["cudnn", "reference"]
 
 

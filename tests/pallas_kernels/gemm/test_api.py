@@ -87,6 +87,14 @@ def test_channels_must_agree(text, rng):
         matmul(jnp.ones((2, 96)), weight)
 
 
+@pytest.mark.parametrize(("x", "found"), [([1.0], "a list"), (np.float32(3), "a scalar")])
+def test_x_and_the_weight_are_arrays(x, found, rng):
+    weight = random_weight(rng, "uint4:g32", 64, 10)
+    for arguments, name in (((x, weight), "x"), ((jnp.ones((2, 64)), x), "the weight")):
+        with pytest.raises(ValueError, match=f"matmul: {name} is {found}: expected an array"):
+            matmul(*arguments)
+
+
 def test_terms_are_of_packed_weights():
     with pytest.raises(ValueError, match="plain array; use matmul"):
         matmul_terms(jnp.ones((2, 64)), jnp.ones((64, 8)))  # type: ignore[arg-type]
@@ -94,10 +102,9 @@ def test_terms_are_of_packed_weights():
 
 def test_integers_are_refused(rng):
     weight = random_weight(rng, "uint4:g32", 64, 10)
-    with pytest.raises(ValueError, match="x is int32; expected floating point"):
-        matmul(jnp.ones((2, 64), jnp.int32), weight)
-    with pytest.raises(ValueError, match="x is int32; expected floating point"):
-        matmul(np.ones((2, 64), np.int32), weight)  # type: ignore[arg-type]
+    for x in (jnp.ones((2, 64), jnp.int32), np.ones((2, 64), np.int32)):
+        with pytest.raises(ValueError, match="x is int32; expected floating point"):
+            matmul(x, weight)  # type: ignore[arg-type]
 
 
 def test_unknown_implementations_are_refused(rng):

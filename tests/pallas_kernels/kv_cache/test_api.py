@@ -193,3 +193,30 @@ def test_a_residual_is_that_of_the_batch(rng):
     message = "append: the pages' residual is of a batch of 4: expected 3, that of block_tables"
     with pytest.raises(ValueError, match=message):
         append(pages, new, new, *places_of(3))
+
+
+@pytest.mark.parametrize(
+    ("starts", "counts", "message"),
+    [
+        ([-1, 0], [1, 1], r"starts are \[-1, 0\]: expected 0 or above"),
+        ([0, 0], [4, 1], r"counts are \[4, 1\]: expected 0 to 3, the new tokens"),
+        ([0, 0], [-2, 1], r"counts are \[-2, 1\]: expected 0 to 3"),
+    ],
+)
+def test_starts_and_counts_are_those_of_tokens(starts, counts, message, rng):
+    """Where they are known."""
+    pages, new = pages_of(rng), jnp.zeros((2, 3, 2, 64), jnp.bfloat16)
+    places = (jnp.zeros((2, 2), jnp.int32), *(np.asarray(x, np.int32) for x in (starts, counts)))
+    with pytest.raises(ValueError, match=f"append: {message}"):
+        append(pages, new, new, *places)
+    with pytest.raises(ValueError, match=f"append: {message}"):
+        append(pages, new[0], new[0], *places)
+    jax.eval_shape(append, pages, new, new, *places)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_integers_are_no_keys_and_values(side, rng):
+    new = [jnp.zeros((4, 1, 2, 64), jnp.bfloat16)] * 2
+    new[side] = new[side].astype(jnp.int32)
+    with pytest.raises(ValueError, match=r"append: keys are .*int32.*: expected floating point"):
+        append(pages_of(rng), *new, *places_of(4))

@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels import KVFormat, KVPages, PagedKVCache
 
+SIZES = ("layers", "batch", "max_tokens", "kv_heads", "head_dim")
+
 
 def create(**changes) -> PagedKVCache:
     arguments: dict[str, Any] = {
@@ -60,6 +62,12 @@ def test_bytes_in_memory(text, per_token, per_layer):
     cache = create(format=KVFormat.parse(text), layers=5)
     tables = 4 * (6 + 3)
     assert cache.nbytes == 5 * (6 * 64 * 2 * per_token + per_layer) + tables
+
+
+def test_the_format_may_be_text():
+    assert jax.tree.structure(create(format="K8V4")) == jax.tree.structure(
+        create(format=KVFormat(8, 4))
+    )
 
 
 def test_keys_and_values_of_a_format_may_differ():
@@ -116,7 +124,10 @@ def test_capacity_is_rounded_up_to_pages(max_tokens, page_size, capacity):
         ({"page_size": 48}, r"page size 48: expected one of \(16, 32, 64, 128, 256\)"),
         ({"head_dim": 66, "format": KVFormat(4)}, "KV4 needs a head dimension divisible by 4"),
         ({"format": KVFormat("4c")}, "page size 64: KV4c needs a multiple of 128"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        *(({name: 0}, f"{name} is 0: expected 1 or more") for name in SIZES),
+        ({"scales": 2.0}, "there are scales, but KV8 is given none: .* leave them out, or choose"),
+        ({"scales": 2.0, "format": "KV16"}, "there are scales, but KV16 is given none"),
+        ({"format": "KV9"}, "KV9 is not a KV format"),
         ({"format": KVFormat("8s")}, "KV8s needs scales of channels: measure them on keys"),
         (
             {"format": KVFormat("8s"), "scales": np.ones(63, np.float32)},

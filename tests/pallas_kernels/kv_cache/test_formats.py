@@ -107,3 +107,12 @@ def test_others_do_not_exist(text, kind):
     message = f"KV{kind} is not a KV format: expected KV16, KV8, KV8s, KV4, KV4t"
     with pytest.raises(ValueError, match=message):
         KVFormat.parse(text)
+
+
+def test_a_format_may_come_as_text():
+    format = KVFormat.parse("K8V4")
+    assert KVFormat.of(format) is format
+    assert KVFormat.of("K8V4") == format
+    for other in (8, None, "K8"):
+        with pytest.raises(ValueError, match=f"can't read the KV format '{other}': expected KV16"):
+            KVFormat.of(other)  # type: ignore[arg-type]

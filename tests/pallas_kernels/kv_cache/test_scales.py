@@ -42,3 +42,10 @@ def test_what_they_were_measured_on_is_off_by_half_a_step(rng):
     for side, stored, scale in zip((keys, values), found, wide(scales), strict=True):
         error = np.abs(wide(stored)[:, :40] - wide(side))
         assert (error <= scale * (0.5 + 1e-5)).all()
+
+
+def test_the_format_may_be_text(rng):
+    x = jnp.asarray(rng.standard_normal((5, 2, 8)), jnp.float32)
+    for text in ("KV8s", "KVfp8"):
+        expected = cache_scales(x, KVFormat.parse(text))
+        np.testing.assert_array_equal(cache_scales(x, text), expected)

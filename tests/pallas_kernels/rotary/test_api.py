@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedError, append, backend, rotate, rotate_and_append
+from pallas_kernels import (
+    HeadNorms,
+    UnsupportedError,
+    append,
+    backend,
+    rotate,
+    rotate_and_append,
+)
 from pallas_kernels.rotary import reference, triton
 from tests.pallas_kernels.rotary.heads import scene
 
@@ -138,6 +145,36 @@ def test_angles_are_those_of_the_tokens(terms, angles, rng):
         rotate_and_append(
             jnp.ones(terms), pages, cosines, cosines, *places, dtype="bfloat16", heads=(4, 2)
         )
+
+
+@pytest.mark.parametrize("width", [16, 33, 64])
+def test_angles_are_half_a_heads_channels(width, rng):
+    """The kernel would read past the end of others, or those of another token."""
+    terms, pages, cosines, sines, *places = scene(rng, 8, "bfloat16").arrays
+    wrong = jnp.ones((*cosines.shape[:-1], width))
+    for angles in ((wrong, sines), (cosines, wrong)):
+        with pytest.raises(
+            ValueError, match=r"expected .* and \[batch, tokens, 32\], half of"
+        ) as e:
+            rotate_and_append(terms, pages, *angles, *places, dtype="bfloat16", heads=(4, 2))
+        assert str(wrong.shape) in str(e.value)
+
+
+@pytest.mark.parametrize("shapes", [((64,), (32,)), ((1,), (64,)), ((4, 64), (2, 64))])
+def test_norms_are_of_a_heads_channels(shapes, rng):
+    norms = HeadNorms(*map(jnp.ones, shapes), 1e-6)
+    message = f"norms have weights of shapes {shapes[0]} for queries and {shapes[1]} for keys: exp"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(scene(rng, 8, "bfloat16"), norms=norms)
+
+
+def test_starts_and_counts_are_those_of_tokens(rng):
+    *others, starts, counts = scene(rng, 8, "bfloat16").arrays
+    rotated = functools.partial(rotate_and_append, *others, dtype="bfloat16", heads=(4, 2))
+    with pytest.raises(ValueError, match=r"rotate_and_append: counts are .* 0 to 1, the new"):
+        rotated(starts, np.asarray(counts) + 2)
+    with pytest.raises(ValueError, match=r"rotate_and_append: starts are .*: expected 0 or above"):
+        rotated(np.asarray(starts) - 1000, counts)
 
 
 def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):

@@ -331,3 +331,17 @@ def test_gradients_and_results_on_the_gpu(text, dtype, rng):
 
     of_terms = jax.jit(jax.grad(total))(*rows.arrays)
     np.testing.assert_allclose(of_terms, np.broadcast_to(wide(cotangent), of_terms.shape))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_the_format_may_be_text(implementation, rng, interpreted_triton):
+    rows = Rows.random(rng, (2, 64), "bfloat16", residual=True)
+    text, chosen = "int8/int8", {"implementation": implementation}
+    for function, arrays, keywords in (
+        (norm, rows.arrays, {}),
+        (gated_silu, rows.arrays[:1], {"dtype": "float16"}),
+        (quantize_rows, (rows.arrays[1],), {}),
+    ):
+        expected = run(function, *arrays, format=parsed(text), **keywords, **chosen)
+        found = run(function, *arrays, format=text, **keywords, **chosen)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)

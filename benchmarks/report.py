@@ -45,7 +45,7 @@ def write(results: Path, page: Path) -> None:
         ("gemm*.json", _gemm),
         ("attention*.json", _attention),
         ("quantization.json", _quantization),
-        ("perplexity.json", _perplexity),
+        ("perplexity*.json", _perplexity),
     ):
         if found := [json.loads(path.read_text()) for path in sorted(results.glob(pattern))]:
             parts += build(found, page.parent)
@@ -187,6 +187,9 @@ def _models_or_shapes(rows: Sequence[dict[str, Any]]) -> str:
 
 def _attention(results: list[dict[str, Any]], folder: Path) -> list[str]:
     parts = ["## Paged attention\n"]
+    if decoding := [r for result in results for r in result["results"] if r.get("queries") == 1]:
+        roofline.draw_attention(decoding, folder / "attention.svg")
+        parts.append(_plot("times as fast as cuDNN, below the rooflines", "attention.svg"))
     for result in results:
         rows = result["results"]
         parts.append(tables.markdown(attention.HEADERS, map(attention.cells, rows)))
@@ -221,14 +224,18 @@ def _distinct(rows: Sequence[dict[str, Any]], key: str) -> str:
 
 
 def _perplexity(results: list[dict[str, Any]], folder: Path) -> list[str]:
-    [result] = results
-    return [
+    parts = [
         "## Perplexity of the bundled model\n",
         "On its held-out text, every token read through the cache; Δ against the first row.\n",
-        markdown(result["rows"]) + "\n",
-        "`mpjax evaluate --output benchmarks/results/perplexity.json` · "
-        f"{result['device']}, jax {result['versions']['jax']}\n",
     ]
+    for result in results:
+        command = "mpjax evaluate"
+        if calibration := result.get("calibration"):
+            precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])
+            command += f"{precisions} --calibrate {calibration}"
+        versions = f"{result['device']}, jax {result['versions']['jax']}"
+        parts += [markdown(result["rows"]) + "\n", f"`{command}` · {versions}\n"]
+    return parts
 
 
 if __name__ == "__main__":

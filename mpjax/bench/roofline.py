@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpjax.bench import gemm, generate
+from mpjax.bench import attention, gemm, generate
 
 try:
     import matplotlib
@@ -113,6 +113,36 @@ def memory_roof(rows: Rows, compute: float) -> tuple[list[float], list[float]]:
     first, last = rows[0]["M"], min(rows[-1]["M"], compute / slope)
     ends = [first, last] if last > first else []
     return ends, [slope * rows for rows in ends]
+
+
+def draw_attention(rows: Rows, path: Path) -> None:
+    """Draws how many times as fast as cuDNN decoding is, a column for each shape, smallest first.
+
+    Each format has a mark, and a line where its memory roof is. Prompts are left out: they are not
+    read at the rate of the memory.
+    """
+    rows = [attention.figures(row) for row in rows if row["queries"] == 1]
+    rows.sort(key=lambda row: row["batch"] * row["context"] * row["kv_heads"] * row["head_dim"])
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    formats = sorted({row["format"] for row in rows})
+    with _figure(path, (3.0 + 0.32 * len(shapes), 4.8)) as figure:
+        axes = figure.subplots()
+        for index, name in enumerate(formats):
+            measured = [row for row in rows if row["format"] == name]
+            aside = 0.7 * (index / len(formats) - 0.5)
+            places = [shapes.index(row["shape"]) + aside for row in measured]
+            color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+            face = color if index < len(COLORS) else "white"
+            speedups = [row["speedup"] for row in measured]
+            axes.scatter(places, speedups, s=14, marker=marker, color=color, fc=face, label=name)
+            roofs = [row["cudnn_microseconds"] / row["floor_microseconds"] for row in measured]
+            axes.scatter(places, roofs, s=30, marker="_", color=color, lw=1)
+        axes.scatter([], [], s=30, marker="_", color=GREY, lw=1, label="memory roof of a format")
+        axes.axhline(1, color="black", lw=1, label="cuDNN bf16")
+        axes.set_xticks(range(len(shapes)), shapes, rotation=60, ha="right", fontsize=7)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("times as fast as cuDNN")
+        figure.legend(loc="outside lower center", ncols=4)
 
 
 def draw_generate(rows: Rows, path: Path) -> None:

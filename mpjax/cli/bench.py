@@ -86,6 +86,7 @@ the shape doesn't say how many, such as q2048 of the c32768 in the cache.
   error      mean error over mean magnitude against the reference over the
              same cache, up to 131072 tokens in all, the last 32 new tokens of
              each sequence; the gate is 8e-3
+The plot has the shapes of one token, each format below its rooflines.
 The format "uncached" is for prompts from their first token on: they attend to
 themselves in 16 bits, as in a model, whatever is then written to the cache.
 """
@@ -214,13 +215,16 @@ def attention_command(
         str, _texts("NAME", "Any, such as b8-h32/8-d128-c32768, or decode or prefill.")
     ] = "decode,prefill",
     output: Output = None,
+    plot: Plot = True,
 ) -> None:
     """Measure paged attention, beside floor and cuDNN."""
     from mpjax.bench import attention, tables
 
     sweep = _checked(lambda: attention.Sweep(attention.named(_split(shapes)), _split(formats)))
-    measured, _ = _measure("attention", attention, sweep, output)
+    measured, path = _measure("attention", attention, sweep, output)
     tables.show("paged attention", attention.HEADERS, map(attention.cells, measured))
+    if plot and any(row["queries"] == 1 for row in measured):
+        _draw("draw_attention", measured, path.with_suffix(".svg"))
     _check(attention, measured)
 
 

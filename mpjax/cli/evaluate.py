@@ -115,7 +115,7 @@ def command(
         )
     documents = options.read_documents(text)
     rows = _measure(folder, chosen, dtype, documents, samples, window, batch)
-    result = _result(folder, text, documents, batch, rows)
+    result = _result(folder, text, documents, calibrate, batch, rows)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
@@ -177,6 +177,7 @@ def _result(
     folder: Path,
     text: Path,
     documents: list[str],
+    calibration: Path | None,
     batch: int,
     rows: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -192,6 +193,7 @@ def _result(
         "text": text.name,
         "documents": len(documents),
         "bytes": sum(len(document.encode()) for document in documents),
+        "calibration": None if calibration is None else str(calibration),
         "batch": batch,
         "device": f"{device.platform}: {device.device_kind}",
         "versions": {"mpjax": mpjax.__version__, "jax": jax.__version__},

@@ -31,11 +31,17 @@ def page(tmp_path):
 
 
 def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
+    sizes = {"batch": 1, "query_heads": 32, "kv_heads": 8, "head_dim": 128, "context": 1000}
+    evaluated = {"precision": "W16A16KV8s", "perplexity": 8.0, "bits_per_byte": 1.0}
+    evaluated["weights_bytes"] = 1e6
     text = page(
         **{
             "gemm": {"results": [gemm_row(), gemm_row(M=16)]},
             "gemm-more": {"results": [gemm_row(format="uint8:g128", packed_bytes=10**7)]},
             "attention": {"results": [attention_row(), attention_row(copies=5)]},
+            "attention-one": {"results": [attention_row(**sizes, queries=1)]},
+            "perplexity": {"rows": [evaluated]},
+            "perplexity-calibrated": {"rows": [evaluated], "calibration": "a.txt"},
             "quantization": {
                 "tokens": 512,
                 "results": [{"format": "KV8", "errors": dict.fromkeys(quantization.KINDS, 0.0125)}],
@@ -57,7 +63,9 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert "`mpjax bench attention --shapes " in text
     assert "without rotation" in text
     assert "| KV8 | 1.25% | 1.25% | 1.25% |" in text
-    for name in ("gemm-model.svg", "generate.svg"):
+    assert "`mpjax evaluate` ·" in text
+    assert "`mpjax evaluate --precision W16A16KV8s --calibrate a.txt` ·" in text
+    for name in ("gemm-model.svg", "generate.svg", "attention.svg"):
         assert f"]({name})" in text
         assert (tmp_path / "docs" / name).is_file()
     svg = (tmp_path / "docs" / "gemm-model.svg").read_text()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mpjax.bench import gemm, roofline
-from tests.mpjax.bench.rows import gemm_row, generate_row
+from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
 
 def gemm_rows():
@@ -101,3 +101,20 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "mpjax.bench.roofline")
     with pytest.raises(ImportError, match=r'pip install "mpjax\[bench\]"'):
         import mpjax.bench.roofline  # noqa: F401
+
+
+def test_attention_is_drawn_with_the_smallest_cache_first(tmp_path):
+    sizes = {"query_heads": 32, "kv_heads": 8, "head_dim": 125, "queries": 1, "context": 1000}
+    rows = [
+        attention_row(**sizes, batch=batch, shape=f"batch {batch}", format=format)
+        for batch in (100, 1)
+        for format in ("KV8", "KV4")
+    ]
+    prompt = attention_row(**sizes | {"queries": 9}, batch=1, format="KV16")
+    roofline.draw_attention([*rows, prompt], tmp_path / "attention.svg")
+    text = (tmp_path / "attention.svg").read_text()
+    found = labels(text)
+    assert {"KV8", "KV4", "cuDNN bf16", "memory roof of a format"} <= found
+    assert "times as fast as cuDNN" in found
+    assert "KV16" not in found
+    assert text.index(">batch 1<") < text.index(">batch 100<")

@@ -123,16 +123,25 @@ def test_without_matplotlib_there_is_a_word_about_it(measured, monkeypatch, fold
 
 
 def test_attention(measured, folder):
-    sweeps = measured("attention", [attention_row()])
+    sizes = {"batch": 1, "query_heads": 32, "kv_heads": 8, "head_dim": 128, "context": 1000}
+    rows = [attention_row(**sizes, queries=queries) for queries in (1, 9)]
+    sweeps = measured("attention", rows)
     result = run("attention", "--formats", "KV8,KV4", "--shapes", DECODE[1].name)
     assert result.exit_code == 0
     assert sweeps == [attention.Sweep(DECODE[1:2], ("KV8", "KV4"))]
-    assert attention.cells(attention_row())[0] in result.stdout
-    assert json.loads((folder / "attention.json").read_text())["results"] == [attention_row()]
+    assert attention.cells(rows[0])[0] in result.stdout
+    assert json.loads((folder / "attention.json").read_text())["results"] == rows
+    assert "KV8" in (folder / "attention.svg").read_text()
     run("attention")
     assert sweeps[1] == attention.Sweep(DECODE + PREFILL, ("KV16", "KV8", "KV4"))
-    measured("attention", [attention_row(relative_error=1.0)])
+    measured("attention", [rows[0] | {"relative_error": 1.0}])
     assert run("attention").exit_code == 1
+
+
+def test_prompts_have_no_plot(measured, folder):
+    measured("attention", [attention_row(queries=9)])
+    assert run("attention", "--formats", "KV8").exit_code == 0
+    assert not list(folder.rglob("*.svg"))
 
 
 def test_generation(measured, folder):

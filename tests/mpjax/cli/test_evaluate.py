@@ -58,6 +58,7 @@ def test_each_precision_is_measured(run, tiny_folder, tmp_path, monkeypatch):
     assert [row["precision"] for row in written["rows"]] == names
     assert (written["model"], written["text"]) == ("tiny", "texts.jsonl")
     assert (written["documents"], written["bytes"]) == (2, len("".join(DOCUMENTS)))
+    assert written["calibration"] is None
     for row in written["rows"]:
         lm = mpjax.load(tiny_folder, precision=row["precision"], dtype="bfloat16")
         expected = perplexity(lm, DOCUMENTS, batch=2)
@@ -76,7 +77,9 @@ def test_scales_are_measured_on_another_text(run, text, tiny_folder):
     arguments = ("--precision", "W16A16KV8s", "--format", "json")
     assert "KV8s needs scales of channels" in run(*arguments).stderr
     result = run(*arguments, "--calibrate", text)
-    [row] = json.loads(result.stdout)["rows"]
+    written = json.loads(result.stdout)
+    assert written["calibration"] == str(text)
+    [row] = written["rows"]
     lm = mpjax.load(tiny_folder, precision="W16A16KV8s", dtype="bfloat16")
     expected = perplexity(mpjax.calibrate_cache(lm, DOCUMENTS), DOCUMENTS, batch=2)
     assert row["perplexity"] == expected.perplexity

@@ -43,6 +43,7 @@ MOST_WAITING_SPLITS = 4  # more cost more, when their results are joined, than t
 BRIEF_WAITING_TILES = 8  # of a program, if there can be as many programs
 WAITING_TIME = 0.3  # of a tile, in tiles with steps of channels
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
+WIDE_OTHER_BYTES = 45056  # with 64 rows of more than 128 channels, whose weights cross it, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
         programs=batch * pages.keys.shape[1] * -(-rows // tile_rows),
         tokens=pages_per_sequence * pages.page_size,
         slot_bytes=sum(side_bytes),
+        other_bytes=WIDE_OTHER_BYTES if is_wide and tile_rows > MINIMUM_ROWS else OTHER_BYTES,
     )
     if tile_rows == MINIMUM_ROWS:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
@@ -89,7 +91,10 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
     # Sums of more than 128 channels, or 64 rows, would not fit in the registers of four, nor
     # beside the former what is decoded of many keys.
     warps = 8 if is_wide or tile_rows > 64 else 4
-    tile_keys = min(tile_keys, MINIMUM_KEYS) if is_wide else tile_keys
+    if is_wide:
+        tile_keys = min(tile_keys, MINIMUM_KEYS)
+        if tile_keys * work.slot_bytes > work.shared_memory:  # 99 KiB
+            tile_keys //= 2
     splits = min(work.splits(tile_keys), MOST_SPLITS)
     stages = 1 + work.ahead(tile_keys, splits)
     return _with_waiting(AttentionConfig(tile_rows, tile_keys, splits, warps, stages), pages, work)
@@ -102,6 +107,12 @@ class _Work:
     programs: int
     tokens: int
     slot_bytes: int
+    other_bytes: int = OTHER_BYTES
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of a multiprocessor's that tiles may have."""
+        return backend.shared_memory(backend.compute_capability() or 9.0) - self.other_bytes
 
     def tiles(self, keys: int) -> int:
         """Those of a sequence."""
@@ -136,11 +147,11 @@ class _Work:
         But for those of what waits, which are brief.
         """
         each = math.ceil(self.programs * splits / backend.multiprocessors())
-        return max(1, min(each, _shared_memory() // (ahead * keys * self.slot_bytes)))
+        return max(1, min(each, self.shared_memory // (ahead * keys * self.slot_bytes)))
 
     def ahead(self, keys: int, splits: int, *, only_reads: bool = False) -> int:
         """Tiles that a program reads ahead. only_reads: that it waits for nothing but memory."""
-        tile_bytes, shared = keys * self.slot_bytes, _shared_memory()
+        tile_bytes, shared = keys * self.slot_bytes, self.shared_memory
         neighbours = max(1.0, self.programs * splits / backend.multiprocessors())
         ahead = MOST_AHEAD
         if only_reads:
@@ -150,11 +161,6 @@ class _Work:
         elif tile_bytes > SMALL_TILE_BYTES:
             ahead = min(ahead, BYTES_PER_MULTIPROCESSOR // (round(neighbours) * tile_bytes))
         return max(1, min(ahead, shared // tile_bytes))
-
-
-def _shared_memory() -> int:
-    """Bytes of a multiprocessor's that tiles may have."""
-    return backend.shared_memory(backend.compute_capability() or 9.0) - OTHER_BYTES
 
 
 def _few_rows(

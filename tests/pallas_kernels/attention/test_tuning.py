@@ -47,7 +47,10 @@ def assert_sound(
         assert 1 <= config.waiting_splits <= waiting
         slot = max(slot, 4 * pages.head_dim * config.waiting_keys // config.tile_keys)
     ahead = (config.stages - 1) * config.tile_keys * slot
-    assert ahead + 2 * config.tile_rows * pages.head_dim <= shared_kibibytes * 1024
+    # Of wide heads the weights cross it, too: 10,240 bytes with 64 rows, as Triton compiles them.
+    crossing = 160 * config.tile_rows if pages.head_dim > 128 and config.tile_rows > 8 else 0
+    queries = 2 * config.tile_rows * pages.head_dim
+    assert ahead + queries + crossing <= shared_kibibytes * 1024
 
 
 @pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV4cg64", "KV2t"])

@@ -5,28 +5,20 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import (
-    KVFormat,
-    PagedKVCache,
-    WeightFormat,
-    append,
-    matmul,
-    paged_attention,
-    quantize,
-)
+from pallas_kernels import PagedKVCache, append, matmul, paged_attention, quantize
 
 keys = jax.random.split(jax.random.key(0), 5)
 
 # A weight matrix [K, N] in 4 bits, with a scale and a zero point for every 128 input channels.
 weight = jax.random.normal(keys[0], (1024, 512), jnp.bfloat16)
-packed = quantize(weight, WeightFormat.parse("uint4:g128"))
+packed = quantize(weight, "uint4:g128")
 x = jax.random.normal(keys[1], (3, 1024), jnp.bfloat16)
 error = jnp.abs(matmul(x, packed) - x @ weight).mean() / jnp.abs(x @ weight).mean()
 print(f"{packed.format}: {weight.nbytes} bytes become {packed.nbytes}, mean error {error:.1%}")
 
 # Two sequences in a cache of 8-bit pages: 100 and 37 tokens, then attention of one more each.
 cache = PagedKVCache.create(
-    layers=1, batch=2, max_tokens=256, kv_heads=2, head_dim=64, format=KVFormat.parse("KV8")
+    layers=1, batch=2, max_tokens=256, kv_heads=2, head_dim=64, format="KV8"
 )
 key, value = (jax.random.normal(k, (2, 100, 2, 64), jnp.bfloat16) for k in keys[2:4])
 starts, counts = jnp.zeros(2, jnp.int32), jnp.array([100, 37], jnp.int32)

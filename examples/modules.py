@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import DecoderConfig, Qwen3
-from pallas_kernels import KVFormat
 
 config = DecoderConfig(
     vocab_size=256,
@@ -36,7 +35,7 @@ print(f"loss {value:.3f}, gradient of the embedding {gradient.embedding[...].sha
 
 # The same model with a KV cache: the cache goes in and comes out, and nothing else changes.
 step = jax.jit(Qwen3.step, static_argnames="fresh", donate_argnames="cache")
-cache = model.create_cache(batch=2, max_tokens=64, format=KVFormat(8))
+cache = model.create_cache(batch=2, max_tokens=64, format="KV8")
 logits, cache = step(model, tokens, jnp.array([16, 9], jnp.int32), cache, fresh=True)
 logits, cache = step(model, logits.argmax(-1)[:, None], jnp.ones(2, jnp.int32), cache)
 print(f"after two steps the sequences have {cache.lengths.tolist()} tokens")

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import KVFormat, PagedKVCache, paged_attention, rotate_and_append
+from pallas_kernels import PagedKVCache, paged_attention, rotate_and_append
 
 QUERY_HEADS, KV_HEADS, DIM, CHANNELS = 8, 2, 64, 256
 LENGTHS, STEPS = jnp.array([100, 37], jnp.int32), 64
@@ -69,7 +69,7 @@ def run(format: str) -> tuple[jax.Array, PagedKVCache]:
         max_tokens=256,
         kv_heads=KV_HEADS,
         head_dim=DIM,
-        format=KVFormat.parse(format),
+        format=format,
     )
     y, cache = jax.jit(attend, donate_argnames="cache")(weights, prompts, LENGTHS, cache)
     last = jnp.take_along_axis(y, LENGTHS[:, None, None] - 1, axis=1)

@@ -1,4 +1,4 @@
-"""What follows the main loop of warpgroups: sums of the same outputs meet, and one writes them out.
+"""What follows the sums of warpgroups: those of the same outputs meet, and one writes them out.
 
 Warpgroups of a program that share outputs send theirs to the first one of them. Of two programs
 that are a cluster, each then finishes half of the rows, and sends the sums of the other half
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,81 +17,96 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
-from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
-
-
-def scratch(config: WarpgroupConfig, dtype: jnp.dtype, *, is_cluster: bool) -> dict[str, Any]:
-    """What an `Epilogue` has in shared memory, by name, for sums of a dtype."""
-    columns, senders = config.warpgroups // config.shares, config.shares - 1
-    arrays: dict[str, Any] = {}
-    if senders:
-        arrays["shared_sums"] = mosaic.shared((senders, columns, CHANNELS, config.tile_m), dtype)
-        arrays["shared"] = mosaic.Barrier(num_arrivals=senders, num_barriers=columns)
-    if is_cluster:
-        arrays["crossed_sums"] = mosaic.shared((columns, CHANNELS, config.finished_rows), dtype)
-        arrays["crossed"] = mosaic.Barrier(num_arrivals=columns)
-    return arrays
+from pallas_kernels.gemm.config import CHANNELS
+from pallas_kernels.gemm.summing import Summing
+from pallas_kernels.gemm.warpgroup_program import Program
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
     """The end of a warpgroup's work.
 
-    column: of 64 outputs, which of the program's this warpgroup has.
+    summing: what its sums came from, which knows their scales.
+    column: of 64 outputs, which of the program's it has.
     share: of K, which of the column's it has.
-    rank: of the program, in its cluster; axis: of the cluster, or None where there is none.
-    finish: scales and writes out sums [64, n] of one product after the other, from a row on.
     """
 
+    program: Program
+    summing: Summing
     column: Any
     share: Any
-    rank: Any
-    axis: str | None
-    finish: Callable[[Sequence[jax.Array], int], None]
-    interpret: bool
-    shared_sums: Any = None  # [senders, columns, 64, tile_m], where warpgroups share outputs
-    shared: Any = None  # a barrier for each column
-    crossed_sums: Any = None  # [columns, 64, rows that a program finishes], in a cluster
-    crossed: Any = None  # a barrier, one for all columns: see `mosaic.send`
 
     def run(self, sums: Sequence[jax.Array]) -> None:
-        """Joins these sums with those of other warpgroups, and finishes them."""
-        if self.shared is None:
+        """Joins sums [64, rows] with those of other warpgroups, scales them and writes them out.
+
+        sums: of one product after the other; a single one where there is anything to join.
+        """
+        shared = self.program.shared
+        if shared.shared_sums is None:
             self._cross(sums)
             return
         [own] = sums
-        full = self.shared.at[self.column]
+        full = shared.shared_full.at[self.column]
 
         @pl.when(self.share > 0)
         def _send() -> None:
-            mosaic.send(own, self.shared_sums.at[self.share - 1, self.column], full)
+            mosaic.send(own, shared.shared_sums.at[self.share - 1, self.column], full)
 
         @pl.when(self.share == 0)
         def _add() -> None:
             mosaic.wait(full)
             total = own
-            for sender in range(self.shared_sums.shape[0]):
-                tile = self.shared_sums.at[sender, self.column]
-                total += mosaic.load(tile, interpret=self.interpret)
+            for sender in range(shared.shared_sums.shape[0]):
+                tile = shared.shared_sums.at[sender, self.column]
+                total += mosaic.load(tile, interpret=self.program.call.interpret)
             self._cross([total])
 
     def _cross(self, sums: Sequence[jax.Array]) -> None:
-        if self.crossed is None:
-            self.finish(sums, 0)
+        call, shared = self.program.call, self.program.shared
+        if shared.crossed_sums is None:
+            self._finish(sums, 0)
             return
         [own] = sums
-        tile = self.crossed_sums.at[self.column]
-        rows = self.crossed_sums.shape[-1]
+        tile, full = shared.crossed_sums.at[self.column], shared.crossed_full
+        rows = shared.crossed_sums.shape[-1]
         parts = [own[:, first : first + rows] for first in range(0, own.shape[1], rows)]
 
         def exchange(rank: int) -> None:
             other = 1 - rank
             if other < len(parts):
-                mosaic.send(parts[other], tile, self.crossed, axis=self.axis, program=other)
+                mosaic.send(parts[other], tile, full, axis=call.axis, program=other)
             if rank < len(parts):
-                mosaic.wait(self.crossed)
-                total = parts[rank] + mosaic.load(tile, interpret=self.interpret)
-                self.finish([total], rank * rows)
+                mosaic.wait(full)
+                total = parts[rank] + mosaic.load(tile, interpret=call.interpret)
+                self._finish([total], rank * rows)
 
         for rank in range(2):
-            pl.when(self.rank == rank)(functools.partial(exchange, rank))
+            pl.when(self.program.split == rank)(functools.partial(exchange, rank))
+
+    def _finish(self, sums: Sequence[jax.Array], row: int) -> None:
+        """Scales and writes out, from a row of the program's tile on."""
+        x_scales, channel_row = self.program.arguments.x_scales, self.summing.channel_row
+        for part in sums:
+            part = part.astype(jnp.float32)
+            if channel_row is not None:
+                part = self.summing.scaled(part, channel_row)
+            if x_scales is not None:
+                of_rows = x_scales.at[pl.ds(self.program.first_row + row, part.shape[1])]
+                part *= mosaic.load_column(of_rows, interpret=self.program.call.interpret)
+            self._store(part, row)
+            row += part.shape[1]
+        mosaic.wait_for_stores()
+
+    def _store(self, sums: jax.Array, row: int) -> None:
+        program, call = self.program, self.program.call
+        tile, out = program.shared.out_tiles.at[self.column], program.arguments.out
+        for start in range(0, sums.shape[1], tile.shape[0]):
+            mosaic.wait_for_stores()
+            part = sums[:, start : start + tile.shape[0]].astype(out.dtype)
+            mosaic.store_transposed(tile, part, interpret=call.interpret)
+            target = out.at[
+                0 if call.axis else program.split,
+                pl.ds(program.first_row + row + start, tile.shape[0]),
+                pl.ds(program.first_output + self.column * CHANNELS, CHANNELS),
+            ]
+            mosaic.copy_out(tile, target)

@@ -1,70 +1,39 @@
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic
-from pallas_kernels.gemm import epilogue
 from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
-from pallas_kernels.gemm.stages import sent_bytes
-from tests.pallas_kernels.gemm.test_mosaic import interpreted_here
-
-FLOAT = jnp.dtype(jnp.float32)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(WarpgroupConfig(16, 3, 1), WarpgroupConfig(8, 4, 1, 4), WarpgroupConfig(32, 2, 3, 2)),
-        *(WarpgroupConfig(32, 4, 2, 2), WarpgroupConfig(24, 3, 2, 3), WarpgroupConfig(8, 2, 2)),
-    ],
-    ids=str,
-)
-def test_there_is_room_for_what_is_sent(config):
-    arrays = epilogue.scratch(config, FLOAT, is_cluster=config.is_cluster)
-    sums = [array for name, array in arrays.items() if name.endswith("_sums")]
-    assert sum(4 * math.prod(array.shape) for array in sums) == sent_bytes(config)
-
-
-def test_what_nobody_sends_takes_nothing():
-    assert epilogue.scratch(WarpgroupConfig(16, 3, 4), FLOAT, is_cluster=False) == {}
+from pallas_kernels.gemm.epilogue import Epilogue
+from pallas_kernels.gemm.summing import Summing
+from tests.pallas_kernels.gemm.programs import CODE_UNIT, interpreted_here, run_program
+from tests.pallas_kernels.gemm.weights import integer_activations, integer_weight
 
 
 @interpreted_here
+@pytest.mark.parametrize("text", ["uint4:g128", "uint4:gK"])
 @pytest.mark.parametrize(("warpgroups", "shares"), [(3, 1), (3, 3), (4, 2)])
-def test_warpgroups_that_share_outputs_are_added(warpgroups, shares):
-    config = WarpgroupConfig(8, warpgroups, 1, shares)
-    columns = warpgroups // shares
+def test_sums_of_the_same_outputs_are_joined_scaled_and_written(warpgroups, shares, text, rng):
+    config = WarpgroupConfig(16, warpgroups, 1, shares)
+    weight = integer_weight(rng, text, 512, config.tile_n)
+    x = integer_activations(rng, weight, 16, "bfloat16")
+    sums = (shares, warpgroups // shares, CHANNELS, 16)
 
-    def kernel(x_ref, out_ref, **joining):
-        warpgroup = jax.lax.axis_index("warpgroup")
-        column = jax.lax.rem(warpgroup, columns)
+    def number(share, column):  # each another one
+        shape = (CHANNELS, 16)
+        of_tile = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 16
+        of_tile += jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        return (of_tile + (share * 7 + column) * 1024).astype(jnp.float32)
 
-        def finish(sums, row):
-            assert row == 0
-            out_ref[column] = sums[0]
+    def end(program, column, share):
+        summing = Summing(program, column, share)
+        Epilogue(program, summing, column, share).run([number(share, column)])
 
-        @pl.when(warpgroup < warpgroups)
-        def _end():
-            place = {"column": column, "share": warpgroup // columns, "rank": 0, "axis": None}
-            end = epilogue.Epilogue(**place, **joining, finish=finish, interpret=True)
-            end.run([x_ref[warpgroup]])
-
-    rng = np.random.default_rng(0)
-    x = rng.integers(-99, 99, (warpgroups, CHANNELS, 8)).astype(np.float32)
-    out = mosaic.launch(
-        kernel,
-        jnp.asarray(x),
-        out_shape=jax.ShapeDtypeStruct((columns, CHANNELS, 8), FLOAT),
-        grid={"row": 1},
-        warpgroups=warpgroups,
-        scratch=epilogue.scratch(config, FLOAT, is_cluster=False),
-        name="epilogue",
-        interpret=True,
-    )
-    np.testing.assert_array_equal(out, x.reshape(shares, columns, CHANNELS, 8).sum(0))
+    found = run_program(end, weight, x, config, (1, 16, config.tile_n), copies=False)
+    given = np.array([[number(s, c) for c in range(sums[1])] for s in range(shares)])
+    expected = given.sum(0).reshape(config.tile_n, 16).T
+    if text == "uint4:gK":
+        expected = expected * np.asarray(weight.scales(), np.float32) * CODE_UNIT
+    np.testing.assert_array_equal(found[0], expected)

@@ -15,6 +15,7 @@ from pallas_kernels.gemm import mosaic, shapes, tuning
 from pallas_kernels.gemm.config import Plan, WarpgroupConfig
 from pallas_kernels.gemm.warpgroups import warpgroup_config, why_unsound
 from tests.pallas_kernels.gemm.plans import H200
+from tests.pallas_kernels.gemm.programs import interpreted_here
 from tests.pallas_kernels.gemm.weights import (
     dense,
     exact,
@@ -75,11 +76,6 @@ CASES = [
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
     ("table3:g64", 3, 1088, 192, WarpgroupConfig(8, 3, 1, 3), "float16", "bfloat16"),
 ]
-
-interpreted_here = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="JAX 0.10's interpreter wants every thread to see every phase of a barrier",
-)
 
 
 @interpreted_here

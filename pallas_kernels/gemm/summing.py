@@ -1,0 +1,211 @@
+"""What a warpgroup does that computes: it decodes planes of codes, and multiplies them with x.
+
+A plane is decoded while the one before is multiplied. Sums are of 64 output channels, and of the
+blocks of K that come in this warpgroup's share.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend, mosaic, mosaic_decoding
+from pallas_kernels import codes as code_kinds
+from pallas_kernels.gemm.config import CHANNELS
+from pallas_kernels.gemm.warpgroup_program import Program
+
+
+class Block(NamedTuple):
+    """What a warpgroup has of a block of K in its registers."""
+
+    slot: jax.Array
+    words: list[jax.Array]  # tiles [64, plane width]
+    parameters: list[jax.Array]  # a row [64] for each group
+
+
+class Summing:
+    """The sums of one warpgroup.
+
+    column: of 64 outputs, which of the program's it has.
+    share: of K, which of the column's it has.
+    """
+
+    def __init__(self, program: Program, column: Any, share: Any) -> None:
+        call, arguments, shared = program.call, program.arguments, program.shared
+        self.program, self.call, self.share = program, call, share
+        self.outputs = pl.ds(column * CHANNELS, CHANNELS)  # of the program's
+        self.scratch = None
+        if shared.interpreted_sums is not None:
+            self.scratch = shared.interpreted_sums.at[program.warpgroup]
+        self.count = pl.cdiv(program.last - program.first - share, call.config.shares)
+        # What sticks out reads what it does not need.
+        output = program.first_output + column * CHANNELS
+        output = jnp.minimum(output, arguments.words.shape[1] - CHANNELS)
+        of_channels = arguments.channel_scales
+        if not call.has_groups:
+            of_channels = arguments.parameters.at[0]
+        self.channel_row = None
+        if of_channels is not None:
+            of_outputs = of_channels.at[pl.ds(output, CHANNELS)]
+            self.channel_row = mosaic.load_row(of_outputs, interpret=call.interpret)
+        pairs = None
+        if shared.pair_rows is not None:
+            warpgroups = call.config.warpgroups
+            pairs = mosaic_decoding.Pairs(shared.pair_rows, shared.filled, warpgroups)
+        with self._decoding(call.format.plane_width, pairs):
+            ptx = not call.interpret
+            self.of_table = call.kind.shared(arguments.table, call.operand, ptx=ptx)
+
+    def run(self) -> list[jax.Array]:
+        """Sums [64, rows], of one product after the other."""
+        call, exponent = self.call, 0
+        config, accumulate = call.config, functools.partial(mosaic.accumulate, dtype=call.sum_dtype)
+        with self._decoding(call.format.plane_width):
+            if config.has_few_rows and not call.format.is_flat:
+                sums = [self._of_few_rows()]
+            elif call.stages.parts == 1:
+                sums = accumulate(config.products, self._of_blocks, self.scratch)
+            else:
+                sums = accumulate((config.tile_m,), self._of_planes, self.scratch)
+                if call.scales_groups:
+                    exponent = call.kind.scaled_exponent(call.operand, ptx=not call.interpret)
+        return [part * 2.0**-exponent for part in sums] if exponent else sums
+
+    def scaled(self, sums: jax.Array, row: jax.Array) -> jax.Array:
+        """Sums times the scales that a row of parameters, or of channels, says."""
+        call = self.call
+        with self._decoding(sums.shape[1]):
+            if call.kind.has_channel_scales:
+                return sums * backend.column(row)
+            scale = call.kind.load(row, call.scale_dtype, call.operand).scale
+        assert scale is not None
+        return sums * scale
+
+    def _of_few_rows(self) -> jax.Array:
+        call, shared = self.call, self.program.shared
+        format, config = call.format, call.config
+        width, planes = format.plane_width, format.planes
+        now = config.multiplies_now(looks_up=call.kind.has_table)
+        product = functools.partial(mosaic.product, now=now, scratch=self.scratch)
+        sums_of_block = format.parameters_of_block if call.scales_groups else 1
+        joined = planes // sums_of_block
+
+        def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
+            block = self._load(number)
+            operands = self._decoders(block, scaled=False)
+            tiles = [
+                shared.x_tiles.at[block.slot, :, pl.ds(p * width, width)] for p in range(planes)
+            ]
+            for group in range(sums_of_block):
+                run = slice(group * joined, (group + 1) * joined)
+                term = product(operands[run], tiles[run], call.sum_dtype)
+                if call.scales_groups:
+                    term = self.scaled(term, block.parameters[group])
+                sums = sums + term
+            mosaic.arrive(shared.free.at[block.slot])
+            return sums
+
+        shape = CHANNELS, config.tile_m
+        nothing = mosaic.zeros(shape, call.sum_dtype, interpret=call.interpret)
+        return jax.lax.fori_loop(0, self.count, go_on, nothing)
+
+    def _of_planes(self, sums: Any) -> list[jax.Array]:
+        call, shared = self.call, self.program.shared
+
+        def go_on(number: jax.Array, _: None) -> None:
+            block = self._load(number)
+            mosaic.arrive(shared.free.at[block.slot])
+            for plane, decode in enumerate(self._decoders(block, scaled=call.scales_groups)):
+                step = number * call.format.planes + plane
+                place = self.program.slot(self.share, step, call.stages.x)
+                weights = decode()
+                mosaic.wait(shared.x_full.at[place])
+                mosaic.multiply(sums, weights, shared.x_tiles.at[place], interpret=call.interpret)
+                self._free_before(step, shared.x_free, call.stages.x)
+
+        jax.lax.fori_loop(0, self.count, go_on, None)
+        mosaic.wait_for_products(0)
+        return [sums[...]]
+
+    def _of_blocks(self, *sums: Any) -> list[jax.Array]:
+        call, shared = self.call, self.program.shared
+        width = call.format.plane_width
+
+        def go_on(number: jax.Array, _: None) -> None:
+            if call.format.is_flat:
+                place = self.program.slot(self.share, number, call.stages.blocks)
+                mosaic.wait(shared.full.at[place])
+                operands = [lambda: shared.word_tiles.at[place, self.outputs, :]]
+            else:
+                block = self._load(number)
+                place, operands = block.slot, self._decoders(block, scaled=False)
+            for plane, decode in enumerate(operands):
+                weights, row = decode(), 0
+                for part in sums:
+                    x_rows, channels = pl.ds(row, part.shape[1]), pl.ds(plane * width, width)
+                    x = shared.x_tiles.at[place, x_rows, channels]
+                    mosaic.multiply(part, weights, x, interpret=call.interpret)
+                    row += part.shape[1]
+                if plane == 0:
+                    self._free_before(number, shared.free, call.stages.blocks, len(sums))
+                else:
+                    mosaic.wait_for_products(len(sums))
+
+        jax.lax.fori_loop(0, self.count, go_on, None)
+        mosaic.wait_for_products(0)
+        return [part[...] for part in sums]
+
+    def _free_before(self, step: jax.Array, barriers: Any, slots: int, products: int = 1) -> None:
+        # Those of the step before are done when no more than this one's are at work.
+        mosaic.wait_for_products(products)
+        before = self.program.slot(self.share, step + slots - 1, slots)
+        pl.when(step > 0)(lambda: mosaic.arrive(barriers.at[before]))
+
+    def _load(self, number: jax.Array) -> Block:
+        """The share's block of a number, when it is there."""
+        call, shared = self.call, self.program.shared
+        format, width = call.format, call.format.plane_width
+        place = self.program.slot(self.share, number, call.stages.blocks)
+        mosaic.wait(shared.full.at[place])
+        words = [
+            mosaic.load(
+                shared.word_tiles.at[place, self.outputs, pl.ds(first, width)],
+                interpret=call.interpret,
+            )
+            for first in range(0, format.columns * width, width)
+        ]
+        if not call.has_groups:
+            assert self.channel_row is not None
+            return Block(place, words, [self.channel_row])
+        rows = [
+            mosaic.load_row(
+                shared.parameter_tiles.at[place, word, self.outputs], interpret=call.interpret
+            )
+            for word in range(format.parameters_of_block)
+        ]
+        return Block(place, words, rows)
+
+    def _decoders(self, block: Block, *, scaled: bool) -> list[Callable[[], jax.Array]]:
+        """What makes the operand of each plane."""
+        call, ptx = self.call, not self.call.interpret
+        planes, groups = call.format.planes, len(block.parameters)
+
+        def of_group(row: jax.Array) -> code_kinds.Decoder:
+            group, operand = call.kind.load(row, call.scale_dtype, call.operand), call.operand
+            if scaled:
+                return call.kind.scaled_decoder(block.words, group, self.of_table, operand, ptx=ptx)
+            return call.kind.decoder(block.words, group.arguments, self.of_table, operand, ptx=ptx)
+
+        decode = [of_group(row) for row in block.parameters]
+        return [
+            functools.partial(decode[plane * groups // planes], plane) for plane in range(planes)
+        ]
+
+    @staticmethod
+    def _decoding(width: int, pairs: mosaic_decoding.Pairs | None = None) -> Any:
+        return backend.decoding_with(mosaic_decoding.WgmmaDecoding(width, pairs))

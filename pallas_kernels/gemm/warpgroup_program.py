@@ -1,0 +1,161 @@
+"""What a program of the warpgroups' kernel is given, has in shared memory, and has to multiply."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import codes as code_kinds
+from pallas_kernels import mosaic, mosaic_decoding
+from pallas_kernels.formats import WeightFormat
+from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
+from pallas_kernels.gemm.stages import Stages
+
+
+class Call(NamedTuple):
+    """What is static in a product.
+
+    axis: of the cluster whose programs add their splits, or None where there is none.
+    """
+
+    format: WeightFormat
+    scale_dtype: str
+    config: WarpgroupConfig
+    splits: int
+    stages: Stages
+    operand: jnp.dtype
+    sum_dtype: jnp.dtype
+    axis: str | None
+    interpret: bool
+
+    @property
+    def kind(self) -> code_kinds.CodeKind:
+        """That of the codes."""
+        return code_kinds.of(self.format)
+
+    @property
+    def columns(self) -> int:
+        """Of 64 outputs, in a program's tile."""
+        return self.config.warpgroups // self.config.shares
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether groups of channels have parameters of their own, which come with the words."""
+        return self.format.group_size is not None
+
+    @property
+    def scales_groups(self) -> bool:
+        """Whether these are scales, of sums or of decoded weights."""
+        return self.kind.has_group_scales and self.has_groups
+
+
+class Arguments(NamedTuple):
+    """References to global memory."""
+
+    x: Any  # [M, K padded]
+    words: Any  # [K blocks, N, columns · plane width], or a plain matrix [1, N, K padded]
+    parameters: Any  # [words of parameters, N]
+    table: Any  # [2**bits], or None
+    channel_scales: Any  # [N], or None
+    x_scales: Any  # [M], or None
+    out: Any  # [splits, M, N]
+
+
+class Shared(NamedTuple):
+    """References to shared memory: tiles, and the barriers that say what they hold."""
+
+    x_tiles: Any  # [slots, tile_m, channels of a block, or of a plane]
+    word_tiles: Any  # [slots, tile_n, columns · plane width]
+    out_tiles: Any  # [columns of 64 outputs, rows, 64]
+    full: Any  # for each slot of words, and of x that comes with them
+    free: Any
+    parameter_tiles: Any = None  # [slots, words of a block, tile_n], where there are groups
+    x_full: Any = None  # for each slot of x, where a tile of it is less than a block
+    x_free: Any = None
+    shared_sums: Any = None  # [senders, columns, 64, tile_m], where warpgroups share outputs
+    shared_full: Any = None  # for each column
+    crossed_sums: Any = None  # [columns, 64, rows that a program finishes], in a cluster
+    crossed_full: Any = None  # one for all columns: see `mosaic.send`
+    pair_rows: Any = None  # where codes index a table
+    filled: Any = None
+    interpreted_sums: Any = None  # [warpgroups, 64, tile_m], where the kernel is interpreted
+
+
+def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any]:
+    """The fields of `Shared` that a product needs, as `mosaic.launch` takes them.
+
+    words, out: the dtypes of words and output.
+    """
+    format, config, staged = call.format, call.config, call.stages
+    columns, shares = call.columns, config.shares
+    slots, x_slots = staged.blocks * shares, staged.x * shares
+    copies = 1 + call.has_groups + (staged.parts == 1)  # of words, their parameters, and x
+    arrays: dict[str, Any] = {
+        "x_tiles": mosaic.shared(
+            (x_slots, config.tile_m, format.block // staged.parts),
+            call.operand,
+            columns=format.plane_width,
+        ),
+        "word_tiles": mosaic.shared(
+            (slots, config.tile_n, format.columns * format.plane_width),
+            words,
+            columns=format.plane_width,
+        ),
+        "out_tiles": mosaic.shared((columns, staged.out_rows, CHANNELS), out),
+        "full": mosaic.Barrier(num_arrivals=copies, num_barriers=slots),
+        "free": mosaic.Barrier(num_arrivals=columns, num_barriers=slots),
+    }
+    if call.has_groups:
+        shape = slots, format.parameters_of_block, config.tile_n
+        arrays["parameter_tiles"] = mosaic.shared_rows(shape, jnp.uint32)
+    if staged.parts > 1:
+        arrays["x_full"] = mosaic.Barrier(num_barriers=x_slots)
+        arrays["x_free"] = mosaic.Barrier(num_arrivals=columns, num_barriers=x_slots)
+    if senders := shares - 1:
+        sums = (senders, columns, CHANNELS, config.tile_m)
+        arrays["shared_sums"] = mosaic.shared(sums, call.sum_dtype)
+        arrays["shared_full"] = mosaic.Barrier(num_arrivals=senders, num_barriers=columns)
+    if call.axis is not None:
+        finished = (columns, CHANNELS, config.finished_rows)
+        arrays["crossed_sums"] = mosaic.shared(finished, call.sum_dtype)
+        arrays["crossed_full"] = mosaic.Barrier(num_arrivals=columns)
+    if call.kind.has_table and not call.interpret:
+        arrays["pair_rows"] = mosaic_decoding.shared_rows_of_pairs(format.bits)
+        arrays["filled"] = mosaic.Barrier(num_arrivals=config.warpgroups)
+    if call.interpret:
+        shape = config.warpgroups, CHANNELS, config.tile_m
+        arrays["interpreted_sums"] = mosaic.shared_rows(shape, call.sum_dtype)
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One of them: a tile of outputs, and the blocks of K from `first` to `last`."""
+
+    call: Call
+    arguments: Arguments
+    shared: Shared
+    warpgroup: jax.Array  # that runs this
+    split: jax.Array
+    first_row: jax.Array
+    first_output: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+    @classmethod
+    def here(cls, call: Call, arguments: Arguments, shared: Shared) -> Program:
+        """The program that runs this, by its place in the grid."""
+        warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
+        first_row = jax.lax.axis_index("row") * call.config.tile_m
+        first_output = jax.lax.axis_index("column") * call.config.tile_n
+        blocks = arguments.x.shape[1] // call.format.block
+        first, last = split * blocks // call.splits, (split + 1) * blocks // call.splits
+        return cls(call, arguments, shared, warpgroup, split, first_row, first_output, first, last)
+
+    def slot(self, share: Any, number: jax.Array, count: int) -> jax.Array:
+        """Where a share has its block, or tile of x, of a number, of `count` that there are."""
+        place = jax.lax.rem(number, count)
+        return place if self.call.config.shares == 1 else share * count + place

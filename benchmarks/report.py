@@ -229,10 +229,12 @@ def _perplexity(results: list[dict[str, Any]], folder: Path) -> list[str]:
         "On its held-out text, every token read through the cache; Δ against the first row.\n",
     ]
     for result in results:
-        command = "mpjax evaluate"
+        command, output = "mpjax evaluate", "perplexity"
         if calibration := result.get("calibration"):
             precisions = "".join(f" --precision {row['precision']}" for row in result["rows"])
             command += f"{precisions} --calibrate {calibration}"
+            output += "-calibrated"
+        command += f" --output benchmarks/results/{output}.json"
         versions = f"{result['device']}, jax {result['versions']['jax']}"
         parts += [markdown(result["rows"]) + "\n", f"`{command}` · {versions}\n"]
     return parts

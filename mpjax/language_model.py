@@ -24,17 +24,13 @@ MEGABYTE = 1e6
 class LanguageModel:
     """A decoder with its tokenizer and the format of its KV cache.
 
-    tokenizer: None where the folder has no tokenizer.json. kv_format: also as KVFormat.parse reads
-    it, such as "K8V4". source: the folder it was loaded from.
+    tokenizer: None where the folder has no tokenizer.json. source: the folder it was loaded from.
     """
 
     model: Decoder
     tokenizer: Tokenizer | None
     kv_format: KVFormat
     source: Path
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kv_format", KVFormat.of(self.kv_format))
 
     @property
     def config(self) -> DecoderConfig:

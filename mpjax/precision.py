@@ -37,17 +37,11 @@ class Precision:
         checkpoint.
     kv: how keys and values are cached.
 
-    Both also as `parse` of their classes reads them: Precision("uint4:g128", "KV8").
     `str` writes what `parse` reads.
     """
 
     weights: WeightFormat | None = None
     kv: KVFormat = KVFormat()  # noqa: RUF009 (frozen)
-
-    def __post_init__(self) -> None:
-        if self.weights is not None:
-            object.__setattr__(self, "weights", WeightFormat.of(self.weights))
-        object.__setattr__(self, "kv", KVFormat.of(self.kv))
 
     @classmethod
     def parse(cls, text: str) -> Precision:

@@ -42,8 +42,8 @@ def static_number(name: str, value: Any, read: Callable[[Any], Any], expected: s
             "name it in the static_argnames of jit"
         )
     try:
-        number = read(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str | bool) else read(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 < number < math.inf:
         raise ValueError(f"{name} is {value}: expected {expected}, or None")

@@ -41,8 +41,15 @@ def quantize(
         if not (np.isfinite(values).all() and (np.diff(values) > 0).all()):
             raise ValueError(f"table is {values.tolist()}; expected finite values that ascend")
     packed = _quantize(weight, format, table)
-    if is_known(packed):
-        _require_representable(weight, packed, format)
+    if is_known((weight, packed)):
+        if not are_finite(weight):
+            damaged = int(jnp.sum(~jnp.isfinite(weight)))
+            raise ValueError(
+                f"quantize: {damaged} of the {weight.size} weights are NaN or infinite: expected "
+                "numbers; look where they come from"
+            )
+        if reason := why_out_of_range(weight, packed):
+            raise ValueError(f"quantize: {reason}")
     return packed
 
 
@@ -66,34 +73,27 @@ def _quantize(
     return pack(codes, scales, zeros, format, channel_scales=channel_scales, table=table)
 
 
-def _require_representable(
-    weight: jax.Array, packed: QuantizedTensor | jax.Array, format: WeightFormat
-) -> None:
-    """Raises ValueError for weights that are no numbers, or not in the range of their scales."""
-    stored, reach = packed, 1.0  # of a scale of one: the largest magnitude that a group can have
+def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> str | None:
+    """Why finite weights are too large, or all too small, for what they became; None if not."""
     if isinstance(packed, QuantizedTensor):
-        stored = packed.scales()
-        reach = (2**format.bits - 1) / 2
+        format, stored = str(packed.format), packed.scales()
+        # Of a scale of one: the largest magnitude that a group can have.
+        reach = (2**packed.format.bits - 1) / 2
         if packed.table is not None:
             reach = float(jnp.abs(packed.table).max())
-    assert isinstance(stored, jax.Array)
-    if not are_finite(weight):
-        damaged = int(jnp.sum(~jnp.isfinite(weight)))
-        raise ValueError(
-            f"quantize: {damaged} of the {weight.size} weights are NaN or infinite: expected "
-            "numbers; look where they come from"
-        )
-    largest, too = float(_largest(weight)), ""
-    if not are_finite(stored):
-        too = "large"
-    elif stored.dtype == jnp.float16 and 0 < largest < LEAST_SCALE * reach:
-        too = "small"
-    if too:
-        raise ValueError(
-            f"quantize: the largest magnitude of the weights is {largest:.3g}, too {too} for "
-            f"{format}, whose range is that of {stored.dtype}: multiply the weights by a power of "
-            "two, and products with them by its inverse"
-        )
+    else:
+        format, stored, reach = str(packed.dtype), packed, 1.0
+        if stored.dtype == weight.dtype:
+            return None
+    largest = float(_largest(weight))
+    is_small = stored.dtype == jnp.float16 and 0 < largest < LEAST_SCALE * reach
+    if not is_small and are_finite(stored):
+        return None
+    return (
+        f"the largest magnitude of the weights is {largest:.3g}, too "
+        f"{'small' if is_small else 'large'} for {format}, whose range is that of {stored.dtype}: "
+        "multiply the weights by a power of two, and products with them by its inverse"
+    )
 
 
 @jax.jit

@@ -266,16 +266,20 @@ def _measure(
     return figures(row), each(calls)[0]
 
 
-def _append(pages: KVPages, block_tables: jax.Array, starts: jax.Array, counts: jax.Array) -> float:
+def _append(
+    pages: KVPages, block_tables: jax.Array, starts: jax.Array, counts: jax.Array
+) -> float | None:
     """Microseconds in which the new tokens are quantised and written, without copies of the pages.
 
+    None where that is no kernel of its own.
     Under donation there are none; here, what is measured must be there for the next call.
     """
     tokens = int(counts.max())
     dims = (len(counts), tokens, pages.keys.shape[1], pages.head_dim)
     keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
     times = measure.kernel_microseconds(append, pages, keys, values, block_tables, starts, counts)
-    return sum(time for name, time in times.items() if name.startswith(APPENDING))
+    found = [time for name, time in times.items() if name.startswith(APPENDING)]
+    return sum(found) if found else None
 
 
 def _error(output: jax.Array, call: tuple[Any, ...]) -> float:

@@ -23,6 +23,7 @@ from mpjax.checkpoint.safetensors import TensorInfo
 from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
 from pallas_kernels.backend import default_device
 from pallas_kernels.checks import are_finite
+from pallas_kernels.quantize import why_out_of_range
 from pallas_kernels.quantized_tensor import concatenate
 
 Read = Callable[[TensorInfo], np.ndarray]
@@ -87,7 +88,10 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
     weight = _to_device(read(info))
     if source.format is None:
         return _require_finite(info, weight, _transpose(weight, dtype))
-    return _quantize(_require_finite(info, weight, weight), source.format)
+    packed = _quantize(_require_finite(info, weight, weight), source.format)
+    if reason := why_out_of_range(weight, packed):
+        raise CheckpointError(f"{info.name}: {reason}")
+    return packed
 
 
 def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> QuantizedTensor:

@@ -43,7 +43,7 @@ MOST_WAITING_SPLITS = 4  # more cost more, when their results are joined, than t
 BRIEF_WAITING_TILES = 8  # of a program, if there can be as many programs
 WAITING_TIME = 0.3  # of a tile, in tiles with steps of channels
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
-WIDE_OTHER_BYTES = 45056  # with 64 rows of more than 128 channels, whose weights cross it, too
+CROSSING_BYTES = 192  # likewise, for each row of more than 128 channels, whose weights cross it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
         programs=batch * pages.keys.shape[1] * -(-rows // tile_rows),
         tokens=pages_per_sequence * pages.page_size,
         slot_bytes=sum(side_bytes),
-        other_bytes=WIDE_OTHER_BYTES if is_wide and tile_rows > MINIMUM_ROWS else OTHER_BYTES,
+        other_bytes=OTHER_BYTES + (CROSSING_BYTES * tile_rows if is_wide else 0),
     )
     if tile_rows == MINIMUM_ROWS:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of

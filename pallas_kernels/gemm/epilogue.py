@@ -2,7 +2,7 @@
 
 Warpgroups of a program that share outputs send theirs to the first one of them. Of two programs
 that are a cluster, each then finishes half of the rows, and sends the sums of the other half
-across, both at the same time.
+across, both at the same time; of 8 and 24 rows, which have no such halves, the first finishes all.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One warpgroup of a program only begins copies (`copying`). The others own 64 out
 they decode a plane of codes into the registers that the tensor cores read, begin its product and
 decode the next plane while the tensor cores are at work on this one or on another warpgroup's
 (LiquidGEMM §5.2; `summing`). They read the same tiles of x. Where outputs are few, warpgroups or
-programs share them, each with a part of K and of x, and their sums are joined (`epilogue`).
+programs share them, each with a part of K and of x, and their sums meet on the chip (`epilogue`).
 
 The scale of a group is applied to whichever are fewer: to the sums of few rows, or to decoded
 weights, which are rounded to 16 bits. Those of whole output channels are left to the epilogue.

@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels import backend
 from pallas_kernels import implementation as implementations
-from pallas_kernels.checks import are_between
+from pallas_kernels.checks import are_between, is_known
 from pallas_kernels.kv_cache import reference, residual, triton
 from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.kv_cache.codes import Float8
@@ -149,11 +149,17 @@ def check_places(
                 f"{operation}: {name} of a batch of {found}: expected {sequences}, that of "
                 "block_tables, starts and counts"
             )
+    limits = f"0 to {new[-1]}, the new tokens"
+    if batch is None:
+        limits += ", and no more in all"
     for name, array, largest, limit in (
         ("starts", starts, 2**31 - 1, "0 or above"),
-        ("counts", counts, new[-1], f"0 to {new[-1]}, the new tokens"),
+        ("counts", counts, new[-1], limits),
     ):
-        if not are_between(array, 0, largest):
+        is_fitting = are_between(array, 0, largest)
+        if name == "counts" and batch is None and is_known(array):
+            is_fitting = is_fitting and int(np.asarray(array).sum()) <= largest
+        if not is_fitting:
             raise ValueError(
                 f"{operation}: {name} are {np.asarray(array).tolist()}: expected {limit}"
             )

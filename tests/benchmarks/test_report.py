@@ -63,8 +63,10 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert "`mpjax bench attention --shapes " in text
     assert "without rotation" in text
     assert "| KV8 | 1.25% | 1.25% | 1.25% |" in text
-    assert "`mpjax evaluate` ·" in text
-    assert "`mpjax evaluate --precision W16A16KV8s --calibrate a.txt` ·" in text
+    output = "--output benchmarks/results/perplexity"
+    assert f"`mpjax evaluate {output}.json` ·" in text
+    command = "mpjax evaluate --precision W16A16KV8s --calibrate a.txt"
+    assert f"`{command} {output}-calibrated.json` ·" in text
     for name in ("gemm-model.svg", "generate.svg", "attention.svg"):
         assert f"]({name})" in text
         assert (tmp_path / "docs" / name).is_file()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -100,9 +99,3 @@ def test_describe(tmp_path, rng):
     ):
         lm.model.cache_scales = CacheScales(jnp.ones(shape))
         assert dict(lm.describe())["cache scales"] == text
-
-
-def test_the_cache_format_may_be_text(tmp_path, rng):
-    tensors = random_tensors(CONFIGS["llama"], rng)
-    lm = load(write_checkpoint(tmp_path, CONFIGS["llama"], tensors))
-    assert dataclasses.replace(lm, kv_format="K8V4").kv_format == KVFormat(8, 4)  # type: ignore[arg-type]

@@ -107,7 +107,3 @@ def test_what_cannot_be_read_is_named(text, message):
 def test_describe_weights():
     assert describe_weights(WeightFormat("float16")) == "W16"
     assert describe_weights(WeightFormat("uint8", None)) == "W8gK"
-
-
-def test_formats_may_be_text():
-    assert Precision("uint4:g128", "K8V4") == Precision(WeightFormat("uint4", 128), KVFormat(8, 4))  # type: ignore[arg-type]

@@ -43,8 +43,8 @@ def test_static_numbers_become_pythons(value, read, expected):
 @pytest.mark.parametrize(
     ("value", "read"),
     [
-        *((number, float) for number in (0, -1.0, np.nan, np.inf, "half", (1, 2))),
-        *((number, operator.index) for number in (0, -1, 3.5, 3.0, "3")),
+        *((number, float) for number in (0, -1.0, np.nan, np.inf, "0.5", (1, 2), 10**400)),
+        *((number, operator.index) for number in (0, -1, 3.5, 3.0, "3", True)),
     ],
 )
 def test_static_numbers_that_there_cannot_be(value, read):

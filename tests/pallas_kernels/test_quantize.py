@@ -338,6 +338,25 @@ def test_what_scales_in_float16_cannot_hold_is_refused(factor, too, text):
         quantize(weight, text)
 
 
+@pytest.mark.parametrize("text", ["uint4:g32", "int8/int8", "table4:g64", "float16"])
+def test_what_is_differentiated_is_not_known(text):
+    """Rounded as a straight-through estimator does, without `jit`."""
+    weight = jnp.asarray(random_weight(3, 128, 8))
+
+    def loss(weight):
+        packed = quantize(weight, text)
+        rounded = packed.dequantize() if isinstance(packed, QuantizedTensor) else packed
+        rounded = rounded.astype(jnp.float32)
+        return (weight + jax.lax.stop_gradient(rounded - weight)).sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(weight), jnp.ones_like(weight))
+
+
+def test_what_stays_as_it_was_is_in_range():
+    weight = jnp.full((32, 8), 2.0**-21, jnp.float16)
+    np.testing.assert_array_equal(quantize(weight, "float16"), weight)
+
+
 @pytest.mark.parametrize("text", ["float8:gK", "int8/int8", "liquid4:g64/int8", "bfloat16"])
 def test_scales_in_float32_hold_what_is_large_and_small(text):
     weight = np.random.default_rng(0).standard_normal((256, 8)).astype(np.float32)

@@ -109,6 +109,7 @@ def test_prompts_are_measured_and_checked(take, without_cudnn, monkeypatch):
     shapes = (dataclasses.replace(SHAPE, queries=24), AttentionShape(1, 2, 2, 64, 24, 24))
     rows = list(attention.run(attention.Sweep(shapes, ("KV8",))))
     assert attention.failures(rows) == []
+    assert [row["append_microseconds"] for row in rows] == [None, None]
     assert [row["queries"] for row in rows] == [24, 24]
     # New tokens over cached ones take cuDNN two calls, each with arrays of its own.
     cached, new = (2 * 2 * 2 * keys * 2 * 64 for keys in (136, 24))

@@ -228,6 +228,14 @@ def test_weights_that_are_not_finite_are_not_quantised(rng):
     expect(message, source, files)
 
 
+@pytest.mark.parametrize(("factor", "too"), [(1e9, "large"), (1e-9, "small")])
+def test_weights_beyond_the_range_of_scales_are_not_quantised(factor, too, rng):
+    weight = (rng.standard_normal(SHAPE[::-1]) * factor).astype(ml_dtypes.bfloat16)
+    files = Files()
+    source = files.source("a", {"weight": weight}, format=UINT4)
+    expect(rf"^a\.weight: the largest magnitude .* too {too} for uint4", source, files)
+
+
 def test_one_nan_in_a_large_matrix_is_seen(rng):
     """In float32, where the CPU's maximum passes over it."""
     weight = rng.standard_normal((256, 128)).astype(np.float32)

@@ -119,10 +119,10 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
                     max_tokens=shape.context + tokens,
                     kv_heads=shape.kv_heads,
                     head_dim=shape.head_dim,
-                    format=KVFormat.parse(text),
+                    format=text,
                     page_size=page_size,
                     dtype=dtype,
-                    scales=1.0,
+                    scales=1.0 if KVFormat.parse(text).scaling else None,
                 )
             )
             group = shape.query_heads // shape.kv_heads

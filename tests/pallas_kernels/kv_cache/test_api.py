@@ -214,6 +214,14 @@ def test_starts_and_counts_are_those_of_tokens(starts, counts, message, rng):
     jax.eval_shape(append, pages, new, new, *places)
 
 
+def test_packed_sequences_have_no_more_than_all_tokens(rng):
+    pages, new = pages_of(rng), jnp.zeros((3, 2, 64), jnp.bfloat16)
+    tables, starts = jnp.zeros((2, 2), jnp.int32), np.zeros(2, np.int32)
+    append(pages, new, new, tables, starts, np.array([1, 2], np.int32))
+    with pytest.raises(ValueError, match=r"counts are \[3, 3\]: .*0 to 3, .*no more in all"):
+        append(pages, new, new, tables, starts, np.array([3, 3], np.int32))
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_integers_are_no_keys_and_values(side, rng):
     new = [jnp.zeros((4, 1, 2, 64), jnp.bfloat16)] * 2

@@ -58,9 +58,9 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
             max_tokens=4096,
             kv_heads=heads,
             head_dim=dim,
-            format=KVFormat.parse(text),
+            format=text,
             dtype=dtype,
-            scales=1.0,
+            scales=1.0 if KVFormat.parse(text).scaling else None,
         )
     )
     new = jax.ShapeDtypeStruct((batch, tokens, heads, dim), dtype)

@@ -269,10 +269,10 @@ def _measure(
 def _append(
     pages: KVPages, block_tables: jax.Array, starts: jax.Array, counts: jax.Array
 ) -> float | None:
-    """Microseconds in which the new tokens are quantised and written, without copies of the pages.
+    """Microseconds in which the new tokens are quantised and written; None where XLA does that.
 
-    None where that is no kernel of its own.
-    Under donation there are none; here, what is measured must be there for the next call.
+    Copies of the pages do not count: under donation there are none; here, what is measured must be
+    there for the next call.
     """
     tokens = int(counts.max())
     dims = (len(counts), tokens, pages.keys.shape[1], pages.head_dim)

@@ -59,7 +59,7 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
 
 
 def sent_bytes(config: WarpgroupConfig) -> int:
-    """Bytes for sums that warpgroups send to others, 32 bits each; see `epilogue.scratch`."""
+    """Bytes for sums that warpgroups send to others, 32 bits each; see `warpgroup_program`."""
     rows = (config.shares - 1) * config.tile_m
     if config.is_cluster:
         rows += config.finished_rows

@@ -42,7 +42,7 @@ PACKED_ARRAYS = ("words", "parameters", "permutation", "channel_scales", "table"
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights"
 FORMAT = "mpjax checkpoint"
-VERSION = 2  # since groups of `liquid4` share a word of parameters
+VERSION = 3  # since the top bits of three words are a fourth quad of `table3`
 # What the tokenizer reads; config.json is there for its stop tokens.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

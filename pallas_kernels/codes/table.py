@@ -2,8 +2,9 @@
 
 Words hold codes in nibbles. Two neighbouring lanes (words e and e + 1) are a 32-bit register of
 eight nibbles: for planes p … p + 3, nibble n is the code of lane e + n % 2 in plane p + n // 2.
-Two-bit codes share their nibbles, those of the next four planes in the upper half. Three bits are
-such a pair of two-bit words and a word of the top bits, four to a nibble: no bit is padding.
+Two-bit codes share their nibbles, those of the next four planes in the upper half. Of sixteen
+planes of three bits, twelve fill the nibbles of three words but for the top bits, which are the
+codes of the last four: no bit is padding.
 """
 
 from __future__ import annotations
@@ -66,34 +67,25 @@ class Table(CodeKind):
         return scaled(tensor.table[codes], scales)
 
     def pack(self, planes: jax.Array) -> jax.Array:
-        """Words as the module describes, columns of two-bit words first."""
+        """Words as the module describes."""
         quads = _to_nibbles(planes)  # [..., quads, pairs of lanes, 8 nibbles]
-        if self.bits == 4:
-            registers = quads[..., 0, :, :][..., None, :, :]
-        else:
-            two = quads & jnp.uint8(3)
-            registers = two[..., 0::2, :, :] | (two[..., 1::2, :, :] << jnp.uint8(2))
+        if self.bits == 2:
+            quads = quads[..., 0::2, :, :] | (quads[..., 1::2, :, :] << jnp.uint8(2))
         if self.bits == 3:
-            shifts = jnp.arange(4, dtype=jnp.uint8)[:, None, None]
-            top = ((quads >> jnp.uint8(2)) << shifts).sum(-3, keepdims=True, dtype=jnp.uint8)
-            registers = jnp.concatenate([registers, top], -3)
-        return _to_words(registers)
+            top = (quads[..., 3:, :, :] >> _quads()) & jnp.uint8(1)
+            quads = quads[..., :3, :, :] | (top << jnp.uint8(3))
+        return _to_words(quads)
 
     def unpack(self, words: jax.Array) -> jax.Array:
         """The inverse of `pack`."""
         registers = _from_words(words)  # [..., columns, pairs, 8 nibbles]
-        if self.bits == 4:
-            return _from_nibbles(registers)
-        two = registers[..., : self.bits - 1, :, :]
         if self.bits == 2:
-            two = registers
-        halves = jnp.stack([two & jnp.uint8(3), two >> jnp.uint8(2)], -3)
-        quads = halves.reshape(*halves.shape[:-4], -1, *halves.shape[-2:])
+            halves = jnp.stack([registers & jnp.uint8(3), registers >> jnp.uint8(2)], -3)
+            registers = halves.reshape(*halves.shape[:-4], -1, *halves.shape[-2:])
         if self.bits == 3:
-            shifts = jnp.arange(4, dtype=jnp.uint8)[:, None, None]
-            top = (registers[..., 2:, :, :] >> shifts) & jnp.uint8(1)
-            quads |= top << jnp.uint8(2)
-        return _from_nibbles(quads)
+            last = ((registers >> jnp.uint8(3)) << _quads()).sum(-3, keepdims=True, dtype=jnp.uint8)
+            registers = jnp.concatenate([registers & jnp.uint8(7), last], -3)
+        return _from_nibbles(registers)
 
     def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
         """The scale, in the low half."""
@@ -140,24 +132,26 @@ class Table(CodeKind):
         """
         if self.bits == 4:
             return backend.inline_ptx("mov.b32 $0, $1;", columns[0], carried, dtype=jnp.int16)
-        two = columns[quad // 2]
-        shift = 2 * (quad % 2)
         if self.bits == 2:
             assembly = f"""{{
                 .reg .b32 t;
-                shr.b32 t, $1, {shift};
+                shr.b32 t, $1, {2 * (quad % 2)};
                 and.b32 $0, t, 0x33333333;
             }}"""
-            return backend.inline_ptx(assembly, two, carried, dtype=jnp.int16)
-        move = f"shl.b32 top, $2, {2 - quad};" if quad < 3 else "shr.b32 top, $2, 1;"
-        assembly = f"""{{
-            .reg .b32 t, top;
-            shr.b32 t, $1, {shift};
-            and.b32 t, t, 0x33333333;
-            {move}
-            lop3.b32 $0, top, 0x44444444, t, 0xEA;
-        }}"""
-        return backend.inline_ptx(assembly, two, columns[2], carried, dtype=jnp.int16)
+            return backend.inline_ptx(assembly, columns[quad // 2], carried, dtype=jnp.int16)
+        if quad < 3:
+            assembly = "and.b32 $0, $1, 0x77777777;"
+            return backend.inline_ptx(assembly, columns[quad], carried, dtype=jnp.int16)
+        assembly = """{
+            .reg .b32 t, u;
+            shr.b32 t, $1, 3;
+            and.b32 t, t, 0x11111111;
+            shr.b32 u, $2, 2;
+            lop3.b32 t, u, 0x22222222, t, 0xEA;
+            shr.b32 u, $3, 1;
+            lop3.b32 $0, u, 0x44444444, t, 0xEA;
+        }"""
+        return backend.inline_ptx(assembly, *columns, carried, dtype=jnp.int16)
 
 
 def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Array) -> Quantized:
@@ -171,6 +165,11 @@ def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Arra
     codes = jnp.searchsorted(middles, groups / divisors, method="compare_all")
     codes = codes.astype(jnp.uint8).reshape(weight.shape)
     return Quantized(codes, scales.astype(jnp.float16), table=table.astype(jnp.float32))
+
+
+def _quads() -> jax.Array:
+    """Of three bits: the numbers of the quads whose nibbles' top bits are those of the last."""
+    return jnp.arange(3, dtype=jnp.uint8)[:, None, None]
 
 
 def _to_nibbles(planes: jax.Array) -> jax.Array:

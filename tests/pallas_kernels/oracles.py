@@ -91,12 +91,13 @@ def table_words(codes: np.ndarray, bits: int, width: int) -> np.ndarray:
         quad, nibble = plane // 4, plane % 4 * 2 + lane % 2
         word, place = lane // 2 * 2 + nibble // 4, nibble % 4 * 4
         code = codes[channel].astype(np.uint16)
-        if bits == 4:
-            words[block, :, 0, word] |= code << place
-            continue
-        words[block, :, quad // 2, word] |= code % 4 << (place + quad % 2 * 2)
-        if bits == 3:
-            words[block, :, 2, word] |= code // 4 << (place + quad)
+        if bits == 3 and quad == 3:
+            for column in range(3):
+                words[block, :, column, word] |= (code >> column & 1) << (place + 3)
+        elif bits == 2:
+            words[block, :, quad // 2, word] |= code << (place + quad % 2 * 2)
+        else:
+            words[block, :, quad, word] |= code << place
     return words.reshape(*words.shape[:2], -1)
 
 
@@ -107,12 +108,12 @@ def table_codes(columns: list[np.ndarray], plane: int, bits: int) -> np.ndarray:
     for lane in range(codes.shape[-1]):
         nibble = plane % 4 * 2 + lane % 2
         fields = [c[..., lane // 2 * 2 + nibble // 4] >> (nibble % 4 * 4) & 15 for c in columns]
-        if bits == 4:
-            codes[..., lane] = fields[0]
-            continue
-        codes[..., lane] = fields[quad // 2] >> (quad % 2 * 2) & 3
-        if bits == 3:
-            codes[..., lane] |= (fields[2] >> quad & 1) << 2
+        if bits == 3 and quad == 3:
+            codes[..., lane] = sum((f >> 3) << column for column, f in enumerate(fields))
+        elif bits == 2:
+            codes[..., lane] = fields[quad // 2] >> (quad % 2 * 2) & 3
+        else:
+            codes[..., lane] = fields[quad] & (2**bits - 1)
     return codes
 
 

@@ -209,6 +209,8 @@ def pallas_call(
 class Decoding(Protocol):
     """How another backend than Triton does what decoders of weights need; the rest is Triton's."""
 
+    has_registers: bool  # to spare, for a table of up to eight entries
+
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
@@ -223,10 +225,11 @@ class Decoding(Protocol):
     def fill_rows(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
         """All pairs of a table's values in shared memory, for `look_up.InSharedRows`."""
 
+    def table_bytes(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """The bytes of up to eight values, for `look_up.InRegisters`."""
 
-_decoding: contextvars.ContextVar[Decoding | None] = contextvars.ContextVar(
-    "decoding", default=None
-)
+
+_decoding = contextvars.ContextVar[Decoding | None]("decoding", default=None)
 
 
 @contextlib.contextmanager
@@ -267,14 +270,13 @@ def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     """
     if (decoding := _decoding.get()) is not None:
         return decoding.inline_ptx(assembly, *arguments, dtype=dtype)
-    constraints = ",".join(
-        ["=r"] + ["r"] * sum(a.dtype.itemsize // arguments[0].dtype.itemsize for a in arguments)
-    )
+    size = arguments[0].dtype.itemsize
+    constraints = ",".join(["=r", *["r"] * sum(a.dtype.itemsize // size for a in arguments)])
     [result] = plgpu.elementwise_inline_asm(
         assembly,
         args=arguments,
         constraints=constraints,
-        pack=4 // arguments[0].dtype.itemsize,
+        pack=4 // size,
         result_shape_dtypes=[jax.ShapeDtypeStruct(arguments[0].shape, dtype)],
     )
     return result

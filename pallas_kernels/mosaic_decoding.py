@@ -37,10 +37,13 @@ class WgmmaDecoding:
     """Decoding in the registers of `wgmma`'s operand, for tiles [CHANNELS, width].
 
     pairs: where those of a table go, if the codes index one.
+    has_registers: whether there are some to spare for a table of up to eight entries.
     """
 
-    def __init__(self, width: int, pairs: Pairs | None = None) -> None:
-        self.shape, self.pairs = (CHANNELS, width), pairs
+    def __init__(
+        self, width: int, pairs: Pairs | None = None, *, has_registers: bool = False
+    ) -> None:
+        self.shape, self.pairs, self.has_registers = (CHANNELS, width), pairs, has_registers
 
     def column(self, x: jax.Array) -> jax.Array:
         """A value for each channel [CHANNELS] as a tile: in a thread's registers they are alike."""
@@ -59,16 +62,28 @@ class WgmmaDecoding:
     def fill_rows(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
         """Fills `pairs` together with the other warpgroups; see `look_up.InSharedRows`."""
         assert self.pairs is not None
-        uniform = plgpu.ShapeDtypeStruct(
-            self.shape, jnp.dtype(jnp.int32), layout=_layouts.WG_SPLAT(self.shape)
-        )
         fill = plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(uniform, uniform)
+            arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(self._uniform,) * 2
         )(functools.partial(_fill, bits, operand, self.pairs.warpgroups, self.shape))
         lanes, address = fill(table, self.pairs.rows)
         mosaic.arrive(self.pairs.filled)
         mosaic.wait(self.pairs.filled)
         return lanes, address
+
+    def table_bytes(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """Low bytes of 2**bits entries, four in a register, then the high ones."""
+        count = 2 * 2**bits // 4
+        load = plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(),), return_type=(self._uniform,) * count
+        )(functools.partial(_table_bytes, bits, operand, self.shape))
+        result: tuple[jax.Array, ...] = tuple(load(table))
+        return result
+
+    @property
+    def _uniform(self) -> Any:
+        """A tile's 32-bit value that is the same everywhere."""
+        layout = _layouts.WG_SPLAT(self.shape)
+        return plgpu.ShapeDtypeStruct(self.shape, jnp.dtype(jnp.int32), layout=layout)
 
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
@@ -117,15 +132,34 @@ def _fill(
 
     lane = arith.shli(arith.andi(thread, constant(31)), constant(2))
     address = llvm.ptrtoint(word, mosaic_gpu.utils.memref_ptr(rows))
-    layout = mosaic_gpu.WGSplatFragLayout(shape)
     # What each lane has of its own passes for what is alike in all of them.
-    lanes, addresses = (
-        mosaic_gpu.FragmentedArray(
-            _registers=np.array(register, dtype=object), _layout=layout, _is_signed=True
-        )
-        for register in (lane, address)
+    return _splat(shape, lane), _splat(shape, address)
+
+
+def _table_bytes(
+    bits: int, operand: jnp.dtype, shape: tuple[int, int], context: Any, table: ir.Value
+) -> tuple[mosaic_gpu.FragmentedArray, ...]:
+    half, word, index = *map(ir.IntegerType.get_signless, (16, 32)), ir.IndexType.get()
+    value_type = mosaic_gpu.utils.dtype_to_ir_type(operand)
+    constant = functools.partial(mosaic_gpu.c, ty=word)
+    words: list[Any] = [constant(0)] * (2 * 2**bits // 4)
+    for entry in range(2**bits):
+        loaded = memref.load(table, [mosaic_gpu.c(entry, index)])
+        value = arith.extui(word, arith.bitcast(half, arith.truncf(value_type, loaded)))
+        low, high = arith.andi(value, constant(0xFF)), arith.shrui(value, constant(8))
+        number, place = divmod(entry, 4)
+        for first, byte in ((0, low), (len(words) // 2, high)):
+            placed = arith.shli(byte, constant(8 * place))
+            words[first + number] = arith.ori(words[first + number], placed)
+    return tuple(_splat(shape, each) for each in words)
+
+
+def _splat(shape: tuple[int, int], value: ir.Value) -> mosaic_gpu.FragmentedArray:
+    return mosaic_gpu.FragmentedArray(
+        _registers=np.array(value, dtype=object),
+        _layout=mosaic_gpu.WGSplatFragLayout(shape),
+        _is_signed=True,
     )
-    return lanes, addresses
 
 
 def _spread(

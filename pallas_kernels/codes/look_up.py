@@ -43,7 +43,9 @@ class InRegisters(LookUp):
     """
 
     def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
-        """All entries' low bytes, four in a register, then all high bytes: tiles [1, 1]."""
+        """All entries' low bytes, four in a register, then all high bytes: tiles of one value."""
+        if (decoding := backend.other_decoding()) is not None:
+            return decoding.table_bytes(table, bits, operand)
         halves = _halves(table, bits, operand)
         return tuple(
             backend.inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", *pair, dtype=jnp.int32)
@@ -161,6 +163,29 @@ class InSharedRows(LookUp):
             return backend.inline_ptx(assembly, nibbles(quad), *prepared, dtype=operand)
 
         return decode
+
+
+class InBoth(LookUp):
+    """Tables of up to eight entries where there are both rows and registers: half of codes each.
+
+    Shared memory finds values for one warp at a time, and `prmt` for four, but two times as slowly
+    and with twice as many instructions.
+    """
+
+    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+        """What registers take, and the two of rows."""
+        return (
+            *InRegisters().prepare(table, bits, operand),
+            *InSharedRows().prepare(table, bits, operand),
+        )
+
+    def decoder(
+        self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
+    ) -> Callable[[int], jax.Array]:
+        """Of four planes the first two in registers: their nibbles are where `prmt` reads them."""
+        in_registers = InRegisters().decoder(nibbles, prepared[:-2], operand)
+        in_rows = InSharedRows().decoder(nibbles, prepared[-2:], operand)
+        return lambda plane: (in_registers if plane % 4 < 2 else in_rows)(plane)
 
 
 def _halves(table: Any, bits: int, operand: jnp.dtype) -> list[jax.Array]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from pallas_kernels import backend
 from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
-from pallas_kernels.codes.look_up import InRegisters, InSharedMemory, InSharedRows, LookUp
+from pallas_kernels.codes.look_up import InBoth, InRegisters, InSharedMemory, InSharedRows, LookUp
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.rounding import round_to
 
@@ -53,8 +53,8 @@ class Table(CodeKind):
 
     @property
     def _look_up(self) -> LookUp:
-        if backend.other_decoding() is not None:
-            return InSharedRows()
+        if (decoding := backend.other_decoding()) is not None:
+            return InBoth() if self.bits < 4 and decoding.has_registers else InSharedRows()
         return InSharedMemory() if self.bits == 4 else InRegisters()
 
     def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:

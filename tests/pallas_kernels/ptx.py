@@ -141,8 +141,16 @@ class SharedRows:
     shape: of the words to decode, 16 bits each.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
+    def __init__(self, shape: tuple[int, ...], *, has_registers: bool = False) -> None:
+        self.shape, self.has_registers = shape, has_registers
+
+    def table_bytes(
+        self, table: np.ndarray, bits: int, operand: jnp.dtype
+    ) -> tuple[jax.Array, ...]:
+        """All entries' low bytes, four in a word, then all high bytes."""
+        halves = table.astype(operand).view(np.uint8).reshape(2**bits, 2).T
+        words = np.ascontiguousarray(halves).reshape(-1, 4).view(np.int32)
+        return tuple(jnp.full(self.shape, word, jnp.int32) for word in words.ravel())
 
     def fill_rows(
         self, table: np.ndarray, bits: int, operand: jnp.dtype

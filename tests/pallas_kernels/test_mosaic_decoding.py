@@ -9,13 +9,13 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend, mosaic, mosaic_decoding
-from pallas_kernels.codes.look_up import InSharedRows
+from pallas_kernels.codes.look_up import InBoth, InSharedRows, LookUp
 
 WARPGROUPS, WIDTH, PLANES = 2, 64, 4
 
 
 def look_up_kernel(
-    words_ref, table_ref, out_ref, *, word_tiles, out_tiles, full, rows, filled, bits, dtype
+    words_ref, table_ref, out_ref, *, word_tiles, out_tiles, full, rows, filled, way, bits, dtype
 ):
     """Looks up words [channels, WIDTH], whose nibbles are codes, in a table."""
     warpgroup = jax.lax.axis_index("warpgroup")
@@ -31,11 +31,10 @@ def look_up_kernel(
         mosaic.take_registers(WARPGROUPS)
         pairs = mosaic_decoding.Pairs(rows, filled, WARPGROUPS)
         with backend.decoding_with(mosaic_decoding.WgmmaDecoding(WIDTH, pairs)):
-            look_up = InSharedRows()
-            prepared = look_up.prepare(table_ref, bits, dtype)
+            prepared = way.prepare(table_ref, bits, dtype)
             mosaic.wait(full)
             words = mosaic.load(word_tiles.at[own, :], interpret=False)
-            decode = look_up.decoder(lambda quad: words, prepared, dtype)
+            decode = way.decoder(lambda quad: words, prepared, dtype)
             for plane in range(PLANES):
                 tile = out_tiles.at[warpgroup]
                 mosaic.wait_for_stores()
@@ -44,11 +43,13 @@ def look_up_kernel(
             mosaic.wait_for_stores()
 
 
-def look_up(words: jax.Array, table: jax.Array, *, bits: int, dtype: jnp.dtype) -> jax.Array:
+def look_up(
+    words: jax.Array, table: jax.Array, *, way: LookUp, bits: int, dtype: jnp.dtype
+) -> jax.Array:
     """Values [PLANES, WIDTH, channels]."""
     channels = 64 * WARPGROUPS
     return mosaic.launch(
-        functools.partial(look_up_kernel, bits=bits, dtype=dtype),
+        functools.partial(look_up_kernel, way=way, bits=bits, dtype=dtype),
         words,
         table,
         out_shape=jax.ShapeDtypeStruct((PLANES, WIDTH, channels), dtype),
@@ -67,20 +68,26 @@ def look_up(words: jax.Array, table: jax.Array, *, bits: int, dtype: jnp.dtype) 
 
 
 each_table = pytest.mark.parametrize(
-    ("bits", "dtype"), [(2, "bfloat16"), (3, "float16"), (4, "bfloat16"), (4, "float16")]
+    ("way", "bits", "dtype"),
+    [
+        *((InSharedRows(), 2, "bfloat16"), (InSharedRows(), 3, "float16")),
+        *((InSharedRows(), 4, "bfloat16"), (InSharedRows(), 4, "float16")),
+        *((InBoth(), 2, "float16"), (InBoth(), 3, "bfloat16"), (InBoth(), 3, "float16")),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, LookUp) else str(value),
 )
 
 
 @each_table
-def test_look_ups_lower(bits, dtype, lower_for_cuda):
-    run = functools.partial(look_up, bits=bits, dtype=jnp.dtype(dtype))
+def test_look_ups_lower(way, bits, dtype, lower_for_cuda):
+    run = functools.partial(look_up, way=way, bits=bits, dtype=jnp.dtype(dtype))
     words = jax.ShapeDtypeStruct((64 * WARPGROUPS, WIDTH), jnp.uint16)
     assert "mosaic_gpu" in lower_for_cuda(run, words, jax.ShapeDtypeStruct((2**bits,), jnp.float32))
 
 
 @pytest.mark.gpu
 @each_table
-def test_every_pair_of_codes_is_found_on_the_gpu(bits, dtype, rng, wgmma):
+def test_every_pair_of_codes_is_found_on_the_gpu(way, bits, dtype, rng, wgmma):
     # Neighbouring lanes are a register, whose bytes are pairs: of planes 0, 1, 2 and 3.
     codes = rng.integers(2**bits, size=(64 * WARPGROUPS, WIDTH // 2, PLANES, 2))
     pairs = 2**bits * codes[..., 0] + codes[..., 1]
@@ -88,7 +95,7 @@ def test_every_pair_of_codes_is_found_on_the_gpu(bits, dtype, rng, wgmma):
     nibbles = codes.reshape(*codes.shape[:2], 2, 4)
     words = (nibbles << np.arange(0, 16, 4)).sum(-1).reshape(-1, WIDTH).astype(np.uint16)
     table = jnp.asarray(rng.standard_normal(2**bits), jnp.float32)
-    run = jax.jit(functools.partial(look_up, bits=bits, dtype=jnp.dtype(dtype)))
+    run = jax.jit(functools.partial(look_up, way=way, bits=bits, dtype=jnp.dtype(dtype)))
     found = run(jnp.asarray(words), table)
     lanes = codes.swapaxes(2, 3).reshape(64 * WARPGROUPS, WIDTH, PLANES)
     expected = np.asarray(table.astype(dtype))[lanes.T]

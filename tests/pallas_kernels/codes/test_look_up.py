@@ -6,6 +6,7 @@ import pytest
 
 from pallas_kernels import backend
 from pallas_kernels.codes.look_up import (
+    InBoth,
     InRegisters,
     InSharedMemory,
     InSharedRows,
@@ -38,6 +39,7 @@ def every_pair(entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     [
         *((InRegisters(), 2), (InRegisters(), 3), (InSharedMemory(), 4)),
         *((InSharedRows(), 2), (InSharedRows(), 3), (InSharedRows(), 4)),
+        *((InBoth(), 2), (InBoth(), 3)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, LookUp) else str(value),
 )
@@ -45,10 +47,11 @@ def every_pair(entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_every_pair_of_codes_is_found(look_up: LookUp, bits, dtype, interpreted_ptx, rng):
     values = rng.standard_normal(2**bits).astype(np.float32)
     words, low, high = every_pair(2**bits)
-    is_shared = isinstance(look_up, InSharedRows)
-    table = values if is_shared else Reference(values)
-    with backend.decoding_with(ptx.SharedRows(words.shape)):
-        prepared = look_up.prepare(table, bits, jnp.dtype(dtype))
+    if isinstance(look_up, InSharedRows | InBoth):
+        with backend.decoding_with(ptx.SharedRows(words.shape)):
+            prepared = look_up.prepare(values, bits, jnp.dtype(dtype))
+    else:
+        prepared = look_up.prepare(Reference(values), bits, jnp.dtype(dtype))
     decode = look_up.decoder(lambda quad: jnp.asarray(words), prepared, jnp.dtype(dtype))
     values = values.astype(jnp.dtype(dtype))
     for plane in range(8):
@@ -66,6 +69,18 @@ def test_bytes_of_eight_entries_lie_in_four_registers(interpreted_ptx):
     prepared = InRegisters().prepare(Reference(values), 3, jnp.dtype("float16"))
     found = [np.asarray(word).view(np.uint32).item() for word in prepared]
     assert found == expected.tolist()
+
+
+def test_half_of_the_planes_are_not_looked_up_in_shared_memory(interpreted_ptx, monkeypatch, rng):
+    words, _, _ = every_pair(8)
+    with backend.decoding_with(ptx.SharedRows(words.shape)):
+        prepared = InBoth().prepare(np.arange(8, dtype=np.float32), 3, jnp.dtype("float16"))
+    asked = []
+    monkeypatch.setattr(backend, "inline_ptx", lambda assembly, *_, dtype: asked.append(assembly))
+    for plane in range(8):
+        InBoth().decoder(lambda quad: jnp.asarray(words), prepared, jnp.dtype("float16"))(plane)
+        assert ("ld.shared" in "".join(asked)) == (plane % 4 >= 2)
+        asked.clear()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

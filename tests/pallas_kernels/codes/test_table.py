@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat, codes
+from pallas_kernels import WeightFormat, backend, codes
+from pallas_kernels.codes.look_up import InBoth, InSharedRows
 from pallas_kernels.codes.table import normal_float
 from tests.pallas_kernels.codes.decoding import bits_of
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, table_codes
+from tests.pallas_kernels.ptx import SharedRows
 
 each_operand = pytest.mark.parametrize("operand", ["bfloat16", "float16"])
 
@@ -75,6 +77,19 @@ def test_columns_of_three_bits_decode_to_entries_of_the_table(decode, operand, r
     # Every word in every column, beside random words in the other two.
     columns = [rng.permutation(2**16).astype(np.uint16).reshape(64, 1024) for _ in range(3)]
     assert_decodes(decode, np.concatenate(columns, 1), 3, operand, rng)
+
+
+@pytest.mark.parametrize(
+    ("bits", "has_registers", "expected"),
+    [(2, True, InBoth), (3, True, InBoth), (3, False, InSharedRows), (4, True, InSharedRows)],
+)
+def test_registers_that_are_to_spare_hold_small_tables(bits, has_registers, expected):
+    words = np.zeros((1, 2), np.uint16)
+    table, operand = normal_float(bits), jnp.dtype("float16")
+    with backend.decoding_with(SharedRows(words.shape, has_registers=has_registers)):
+        kind = codes.of(WeightFormat.parse(f"table{bits}:g32"))
+        shared = kind.shared(table, operand, ptx=True)
+        assert len(shared) == len(expected().prepare(table, bits, operand))
 
 
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])

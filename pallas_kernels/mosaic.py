@@ -7,14 +7,16 @@ the names below, as those of Triton go through `backend`, and decode with the sa
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array
@@ -159,6 +161,29 @@ def operand_layout(dtype: jax.typing.DTypeLike) -> Any:
     return _layouts.WGMMA_8BIT if jnp.dtype(dtype).itemsize == 1 else _layouts.WGMMA
 
 
+def join(tiles: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
+    """Operands [CHANNELS, width] beside each other as one: no register is moved."""
+    if len(tiles) == 1:
+        return tiles[0]
+    if interpret:
+        return jnp.concatenate(tiles, 1)
+    dtype, width = tiles[0].dtype, sum(tile.shape[1] for tile in tiles)
+    layout = operand_layout(dtype)
+    beside = plgpu.inline_mgpu(
+        arg_types=(layout,) * len(tiles),
+        return_type=plgpu.ShapeDtypeStruct((CHANNELS, width), dtype, layout=layout),
+    )(_beside)
+    result: jax.Array = beside(*tiles)
+    return result
+
+
+def _beside(context: Any, *tiles: mosaic_gpu.FragmentedArray) -> mosaic_gpu.FragmentedArray:
+    registers = np.concatenate([tile.registers for tile in tiles], 1)
+    return mosaic_gpu.FragmentedArray(
+        _registers=registers, _layout=tiles[0].layout, _is_signed=tiles[0].is_signed
+    )
+
+
 def zeros(shape: tuple[int, int], dtype: jax.typing.DTypeLike, *, interpret: bool) -> jax.Array:
     """Sums [CHANNELS, rows] of nothing, in the registers of a warpgroup."""
     tile = jnp.zeros(shape, dtype)
@@ -196,40 +221,81 @@ def multiply(sums: Any, operand: Any, x: Any, *, interpret: bool) -> None:
     plgpu.wgmma(sums, operand, x.transpose((1, 0)))
 
 
-def product(
-    operands: Sequence[Callable[[], jax.Array]],
-    tiles: Sequence[Any],
-    dtype: jax.typing.DTypeLike,
-    *,
-    now: bool,
-    scratch: Any,
-) -> jax.Array:
-    """The sum of operands [CHANNELS, width] · x.T, of tiles x in shared memory, when it is done.
+class Product(NamedTuple):
+    """A sum of operands [CHANNELS, width] · x.T."""
 
-    operands: what makes each of them, while the one before is multiplied.
+    operands: Sequence[Callable[[], jax.Array]]  # what makes each of them
+    tiles: Sequence[Any]  # of x, in shared memory
+
+
+Add = Callable[[jax.Array, jax.Array, int], jax.Array]  # to sums, a product, and its number
+
+
+def add_products(
+    sums: jax.Array, products: Sequence[Product], add: Add, *, now: bool, scratch: Any
+) -> jax.Array:
+    """Adds products to sums [CHANNELS, rows]. Each operand is made while the last is multiplied.
+
     now: each warp multiplies for itself (`mma.sync`). There is nothing to wait for, so that the
         compiler can mix that with anything, but the instructions grow with the rows.
     scratch: see `accumulate`.
     """
-    interpret = scratch is not None
-    shape = CHANNELS, tiles[0].shape[0]
+    interpret, rows = scratch is not None, sums.shape[1]
 
-    def begin(sums: Any) -> jax.Array:
-        for operand, x in zip(operands, tiles, strict=True):
-            multiply(sums, operand(), x, interpret=interpret)
-        result: jax.Array = sums[...]
+    def term(product: Product) -> jax.Array:
+        if interpret or not now:
+            begin = functools.partial(_begin, product, interpret=interpret)
+            result: jax.Array = accumulate((rows,), begin, scratch, sums.dtype)
+            return result
+        return _multiplied_now(product, zeros((CHANNELS, rows), sums.dtype, interpret=False))
+
+    for number, product in enumerate(products):
+        sums = add(sums, term(product), number)
+    return sums
+
+
+def add_in_turn(sums: jax.Array, products: Sequence[Product], add: Add, **_: Any) -> jax.Array:
+    """As `add_products`; each is added while the next one is at work, in other registers."""
+
+    def go_on(number: int, sums: jax.Array, before: Any) -> jax.Array:
+        product = products[number]
+        # What is read must be done: what comes first needs the weights, and not the sums.
+        first = product.operands[0]()
+        if before is not None:
+            sums = add(sums, before[...], number - 1)
+
+        def begin(accumulator: Any) -> jax.Array:
+            operands = [lambda: first, *product.operands[1:]]
+            _multiply_all(accumulator, Product(operands, product.tiles), interpret=False)
+            if number + 1 < len(products):
+                return go_on(number + 1, sums, accumulator)
+            return add(sums, accumulator[...], number)
+
+        result: jax.Array = accumulate(sums.shape[1:], begin, None, sums.dtype)
         return result
 
-    if interpret or not now:
-        result: jax.Array = accumulate((shape[1],), begin, scratch, dtype)
-        return result
-    sums, x_dtype = zeros(shape, dtype, interpret=False), tiles[0].dtype
+    return go_on(0, sums, None)
+
+
+def _multiply_all(sums: Any, product: Product, *, interpret: bool) -> None:
+    for operand, x in zip(product.operands, product.tiles, strict=True):
+        multiply(sums, operand(), x, interpret=interpret)
+
+
+def _begin(product: Product, sums: Any, *, interpret: bool) -> jax.Array:
+    _multiply_all(sums, product, interpret=interpret)
+    result: jax.Array = sums[...]
+    return result
+
+
+def _multiplied_now(product: Product, sums: jax.Array) -> jax.Array:
+    x_dtype = product.tiles[0].dtype
     rows = _mma_rows(x_dtype)
     run = plgpu.inline_mgpu(
         arg_types=(_layouts.WGMMA, operand_layout(x_dtype), rows),
-        return_type=plgpu.ShapeDtypeStruct(shape, sums.dtype, layout=_layouts.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=_layouts.WGMMA),
     )(_mma)
-    for operand, x in zip(operands, tiles, strict=True):
+    for operand, x in zip(product.operands, product.tiles, strict=True):
         sums = run(sums, operand(), _load(x, rows, interpret=False))
     return sums
 

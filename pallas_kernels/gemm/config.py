@@ -81,6 +81,14 @@ class WarpgroupConfig:
         """
         return self.tile_m <= (LEAST_ROWS_OF_TABLES if looks_up else LEAST_ROWS)
 
+    def multiplies_in_turn(self, bits: int) -> bool:
+        """Whether a group's sums are scaled while the next group is multiplied, in other registers.
+
+        bits: of a code. Tables of fewer than four are in registers themselves.
+        """
+        has_registers = bits == 4 or self.warpgroups < max(PRODUCT_ROWS)
+        return self.tile_m <= LEAST_ROWS and has_registers
+
     @property
     def products(self) -> tuple[int, ...]:
         """Rows of x of each product, where x is of 8 bits.

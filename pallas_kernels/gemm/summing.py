@@ -87,32 +87,46 @@ class Summing:
         return sums * scale
 
     def _of_few_rows(self) -> jax.Array:
-        call, shared = self.call, self.program.shared
-        format, config = call.format, call.config
-        width, planes = format.plane_width, format.planes
+        call, config = self.call, self.call.config
         now = config.multiplies_now(looks_up=call.kind.has_table)
-        product = functools.partial(mosaic.product, now=now, scratch=self.scratch)
-        sums_of_block = format.parameters_of_block if call.scales_groups else 1
-        joined = planes // sums_of_block
+        in_turn = not now and config.multiplies_in_turn(call.format.bits)
+        add_products = mosaic.add_in_turn if in_turn and not call.interpret else mosaic.add_products
 
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
             block = self._load(number)
-            operands = self._decoders(block, scaled=False)
-            tiles = [
-                shared.x_tiles.at[block.slot, :, pl.ds(p * width, width)] for p in range(planes)
-            ]
-            for group in range(sums_of_block):
-                run = slice(group * joined, (group + 1) * joined)
-                term = product(operands[run], tiles[run], call.sum_dtype)
-                if call.scales_groups:
-                    term = self.scaled(term, block.parameters[group])
-                sums = sums + term
-            mosaic.arrive(shared.free.at[block.slot])
+
+            def add(sums: jax.Array, term: jax.Array, group: int) -> jax.Array:
+                is_scaled = call.scales_groups
+                return sums + (self.scaled(term, block.parameters[group]) if is_scaled else term)
+
+            sums = add_products(sums, self._products(block), add, now=now, scratch=self.scratch)
+            mosaic.arrive(self.program.shared.free.at[block.slot])
             return sums
 
         shape = CHANNELS, config.tile_m
         nothing = mosaic.zeros(shape, call.sum_dtype, interpret=call.interpret)
         return jax.lax.fori_loop(0, self.count, go_on, nothing)
+
+    def _products(self, block: Block) -> list[mosaic.Product]:
+        """Those of few rows: planes beside each other; of one group, if that has a scale."""
+        call, width = self.call, self.call.width
+        planes = self._decoders(block, scaled=False)
+        joined = width // call.format.plane_width
+
+        def operand(first: int) -> jax.Array:
+            tiles = [decode() for decode in planes[first : first + joined]]
+            return mosaic.join(tiles, interpret=call.interpret)
+
+        operands = [functools.partial(operand, first) for first in range(0, len(planes), joined)]
+        tiles = [
+            self.program.shared.x_tiles.at[block.slot, :, pl.ds(first, width)]
+            for first in range(0, call.format.block, width)
+        ]
+        size = len(operands) // (len(block.parameters) if call.scales_groups else 1)
+        return [
+            mosaic.Product(operands[first : first + size], tiles[first : first + size])
+            for first in range(0, len(operands), size)
+        ]
 
     def _of_planes(self, sums: Any) -> list[jax.Array]:
         call, shared = self.call, self.program.shared
@@ -191,7 +205,7 @@ class Summing:
         return Block(place, words, rows)
 
     def _decoders(self, block: Block, *, scaled: bool) -> list[Callable[[], jax.Array]]:
-        """What makes the operand of each plane."""
+        """What decodes each plane."""
         call, ptx = self.call, not self.call.interpret
         planes, groups = call.format.planes, len(block.parameters)
 
@@ -206,6 +220,9 @@ class Summing:
             functools.partial(decode[plane * groups // planes], plane) for plane in range(planes)
         ]
 
-    @staticmethod
-    def _decoding(width: int, pairs: mosaic_decoding.Pairs | None = None) -> Any:
-        return backend.decoding_with(mosaic_decoding.WgmmaDecoding(width, pairs))
+    def _decoding(self, width: int, pairs: mosaic_decoding.Pairs | None = None) -> Any:
+        # The sums of many rows are in all of them.
+        has_registers = self.call.config.has_few_rows
+        return backend.decoding_with(
+            mosaic_decoding.WgmmaDecoding(width, pairs, has_registers=has_registers)
+        )

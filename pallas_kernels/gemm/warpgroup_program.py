@@ -51,6 +51,21 @@ class Call(NamedTuple):
         """Whether these are scales, of sums or of decoded weights."""
         return self.kind.has_group_scales and self.has_groups
 
+    @property
+    def width(self) -> int:
+        """Channels of a product: of a plane; of few rows, of as many as fill rows of x's tiles.
+
+        Copies take as long for a row of 64 bytes as for one of 128, and few rows wait for them.
+        Only planes of one group are multiplied at a time where its sum is scaled.
+        """
+        format, width = self.format, mosaic.SWIZZLED_BYTES // self.operand.itemsize
+        if not self.config.has_few_rows:
+            return format.plane_width
+        if self.scales_groups:
+            assert format.group_size is not None
+            width = min(width, format.group_size)
+        return max(format.plane_width, width)
+
 
 class Arguments(NamedTuple):
     """References to global memory."""
@@ -97,7 +112,7 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
         "x_tiles": mosaic.shared(
             (x_slots, config.tile_m, format.block // staged.parts),
             call.operand,
-            columns=format.plane_width,
+            columns=call.width,
         ),
         "word_tiles": mosaic.shared(
             (slots, config.tile_n, format.columns * format.plane_width),

@@ -62,3 +62,23 @@ def test_each_share_has_slots_of_its_own():
     places = {int(program.slot(share, n, 4)) for share, n in itertools.product(range(3), range(9))}
     assert places == set(range(12))
     assert program.slot(1, 9, 4) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "channels"),
+    [
+        ("table3:g64", 16, 64),  # two planes, one group
+        ("table3:g32", 16, 32),  # which has a sum of its own
+        ("table3:g64", 64, 32),
+        ("uint4:g32", 32, 32),
+        ("uint4:gK", 8, 64),
+        ("liquid4:g64/int8", 16, 128),  # groups are levels of one sum
+        ("liquid4:g64/int8", 64, 64),
+    ],
+)
+def test_few_rows_have_whole_rows_of_tiles_where_a_group_allows(text, rows, channels):
+    call = call_of(text, WarpgroupConfig(rows, 2, 1))
+    assert call.width == channels
+    [tiling, swizzle] = arrays(text, call.config)["x_tiles"].transforms
+    size = call.operand.itemsize
+    assert (tiling.tiling, swizzle.swizzle) == ((8, channels), channels * size)

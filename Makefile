@@ -7,9 +7,9 @@ TESTS ?=
 # A candidate must run: a pyenv shim of a version that is not activated exists, but fails.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
-# The major CUDA version that the NVIDIA driver supports, empty without a driver; JAX's extra is named after it.
+# The major CUDA version that the NVIDIA driver supports, empty without a driver; the extra is named after it.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9]*\).*/\1/p')
-JAX := jax$(if $(CUDA),[cuda$(shell [ $(CUDA) -ge 13 ] && echo 13 || echo 12)])
+EXTRA := $(if $(CUDA),cuda$(shell [ $(CUDA) -ge 13 ] && echo 13 || echo 12))
 # The oracle of the parity tests. `make test TORCH=` does without it: the parity tests are skipped. On a machine without
 # a GPU, TORCH="torch==2.13.0 --index-url ..." with an index of CPU builds saves 4 GB.
 TORCH ?= torch==2.13.0
@@ -47,14 +47,14 @@ clean: ## remove environments, caches and build products
 
 # What a user installs.
 $(VENV)/.runtime: $(VENV)/.created
-	@echo "Installing mpjax with $(JAX) into $(VENV). The first time takes a minute or two."
-	@$(PIP) --editable . "$(JAX)"
+	@echo "Installing mpjax$(EXTRA:%=[%]) into $(VENV). The first time takes a minute or two."
+	@$(PIP) --editable ".$(EXTRA:%=[%])"
 	@touch $@
 
 # What a contributor installs on top.
 $(VENV)/.development: $(VENV)/.created
-	@echo "Installing mpjax with $(JAX), torch and the test tools into $(VENV). The first time takes some minutes."
-	@$(PIP) --editable ".[test,dev,eval]" "$(JAX)"
+	@echo "Installing mpjax$(EXTRA:%=[%]), torch and the test tools into $(VENV). The first time takes some minutes."
+	@$(PIP) --editable ".[test,dev,eval$(EXTRA:%=,%)]"
 	@[ -z "$(TORCH)" ] || $(PIP) $(TORCH)
 	@touch $@ $(VENV)/.runtime
 

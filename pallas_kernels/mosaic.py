@@ -52,6 +52,17 @@ def registers_per_thread(warpgroups: int) -> int:
     )
 
 
+def why_slow(version: tuple[int, ...] = jax.__version_info__) -> str | None:
+    """Why threads may not get the registers that they take below; None if they do.
+
+    version: of JAX. Since 0.12 nvJitLink compiles them, each as one compilation unit of several,
+        where `setmaxnreg` is ignored, and sums are spilled (docs/compiler.md, Warpgroups).
+    """
+    if version < (0, 12):
+        return None
+    return "slower with JAX 0.12, whose compiler ignores `setmaxnreg`: install a jax before it"
+
+
 def shared(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, columns: int | None = None
 ) -> Any:

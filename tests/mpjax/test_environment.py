@@ -82,7 +82,16 @@ NO_WGMMA = "no: compute capability {} has no `wgmma`, which only 9.0 has"
 )
 def test_which_kernels_can_run(monkeypatch, device, triton, mosaic):
     monkeypatch.setattr(backend, "default_device", lambda: device)
+    monkeypatch.setattr("pallas_kernels.mosaic.why_slow", lambda: None)
     assert environment.collect()["kernels"] == {"triton": triton, "mosaic": mosaic}
+
+
+@pytest.mark.parametrize("capability", ["9.0", "8.6"])
+def test_it_is_told_what_makes_kernels_slow(monkeypatch, capability):
+    monkeypatch.setattr(backend, "default_device", lambda: gpu(capability))
+    monkeypatch.setattr("pallas_kernels.mosaic.why_slow", lambda: "slow because of this")
+    line = environment.collect()["kernels"]["mosaic"]
+    assert line.endswith("slow because of this") == (capability == "9.0")
 
 
 def test_memory_is_reported(monkeypatch):

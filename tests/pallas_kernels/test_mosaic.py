@@ -23,6 +23,12 @@ def test_no_thread_waits_for_registers_that_are_not_there(warpgroups):
     assert mosaic.registers_per_thread(warpgroups) <= 256, "likewise"
 
 
+def test_threads_get_their_registers_before_jax_0_12():
+    assert mosaic.why_slow((0, 11, 2)) is None
+    assert "setmaxnreg" in mosaic.why_slow((0, 12, 0))
+    assert (mosaic.why_slow() is None) == (jax.__version_info__ < (0, 12))
+
+
 @pytest.mark.parametrize(
     ("columns", "dtype", "swizzle", "tiled"),
     [(64, "bfloat16", 128, 64), (32, "uint16", 64, 32), (64, "float32", 128, 32)],

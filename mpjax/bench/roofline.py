@@ -66,6 +66,12 @@ def draw_gemm(rows: Rows, path: Path) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
+def _style(index: int) -> tuple[str, str, str]:
+    """Color, marker, and the color within it: none where the others begin again."""
+    color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+    return color, marker, color if index < len(COLORS) else "white"
+
+
 def _gemm_panel(axes: Axes, rows: Rows, formats: Sequence[str], compute: float) -> None:
     by_format = {
         name: sorted((row for row in rows if row["format"] == name), key=lambda row: row["M"])
@@ -75,18 +81,10 @@ def _gemm_panel(axes: Axes, rows: Rows, formats: Sequence[str], compute: float) 
     for index, (name, measured) in enumerate(by_format.items()):
         if not measured:
             continue
-        color = COLORS[index % len(COLORS)]
-        heights = [row["teraflops"] for row in measured]
-        marker = MARKERS[index % len(MARKERS)]
-        axes.plot(
-            [row["M"] for row in measured],
-            heights,
-            label=name,
-            color=color,
-            lw=1.4,
-            marker=marker,
-            markersize=3.5,
-        )
+        color, marker, face = _style(index)
+        all_rows, heights = ([row[key] for row in measured] for key in ("M", "teraflops"))
+        style: dict[str, Any] = {"marker": marker, "markersize": 3.5, "mfc": face, "lw": 1.4}
+        axes.plot(all_rows, heights, label=name, color=color, **style)
         axes.plot(*memory_roof(measured, compute), color=color, ls="--", lw=0.9)
     axes.plot(list(cublas), list(cublas.values()), color="black", lw=1, label="cuBLAS bf16")
     axes.axhline(compute, color=GREY, ls=":", lw=1, label="compute roof (best cuBLAS bf16)")
@@ -131,8 +129,7 @@ def draw_attention(rows: Rows, path: Path) -> None:
             measured = [row for row in rows if row["format"] == name]
             aside = 0.7 * (index / len(formats) - 0.5)
             places = [shapes.index(row["shape"]) + aside for row in measured]
-            color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
-            face = color if index < len(COLORS) else "white"
+            color, marker, face = _style(index)
             speedups = [row["speedup"] for row in measured]
             axes.scatter(places, speedups, s=14, marker=marker, color=color, fc=face, label=name)
             roofs = [row["cudnn_microseconds"] / row["floor_microseconds"] for row in measured]
@@ -201,9 +198,9 @@ def _context_panel(axes: Axes, rows: Rows, precisions: Sequence[str]) -> None:
         measured = [row for row in rows if row["precision"] == precision]
         measured.sort(key=lambda row: row["prompt_tokens"])
         contexts = [row["prompt_tokens"] for row in measured]
-        color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
+        color, marker, face = _style(index)
         heights = [row["decode_tokens_per_second"] for row in measured]
-        style: dict[str, Any] = {"marker": marker, "markersize": 3.5, "lw": 1.4}
+        style: dict[str, Any] = {"marker": marker, "markersize": 3.5, "mfc": face, "lw": 1.4}
         axes.plot(contexts, heights, label=precision, color=color, **style)
         roofs = [row["roofline_tokens_per_second"] for row in measured]
         axes.plot(contexts, roofs, color=color, ls="--", lw=0.9)

@@ -40,6 +40,16 @@ def test_products_are_drawn_with_everything_named(tmp_path):
     assert {"1", "16", "256", "4096", "100"} <= found
 
 
+def test_more_formats_than_colors_can_be_told_apart(tmp_path):
+    names = [f"table4:g{size}" for size in range(len(roofline.COLORS) + 1)]
+    rows = [gemm_row(format=name, M=m) for name in names for m in (1, 16)]
+    roofline.draw_gemm(rows, tmp_path / "gemm.svg")
+    text = (tmp_path / "gemm.svg").read_text()
+    assert set(names) <= labels(text)
+    hollow = rf"fill: #ffffff; stroke: {roofline.COLORS[0]}"
+    assert len(re.findall(hollow, text)) >= 2, "the first color's second format is not hollow"
+
+
 def test_a_plot_is_the_same_each_time_and_has_no_date(tmp_path):
     for name in ("a.svg", "b.svg"):
         roofline.draw_gemm(list(gemm_rows()), tmp_path / name)

@@ -132,15 +132,18 @@ def _memory_statistics(device: Any) -> dict[str, int] | None:
 
 def _kernels() -> dict[str, str]:
     """Which backends of Pallas can run here, by the names that `implementation=` has for them."""
-    from pallas_kernels import backend, mosaic
+    from pallas_kernels import backend
     from pallas_kernels.gemm.limits import current_limits, why_no_wgmma
 
     reason = backend.why_triton_cannot_run()
     reasons = {"triton": reason, "mosaic": reason or why_no_wgmma(current_limits())}
     yes = f"yes: compute capability {backend.compute_capability()}"
     found = {name: f"no: {reason}" if reason else yes for name, reason in reasons.items()}
-    if found["mosaic"] == yes and (slow := mosaic.why_slow()):
-        found["mosaic"] += f"; {slow}"
+    if found["mosaic"] == yes:
+        from pallas_kernels import mosaic  # which takes a while
+
+        slow = mosaic.why_slow()
+        found["mosaic"] += f"; {slow}" if slow else ""
     return found
 
 

@@ -72,7 +72,7 @@ class WgmmaDecoding:
 
     def table_bytes(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
         """Low bytes of 2**bits entries, four in a register, then the high ones."""
-        count = 2 * 2**bits // 4
+        count = 2**bits // 2
         load = plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(),), return_type=(self._uniform,) * count
         )(functools.partial(_table_bytes, bits, operand, self.shape))
@@ -142,7 +142,7 @@ def _table_bytes(
     half, word, index = *map(ir.IntegerType.get_signless, (16, 32)), ir.IndexType.get()
     value_type = mosaic_gpu.utils.dtype_to_ir_type(operand)
     constant = functools.partial(mosaic_gpu.c, ty=word)
-    words: list[Any] = [constant(0)] * (2 * 2**bits // 4)
+    words: list[Any] = [constant(0)] * (2**bits // 2)
     for entry in range(2**bits):
         loaded = memref.load(table, [mosaic_gpu.c(entry, index)])
         value = arith.extui(word, arith.bitcast(half, arith.truncf(value_type, loaded)))

@@ -168,8 +168,8 @@ class InSharedRows(LookUp):
 class InBoth(LookUp):
     """Tables of up to eight entries where there are both rows and registers: half of codes each.
 
-    Shared memory finds values for one warp at a time, and `prmt` for four, but two times as slowly
-    and with twice as many instructions.
+    Shared memory finds values for one warp at a time. Registers do for all, with twice as many
+    `prmt`.
     """
 
     def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:

@@ -3,8 +3,8 @@
 Words hold codes in nibbles. Two neighbouring lanes (words e and e + 1) are a 32-bit register of
 eight nibbles: for planes p … p + 3, nibble n is the code of lane e + n % 2 in plane p + n // 2.
 Two-bit codes share their nibbles, those of the next four planes in the upper half. Of sixteen
-planes of three bits, twelve fill the nibbles of three words but for the top bits, which are the
-codes of the last four: no bit is padding.
+planes of three bits, twelve fill the nibbles of three words but for the top bits. These are the
+codes of the last four, bit i of them in word i: no bit is padding.
 """
 
 from __future__ import annotations
@@ -168,7 +168,10 @@ def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Arra
 
 
 def _quads() -> jax.Array:
-    """Of three bits: the numbers of the quads whose nibbles' top bits are those of the last."""
+    """Of three bits: the numbers of the quads whose nibbles' top bits are those of the last.
+
+    A kernel may not close over an array.
+    """
     return jnp.arange(3, dtype=jnp.uint8)[:, None, None]
 
 

@@ -135,10 +135,11 @@ def share_pairs(halves: Sequence[jax.Array]) -> jax.Array:
     return jax.pure_callback(compute, jax.ShapeDtypeStruct((1, 1), jnp.int32), *halves)
 
 
-class SharedRows:
-    """A `backend.Decoding` that shares rows of pairs, as `look_up.InSharedRows` wants them.
+class TableDecoding:
+    """A `backend.Decoding` for tables: rows of pairs, or bytes, as classes of `look_up` take them.
 
     shape: of the words to decode, 16 bits each.
+    has_registers: what `Decoding` says by it.
     """
 
     def __init__(self, shape: tuple[int, ...], *, has_registers: bool = False) -> None:

@@ -367,8 +367,8 @@ def test_foreign_folders(saved):
 
 
 def test_other_versions(saved):
-    edit(saved, version=1)
-    expect("mpjax.json has the format version 1: this mpjax reads version 3", saved)
+    edit(saved, version=2)
+    expect("mpjax.json has the format version 2: this mpjax reads version 3", saved)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_every_pair_of_codes_is_found(look_up: LookUp, bits, dtype, interpreted_
     values = rng.standard_normal(2**bits).astype(np.float32)
     words, low, high = every_pair(2**bits)
     if isinstance(look_up, InSharedRows | InBoth):
-        with backend.decoding_with(ptx.SharedRows(words.shape)):
+        with backend.decoding_with(ptx.TableDecoding(words.shape)):
             prepared = look_up.prepare(values, bits, jnp.dtype(dtype))
     else:
         prepared = look_up.prepare(Reference(values), bits, jnp.dtype(dtype))
@@ -73,7 +73,7 @@ def test_bytes_of_eight_entries_lie_in_four_registers(interpreted_ptx):
 
 def test_half_of_the_planes_are_not_looked_up_in_shared_memory(interpreted_ptx, monkeypatch, rng):
     words, _, _ = every_pair(8)
-    with backend.decoding_with(ptx.SharedRows(words.shape)):
+    with backend.decoding_with(ptx.TableDecoding(words.shape)):
         prepared = InBoth().prepare(np.arange(8, dtype=np.float32), 3, jnp.dtype("float16"))
     asked = []
     monkeypatch.setattr(backend, "inline_ptx", lambda assembly, *_, dtype: asked.append(assembly))

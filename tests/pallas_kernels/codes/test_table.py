@@ -10,7 +10,7 @@ from pallas_kernels.codes.look_up import InBoth, InSharedRows
 from pallas_kernels.codes.table import normal_float
 from tests.pallas_kernels.codes.decoding import bits_of
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, table_codes
-from tests.pallas_kernels.ptx import SharedRows
+from tests.pallas_kernels.ptx import TableDecoding
 
 each_operand = pytest.mark.parametrize("operand", ["bfloat16", "float16"])
 
@@ -86,7 +86,7 @@ def test_columns_of_three_bits_decode_to_entries_of_the_table(decode, operand, r
 def test_registers_that_are_to_spare_hold_small_tables(bits, has_registers, expected):
     words = np.zeros((1, 2), np.uint16)
     table, operand = normal_float(bits), jnp.dtype("float16")
-    with backend.decoding_with(SharedRows(words.shape, has_registers=has_registers)):
+    with backend.decoding_with(TableDecoding(words.shape, has_registers=has_registers)):
         kind = codes.of(WeightFormat.parse(f"table{bits}:g32"))
         shared = kind.shared(table, operand, ptx=True)
         assert len(shared) == len(expected().prepare(table, bits, operand))

@@ -31,6 +31,7 @@ DOORS = {
     "jax.experimental.pallas.mosaic_gpu": (
         "pallas_kernels/mosaic.py",
         "pallas_kernels/mosaic_decoding.py",
+        "pallas_kernels/mosaic_products.py",
     ),
 }
 

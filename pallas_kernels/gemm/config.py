@@ -11,6 +11,7 @@ CHANNELS, ROWS = 64, 8
 INTEGER_ROWS = 16  # likewise, of more than 32, as `wgmma` multiplies int8
 PRODUCT_ROWS = {2: 256, 3: 128, 4: 128}  # that one `wgmma` can multiply, by a program's warpgroups
 FEW_ROWS = 32  # of a tile of theirs: to so many, sums are scaled rather than weights
+TURN_ROWS = 16  # likewise, one group's while the next group is multiplied
 # Likewise, each warp multiplies for itself: of codes that are computed, and of those looked up.
 LEAST_ROWS, LEAST_ROWS_OF_TABLES = 16, 8
 
@@ -84,10 +85,10 @@ class WarpgroupConfig:
     def multiplies_in_turn(self, bits: int) -> bool:
         """Whether a group's sums are scaled while the next group is multiplied, in other registers.
 
-        bits: of a code. Tables of fewer than four are in registers themselves.
+        Where products are waited for, as those of tables are.
+        bits: of a code. Tables of fewer than four are in registers, too: four warpgroups lack some.
         """
-        has_registers = bits == 4 or self.warpgroups < max(PRODUCT_ROWS)
-        return self.tile_m <= LEAST_ROWS and has_registers
+        return self.tile_m <= TURN_ROWS and (bits == 4 or self.warpgroups < 4)
 
     @property
     def products(self) -> tuple[int, ...]:

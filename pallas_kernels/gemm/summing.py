@@ -1,7 +1,7 @@
 """What a warpgroup does that computes: it decodes planes of codes, and multiplies them with x.
 
-A plane is decoded while the one before is multiplied. Sums are of 64 output channels, and of the
-blocks of K that come in this warpgroup's share.
+A plane, or of few rows several beside each other, is decoded while what comes before is multiplied.
+Sums are of 64 output channels, and of the blocks of K that come in this warpgroup's share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend, mosaic, mosaic_decoding
+from pallas_kernels import backend, mosaic, mosaic_decoding, mosaic_products
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.gemm.config import CHANNELS
 from pallas_kernels.gemm.warpgroup_program import Program
@@ -64,7 +64,10 @@ class Summing:
     def run(self) -> list[jax.Array]:
         """Sums [64, rows], of one product after the other."""
         call, exponent = self.call, 0
-        config, accumulate = call.config, functools.partial(mosaic.accumulate, dtype=call.sum_dtype)
+        config, accumulate = (
+            call.config,
+            functools.partial(mosaic_products.accumulate, dtype=call.sum_dtype),
+        )
         with self._decoding(call.format.plane_width):
             if config.has_few_rows and not call.format.is_flat:
                 sums = [self._of_few_rows()]
@@ -90,16 +93,21 @@ class Summing:
         call, config = self.call, self.call.config
         now = config.multiplies_now(looks_up=call.kind.has_table)
         in_turn = not now and config.multiplies_in_turn(call.format.bits)
-        add_products = mosaic.add_in_turn if in_turn and not call.interpret else mosaic.add_products
+        add_products: Any = functools.partial(
+            mosaic_products.add_products, now=now, scratch=self.scratch
+        )
+        if in_turn and not call.interpret:
+            add_products = mosaic_products.add_in_turn
 
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
             block = self._load(number)
 
             def add(sums: jax.Array, term: jax.Array, group: int) -> jax.Array:
-                is_scaled = call.scales_groups
-                return sums + (self.scaled(term, block.parameters[group]) if is_scaled else term)
+                if call.scales_groups:
+                    term = self.scaled(term, block.parameters[group])
+                return sums + term
 
-            sums = add_products(sums, self._products(block), add, now=now, scratch=self.scratch)
+            sums = add_products(sums, self._products(block), add)
             mosaic.arrive(self.program.shared.free.at[block.slot])
             return sums
 
@@ -107,15 +115,15 @@ class Summing:
         nothing = mosaic.zeros(shape, call.sum_dtype, interpret=call.interpret)
         return jax.lax.fori_loop(0, self.count, go_on, nothing)
 
-    def _products(self, block: Block) -> list[mosaic.Product]:
+    def _products(self, block: Block) -> list[mosaic_products.Product]:
         """Those of few rows: planes beside each other; of one group, if that has a scale."""
-        call, width = self.call, self.call.width
+        call, width = self.call, self.call.operand_width
         planes = self._decoders(block, scaled=False)
         joined = width // call.format.plane_width
 
         def operand(first: int) -> jax.Array:
             tiles = [decode() for decode in planes[first : first + joined]]
-            return mosaic.join(tiles, interpret=call.interpret)
+            return mosaic_products.join(tiles, interpret=call.interpret)
 
         operands = [functools.partial(operand, first) for first in range(0, len(planes), joined)]
         tiles = [
@@ -124,7 +132,7 @@ class Summing:
         ]
         size = len(operands) // (len(block.parameters) if call.scales_groups else 1)
         return [
-            mosaic.Product(operands[first : first + size], tiles[first : first + size])
+            mosaic_products.Product(operands[first : first + size], tiles[first : first + size])
             for first in range(0, len(operands), size)
         ]
 
@@ -139,11 +147,13 @@ class Summing:
                 place = self.program.slot(self.share, step, call.stages.x)
                 weights = decode()
                 mosaic.wait(shared.x_full.at[place])
-                mosaic.multiply(sums, weights, shared.x_tiles.at[place], interpret=call.interpret)
+                mosaic_products.multiply(
+                    sums, weights, shared.x_tiles.at[place], interpret=call.interpret
+                )
                 self._free_before(step, shared.x_free, call.stages.x)
 
         jax.lax.fori_loop(0, self.count, go_on, None)
-        mosaic.wait_for_products(0)
+        mosaic_products.wait_for_products(0)
         return [sums[...]]
 
     def _of_blocks(self, *sums: Any) -> list[jax.Array]:
@@ -163,20 +173,20 @@ class Summing:
                 for part in sums:
                     x_rows, channels = pl.ds(row, part.shape[1]), pl.ds(plane * width, width)
                     x = shared.x_tiles.at[place, x_rows, channels]
-                    mosaic.multiply(part, weights, x, interpret=call.interpret)
+                    mosaic_products.multiply(part, weights, x, interpret=call.interpret)
                     row += part.shape[1]
                 if plane == 0:
                     self._free_before(number, shared.free, call.stages.blocks, len(sums))
                 else:
-                    mosaic.wait_for_products(len(sums))
+                    mosaic_products.wait_for_products(len(sums))
 
         jax.lax.fori_loop(0, self.count, go_on, None)
-        mosaic.wait_for_products(0)
+        mosaic_products.wait_for_products(0)
         return [part[...] for part in sums]
 
     def _free_before(self, step: jax.Array, barriers: Any, slots: int, products: int = 1) -> None:
         # Those of the step before are done when no more than this one's are at work.
-        mosaic.wait_for_products(products)
+        mosaic_products.wait_for_products(products)
         before = self.program.slot(self.share, step + slots - 1, slots)
         pl.when(step > 0)(lambda: mosaic.arrive(barriers.at[before]))
 
@@ -221,8 +231,7 @@ class Summing:
         ]
 
     def _decoding(self, width: int, pairs: mosaic_decoding.Pairs | None = None) -> Any:
-        # The sums of many rows are in all of them.
-        has_registers = self.call.config.has_few_rows
+        has_registers = self.call.config.has_few_rows  # the sums of more are in all of them
         return backend.decoding_with(
             mosaic_decoding.WgmmaDecoding(width, pairs, has_registers=has_registers)
         )

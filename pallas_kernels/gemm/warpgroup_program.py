@@ -52,8 +52,8 @@ class Call(NamedTuple):
         return self.kind.has_group_scales and self.has_groups
 
     @property
-    def width(self) -> int:
-        """Channels of a product: of a plane; of few rows, of as many as fill rows of x's tiles.
+    def operand_width(self) -> int:
+        """Channels of an operand: a plane's; of few rows, of as many as fill rows of x's tiles.
 
         Copies take as long for a row of 64 bytes as for one of 128, and few rows wait for them.
         Only planes of one group are multiplied at a time where its sum is scaled.
@@ -112,7 +112,7 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
         "x_tiles": mosaic.shared(
             (x_slots, config.tile_m, format.block // staged.parts),
             call.operand,
-            columns=call.width,
+            columns=call.operand_width,
         ),
         "word_tiles": mosaic.shared(
             (slots, config.tile_n, format.columns * format.plane_width),

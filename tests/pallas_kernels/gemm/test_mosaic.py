@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import matmul, quantize_activations
+from pallas_kernels import matmul, mosaic_decoding, mosaic_products, quantize_activations
 from pallas_kernels.gemm import mosaic, shapes, tuning
 from pallas_kernels.gemm.config import Plan, WarpgroupConfig
 from pallas_kernels.gemm.warpgroups import warpgroup_config, why_unsound
@@ -64,6 +64,8 @@ CASES = [
     ("int8/int8", 7, 1300, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float32"),
     ("table3:g64", 16, 1088, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
     ("table3:g32", 16, 1056, 64, WarpgroupConfig(16, 2, 1, 2), "float16", "float16"),
+    ("table3:g128", 16, 1152, 128, WarpgroupConfig(16, 2, 1), "bfloat16", "float16"),
+    ("table2:g256", 30, 1280, 64, WarpgroupConfig(32, 2, 1), "bfloat16", "float16"),
     ("table2:g32", 40, 1088, 192, WarpgroupConfig(40, 2, 1), "float16", "float16"),
     ("table4:g64", 40, 1088, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
     ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
@@ -160,6 +162,48 @@ def test_few_rows_lower(text, lower_for_cuda):
         assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
         terms = jax.eval_shape(multiply, x, weight)
         assert len(terms) == (config.splits if config.splits > 2 else 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "in_turn", "in_registers"),
+    [
+        ("table3:g64", (16, 3, 2), True, True),
+        ("table3:g64", (16, 4, 1), False, True),  # not enough of them for both
+        ("table2:g64", (8, 3, 1), False, True),
+        ("table3:g64", (32, 2, 1), False, True),
+        ("table3:g64", (40, 2, 1), False, False),
+        ("table4:g64", (16, 4, 1), True, False),
+        ("uint4:g128", (16, 2, 1), False, False),
+        ("uint4:g128", (32, 2, 1), False, False),
+    ],
+)
+def test_registers_are_used_where_there_are_some(
+    text, fields, in_turn, in_registers, monkeypatch, lower_for_cuda
+):
+    """For sums in turn, and for a table: what of it comes out is the same either way."""
+    used = set()
+
+    def spy(owner, name):
+        real = getattr(owner, name)
+
+        def record(*arguments, **options):
+            used.add(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, record)
+
+    spy(mosaic_products, "add_in_turn")
+    spy(mosaic_decoding.WgmmaDecoding, "table_bytes")
+    config, dtype = WarpgroupConfig(*fields), jnp.dtype(jnp.bfloat16)
+    # Of a shape that no other test traces, since what is traced is kept.
+    weight = weight_struct(text, 1536, 64 * 7)
+    x = jax.ShapeDtypeStruct((config.tile_m, 1536), dtype)
+    multiply = functools.partial(mosaic.matmul_terms, config=config, out_dtype=dtype)
+    lower_for_cuda(multiply, x, weight)
+    assert used == {
+        *(["add_in_turn"] if in_turn else []),
+        *(["table_bytes"] if in_registers else []),
+    }
 
 
 def test_a_table_of_16_bits_lowers(lower_for_cuda):

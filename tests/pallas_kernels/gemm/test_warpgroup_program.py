@@ -74,11 +74,15 @@ def test_each_share_has_slots_of_its_own():
         ("uint4:gK", 8, 64),
         ("liquid4:g64/int8", 16, 128),  # groups are levels of one sum
         ("liquid4:g64/int8", 64, 64),
+        ("uint8:g32", 16, 32),
+        ("float8:g128", 24, 64),
+        ("table2:g64", 8, 64),
+        ("int8/int8", 16, 128),
     ],
 )
 def test_few_rows_have_whole_rows_of_tiles_where_a_group_allows(text, rows, channels):
     call = call_of(text, WarpgroupConfig(rows, 2, 1))
-    assert call.width == channels
+    assert call.operand_width == channels
     [tiling, swizzle] = arrays(text, call.config)["x_tiles"].transforms
     size = call.operand.itemsize
     assert (tiling.tiling, swizzle.swizzle) == ((8, channels), channels * size)

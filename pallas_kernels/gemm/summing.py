@@ -64,10 +64,8 @@ class Summing:
     def run(self) -> list[jax.Array]:
         """Sums [64, rows], of one product after the other."""
         call, exponent = self.call, 0
-        config, accumulate = (
-            call.config,
-            functools.partial(mosaic_products.accumulate, dtype=call.sum_dtype),
-        )
+        config = call.config
+        accumulate = functools.partial(mosaic_products.accumulate, dtype=call.sum_dtype)
         with self._decoding(call.format.plane_width):
             if config.has_few_rows and not call.format.is_flat:
                 sums = [self._of_few_rows()]

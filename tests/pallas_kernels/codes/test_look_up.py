@@ -71,7 +71,7 @@ def test_bytes_of_eight_entries_lie_in_four_registers(interpreted_ptx):
     assert found == expected.tolist()
 
 
-def test_half_of_the_planes_are_not_looked_up_in_shared_memory(interpreted_ptx, monkeypatch, rng):
+def test_half_of_the_planes_are_not_looked_up_in_shared_memory(monkeypatch):
     words, _, _ = every_pair(8)
     with backend.decoding_with(ptx.TableDecoding(words.shape)):
         prepared = InBoth().prepare(np.arange(8, dtype=np.float32), 3, jnp.dtype("float16"))

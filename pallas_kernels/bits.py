@@ -132,7 +132,7 @@ def decode_in_place(
     bits: int,
     dtype: jax.typing.DTypeLike,
     *,
-    offset: int = 0,
+    offset: float = 0,
     copy: int = 0,
     ptx: bool,
 ) -> jax.Array:
@@ -143,6 +143,7 @@ def decode_in_place(
     cores keep. So a code costs one logical operation for each pair, and in float16 another
     instruction if there is an offset (`offset`). Runs inside a kernel.
 
+    offset: a multiple of a half.
     copy: another number for each product that the tile is in. Triton takes what two products share
     through shared memory; what the assembler finds to be alike it computes once.
     """
@@ -153,33 +154,36 @@ def decode_in_place(
         if not offset:
             return codes
         return codes * jnp.asarray(2.0**-shift, dtype) - jnp.asarray(offset, dtype)
-    less = f"""
-        mov.b32 factor, 0x{(15 - shift) << 10:04X}{(15 - shift) << 10:04X};
-        mov.b32 less, 0x{0x8000 | offset:04X}{0x8000 | offset:04X};
+    # In halves of codes, so that their middle is a number of them.
+    factor, less = (16 - shift) << 10, 0x8000 | int(2 * offset)
+    centre = f"""
+        mov.b32 factor, 0x{factor:04X}{factor:04X};
+        mov.b32 less, 0x{less:04X}{less:04X};
         fma.rn.f16x2 t, t, factor, less;"""
     assembly = f"""{{  // copy {copy}
         .reg .b32 t, factor, less;
-        {_pick(plane, bits)}{less if offset else ""}
+        {_pick(plane, bits)}{centre if offset else ""}
         mov.b32 $0, t;
     }}"""
     return backend.inline_ptx(assembly, words, dtype=dtype)
 
 
-def offset(bits: int, dtype: jax.typing.DTypeLike) -> int:
+def offset(bits: int, dtype: jax.typing.DTypeLike) -> float:
     """What is better subtracted from codes of which many are summed: their middle, or none.
 
-    Tensor cores cut sums off where others round them. What all codes have in common makes them
-    larger: in means of 131,072 values, which all but cancel, 0.4 % are lost, too much for float16.
+    Tensor cores cut what they sum off, towards zero, where others round. What all codes have in
+    common makes sums larger, and gives what is cut off one sign: too much for float16, in means of
+    131,072 values, which all but cancel.
     """
-    return 2 ** (bits - 1) if jnp.dtype(dtype) == jnp.float16 else 0
+    return (2**bits - 1) / 2 if jnp.dtype(dtype) == jnp.float16 else 0
 
 
 def exponent_in_place(
-    plane: int, bits: int, dtype: jax.typing.DTypeLike, *, offset: int = 0, ptx: bool
+    plane: int, bits: int, dtype: jax.typing.DTypeLike, *, offset: float = 0, ptx: bool
 ) -> int:
     """Of two: what a code of one is worth in `decode_in_place`."""
     # The instruction that takes the offset away makes up for the place in the byte.
-    place = 0 if offset else plane * bits % 8
+    place = int(ptx) if offset else plane * bits % 8
     return place + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if ptx else 0)
 
 

@@ -117,6 +117,9 @@ class MainLoop:
         self.scaled_keys = not self.is_narrow
         # Values in whose sums zeros of channels would be a second product: rather rounded.
         self.scaled_values = not self.is_narrow or values.codes.scaling == "channel"
+        # What is added plainly, Triton leaves to the tensor cores.
+        apart = self.is_narrow and values.codes.sums_apart(self.dtype)
+        self.adding = self.arithmetic if apart else arithmetics.PLAIN
         self.has_channels = keys.codes.scaling == "channel"
         # Of what meets queries; `self.dtype` is that of what meets weights.
         self.key_dtype = jnp.dtype(jnp.float16) if self.has_channels else self.dtype
@@ -150,8 +153,7 @@ class MainLoop:
         if window is not None:
             begin = sequence.start + first_row // self.group - window + 1 - source.begin
             self.first_tile += jnp.maximum(begin, 0) // source.tile_keys
-        size = source.tile_keys
-        end_tile = (jnp.maximum(end, 0) + size - 1) // size
+        end_tile = (jnp.maximum(end, 0) + source.tile_keys - 1) // source.tile_keys
         self.all_tiles = source.tiles_below(end_tile, self.first_tile)
         # A sink is a score of the first program.
         self.is_first, self.sink = source.split == 0, None
@@ -351,7 +353,8 @@ class MainLoop:
         )
         new_sums = []
         for of_part, [operand] in zip(sums, found, strict=True):
-            new_sums.append(of_part * shrink + oriented.times_values(narrow, operand))
+            product = oriented.times_values(narrow, operand)
+            new_sums.append(self.adding.multiply_add(of_part, shrink, product))
         return _Carry(tuple(new_sums), zero_sum, new_peak, total)
 
     def _gather(self, x: jax.Array) -> jax.Array:

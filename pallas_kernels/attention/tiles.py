@@ -226,4 +226,4 @@ def fetch_parameters(
     pair = backend.load(side.parameters.at[place.page, head, place.position])
     step, zero = widen_pair(pair, side.parameter_dtype)
     offset = side.codes.offset(dtype)
-    return step, zero + step * float(offset) if offset else zero
+    return step, zero + step * offset if offset else zero

@@ -101,9 +101,16 @@ class KVCodes:
         """Of two: what one is worth in a plane's `operand`."""
         return 0
 
-    def offset(self, dtype: jax.typing.DTypeLike) -> int:
+    def offset(self, dtype: jax.typing.DTypeLike) -> float:
         """How much less than a code its `operand` is."""
         return 0
+
+    def sums_apart(self, dtype: jax.typing.DTypeLike) -> bool:
+        """Whether tensor cores, which cut off more of a longer sum, should sum one tile at a time.
+
+        They lose too much where what 8-bit codes have in common is nearly all that they sum.
+        """
+        return self.bits == 8 and self.scaling == "token" and self.offset(dtype) == 0
 
     def scaled_operand(
         self, words: jax.Array, plane: int, step: jax.Array, zero: jax.Array, *, ptx: bool
@@ -192,7 +199,7 @@ class Integers(KVCodes):
             words, plane, self.bits, dtype, offset=offset, copy=copy, ptx=ptx
         )
 
-    def offset(self, dtype: jax.typing.DTypeLike) -> int:
+    def offset(self, dtype: jax.typing.DTypeLike) -> float:
         """The middle of codes, or none: those with scales of channels are summed over channels."""
         return 0 if self.scaling == "channel" else bit_planes.offset(self.bits, dtype)
 
@@ -246,7 +253,7 @@ class StaticIntegers(Integers):
         """That of `decode_scaled`."""
         return bit_planes.exponent_scaled(dtype, ptx=ptx)
 
-    def offset(self, dtype: jax.typing.DTypeLike) -> int:
+    def offset(self, dtype: jax.typing.DTypeLike) -> float:
         """128."""
         return 2 ** (self.bits - 1)
 

@@ -122,7 +122,7 @@ def test_zero_points_broadcast_over_a_tile(width, dtype, ptx):
 @each_dtype
 def test_codes_in_place_are_exact(width, dtype, ptx):
     """With PTX they are subnormals, or lie in the binade above, which numpy reads as well."""
-    middle = {2: 2, 4: 8, 8: 128}[width] if dtype == "float16" else 0
+    middle = {2: 1.5, 4: 7.5, 8: 127.5}[width] if dtype == "float16" else 0
     assert bits.offset(width, dtype) == middle
     for plane, offset in itertools.product(range(16 // width), {0, middle}):
         codes = ALL_WORDS // 2 ** (plane * width) % 2**width

@@ -203,6 +203,17 @@ def test_long_context_on_the_gpu(context, heads, kinds, dtype, text, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV8s", "KVfp8", "KV4", "K4cV4c", "KV2"])
+def test_half_a_million_tokens_on_the_gpu(text, rng):
+    attend = jax.jit(functools.partial(paged_attention, implementation="triton"))
+    sizes: dict[str, Any] = {"heads": (1, 4), "head_dim": 128, "page_size": 128}
+    for kind in ("normal", "uniform"):
+        test = scene(rng, text, "bfloat16", starts=[2**19 - 1], counts=[1], kind=kind, **sizes)
+        error = test.error(attend(*test.arguments))
+        assert error < GATES["bfloat16"], kind
+
+
+@pytest.mark.gpu
 @every_format
 def test_a_long_prompt_in_chunks_on_the_gpu(text, rng):
     attend = jax.jit(functools.partial(paged_attention, implementation="triton"))

@@ -99,7 +99,7 @@ def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
             expected = wide(codes.decode(jnp.asarray(words[:, None]), ones, dtype))[:, plane]
             real = fields & 0x7F != 0x7F
         else:
-            middle = {"8": 128, "4": 8, "2": 2}.get(kind, 0) if dtype == "float16" else 0
+            middle = {"8": 127.5, "4": 7.5, "2": 1.5}.get(kind, 0) if dtype == "float16" else 0
             offset = 128 if kind == "8s" else middle
             assert codes.offset(dtype) == offset
             expected, real = fields - float(offset), np.ones_like(words, bool)
@@ -110,6 +110,14 @@ def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
             np.testing.assert_array_equal(
                 np.asarray(found).astype(np.float64)[real], in_units[real]
             )
+
+
+def test_what_codes_have_in_common_is_taken_away_or_summed_apart():
+    every = {f"{kind} {dtype}" for dtype in ("bfloat16", "float16") for kind in VALUE_KINDS}
+    apart = {each for each in every if VALUE_KINDS[each.split()[0]].sums_apart(each.split()[1])}
+    assert apart == {"8 bfloat16"}
+    # In float16 codes are centred, so that what is cut off has no sign.
+    assert VALUE_KINDS["2"].offset("float16") == 1.5
 
 
 @settings(max_examples=20)

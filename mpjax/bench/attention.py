@@ -20,7 +20,7 @@ from pallas_kernels import (
     paged_attention,
     prefill_attention,
 )
-from pallas_kernels.attention.shapes import DECODE, PREFILL, AttentionShape
+from pallas_kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
 
 # In the place of a format: prompts that attend to their own keys and values in 16 bits, from their
 # first token on, as models let them.
@@ -30,9 +30,10 @@ REACH = 5.0  # of normal keys and values, for scales that are given
 # The kernel before has made the queries what the format of the keys wants.
 AS_IN_A_MODEL: dict[str, Any] = {"transformed": True}
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
-CHECKED_TOKENS = 1 << 17  # the reference of more would not fit on smaller GPUs
+PAGE_SIZE = 128
+CHECKED_TOKENS = 1 << 19  # the reference of more would not fit on smaller GPUs
 CHECKED_QUERIES = 32  # of a sequence, the last ones, for the same reason
-SETS = {"decode": DECODE, "prefill": PREFILL}
+SETS = {"decode": DECODE, "ragged": RAGGED, "prefill": PREFILL}
 HEADERS = (
     *("shape", "format", "µs", "TB/s", "TFLOP/s", "× floor"),
     *("cuDNN µs", "speed-up", "append µs", "error"),
@@ -71,14 +72,14 @@ class Sweep:
 
 
 def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
-    """The shapes that names say, or those of the sets `decode` and `prefill`.
+    """The shapes that names say, or those of SETS.
 
     Raises ValueError where a name says no shape.
     """
     try:
         shapes = [SETS[name] if name in SETS else (AttentionShape.parse(name),) for name in names]
     except ValueError as error:
-        raise ValueError(f"{error}; or one of the sets {' and '.join(SETS)}") from None
+        raise ValueError(f"{error}; or one of the sets {', '.join(SETS)}") from None
     return tuple(dict.fromkeys(shape for some in shapes for shape in some))
 
 
@@ -97,7 +98,8 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     if "context" in row:
         queries = row.get("queries", 1)
         seen = queries * row["context"] - queries * (queries - 1) // 2
-        products = row["batch"] * row["query_heads"] * row["head_dim"] * seen
+        seen = row["batch"] * seen + (row.get("longest") or row["context"]) - row["context"]
+        products = row["query_heads"] * row["head_dim"] * seen
         derived["teraflops"] = 2 * 2 * products / time / 1e6
     return dict(row) | derived
 
@@ -133,7 +135,7 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def is_checked(shape: AttentionShape) -> bool:
     """Whether the reference is computed, too."""
-    return shape.batch * shape.context <= CHECKED_TOKENS
+    return shape.batch * max(shape.lengths) <= CHECKED_TOKENS
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -153,37 +155,45 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 def fill(shape: AttentionShape, format: KVFormat) -> tuple[KVPages, jax.Array]:
     """Pages full of normal keys and values, and their block tables."""
     cache = _cache(shape, format)
-    pages = filled_pages.fill(cache.layers[0], cache.block_tables, shape.context, 0)
-    return pages, cache.block_tables
+    lengths = jnp.asarray(shape.lengths, jnp.int32)
+    return filled_pages.fill(cache.layers[0], cache.block_tables, lengths, 0), cache.block_tables
 
 
 def _cache(shape: AttentionShape, format: KVFormat) -> PagedKVCache:
-    return PagedKVCache.create(
+    """One that has pages for what sequences hold, rounded up to as many for each."""
+    entries = -(-np.asarray(shape.lengths) // PAGE_SIZE)
+    cache = PagedKVCache.create(
         layers=1,
         batch=shape.batch,
-        max_tokens=shape.context,
+        max_tokens=-(-int(entries.sum()) // shape.batch) * PAGE_SIZE,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         format=format,
+        page_size=PAGE_SIZE,
         scales=REACH / 127 if format.scaling == "static" else None,
     )
+    number, first = np.arange(entries.max()), np.cumsum(entries) - entries
+    tables = np.where(number < entries[:, None], first[:, None] + number, 0)
+    return dataclasses.replace(cache, block_tables=jnp.asarray(tables, jnp.int32))
 
 
 def _cudnn(shape: AttentionShape) -> float:
     """Microseconds of cuDNN over 16-bit keys and values that lie one after another.
 
-    Its causal mask has no offset. So new tokens over cached ones take two calls: all of the cached
+    Where one is longest, it is told the lengths of the others, which are padded. Its causal mask
+    has no offset. So new tokens over cached ones take two calls: all of the cached
     ones for every query, and the new ones causally. Joining both would take it longer.
     """
     if shape.queries == 1:
-        return _cudnn_call(shape.context, shape, is_causal=False)
+        lengths = None if shape.longest is None else jnp.asarray(shape.lengths, jnp.int32)
+        return _cudnn_call(max(shape.lengths), shape, key_value_seq_lengths=lengths)
     time = _cudnn_call(shape.queries, shape, is_causal=True)
     if cached := shape.context - shape.queries:
-        time += _cudnn_call(cached, shape, is_causal=False)
+        time += _cudnn_call(cached, shape)
     return time
 
 
-def _cudnn_call(keys: int, shape: AttentionShape, *, is_causal: bool) -> float:
+def _cudnn_call(keys: int, shape: AttentionShape, **masks: Any) -> float:
     dims = (shape.batch, keys, shape.kv_heads, shape.head_dim)
     count = measure.copies(2 * 2 * int(np.prod(dims)))
     draw = jax.jit(functools.partial(jax.random.normal, shape=dims, dtype=jnp.bfloat16))
@@ -191,7 +201,7 @@ def _cudnn_call(keys: int, shape: AttentionShape, *, is_causal: bool) -> float:
     caches = [[draw(jax.random.key(2 * i)), draw(jax.random.key(2 * i + 1))] for i in range(count)]
     # Under `jit`, it is traced once for all copies.
     attend = jax.jit(
-        functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
+        functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **masks)
     )
     each = jax.jit(lambda query, caches: [attend(query, *cache) for cache in caches])
     return measure.microseconds(each, query, caches) / count
@@ -204,10 +214,8 @@ def _queries(shape: AttentionShape) -> jax.Array:
 
 def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, Any]:
     pages, block_tables = fill(shape, format)
-    starts, counts = (
-        jnp.full(shape.batch, n, jnp.int32) for n in (shape.context - shape.queries, shape.queries)
-    )
-    places = (block_tables, starts, counts)
+    counts = jnp.full(shape.batch, shape.queries, jnp.int32)
+    places = (block_tables, jnp.asarray(shape.lengths, jnp.int32) - counts, counts)
     call = (_queries(shape), pages, *places)
     attend = functools.partial(paged_attention, **AS_IN_A_MODEL)
     row, output = _measure(shape, str(format), attend, call, slice(1, 2), cudnn)

@@ -18,13 +18,15 @@ def fill(
 ) -> KVPages:
     """Appends `tokens` normal keys and values to each sequence of one layer's empty pages.
 
-    block_tables: int32 [batch, pages per sequence]; tokens and seed: int scalars. Tokens past the
-    end of a block table are not written. Give the pages away: they are written in place.
+    block_tables: int32 [batch, pages per sequence]; tokens: an int, or int32 [batch]; seed: an int.
+    Tokens past the end of a block table are not written. Give the pages away: they are written in
+    place.
     """
     batch, entries = block_tables.shape
     at_once = min(APPENDED_TOKENS, entries * pages.page_size)
     dims = (batch, at_once, pages.keys.shape[1], pages.head_dim)
     key = jax.random.key(seed)
+    lengths = jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), (batch,))
 
     def write(piece: jax.Array, pages: KVPages) -> KVPages:
         start = piece * at_once
@@ -33,8 +35,8 @@ def fill(
             for part in jax.random.split(jax.random.fold_in(key, piece))
         )
         starts = jnp.full(batch, start, jnp.int32)
-        counts = jnp.full(batch, jnp.minimum(at_once, tokens - start), jnp.int32)
+        counts = jnp.clip(lengths - start, 0, at_once)
         return append(pages, keys, values, block_tables, starts, counts)
 
-    pieces = (jnp.asarray(tokens, jnp.int32) + at_once - 1) // at_once
+    pieces = (lengths.max() + at_once - 1) // at_once
     return jax.lax.fori_loop(0, pieces, write, pages)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpjax.bench import attention, gemm, generate
+from pallas_kernels.attention.shapes import AttentionShape
 
 try:
     import matplotlib
@@ -120,7 +121,11 @@ def draw_attention(rows: Rows, path: Path) -> None:
     read at the rate of the memory.
     """
     rows = [attention.figures(row) for row in rows if row["queries"] == 1]
-    rows.sort(key=lambda row: row["batch"] * row["context"] * row["kv_heads"] * row["head_dim"])
+    rows.sort(
+        key=lambda row: (
+            sum(AttentionShape.parse(row["shape"]).lengths) * row["kv_heads"] * row["head_dim"]
+        )
+    )
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     formats = sorted({row["format"] for row in rows})
     with _figure(path, (3.0 + 0.32 * len(shapes), 4.8)) as figure:

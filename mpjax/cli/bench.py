@@ -68,11 +68,14 @@ ATTENTION_EPILOG = """\b
 Examples:
   mpjax bench attention
   mpjax bench attention --shapes b8-h32/8-d128-c32768 --formats KV16,KV4
+  mpjax bench attention --shapes ragged --formats KV8,KV4
   mpjax bench attention --shapes prefill --formats uncached,KV8,KV4
 
 \b
 New tokens of each sequence over a full paged cache, in bfloat16: one where
-the shape doesn't say how many, such as q2048 of the c32768 in the cache.
+the shape doesn't say how many, such as q2048 of the c32768 in the cache. One
+that ends with l65536 has a first sequence of so many tokens, longer than the
+others; there cuDNN is told all lengths.
   TB/s       bytes of the cache over the time
   TFLOP/s    two products of each query with what it sees
   × floor    over the time in which an XLA reduction reads the same bytes, in
@@ -84,7 +87,7 @@ the shape doesn't say how many, such as q2048 of the c32768 in the cache.
   append µs  to quantise the new tokens and write them to the cache, which a
              model does with the rotation of keys, in one kernel
   error      mean error over mean magnitude against the reference over the
-             same cache, up to 131072 tokens in all, the last 32 new tokens of
+             same cache, up to 524288 tokens in all, the last 32 new tokens of
              each sequence; the gate is 8e-3
 The plot has the shapes of one token, each format below its rooflines.
 The format "uncached" is for prompts from their first token on: they attend to
@@ -212,7 +215,7 @@ def gemm_command(
 def attention_command(
     formats: Annotated[str, _texts("FORMAT", "KV formats, or uncached.")] = "KV16,KV8,KV4",
     shapes: Annotated[
-        str, _texts("NAME", "Any, such as b8-h32/8-d128-c32768, or decode or prefill.")
+        str, _texts("NAME", "Any, such as b8-h32/8-d128-c32768, or decode, ragged or prefill.")
     ] = "decode,prefill",
     output: Output = None,
     plot: Plot = True,

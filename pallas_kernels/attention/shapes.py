@@ -8,9 +8,10 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """A batch of sequences of one length, in an attention layer.
+    """A batch of sequences in an attention layer.
 
     context: keys of a sequence; its last `queries` tokens are new.
+    longest: keys of the first sequence, if it is longer than the others; then one token is new.
     """
 
     batch: int
@@ -19,20 +20,25 @@ class AttentionShape:
     head_dim: int
     context: int
     queries: int = 1
+    longest: int | None = None
 
     @classmethod
     def parse(cls, name: str) -> AttentionShape:
-        """The shape that a name such as `b8-h32/8-d128-c32768-q2048` says.
+        """The shape that a name such as `b8-h32/8-d128-c32768-q2048` says, or `b8-…-c1024-l65536`.
 
         Raises ValueError where it says none, or one that can't be.
         """
-        match = re.fullmatch(r"b(\d+)-h(\d+)/(\d+)-d(\d+)-c(\d+)(?:-q(\d+))?", name)
+        pattern = r"b(\d+)-h(\d+)/(\d+)-d(\d+)-c(\d+)(?:-q(\d+)|-l(\d+))?"
+        match = re.fullmatch(pattern, name)
         if match is None:
             raise ValueError(
                 f"unknown shape {name!r}: expected the batch, query and KV heads, head dim, "
-                "context and, if more than 1, new tokens, as in b8-h32/8-d128-c32768-q2048"
+                "context and, if more than 1, new tokens, as in b8-h32/8-d128-c32768-q2048, or the "
+                "longest context, as in b8-h32/8-d128-c1024-l65536"
             )
-        shape = cls(*(int(number or 1) for number in match.groups()))
+        *numbers, longest = match.groups()
+        shape = cls(*(int(number or 1) for number in numbers))
+        shape = dataclasses.replace(shape, longest=None if longest is None else int(longest))
         if 0 in dataclasses.astuple(shape) or shape.query_heads % shape.kv_heads:
             raise ValueError(
                 f"the shape {name!r} can't be: its numbers are positive, and query heads a "
@@ -40,13 +46,22 @@ class AttentionShape:
             )
         if shape.queries > shape.context:
             raise ValueError(f"the shape {name!r} has more new tokens than its context holds")
+        if longest is not None and max(shape.lengths) == shape.context:
+            raise ValueError(f"the longest context of {name!r} is no longer than the others")
         return shape
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Keys of each sequence."""
+        return (self.longest or self.context, *[self.context] * (self.batch - 1))
 
     @property
     def name(self) -> str:
         """For tables and test ids."""
         heads = f"b{self.batch}-h{self.query_heads}/{self.kv_heads}-d{self.head_dim}"
-        return heads + f"-c{self.context}" + (f"-q{self.queries}" if self.queries > 1 else "")
+        name = f"{heads}-c{self.context}"
+        name += f"-q{self.queries}" if self.queries > 1 else ""
+        return name + ("" if self.longest is None else f"-l{self.longest}")
 
 
 DECODE = (
@@ -62,6 +77,13 @@ DECODE = (
     AttentionShape(64, 64, 8, 128, 4096),
     AttentionShape(8, 32, 32, 128, 8192),
     AttentionShape(8, 40, 8, 128, 32768),
+)
+
+# One sequence by far the longest, which must not make the others wait.
+RAGGED = (
+    AttentionShape(8, 32, 8, 128, 1024, longest=16384),
+    AttentionShape(32, 32, 8, 128, 2048, longest=65536),
+    AttentionShape(128, 32, 8, 128, 512, longest=32768),
 )
 
 # A chunk of a long prompt, and prompts from their first token on.

@@ -9,7 +9,7 @@ import pytest
 
 from mpjax.bench import attention, measure
 from pallas_kernels import KVFormat
-from pallas_kernels.attention.shapes import DECODE, PREFILL, AttentionShape
+from pallas_kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
 from tests.mpjax.bench.rows import attention_row
 
 SHAPE = AttentionShape(2, 4, 2, 64, 160)
@@ -21,10 +21,10 @@ def without_cudnn(monkeypatch):
     attend = jax.nn.dot_product_attention
 
     @functools.wraps(attend)
-    def by_xla(*arguments, implementation, is_causal):
+    def by_xla(*arguments, implementation, **masks):
         assert implementation == "cudnn"
         with jax.numpy_dtype_promotion("standard"):
-            return attend(*arguments, is_causal=is_causal, implementation="xla")
+            return attend(*arguments, implementation="xla", **masks)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
 
@@ -39,6 +39,8 @@ def test_figures_follow_from_times():
     assert attention.figures(row) == row
     row = attention.figures(row | {"queries": 3})
     assert row["teraflops"] == pytest.approx(0.8 * 2.997)  # that see 998, 999 and 1000 keys
+    row = attention.figures(attention_row(**numbers, longest=7000) | {"batch": 3})
+    assert row["teraflops"] == pytest.approx(0.8 * 9)
 
 
 def test_cells_are_in_the_order_of_the_headers():
@@ -70,8 +72,10 @@ def test_shapes_by_name():
     assert attention.named([PREFILL[2].name, "prefill"]) == (PREFILL[2], *PREFILL[:2], PREFILL[3])
     other = AttentionShape(512, 64, 8, 64, 524288)
     assert attention.named(["b512-h64/8-d64-c524288"]) == (other,)
+    assert attention.named(["ragged"]) == RAGGED
     with pytest.raises(
-        ValueError, match=r"unknown shape 'x'.*as in b8-.*; or one of the sets decode and prefill"
+        ValueError,
+        match=r"unknown shape 'x'.*as in b8-.*; or one of the sets decode, ragged, prefill",
     ):
         attention.named(["x"])
 
@@ -141,7 +145,21 @@ def test_the_cache_is_full():
     assert (written > 0).sum() == SHAPE.batch * SHAPE.context
 
 
-def test_contexts_of_128k_are_checked_and_larger_batches_are_not():
-    checked = {shape.batch * shape.context: attention.is_checked(shape) for shape in DECODE}
-    assert checked[131072]
-    assert not checked[8 * 32768]
+def test_one_sequence_is_longer_and_others_take_no_more_pages(take, without_cudnn):
+    take(attention=3.0, append_kv8=1.0)
+    shape = AttentionShape(3, 4, 2, 64, 130, longest=700)
+    pages, tables = attention.fill(shape, KVFormat(16))
+    assert tables.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 0, 0, 0, 0], [8, 9, 0, 0, 0, 0]]
+    assert len(pages.keys) == 12  # as many for each
+    written = jax.numpy.abs(pages.keys.astype("float32")).sum((1, 3)) > 0  # [pages, page size]
+    assert written.sum(1).tolist() == [128] * 5 + [60] + [128, 2] * 2 + [0] * 2
+    [row] = attention.run(attention.Sweep((shape,), ("KV8",)))
+    assert (row["shape"], row["longest"]) == ("b3-h4/2-d64-c130-l700", 700)
+    assert row["relative_error"] is not None
+    assert attention.failures([row]) == []
+
+
+def test_large_batches_are_not_checked():
+    checked = {shape.name: attention.is_checked(shape) for shape in (*DECODE, *RAGGED)}
+    assert all(checked[shape.name] for shape in DECODE)
+    assert [checked[shape.name] for shape in RAGGED] == [True, False, False]

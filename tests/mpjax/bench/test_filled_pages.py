@@ -21,18 +21,19 @@ def cache(format="KV16", page_size=16):
 
 
 @pytest.mark.parametrize("at_once", [48, 1024])
-def test_every_token_and_no_other_is_written(monkeypatch, at_once):
+@pytest.mark.parametrize("tokens", [97, (97, 33)])
+def test_every_token_and_no_other_is_written(monkeypatch, at_once, tokens):
     monkeypatch.setattr(filled_pages, "APPENDED_TOKENS", at_once)
     filled_pages.fill.clear_cache()
     empty = cache()
-    filled = filled_pages.fill(empty.layers[0], empty.block_tables, 97, 3)
+    filled = filled_pages.fill(empty.layers[0], empty.block_tables, jnp.asarray(tokens), 3)
     filled_pages.fill.clear_cache()
     for words in (filled.keys, filled.values):
         # [sequences, pages, 1, page size, dim] in the order of the block tables
         found = np.asarray(words.astype(jnp.float32))[np.asarray(empty.block_tables)]
         written = np.abs(found).sum((2, 4)).reshape(2, -1) > 0
-        assert written[:, :97].all()
-        assert not written[:, 97:].any()
+        expected = np.arange(7 * 16) < np.broadcast_to(tokens, 2)[:, None]
+        np.testing.assert_array_equal(written, expected)
         numbers = found[np.abs(found) > 0]
         assert abs(numbers.mean()) < 0.05
         assert numbers.std() == pytest.approx(1.0, abs=0.05)

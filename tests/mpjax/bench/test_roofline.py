@@ -116,7 +116,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
 def test_attention_is_drawn_with_the_smallest_cache_first(tmp_path):
     sizes = {"query_heads": 32, "kv_heads": 8, "head_dim": 125, "queries": 1, "context": 1000}
     rows = [
-        attention_row(**sizes, batch=batch, shape=f"batch {batch}", format=format)
+        attention_row(**sizes, batch=batch, shape=f"b{batch}-h32/8-d128-c1000", format=format)
         for batch in (100, 1)
         for format in ("KV8", "KV4")
     ]
@@ -127,4 +127,4 @@ def test_attention_is_drawn_with_the_smallest_cache_first(tmp_path):
     assert {"KV8", "KV4", "cuDNN bf16", "memory roof of a format"} <= found
     assert "times as fast as cuDNN" in found
     assert "KV16" not in found
-    assert text.index(">batch 1<") < text.index(">batch 100<")
+    assert text.index(">b1-h32/8-d128-c1000<") < text.index(">b100-h32/8-d128-c1000<")

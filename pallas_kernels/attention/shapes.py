@@ -46,7 +46,7 @@ class AttentionShape:
             )
         if shape.queries > shape.context:
             raise ValueError(f"the shape {name!r} has more new tokens than its context holds")
-        if longest is not None and max(shape.lengths) == shape.context:
+        if shape.longest is not None and shape.longest <= shape.context:
             raise ValueError(f"the longest context of {name!r} is no longer than the others")
         return shape
 

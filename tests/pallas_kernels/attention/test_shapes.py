@@ -34,6 +34,7 @@ def test_a_name_says_its_shape():
         ("b8-h32/5-d128-c32768", "a multiple of KV heads"),
         ("b8-h32/8-d128-c10-q11", "more new tokens than its context"),
         ("b8-h32/8-d128-c10-q2-l11", "unknown shape"),
+        ("b1-h32/8-d128-c10-l9", "the longest context of .* is no longer than the others"),
         ("b8-h32/8-d128-c10-l10", "the longest context of .* is no longer than the others"),
         ("b8-h32/8-d128-c10-l0", "its numbers are positive"),
     ],

@@ -134,7 +134,7 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def is_checked(shape: AttentionShape) -> bool:
-    """Whether the reference is computed, too."""
+    """Whether the reference is computed, too, which has all sequences as long as the longest."""
     return shape.batch * max(shape.lengths) <= CHECKED_TOKENS
 
 

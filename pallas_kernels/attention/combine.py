@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,17 @@ FLOOR = -1e30  # below any score, and finite, so that what has no visible keys m
 # a few splits of so many heads that programs would do next to nothing, by fewer.
 ELEMENTS, LEAST_CHANNELS, ENOUGH_PROGRAMS = 1024, 32, 1024
 ELEMENTS_PER_WARP = 2048  # a single warp adds splits up in its registers
+MANY_PARTS = 16  # at a time, where their number is not known before
+
+
+class Parts(NamedTuple):
+    """What programs found; or, if balanced, all of them in one order, and where they are in it."""
+
+    outputs: Any  # [tokens, heads, programs, dim], or [programs, heads, 1, dim]
+    sums: Any  # of weights, their log2: [tokens, heads, programs], or [programs, heads, 1]
+    firsts: Any = None  # int32 [batch]: the first part that is of no own program, or -1
+    lasts: Any = None  # int32 [batch]: and the last one, if there is one
+    whole: Any = None  # [batch, heads, 1, dim] outputs of sequences with a single program, or None
 
 
 def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret: bool) -> jax.Array:
@@ -62,3 +73,62 @@ def _kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any, *, rows: int, channel
     backend.store(
         out_ref.at[row[:, None], lane[None, :]], joined.astype(out_ref.dtype), mask=inside
     )
+
+
+def combine_balanced(
+    parts: Parts, tokens: int, dtype: jnp.dtype, *, own: int, interpret: bool
+) -> jax.Array:
+    """The same of balanced parts, which stand in one order: first `own` of each sequence."""
+    heads, dim = parts.outputs.shape[1::2]
+    is_large = tokens * heads >= ENOUGH_PROGRAMS
+    channels = pl.next_power_of_2(dim) if is_large else LEAST_CHANNELS
+    return backend.pallas_call(
+        functools.partial(_balanced_kernel, own=own, channels=channels),
+        parts,
+        out_shape=jax.ShapeDtypeStruct((tokens, heads, 1, dim), dtype),
+        aliases={} if parts.whole is None else {4: 0},
+        grid=(tokens * heads, pl.cdiv(dim, channels)),
+        name="attention_combine",
+        warps=max(1, MANY_PARTS * channels // ELEMENTS),
+        stages=1,
+        interpret=interpret,
+    )
+
+
+def _balanced_kernel(parts: Parts, out_ref: Any, *, own: int, channels: int) -> None:
+    tokens, heads, _, dim = out_ref.shape
+    batch = parts.firsts.shape[0]
+    token, head = backend.first_program_id() // heads, backend.first_program_id() % heads
+    sequence, longest = token // (tokens // batch), tokens // batch
+    first, last = (backend.load(x.at[sequence]) for x in (parts.firsts, parts.lasts))
+    count = own + jnp.where(first < 0, 0, last - first + 1)
+    lane = pl.program_id(1) * channels + jnp.arange(channels)
+
+    def add(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        joined, total, peak = carry
+        number = step * MANY_PARTS + jnp.arange(MANY_PARTS)
+        mask = number < count
+        slot = jnp.where(number < own, sequence * own + number, first + number - own)
+        row = slot * longest + token % longest
+        sums = backend.load(parts.sums.at[row, head, 0], mask=mask, other=FLOOR)
+        new_peak = jnp.maximum(peak, sums.max())
+        weights = jnp.where(mask, jnp.exp2(sums - new_peak), 0.0)
+        outputs = backend.load_masked(
+            parts.outputs.at[row[:, None], head, 0, lane[None, :]],
+            mask[:, None] & (lane < dim)[None, :],
+        )  # [parts, channels]
+        shrink = jnp.exp2(peak - new_peak)
+        joined = joined * shrink + (outputs * weights[:, None]).sum(0)
+        return joined, total * shrink + weights.sum(), new_peak
+
+    def join() -> None:
+        carry = jnp.zeros(channels), jnp.float32(0), jnp.float32(FLOOR)
+        steps = pl.cdiv(count, MANY_PARTS)
+        joined, total, _ = jax.lax.fori_loop(0, steps, add, carry)
+        joined = (joined / total).astype(out_ref.dtype)
+        backend.store(out_ref.at[token, head, 0, lane], joined, mask=lane < dim)
+
+    if parts.whole is None:
+        join()
+    else:
+        pl.when(first >= 0)(join)

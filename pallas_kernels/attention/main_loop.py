@@ -149,12 +149,10 @@ class MainLoop:
         last_row = jnp.minimum(first_row + config.tile_rows, self.rows.real) - 1
         end = jnp.minimum(source.end, sequence.start + last_row // self.group + 1) - source.begin
         end = jnp.where(first_row < self.rows.real, end, 0)
-        self.first_tile = source.number
+        begin = jnp.int32(0)
         if window is not None:
             begin = sequence.start + first_row // self.group - window + 1 - source.begin
-            self.first_tile += jnp.maximum(begin, 0) // source.tile_keys
-        end_tile = (jnp.maximum(end, 0) + source.tile_keys - 1) // source.tile_keys
-        self.all_tiles = source.tiles_below(end_tile, self.first_tile)
+        self.first_tile, self.all_tiles = source.tiles_between(begin, end)
         # A sink is a score of the first program.
         self.is_first, self.sink = source.split == 0, None
         if operands.sinks is not None:
@@ -370,9 +368,10 @@ class MainLoop:
         shape = (-1, kept, *x.shape[1:]) if axis == 0 else (*x.shape[:1], -1, kept)
         return x.reshape(shape).sum(axis)
 
-    def store(self, carry: _Carry, out_ref: Any, sums_ref: Any) -> None:
-        """The outputs of the rows, and the log2 of their totals."""
-        oriented, values, split = self.oriented, self.values, self.source.split
+    def store(self, carry: _Carry, out_ref: Any, sums_ref: Any, place: Any, shift: Any = 0) -> None:
+        """Outputs, and log2 of totals if wanted, at a place and the rows' tokens, plus a shift."""
+        oriented, values = self.oriented, self.values
+        rows = self.rows._replace(token=self.rows.token + shift)
         zero_sum, total = carry.zero_sum.sum(oriented.slots), carry.total.sum(oriented.slots)
         if self.sink is not None:
             sink = self.arithmetic.exp2(self.sink - carry.peak + self.lift)
@@ -390,11 +389,12 @@ class MainLoop:
                 channel, there = part.channels()
                 scales = values.parameters.at[self.sequence.head, channel]
                 out *= oriented.for_slots(backend.load_masked(scales, there))
-            (token, query_head, channel), mask = self.rows.locate(part)
-            target = out_ref.at[token, query_head, split, channel]
+            (token, query_head, channel), mask = rows.locate(part)
+            target = out_ref.at[token, query_head, place, channel]
             mask = jnp.broadcast_to(mask, target.shape)
             out = out.T if oriented.few_rows else out
             backend.store(target, out.astype(out_ref.dtype), mask=mask)
-        log2_total = jnp.where(total == 0, FLOOR, carry.peak - self.lift + jnp.log2(divisor))
-        target = sums_ref.at[self.rows.token, self.rows.query_head, split]
-        backend.store(target, log2_total, mask=self.rows.mask)
+        if sums_ref is not None:
+            log2_total = jnp.where(total == 0, FLOOR, carry.peak - self.lift + jnp.log2(divisor))
+            target = sums_ref.at[rows.token, rows.query_head, place]
+            backend.store(target, log2_total, mask=rows.mask)

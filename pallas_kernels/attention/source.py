@@ -21,12 +21,27 @@ class Source(NamedTuple):
     end: jax.Array  # position behind the last token
     tile_keys: int
     number: jax.Array
-    programs: int
+    programs: Any  # int, or a number that the kernel finds
     split: jax.Array  # this program's number among those of all sources
+    most: int | None = None  # tiles that a program may read, where the kernel finds how many
+    limit: jax.Array | None = None  # the tile before which it ends, from the first visible one on
 
     def tiles_below(self, tile: jax.Array, first_tile: jax.Array) -> jax.Array:
         """How many of the program's tiles, from its first on, come before a tile."""
         return (jnp.maximum(tile - first_tile, 0) + self.programs - 1) // self.programs
+
+    def tiles_between(self, begin: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The program's first tile, and how many it has, of those with positions in a range.
+
+        Positions count from the source's begin, and may lie before it.
+        """
+        size = self.tile_keys
+        begin_tile = jnp.maximum(begin, 0) // size
+        end_tile = (jnp.maximum(end, 0) + size - 1) // size
+        if self.limit is not None:
+            end_tile = jnp.minimum(end_tile, begin_tile + self.limit)
+        first_tile = begin_tile + self.number
+        return first_tile, self.tiles_below(end_tile, first_tile)
 
     def visit(
         self,
@@ -57,7 +72,9 @@ class Source(NamedTuple):
                 carry,
             )
 
-        most = -(-self.block_tables.shape[1] * page_size // (size * self.programs))
+        most = self.most
+        if most is None:
+            most = -(-self.block_tables.shape[1] * page_size // (size * self.programs))
         if most <= tiles.LOOKED_UP:
             return some(jnp.int32(0), carry)
         groups = (last - first + tiles.LOOKED_UP - 1) // tiles.LOOKED_UP

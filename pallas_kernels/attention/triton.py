@@ -8,6 +8,7 @@ in 16 bits (BitDecoding section IV-A) are read by programs of their own.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
-from pallas_kernels.attention import main_loop
-from pallas_kernels.attention.combine import combine
+from pallas_kernels.attention import balance, main_loop
+from pallas_kernels.attention.combine import Parts, combine, combine_balanced
 from pallas_kernels.attention.rows import Sequence
 from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tuning import AttentionConfig
@@ -47,73 +48,186 @@ def paged_attention(
     offsets = jnp.cumsum(counts) - counts if is_packed else None
     longest = leading[-1] if longest is None or not is_packed else longest
     flat = queries.reshape(-1, heads, dim)
-    kernel = functools.partial(
-        _kernel,
-        config=config,
-        longest=longest,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        ptx=not interpret,
-    )
-    splits = config.splits + config.waiting_splits
-    outputs, sums = backend.pallas_call(
-        kernel,
+    own = config.splits + config.waiting_splits  # programs of a sequence
+    is_balanced = config.is_balanced and not is_packed
+    found = _balanced_parts(flat, batch, config) if is_balanced else _parts(flat, own)
+    (parts,) = backend.pallas_call(
+        functools.partial(
+            _kernel,
+            config=config,
+            longest=longest,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            ptx=not interpret,
+        ),
         main_loop.Operands(flat, block_tables, starts, counts, offsets, sinks),
         pages,
-        out_shape=(
-            jax.ShapeDtypeStruct(
-                (len(flat), heads, splits, dim), queries.dtype if splits == 1 else jnp.float32
-            ),
-            jax.ShapeDtypeStruct((len(flat), heads, splits), jnp.float32),
-        ),
-        grid=(pl.cdiv(longest * group, config.tile_rows), batch * kv_heads, splits),
+        out_shape=(found,),
+        grid=(pl.cdiv(longest * group, config.tile_rows), batch * kv_heads, own),
         name=f"attention_{pages.format}".lower(),
         warps=config.warps,
         stages=config.stages,
         registers=config.registers,
         interpret=interpret,
     )
-    if splits > 1:
-        outputs = combine(outputs, sums, queries.dtype, interpret=interpret)
+    if is_balanced:
+        outputs = combine_balanced(parts, len(flat), queries.dtype, own=own, interpret=interpret)
+    elif own > 1:
+        outputs = combine(parts.outputs, parts.sums, queries.dtype, interpret=interpret)
+    else:
+        outputs = parts.outputs
     return outputs.reshape(queries.shape)
+
+
+def _parts(queries: jax.Array, programs: int) -> Parts:
+    """What each of a sequence's programs finds, for each of its tokens."""
+    tokens, heads, dim = queries.shape
+    dtype = jnp.float32 if programs > 1 else queries.dtype
+    return Parts(
+        jax.ShapeDtypeStruct((tokens, heads, programs, dim), dtype),
+        jax.ShapeDtypeStruct((tokens, heads, programs), jnp.float32),
+    )
+
+
+def _balanced_parts(queries: jax.Array, batch: int, config: AttentionConfig) -> Parts:
+    """What all programs find, of which some help others."""
+    tokens, heads, dim = queries.shape
+    own = config.splits + config.waiting_splits
+    rows = balance.slots(batch, own, config.splits) * (tokens // batch)
+    numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return Parts(
+        jax.ShapeDtypeStruct((rows, heads, 1, dim), jnp.float32),
+        jax.ShapeDtypeStruct((rows, heads, 1), jnp.float32),
+        numbers,
+        numbers,
+        jax.ShapeDtypeStruct((tokens, heads, 1, dim), queries.dtype) if own == 1 else None,
+    )
 
 
 def _kernel(
     operands: main_loop.Operands,
     pages: KVPages,
-    out_ref: Any,  # [tokens, query heads, splits, dim]
-    sums_ref: Any,  # [tokens, query heads, splits]
+    parts: Parts,
+    *,
+    config: AttentionConfig,
+    longest: int,
+    window: int | None,
+    **options: Any,
+) -> None:
+    kv_heads, split = pages.keys.shape[1], pl.program_id(2)
+    batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
+    # The last tokens see the most keys: they come first, so that what ends last is short.
+    first_row = (pl.num_programs(0) - 1 - backend.first_program_id()) * config.tile_rows
+    options |= {"config": config, "longest": longest, "window": window}
+
+    def attend(*task: Any) -> None:
+        _attend(operands, pages, head, first_row, *task, **options)
+
+    if parts.firsts is None:
+
+        def store(loop: main_loop.MainLoop, carry: Any) -> None:
+            loop.store(carry, parts.outputs, parts.sums, split)
+
+        attend(batch, split, store)
+        return
+    shares = balance.Balance(
+        operands.starts,
+        operands.counts,
+        functools.partial(_tiles, operands, pages, size=config.tile_keys, window=window),
+        splits=config.splits,
+        own=config.splits + config.waiting_splits,
+    )
+    pieces = shares.pieces(batch, split)
+
+    def perform(number: jax.Array, begin: jax.Array) -> jax.Array:
+        task, begin = jax.lax.cond(
+            number == 0,
+            lambda: (shares.own_task(batch, split), begin),
+            lambda: shares.piece(batch, split, begin, pieces.end),
+        )
+
+        def store_part(loop: main_loop.MainLoop, carry: Any) -> None:
+            loop.store(carry, parts.outputs, parts.sums, 0, (task.slot - task.batch) * longest)
+
+        def store(loop: main_loop.MainLoop, carry: Any) -> None:
+            if parts.whole is None:
+                store_part(loop, carry)
+                return
+            pl.when(~task.is_whole)(lambda: store_part(loop, carry))
+            pl.when(task.is_whole)(lambda: loop.store(carry, parts.whole, None, 0))
+
+        pl.when((head == 0) & (first_row == 0))(lambda: shares.tell(task, parts))
+        attend(task.batch, task.split, store, task)
+        return begin
+
+    jax.lax.fori_loop(0, 1 + pieces.number, perform, pieces.begin)
+
+
+def _attend(
+    operands: main_loop.Operands,
+    pages: KVPages,
+    head: jax.Array,
+    first_row: jax.Array,
+    batch: jax.Array,
+    split: jax.Array,
+    store: Callable[[main_loop.MainLoop, Any], None],
+    task: balance.Task | None = None,
     *,
     config: AttentionConfig,
     **options: Any,
 ) -> None:
-    kv_heads, capacity = pages.keys.shape[1], operands.block_tables.shape[1] * pages.page_size
-    batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
-    # The last tokens see the most keys: they come first, so that what ends last is short.
-    first_row = (pl.num_programs(0) - 1 - backend.first_program_id()) * config.tile_rows
-    split = pl.program_id(2)
+    """What the program `split` of a sequence reads, or what its task is."""
     start = backend.load(operands.starts.at[batch])
     count = backend.load(operands.counts.at[batch])
-    begin, end = jnp.int32(0), jnp.minimum(start + count, capacity)
+    end, boundary = _ends(operands, pages, start, count)
     sequence = Sequence(batch, head, start, count)
+    residual = pages.residual
 
-    def attend(source: Source) -> None:
+    def see(source: Source) -> None:
         loop = main_loop.MainLoop(operands, sequence, source, first_row, config=config, **options)
-        loop.store(loop.run(), out_ref, sums_ref)
+        store(loop, loop.run())
 
-    residual, boundary = pages.residual, end
-    if residual is not None:
-        boundary = residuals.begin(end, residual.page_size)
-    packed = Source(
-        pages, operands.block_tables, begin, boundary, config.tile_keys, split, config.splits, split
-    )
+    tables = operands.block_tables
+    source = (pages, tables, jnp.int32(0), boundary, config.tile_keys)
+    if task is None:
+        packed = Source(*source, split, config.splits, split)
+    else:
+        most = pl.cdiv(tables.shape[1] * pages.page_size, config.tile_keys * config.splits)
+        most = balance.most_tiles(most)
+        packed = Source(*source, task.first, task.stride, split, most, task.end)
     if residual is None:
-        attend(packed)
+        see(packed)
         return
     number = split - config.splits
     waiting = Source(
         residual, None, boundary, end, config.waiting_keys, number, config.waiting_splits, split
     )
-    pl.when(number < 0)(lambda: attend(packed))
-    pl.when(number >= 0)(lambda: attend(waiting))
+    is_waiting = (number >= 0) & (number < config.waiting_splits)
+    pl.when(~is_waiting)(lambda: see(packed))
+    pl.when(is_waiting)(lambda: see(waiting))
+
+
+def _ends(
+    operands: main_loop.Operands, pages: KVPages, start: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The positions behind a sequence's last token, and behind what is packed."""
+    capacity = operands.block_tables.shape[1] * pages.page_size
+    end = jnp.minimum(start + count, capacity)
+    residual = pages.residual
+    return end, end if residual is None else residuals.begin(end, residual.page_size)
+
+
+def _tiles(
+    operands: main_loop.Operands,
+    pages: KVPages,
+    start: jax.Array,
+    count: jax.Array,
+    *,
+    size: int,
+    window: int | None,
+) -> jax.Array:
+    """How many tiles of what is packed a sequence's new token sees."""
+    end = pl.cdiv(_ends(operands, pages, start, count)[1], size)
+    begin = 0 if window is None else jnp.maximum(start - window + 1, 0) // size
+    return jnp.where(count > 0, jnp.maximum(end - begin, 0), 0)

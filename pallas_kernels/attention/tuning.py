@@ -19,10 +19,8 @@ MOST_AHEAD = 2  # tiles
 MOST_PROGRAMS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 130  # with what waits, one sequence of 8 KV heads fills an H200
 SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
-# Of a program that decodes: others need not wait long for one whose sequence is the longest by far.
-# To share programs out by length, in the kernel, was slower where lengths are equal, and no faster
-# than more programs for each sequence where they aren't.
-MOST_TILES = 64
+MOST_SMALL_TILES = 64  # of a program: of more, larger ones are faster
+EVEN_TOKENS = 2048  # of a program: one with so few keeps others waiting for so little time
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
 # tiles are smaller, programs and the bytes on their way fewer.
 FEW_TILES = 8
@@ -53,6 +51,7 @@ class AttentionConfig:
     A tile of keys is a piece of a page, or several pages: both sizes are powers of two. What waits
     in 16 bits, in formats where something does, has smaller tiles and programs beside those.
     registers: that a thread may have at most, or None for what the assembler finds.
+    is_balanced: that programs of short sequences help where others are long; of packed ones, none.
     """
 
     tile_rows: int
@@ -63,6 +62,7 @@ class AttentionConfig:
     waiting_keys: int = LEAST_WAITING_KEYS
     waiting_splits: int = 0
     registers: int | None = None
+    is_balanced: bool = False
 
 
 def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
@@ -81,6 +81,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
         tokens=pages_per_sequence * pages.page_size,
         slot_bytes=sum(side_bytes),
         other_bytes=OTHER_BYTES + (CROSSING_BYTES * tile_rows if is_wide else 0),
+        is_shared_out=batch > 1 and rows <= tile_rows,
     )
     if tile_rows == MINIMUM_ROWS:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
@@ -97,17 +98,23 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
             tile_keys //= 2
     splits = min(work.splits(tile_keys), MOST_SPLITS)
     stages = 1 + work.ahead(tile_keys, splits)
-    return _with_waiting(AttentionConfig(tile_rows, tile_keys, splits, warps, stages), pages, work)
+    config = AttentionConfig(tile_rows, tile_keys, splits, warps, stages)
+    config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
+    return _with_waiting(config, pages, work)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What there is to do: programs, were no sequence shared, tokens of each, bytes of a token."""
+    """What there is to do: programs, were no sequence shared, tokens of each, bytes of a token.
+
+    is_shared_out: that there are several sequences, of few tokens each.
+    """
 
     programs: int
     tokens: int
     slot_bytes: int
     other_bytes: int = OTHER_BYTES
+    is_shared_out: bool = False
 
     @property
     def shared_memory(self) -> int:
@@ -136,6 +143,13 @@ class _Work:
         """Programs for a sequence: where few are decoded, nothing must stay idle."""
         all_programs = backend.multiprocessors() * self.company(keys, most_bytes, most)
         return max(1, min(all_programs // self.programs, self.tiles(keys)))
+
+    def may_wait(self, splits: int) -> bool:
+        """Whether short sequences' programs may wait long for those of a long one."""
+        least = EVEN_TOKENS * splits
+        # One that has a sequence for itself would have no results to join, if none were balanced.
+        is_long = self.tokens > least if splits == 1 else self.tokens >= least
+        return self.is_shared_out and is_long
 
     def on_their_way(self, keys: int) -> float:
         """Bytes of a multiprocessor's programs that share nothing."""
@@ -177,13 +191,14 @@ def _few_rows(
         few = FEW_TILES if pages.residual is None else FEW_TILES // 2
         few = FEW_CHANNEL_TILES if has_channels else few
         keys, splits = _share_few(work, tile_keys, splits, few)
-    splits = min(max(splits, -(-work.tokens // (keys * MOST_TILES))), MOST_SPLITS)
+    splits = min(splits, MOST_SPLITS)
     ahead = work.ahead(keys, splits, only_reads=not is_decoded)
     is_brief = False
     if has_channels and keys == tile_keys:
         is_brief = work.tiles(keys) <= BRIEF_TILES * splits
         ahead = 1 if is_brief else ahead
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
+    config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
     config = _with_waiting(config, pages, work, is_brief=is_brief)
     if has_channels:
         least = LEAST_BRIEF_REGISTERS if is_brief else LEAST_REGISTERS
@@ -203,7 +218,7 @@ def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
         for keys in (tile_keys, half)
     )
     if warps < 4:  # where only then all run at once, none of them with too many tiles
-        gains = half_fits and not fits and work.tiles(half) <= MOST_TILES
+        gains = half_fits and not fits and work.tiles(half) <= MOST_SMALL_TILES
         return half if gains else tile_keys
     is_short = work.tiles(tile_keys) <= FEW_TILES
     return half if fits and is_short and work.on_their_way(half) > ENOUGH_BYTES else tile_keys

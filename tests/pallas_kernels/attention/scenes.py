@@ -33,7 +33,7 @@ CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
 
 @functools.partial(
     jax.jit,
-    static_argnames=("splits", "window", "softcap", "scale", "interpret"),
+    static_argnames=("splits", "is_balanced", "window", "softcap", "scale", "interpret"),
 )
 def kernel(
     queries,
@@ -43,6 +43,7 @@ def kernel(
     counts,
     *,
     splits,
+    is_balanced=False,
     window=None,
     softcap=None,
     sinks=None,
@@ -55,13 +56,14 @@ def kernel(
         queries = hadamard.transform(queries)
     rows = tokens * heads // pages.keys.shape[1]
     config = tuning.configure(batch, rows, block_tables.shape[1], pages)
+    config = dataclasses.replace(config, splits=splits or config.splits, is_balanced=is_balanced)
     return triton.paged_attention(
         queries,
         pages,
         block_tables,
         starts,
         counts,
-        dataclasses.replace(config, splits=splits or config.splits),
+        config,
         scale=dim**-0.5 if scale is None else scale,
         window=window,
         softcap=softcap,

@@ -87,3 +87,21 @@ def test_tiles_below_another(first_tile):
     for tile in range(30):
         below = source.tiles_below(jnp.int32(tile), jnp.int32(first_tile))
         assert int(below) == (own < tile).sum()
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "limit", "expected"),
+    [
+        (0, 0, None, []),
+        (0, 1000, None, [2, 5, 8, 11, 14]),
+        (-70, 64 * 8, None, [2, 5]),
+        (64 * 3, 64 * 8 + 1, None, [5, 8]),
+        (64 * 3 + 63, 1000, 6, [5, 8]),
+        (0, 64 * 6, 50, [2, 5]),
+    ],
+)
+def test_tiles_between_positions(begin, end, limit, expected):
+    limit = None if limit is None else jnp.int32(limit)
+    source = Source(*[None] * 4, 64, jnp.int32(2), PROGRAMS, None, None, limit)  # type: ignore[arg-type]
+    first, count = source.tiles_between(jnp.int32(begin), jnp.int32(end))
+    assert [int(first) + PROGRAMS * number for number in range(int(count))] == expected

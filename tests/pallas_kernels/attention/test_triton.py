@@ -103,6 +103,42 @@ def test_chunked_prefill(text, dtype, heads, splits, window, rng):
     check(scene(rng, text, dtype, heads=heads, **CHUNKS), dtype, splits, window)
 
 
+# A long sequence in the middle, a longer one at the end; one of them empty, one of two new tokens.
+RAGGED: dict[str, Any] = {"starts": [5, 0, 1500, 63, 200, 2100], "counts": [1, 0, 2, 1, 2, 1]}
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "splits", "masks"),
+    [
+        ("KV8", "bfloat16", 1, {}),
+        ("KV16", "float16", 2, {"window": 700}),
+        ("KV4", "float16", 1, {"softcap": 3.0, "sinks": True}),
+        ("KV2", "bfloat16", 1, {}),
+        ("KV4cg32", "float16", 2, {"window": 1000, "sinks": True}),
+    ],
+)
+def test_programs_of_short_sequences_help_long_ones(text, dtype, splits, masks, rng):
+    test = scene(rng, text, dtype, heads=(2, 3), page_size=32, **RAGGED)
+    if "sinks" in masks:
+        masks = {**masks, "sinks": sinks_of(rng, 6)}
+    out = kernel(*test.arguments, splits=splits, is_balanced=True, **masks)
+    assert test.error(out, **masks) < GATES[dtype]
+
+
+@pytest.mark.gpu
+@every_format
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_programs_help_on_the_gpu(text, dtype, rng):
+    for splits, heads, masks in (
+        (1, (2, 4), {}),
+        (3, (3, 1), {"window": 1200}),
+        (1, (1, 7), {"softcap": 2.0, "sinks": sinks_of(rng, 7)}),
+    ):
+        test = scene(rng, text, dtype, heads=heads, head_dim=128, **RAGGED)
+        options = {"splits": splits, "is_balanced": True, "interpret": False, **masks}
+        assert test.error(kernel(*test.arguments, **options), **masks) < GATES[dtype], masks
+
+
 @every_format
 @pytest.mark.parametrize("tokens", [1, 512])
 def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
@@ -131,7 +167,8 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
             splits = config.splits > 1, config.waiting_splits > 0
             ragged = tokens * group % config.tile_rows > 0
             in_both = shape.head_dim == 128 and dtype
-            key = (shape.head_dim, config.tile_rows, splits, ragged, in_both)
+            balanced = config.is_balanced
+            key = (shape.head_dim, config.tile_rows, splits, ragged, in_both, balanced)
             if key in lowered:
                 continue
             lowered.add(key)

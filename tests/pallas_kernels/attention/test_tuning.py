@@ -103,7 +103,7 @@ def test_gpus_with_less_shared_memory(capability, kibibytes, text, head_dim, mon
 
 @pytest.mark.parametrize(
     ("text", "stages", "splits"),
-    [("KV16", 2, 4), ("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16), ("K4cV4c", 3, 12)],
+    [("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16), ("K4cV4c", 3, 12)],
 )
 def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
     """On an H200, of 8 sequences with 32,768 tokens and 8 KV heads."""
@@ -162,11 +162,24 @@ def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
     assert tuning.configure(256, 4, 64, pages_of("KV8", 8)).splits == 1
 
 
-@pytest.mark.parametrize(("entries", "splits"), [(64, 1), (65, 2), (4096, 64)])
-def test_none_waits_for_one_long_sequence_in_a_large_batch(entries, splits, monkeypatch):
+@pytest.mark.parametrize(
+    ("batch", "rows", "entries", "is_balanced"),
+    [
+        (256, 4, 16, False),  # 2048 tokens of a program, which has nothing to join
+        (256, 4, 17, True),
+        (256, 16, 17, True),
+        (256, 4096, 4096, False),  # a prompt
+        (8, 4, 32, False),  # four programs for each sequence
+        (8, 4, 64, True),
+        (1, 4, 4096, False),
+    ],
+)
+def test_programs_help_each_other_where_one_sequence_may_be_long(
+    batch, rows, entries, is_balanced, monkeypatch
+):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
-    assert tuning.configure(256, 4, entries, pages_of("KV8", 8)).splits == splits
-    assert tuning.configure(256, 4096, entries, pages_of("KV8", 8)).splits == 1
+    config = tuning.configure(batch, rows, entries, pages_of("KV8", 8))
+    assert config.is_balanced == is_balanced
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Programs that help where one sequence is longer than others: the host does not know lengths.
+
+Each sequence has programs of its own. Of one that has more tiles than they should read, they leave
+the rest, and programs of short sequences, once done with those, read it: laid end to end, what is
+left is dealt out by what each has room for (Stream-K, Osama et al. 2023, but of what is left only).
+So where lengths are equal all is as it would be without. The grid always is: programs more than fit
+on the GPU at once, though they have nothing to do, keep it from spreading the others evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.attention.combine import Parts
+
+SLACK = 8  # a program may read an eighth more than the mean, and a tile, before others help
+
+
+class Task(NamedTuple):
+    """Tiles of one sequence for one program, counted from the first one that is visible."""
+
+    batch: jax.Array
+    split: jax.Array  # the program's number in the sequence, or `own` if it helps
+    first: jax.Array  # tile
+    stride: jax.Array  # from one to the next
+    end: jax.Array  # before which they are
+    slot: jax.Array  # of what is found, among all that is
+    is_whole: jax.Array  # whether nobody helps this sequence
+    is_last: jax.Array  # whether it is the last piece of a sequence
+
+
+class Pieces(NamedTuple):
+    """What a program reads of what is left, by positions in it."""
+
+    number: jax.Array  # of pieces
+    begin: jax.Array
+    end: jax.Array
+
+
+def most_tiles(tiles: int) -> int:
+    """Tiles of a task, where a program has this many if all sequences are as long as can be."""
+    return tiles + tiles // SLACK + 1
+
+
+class Balance:
+    """Who reads which tiles; inside a kernel.
+
+    tiles_of: how many tiles are read of sequences with these starts and so many new tokens.
+    splits: of a sequence's `own` programs, how many share those.
+    """
+
+    def __init__(
+        self,
+        starts_ref: Any,  # [batch]
+        counts_ref: Any,  # [batch]
+        tiles_of: Callable[[jax.Array, jax.Array], jax.Array],
+        *,
+        splits: int,
+        own: int,
+    ) -> None:
+        self.splits, self.own, self.sequences = splits, own, starts_ref.shape[0]
+        self.lane = jnp.arange(pl.next_power_of_2(self.sequences))
+        mask = self.lane < self.sequences
+        starts, counts = (
+            backend.load(x.at[self.lane], mask=mask, other=0) for x in (starts_ref, counts_ref)
+        )
+        tiles = jnp.where(mask, tiles_of(starts, counts), 0)
+        mean = pl.cdiv(tiles.sum(), self.sequences * splits)  # of a program
+        self.most = mean + jax.lax.div(mean, jnp.int32(SLACK)) + 1
+        each = pl.cdiv(tiles, splits)
+        self.left = jnp.maximum(tiles - splits * self.most, 0)
+        # Those with less than the mean have room for all that others have more, and for slack.
+        self.room = jnp.where(mask & (each < mean), self.most - each, 0)  # of each program
+
+    def pieces(self, batch: jax.Array, split: jax.Array) -> Pieces:
+        """Those of a program."""
+        total = self.left.sum()
+
+        def find() -> Pieces:
+            room = self._of(batch, self.room)
+            begin = self._before(batch, self.room * self.splits) + split * room
+            end = jnp.minimum(begin + room, total)
+            last = jnp.cumsum(self.left)
+            is_mine = (self.left > 0) & (last - self.left < end) & (begin < last)
+            count = is_mine.astype(jnp.int32).sum()
+            return Pieces(jnp.where(begin < end, count, 0), begin, end)
+
+        def find_none() -> Pieces:
+            return Pieces(total * 0, total, total)
+
+        return jax.lax.cond((total > 0) & (split < self.splits), find, find_none)
+
+    def own_task(self, batch: jax.Array, split: jax.Array) -> Task:
+        """What the program of a sequence does first."""
+        is_whole = self._of(batch, self.left) == 0
+        end, slot = self.splits * self.most, batch * self.own + split
+        stride = batch * 0 + self.splits
+        return Task(batch, split, split, stride, end, slot, is_whole, is_whole)
+
+    def piece(
+        self, batch: jax.Array, split: jax.Array, begin: jax.Array, end: jax.Array
+    ) -> tuple[Task, jax.Array]:
+        """The task of the same program that begins at a position of what is left, and its end."""
+        last = jnp.cumsum(self.left)
+        mine = (last - self.left <= begin) & (begin < last)
+        whose = jnp.where(mine, self.lane, 0).sum()
+        behind = self._of(whose, last)
+        first = self.splits * self.most + begin - (behind - self._of(whose, self.left))
+        end = jnp.minimum(end, behind)
+        # From one piece to the next it is another helper, or another sequence.
+        helpers = self._before(batch, jnp.where(self.room > 0, self.splits, 0)) + split
+        number = helpers + self._before(whose, jnp.where(self.left > 0, 1, 0))
+        slot = self.sequences * self.own + number
+        count = end - begin
+        one = count * 0 + 1
+        task = Task(whose, one * self.own, first, one, first + count, slot, one == 0, end == behind)
+        return task, end
+
+    def tell(self, task: Task, parts: Parts) -> None:
+        """Tells who joins the results where those of a sequence's pieces are."""
+
+        def store(ref: Any, number: jax.Array) -> None:
+            backend.store(ref.at[task.batch + jnp.arange(1)], jnp.full(1, number))
+
+        is_piece = task.split == self.own
+        is_first = is_piece & (task.first == self.splits * self.most)
+        pl.when(task.is_whole & (task.split == 0))(lambda: store(parts.firsts, task.batch * 0 - 1))
+        pl.when(is_first)(lambda: store(parts.firsts, task.slot))
+        pl.when(is_piece & task.is_last)(lambda: store(parts.lasts, task.slot))
+
+    def _of(self, sequence: jax.Array, x: jax.Array) -> jax.Array:
+        """A sequence's among those of all."""
+        return jnp.where(self.lane == sequence, x, 0).sum()
+
+    def _before(self, sequence: jax.Array, x: jax.Array) -> jax.Array:
+        """The sum of those of all sequences before one."""
+        return jnp.where(self.lane < sequence, x, 0).sum()
+
+
+def slots(batch: int, own: int, splits: int) -> int:
+    """Results that there may be: of own tasks and, behind them, of pieces.
+
+    Each of these ends where a program's room does or what is left of a sequence.
+    """
+    return batch * (own + splits + 1)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_kernels import backend
+from pallas_kernels.attention import balance
+from pallas_kernels.attention.combine import Parts
+
+
+def tasks_of(lengths: np.ndarray, splits: int, own: int) -> tuple[list[np.ndarray], Parts]:
+    """What each program does: rows of sequence, split, first tile, stride, end, slot, is_whole."""
+    batch, most = len(lengths), len(lengths) + 1
+    numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def kernel(references: Any, out_ref: Any, parts: Parts) -> None:
+        sequence, split = pl.program_id(0), pl.program_id(1)
+        shares = balance.Balance(
+            *references, lambda start, count: start + count, splits=splits, own=own
+        )
+        pieces = shares.pieces(sequence, split)
+        out_ref[sequence, split] = jnp.full((most, 7), -1)
+
+        def perform(number: jax.Array, begin: jax.Array) -> jax.Array:
+            task, begin = jax.lax.cond(
+                number == 0,
+                lambda: (shares.own_task(sequence, split), begin),
+                lambda: shares.piece(sequence, split, begin, pieces.end),
+            )
+            shares.tell(task, parts)
+            out_ref[sequence, split, number] = jnp.stack([x.astype(jnp.int32) for x in task[:7]])
+            return begin
+
+        jax.lax.fori_loop(0, 1 + pieces.number, perform, pieces.begin)
+
+    out, parts = backend.pallas_call(
+        kernel,
+        (jnp.asarray(lengths, jnp.int32), jnp.zeros(batch, jnp.int32)),
+        out_shape=(
+            jax.ShapeDtypeStruct((batch, own, most, 7), jnp.int32),
+            Parts(None, None, numbers, numbers),
+        ),
+        grid=(batch, own),
+        name="balance",
+        warps=1,
+        stages=1,
+        interpret=True,
+    )
+    programs = np.asarray(out).reshape(batch * own, most, 7)
+    return [tasks[tasks[:, 0] >= 0] for tasks in programs], jax.tree.map(np.asarray, parts)
+
+
+CASES = {
+    "equal": lambda rng: np.full(6, 31),
+    "nothing": lambda rng: np.zeros(3),
+    "one long": lambda rng: np.array([8, 8, 128, 8, 8, 8, 8, 8]),
+    "the others empty": lambda rng: np.array([0, 0, 300, 0]),
+    "nearly equal": lambda rng: rng.integers(30, 36, 9),
+    "any": lambda rng: rng.integers(0, 200, 13),
+    "a few long": lambda rng: np.where(rng.random(20) < 0.2, 500, 3),
+}
+
+
+@pytest.mark.parametrize(("splits", "own"), [(1, 1), (3, 3), (4, 6)])
+@pytest.mark.parametrize("case", CASES)
+def test_every_tile_is_read_once_and_no_program_reads_many(case, splits, own, rng):
+    lengths = CASES[case](rng).astype(int)
+    programs, parts = tasks_of(lengths, splits, own)
+    read: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
+    pieces: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
+    slots = []
+    for number, tasks in enumerate(programs):
+        count = 0
+        for batch, split, first, stride, end, slot, is_whole in tasks.tolist():
+            slots.append(slot)
+            is_piece = split == own
+            assert is_piece or (batch, split) == divmod(number, own)
+            if split >= splits and not is_piece:
+                continue  # it reads what waits
+            tiles = list(range(first, min(end, lengths[batch]), stride))
+            assert is_piece <= bool(tiles)
+            read[batch] += tiles
+            count += len(tiles)
+            if is_piece:
+                pieces[batch].append(slot)
+            assert is_whole == (not is_piece and lengths[batch] <= splits * most(lengths, splits))
+        assert count <= most(lengths, splits)
+    for batch, length in enumerate(lengths):
+        assert sorted(read[batch]) == list(range(length))
+        if not pieces[batch]:
+            assert parts.firsts[batch] == -1
+            continue
+        # Whoever joins them reads all from the first one on.
+        expected = range(parts.firsts[batch], parts.lasts[batch] + 1)
+        assert sorted(pieces[batch]) == list(expected)
+    assert len(set(slots)) == len(slots)
+    assert max(slots) < balance.slots(len(lengths), own, splits)
+
+
+def most(lengths: np.ndarray, splits: int) -> int:
+    return balance.most_tiles(-(-int(lengths.sum()) // (len(lengths) * splits)))
+
+
+def test_equal_lengths_are_left_alone():
+    programs, _ = tasks_of(np.full(5, 40), 2, 2)
+    assert all(len(tasks) == 1 for tasks in programs)
+
+
+def test_one_long_sequence_is_read_by_programs_of_short_ones():
+    """Each reads hardly more than it would if all were equal."""
+    programs, _ = tasks_of(np.array([512, *[16] * 31]), 1, 1)
+    assert sum(len(tasks) > 1 for tasks in programs) > 20

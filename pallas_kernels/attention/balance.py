@@ -26,7 +26,7 @@ class Task(NamedTuple):
     """Tiles of one sequence for one program, counted from the first one that is visible."""
 
     batch: jax.Array
-    split: jax.Array  # the program's number in the sequence, or `own` if it helps
+    split: jax.Array  # the program's number in the sequence, or -1 if it helps
     first: jax.Array  # tile
     stride: jax.Array  # from one to the next
     end: jax.Array  # before which they are
@@ -119,7 +119,7 @@ class Balance:
         slot = self.sequences * self.own + number
         count = end - begin
         one = count * 0 + 1
-        task = Task(whose, one * self.own, first, one, first + count, slot, one == 0, end == behind)
+        task = Task(whose, -one, first, one, first + count, slot, one == 0, end == behind)
         return task, end
 
     def tell(self, task: Task, parts: Parts) -> None:
@@ -128,7 +128,7 @@ class Balance:
         def store(ref: Any, number: jax.Array) -> None:
             backend.store(ref.at[task.batch + jnp.arange(1)], jnp.full(1, number))
 
-        is_piece = task.split == self.own
+        is_piece = task.split < 0
         is_first = is_piece & (task.first == self.splits * self.most)
         pl.when(task.is_whole & (task.split == 0))(lambda: store(parts.firsts, task.batch * 0 - 1))
         pl.when(is_first)(lambda: store(parts.firsts, task.slot))

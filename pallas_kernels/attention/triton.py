@@ -203,9 +203,8 @@ def _attend(
     waiting = Source(
         residual, None, boundary, end, config.waiting_keys, number, config.waiting_splits, split
     )
-    is_waiting = (number >= 0) & (number < config.waiting_splits)
-    pl.when(~is_waiting)(lambda: see(packed))
-    pl.when(is_waiting)(lambda: see(waiting))
+    pl.when(number < 0)(lambda: see(packed))
+    pl.when(number >= 0)(lambda: see(waiting))
 
 
 def _ends(

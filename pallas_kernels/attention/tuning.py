@@ -19,8 +19,9 @@ MOST_AHEAD = 2  # tiles
 MOST_PROGRAMS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 130  # with what waits, one sequence of 8 KV heads fills an H200
 SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
-MOST_SMALL_TILES = 64  # of a program: of more, larger ones are faster
-EVEN_TOKENS = 2048  # of a program: one with so few keeps others waiting for so little time
+MOST_TILES = 64  # of a program that no other helps, or of small tiles
+# Of a sequence and of a program: with no more, it keeps others waiting for little time.
+SHORT_TOKENS, FEW_TOKENS = 4096, 2048
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
 # tiles are smaller, programs and the bytes on their way fewer.
 FEW_TILES = 8
@@ -146,9 +147,7 @@ class _Work:
 
     def may_wait(self, splits: int) -> bool:
         """Whether short sequences' programs may wait long for those of a long one."""
-        least = EVEN_TOKENS * splits
-        # One that has a sequence for itself would have no results to join, if none were balanced.
-        is_long = self.tokens > least if splits == 1 else self.tokens >= least
+        is_long = self.tokens > SHORT_TOKENS and self.tokens >= FEW_TOKENS * splits
         return self.is_shared_out and is_long
 
     def on_their_way(self, keys: int) -> float:
@@ -191,6 +190,8 @@ def _few_rows(
         few = FEW_TILES if pages.residual is None else FEW_TILES // 2
         few = FEW_CHANNEL_TILES if has_channels else few
         keys, splits = _share_few(work, tile_keys, splits, few)
+    if not work.is_shared_out:
+        splits = max(splits, -(-work.tokens // (keys * MOST_TILES)))
     splits = min(splits, MOST_SPLITS)
     ahead = work.ahead(keys, splits, only_reads=not is_decoded)
     is_brief = False
@@ -218,7 +219,7 @@ def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
         for keys in (tile_keys, half)
     )
     if warps < 4:  # where only then all run at once, none of them with too many tiles
-        gains = half_fits and not fits and work.tiles(half) <= MOST_SMALL_TILES
+        gains = half_fits and not fits and work.tiles(half) <= MOST_TILES
         return half if gains else tile_keys
     is_short = work.tiles(tile_keys) <= FEW_TILES
     return half if fits and is_short and work.on_their_way(half) > ENOUGH_BYTES else tile_keys

@@ -165,11 +165,11 @@ def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
 @pytest.mark.parametrize(
     ("batch", "rows", "entries", "is_balanced"),
     [
-        (256, 4, 16, False),  # 2048 tokens of a program, which has nothing to join
-        (256, 4, 17, True),
-        (256, 16, 17, True),
+        (256, 4, 32, False),  # 4096 tokens
+        (256, 4, 33, True),
+        (256, 16, 33, True),
         (256, 4096, 4096, False),  # a prompt
-        (8, 4, 32, False),  # four programs for each sequence
+        (8, 4, 63, False),  # four programs for each sequence
         (8, 4, 64, True),
         (1, 4, 4096, False),
     ],
@@ -180,6 +180,11 @@ def test_programs_help_each_other_where_one_sequence_may_be_long(
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(batch, rows, entries, pages_of("KV8", 8))
     assert config.is_balanced == is_balanced
+
+
+def test_one_sequence_that_nobody_helps_has_more_programs(monkeypatch):
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    assert tuning.configure(1, 4, 4096, pages_of("KV8", 8)).splits == 64
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,9 @@ def combine_balanced(
 def _balanced_kernel(parts: Parts, out_ref: Any, *, own: int, channels: int) -> None:
     tokens, heads, _, dim = out_ref.shape
     batch = parts.firsts.shape[0]
-    token, head = backend.first_program_id() // heads, backend.first_program_id() % heads
-    sequence, longest = token // (tokens // batch), tokens // batch
+    row, longest = backend.first_program_id(), tokens // batch
+    token, head = row // heads, row % heads
+    sequence = token // longest
     first, last = (backend.load(x.at[sequence]) for x in (parts.firsts, parts.lasts))
     count = own + jnp.where(first < 0, 0, last - first + 1)
     lane = pl.program_id(1) * channels + jnp.arange(channels)

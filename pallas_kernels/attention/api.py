@@ -103,7 +103,9 @@ def paged_attention(
         return gathered.paged_attention(*arguments, scale=scale)
     longest = queries.shape[-3] if queries.ndim == 4 or longest is None else longest
     rows = longest * queries.shape[-2] // pages.keys.shape[1]
-    config = tuning.configure(len(starts), rows, block_tables.shape[1], pages)
+    config = tuning.configure(
+        len(starts), rows, block_tables.shape[1], pages, is_packed=queries.ndim == 3
+    )
     return triton.paged_attention(*arguments, config, scale=scale, longest=longest, **masks)
 
 

@@ -51,6 +51,9 @@ def most_tiles(tiles: int) -> int:
 class Balance:
     """Who reads which tiles; inside a kernel.
 
+    What branches of a `cond` return must be computed, for Pallas gives Triton no constants there:
+    hence numbers that are zero times another.
+
     tiles_of: how many tiles are read of sequences with these starts and so many new tokens.
     splits: of a sequence's `own` programs, how many share those.
     """

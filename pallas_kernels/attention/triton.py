@@ -2,7 +2,8 @@
 
 A program owns a tile of rows, the (token, query head) pairs that share a KV head, and of the tiles
 of that sequence's pages every `splits`-th one; decoding is the case of one token. Tokens that wait
-in 16 bits (BitDecoding section IV-A) are read by programs of their own.
+in 16 bits (BitDecoding section IV-A) are read by programs of their own. Where sequences may be
+long, those of short ones then help (`balance`).
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def paged_attention(
     offsets = jnp.cumsum(counts) - counts if is_packed else None
     longest = leading[-1] if longest is None or not is_packed else longest
     flat = queries.reshape(-1, heads, dim)
-    own = config.splits + config.waiting_splits  # programs of a sequence
-    is_balanced = config.is_balanced and not is_packed
-    found = _balanced_parts(flat, batch, config) if is_balanced else _parts(flat, own)
+    assert not (config.is_balanced and is_packed), "of packed tokens, no program helps another"
+    own = config.programs
+    found = (_balanced_parts if config.is_balanced else _parts)(flat, batch, config)
     (parts,) = backend.pallas_call(
         functools.partial(
             _kernel,
@@ -71,7 +72,7 @@ def paged_attention(
         registers=config.registers,
         interpret=interpret,
     )
-    if is_balanced:
+    if config.is_balanced:
         outputs = combine_balanced(parts, len(flat), queries.dtype, own=own, interpret=interpret)
     elif own > 1:
         outputs = combine(parts.outputs, parts.sums, queries.dtype, interpret=interpret)
@@ -80,9 +81,9 @@ def paged_attention(
     return outputs.reshape(queries.shape)
 
 
-def _parts(queries: jax.Array, programs: int) -> Parts:
+def _parts(queries: jax.Array, _: int, config: AttentionConfig) -> Parts:
     """What each of a sequence's programs finds, for each of its tokens."""
-    tokens, heads, dim = queries.shape
+    (tokens, heads, dim), programs = queries.shape, config.programs
     dtype = jnp.float32 if programs > 1 else queries.dtype
     return Parts(
         jax.ShapeDtypeStruct((tokens, heads, programs, dim), dtype),
@@ -92,8 +93,7 @@ def _parts(queries: jax.Array, programs: int) -> Parts:
 
 def _balanced_parts(queries: jax.Array, batch: int, config: AttentionConfig) -> Parts:
     """What all programs find, of which some help others."""
-    tokens, heads, dim = queries.shape
-    own = config.splits + config.waiting_splits
+    (tokens, heads, dim), own = queries.shape, config.programs
     rows = balance.slots(batch, own, config.splits) * (tokens // batch)
     numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
     return Parts(
@@ -136,7 +136,7 @@ def _kernel(
         operands.counts,
         functools.partial(_tiles, operands, pages, size=config.tile_keys, window=window),
         splits=config.splits,
-        own=config.splits + config.waiting_splits,
+        own=config.programs,
     )
     pieces = shares.pieces(batch, split)
 

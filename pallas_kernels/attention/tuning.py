@@ -52,7 +52,8 @@ class AttentionConfig:
     A tile of keys is a piece of a page, or several pages: both sizes are powers of two. What waits
     in 16 bits, in formats where something does, has smaller tiles and programs beside those.
     registers: that a thread may have at most, or None for what the assembler finds.
-    is_balanced: that programs of short sequences help where others are long; of packed ones, none.
+    is_balanced: that programs of short sequences help where others are long (`balance`); they must
+        be padded.
     """
 
     tile_rows: int
@@ -65,9 +66,19 @@ class AttentionConfig:
     registers: int | None = None
     is_balanced: bool = False
 
+    @property
+    def programs(self) -> int:
+        """Of one sequence: those of what is packed, and those of what waits."""
+        return self.splits + self.waiting_splits
 
-def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) -> AttentionConfig:
-    """A sound configuration for `rows` (token, head) pairs of each sequence and KV head."""
+
+def configure(
+    batch: int, rows: int, pages_per_sequence: int, pages: KVPages, *, is_packed: bool = False
+) -> AttentionConfig:
+    """A sound configuration for `rows` (token, head) pairs of each sequence and KV head.
+
+    is_packed: that queries stand one sequence after another, without padding.
+    """
     is_wide = pages.head_dim > 128
     # What is decoded takes registers, too: rather two programs of half the rows beside each other.
     is_decoded = any(side.codes.is_quantized for side in pages.sides)
@@ -82,7 +93,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
         tokens=pages_per_sequence * pages.page_size,
         slot_bytes=sum(side_bytes),
         other_bytes=OTHER_BYTES + (CROSSING_BYTES * tile_rows if is_wide else 0),
-        is_shared_out=batch > 1 and rows <= tile_rows,
+        is_shared_out=batch > 1 and rows <= tile_rows and not is_packed,
     )
     if tile_rows == MINIMUM_ROWS:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
@@ -108,7 +119,7 @@ def configure(batch: int, rows: int, pages_per_sequence: int, pages: KVPages) ->
 class _Work:
     """What there is to do: programs, were no sequence shared, tokens of each, bytes of a token.
 
-    is_shared_out: that there are several sequences, of few tokens each.
+    is_shared_out: that there are several sequences, padded to few tokens each.
     """
 
     programs: int

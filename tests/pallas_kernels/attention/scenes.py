@@ -50,7 +50,10 @@ def kernel(
     scale=None,
     interpret=True,
 ):
-    """The kernel with the configuration that it would have, or as many splits as are asked for."""
+    """The kernel with the configuration that it would have, or as many splits as are asked for.
+
+    is_balanced: whether programs help each other, whatever the lengths.
+    """
     batch, tokens, heads, dim = queries.shape
     if pages.format.key_codes.hadamard:
         queries = hadamard.transform(queries)

@@ -182,6 +182,14 @@ def test_programs_help_each_other_where_one_sequence_may_be_long(
     assert config.is_balanced == is_balanced
 
 
+@pytest.mark.parametrize(("entries", "splits"), [(64, 1), (65, 2), (4096, 64)])
+def test_none_waits_for_one_long_sequence_in_a_large_packed_batch(entries, splits, monkeypatch):
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    config = tuning.configure(256, 4, entries, pages_of("KV8", 8), is_packed=True)
+    assert (config.splits, config.is_balanced) == (splits, False)
+    assert tuning.configure(256, 4096, entries, pages_of("KV8", 8)).splits == 1
+
+
 def test_one_sequence_that_nobody_helps_has_more_programs(monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     assert tuning.configure(1, 4, 4096, pages_of("KV8", 8)).splits == 64

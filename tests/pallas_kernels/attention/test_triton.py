@@ -108,19 +108,20 @@ RAGGED: dict[str, Any] = {"starts": [5, 0, 1500, 63, 200, 2100], "counts": [1, 0
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype", "splits", "masks"),
+    ("text", "dtype", "heads", "splits", "masks"),
     [
-        ("KV8", "bfloat16", 1, {}),
-        ("KV16", "float16", 2, {"window": 700}),
-        ("KV4", "float16", 1, {"softcap": 3.0, "sinks": True}),
-        ("KV2", "bfloat16", 1, {}),
-        ("KV4cg32", "float16", 2, {"window": 1000, "sinks": True}),
+        ("KV8", "bfloat16", (2, 3), 1, {}),
+        ("KV16", "float16", (2, 3), 2, {"window": 700}),
+        ("KV4", "float16", (2, 3), 1, {"softcap": 3.0, "sinks": True}),
+        ("KV2", "bfloat16", (2, 3), 1, {}),
+        ("KV4cg32", "float16", (2, 3), 2, {"window": 1000, "sinks": True}),
+        ("KV8", "bfloat16", (1, 20), 2, {}),  # a wide tile, most of whose keys need no mask
     ],
 )
-def test_programs_of_short_sequences_help_long_ones(text, dtype, splits, masks, rng):
-    test = scene(rng, text, dtype, heads=(2, 3), page_size=32, **RAGGED)
+def test_programs_of_short_sequences_help_long_ones(text, dtype, heads, splits, masks, rng):
+    test = scene(rng, text, dtype, heads=heads, page_size=32, **RAGGED)
     if "sinks" in masks:
-        masks = {**masks, "sinks": sinks_of(rng, 6)}
+        masks = {**masks, "sinks": sinks_of(rng, heads[0] * heads[1])}
     out = kernel(*test.arguments, splits=splits, is_balanced=True, **masks)
     assert test.error(out, **masks) < GATES[dtype]
 

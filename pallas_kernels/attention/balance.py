@@ -28,11 +28,13 @@ class Task(NamedTuple):
     batch: jax.Array
     split: jax.Array  # the program's number in the sequence, or -1 if it helps
     first: jax.Array  # tile
-    stride: jax.Array  # from one to the next
+    stride: int  # from one to the next
     end: jax.Array  # before which they are
     slot: jax.Array  # of what is found, among all that is
-    is_whole: jax.Array  # whether nobody helps this sequence
-    is_last: jax.Array  # whether it is the last piece of a sequence
+    is_piece: bool = False  # whether the program helps
+    is_whole: Any = False  # whether nobody helps this sequence
+    is_first: Any = False  # whether it is the first piece of a sequence
+    is_last: Any = False
 
 
 class Pieces(NamedTuple):
@@ -50,9 +52,6 @@ def most_tiles(tiles: int) -> int:
 
 class Balance:
     """Who reads which tiles; inside a kernel.
-
-    What branches of a `cond` return must be computed, for Pallas gives Triton no constants there:
-    hence numbers that are zero times another.
 
     tiles_of: how many tiles are read of sequences with these starts and so many new tokens.
     splits: of a sequence's `own` programs, how many share those.
@@ -82,7 +81,11 @@ class Balance:
         self.room = jnp.where(mask & (each < mean), self.most - each, 0)  # of each program
 
     def pieces(self, batch: jax.Array, split: jax.Array) -> Pieces:
-        """Those of a program."""
+        """Those of a program.
+
+        What branches of a `cond` return must be computed, for Pallas gives Triton no constants
+        there: hence the number that is zero times another.
+        """
         total = self.left.sum()
 
         def find() -> Pieces:
@@ -103,8 +106,7 @@ class Balance:
         """What the program of a sequence does first."""
         is_whole = self._of(batch, self.left) == 0
         end, slot = self.splits * self.most, batch * self.own + split
-        stride = batch * 0 + self.splits
-        return Task(batch, split, split, stride, end, slot, is_whole, is_whole)
+        return Task(batch, split, split, self.splits, end, slot, is_whole=is_whole)
 
     def piece(
         self, batch: jax.Array, split: jax.Array, begin: jax.Array, end: jax.Array
@@ -114,28 +116,33 @@ class Balance:
         mine = (last - self.left <= begin) & (begin < last)
         whose = jnp.where(mine, self.lane, 0).sum()
         behind = self._of(whose, last)
-        first = self.splits * self.most + begin - (behind - self._of(whose, self.left))
+        before = behind - self._of(whose, self.left)
+        first = self.splits * self.most + begin - before
         end = jnp.minimum(end, behind)
         # From one piece to the next it is another helper, or another sequence.
         helpers = self._before(batch, jnp.where(self.room > 0, self.splits, 0)) + split
         number = helpers + self._before(whose, jnp.where(self.left > 0, 1, 0))
         slot = self.sequences * self.own + number
-        count = end - begin
-        one = count * 0 + 1
-        task = Task(whose, -one, first, one, first + count, slot, one == 0, end == behind)
-        return task, end
+        edges = {"is_first": begin == before, "is_last": end == behind}
+        stop = first + end - begin
+        return Task(whose, jnp.int32(-1), first, 1, stop, slot, is_piece=True, **edges), end
 
-    def tell(self, task: Task, parts: Parts) -> None:
-        """Tells who joins the results where those of a sequence's pieces are."""
+    def tell(self, task: Task, parts: Parts, *, tells: jax.Array) -> None:
+        """Tells who joins the results where those of a sequence's pieces are.
 
-        def store(ref: Any, number: jax.Array) -> None:
-            backend.store(ref.at[task.batch + jnp.arange(1)], jnp.full(1, number))
+        tells: whether this program is the one to say it. By masks: a branch that is the same for
+            all pieces would make the compiler copy the whole loop over them.
+        """
 
-        is_piece = task.split < 0
-        is_first = is_piece & (task.first == self.splits * self.most)
-        pl.when(task.is_whole & (task.split == 0))(lambda: store(parts.firsts, task.batch * 0 - 1))
-        pl.when(is_first)(lambda: store(parts.firsts, task.slot))
-        pl.when(is_piece & task.is_last)(lambda: store(parts.lasts, task.slot))
+        def store(ref: Any, number: jax.Array, mask: jax.Array) -> None:
+            target = ref.at[task.batch + jnp.arange(1)]
+            backend.store(target, jnp.full(1, number), mask=jnp.full(1, mask & tells))
+
+        if task.is_piece:
+            store(parts.firsts, task.slot, task.is_first)
+            store(parts.lasts, task.slot, task.is_last)
+        else:
+            store(parts.firsts, jnp.int32(-1), task.is_whole & (task.split == 0))
 
     def _of(self, sequence: jax.Array, x: jax.Array) -> jax.Array:
         """A sequence's among those of all."""

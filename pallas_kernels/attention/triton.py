@@ -131,37 +131,43 @@ def _kernel(
 
         attend(batch, split, store)
         return
-    shares = balance.Balance(
+
+    find_shares = functools.partial(
+        balance.Balance,
         operands.starts,
         operands.counts,
         functools.partial(_tiles, operands, pages, size=config.tile_keys, window=window),
         splits=config.splits,
         own=config.programs,
     )
-    pieces = shares.pieces(batch, split)
 
-    def perform(number: jax.Array, begin: jax.Array) -> jax.Array:
-        task, begin = jax.lax.cond(
-            number == 0,
-            lambda: (shares.own_task(batch, split), begin),
-            lambda: shares.piece(batch, split, begin, pieces.end),
-        )
-
+    def perform(shares: balance.Balance, task: balance.Task) -> None:
         def store_part(loop: main_loop.MainLoop, carry: Any) -> None:
             loop.store(carry, parts.outputs, parts.sums, 0, (task.slot - task.batch) * longest)
 
         def store(loop: main_loop.MainLoop, carry: Any) -> None:
-            if parts.whole is None:
+            if parts.whole is None or task.is_piece:
                 store_part(loop, carry)
                 return
             pl.when(~task.is_whole)(lambda: store_part(loop, carry))
             pl.when(task.is_whole)(lambda: loop.store(carry, parts.whole, None, 0))
 
-        pl.when((head == 0) & (first_row == 0))(lambda: shares.tell(task, parts))
+        shares.tell(task, parts, tells=(head == 0) & (first_row == 0))
         attend(task.batch, task.split, store, task)
+
+    shares = find_shares()
+    perform(shares, shares.own_task(batch, split))
+    # Pieces have a loop of their own, and shares are found once more for it, so that where lengths
+    # are equal the loop that runs is the one that it would be without, and has as many registers.
+    shares = find_shares()
+    pieces = shares.pieces(batch, split)
+
+    def perform_piece(_: jax.Array, begin: jax.Array) -> jax.Array:
+        task, begin = shares.piece(batch, split, begin, pieces.end)
+        perform(shares, task)
         return begin
 
-    jax.lax.fori_loop(0, 1 + pieces.number, perform, pieces.begin)
+    jax.lax.fori_loop(0, pieces.number, perform_piece, pieces.begin)
 
 
 def _attend(
@@ -196,7 +202,7 @@ def _attend(
         most = pl.cdiv(tables.shape[1] * pages.page_size, config.tile_keys * config.splits)
         most = balance.most_tiles(most)
         packed = Source(*source, task.first, task.stride, split, most, task.end)
-    if residual is None:
+    if residual is None or (task is not None and task.is_piece):
         see(packed)
         return
     number = split - config.splits

@@ -26,17 +26,18 @@ def tasks_of(lengths: np.ndarray, splits: int, own: int) -> tuple[list[np.ndarra
         pieces = shares.pieces(sequence, split)
         out_ref[sequence, split] = jnp.full((most, 7), -1)
 
+        def note(number: Any, task: balance.Task) -> None:
+            shares.tell(task, parts, tells=sequence >= 0)
+            fields = (*task[:6], task.is_whole)
+            out_ref[sequence, split, number] = jnp.stack([jnp.int32(x) for x in fields])
+
         def perform(number: jax.Array, begin: jax.Array) -> jax.Array:
-            task, begin = jax.lax.cond(
-                number == 0,
-                lambda: (shares.own_task(sequence, split), begin),
-                lambda: shares.piece(sequence, split, begin, pieces.end),
-            )
-            shares.tell(task, parts)
-            out_ref[sequence, split, number] = jnp.stack([x.astype(jnp.int32) for x in task[:7]])
+            task, begin = shares.piece(sequence, split, begin, pieces.end)
+            note(1 + number, task)
             return begin
 
-        jax.lax.fori_loop(0, 1 + pieces.number, perform, pieces.begin)
+        note(0, shares.own_task(sequence, split))
+        jax.lax.fori_loop(0, pieces.number, perform, pieces.begin)
 
     out, parts = backend.pallas_call(
         kernel,

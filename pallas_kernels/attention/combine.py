@@ -87,7 +87,7 @@ def combine_balanced(
         parts,
         out_shape=jax.ShapeDtypeStruct((tokens, heads, 1, dim), dtype),
         aliases={} if parts.whole is None else {4: 0},
-        grid=(tokens * heads, pl.cdiv(dim, channels)),
+        grid=(min(tokens * heads, ENOUGH_PROGRAMS), pl.cdiv(dim, channels)),
         name="attention_combine",
         warps=max(1, MANY_PARTS * channels // ELEMENTS),
         stages=1,
@@ -97,39 +97,47 @@ def combine_balanced(
 
 def _balanced_kernel(parts: Parts, out_ref: Any, *, own: int, channels: int) -> None:
     tokens, heads, _, dim = out_ref.shape
-    batch = parts.firsts.shape[0]
-    row, longest = backend.first_program_id(), tokens // batch
-    token, head = row // heads, row % heads
-    sequence = token // longest
-    first, last = (backend.load(x.at[sequence]) for x in (parts.firsts, parts.lasts))
-    count = own + jnp.where(first < 0, 0, last - first + 1)
+    longest = tokens // parts.firsts.shape[0]
     lane = pl.program_id(1) * channels + jnp.arange(channels)
 
-    def add(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        joined, total, peak = carry
-        number = step * MANY_PARTS + jnp.arange(MANY_PARTS)
-        mask = number < count
-        slot = jnp.where(number < own, sequence * own + number, first + number - own)
-        row = slot * longest + token % longest
-        sums = backend.load(parts.sums.at[row, head, 0], mask=mask, other=FLOOR)
-        new_peak = jnp.maximum(peak, sums.max())
-        weights = jnp.where(mask, jnp.exp2(sums - new_peak), 0.0)
-        outputs = backend.load_masked(
-            parts.outputs.at[row[:, None], head, 0, lane[None, :]],
-            mask[:, None] & (lane < dim)[None, :],
-        )  # [parts, channels]
-        shrink = jnp.exp2(peak - new_peak)
-        joined = joined * shrink + (outputs * weights[:, None]).sum(0)
-        return joined, total * shrink + weights.sum(), new_peak
+    def join(row: jax.Array, first: jax.Array, count: jax.Array) -> None:
+        token, head = row // heads, row % heads
 
-    def join() -> None:
+        def add(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            joined, total, peak = carry
+            number = step * MANY_PARTS + jnp.arange(MANY_PARTS)
+            mask = number < count
+            is_own = number < own
+            slot = jnp.where(is_own, token // longest * own + number, first + number - own)
+            place = slot * longest + token % longest
+            sums = backend.load(parts.sums.at[place, head, 0], mask=mask, other=FLOOR)
+            new_peak = jnp.maximum(peak, sums.max())
+            weights = jnp.where(mask, jnp.exp2(sums - new_peak), 0.0)
+            outputs = backend.load_masked(
+                parts.outputs.at[place[:, None], head, 0, lane[None, :]],
+                mask[:, None] & (lane < dim)[None, :],
+            )  # [parts, channels]
+            shrink = jnp.exp2(peak - new_peak)
+            joined = joined * shrink + (outputs * weights[:, None]).sum(0)
+            return joined, total * shrink + weights.sum(), new_peak
+
         carry = jnp.zeros(channels), jnp.float32(0), jnp.float32(FLOOR)
         steps = pl.cdiv(count, MANY_PARTS)
         joined, total, _ = jax.lax.fori_loop(0, steps, add, carry)
         joined = (joined / total).astype(out_ref.dtype)
         backend.store(out_ref.at[token, head, 0, lane], joined, mask=lane < dim)
 
-    if parts.whole is None:
-        join()
-    else:
-        pl.when(first >= 0)(join)
+    # The heads of a token go to different programs: only a few tokens have something to join.
+    programs, begin = pl.num_programs(0), backend.first_program_id()
+
+    def see(number: jax.Array, _: None) -> None:
+        row = begin + number * programs
+        sequence = row // heads // longest
+        first, last = (backend.load(x.at[sequence]) for x in (parts.firsts, parts.lasts))
+        count = own + jnp.where(first < 0, 0, last - first + 1)
+        if parts.whole is None:
+            join(row, first, count)
+        else:
+            pl.when(first >= 0)(lambda: join(row, first, count))
+
+    jax.lax.fori_loop(0, pl.cdiv(tokens * heads - begin, programs), see, None)

@@ -21,7 +21,7 @@ MOST_SPLITS = 130  # with what waits, one sequence of 8 KV heads fills an H200
 SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
 MOST_TILES = 64  # of a program that no other helps, or of small tiles
 # Of a sequence and of a program: with no more, it keeps others waiting for little time.
-SHORT_TOKENS, FEW_TOKENS = 4096, 2048
+SHORT_TOKENS, FEW_TOKENS = 4096, 1024
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
 # tiles are smaller, programs and the bytes on their way fewer.
 FEW_TILES = 8
@@ -34,6 +34,9 @@ CHANNEL_BYTES = 196608  # per multiprocessor
 # loop of two bits, the longest, has enough, but for float16 with heads of 256.
 LEAST_REGISTERS, ENOUGH_REGISTERS = 192, 224
 LEAST_BRIEF_REGISTERS = 168  # of programs that should all run at once
+# Of programs that may help: for the loop in which they do, they would get more, and less company.
+# Heads of up to 128 channels make do with so many.
+LEAST_BALANCED_REGISTERS = 168
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -212,14 +215,19 @@ def _few_rows(
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
     config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
     config = _with_waiting(config, pages, work, is_brief=is_brief)
+    may_help = config.is_balanced and pages.head_dim <= 128
     if has_channels:
         least = LEAST_BRIEF_REGISTERS if is_brief else LEAST_REGISTERS
+        least = LEAST_BALANCED_REGISTERS if may_help else least
         least = ENOUGH_REGISTERS if pages.format.key_codes.bits == 2 else least
         most = registers_for(work.company(keys, most_bytes), warps)
         return dataclasses.replace(config, registers=min(max(most, least), ENOUGH_REGISTERS))
     # With less than enough, the assembler knows better which loop can do with how much.
     most = registers_for(work.beside(keys, config.splits, ahead), warps)
-    return dataclasses.replace(config, registers=most if most >= ENOUGH_REGISTERS else None)
+    if may_help:
+        most = max(most, LEAST_BALANCED_REGISTERS)
+    is_limited = may_help or most >= ENOUGH_REGISTERS
+    return dataclasses.replace(config, registers=most if is_limited else None)
 
 
 def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:

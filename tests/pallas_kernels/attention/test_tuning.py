@@ -169,8 +169,8 @@ def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
         (256, 4, 33, True),
         (256, 16, 33, True),
         (256, 4096, 4096, False),  # a prompt
-        (8, 4, 63, False),  # four programs for each sequence
-        (8, 4, 64, True),
+        (2, 4, 127, False),  # sixteen programs for each sequence
+        (2, 4, 128, True),
         (1, 4, 4096, False),
     ],
 )
@@ -225,6 +225,9 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
         ("K4cV4c", 128, 1, 32, 192),
         ("KV4c", 128, 1, 32, 192),
         ("KV4c", 128, 1, 8, 168),
+        ("KV4c", 128, 1, 64, 168),
+        ("KV4c", 256, 1, 64, 192),
+        ("KV2", 128, 1, 64, 224),
         ("KV4c", 64, 1, 32, 224),
         ("K4cV8", 64, 1, 32, 192),
         ("KV2", 128, 1, 32, 224),
@@ -234,7 +237,7 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
     ],
 )
 def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registers, monkeypatch):
-    """Of two warps and keys of four bits, for six programs that are brief.
+    """Of two warps and keys of four bits, for six programs that are brief or may help.
 
     Of others six would have too few, and so would K4cV8's eight.
     """
@@ -250,6 +253,9 @@ def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registe
         ("KV4", 32, 32, 255),
         ("KV4", 128, 32, None),
         ("KV8", 128, 32, None),
+        ("KV4", 128, 64, 168),  # which may help
+        ("KV8", 128, 64, 168),
+        ("KV8", 8, 256, 255),
         ("KV16", 512, 32, 255),  # shared memory holds the tiles of one
         ("K8V4c", 64, 8, 255),  # four, and as many of what waits, which are brief
     ],
@@ -257,7 +263,10 @@ def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registe
 def test_registers_of_programs_that_come_beside_each_other(
     text, batch, entries, registers, monkeypatch
 ):
-    """Of KV4's two warps there are eight; of KV8's four, six: what they get, the assembler says."""
+    """Of KV4's two warps there are eight; of KV8's four, six: what they get, the assembler says.
+
+    But where they may help, it would give them more than their company allows.
+    """
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     pages = pages_of(text, 8, head_dim=128)
     assert tuning.configure(batch, 4, entries, pages).registers == registers

@@ -21,7 +21,7 @@ MOST_SPLITS = 130  # with what waits, one sequence of 8 KV heads fills an H200
 SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
 MOST_TILES = 64  # of a program that no other helps, or of small tiles
 # Of a sequence and of a program: with no more, it keeps others waiting for little time.
-SHORT_TOKENS, FEW_TOKENS = 4096, 1024
+SHORT_TOKENS, FEW_TOKENS = 4096, 2048
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
 # tiles are smaller, programs and the bytes on their way fewer.
 FEW_TILES = 8

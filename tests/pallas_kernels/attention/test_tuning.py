@@ -169,8 +169,8 @@ def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
         (256, 4, 33, True),
         (256, 16, 33, True),
         (256, 4096, 4096, False),  # a prompt
-        (2, 4, 127, False),  # sixteen programs for each sequence
-        (2, 4, 128, True),
+        (8, 4, 63, False),  # four programs for each sequence
+        (8, 4, 64, True),
         (1, 4, 4096, False),
     ],
 )

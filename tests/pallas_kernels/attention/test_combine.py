@@ -25,9 +25,16 @@ def test_parts_count_by_their_weights(splits, dim, programs, rng, monkeypatch):
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("programs", [1, 5, 1024])
 @pytest.mark.parametrize(("own", "dim"), [(1, 64), (2, 96)])
-def test_balanced_parts_are_joined_with_pieces_of_their_sequence(own, dim, rng):
-    """Of two tokens each; more pieces than are read at once, and what nobody wrote is no number."""
+def test_balanced_parts_are_joined_with_pieces_of_their_sequence(
+    own, dim, programs, rng, monkeypatch
+):
+    """Of two tokens each; more pieces than are read at once, and what nobody wrote is no number.
+
+    Five programs have two or three of the twelve rows each.
+    """
+    monkeypatch.setattr(combine_module, "ENOUGH_PROGRAMS", programs)
     batch, heads, pieces = 3, 2, 20
     firsts, lasts = np.array([-1, batch * own, -1]), np.array([7, batch * own + pieces - 1, -9])
     outputs = rng.standard_normal((batch * own + pieces + 4, 2, heads, dim)).astype(np.float32)

@@ -130,7 +130,8 @@ def _shares(result: dict[str, Any]) -> str:
 def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
     rows = [row for result in results for row in result["results"]]
     parts = ["## Products with packed weights\n"]
-    chosen_by_plans = [row for row in rows if not (row.get("forced") or row.get("in_model"))]
+    partial = "forced", "in_model", "rounded"
+    chosen_by_plans = [row for row in rows if not any(map(row.get, partial))]
     for model in roofline.models(chosen_by_plans):
         name = f"gemm-{model}.svg"
         chosen = [row for row in chosen_by_plans if row["shape"].partition(".")[0] == model]
@@ -147,6 +148,7 @@ def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
             options["implementation"] = forced
         command = "".join(f" --{option} {value}" for option, value in options.items())
         command += " --in-model" if rows[0].get("in_model") else ""
+        command += " --rounded" if rows[0].get("rounded") else ""
         cells = [[f"{row['K']} × {row['N']}", *gemm.cells(row)] for row in rows]
         others = [runs_otherwise(row, result["device"]) for row in rows]
         for texts, is_other in zip(cells, others, strict=True):

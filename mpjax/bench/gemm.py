@@ -38,8 +38,9 @@ class Sweep:
     """What to measure: every format at every number of rows, for each shape.
 
     implementation: forces one for the packed weights; None lets `matmul` choose.
-    in_model: whether other kernels of a model do their part: x comes rounded to 8 bits where the
-        format asks for that (by a norm or a gate), and splits are not added (the next kernel does).
+    in_model: whether other kernels of a model do their part: x comes rounded, as below, and splits
+        are not added (the next kernel does).
+    rounded: whether x comes rounded to 8 bits where the format asks for that, as by a norm or gate.
 
     Raises ValueError for a format that can't be read or is not packed, and for rows below 1.
     """
@@ -49,6 +50,7 @@ class Sweep:
     formats: tuple[str, ...]
     implementation: Implementation | None = None
     in_model: bool = False
+    rounded: bool = False
 
     def __post_init__(self) -> None:
         for text in self.formats:
@@ -183,7 +185,7 @@ def _format(
     floor = measure.floor_microseconds(weights)
     multiply = matmul_terms if sweep.in_model else matmul
     product = functools.partial(multiply, implementation=sweep.implementation)
-    is_rounded = sweep.in_model and format.activations is not None
+    is_rounded = (sweep.in_model or sweep.rounded) and format.activations is not None
     for rows in sweep.rows:
         count = copies(shape, rows, nbytes)
         xs = _activations(shape, rows, count)
@@ -203,6 +205,7 @@ def _format(
                 "format": text,
                 "forced": sweep.implementation,
                 "in_model": sweep.in_model,
+                "rounded": sweep.rounded,
                 **choice(rows, weights[0], sweep.implementation),
                 "packed_bytes": nbytes,
                 "copies": count,

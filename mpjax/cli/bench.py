@@ -182,6 +182,13 @@ def gemm_command(
             "is wanted, and splits of K are not added.",
         ),
     ] = False,
+    rounded: Annotated[
+        bool,
+        typer.Option(
+            "--rounded",
+            help="Leave out rounding x to 8 bits alone, which a norm or a gate before does.",
+        ),
+    ] = False,
     output: Output = None,
     plot: Plot = True,
 ) -> None:
@@ -196,6 +203,7 @@ def gemm_command(
             _split(formats),
             None if implementation is None else implementation.value,
             in_model,
+            rounded,
         )
     )
     measured, path = _measure("gemm", gemm, sweep, output)

@@ -106,6 +106,7 @@ def test_a_command_names_what_was_measured(page, tmp_path):
                 "results": [gemm_row(shape="llama3-70b.qkv", forced="dequantize", format="table4")]
             },
             "gemm-in-model": {"results": [gemm_row(shape="llama3-70b.down", in_model=True)]},
+            "gemm-rounded": {"results": [gemm_row(shape="llama3-70b.down", rounded=True)]},
         }
     )
     command = "mpjax bench gemm --formats uint4:g128 --rows 1"
@@ -113,6 +114,7 @@ def test_a_command_names_what_was_measured(page, tmp_path):
     assert f"`{command} --shapes qwen3-8b.down` ·" in text
     assert "--shapes llama3-70b.qkv --implementation dequantize` ·" in text
     assert f"`{command} --shapes llama3-70b.down --in-model` ·" in text
+    assert f"`{command} --shapes llama3-70b.down --rounded` ·" in text
     names = {path.name for path in (tmp_path / "docs").glob("gemm-*.svg")}
     assert names == {"gemm-qwen3-8b.svg"}, "what was forced has no line, nor what is of a model"
 

@@ -146,6 +146,23 @@ def test_what_other_kernels_of_a_model_do_is_not_measured(take, monkeypatch):
     assert seen[0] is not QuantizedActivations
 
 
+def test_rounding_alone_can_be_left_out(take, monkeypatch):
+    take(kernel=1.0)
+    seen = []
+
+    def spy(x, weight, implementation=None):
+        seen.append(type(x))
+        return matmul(x, weight, implementation="reference")
+
+    monkeypatch.setattr(gemm, "matmul", spy)
+    sweep = gemm.Sweep((EVEN,), (3,), ("uint4:g128", "int8/int8"), rounded=True)
+    rows = list(gemm.run(sweep))
+    assert [row["rounded"] for row in rows] == [True, True]
+    assert gemm.failures(rows) == []
+    assert QuantizedActivations in seen
+    assert seen[0] is not QuantizedActivations
+
+
 def test_an_implementation_can_be_forced(take, monkeypatch):
     take(kernel=1.0)
     seen = []

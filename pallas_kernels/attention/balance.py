@@ -26,14 +26,14 @@ class Task(NamedTuple):
     """Tiles of one sequence for one program, counted from the first one that is visible."""
 
     batch: jax.Array
-    split: jax.Array  # the program's number in the sequence, or -1 if it helps
+    split: jax.Array  # the program's number in the sequence, or -1, which has no sink, if it helps
     first: jax.Array  # tile
     stride: int  # from one to the next
     end: jax.Array  # before which they are
     slot: jax.Array  # of what is found, among all that is
     is_piece: bool = False  # whether the program helps
     is_whole: Any = False  # whether nobody helps this sequence
-    is_first: Any = False  # whether it is the first piece of a sequence
+    is_first: Any = False  # whether it is the first piece of a sequence, or the last one
     is_last: Any = False
 
 
@@ -77,8 +77,9 @@ class Balance:
         self.most = mean + jax.lax.div(mean, jnp.int32(SLACK)) + 1
         each = pl.cdiv(tiles, splits)
         self.left = jnp.maximum(tiles - splits * self.most, 0)
-        # Those with less than the mean have room for all that others have more, and for slack.
-        self.room = jnp.where(mask & (each < mean), self.most - each, 0)  # of each program
+        # Those with no more than the mean have room for all that others have more, and for slack:
+        # where it is rounded up, some programs have less.
+        self.room = jnp.where(mask & (each <= mean), self.most - each, 0)  # of each program
 
     def pieces(self, batch: jax.Array, split: jax.Array) -> Pieces:
         """Those of a program.

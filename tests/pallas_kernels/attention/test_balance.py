@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
@@ -13,9 +17,13 @@ from pallas_kernels.attention import balance
 from pallas_kernels.attention.combine import Parts
 
 
-def tasks_of(lengths: np.ndarray, splits: int, own: int) -> tuple[list[np.ndarray], Parts]:
-    """What each program does: rows of sequence, split, first tile, stride, end, slot, is_whole."""
-    batch, most = len(lengths), len(lengths) + 1
+@functools.cache
+def tasks_kernel(batch: int, splits: int, own: int) -> Callable[[jax.Array], Any]:
+    """Rows of sequence, split, first tile, stride, end, slot and is_whole of each program's tasks.
+
+    And who joins what: Parts. Of sequences of so many tiles, int32 [batch].
+    """
+    most = batch + 1
     numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def kernel(references: Any, out_ref: Any, parts: Parts) -> None:
@@ -39,20 +47,29 @@ def tasks_of(lengths: np.ndarray, splits: int, own: int) -> tuple[list[np.ndarra
         note(0, shares.own_task(sequence, split))
         jax.lax.fori_loop(0, pieces.number, perform, pieces.begin)
 
-    out, parts = backend.pallas_call(
-        kernel,
-        (jnp.asarray(lengths, jnp.int32), jnp.zeros(batch, jnp.int32)),
-        out_shape=(
-            jax.ShapeDtypeStruct((batch, own, most, 7), jnp.int32),
-            Parts(None, None, numbers, numbers),
-        ),
-        grid=(batch, own),
-        name="balance",
-        warps=1,
-        stages=1,
-        interpret=True,
-    )
-    programs = np.asarray(out).reshape(batch * own, most, 7)
+    def run(lengths: jax.Array) -> Any:
+        return backend.pallas_call(
+            kernel,
+            (lengths, jnp.zeros(batch, jnp.int32)),
+            out_shape=(
+                jax.ShapeDtypeStruct((batch, own, most, 7), jnp.int32),
+                Parts(None, None, numbers, numbers),
+            ),
+            grid=(batch, own),
+            name="balance",
+            warps=1,
+            stages=1,
+            interpret=True,
+        )
+
+    return jax.jit(run)
+
+
+def tasks_of(lengths: np.ndarray, splits: int, own: int) -> tuple[list[np.ndarray], Parts]:
+    """What each program does, and who joins what: see `tasks_kernel`."""
+    run = tasks_kernel(len(lengths), splits, own)
+    out, parts = run(jnp.asarray(lengths, jnp.int32))
+    programs = np.asarray(out).reshape(len(lengths) * own, -1, 7)
     return [tasks[tasks[:, 0] >= 0] for tasks in programs], jax.tree.map(np.asarray, parts)
 
 
@@ -62,6 +79,7 @@ CASES = {
     "one long": lambda rng: np.array([8, 8, 128, 8, 8, 8, 8, 8]),
     "the others empty": lambda rng: np.array([0, 0, 300, 0]),
     "nearly equal": lambda rng: rng.integers(30, 36, 9),
+    "others of the mean": lambda rng: np.array([*[1] * 9, 21]),
     "any": lambda rng: rng.integers(0, 200, 13),
     "a few long": lambda rng: np.where(rng.random(20) < 0.2, 500, 3),
 }
@@ -70,7 +88,19 @@ CASES = {
 @pytest.mark.parametrize(("splits", "own"), [(1, 1), (3, 3), (4, 6)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_tile_is_read_once_and_no_program_reads_many(case, splits, own, rng):
-    lengths = CASES[case](rng).astype(int)
+    check(CASES[case](rng).astype(int), splits, own)
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=4, max_size=4),
+    st.integers(0, 200),
+    st.sampled_from([(1, 1), (4, 6), (16, 18)]),
+)
+def test_so_it_is_whatever_the_lengths(lengths, last, numbers):
+    check(np.array([*lengths, last]), *numbers)
+
+
+def check(lengths: np.ndarray, splits: int, own: int) -> None:
     programs, parts = tasks_of(lengths, splits, own)
     read: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
     pieces: dict[int, list[int]] = {b: [] for b in range(len(lengths))}

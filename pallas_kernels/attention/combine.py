@@ -80,14 +80,16 @@ def combine_balanced(
 ) -> jax.Array:
     """The same of balanced parts, which stand in one order: first `own` of each sequence."""
     heads, dim = parts.outputs.shape[1::2]
-    is_large = tokens * heads >= ENOUGH_PROGRAMS
+    rows = tokens * heads
+    is_large = rows >= ENOUGH_PROGRAMS
     channels = pl.next_power_of_2(dim) if is_large else LEAST_CHANNELS
     return backend.pallas_call(
         functools.partial(_balanced_kernel, own=own, channels=channels),
         parts,
         out_shape=jax.ShapeDtypeStruct((tokens, heads, 1, dim), dtype),
         aliases={} if parts.whole is None else {4: 0},
-        grid=(min(tokens * heads, ENOUGH_PROGRAMS), pl.cdiv(dim, channels)),
+        # Of those that are whole, most programs find nothing to join.
+        grid=(rows if parts.whole is None else min(rows, ENOUGH_PROGRAMS), pl.cdiv(dim, channels)),
         name="attention_combine",
         warps=max(1, MANY_PARTS * channels // ELEMENTS),
         stages=1,
@@ -127,7 +129,7 @@ def _balanced_kernel(parts: Parts, out_ref: Any, *, own: int, channels: int) -> 
         joined = (joined / total).astype(out_ref.dtype)
         backend.store(out_ref.at[token, head, 0, lane], joined, mask=lane < dim)
 
-    # The heads of a token go to different programs: only a few tokens have something to join.
+    # The heads of a token go to different programs, for a few tokens may be all that is joined.
     programs, begin = pl.num_programs(0), backend.first_program_id()
 
     def see(number: jax.Array, _: None) -> None:

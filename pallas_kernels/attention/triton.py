@@ -157,8 +157,8 @@ def _kernel(
 
     shares = find_shares()
     perform(shares, shares.own_task(batch, split))
-    # Pieces have a loop of their own, and shares are found once more for it, so that where lengths
-    # are equal the loop that runs is the one that it would be without, and has as many registers.
+    # Pieces have a loop of their own, and shares are found once more for it, which the compiler
+    # can't merge past stores: own tiles are read with nothing for pieces in registers.
     shares = find_shares()
     pieces = shares.pieces(batch, split)
 

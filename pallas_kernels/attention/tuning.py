@@ -33,10 +33,9 @@ CHANNEL_BYTES = 196608  # per multiprocessor
 # Of a thread, so that these programs fit: with fewer, each loses more than their number gains. The
 # loop of two bits, the longest, has enough, but for float16 with heads of 256.
 LEAST_REGISTERS, ENOUGH_REGISTERS = 192, 224
-LEAST_BRIEF_REGISTERS = 168  # of programs that should all run at once
-# Of programs that may help: for the loop in which they do, they would get more, and less company.
-# Heads of up to 128 channels make do with so many.
-LEAST_BALANCED_REGISTERS = 168
+# Of programs that should all run at once, and of those of eight rows and up to 128 channels that
+# may help: for the loop in which they do, they would get more, and less company.
+LEAST_CROWDED_REGISTERS = 168
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
@@ -215,18 +214,17 @@ def _few_rows(
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
     config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
     config = _with_waiting(config, pages, work, is_brief=is_brief)
-    may_help = config.is_balanced and pages.head_dim <= 128
+    has_two_loops = config.is_balanced and pages.head_dim <= 128
     if has_channels:
-        least = LEAST_BRIEF_REGISTERS if is_brief else LEAST_REGISTERS
-        least = LEAST_BALANCED_REGISTERS if may_help else least
+        least = LEAST_CROWDED_REGISTERS if is_brief or has_two_loops else LEAST_REGISTERS
         least = ENOUGH_REGISTERS if pages.format.key_codes.bits == 2 else least
         most = registers_for(work.company(keys, most_bytes), warps)
         return dataclasses.replace(config, registers=min(max(most, least), ENOUGH_REGISTERS))
     # With less than enough, the assembler knows better which loop can do with how much.
     most = registers_for(work.beside(keys, config.splits, ahead), warps)
-    if may_help:
-        most = max(most, LEAST_BALANCED_REGISTERS)
-    is_limited = may_help or most >= ENOUGH_REGISTERS
+    if has_two_loops:
+        most = max(most, LEAST_CROWDED_REGISTERS)
+    is_limited = has_two_loops or most >= ENOUGH_REGISTERS
     return dataclasses.replace(config, registers=most if is_limited else None)
 
 

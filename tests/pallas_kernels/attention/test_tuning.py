@@ -256,6 +256,7 @@ def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registe
         ("KV4", 128, 64, 168),  # which may help
         ("KV8", 128, 64, 168),
         ("KV8", 8, 256, 255),
+        ("K8V4", 128, 64, 168),
         ("KV16", 512, 32, 255),  # shared memory holds the tiles of one
         ("K8V4c", 64, 8, 255),  # four, and as many of what waits, which are brief
     ],

@@ -130,7 +130,7 @@ def join(tiles: Sequence[jax.Array]) -> jax.Array:
     """Concatenates tiles [n, k], a power of two of them, along k; in registers, nothing moves."""
     while len(tiles) > 1:
         tiles = [
-            jnp.stack(pair, -1).transpose(0, 2, 1).reshape(pair[0].shape[0], -1)
+            jnp.stack(pair, -1).transpose(0, 2, 1).reshape(len(pair[0]), 2 * pair[0].shape[1])
             for pair in zip(tiles[::2], tiles[1::2], strict=True)
         ]
     return tiles[0]

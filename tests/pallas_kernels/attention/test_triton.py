@@ -65,6 +65,7 @@ def test_what_waits_is_attended_beside_what_is_packed(
         ("KV4", "bfloat16", (2, 2), 1, 1),
         ("K8V4", "float16", (2, 2), 2, 70),
         ("KV8s", "float16", (3, 1), 2, None),
+        ("K4cV8", "bfloat16", (1, 12), 2, 70),  # of sixteen rows
     ],
 )
 def test_decoding(text, dtype, heads, splits, window, rng):

@@ -271,11 +271,12 @@ def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
     assert call(test, implementation="reference") == "reference"
 
 
-def test_no_tokens_go_to_the_reference(rng, pretend_gpu):
-    test = scene(rng, 8, "bfloat16")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_no_tokens_go_to_the_reference(bits, rng, pretend_gpu):
+    test = scene(rng, bits, "bfloat16")
     terms, pages, cosines, sines, *places = test.arrays
     call = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
-    run = jax.jit(call)
+    run = jax.jit(functools.partial(call, transform_queries=True))
     queries, written = run(terms[:, :, :0], pages, cosines[:, :0], sines[:, :0], *places)
     assert queries.shape == (4, 0, 4, 64)
     jax.tree.map(np.testing.assert_array_equal, written, pages)

@@ -2,7 +2,8 @@
 
 With respect to x it is a product with the transposed matrix. Codes have none, but scales and
 tables do: the matrix is linear in them, so that they can be learned (FLUTE §4.1). Rounding, of
-activations or of new scales, counts as the identity (straight-through).
+activations or of new scales, counts as the identity (straight-through). All derivatives have
+derivatives themselves, those of the transposed product by plain arrays.
 """
 
 from __future__ import annotations
@@ -45,29 +46,45 @@ def _backward(
 ) -> tuple[jax.Array, QuantizedTensor, jax.Array | None]:
     x, weight, scales = saved
     gradient = gradient.mean(0)  # what sums the terms has the same derivative for all of them
-    current = weight if scales is None else replace_scales(weight, scales)
-    of_x = _times_transposed(gradient.astype(x.dtype), current)
-
-    def dense(scales: jax.Array | None, channel_scales: Any, table: Any) -> jax.Array:
-        tensor = dataclasses.replace(weight, channel_scales=channel_scales, table=table)
-        return tensor.dequantize(jnp.float32, scales=scales)
-
-    of_weight = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight)
+    of_x = _times_transposed(gradient.astype(x.dtype), weight, scales)
     if scales is None and weight.channel_scales is None and weight.table is None:
-        return of_x, of_weight, None
+        return of_x, _of_weight(weight, None, None), None
     # What nobody asks for, the compiler leaves out.
     of_matrix = jnp.einsum("mk,mn->kn", x, gradient, preferred_element_type=jnp.float32)
-    _, pull = jax.vjp(dense, scales, weight.channel_scales, weight.table)
-    of_scales, of_channel_scales, of_table = pull(of_matrix)
-    of_weight = dataclasses.replace(of_weight, channel_scales=of_channel_scales, table=of_table)
-    return of_x, of_weight, of_scales
+    learned = scales, weight.channel_scales, weight.table
+    _, pull = jax.vjp(functools.partial(_dense, weight), *learned)
+    of_scales, *of_others = pull(of_matrix)
+    return of_x, _of_weight(weight, *of_others), of_scales
 
 
 differentiable.defvjp(_forward, _backward)
 
 
-def _times_transposed(gradient: jax.Array, weight: QuantizedTensor) -> jax.Array:
+def _dense(
+    weight: QuantizedTensor,
+    scales: jax.Array | None,
+    channel_scales: jax.Array | None,
+    table: jax.Array | None,
+) -> jax.Array:
+    """The matrix [K, N] in float32, with what can be learned in the place of the weight's own."""
+    tensor = dataclasses.replace(weight, channel_scales=channel_scales, table=table)
+    return tensor.dequantize(jnp.float32, scales=scales)
+
+
+def _of_weight(weight: QuantizedTensor, of_channel_scales: Any, of_table: Any) -> QuantizedTensor:
+    """The derivative with respect to a weight, whose codes have none."""
+    nothing: QuantizedTensor = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight
+    )
+    return dataclasses.replace(nothing, channel_scales=of_channel_scales, table=of_table)
+
+
+@jax.custom_vjp
+def _times_transposed(
+    gradient: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
+) -> jax.Array:
     """Gradient [M, N] · W.T, [M, K] in the order of the input channels."""
+    weight = weight if scales is None else replace_scales(weight, scales)
     if backend.why_triton_cannot_run() or gradient.dtype not in (jnp.bfloat16, jnp.float16):
         return jnp.einsum("mn,kn->mk", gradient, weight.dequantize(gradient.dtype))
     # As forward: the copy of the matrix waits for its use.
@@ -78,3 +95,26 @@ def _times_transposed(gradient: jax.Array, weight: QuantizedTensor) -> jax.Array
     if weight.permutation is None:
         return product
     return jnp.zeros_like(product).at[:, weight.permutation].set(product)
+
+
+def _times_transposed_forward(
+    gradient: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    return _times_transposed(gradient, weight, scales), (gradient, weight, scales)
+
+
+def _times_transposed_backward(
+    saved: tuple[Any, ...], cotangent: jax.Array
+) -> tuple[jax.Array, QuantizedTensor, jax.Array | None]:
+    gradient, weight, scales = saved
+
+    def product(gradient: jax.Array, *learned: jax.Array | None) -> jax.Array:
+        matrix = _dense(weight, *learned)
+        return jnp.einsum("mn,kn->mk", gradient.astype(jnp.float32), matrix).astype(gradient.dtype)
+
+    _, pull = jax.vjp(product, gradient, scales, weight.channel_scales, weight.table)
+    of_gradient, of_scales, *of_others = pull(cotangent)
+    return of_gradient, _of_weight(weight, *of_others), of_scales
+
+
+_times_transposed.defvjp(_times_transposed_forward, _times_transposed_backward)

@@ -227,3 +227,47 @@ def test_of_the_activations_on_the_gpu(text, dtype, rng):
     gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
     gate = {"bfloat16": 8e-3, "float16": 1e-3}[dtype]
     assert relative_error(gradient, cotangent @ dense(weight).T) < gate
+
+
+@pytest.mark.parametrize("text", ["uint4:g64", "uint8:gK", "float8:gK", "int8:gK/int8"])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_of_a_gradient_with_respect_to_scales(text, permuted, rng):
+    """That of the dense product: a gradient with respect to x depends on them."""
+    x, weight, cotangent = operands(rng, text)
+    if weight.format.activations:
+        permuted = False
+    if permuted:
+        order = rng.permutation(weight.channels).astype(np.int32)
+        weight = dataclasses.replace(weight, permutation=jnp.asarray(order))
+    scales = weight.scales()[: weight.format.groups(weight.channels)].astype(jnp.float32)
+    cotangent = as_array(cotangent, "float32")
+
+    def penalty(multiply, scales):
+        of_x = jax.grad(lambda x: (jnp.sin(cotangent) * multiply(x, scales)).sum())(x)
+        return (of_x**2).sum()
+
+    found = jax.grad(lambda s: penalty(lambda x, s: matmul(x, weight, scales=s), s))(scales)
+    expected = jax.grad(
+        lambda s: penalty(lambda x, s: x @ weight.dequantize(jnp.float32, scales=s), s)
+    )(scales)
+    assert relative_error(found, wide(expected)) < 1e-5
+
+
+def test_of_a_gradient_with_respect_to_x_and_the_table(rng):
+    """Through what is not linear in x, too."""
+    x, weight, cotangent = operands(rng, "table4:g64")
+    cotangent = as_array(cotangent, "float32")
+
+    def penalty(multiply, x, table):
+        tensor = dataclasses.replace(weight, table=table)
+        of_x = jax.grad(lambda x: (cotangent * jnp.sin(multiply(x, tensor))).sum())(x)
+        return (of_x**2).sum()
+
+    def dense_product(x, tensor):
+        return x @ tensor.dequantize(jnp.float32)
+
+    arguments = x, weight.table
+    found = jax.grad(lambda *a: penalty(matmul, *a), (0, 1))(*arguments)
+    expected = jax.grad(lambda *a: penalty(dense_product, *a), (0, 1))(*arguments)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, wide(other)) < 1e-5

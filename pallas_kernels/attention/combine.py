@@ -16,7 +16,7 @@ FLOOR = -1e30  # below any score, and finite, so that what has no visible keys m
 # a few splits of so many heads that programs would do next to nothing, by fewer.
 ELEMENTS, LEAST_CHANNELS, ENOUGH_PROGRAMS = 1024, 32, 1024
 ELEMENTS_PER_WARP = 2048  # a single warp adds splits up in its registers
-MANY_PARTS = 16  # at a time, where their number is not known before
+MANY_PARTS = 32  # at a time, where their number is not known before
 
 
 class Parts(NamedTuple):

@@ -130,8 +130,7 @@ def _shares(result: dict[str, Any]) -> str:
 def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
     rows = [row for result in results for row in result["results"]]
     parts = ["## Products with packed weights\n"]
-    partial = "forced", "in_model", "rounded"
-    chosen_by_plans = [row for row in rows if not any(map(row.get, partial))]
+    chosen_by_plans = [row for row in rows if not _is_partial(row)]
     for model in roofline.models(chosen_by_plans):
         name = f"gemm-{model}.svg"
         chosen = [row for row in chosen_by_plans if row["shape"].partition(".")[0] == model]
@@ -160,6 +159,12 @@ def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
             parts.append("This floor reads the codes alone, without scales and zero points.\n")
         parts.append(_source(result, "mpjax bench gemm" + command))
     return parts
+
+
+def _is_partial(row: dict[str, Any]) -> bool:
+    """Whether a product is not the whole one that runs by itself."""
+    is_rounded = row.get("rounded") and WeightFormat.parse(row["format"]).activations is not None
+    return bool(row.get("forced") or row.get("in_model") or is_rounded)
 
 
 def runs_otherwise(row: dict[str, Any], device: str) -> bool:

@@ -98,6 +98,7 @@ def test_products_with_another_plan_since_are_marked(page):
 
 def test_a_command_names_what_was_measured(page, tmp_path):
     names = ("qkv", "output", "gate_up", "down")
+    rounded = gemm_row(shape="llama3-70b.down", rounded=True, format="liquid4:g64/int8")
     text = page(
         **{
             "gemm": {"results": [gemm_row(shape=f"qwen3-8b.{name}") for name in names]},
@@ -106,7 +107,7 @@ def test_a_command_names_what_was_measured(page, tmp_path):
                 "results": [gemm_row(shape="llama3-70b.qkv", forced="dequantize", format="table4")]
             },
             "gemm-in-model": {"results": [gemm_row(shape="llama3-70b.down", in_model=True)]},
-            "gemm-rounded": {"results": [gemm_row(shape="llama3-70b.down", rounded=True)]},
+            "gemm-rounded": {"results": [rounded, gemm_row(shape="qwen3-8b.down", rounded=True)]},
         }
     )
     command = "mpjax bench gemm --formats uint4:g128 --rows 1"
@@ -114,9 +115,9 @@ def test_a_command_names_what_was_measured(page, tmp_path):
     assert f"`{command} --shapes qwen3-8b.down` ·" in text
     assert "--shapes llama3-70b.qkv --implementation dequantize` ·" in text
     assert f"`{command} --shapes llama3-70b.down --in-model` ·" in text
-    assert f"`{command} --shapes llama3-70b.down --rounded` ·" in text
+    assert "--shapes llama3-70b.down,qwen3-8b.down --rounded` ·" in text
     names = {path.name for path in (tmp_path / "docs").glob("gemm-*.svg")}
-    assert names == {"gemm-qwen3-8b.svg"}, "what was forced has no line, nor what is of a model"
+    assert names == {"gemm-qwen3-8b.svg"}, "what was forced has no line, nor what is a part"
 
 
 def test_sweeps_of_generation_have_a_table_and_a_plot_each(page, tmp_path):

@@ -224,12 +224,16 @@ def _run(
 ) -> Iterator[_Progress]:
     """Yields after prefill, then after each chunk (watched, or with stop strings) or the end."""
     stop = [stop] if isinstance(stop, str) else list(stop or ())
+    if others := [text for text in stop if not isinstance(text, str)]:
+        raise ValueError(f"the stop string {others[0]!r} is no text; expected some, or a list")
     if "" in stop:
         raise ValueError("an empty stop string would end every text before it begins")
     min_new_tokens, max_new_tokens = new_token_limits(min_new_tokens, max_new_tokens)
     tokenizer = _tokenizer(lm)
     encoded = _encode(tokenizer, prompts)
     seeds = range(len(encoded)) if seeds is None else seeds
+    if np.ndim(seeds) != 1:
+        raise ValueError(f"seeds are {seeds!r}; expected a list with one for each prompt")
     if len(seeds) != len(encoded):
         raise ValueError(f"{len(seeds)} seeds for {len(encoded)} prompts; expected one for each")
     _check_lengths(lm, encoded, max_new_tokens)
@@ -322,6 +326,11 @@ def _tokenizer(lm: LanguageModel) -> Tokenizer:
 def _encode(tokenizer: Tokenizer, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
     if not prompts and not isinstance(prompts, str):
         raise ValueError("there are no prompts; pass a text, or a list of texts")
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+        raise ValueError(
+            f"prompts are a {type(prompts).__name__}; expected a text, the messages of one chat, "
+            "or a list of texts or chats (a single message is a list, too)"
+        )
     single = isinstance(prompts, str) or isinstance(prompts[0], Mapping)
     batch = cast("Sequence[Prompt]", [prompts] if single else prompts)
     encoded = [

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 FILTERS = ("top_k", "top_p", "min_p")
+# By less, logits could become infinite; and by this already, only the largest is ever drawn.
+LEAST_TEMPERATURE = 2.0**-100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +96,15 @@ def _canonical(name: str, value: Any) -> Any:
         raise ValueError(
             f"{name} has shape {np.shape(value)}; it must be a number or an array [batch]."
         )
+    if name == "top_k" and _concrete(value):
+        found = np.asarray(value)
+        if not np.all(np.isfinite(found)) or np.any(found != np.floor(found)):
+            raise ValueError(f"top_k is {value}; it must be a whole number.")
+        # No vocabulary is larger, and int32 holds no more.
+        bounded = np.clip(found, -1, np.iinfo(np.int32).max)
+        value = jnp.asarray(bounded, dtype) if isinstance(value, jax.Array) else bounded
     if isinstance(value, jax.Array):
         return value.astype(dtype)
-    if name == "top_k" and np.any(np.asarray(value) != np.floor(value)):
-        raise ValueError(f"top_k is {value}; it must be a whole number.")
     if np.ndim(value):
         return np.asarray(value, dtype)
     return int(value) if name == "top_k" else float(value)
@@ -200,7 +207,8 @@ def _penalised(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) ->
 def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Temperature, top-k, top-p, min-p. Each filter is one threshold per row; ties with it stay."""
     temperature = _per_row(sampling.temperature, "temperature", logits)
-    logits = logits / jnp.where(temperature > 0, temperature, jnp.ones_like(temperature))
+    divisor = jnp.maximum(temperature, LEAST_TEMPERATURE)
+    logits = logits / jnp.where(temperature > 0, divisor, jnp.ones_like(temperature))
     threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)  # [batch, 1]
     if sampling.top_k is not None or sampling.top_p is not None:
         threshold = _rank_threshold(logits, sampling)

@@ -89,9 +89,11 @@ class Tokenizer:
 
         The text of a special token becomes that token. `add_bos_token` in `tokenizer_config.json`
         plays no part, as in transformers: `tokenizer.json` already says what to add.
+
+        Raises ValueError for what is no text: another type, or half of a surrogate pair, which is
+        what a byte that is not UTF-8 becomes in a terminal or a pipe.
         """
-        if not isinstance(text, str):
-            raise ValueError(f"text is {type(text).__name__}; encode takes a str.")
+        _check_text(text)
         return self.backend.encode(text).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -134,6 +136,7 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of `chat(...)`. The template writes its own special tokens: none is added."""
         text = self.chat(messages, add_generation_prompt, **rest)
+        _check_text(text)
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def _template(self, chosen: str | None, variables: Mapping[str, Any]) -> str:
@@ -149,6 +152,18 @@ class Tokenizer:
             f"{self.name} has {found if templates else 'no chat template, like most base models'}: "
             "pass chat_template=, or write the prompt as plain text."
         )
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"text is {type(text).__name__}; encode takes a str.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start} of the text is {text[error.start]!r}, which no UTF-8 has: "
+            "expected text; look at how it was decoded, for a file may have another encoding."
+        ) from error
 
 
 def _explain_missing(folder: Path) -> str:

@@ -301,8 +301,17 @@ def test_buckets():
         ("x", {"stop": ""}, "empty stop string"),
         ("x", {"stop": ["a", ""]}, "empty stop string"),
         ("x", {"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
+        ("x", {"stop": [5]}, "stop string 5 is no text"),
         (["x", "y"], {"seeds": [1]}, "1 seeds for 2 prompts"),
+        ("x", {"seeds": 5}, "seeds are 5; expected a list"),
         ([[{"role": "user", "content": "x"}]], {}, "no chat template"),
+        (
+            {"role": "user", "content": "x"},
+            {},
+            "prompts are a dict; .* a list",
+        ),
+        (iter(["x"]), {}, "prompts are a list_iterator"),
+        ("caf\udce9", {}, "character 3 of the text is .* no UTF-8 has"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tiny, prompts, options, message):

@@ -301,6 +301,8 @@ def test_per_row_sampling_can_be_mapped():
         ({"temperature": 1.0, "top_p": 1.1}, "top_p is 1.1"),
         ({"temperature": 1.0, "top_k": 0}, "top_k is 0; it must be 1 or above"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k is 2.5; it must be a whole number"),
+        ({"temperature": 1.0, "top_k": np.inf}, "top_k is inf; it must be a whole number"),
+        ({"temperature": 1.0, "top_k": jnp.asarray([1.5])}, "it must be a whole number"),
         ({"temperature": 1.0, "min_p": 1.0}, "min_p is 1.0; it must be 0 or above and below 1"),
         ({"temperature": 1.0, "min_p": -0.5}, "min_p is -0.5"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0.0; it must be finite and above 0"),
@@ -328,12 +330,21 @@ def test_arguments_that_do_not_fit_are_errors():
 
 def test_top_k_beyond_the_vocabulary_and_full_top_p_keep_everything():
     logits = jnp.asarray(random_logits(2, 5000, spread=0.01))
+    for top_k in (3 * 10**9, [2**32 + 2], jnp.asarray([7.0])):
+        assert np.all(np.asarray(Sampling(temperature=1.0, top_k=top_k).top_k) > 5)
     sampling = Sampling(temperature=1.0, top_k=10**9, top_p=1.0, min_p=0.0)
     np.testing.assert_array_equal(process_logits(logits, sampling), logits)
     peaked = jnp.asarray([[50.0, 0.0, 1.0]])  # the first probability rounds to 1
     np.testing.assert_array_equal(
         process_logits(peaked, Sampling(temperature=1.0, top_p=1.0)), peaked
     )
+
+
+@pytest.mark.parametrize("temperature", [1e-44, 1.2e-38, 1e-37, 1e-30, 1e-6])
+def test_a_tiny_temperature_draws_the_most_likely_token(temperature):
+    logits = jnp.asarray([[1.0, 5.0, 3.0, 20.0], [-9.0, -1e4, -8.0, -1e9]])
+    drawn = sample(logits, row_keys([0, 1]), Sampling(temperature=temperature))
+    assert drawn.tolist() == [3, 2]
 
 
 def test_tiny_top_p_and_top_k_one_keep_the_most_likely_token():

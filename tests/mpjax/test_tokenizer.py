@@ -174,6 +174,16 @@ def test_stop_ids_are_of_the_vocabulary(tmp_path, sizes):
         Tokenizer.from_folder(tmp_path)
 
 
+def test_text_has_no_halves_of_surrogate_pairs():
+    """A byte that is not UTF-8 becomes one in a pipe, and the backend takes it for no text."""
+    tokenizer = Tokenizer(sentencepiece(), chat_templates={"default": "{{ messages[0].content }}"})
+    message = r"character 1 of the text is '\\udcff', which no UTF-8 has"
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode("a\udcff")
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode_chat([{"role": "user", "content": "a\udcff"}])
+
+
 def test_encode_takes_a_text():
     with pytest.raises(ValueError, match="text is list; encode takes a str"):
         Tokenizer(sentencepiece()).encode(["a"])  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.bench import filled_pages, measure
+from mpjax.bench.cached_bytes import cached_bytes
 from pallas_kernels import (
     KVFormat,
     KVPages,
@@ -86,8 +87,9 @@ def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with what follows from its measured times.
 
-    GB/s count the cache. TFLOP/s count the two products of every query head with the keys and
-    values that it sees, and are left out of a row that does not say its shape in numbers.
+    GB/s count what is read of the cache. TFLOP/s count the two products of every query head with
+    the keys and values that it sees, and are left out of a row that does not say its shape in
+    numbers.
     """
     time = row["microseconds"]
     derived = {
@@ -254,8 +256,11 @@ def _measure(
     Keys and values are `call[cached]`. Each call has all of its arguments for itself: XLA must find
     nothing to share or to fold.
     """
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(call[cached]))
+    held = call[cached]
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
     count = measure.copies(nbytes)
+    if isinstance(held[0], KVPages):
+        nbytes = cached_bytes(held[0], shape.lengths)
     calls = [call, *(jax.tree.map(jnp.copy, call) for _ in range(count - 1))]
     traced_once = jax.jit(attend)
     each = measure.compiled(lambda calls: [traced_once(*call) for call in calls], calls)
@@ -267,7 +272,7 @@ def _measure(
         "cache_bytes": nbytes,
         "copies": count,
         "microseconds": sum(kernels.values()),
-        "floor_microseconds": measure.floor_microseconds([call[cached] for call in calls]),
+        "floor_microseconds": measure.floor_microseconds([call[cached] for call in calls], nbytes),
         "cudnn_microseconds": cudnn,
         "kernel_microseconds": kernels,
     }

@@ -20,6 +20,7 @@ import mpjax
 from models import Decoder, DecoderConfig, Qwen3
 from models.presets import QWEN3_8B
 from mpjax.bench import checkpoint, filled_pages, measure
+from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
 from mpjax.memory import require_free
@@ -137,13 +138,14 @@ def _gate(row: Mapping[str, Any]) -> float:
 
 
 def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> float:
-    """Bytes that a decoding step has to read: all weights, and `tokens` of the cache in each row.
+    """Bytes that a decoding step has to read: all weights, and `tokens` of each row in the cache.
 
     Of an embedding that is not the head as well, only a few rows are read: it is left out.
     """
     tied = lm.config.tie_word_embeddings
     embedding = 0 if tied else lm.model.embedding.get_value().nbytes
-    return lm.nbytes - embedding + cache.nbytes * tokens / cache.capacity
+    lengths = [round(tokens)] * len(cache.lengths)
+    return lm.nbytes - embedding + sum(cached_bytes(layer, lengths) for layer in cache.layers)
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:

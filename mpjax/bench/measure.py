@@ -121,13 +121,14 @@ def flat_bytes(tree: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(joined.reshape(-1, 4), jnp.uint32)
 
 
-def floor_microseconds(trees: list[Any]) -> float:
+def floor_microseconds(trees: list[Any], nbytes: int | None = None) -> float:
     """Time in which an XLA reduction reads the bytes of one of `trees`, each of them read in turn.
 
     One reduction over one array, however many leaves hold the bytes: what a kernel could reach that
-    does nothing but read them.
+    does nothing but read them. nbytes: how many of each, where not all.
     """
-    flat = jax.jit(flat_bytes)
+    words = None if nbytes is None else -(-nbytes // 4)
+    flat = jax.jit(lambda tree: flat_bytes(tree)[:words])
     arrays = [flat(tree) for tree in trees]
     read = jax.jit(lambda arrays: [array.sum(dtype=jnp.uint32) for array in arrays])
     return microseconds(read, arrays) / len(arrays)

@@ -95,10 +95,10 @@ def test_every_case_is_measured_and_checked(take, without_cudnn):
     assert [(row["shape"], row["batch"], row["format"]) for row in rows] == [(SHAPE.name, 2, "KV4")]
     assert attention.failures(rows) == []
     for row in rows:
-        # Two pages for each sequence, of 128 tokens with two heads: 64 codes and a word of 32
-        # bits, for keys and again for values.
+        # For each token of two sequences, and two heads: 64 codes and a word of 32 bits, for keys
+        # and again for values.
         codes = 64 * int(row["format"][2:]) // 8
-        assert row["cache_bytes"] == 2 * 2 * 128 * 2 * 2 * (codes + 4)
+        assert row["cache_bytes"] == 2 * SHAPE.context * 2 * 2 * (codes + 4)
         assert row["microseconds"] == pytest.approx(11.5 / row["copies"])
         assert row["floor_microseconds"] == pytest.approx(11.5 / row["copies"])
         assert row["kernel_microseconds"]["attention"] == pytest.approx(9.0 / row["copies"])

@@ -50,6 +50,8 @@ class Perplexity:
 class TokenScores:
     """How a model predicts each token of a sequence but the first, from those before it.
 
+    An empty sequence has none, as one of a single token.
+
     logprobs: float32 [tokens − 1], natural logarithms. greedy: bool [tokens − 1], whether the token
     is the most likely one.
     """
@@ -188,14 +190,14 @@ def token_scores(
     console = rich.console.Console(stderr=True, force_terminal=progress or None)
     shown = console.is_terminal if progress is None else progress
     with rich.progress.Progress(console=console, transient=True, disable=not shown) as bar:
-        task = bar.add_task("Reading", total=sum(len(ids) - 1 for ids in sequences))
+        task = bar.add_task("Reading", total=sum(max(len(ids) - 1, 0) for ids in sequences))
         for first in range(0, len(order), batch):
             group = order[first : first + batch]
             padded = np.zeros((batch, capacity + 1), np.int32)
             counts = np.zeros(batch, np.int32)
             for row, index in enumerate(group):
-                counts[row] = len(sequences[index]) - 1
-                padded[row, : counts[row] + 1] = sequences[index]
+                counts[row] = max(len(sequences[index]) - 1, 0)
+                padded[row, : len(sequences[index])] = sequences[index]
             cache = dataclasses.replace(cache, lengths=jnp.zeros(batch, jnp.int32))
             parts = []
             for begin in range(0, max(int(counts.max()), 1), chunk):  # also where none has a target

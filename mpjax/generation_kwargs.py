@@ -26,8 +26,9 @@ def parse(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments
 
     max_new_tokens: where the task doesn't say how many.
 
-    Generation is greedy unless `do_sample` is true, or left out beside a temperature. Raises
-    ValueError for an argument that would change the answers and that mpjax doesn't have.
+    Generation is greedy unless `do_sample` is true, or left out beside a temperature; then the
+    filters play no part. A `top_k` of 0 or -1 is off. Raises ValueError for an argument that would
+    change the answers and that mpjax doesn't have.
     """
     rest = {name: value for name, value in kwargs.items() if value is not None}
     until = rest.pop("until", ())
@@ -35,9 +36,13 @@ def parse(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments
     lengths = [rest.pop(name) for name in NEW_TOKENS if name in rest]
     temperature = rest.pop("temperature", None)
     if not rest.pop("do_sample", bool(temperature)):
-        temperature = 0.0  # Sampling then leaves the filters out
+        temperature = 0.0
     elif temperature is None:
         temperature = 1.0
+    if rest.get("top_k") in (0, -1):
+        del rest["top_k"]  # how other libraries switch it off
+    if temperature == 0:  # greedy whatever the filters are, also where Sampling doesn't know them
+        rest = {name: value for name, value in rest.items() if name not in FILTERS}
     names = (*FILTERS, "repetition_penalty")
     sampling = Sampling(temperature, **{name: rest.pop(name) for name in names if name in rest})
     if rest.get("num_beams") == 1:

@@ -29,6 +29,10 @@ except ImportError as error:
     raise ImportError('mpjax.harness needs lm_eval: pip install "mpjax[eval]"') from error
 
 
+# Marks where a message ends in a rendered chat; the tab is gone where the template trims messages.
+END_OF_MESSAGE = "MPJAX_END_OF_MESSAGE\t"
+
+
 @register_model("mpjax")
 class HarnessLM(TemplateLM):
     """A language model as lm_eval sees it; every token is read through a cache in `lm.kv_format`.
@@ -60,6 +64,7 @@ class HarnessLM(TemplateLM):
         self.lm, self.tokenizer, self.batch_size = lm, lm.tokenizer, int(batch_size)
         self.max_length, self.max_new_tokens = max_length, max_new_tokens
         bos = lm.tokenizer.special_tokens.get("bos_token", "")
+        self._template: str | None = None  # name of the chat template; by default the default one
         self._added = bos if lm.tokenizer.encode("")[:1] == [lm.tokenizer.bos_id] else ""
 
     @classmethod
@@ -71,6 +76,21 @@ class HarnessLM(TemplateLM):
         given = {name: value for name, value in given.items() if value is not None}
         if "pretrained" not in given:
             raise ValueError("model_args lacks pretrained=, the model's folder or hub id")
+        if "device" in given:
+            raise ValueError(
+                f"device is {given['device']!r}, and JAX chooses the device: leave it out, and set "
+                "CUDA_VISIBLE_DEVICES or JAX_PLATFORMS in the environment"
+            )
+        if "max_batch_size" in given:
+            raise ValueError(
+                f"max_batch_size is {given['max_batch_size']!r}, and mpjax doesn't look for the "
+                "largest batch that fits: leave it out, and give the number as batch_size"
+            )
+        if not str(size := given.get("batch_size", 1)).isdecimal():
+            raise ValueError(
+                f"batch_size is {size!r}; expected a whole number, as mpjax doesn't look for the "
+                "largest batch that fits: give one, such as 8"
+            )
         loading = {name: given.pop(name, None) for name in ("precision", "dtype")}
         return cls(load(given.pop("pretrained"), **loading), **given)
 
@@ -109,22 +129,50 @@ class HarnessLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """Tells tokenizers and chat templates apart where lm_eval caches requests."""
-        return str(self.lm.source)
+        return f"{self.lm.source}{'' if self._template is None else '#' + self._template}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The Jinja source that apply_chat_template renders, for lm_eval's records."""
-        return self.tokenizer.chat_templates.get("default") if chat_template else None
+        """The Jinja source that apply_chat_template renders from now on, for lm_eval's records.
+
+        chat_template: True for the default one, or the name of another of the checkpoint's. Raises
+        ValueError for a name that there isn't.
+        """
+        templates = self.tokenizer.chat_templates
+        named = isinstance(chat_template, str) and chat_template not in ("", "default")
+        if named and chat_template not in templates:
+            known = ", ".join(sorted({"default", *templates}))
+            raise ValueError(
+                f"{self.lm.source} has no chat template {chat_template!r}: name one of {known}"
+            )
+        self._template = str(chat_template) if named else None
+        return templates.get(self._template or "default") if chat_template else None
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """A chat as text; without generation prompt it ends in the last message, unfinished."""
-        text = self.tokenizer.chat(chat_history, add_generation_prompt)
-        if not add_generation_prompt:
-            begun = chat_history[-1]["content"]
-            begun = begun if begun in text else begun.strip()  # as many templates do
-            text = text[: text.rindex(begun) + len(begun)]
-        return text
+        """A chat as text; without generation prompt it ends in the last message, unfinished.
+
+        Raises ValueError for a last message that isn't text, or that the template leaves out.
+        """
+        if add_generation_prompt or not chat_history:
+            return self.tokenizer.chat(chat_history, add_generation_prompt, self._template)
+        *before, last = chat_history
+        if not isinstance(content := last.get("content"), str):
+            raise ValueError(f"the last message has content {content!r:.40}; expected a text")
+        # The message alone could also stand in the markup behind it.
+        marked = [*before, {**last, "content": content + END_OF_MESSAGE}]
+        text = self.tokenizer.chat(marked, False, self._template)
+        text, mark, rest = text.rpartition(END_OF_MESSAGE.strip())
+        if not mark:
+            raise ValueError(
+                f"the chat template of {self.lm.source} doesn't write the end of the last message, "
+                f"{content[-40:]!r}, which is to be continued: use a task without gen_prefix, or "
+                "another chat template"
+            )
+        if rest.startswith("\t"):
+            return text
+        inner = content.lstrip()  # of only spaces the template has left none
+        return text.removesuffix(inner[len(inner.rstrip()) :])
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
@@ -194,6 +242,11 @@ class HarnessLM(TemplateLM):
         if (room := self.max_length - arguments.max_new_tokens) < 1:
             raise ValueError(f"{arguments.max_new_tokens} new tokens leave no room for a context")
         context = context.removeprefix(self._added)
-        while (count := len(self.tokenizer.encode(context))) > room and context:
-            context = context[count - room :]  # hardly a token is less than a character
+        while (count := len(found := self.tokenizer.backend.encode(context))) > room and context:
+            # Where each token of the text ends; bos and the like are added again to the rest.
+            added = zip(found.offsets, found.special_tokens_mask, strict=True)
+            ends = [end for (_, end), special in added if not special]
+            cut = ends[min(count - room, len(ends)) - 1] if ends else len(context)
+            # A token can be a part of a character, and what is left be split another way.
+            context = context[max(cut, 1) :]
         return count, context

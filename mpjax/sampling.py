@@ -101,7 +101,8 @@ def _canonical(name: str, value: Any) -> Any:
         if not np.all(np.isfinite(found)) or np.any(found != np.floor(found)):
             raise ValueError(f"top_k is {value}; it must be a whole number.")
         # No vocabulary is larger, and int32 holds no more.
-        bounded = np.clip(found, -1, np.iinfo(np.int32).max)
+        most = np.iinfo(np.int32).max
+        bounded = np.clip(found, -most, most)
         value = jnp.asarray(bounded, dtype) if isinstance(value, jax.Array) else bounded
     if isinstance(value, jax.Array):
         return value.astype(dtype)

@@ -125,6 +125,17 @@ def test_each_token_has_a_score_in_the_order_given(tiny, monkeypatch):
         assert (len(alone.logprobs), len(alone.greedy)) == (0, 0)
 
 
+def test_an_empty_sequence_has_no_score(tiny):
+    sequence = np.asarray(tiny.tokenizer.encode(DOCUMENTS[0]), np.int32)
+    empty = sequence[:0]
+    before, found, after = token_scores(tiny, [empty, sequence, empty], batch=2)
+    [alone] = token_scores(tiny, [empty])
+    for scores in (before, after, alone):
+        assert (scores.logprobs.shape, scores.greedy.shape) == ((0,), (0,))
+    [expected] = token_scores(tiny, [sequence], batch=2)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5)
+
+
 def test_large_vocabularies_get_short_chunks(tiny, chunked, monkeypatch):
     shapes = []
     score = evaluate._score

@@ -17,6 +17,12 @@ from mpjax.sampling import Sampling
         ({"do_sample": True, "temperature": 0.2}, Sampling(temperature=0.2)),
         ({"do_sample": None, "repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
         ({"num_beams": 1}, Sampling()),
+        # A filter that is switched off, in ways that Sampling refuses.
+        ({"do_sample": False, "top_k": 0}, Sampling()),
+        ({"do_sample": False, "top_p": 0.0, "min_p": 1.0}, Sampling()),
+        ({"temperature": 0, "top_k": -1, "top_p": 0.0}, Sampling()),
+        ({"temperature": 1, "top_k": -1}, Sampling(temperature=1.0)),
+        ({"temperature": 1, "top_k": 0, "top_p": 0.9}, Sampling(temperature=1.0, top_p=0.9)),
     ],
 )
 def test_how_tokens_are_drawn(kwargs, sampling):
@@ -59,6 +65,8 @@ def test_equal_arguments_are_one_key():
         ({"typical_p": 0.9, "num_beams": 4}, r"ask for num_beams=4, typical_p=0\.9; mpjax"),
         ({"typical_p": 0.9, "num_beams": 1}, r"ask for typical_p=0\.9; mpjax"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1, "top_k": -2}, "top_k is .* must be 1 or above"),
+        ({"temperature": 1, "top_p": 0.0}, "top_p is 0.0"),
     ],
 )
 def test_what_it_can_not_do_is_refused(kwargs, message):

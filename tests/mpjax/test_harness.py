@@ -203,6 +203,18 @@ def test_a_long_prompt_loses_its_beginning(harness, tiny, prompts):
         model.generate_until(requests("generate_until", ("x", {"max_gen_toks": 16})))
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("text", ["日本語の文章です。", "👩‍👧", "größer\n  x = 1\n"])
+def test_a_prompt_loses_no_more_than_it_must(harness, tiny, prompts, text, adds_bos):
+    lm = with_tokenizer(tiny, adds_bos=adds_bos)
+    model = harness.HarnessLM(lm, max_length=24, max_new_tokens=4)
+    model.generate_until(requests("generate_until", (text * 40, {})))
+    [[prompt]] = prompts
+    assert (text * 40).endswith(prompt)
+    # At most the rest of one character is missing, which is up to three tokens.
+    assert 17 <= len(lm.tokenizer.encode(prompt)) <= 20
+
+
 def test_a_chat_begins_with_one_bos(harness, tiny):
     lm = with_tokenizer(tiny, adds_bos=True, chat_templates={"default": CHAT})
     model = harness.HarnessLM(lm)
@@ -228,6 +240,42 @@ def test_a_turn_that_has_begun_stays_open(harness, tiny):
     assert text == "<|endoftext|>user: 2 + 2?\n<|endoftext|>assistant: Answer:"
     assert model.chat_template(True) == CHAT
     assert model.chat_template(False) is None
+    for refused, message in (([], "messages is empty"), ([{"role": "user"}], "has content None")):
+        with pytest.raises(ValueError, match=message):
+            model.apply_chat_template(refused, add_generation_prompt=False)
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ CONTENT }}<|im_end|>{% endfor %}"
+SHOWN = "m.content.split('</think>')[-1]"
+
+
+@pytest.mark.parametrize("message", ["A: 7", "end", "m", ">", "", " ", "x ", "</think>A"])
+@pytest.mark.parametrize("trims", [False, True])
+def test_a_begun_turn_is_not_sought_in_the_markup(harness, tiny, message, trims):
+    source = TURN.replace("CONTENT", "m.content | trim + ' '" if trims else SHOWN)
+    model = harness.HarnessLM(with_tokenizer(tiny, chat_templates={"default": source}))
+    begun = [{"role": "assistant", "content": message}]
+    text = model.apply_chat_template(begun, add_generation_prompt=False)
+    shown = message.strip() if trims else message.removeprefix("</think>")
+    assert text == f"<|im_start|>assistant: {shown}"
+
+
+def test_a_chat_template_can_be_named(harness, tiny):
+    templates = {"default": CHAT, "short": "{{ messages[-1].content[:40] }}!"}
+    model = harness.HarnessLM(with_tokenizer(tiny, chat_templates=templates))
+    chat, usual = [{"role": "user", "content": "hi"}], "<|endoftext|>user: hi\nassistant:"
+    assert model.apply_chat_template(chat) == usual
+    assert model.chat_template("short") == templates["short"]
+    assert [model.apply_chat_template(chat, prompt) for prompt in (True, False)] == ["hi!", "hi"]
+    assert model.tokenizer_name != str(tiny.source)
+    with pytest.raises(ValueError, match="doesn't write the end of the last message"):
+        model.apply_chat_template([{"role": "user", "content": "x" * 40}], False)
+    for name, expected in ((True, CHAT), ("default", CHAT), ("", None), (None, None)):
+        assert model.chat_template(name) == expected
+        assert model.apply_chat_template(chat) == usual
+    assert model.tokenizer_name == str(tiny.source)
+    with pytest.raises(ValueError, match="no chat template 'rag': name one of default, short"):
+        model.chat_template("rag")
 
 
 @pytest.mark.parametrize(
@@ -322,9 +370,21 @@ def test_lm_eval_runs_tasks(harness, tiny, tiny_folder):
     assert again["results"]["roll"] != found["results"]["roll"]
 
 
-def test_a_name_needs_a_folder(harness):
-    with pytest.raises(ValueError, match="lacks pretrained="):
-        harness.HarnessLM.create_from_arg_string("precision=W4A16KV8")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pretrained": None}, "lacks pretrained="),
+        ({"device": "cuda:0"}, "device is 'cuda:0', and JAX chooses .* CUDA_VISIBLE_DEVICES or"),
+        ({"max_batch_size": 64}, "max_batch_size is 64, .* give the number as batch_size"),
+        ({"batch_size": "auto"}, "batch_size is 'auto'; expected a whole number"),
+    ],
+)
+def test_what_lm_eval_passes_is_read_or_refused(harness, tiny_folder, options, message):
+    usual = {"batch_size": "4", "max_batch_size": None, "device": None}
+    create = harness.HarnessLM.create_from_arg_string
+    assert create(f"pretrained={tiny_folder}", usual).batch_size == 4
+    with pytest.raises(ValueError, match=message):  # before anything is loaded
+        create("precision=W4A16KV8,pretrained=no/such/folder", usual | options)
 
 
 def test_without_the_extra(monkeypatch):

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arithmetic import largest_magnitude
 from pallas_kernels.codes import float8
 from pallas_kernels.formats import WeightFormat
 
@@ -39,7 +40,8 @@ class QuantizedActivations:
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """X again, computed in float32."""
         groups = self.scales.shape[-1]
-        values = self.values.astype(jnp.float32).reshape(*self.shape[:-1], groups, -1)
+        runs = *self.shape[:-1], groups, self.shape[-1] // groups
+        values = self.values.astype(jnp.float32).reshape(runs)
         return (values * self.scales[..., None]).reshape(self.shape).astype(dtype)
 
 
@@ -48,17 +50,21 @@ def quantize_activations(
 ) -> QuantizedActivations:
     """Rounds x [..., K] to what `format` multiplies with.
 
-    The scale of a token is its largest magnitude over 127 (int8) or 448 (float8). Formats with
-    FP8 weights in groups have one for each token and group (DeepSeek-V3). A pure function of x:
-    under `jit`, XLA fuses it into whatever produces x.
+    The scale of a token is its largest magnitude over 127 (int8) or 448 (float8), and NaN where
+    the token has NaN or infinities. Formats with FP8 weights in groups have one for each token and
+    group (DeepSeek-V3). A pure function of x: under `jit`, XLA fuses it into whatever produces x.
+    There may be no tokens.
     format: a WeightFormat, or what WeightFormat.parse reads, such as "int8/int8".
     dtype: of products with the result; that of x where it is None.
 
-    Raises ValueError where the format has 16-bit activations, or groups that don't divide K.
+    Raises ValueError where the format has 16-bit activations, or groups that don't divide K, and
+    where x has no channels.
     """
     format = WeightFormat.of(format)
     if format.activations is None:
         raise ValueError(f"{format} multiplies 16-bit activations: there is nothing to quantise")
+    if not x.shape or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {x.shape}; expected [..., K] with one channel or more")
     channels = x.shape[-1]
     size = format.group_size if format.codes == "float8" and format.group_size else channels
     if channels % size:
@@ -67,7 +73,7 @@ def quantize_activations(
         )
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], channels // size, size)
     top = 127.0 if format.activations == "int8" else float8.LARGEST
-    peaks = jnp.abs(wide).max(-1)
+    peaks = largest_magnitude(wide, -1)
     peaks = jnp.where(peaks < NEARLY_ZERO, top, peaks)
     scales = peaks * (1 / top)
     scaled = wide * (top / peaks)[..., None]  # one division for each scale

@@ -78,6 +78,17 @@ def of_kernel(*, interpret: bool) -> Arithmetic:
     return PLAIN if interpret else PTX
 
 
+def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    """max|x| of float32 along axes; NaN where any of these is NaN or infinite.
+
+    As integers, magnitudes have the same order, and NaN is the largest: on a CPU, XLA's maximum of
+    floats passes over it.
+    """
+    order = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
+    peaks = jax.lax.bitcast_convert_type(order.max(axis), jnp.float32)
+    return peaks + (peaks - peaks)  # an infinity, beside which no other has a code, becomes NaN
+
+
 def times_power(x: jax.Array, exponent: int) -> jax.Array:
     """The product x · 2**exponent, also where the power itself is beyond float32's range."""
     half = exponent // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,10 @@ LEAST_SCALE = 2.0**-20
 
 
 def quantize(
-    weight: jax.Array, format: WeightFormat | str, *, table: jax.Array | None = None
+    weight: jax.Array,
+    format: WeightFormat | str,
+    *,
+    table: jax.typing.ArrayLike | Sequence[float] | None = None,
 ) -> Any:
     """Rounds `weight` [K, N] to the nearest codes of `format`: a QuantizedTensor.
 
@@ -28,7 +32,8 @@ def quantize(
 
     How scales are chosen is said where each kind of codes is: `pallas_kernels/codes`.
     format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
-    table: ascending values [2**bits] for `table…` formats; normal float where it is None.
+    table: ascending values [2**bits] for `table…` formats, taken as float32; normal float where it
+        is None.
 
     Raises ValueError where K is not a multiple of the group size, the table does not fit, or
     weights are NaN, infinite, or too large or all too small for scales in float16. A group that is
@@ -36,11 +41,14 @@ def quantize(
     `jit` they are not, and what can't be rounded gives weights that mean nothing, without a word.
     """
     format = WeightFormat.of(format)
+    entries: Any = table
     if table is not None and is_known(table):
-        values = np.asarray(table, np.float64)
-        if not (np.isfinite(values).all() and (np.diff(values) > 0).all()):
-            raise ValueError(f"table is {values.tolist()}; expected finite values that ascend")
-    packed = _quantize(weight, format, table)
+        entries = np.asarray(table, np.float32)
+        if not (np.isfinite(entries).all() and (np.diff(entries) > 0).all()):
+            raise ValueError(f"table is {entries.tolist()}; expected finite values that ascend")
+    elif table is not None:
+        entries = jnp.asarray(table, jnp.float32)
+    packed = _quantize(weight, format, entries)
     if is_known((weight, packed)):
         if not are_finite(weight):
             damaged = int(jnp.sum(~jnp.isfinite(weight)))
@@ -70,6 +78,7 @@ def _quantize(
     else:
         found = quantize_with_table(values, format, table)
     codes, scales, zeros, channel_scales, table = found
+    zeros = None if zeros is None else zeros.astype(jnp.uint16)  # whole numbers, of float32 or not
     return pack(codes, scales, zeros, format, channel_scales=channel_scales, table=table)
 
 

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.checks import is_known
@@ -61,8 +62,8 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in device memory."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        """Bytes in device memory; of shapes alone, as `jax.eval_shape` gives, what they'd take."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def scales(self) -> jax.Array:
         """Scales [groups, N] in `scale_dtype`, padding groups included; of `liquid4`, the steps."""
@@ -81,12 +82,16 @@ class QuantizedTensor:
     ) -> jax.Array:
         """The matrix [K, N] in the order of the input channels, computed in float32.
 
-        scales: [groups, N] in the place of the tensor's own.
+        scales: [groups, N], without padding groups, in the place of the tensor's own.
+
+        Raises ValueError for another shape, and for `liquid4`, whose steps are integers.
         """
         if scales is None:
             scales = self.scales()[: self.format.groups(self.channels)]
         elif code_kinds.of(self.format).has_channel_scales:
             raise ValueError(f"{self.format} has integer steps, which other scales can't replace")
+        else:
+            _check_scales(self, scales)
         values = code_kinds.of(self.format).dequantize(unpack_codes(self), self, scales)
         if self.permutation is not None:
             values = jnp.zeros_like(values).at[self.permutation].set(values)
@@ -112,10 +117,11 @@ def pack(
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
         `liquid4`, to 255; None for the others, and for symmetric codes: all have 2**(bits − 1).
     format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
-    permutation, channel_scales, table: see QuantizedTensor.
+    permutation: integers [K], each of range(K) once.
+    channel_scales, table: see QuantizedTensor.
 
-    Raises ValueError where a shape or a dtype does not fit, or codes or zero points are too large:
-    these are looked at where they are known, which they are not under `jit`.
+    Raises ValueError where a shape or a dtype does not fit, codes or zero points are too large, or
+    a permutation is none: values are looked at where they are known, as they are not under `jit`.
     """
     format = WeightFormat.of(format)
     _check(codes, scales, zeros, format, permutation, channel_scales, table)
@@ -125,6 +131,8 @@ def pack(
         _check_values("zeros", zeros, 255 if format.codes == "liquid4" else 2**format.bits)
     if format.codes == "liquid4":
         _check_values("scales", scales, 255)
+    if permutation is not None:
+        _check_permutation(permutation)
     return _pack(codes, scales, zeros, format, permutation, channel_scales, table)
 
 
@@ -148,7 +156,7 @@ def _pack(
     return QuantizedTensor(
         _pack_words(codes, format),
         kind.pack_parameters(scales, zeros),
-        permutation,
+        None if permutation is None else permutation.astype(jnp.int32),
         format,
         codes.shape[0] - padding,
         scales.dtype.name,
@@ -199,11 +207,9 @@ def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTenso
     Raises ValueError for another shape, and for `liquid4`, whose steps are integers.
     """
     kind = code_kinds.of(tensor.format)
-    expected = (tensor.format.groups(tensor.channels), tensor.shape[1])
     if kind.has_channel_scales:
         raise ValueError(f"{tensor.format} has integer steps: replace its channel_scales instead")
-    if scales.shape != expected:
-        raise ValueError(f"scales have shape {scales.shape}; {tensor.format} expects {expected}")
+    _check_scales(tensor, scales)
     padding = ((0, len(tensor.parameters) - len(scales)), (0, 0))
     scales = jnp.pad(scales.astype(tensor.scale_dtype), padding)
     return dataclasses.replace(tensor, parameters=kind.pack_parameters(scales, tensor.zeros()))
@@ -267,11 +273,35 @@ def _check(
         raise ValueError(
             f"scales have dtype {scales.dtype}; expected {' or '.join(kind.scale_dtypes)}"
         )
+    for name, indices in (("zeros", zeros), ("permutation", permutation)):
+        if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ValueError(
+                f"{name}: the dtype is {indices.dtype}; expected integers: convert them"
+            )
 
 
 def _check_values(name: str, array: jax.Array, largest: int) -> None:
-    if not (is_known(array) and jnp.issubdtype(array.dtype, jnp.integer)):
+    if not is_known(array):
         return
-    low, high = int(array.min()), int(array.max())
+    with jax.ensure_compile_time_eval():  # under `jit`, too, of what is no argument there
+        low, high = int(array.min()), int(array.max())
     if low < 0 or high > largest:
         raise ValueError(f"{name} are {low} to {high}; expected 0 to {largest}")
+
+
+def _check_permutation(permutation: jax.Array) -> None:
+    if not is_known(permutation):
+        return
+    found = np.asarray(permutation)
+    missing = np.setdiff1d(np.arange(len(found)), found)
+    if missing.size:  # else there is room for nothing else
+        raise ValueError(
+            f"permutation lacks {missing.size} of {len(found)} channels, such as {missing[0]}; "
+            f"expected each of 0 to {len(found) - 1} once"
+        )
+
+
+def _check_scales(tensor: QuantizedTensor, scales: jax.Array) -> None:
+    expected = (tensor.format.groups(tensor.channels), tensor.shape[1])
+    if scales.shape != expected:
+        raise ValueError(f"scales have shape {scales.shape}; {tensor.format} expects {expected}")

@@ -94,7 +94,8 @@ def matmul_terms(
         raise ValueError(f"matmul: x is {x.dtype}; expected floating point beside a packed weight")
     dtype = _out_dtype(x, out_dtype)
     outputs = *x.shape[:-1], weight.shape[1]
-    if 0 in x.shape:
+    if 0 in x.shape:  # any implementation can do that, but not one that does not exist
+        choose("matmul", implementation, "reference", get_args(Implementation), lambda _: None)
         return jnp.zeros((1, *outputs), dtype)
     multiply = functools.partial(_multiply_rows, dtype=dtype, implementation=implementation)
     if isinstance(x, QuantizedActivations):

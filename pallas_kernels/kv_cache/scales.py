@@ -5,10 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arithmetic import largest_magnitude
 from pallas_kernels.codes import float8
 from pallas_kernels.kv_cache.formats import KVFormat
 
 LARGEST_CODE = 127  # of 8s, on either side of zero
+# Smaller scales are subnormal: they may be flushed to zero, and their reciprocals overflow.
+LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 def cache_scales(x: jax.Array, format: KVFormat | str) -> jax.Array:
@@ -19,15 +22,15 @@ def cache_scales(x: jax.Array, format: KVFormat | str) -> jax.Array:
     format: with 8s, whose scales are of channels, or FP8, whose scales are of heads: a KVFormat, or
         what KVFormat.parse reads, such as "KV8s".
 
-    Returns float32 [KV heads, head dim] or [KV heads], 1 where all of x is zero: for keys and
-    values of a layer what `PagedKVCache.create` takes stacked. Raises ValueError for formats that
-    are given no scales.
+    Returns float32 [KV heads, head dim] or [KV heads], 1 where all of x is zero or too small for a
+    scale, NaN where any of x is NaN or infinite: for keys and values of a layer what
+    `PagedKVCache.create` takes stacked. Raises ValueError for formats that are given no scales.
     """
     format = KVFormat.of(format)
     if format.scaling is None:
         raise ValueError(f"{format} is given no scales: KV8s and KVfp8 are")
     is_static = format.scaling == "static"
     axes = tuple(range(x.ndim - 2)) + (() if is_static else (x.ndim - 1,))
-    largest = jnp.abs(x.astype(jnp.float32)).max(axes)
     reach = LARGEST_CODE if is_static else float8.LARGEST
-    return jnp.where(largest == 0, 1.0, largest / reach)
+    scales = largest_magnitude(x.astype(jnp.float32), axes) / reach
+    return jnp.where(scales < LEAST_SCALE, 1.0, scales)

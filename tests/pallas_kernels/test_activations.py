@@ -87,6 +87,34 @@ def test_a_token_of_nearly_zeros_is_finite(text, peak):
 
 
 @each_format
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_scales_tell_of_what_is_no_number(value, text):
+    """In rows so wide that maxima of floats pass over NaN on a CPU."""
+    x = np.ones((3, 4096), np.float32)
+    x[1, 7] = value
+    for function in (quantize_activations, quantized):
+        scales = np.asarray(function(jnp.asarray(x), WeightFormat.parse(text)).scales)
+        assert np.isnan(scales[1, 0])
+        assert np.isfinite(scales[[0, 2]]).all()
+        assert np.isfinite(scales[1, 1:]).all()  # of other groups
+
+
+@each_format
+def test_there_may_be_no_tokens(text):
+    found = quantized(jnp.zeros((2, 0, 256), jnp.bfloat16), WeightFormat.parse(text))
+    groups = 256 // (FORMATS[text] or 256)
+    assert (found.shape, found.scales.shape) == ((2, 0, 256), (2, 0, groups))
+    assert found.dequantize().shape == (2, 0, 256)
+
+
+@each_format
+@pytest.mark.parametrize("shape", [(3, 0), ()])
+def test_there_must_be_channels(shape, text):
+    with pytest.raises(ValueError, match=r"x has shape .*; expected \[..., K\] with one channel"):
+        quantize_activations(jnp.zeros(shape), text)
+
+
+@each_format
 def test_the_largest_magnitude_has_the_largest_value(text, rng):
     x = rng.standard_normal((3, 256)).astype(np.float32)
     peaks = rng.integers(0, 256, 3)

@@ -176,6 +176,23 @@ def test_division_on_the_gpu(dtype):
     assert_divided(divide(jnp.full(scales.shape, 2.0), jnp.asarray(scales)), scales)
 
 
+@pytest.mark.parametrize("axis", [-1, (0, 2)])
+def test_the_largest_magnitude_of_numbers(axis, rng):
+    x = rng.standard_normal((2, 3, 4096)).astype(np.float32)
+    found = arithmetic.largest_magnitude(jnp.asarray(x), axis)
+    np.testing.assert_array_equal(found, np.abs(x).max(axis))
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_the_largest_magnitude_passes_over_nothing(value, transform):
+    """Of rows so wide that maxima of floats pass over NaN on a CPU."""
+    x = np.ones((3, 4096), np.float32)
+    x[1, 7] = value
+    found = transform(lambda x: arithmetic.largest_magnitude(x, -1))(jnp.asarray(x))
+    np.testing.assert_array_equal(found, [1, np.nan, 1])
+
+
 def test_division_by_next_to_nothing_is_infinite():
     assert arithmetic.divide(jnp.array(2.0), jnp.array(2.0**-127)) == np.inf
 

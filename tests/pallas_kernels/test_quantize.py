@@ -304,6 +304,16 @@ def test_tables_that_nothing_can_be_looked_up_in_are_refused(values):
         quantize(jnp.ones((64, 8)), WeightFormat.parse("table2:g64"), table=jnp.asarray(values))
 
 
+@pytest.mark.parametrize("dtype", [list, "float16", "bfloat16", "float64", "int32"])
+def test_a_table_is_taken_as_float32(dtype):
+    table = np.array([-2, -1, 0, 3], np.float32)
+    weight, format = jnp.asarray(random_weight(8)), WeightFormat.parse("table2:g32")
+    other = table.tolist() if dtype is list else table.astype(jnp.dtype(dtype))
+    expected = quick_quantize(weight, format, table=table)
+    for function in (quantize, quick_quantize):
+        jax.tree.map(np.testing.assert_array_equal, function(weight, format, table=other), expected)
+
+
 @each_format
 def test_the_format_may_be_text(text):
     found, expected = (

@@ -110,8 +110,8 @@ def test_a_format_knows_the_bytes(text, shape):
     format = WeightFormat.parse(text)
     weight = jax.ShapeDtypeStruct(shape, jnp.float32)
     tensor = jax.eval_shape(lambda weight: quantize(weight, format), weight)
-    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tensor))
-    assert format.nbytes(shape) == nbytes
+    found = tensor.nbytes if format.is_packed else tensor.size * tensor.dtype.itemsize
+    assert format.nbytes(shape) == found
 
 
 @pytest.mark.parametrize("text", ["uint4:gK", "float8:gK", "int8/int8"])
@@ -120,9 +120,7 @@ def test_a_format_knows_the_bytes_of_any_number_of_channels(text, channels):
     format = WeightFormat.parse(text)
     weight = jax.ShapeDtypeStruct((channels, 3), jnp.float32)
     tensor = jax.eval_shape(lambda weight: quantize(weight, format), weight)
-    assert format.nbytes((channels, 3)) == sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tensor)
-    )
+    assert format.nbytes((channels, 3)) == tensor.nbytes
 
 
 @pytest.mark.parametrize("text", ["uint8:g32", "table3:g32", "float8:g128", "liquid4:g64"])
@@ -162,6 +160,13 @@ def test_replace_scales_needs_one_scale_for_each_group(rng):
     assert len(tensor.parameters) == 4  # one of padding
     with pytest.raises(ValueError, match=r"shape \(4, 3\); uint4:g32 expects \(3, 3\)"):
         replace_scales(tensor, tensor.scales())
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3), (3, 1), (3,)])
+def test_dequantize_needs_one_scale_for_each_group(shape, rng):
+    tensor = PlainWeight.random(rng, FORMAT, 96, 3).pack()
+    with pytest.raises(ValueError, match=r"have shape \(.*\); uint4:g32 expects \(3, 3\)"):
+        tensor.dequantize(scales=jnp.ones(shape))
 
 
 FORMAT = WeightFormat.parse("uint4:g32")
@@ -216,6 +221,24 @@ FLOAT8 = INT8 | {
         (UINT4, {"zeros": None}, r"zeros.*None.*expects \(2, 4\)"),
         (TABLE2, {"zeros": np.ones((2, 4), np.uint8)}, r"zeros.*\(2, 4\).*expects None"),
         (UINT4, {"permutation": np.arange(32, dtype=np.int32)}, r"permutation.*\(32,\).*\(64,\)"),
+        (
+            UINT4,
+            {"zeros": np.full((2, 4), 300.0)},
+            "zeros: the dtype is float64; expected integers",
+        ),
+        (UINT4, {"zeros": np.full((2, 4), -3.5, np.float16)}, "zeros: the dtype is float16"),
+        (
+            UINT4,
+            {"permutation": np.arange(64.0)},
+            "permutation: the dtype is float64; expected int",
+        ),
+        (
+            UINT4,
+            {"permutation": np.zeros(64, np.int32)},
+            "lacks 63 of 64 channels, such as 1; .* 63",
+        ),
+        (UINT4, {"permutation": np.arange(64) - 1}, "lacks 1 of 64 channels, such as 63"),
+        (UINT4, {"permutation": np.arange(64) + 1}, "lacks 1 of 64 channels, such as 0"),
         (UINT4, {"channel_scales": np.ones(4, np.float32)}, r"channel_scales.*\(4,\).*None"),
         (
             LIQUID4,
@@ -238,6 +261,23 @@ def test_pack_refuses(base, change, message):
     assert jax.eval_shape(lambda: pack(**base)).shape == (64, 4)
     with pytest.raises(ValueError, match=message):
         pack(**(base | change))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64])
+def test_a_permutation_is_stored_as_int32(dtype, rng):
+    plain, order = PlainWeight.random(rng, FORMAT, 64, 4), rng.permutation(64)
+    tensor = plain.pack(order.astype(dtype))
+    assert_packed(tensor, plain, order)
+    assert_same(tensor.permutation, order.astype(np.int32))
+
+
+def test_pack_looks_at_what_is_known_under_jit():
+    arrays = {name: jnp.asarray(UINT4[name]) for name in ("codes", "scales", "zeros")}
+    arguments = UINT4 | arrays | {"permutation": jnp.arange(64)}
+    assert jax.jit(lambda: pack(**arguments))().shape == (64, 4)
+    arguments["zeros"] += jnp.uint8(17)
+    with pytest.raises(ValueError, match="zeros are 17 to 17"):
+        jax.jit(lambda: pack(**arguments))()
 
 
 @each_kind

@@ -109,8 +109,9 @@ def test_integers_are_refused(rng):
 
 def test_unknown_implementations_are_refused(rng):
     weight = random_weight(rng, "uint4:g32", 64, 10)
-    with pytest.raises(ValueError, match="unknown implementation 'cuda': expected triton"):
-        matmul(jnp.ones((2, 64)), weight, implementation="cuda")  # type: ignore[arg-type]
+    for x in (jnp.ones((2, 64)), jnp.ones((0, 64))):
+        with pytest.raises(ValueError, match="unknown implementation 'cuda': expected triton"):
+            matmul(x, weight, implementation="cuda")  # type: ignore[arg-type]
 
 
 def int8_rows(scales: tuple[int, ...], dtype: str = "int8") -> QuantizedActivations:

@@ -21,6 +21,35 @@ def test_the_largest_value_is_the_largest_code(text, reach, rng):
     np.testing.assert_allclose(scales, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("text", ["KV8s", "KVfp8"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_scales_tell_of_what_is_no_number(transform, value, text):
+    """Of so many tokens that maxima of floats pass over NaN on a CPU."""
+    x = np.ones((4096, 2, 64), np.float32)
+    x[7, 1, 3] = value
+    scales = np.asarray(transform(lambda x: cache_scales(x, text))(jnp.asarray(x)))
+    expected = np.zeros(scales.shape, bool)
+    expected[(1, 3) if text == "KV8s" else 1] = True
+    np.testing.assert_array_equal(np.isnan(scales), expected)
+
+
+@pytest.mark.parametrize("text", ["KV8s", "KVfp8"])
+@pytest.mark.parametrize("value", [0, 1e-37, 1e-38, 1e-40])
+def test_what_is_too_small_for_a_scale_has_one_that_the_cache_takes(value, text):
+    scales = cache_scales(jnp.full((3, 2, 4), value), text)
+    np.testing.assert_array_equal(scales, 1)
+    PagedKVCache.create(
+        layers=1,
+        batch=1,
+        max_tokens=16,
+        kv_heads=2,
+        head_dim=4,
+        format=text,
+        scales=jnp.stack([scales, scales])[None],
+    )
+
+
 def test_other_formats_are_given_none():
     with pytest.raises(ValueError, match="K4V8 is given no scales: KV8s and KVfp8 are"):
         cache_scales(jnp.ones((4, 2, 8)), KVFormat(4, 8))

@@ -119,6 +119,10 @@ class Decoder(nnx.Module):
         fresh: the cache is known to be empty (static): attention then reads the prompt itself.
         every_position: predict what follows each of the tokens, not only the last (static).
 
+        In formats with blocks (KV4c, K4cV4c, KV2) new tokens see those before them in the cache's
+        codes where a block ended between them, and in 16 bits else: what is predicted is that of
+        single tokens as long as none of the steps goes past the end of a block.
+
         Raises ValueError, where values are known, for more tokens than the cache has room for,
         counts that tokens don't have, and a cache that is not fresh; under `jit` the caller sees to
         that, and what doesn't fit is not written.

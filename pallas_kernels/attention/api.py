@@ -43,7 +43,9 @@ def paged_attention(
         starts[b] + t. Query heads are a multiple of the pages' KV heads (GQA, MQA, MHA). Or
         packed, [tokens, query heads, head dim]: the counts[b] tokens of a sequence come after those
         of the one before, so that counts are the differences of cumulative lengths.
-    pages, block_tables: one layer of the cache, after `append`.
+    pages, block_tables: one layer of the cache, after `append`. Of formats with blocks, new tokens
+        past the end of one see what is before that end in codes, and so do those before it: as
+        single tokens they would see their own block in 16 bits.
     starts, counts: int32 [batch], as given to `append`: starts[b] + counts[b] keys count, and
         rows past counts[b], or packed ones past the last sequence, are padding whose output means
         nothing. What stands behind them in pages of the table must be finite (KVPages).

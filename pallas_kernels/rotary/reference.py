@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,15 @@ from pallas_kernels.rounding import narrow
 from pallas_kernels.rowwise.reference import rms_norm
 
 
-class HeadNorms(NamedTuple):
-    """RMS norms over each query's and key's head dimension (Qwen3)."""
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["query", "key"], meta_fields=["epsilon"]
+)
+@dataclasses.dataclass(frozen=True)
+class HeadNorms:
+    """RMS norms over each query's and key's head dimension (Qwen3).
+
+    epsilon: a Python number, which kernels are compiled for; under `jit` it is part of the type.
+    """
 
     query: jax.Array  # [head dim]
     key: jax.Array  # [head dim]

@@ -70,11 +70,13 @@ class Scene:
         *,
         transform_queries: bool = True,
     ) -> tuple[jax.Array, KVPages]:
-        """By a compiled implementation, or the public function, of `rotate_and_append`."""
+        """By a compiled implementation, or the public function, of `rotate_and_append`.
+
+        Norms are an argument of `jit`, too: their epsilon must stay a number there.
+        """
 
         @jax.jit
-        def compute(arguments: Any, weights: Any) -> Any:
-            norms = None if weights is None else HeadNorms(*weights, EPSILON)
+        def compute(arguments: Any, norms: HeadNorms | None) -> Any:
             return function(
                 *arguments,
                 dtype=jnp.dtype(self.dtype),
@@ -83,8 +85,10 @@ class Scene:
                 transform_queries=transform_queries,
             )
 
-        weights = None if self.norms is None else tuple(jnp.asarray(w) for w in self.norms)
-        return compute(self.arrays if arrays is None else arrays, weights)
+        norms = None
+        if self.norms is not None:
+            norms = HeadNorms(*map(jnp.asarray, self.norms), EPSILON)
+        return compute(self.arrays if arrays is None else arrays, norms)
 
     @property
     def turns_by_quarters(self) -> bool:

@@ -242,7 +242,8 @@ class HarnessLM(TemplateLM):
         if (room := self.max_length - arguments.max_new_tokens) < 1:
             raise ValueError(f"{arguments.max_new_tokens} new tokens leave no room for a context")
         context = context.removeprefix(self._added)
-        while (count := len(found := self.tokenizer.backend.encode(context))) > room and context:
+        while (count := len(self.tokenizer.encode(context))) > room and context:
+            found = self.tokenizer.backend.encode(context)
             # Where each token of the text ends; bos and the like are added again to the rest.
             added = zip(found.offsets, found.special_tokens_mask, strict=True)
             ends = [end for (_, end), special in added if not special]

@@ -30,6 +30,10 @@ from pallas_kernels.gemm.warpgroup_program import Arguments, Call, Program, Shar
 from pallas_kernels.gemm.warpgroups import why_unsound
 from pallas_kernels.quantized_tensor import QuantizedTensor
 
+# Of x, which the programs of a band of rows read again and again: a third of Hopper's L2 cache, for
+# words and products pass through it, too. Twice as many are not worth reading the words twice.
+BAND_BYTES = 2**24
+
 
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def matmul_terms(
@@ -58,6 +62,9 @@ def matmul_terms(
     is_turned = jnp.issubdtype(out_dtype, jnp.floating) and jnp.dtype(out_dtype).itemsize in (2, 4)
     dtype = jnp.dtype(out_dtype if is_turned and (splits == 1 or is_cluster) else jnp.float32)
     assert why_unsound(config, format) is None
+    tiles = pl.cdiv(rows, config.tile_m)
+    bands = rows * weight.padded_channels * values.dtype.itemsize // BAND_BYTES
+    band_tiles = pl.cdiv(tiles, max(1, bands))
     call = Call(
         format=format,
         scale_dtype=weight.scale_dtype,
@@ -67,10 +74,13 @@ def matmul_terms(
         operand=values.dtype,
         sum_dtype=jnp.dtype(jnp.int32 if values.dtype == jnp.int8 else jnp.float32),
         axis="split" if is_cluster else None,
+        band_tiles=band_tiles if band_tiles < tiles else None,
         interpret=interpret,
     )
     # The last one changes first: tiles that share words run at about the same time.
-    grid = {"column": pl.cdiv(outputs, config.tile_n), "row": pl.cdiv(rows, config.tile_m)}
+    grid = {"column": pl.cdiv(outputs, config.tile_n), "row": band_tiles}
+    if band_tiles < tiles:
+        grid = {"band": pl.cdiv(tiles, band_tiles), **grid}
     cluster = {"split": splits} if is_cluster else {}
     if not is_cluster:
         grid = {"split": splits, **grid}
@@ -101,7 +111,14 @@ def _kernel(call: Call, *references: Any, **shared: Any) -> None:
     x_scales = others.pop() if others else None
     arguments = Arguments(x, words, parameters, table, channel_scales, x_scales, out)
     program = Program.here(call, arguments, Shared(**shared))
-    warpgroup, config = program.warpgroup, call.config
+    if call.band_tiles is None:
+        _run(program)
+    else:  # the last band may have fewer tiles
+        pl.when(program.first_row < out.shape[1])(functools.partial(_run, program))
+
+
+def _run(program: Program) -> None:
+    call, warpgroup, config = program.call, program.warpgroup, program.call.config
 
     @pl.when(warpgroup == config.warpgroups)
     def _copy() -> None:

@@ -19,6 +19,7 @@ class Call(NamedTuple):
     """What is static in a product.
 
     axis: of the cluster whose programs add their splits, or None where there is none.
+    band_tiles: of rows, whose programs come before those of the next band; None in a single band.
     """
 
     format: WeightFormat
@@ -29,6 +30,7 @@ class Call(NamedTuple):
     operand: jnp.dtype
     sum_dtype: jnp.dtype
     axis: str | None
+    band_tiles: int | None
     interpret: bool
 
     @property
@@ -164,7 +166,10 @@ class Program:
     def here(cls, call: Call, arguments: Arguments, shared: Shared) -> Program:
         """The program that runs this, by its place in the grid."""
         warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
-        first_row = jax.lax.axis_index("row") * call.config.tile_m
+        tile = jax.lax.axis_index("row")
+        if call.band_tiles is not None:
+            tile += jax.lax.axis_index("band") * call.band_tiles
+        first_row = tile * call.config.tile_m
         first_output = jax.lax.axis_index("column") * call.config.tile_n
         blocks = arguments.x.shape[1] // call.format.block
         first, last = split * blocks // call.splits, (split + 1) * blocks // call.splits

@@ -38,6 +38,7 @@ def call_of(text: str, config: WarpgroupConfig, *, interpret: bool = False) -> C
         operand=jnp.dtype("float8_e4m3fn") if operand.name == "float8" else operand,
         sum_dtype=jnp.dtype(jnp.int32) if operand == jnp.int8 else FLOAT,
         axis="split" if config.is_cluster and not interpret else None,
+        band_tiles=None,
         interpret=interpret,
     )
 

@@ -108,6 +108,32 @@ def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dty
             np.testing.assert_array_equal(np.asarray(product), rounded)
 
 
+@pytest.mark.parametrize(
+    "interpret",
+    [pytest.param(True, marks=interpreted_here), pytest.param(False, marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        *(("uint4:g128", WarpgroupConfig(rows, 2, 2)) for rows in (40, 16)),
+        *(("int8/int8", WarpgroupConfig(24, 3, 1)), ("table4:g64", WarpgroupConfig(64, 2, 1))),
+    ],
+    ids=str,
+)
+def test_bands_of_rows(text, config, interpret, rng, monkeypatch, request):
+    """The last one has a single tile, and less; the bits are those of a single band."""
+    if not interpret:
+        request.getfixturevalue("wgmma")
+    weight = integer_weight(rng, text, 512, 192)
+    x = integer_activations(rng, weight, 4 * config.tile_m + 9, "bfloat16")
+    run = functools.partial(mosaic.matmul_terms.__wrapped__, interpret=interpret)
+    whole = run(x, weight, config, jnp.dtype(jnp.float32))
+    nbytes = jax.tree.leaves(x)[0].nbytes
+    monkeypatch.setattr(mosaic, "BAND_BYTES", nbytes // 3)
+    terms = run(x, weight, config, jnp.dtype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(terms), np.asarray(whole))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e4m3fn", "int8"])
 def test_lowers_for_any_output(dtype, lower_for_cuda):
     weight, x = weight_struct("uint4:g128", 512, 128), jax.ShapeDtypeStruct((40, 512), jnp.bfloat16)

@@ -39,15 +39,16 @@ class Tile(NamedTuple):
 # instead of 186 at K12288 N4096.
 FUSED_ROWS, FUSED_ROWS_OF_TABLES, FUSED_ROWS_OF_FLOAT8 = 256, 128, 32
 FUSED_ROWS_OF_LEVELS = 2048
-# To so many, warpgroups are the fastest where they can multiply: uint4:g128 measured at all shapes
-# of gemm.shapes, others at K4096 N24576, on the H200. Of 4096 rows they are level with cuBLAS and a
-# copy: 1050 µs and 1038 at K4096 N24576, 492 and 517 at K12288 N4096. Of up to FEW_ROWS, it is
-# tables and codes of four bits, and only where Pallas need not copy x; of fewer than ROWS, tables
-# alone: a model adds the splits of Triton's product where it is read, and decodes one sequence in
-# 2159 µs a token instead of 2183, though alone a product takes up to 14 % longer.
+# To so many, warpgroups are the fastest where they can multiply, measured on the H200 at K4096
+# N24576: of 4096 rows uint8:g128 takes 1041 µs, and 1065 with cuBLAS and a copy, but 2062 and 2045
+# of 8192. uint4 stays ahead (2004 and 2029, 1004 and 1053 at K12288 N4096; 16384 rows of K8192
+# N10240: 3679 and 3706), but in groups of 32 (2091 and 2066). Of up to FEW_ROWS, it is tables and
+# codes of four bits, and only where Pallas need not copy x; of fewer than ROWS, tables alone: a
+# model adds the splits of Triton's product where it is read, and decodes one sequence in 2159 µs a
+# token instead of 2183, though alone a product takes up to 14 % longer.
 WARPGROUP_ROWS = 4096
-# Of 1024 rows, tables of four and three bits take 284 and 269 µs at K4096 N24576, where cuBLAS
-# takes 254 and writing the weight out 67: of 4096 rows there is nothing left to gain.
+# Of 4096 rows, tables of four and three bits take 1081 and 1053 µs at K4096 N24576, and 1064 and
+# 1061 with cuBLAS and a copy: there is nothing left to gain.
 WARPGROUP_ROWS_OF_TABLES = 2048
 # For more and more rows, measured on the H200.
 TILES = tuple(Tile(rows, 64, 4) for rows in (8, 16, 32, 64, 128))
@@ -136,7 +137,7 @@ def _suits_warpgroups(rows: int, format: WeightFormat, outputs: int, limits: Lim
         return has_table
     if rows <= FEW_ROWS:
         return (has_table or format.codes == "uint4") and rows % ROWS == 0
-    if format.activations:
+    if format.activations or (format.codes == "uint4" and format.group_size != 32):
         return True
     return rows <= (WARPGROUP_ROWS_OF_TABLES if has_table else WARPGROUP_ROWS)
 

@@ -174,12 +174,8 @@ def _store(
         return
     is_int8 = ref.values.dtype == jnp.int8
     top = 127.0 if is_int8 else LARGEST_FLOAT8
-    # As integers, magnitudes have the same order, and NaN, of which the scale must tell, is the
-    # largest: maxima of floats pass over it here.
-    order = jax.lax.bitcast_convert_type(wide, jnp.int32) & jnp.int32(0x7FFFFFFF)
-    peak = jax.lax.bitcast_convert_type(jnp.max(order), jnp.float32)
+    peak = arithmetic.largest_magnitude(wide, tuple(range(wide.ndim)))
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)
-    peak += peak - peak  # an infinity, beside which no other has a code, becomes NaN
     values = wide * (top / peak)
     if is_int8:
         # Beside 1.5 · 2²³ nothing below 1 has room, and the low bits are those of the integer: one

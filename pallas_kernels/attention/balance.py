@@ -28,13 +28,14 @@ class Task(NamedTuple):
     batch: jax.Array
     split: jax.Array  # the program's number in the sequence, or -1, which has no sink, if it helps
     first: jax.Array  # tile
-    stride: int  # from one to the next
+    stride: Any  # from one to the next; an int where it is known
     end: jax.Array  # before which they are
     slot: jax.Array  # of what is found, among all that is
-    is_piece: bool = False  # whether the program helps
+    told: jax.Array  # where a sequence's pieces begin, or -1 if it has none
+    tells_first: Any  # whether this is the task to tell it
+    tells_last: Any  # whether its slot is where they end; False where that is known
+    is_piece: bool = False  # whether the program only helps
     is_whole: Any = False  # whether nobody helps this sequence
-    is_first: Any = False  # whether it is the first piece of a sequence, or the last one
-    is_last: Any = False
 
 
 class Pieces(NamedTuple):
@@ -107,7 +108,8 @@ class Balance:
         """What the program of a sequence does first."""
         is_whole = self._of(batch, self.left) == 0
         end, slot = self.splits * self.most, batch * self.own + split
-        return Task(batch, split, split, self.splits, end, slot, is_whole=is_whole)
+        tells = jnp.int32(-1), is_whole & (split == 0), False
+        return Task(batch, split, split, self.splits, end, slot, *tells, is_whole=is_whole)
 
     def piece(
         self, batch: jax.Array, split: jax.Array, begin: jax.Array, end: jax.Array
@@ -124,9 +126,29 @@ class Balance:
         helpers = self._before(batch, jnp.where(self.room > 0, self.splits, 0)) + split
         number = helpers + self._before(whose, jnp.where(self.left > 0, 1, 0))
         slot = self.sequences * self.own + number
-        edges = {"is_first": begin == before, "is_last": end == behind}
+        tells = slot, begin == before, end == behind
         stop = first + end - begin
-        return Task(whose, jnp.int32(-1), first, 1, stop, slot, is_piece=True, **edges), end
+        return Task(whose, jnp.int32(-1), first, 1, stop, slot, *tells, is_piece=True), end
+
+    def any_task(
+        self,
+        number: jax.Array,
+        batch: jax.Array,
+        split: jax.Array,
+        begin: jax.Array,
+        end: jax.Array,
+    ) -> tuple[Task, jax.Array]:
+        """Number 0 of a program's tasks, its own, or a piece; and where the next piece begins."""
+        is_own, own = number == 0, self.own_task(batch, split)
+        piece, behind = self.piece(batch, split, begin, end)
+        fields: dict[str, Any] = {
+            name: jnp.where(is_own, getattr(own, name), getattr(piece, name))
+            for name in ("batch", "split", "first", "end", "slot", "told", "tells_first")
+        }
+        # Of two constants, Pallas takes the chosen one for a single bit.
+        fields["stride"] = 1 + is_own.astype(jnp.int32) * (self.splits - 1)
+        fields["tells_last"], fields["is_whole"] = ~is_own & piece.tells_last, is_own & own.is_whole
+        return Task(**fields), jnp.where(is_own, begin, behind)
 
     def tell(self, task: Task, parts: Parts, *, tells: jax.Array) -> None:
         """Tells who joins the results where those of a sequence's pieces are.
@@ -139,11 +161,9 @@ class Balance:
             target = ref.at[task.batch + jnp.arange(1)]
             backend.store(target, jnp.full(1, number), mask=jnp.full(1, mask & tells))
 
-        if task.is_piece:
-            store(parts.firsts, task.slot, task.is_first)
-            store(parts.lasts, task.slot, task.is_last)
-        else:
-            store(parts.firsts, jnp.int32(-1), task.is_whole & (task.split == 0))
+        store(parts.firsts, task.told, task.tells_first)
+        if task.tells_last is not False:
+            store(parts.lasts, task.slot, task.tells_last)
 
     def _of(self, sequence: jax.Array, x: jax.Array) -> jax.Array:
         """A sequence's among those of all."""

@@ -156,18 +156,20 @@ def _kernel(
         attend(task.batch, task.split, store, task)
 
     shares = find_shares()
-    perform(shares, shares.own_task(batch, split))
-    # Pieces have a loop of their own, and shares are found once more for it, which the compiler
-    # can't merge past stores: own tiles are read with nothing for pieces in registers.
-    shares = find_shares()
+    if not config.has_one_loop:
+        perform(shares, shares.own_task(batch, split))
+        # Pieces have a loop of their own, and shares are found once more for it, which the compiler
+        # can't merge past stores: own tiles are read with nothing for pieces in registers.
+        shares = find_shares()
     pieces = shares.pieces(batch, split)
 
-    def perform_piece(_: jax.Array, begin: jax.Array) -> jax.Array:
-        task, begin = shares.piece(batch, split, begin, pieces.end)
+    def perform_next(number: jax.Array, begin: jax.Array) -> jax.Array:
+        left = batch, split, begin, pieces.end
+        task, begin = shares.any_task(number, *left) if config.has_one_loop else shares.piece(*left)
         perform(shares, task)
         return begin
 
-    jax.lax.fori_loop(0, pieces.number, perform_piece, pieces.begin)
+    jax.lax.fori_loop(0, int(config.has_one_loop) + pieces.number, perform_next, pieces.begin)
 
 
 def _attend(

@@ -56,6 +56,7 @@ class AttentionConfig:
     registers: that a thread may have at most, or None for what the assembler finds.
     is_balanced: that programs of short sequences help where others are long (`balance`); they must
         be padded.
+    has_one_loop: that programs which may help read own tiles and others' in one loop, not in two.
     """
 
     tile_rows: int
@@ -67,6 +68,7 @@ class AttentionConfig:
     waiting_splits: int = 0
     registers: int | None = None
     is_balanced: bool = False
+    has_one_loop: bool = False
 
     @property
     def programs(self) -> int:
@@ -214,17 +216,19 @@ def _few_rows(
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
     config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
     config = _with_waiting(config, pages, work, is_brief=is_brief)
-    has_two_loops = config.is_balanced and pages.head_dim <= 128
+    may_help = config.is_balanced and pages.head_dim <= 128
     if has_channels:
-        least = LEAST_CROWDED_REGISTERS if is_brief or has_two_loops else LEAST_REGISTERS
-        least = ENOUGH_REGISTERS if pages.format.key_codes.bits == 2 else least
+        has_long_loop = pages.format.key_codes.bits == 2
+        config = dataclasses.replace(config, has_one_loop=config.is_balanced and has_long_loop)
+        least = LEAST_CROWDED_REGISTERS if is_brief or may_help else LEAST_REGISTERS
+        least = ENOUGH_REGISTERS if has_long_loop else least
         most = registers_for(work.company(keys, most_bytes), warps)
         return dataclasses.replace(config, registers=min(max(most, least), ENOUGH_REGISTERS))
     # With less than enough, the assembler knows better which loop can do with how much.
     most = registers_for(work.beside(keys, config.splits, ahead), warps)
-    if has_two_loops:
+    if may_help:
         most = max(most, LEAST_CROWDED_REGISTERS)
-    is_limited = has_two_loops or most >= ENOUGH_REGISTERS
+    is_limited = may_help or most >= ENOUGH_REGISTERS
     return dataclasses.replace(config, registers=most if is_limited else None)
 
 

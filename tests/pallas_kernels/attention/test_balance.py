@@ -18,7 +18,9 @@ from pallas_kernels.attention.combine import Parts
 
 
 @functools.cache
-def tasks_kernel(batch: int, splits: int, own: int) -> Callable[[jax.Array], Any]:
+def tasks_kernel(
+    batch: int, splits: int, own: int, has_one_loop: bool
+) -> Callable[[jax.Array], Any]:
     """Rows of sequence, split, first tile, stride, end, slot and is_whole of each program's tasks.
 
     And who joins what: Parts. Of sequences of so many tiles, int32 [batch].
@@ -40,12 +42,15 @@ def tasks_kernel(batch: int, splits: int, own: int) -> Callable[[jax.Array], Any
             out_ref[sequence, split, number] = jnp.stack([jnp.int32(x) for x in fields])
 
         def perform(number: jax.Array, begin: jax.Array) -> jax.Array:
-            task, begin = shares.piece(sequence, split, begin, pieces.end)
-            note(1 + number, task)
+            left = sequence, split, begin, pieces.end
+            task, begin = shares.any_task(number, *left) if has_one_loop else shares.piece(*left)
+            note(number, task)
             return begin
 
-        note(0, shares.own_task(sequence, split))
-        jax.lax.fori_loop(0, pieces.number, perform, pieces.begin)
+        if not has_one_loop:
+            note(0, shares.own_task(sequence, split))
+        first = jnp.int32(not has_one_loop)
+        jax.lax.fori_loop(first, 1 + pieces.number, perform, pieces.begin)
 
     def run(lengths: jax.Array) -> Any:
         return backend.pallas_call(
@@ -65,9 +70,11 @@ def tasks_kernel(batch: int, splits: int, own: int) -> Callable[[jax.Array], Any
     return jax.jit(run)
 
 
-def tasks_of(lengths: np.ndarray, splits: int, own: int) -> tuple[list[np.ndarray], Parts]:
+def tasks_of(
+    lengths: np.ndarray, splits: int, own: int, *, has_one_loop: bool = False
+) -> tuple[list[np.ndarray], Parts]:
     """What each program does, and who joins what: see `tasks_kernel`."""
-    run = tasks_kernel(len(lengths), splits, own)
+    run = tasks_kernel(len(lengths), splits, own, has_one_loop)
     out, parts = run(jnp.asarray(lengths, jnp.int32))
     programs = np.asarray(out).reshape(len(lengths) * own, -1, 7)
     return [tasks[tasks[:, 0] >= 0] for tasks in programs], jax.tree.map(np.asarray, parts)
@@ -102,6 +109,10 @@ def test_so_it_is_whatever_the_lengths(lengths, last, numbers):
 
 def check(lengths: np.ndarray, splits: int, own: int) -> None:
     programs, parts = tasks_of(lengths, splits, own)
+    same, of_same = tasks_of(lengths, splits, own, has_one_loop=True)
+    jax.tree.map(np.testing.assert_array_equal, programs, same)
+    np.testing.assert_array_equal(parts.firsts, of_same.firsts)
+    np.testing.assert_array_equal(*(p.lasts[p.firsts >= 0] for p in (parts, of_same)))
     read: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
     pieces: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
     slots = []

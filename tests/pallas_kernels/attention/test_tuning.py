@@ -182,6 +182,15 @@ def test_programs_help_each_other_where_one_sequence_may_be_long(
     assert config.is_balanced == is_balanced
 
 
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4c", "K4cV4c", "KV2"])
+def test_keys_of_two_bits_have_one_loop_where_programs_help(text, monkeypatch):
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    for entries, is_balanced in ((16, False), (256, True)):
+        config = tuning.configure(64, 4, entries, pages_of(text, 8, page_size=256))
+        assert config.is_balanced == is_balanced
+        assert config.has_one_loop == (is_balanced and text == "KV2")
+
+
 @pytest.mark.parametrize(("entries", "splits"), [(64, 1), (65, 2), (4096, 64)])
 def test_none_waits_for_one_long_sequence_in_a_large_packed_batch(entries, splits, monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)

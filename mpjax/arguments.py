@@ -56,9 +56,12 @@ def require_documents(documents: Iterable[str]) -> None:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file; ValueError, naming the file and the byte, for another encoding."""
+    """The text of a UTF-8 file, line ends as they are.
+
+    Raises ValueError, naming the file and the byte, for another encoding.
+    """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not a text in UTF-8: byte {error.start} is "

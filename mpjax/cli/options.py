@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -122,11 +123,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
         text = read_text(file)
     elif prompt == "-":
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(newline="")  # or "\r\n" would become "\n"
         text = sys.stdin.read()
     else:
         return prompt or ""
     # Editors and echo end the last line, and people don't mean it as a part of the prompt.
-    return text.removesuffix("\n")
+    return text.removesuffix("\r\n" if text.endswith("\r\n") else "\n")
 
 
 def read_documents(path: Path) -> list[str]:

@@ -50,6 +50,12 @@ def test_a_text_is_no_list_of_documents():
         require_documents("a text")
 
 
+def test_line_ends_stay_as_they_are(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"a\r\nb\rc\nd\r\n")
+    assert read_text(path) == "a\r\nb\rc\nd\r\n"
+
+
 def test_a_file_of_another_encoding_is_named(tmp_path):
     path = tmp_path / "größe.txt"
     path.write_text("größer\n", encoding="utf-8")

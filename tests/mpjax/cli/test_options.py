@@ -57,6 +57,17 @@ def test_the_prompt_comes_from_one_place(tmp_path, monkeypatch):
             options.read_prompt(*both)
 
 
+@pytest.mark.parametrize(
+    ("written", "prompt"), [(b"a\r\nb\r\n", "a\r\nb"), (b"a\rb\r", "a\rb\r"), (b"a\r\n\n", "a\r\n")]
+)
+def test_a_prompt_keeps_its_line_ends(written, prompt, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(written)
+    assert options.read_prompt(None, file) == prompt
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(written), encoding="utf-8"))
+    assert options.read_prompt("-", None) == prompt
+
+
 def test_a_prompt_file_of_another_encoding_is_named(tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("größer", encoding="latin-1")

@@ -30,7 +30,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         # A little context, then the ids not yet turned into text.
-        self._window: list[int] = self._end(context)
+        self._window: list[int] = []
+        self._run = 0  # byte-fallback tokens at its end
+        self._append(self._end(context))
         # Characters of the window's text that are known already, and how many of these, the last
         # ones, ids to come may change: U+FFFD in the place of a character that is not finished.
         self._emitted = len(self._decode(self._window))
@@ -38,12 +40,10 @@ class TextStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """Take the next ids; return the text that is now certain, often a token or so late."""
-        self._window += [i for i in map(int, ids) if self._has_text(i)]
+        self._append(i for i in map(int, ids) if self._has_text(i))
         # One invalid byte makes byte-fallback tokens all U+FFFD, back to the start of their run:
         # a run is certain when it has ended.
-        complete = len(self._window)
-        while complete and self._window[complete - 1] in self._tokenizer.byte_ids:
-            complete -= 1
+        complete = len(self._window) - self._run
         text = self._decode(self._window[:complete])
         # A byte-level decoder shows the start of an unfinished character as one U+FFFD at the end.
         certain = len(text) - text.endswith(REPLACEMENT)
@@ -52,14 +52,21 @@ class TextStream:
             self._shorten_window(complete)
         elif piece:
             self._emitted, self._unfinished = certain, 0
+            if complete > 4 * CONTEXT:
+                self._cut_window(text, complete)
         return piece
 
     def finish(self) -> str:
         """The rest of the text, whole or not. The stream is then empty and can be used again."""
         text = self._decode(self._window)
         piece = text[self._begin(text) :]
-        self._window, self._emitted, self._unfinished = [], 0, 0
+        self._window, self._run, self._emitted, self._unfinished = [], 0, 0, 0
         return piece
+
+    def _append(self, ids: Iterable[int]) -> None:
+        for index in ids:
+            self._window.append(index)
+            self._run = self._run + 1 if index in self._tokenizer.byte_ids else 0
 
     def _begin(self, text: str) -> int:
         """Where, in the window's text, that begins which was not known before."""
@@ -77,6 +84,15 @@ class TextStream:
             context = self._decode(self._window[start:complete])
         self._window, self._emitted = self._window[start:], len(context)
         self._unfinished = 0
+
+    def _cut_window(self, text: str, complete: int) -> None:
+        # Of bytes that are no text the last may always be unfinished. A cut must not change how the
+        # rest is read, but for what is left of a character in which it is: three bytes at most.
+        start = complete - 2 * CONTEXT
+        kept = self._decode(self._window[start:complete])
+        if kept[3:] and text.endswith(kept[3:]):
+            self._window = self._window[start:]
+            self._emitted += len(kept) - len(text)
 
     def _end(self, context: Sequence[int]) -> list[int]:
         """The last ids of a context, as many as what follows can depend on."""

@@ -81,6 +81,37 @@ def test_a_stream_decodes_a_bounded_window():
         assert len(stream._window) < 16
 
 
+class Counting(dict):
+    looked_up = 0
+
+    def __contains__(self, key):
+        self.looked_up += 1
+        return super().__contains__(key)
+
+
+# Bytes that end where a character is unfinished: no text, and text of which each token has a part.
+@pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("data", [b"\xf0", b"\xe2\x98", b"\x83", b"\x91\xa9\xf0\x9f", b"\xe2a"])
+def test_what_is_no_text_takes_no_longer(name, size, data, monkeypatch):
+    tokenizer, decoded, characters = TOKENIZERS[name], [], "☃👩a"
+    names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    if name == "byte level":  # a character stands for each byte
+        split = tokenizer.backend.pre_tokenizer.pre_tokenize_str(characters)
+        names = dict(zip(characters.encode(), "".join(piece for piece, _ in split), strict=True))
+    ids = [tokenizer.backend.token_to_id(names[byte]) for byte in data * 500]
+    expected, decode = tokenizer.decode(ids), tokenizer.decode
+    counting = Counting(tokenizer.byte_ids)
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids, *rest: decoded.append(len(ids)) or decode(ids, *rest)
+    )
+    monkeypatch.setattr(tokenizer, "byte_ids", counting)
+    pieces, rest = streamed(tokenizer, [ids[i : i + size] for i in range(0, len(ids), size)])
+    assert "".join(pieces) + rest == expected
+    assert sum(decoded) < 40 * len(ids)
+    assert counting.looked_up < 3 * len(ids)
+
+
 def test_a_finished_stream_starts_anew():
     tokenizer = TOKENIZERS["sentencepiece"]
     stream = tokenizer.stream()

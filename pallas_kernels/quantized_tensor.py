@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.checks import is_known
+from pallas_kernels.codes.base import by_group
 from pallas_kernels.formats import WeightFormat
 
 
@@ -120,8 +121,9 @@ def pack(
     permutation: integers [K], each of range(K) once.
     channel_scales, table: see QuantizedTensor.
 
-    Raises ValueError where a shape or a dtype does not fit, codes or zero points are too large, or
-    a permutation is none: values are looked at where they are known, as they are not under `jit`.
+    Raises ValueError where a shape or a dtype does not fit, codes or zero points are too large,
+    code · step + offset of `liquid4` is more than a byte, or a permutation is none: values are
+    looked at where they are known, as they are not under `jit`.
     """
     format = WeightFormat.of(format)
     _check(codes, scales, zeros, format, permutation, channel_scales, table)
@@ -131,6 +133,8 @@ def pack(
         _check_values("zeros", zeros, 255 if format.codes == "liquid4" else 2**format.bits)
     if format.codes == "liquid4":
         _check_values("scales", scales, 255)
+        assert zeros is not None
+        _check_bytes(codes, scales, zeros)
     if permutation is not None:
         _check_permutation(permutation)
     return _pack(codes, scales, zeros, format, permutation, channel_scales, table)
@@ -287,6 +291,20 @@ def _check_values(name: str, array: jax.Array, largest: int) -> None:
         low, high = int(array.min()), int(array.max())
     if low < 0 or high > largest:
         raise ValueError(f"{name} are {low} to {high}; expected 0 to {largest}")
+
+
+def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None:
+    if not is_known((codes, steps, offsets)):
+        return
+    with jax.ensure_compile_time_eval():
+        peaks = by_group(jnp.asarray(codes), len(steps)).max(1)
+        peaks, steps, offsets = (jnp.asarray(x).astype(jnp.int32) for x in (peaks, steps, offsets))
+        largest = int((peaks * steps + offsets).max())
+    if largest > 255:  # a carry into the byte of another code
+        raise ValueError(
+            f"code · step + offset is up to {largest}; expected at most 255, a byte: choose "
+            "smaller steps or offsets"
+        )
 
 
 def _check_permutation(permutation: jax.Array) -> None:

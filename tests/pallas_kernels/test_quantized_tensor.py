@@ -263,6 +263,16 @@ def test_pack_refuses(base, change, message):
         pack(**(base | change))
 
 
+def test_codes_of_liquid4_stay_within_a_byte():
+    codes = np.repeat(np.array([15, 1], np.uint8), 64)[:, None].repeat(4, 1)
+    steps, offsets = (np.full((4, 2), pair, np.uint16).T for pair in ([16, 255], [15, 0]))
+    arguments = LIQUID4 | {"codes": codes, "scales": steps, "zeros": offsets}
+    np.testing.assert_array_equal(pack(**arguments).dequantize(), 127)
+    codes[70, 2] = 2
+    with pytest.raises(ValueError, match=r"code · step \+ offset is up to 510; .* 255, a byte"):
+        pack(**arguments)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
 def test_a_permutation_is_stored_as_int32(dtype, rng):
     plain, order = PlainWeight.random(rng, FORMAT, 64, 4), rng.permutation(64)

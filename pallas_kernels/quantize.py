@@ -12,12 +12,14 @@ import numpy as np
 
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.checks import are_finite, is_known
+from pallas_kernels.codes.float8 import LARGEST
 from pallas_kernels.codes.table import quantize_with_table
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.quantized_tensor import QuantizedTensor, pack
 
-# float16 rounds a smaller scale by 3 % and more, and in the end to zero.
-LEAST_SCALE = 2.0**-20
+# float16 rounds a smaller scale by 3 % and more, and in the end to zero. By one of float32, or of
+# bfloat16, that is smaller nothing is divided.
+LEAST_FLOAT16_SCALE, LEAST_SCALE = 2.0**-20, float(jnp.finfo(jnp.float32).tiny)
 
 
 def quantize(
@@ -36,8 +38,8 @@ def quantize(
         is None.
 
     Raises ValueError where K is not a multiple of the group size, the table does not fit, or
-    weights are NaN, infinite, or too large or all too small for scales in float16. A group that is
-    too small beside larger ones becomes zeros. Values are looked at where they are known: under
+    weights are NaN, infinite, or too large or all too small for the scales. A group that is too
+    small beside larger ones becomes zeros. Values are looked at where they are known: under
     `jit` they are not, and what can't be rounded gives weights that mean nothing, without a word.
     """
     format = WeightFormat.of(format)
@@ -84,18 +86,20 @@ def _quantize(
 
 def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> str | None:
     """Why finite weights are too large, or all too small, for what they became; None if not."""
+    if not isinstance(packed, QuantizedTensor) and packed.dtype == weight.dtype:
+        return None
+    largest = float(_largest(weight))
     if isinstance(packed, QuantizedTensor):
         format, stored = str(packed.format), packed.scales()
-        # Of a scale of one: the largest magnitude that a group can have.
-        reach = (2**packed.format.bits - 1) / 2
-        if packed.table is not None:
-            reach = float(jnp.abs(packed.table).max())
+        if packed.channel_scales is not None:
+            stored = packed.channel_scales
+        least = LEAST_FLOAT16_SCALE if stored.dtype == jnp.float16 else LEAST_SCALE
+        # The most that a code is worth, of any kind: beyond it no largest scale is too small.
+        reach = LARGEST if packed.table is None else float(jnp.abs(packed.table).max())
+        is_small = 0 < largest < least * reach and float(_largest_scale(stored)) < least
     else:
-        format, stored, reach = str(packed.dtype), packed, 1.0
-        if stored.dtype == weight.dtype:
-            return None
-    largest = float(_largest(weight))
-    is_small = stored.dtype == jnp.float16 and 0 < largest < LEAST_SCALE * reach
+        format, stored = str(packed.dtype), packed
+        is_small = stored.dtype == jnp.float16 and 0 < largest < LEAST_FLOAT16_SCALE
     if not is_small and are_finite(stored):
         return None
     return (
@@ -108,3 +112,9 @@ def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> 
 @jax.jit
 def _largest(weight: jax.Array) -> jax.Array:
     return jnp.abs(weight).max()
+
+
+@jax.jit
+def _largest_scale(scales: jax.Array) -> jax.Array:
+    # Of small weights: a one then stands for a scale that is zero, or too small to divide by.
+    return jnp.where(scales < 1, scales, 0).max()

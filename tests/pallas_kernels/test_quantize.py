@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from pallas_kernels import QuantizedTensor, WeightFormat, quantize, unpack
 from pallas_kernels.codes.table import normal_float
+from pallas_kernels.quantize import why_out_of_range
 from tests.pallas_kernels.oracles import PACKED_FORMATS, WEIGHT_FORMATS, wide
 from tests.pallas_kernels.quantizers import oracle
 
 INTEGER_FORMATS = [text + suffix for text in WEIGHT_FORMATS for suffix in ("", ":sym")]
-# One of every kind of codes and of parameters.
-KINDS = [
-    *("uint4:g32", "uint8:gK:sym", "table4:g64", "table3:g32", "table2:g256", "float8:gK"),
-    *("float8:g128", "float8:g128/float8", "int8/int8", "liquid4:g64/int8"),
-]
+# One of every kind of codes and of parameters, by what scales are stored in.
+IN_FLOAT16 = ["uint4:g32", "uint8:gK:sym", "table4:g64", "table3:g32", "table2:g256"]
+IN_FLOAT32 = ["float8:gK", "float8:g128", "float8:g128/float8", "int8:gK/int8", "liquid4:g64/int8"]
+KINDS = [*IN_FLOAT16, *IN_FLOAT32]
 each_format = pytest.mark.parametrize("text", PACKED_FORMATS)
 each_integer_format = pytest.mark.parametrize("text", INTEGER_FORMATS)
 each_kind = pytest.mark.parametrize("text", KINDS)
@@ -334,9 +334,13 @@ def test_what_is_no_number_is_refused(value, text):
     jax.eval_shape(lambda weight: quantize(weight, text), weight)  # not known
 
 
-@pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK:sym", "table4:g64", "float16"])
-@pytest.mark.parametrize(("factor", "too"), [(1e9, "large"), (1e-9, "small")])
-def test_what_scales_in_float16_cannot_hold_is_refused(factor, too, text):
+@pytest.mark.parametrize(
+    ("text", "factor", "too"),
+    [(text, 1e9, "large") for text in [*IN_FLOAT16, "float16"]]
+    + [(text, 1e-9, "small") for text in [*IN_FLOAT16, "float16"]]
+    + [(text, 1e-37, "small") for text in IN_FLOAT32],
+)
+def test_what_scales_cannot_hold_is_refused(factor, too, text):
     weight = np.random.default_rng(0).standard_normal((256, 8)).astype(np.float32)
     quantize(weight, text)
     quantize(weight * 0, text)
@@ -377,20 +381,20 @@ def test_scales_in_float32_hold_what_is_large_and_small(text):
         np.testing.assert_allclose(dense / factor, expected, rtol=0.01)
 
 
-@pytest.mark.parametrize("text", ["uint4:g32", "uint8:g128:sym", "table4:g64", "table2:g256"])
-def test_the_smallest_weights_keep_their_precision(text):
+@pytest.mark.parametrize("has_one_sign", [False, True])  # and a smaller scale of such groups
+@pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK", "uint8:g128:sym", "table2:g256"])
+def test_the_smallest_weights_keep_their_precision(text, has_one_sign):
     """Where they are refused, and not before, rounding of scales is what counts."""
     weight = np.random.default_rng(0).standard_normal((256, 8)).astype(np.float32)
+    weight = np.full_like(weight, 255 * 1.056) if has_one_sign else weight
 
-    def error(weight):
-        dense = np.asarray(dequantize(quick_quantize(weight, WeightFormat.parse(text))))
+    def packed(power):
+        return quick_quantize(weight * 2.0**power, WeightFormat.parse(text))
+
+    def error(power):
+        dense = np.asarray(dequantize(packed(power))) / 2.0**power
         return np.abs(dense - weight).mean() / np.abs(weight).mean()
 
-    def is_refused(power):
-        try:
-            return quantize(weight * 2.0**power, text) is None
-        except ValueError:
-            return True
-
-    last = next(power for power in range(0, -60, -1) if is_refused(power - 1))
-    assert error(weight * 2.0**last) < error(weight) + 0.03
+    powers = range(0, -60, -1)
+    refused = next(p for p in powers if why_out_of_range(weight * 2.0**p, packed(p)))
+    assert error(refused + 1) < error(0) + 0.03

@@ -48,7 +48,7 @@ def load(
         precision = Precision.parse(precision)
     folder = find_folder(path_or_id).resolve()
     if (folder / orbax.DESCRIPTION_NAME).is_file():
-        return orbax.restore(folder, precision=precision, dtype=dtype)
+        return orbax.restore(folder, precision=precision, dtype=dtype, progress=progress)
     if not (folder / huggingface.CONFIG_NAME).is_file():
         raise CheckpointError(
             f"{folder} has neither {huggingface.CONFIG_NAME} nor {orbax.DESCRIPTION_NAME}: "

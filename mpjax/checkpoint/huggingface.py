@@ -16,8 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.progress
 from flax import nnx
 
 from models import CacheScales, ConfigError, Decoder, DecoderConfig, family
@@ -29,6 +27,7 @@ from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import assign_array, assign_linear
 from mpjax.checkpoint.plan import FLOAT_DTYPES, Packing, Plan, make_plan
+from mpjax.checkpoint.progress import loading_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.memory import require_free
 from mpjax.precision import DEFAULT_GROUP_SIZE, Precision
@@ -221,21 +220,10 @@ def _format_to_quantize(
 def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | None) -> None:
     """Puts all weights in their places, waiting for each before the next tensor is mapped."""
     dtype = plan.config.dtype
-    console = rich.console.Console(stderr=True, force_terminal=progress or None)
-    shown = console.is_terminal if progress is None else progress
-    columns = (
-        rich.progress.TextColumn("Loading {task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(),
-        rich.progress.TimeRemainingColumn(),
-    )
-    with rich.progress.Progress(
-        *columns, console=console, transient=True, disable=not shown
-    ) as bar:
-        task = bar.add_task(checkpoint.folder.name, total=plan.file_bytes)
+    with loading_bar(checkpoint.folder, progress, plan.file_bytes) as advance:
 
         def read(info: TensorInfo) -> np.ndarray:
-            bar.advance(task, info.nbytes)
+            advance(info.nbytes)
             return checkpoint.read(info.name)
 
         for array, info in plan.arrays:

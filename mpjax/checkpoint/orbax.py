@@ -30,6 +30,7 @@ from mpjax.checkpoint.layout import (
     linear_parts,
     linear_places,
 )
+from mpjax.checkpoint.progress import loading_bar
 from mpjax.language_model import LanguageModel, weight_precisions
 from mpjax.memory import require_free
 from mpjax.precision import Precision, describe_weights
@@ -106,11 +107,13 @@ def restore(
     *,
     precision: Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    progress: bool | None = None,
 ) -> LanguageModel:
     """Loads what `save` wrote onto the default device, every array bit for bit.
 
     precision, dtype: what the weights must be in, if given; of the precision, the KV format may
     differ from the saved one and replaces it.
+    progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for a folder that `save` did not write, ValueError where precision or
     dtype differ, and mpjax.memory.DeviceMemoryError where the device has not enough memory left.
@@ -123,7 +126,9 @@ def restore(
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     shapes = _arrays(lm.model)
     require_free(sum(_nbytes(shape) for shape in shapes.values()), f"restoring {folder}")
-    _assign_arrays(lm.model, _read_arrays(folder, shapes), description)
+    with loading_bar(folder, progress):  # Orbax reads all arrays at once, and doesn't say how far
+        arrays = _read_arrays(folder, shapes)
+    _assign_arrays(lm.model, arrays, description)
     kv_format = precision.kv if precision else lm.kv_format
     return dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
 

@@ -52,6 +52,16 @@ def test_a_saved_model(folder, tmp_path):
     assert load(tmp_path / "saved", precision="A16KV16").precision == "W4g32A16KV16"
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_bar_shows_that_a_model_is_loaded(is_saved, folder, tmp_path, capfd):
+    if is_saved:
+        orbax.save(load(folder), tmp_path / "saved")
+        folder = tmp_path / "saved"
+    for progress in (False, True):
+        load(folder, progress=progress)
+        assert (f"Loading {folder.name}" in capfd.readouterr().err) == progress
+
+
 def test_a_relative_path_is_remembered_whole(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert load("tiny-llama").source == folder

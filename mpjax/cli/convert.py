@@ -64,13 +64,14 @@ def command(
 
     from mpjax.checkpoint import orbax
 
+    before = _weight_bytes(lm.source)  # which may be the target
     console = rich.console.Console(stderr=True)
     if console.is_terminal:
         with console.status(f"Saving {target}"):
             orbax.save(lm, target, overwrite=overwrite)
     else:
         orbax.save(lm, target, overwrite=overwrite)
-    typer.echo(f"{lm.source}: {_size(_weight_bytes(lm.source))} of weights")
+    typer.echo(f"{lm.source}: {_size(before)} of weights")
     typer.echo(
         f"{target}: {_size(_weight_bytes(target))} of weights, {lm.precision}, "
         f"{_size(lm.nbytes)} in device memory"

@@ -11,6 +11,7 @@ from flax import nnx
 from typer.testing import CliRunner
 
 import mpjax
+from mpjax.checkpoint import orbax
 from mpjax.cli.application import app
 
 
@@ -48,6 +49,21 @@ def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
     assert convert(tiny_folder, target, "--dtype", "bfloat16", "--overwrite").exit_code == 0
     description = json.loads((target / "mpjax.json").read_text())
     assert description["kv_format"] == "KV16"
+
+
+def test_the_size_of_a_source_is_that_before_it_is_replaced(tiny_folder, tmp_path, monkeypatch):
+    convert(tiny_folder, tmp_path, "--dtype", "bfloat16")
+    size = sum(file.stat().st_size for file in (tmp_path / "weights").rglob("*") if file.is_file())
+    save = orbax.save
+
+    def save_more(lm, folder, **options):
+        save(lm, folder, **options)
+        (folder / "weights" / "more").write_bytes(bytes(10**6))
+
+    monkeypatch.setattr(orbax, "save", save_more)
+    before, after = convert(tmp_path, tmp_path, "--overwrite").stdout.splitlines()
+    assert before == f"{tmp_path}: {size / 1e6:.2f} MB of weights"
+    assert not after.startswith(before)
 
 
 def test_scales_are_measured_and_saved(tiny_folder, tmp_path):

@@ -31,6 +31,11 @@ except ImportError as error:
 
 # Marks where a message ends in a rendered chat; the tab is gone where the template trims messages.
 END_OF_MESSAGE = "MPJAX_END_OF_MESSAGE\t"
+# Of model_args: those for `load`, then those of HarnessLM.
+KNOWN_ARGUMENTS = (
+    *("pretrained", "precision", "dtype"),
+    *("batch_size", "max_length", "max_new_tokens"),
+)
 
 
 @register_model("mpjax")
@@ -90,6 +95,11 @@ class HarnessLM(TemplateLM):
             raise ValueError(
                 f"batch_size is {size!r}; expected a whole number, as mpjax doesn't look for the "
                 "largest batch that fits: give one, such as 8"
+            )
+        if unknown := given.keys() - KNOWN_ARGUMENTS:
+            raise ValueError(
+                f"model_args has {', '.join(sorted(unknown))}, which mpjax doesn't know: expected "
+                + ", ".join(KNOWN_ARGUMENTS)
             )
         loading = {name: given.pop(name, None) for name in ("precision", "dtype")}
         return cls(load(given.pop("pretrained"), **loading), **given)

@@ -314,11 +314,7 @@ def read_documents(**_):
     return {"test": importlib.import_module("datasets").Dataset.from_list(DOCUMENTS)}
 
 
-TASK = {
-    "custom_dataset": read_documents,
-    "test_split": "test",
-    "doc_to_text": "{{question}}",
-}
+TASK = {"custom_dataset": read_documents, "test_split": "test", "doc_to_text": "{{question}}"}
 CHOICE = TASK | {
     "task": "choice",
     "output_type": "multiple_choice",
@@ -377,6 +373,7 @@ def test_lm_eval_runs_tasks(harness, tiny, tiny_folder):
         ({"device": "cuda:0"}, "device is 'cuda:0', and JAX chooses .* CUDA_VISIBLE_DEVICES or"),
         ({"max_batch_size": 64}, "max_batch_size is 64, .* give the number as batch_size"),
         ({"batch_size": "auto"}, "batch_size is 'auto'; expected a whole number"),
+        ({"peft": "x", "kv": 4}, "has kv, peft, which .*: expected pretrained, .*, max_new_tokens"),
     ],
 )
 def test_what_lm_eval_passes_is_read_or_refused(harness, tiny_folder, options, message):

@@ -23,6 +23,7 @@ from pallas_kernels.checks import are_between
 from pallas_kernels.gemm.tuning import runs_by_warpgroups
 
 STRIDE = 8
+STOP_IDS = 8  # their number is rounded up to a multiple
 
 
 @functools.partial(
@@ -37,6 +38,18 @@ class Limits:
     stop_ids: jax.Array
     minimum: jax.Array
     maximum: jax.Array
+
+    @classmethod
+    def of(cls, batch: int, stop_ids: Any, minimum: Any, maximum: int) -> Limits:
+        """The same limits for all rows."""
+        ids = jnp.asarray(stop_ids, jnp.int32)
+        # What no vocabulary has is never drawn: so one more stop token compiles nothing anew.
+        padding = (0, -len(ids) % STOP_IDS)
+        return cls(
+            jnp.pad(ids, padding, constant_values=jnp.iinfo(jnp.int32).max),
+            jnp.full(batch, minimum, jnp.int32),
+            jnp.full(batch, maximum, jnp.int32),
+        )
 
 
 @functools.partial(
@@ -303,11 +316,7 @@ def generate_tokens(
             f"seeds have shape {np.shape(seeds)}; expected one for each of {batch} rows"
         )
     sampling = Sampling() if sampling is None else sampling
-    limits = Limits(
-        jnp.asarray(stop_ids, jnp.int32),
-        jnp.full(batch, min_new_tokens, jnp.int32),
-        jnp.full(batch, max_new_tokens, jnp.int32),
-    )
+    limits = Limits.of(batch, stop_ids, min_new_tokens, max_new_tokens)
     keys = row_keys(jnp.arange(batch) if seeds is None else seeds)
     cache = model.create_cache(batch, padded + max_new_tokens, kv_format or KVFormat(), page_size)
     lengths = lengths.astype(jnp.int32)

@@ -248,11 +248,7 @@ def _run(
     special = [i for text in stop if (i := tokenizer.backend.token_to_id(text)) is not None]
     special = [i for i in special if i in tokenizer.special_ids]
     stop_ids = (*(tokenizer.stop_ids or lm.config.stop_ids), *special)
-    limits = Limits(
-        jnp.asarray(stop_ids, jnp.int32),
-        jnp.full(batch, min_new_tokens, jnp.int32),
-        jnp.full(batch, max_new_tokens, jnp.int32),
-    )
+    limits = Limits.of(batch, stop_ids, min_new_tokens, max_new_tokens)
     shape = jax.eval_shape(
         lambda: lm.model.create_cache(batch, padded + room, lm.kv_format, page_size)
     )

@@ -275,6 +275,7 @@ def test_the_same_shapes_are_never_traced_twice(tiny, counted):
     # Another prompt and numbers of the same buckets, other values, seeds and stops.
     other = Sampling(temperature=2, top_p=0.5)
     run("def f(", max_new_tokens=16, min_new_tokens=3, sampling=other, seeds=[4], stop="zzz")
+    run("def f(", max_new_tokens=16, sampling=other, stop=["<|endoftext|>"])  # stops by its id
     drain(mpjax.stream(tiny, "x", max_new_tokens=12, sampling=other, seed=9))
     assert counted() == (1, 1)
     run("x = 1\n" * 10, max_new_tokens=10, sampling=other)  # a longer bucket, the same state

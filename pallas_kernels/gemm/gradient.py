@@ -49,10 +49,17 @@ def _backward(
     of_x = _times_transposed(gradient.astype(x.dtype), weight, scales)
     if scales is None and weight.channel_scales is None and weight.table is None:
         return of_x, _of_weight(weight, None, None), None
-    # What nobody asks for, the compiler leaves out.
-    of_matrix = jnp.einsum("mk,mn->kn", x, gradient, preferred_element_type=jnp.float32)
+    # What nobody asks for, the compiler leaves out. On a mesh with explicit axes, rows that are
+    # divided are summed to where the matrix is.
     learned = scales, weight.channel_scales, weight.table
-    _, pull = jax.vjp(functools.partial(_dense, weight), *learned)
+    matrix, pull = jax.vjp(functools.partial(_dense, weight), *learned)
+    of_matrix = jnp.einsum(
+        "mk,mn->kn",
+        x,
+        gradient,
+        preferred_element_type=jnp.float32,
+        out_sharding=_explicit_sharding(matrix),
+    )
     of_scales, *of_others = pull(of_matrix)
     return of_x, _of_weight(weight, *of_others), of_scales
 
@@ -69,6 +76,12 @@ def _dense(
     """The matrix [K, N] in float32, with what can be learned in the place of the weight's own."""
     tensor = dataclasses.replace(weight, channel_scales=channel_scales, table=table)
     return tensor.dequantize(jnp.float32, scales=scales)
+
+
+def _explicit_sharding(array: jax.Array) -> Any:
+    """The sharding that is a part of an array's type; None without a mesh of explicit axes."""
+    sharding: Any = jax.typeof(array).sharding
+    return None if sharding.mesh.empty else sharding
 
 
 def _of_weight(weight: QuantizedTensor, of_channel_scales: Any, of_table: Any) -> QuantizedTensor:

@@ -152,6 +152,23 @@ def test_of_the_channel_scales(rng):
     assert relative_error(gradient.channel_scales, expected) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("uint4:g32", "scales"), *((text, "x") for text in ("table4:g128", "liquid4:g64/int8"))],
+)
+def test_rows_may_be_divided_along_an_explicit_axis(text, what, rng):
+    x, weight, cotangent = operands(rng, text)
+    expected = product_gradient(what, x, weight, cotangent)
+    mesh = jax.make_mesh((1,), ("row",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x, cotangent = (
+            jax.device_put(array, jax.NamedSharding(mesh, jax.P("row")))
+            for array in (x, as_array(cotangent, "float32"))
+        )
+        gradient = product_gradient(what, x, weight, cotangent)
+    assert relative_error(gradient, wide(expected)) < 1e-5
+
+
 @pytest.mark.parametrize("text", ["uint4:g32", "float8:gK/float8", "int8:gK/int8"])
 def test_codes_have_none(text, rng):
     x, weight, cotangent = operands(rng, text, permuted=True)

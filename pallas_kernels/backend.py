@@ -19,6 +19,7 @@ from jax._src.pallas.triton import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels import manual_axes
 from pallas_kernels.registers import (
     MOST_REGISTERS,
     limit_registers,
@@ -38,11 +39,9 @@ EARLY_LAUNCH_CAPABILITY = 9.0
 # Of shared memory that one program can have, by compute capability (CUDA programming guide).
 SHARED_KIBIBYTES = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227}
 LEAST_SHARED_KIBIBYTES = 99  # of every GPU since Ampere
-
 PAIR_BYTES = 128 * 16**2 + 1024  # of shared memory, what `share_pairs` takes
 
-load = plgpu.load
-store = plgpu.store
+load, store = plgpu.load, plgpu.store
 
 
 class UnsupportedError(ValueError):
@@ -195,9 +194,10 @@ def pallas_call(
             _launches_early.reset(launch)
             _registers.reset(limit)
 
+    arguments = manual_axes.vary_alike(arguments)
     return pl.pallas_call(
         run,
-        out_shape=out_shape,
+        out_shape=manual_axes.like(out_shape, arguments),
         grid=grid,
         input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gemm.config import CHANNELS
+from pallas_kernels.manual_axes import vary_alike
 
 SWIZZLED_BYTES = 128  # of a row of a tile that `wgmma` reads, at most
 COPYING_REGISTERS = 32  # of a thread that only begins copies
@@ -116,14 +117,8 @@ def launch(
         **options,
     )
     result: jax.Array = run(*arguments)
-    # Under `shard_map`, Pallas forgets which axes of a mesh the arguments differ along.
-    varying = frozenset().union(*(_varying(argument) for argument in arguments))
-    return jax.lax.pcast(result, tuple(varying), to="varying") if varying else result
-
-
-def _varying(array: jax.Array) -> frozenset[str]:
-    manual: Any = jax.typeof(array)
-    return frozenset(manual.manual_axis_type.varying)
+    # Under `shard_map`, Mosaic forgets which axes of a mesh the arguments vary along.
+    return vary_alike((result, *arguments))[0]
 
 
 def _interpreter() -> Any:

@@ -18,6 +18,7 @@ from pallas_kernels.gemm.gradient import differentiable
 from pallas_kernels.gemm.heuristic import heuristic
 from pallas_kernels.gemm.limits import can_be_operand, current_limits, why_not_warpgroups
 from pallas_kernels.implementation import choose
+from pallas_kernels.manual_axes import vary_alike
 from pallas_kernels.quantized_tensor import QuantizedTensor, replace_scales
 from pallas_kernels.rowwise.api import quantize_rows
 
@@ -104,7 +105,7 @@ def matmul_terms(
         terms = multiply(_as_rows(x), weight)
     else:
         rows = x.reshape(-1, x.shape[-1])  # [M, K]
-        terms = differentiable(multiply, rows, weight, scales)
+        terms = differentiable(multiply, *vary_alike((rows, weight, scales)))
     return terms.reshape(-1, *outputs)
 
 

@@ -205,9 +205,9 @@ def _draw(
 
     def record(tokens: jax.Array, new: jax.Array) -> jax.Array:
         # What is not alive keeps its zeros; after the last step there is no room for more.
-        old = jax.lax.dynamic_slice(tokens, (0, state.step), (batch, 1))
+        old = jax.lax.dynamic_slice_in_dim(tokens, state.step, 1, axis=1)
         new = jnp.where(alive[:, None], new[:, None], old)
-        return jax.lax.dynamic_update_slice(tokens, new, (0, state.step))
+        return jax.lax.dynamic_update_slice_in_dim(tokens, new, state.step, axis=1)
 
     return dataclasses.replace(
         state,

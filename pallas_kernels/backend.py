@@ -27,9 +27,7 @@ from pallas_kernels.registers import (
     lower_limit_registers,
 )
 
-warnings.filterwarnings(
-    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
-)
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 lowering.register_lowering(limit_registers_p)(lower_limit_registers)
 
 MINIMUM_COMPUTE_CAPABILITY = 8.0  # cp.async, bf16 tensor cores and lop3 arrived with Ampere
@@ -195,7 +193,7 @@ def pallas_call(
             _registers.reset(limit)
 
     arguments = manual_axes.vary_alike(arguments)
-    return pl.pallas_call(
+    launch = pl.pallas_call(
         run,
         out_shape=manual_axes.like(out_shape, arguments),
         grid=grid,
@@ -203,7 +201,9 @@ def pallas_call(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
-    )(*arguments)
+    )
+    with jax.enable_x64(False):  # kernels count in 32 bits
+        return launch(*arguments)
 
 
 class Decoding(Protocol):

@@ -116,7 +116,8 @@ def launch(
         kernel_name=name,
         **options,
     )
-    result: jax.Array = run(*arguments)
+    with jax.enable_x64(False):  # kernels count in 32 bits
+        result: jax.Array = run(*arguments)
     # Under `shard_map`, Mosaic forgets which axes of a mesh the arguments vary along.
     return vary_alike((result, *arguments))[0]
 

@@ -52,6 +52,13 @@ def alone(tiny):
     return mpjax.generate(tiny, PROMPTS[2], max_new_tokens=NEW, sampling=HOT, seeds=[3])
 
 
+def test_it_is_the_same_where_jax_counts_in_64_bits(tiny):
+    options = {"max_new_tokens": NEW, "stop": ["zzz"]}
+    expected = mpjax.generate(tiny, PROMPTS, **options)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        assert mpjax.generate(tiny, PROMPTS, **options).tokens == expected.tokens
+
+
 def test_it_is_generate_tokens_with_a_tokenizer(tiny, hot):
     ids = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
     padded = np.zeros((3, 16), np.int32)

@@ -241,6 +241,18 @@ def test_kernels_let_the_next_one_be_launched_early(capability, machine, lower_f
     np.testing.assert_array_equal(numbers(interpret=True), [0, 1, 2])
 
 
+def test_kernels_count_in_32_bits_where_jax_counts_in_64():
+    x = jnp.arange(64, dtype=jnp.float32).reshape(8, 8)
+
+    def run(x: jax.Array) -> jax.Array:
+        return masked_copy(x, 5, interpret=False)
+
+    expected = str(jax.make_jaxpr(run)(x))
+    with jax.enable_x64(True):
+        assert str(jax.make_jaxpr(run)(x)) == expected
+    assert "i64" not in expected
+
+
 def test_no_kernel_forgets_the_next_one():
     package = Path(backend.__file__).parent
     texts = {path.name: path.read_text() for path in package.rglob("*.py")}

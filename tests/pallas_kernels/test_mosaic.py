@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic
+from pallas_kernels.gemm.config import WarpgroupConfig
+from pallas_kernels.gemm.mosaic import matmul_terms
+from tests.pallas_kernels.gemm.weights import weight_struct
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536
 
@@ -86,6 +91,14 @@ def double_transposed(words: jax.Array) -> jax.Array:
 def test_a_tile_goes_through_registers(lower_for_cuda):
     text = lower_for_cuda(double_transposed, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
     assert "mosaic_gpu" in text
+
+
+def test_kernels_count_in_32_bits_where_jax_counts_in_64(lower_for_cuda):
+    weight, x = weight_struct("uint4:g128", 512, 128), jax.ShapeDtypeStruct((40, 512), jnp.bfloat16)
+    config, dtype = WarpgroupConfig(40, 2, 1), jnp.dtype(jnp.bfloat16)
+    multiply = functools.partial(matmul_terms, config=config, out_dtype=dtype)
+    with jax.enable_x64(True):
+        assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
 
 
 @pytest.mark.gpu

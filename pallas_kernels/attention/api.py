@@ -15,7 +15,7 @@ from pallas_kernels.attention import gathered, reference, triton, tuning
 from pallas_kernels.checks import static_number
 from pallas_kernels.implementation import choose, warn, warn_of_reference
 from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache.api import check_places, why_not_triton
+from pallas_kernels.kv_cache.api import int32_places, why_not_triton
 from pallas_kernels.kv_cache.cache import PAGE_SIZES, KVPages
 from pallas_kernels.kv_cache.formats import KVFormat
 
@@ -74,7 +74,9 @@ def paged_attention(
     """
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim)
     scale, masks = _options(queries, scale, window, softcap, sinks)
-    check_places("paged_attention", pages, block_tables, starts, counts, queries.shape[:-2])
+    places = int32_places(
+        "paged_attention", pages, block_tables, starts, counts, queries.shape[:-2]
+    )
     longest = static_number(
         "paged_attention: longest", longest, operator.index, "a number of tokens"
     )
@@ -95,7 +97,7 @@ def paged_attention(
         ("triton", "cudnn", "reference"),
         lambda name: why_not_cudnn if name == "cudnn" else _why_not_triton(queries, pages),
     )
-    arguments = (queries, pages, block_tables, starts, counts)
+    arguments = (queries, pages, *places)
     if implementation == "reference":
         return reference.paged_attention(*arguments, scale=scale, transformed=transformed, **masks)
     if pages.format.key_codes.hadamard and not transformed:

@@ -58,11 +58,10 @@ def append(
         raise ValueError(
             f"append: keys are {keys.dtype} and values {values.dtype}: expected floating point"
         )
-    check_places("append", pages, block_tables, starts, counts, keys.shape[:-2])
+    places = int32_places("append", pages, block_tables, starts, counts, keys.shape[:-2])
     if keys.size == 0:
         return pages
     module = _module(pages, implementation)
-    places = block_tables, starts, counts
     target = pages
     if pages.residual is not None:
         pages = _flush(module, pages, keys, values, *places)
@@ -117,17 +116,19 @@ def _module(pages: KVPages, wanted: str | None) -> Any:
     return triton if name == "triton" else reference
 
 
-def check_places(
+def int32_places(
     operation: str,
     pages: KVPages,
     block_tables: jax.Array,
     starts: jax.Array,
     counts: jax.Array,
     new: tuple[int, ...],
-) -> None:
-    """Raises ValueError unless block tables, starts and counts are integers that fit the tokens.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Block tables, starts and counts as int32, in which positions are computed.
 
     new: [batch, tokens] of the new ones, or [tokens] where sequences are packed.
+
+    Raises ValueError unless they are integers that fit the tokens.
     """
     sequences, *_ = (*block_tables.shape, 0)
     for name, array, shape in (
@@ -163,6 +164,10 @@ def check_places(
             raise ValueError(
                 f"{operation}: {name} are {np.asarray(array).tolist()}: expected {limit}"
             )
+    block_tables, starts, counts = (
+        jnp.asarray(array, jnp.int32) for array in (block_tables, starts, counts)
+    )
+    return block_tables, starts, counts
 
 
 def why_not_triton(pages: KVPages) -> str | None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.implementation import choose
 from pallas_kernels.kv_cache import residual
-from pallas_kernels.kv_cache.api import append, check_places, make_room, why_not_triton
+from pallas_kernels.kv_cache.api import append, int32_places, make_room, why_not_triton
 from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.kv_cache.formats import KVFormat
 from pallas_kernels.kv_cache.packed import as_single_tokens
@@ -73,7 +73,9 @@ def rotate_and_append(
             f"rotate_and_append: norms have weights of shapes {norms.query.shape} for queries and "
             f"{norms.key.shape} for keys: expected ({pages.head_dim},), the pages' head dimension"
         )
-    check_places("rotate_and_append", pages, block_tables, starts, counts, terms.shape[1:-1])
+    places = int32_places(
+        "rotate_and_append", pages, block_tables, starts, counts, terms.shape[1:-1]
+    )
     dtype = jnp.dtype(dtype)
     reason = why_not_triton(pages)
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -83,7 +85,6 @@ def rotate_and_append(
         "rotate_and_append", implementation, default, ("triton", "reference"), lambda _: reason
     )
 
-    places = block_tables, starts, counts
     is_packed = terms.ndim == 3
     if is_packed:
         # Each token becomes a sequence, or, beside a residual, all of them one.

@@ -29,6 +29,19 @@ def test_implementations_agree(implementation, rng, interpreted_triton):
     assert_same_bits(written, new.oracle(pages))
 
 
+@pytest.mark.parametrize("dtype", ["int16", "int64"])
+def test_places_are_integers_of_any_size(dtype, rng, interpreted_triton):
+    pages = pages_of(rng)
+    new = ragged_append(rng, pages, 2, "bfloat16")
+    keys, values, *places = new.arrays()
+    with jax.enable_x64(True):
+        places = [jnp.asarray(array, dtype) for array in places]
+        written = jax.jit(functools.partial(append, implementation="triton"))(
+            pages, keys, values, *places
+        )
+    assert_same_bits(written, new.oracle(pages))
+
+
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_sequences_can_be_packed(implementation, rng, interpreted_triton):
     """Four of them, of which one adds nothing and one runs past its end, and then padding."""

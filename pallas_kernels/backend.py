@@ -195,7 +195,7 @@ def pallas_call(
     arguments = manual_axes.vary_alike(arguments)
     launch = pl.pallas_call(
         run,
-        out_shape=manual_axes.like(out_shape, arguments),
+        out_shape=manual_axes.varying_like(out_shape, arguments),
         grid=grid,
         input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),

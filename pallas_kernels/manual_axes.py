@@ -16,31 +16,27 @@ def vary_alike(tree: Tree) -> Tree:
     the same in all shards is a sum over these, as in JAX's own operations. Elsewhere, and where
     `shard_map` doesn't check it, nothing varies, and nothing changes.
     """
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
+    axes = frozenset().union(*(_manual(array).varying for array in jax.tree.leaves(tree)))
 
     def vary(array: Any) -> Any:
-        missing = axes - _varying(array)
+        missing = axes - _manual(array).varying
         return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
     return jax.tree.map(vary, tree) if axes else tree
 
 
-def like(shapes: Tree, arguments: Any) -> Tree:
+def varying_like(shapes: Tree, arguments: Any) -> Tree:
     """Shapes of outputs that vary like arguments, which `vary_alike` gave."""
     first = next(iter(jax.tree.leaves(arguments)), None)
-    if first is None or not _varying(first):
+    if first is None or not (manual := _manual(first)).varying:
         return shapes
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(
-            shape.shape, shape.dtype, manual_axis_type=_type(first).manual_axis_type
-        ),
-        shapes,
-    )
+
+    def varying(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=manual)
+
+    return jax.tree.map(varying, shapes)
 
 
-def _varying(array: Any) -> frozenset[str]:
-    return frozenset(_type(array).manual_axis_type.varying)
-
-
-def _type(array: Any) -> Any:
-    return jax.typeof(array)
+def _manual(array: Any) -> Any:
+    kind: Any = jax.typeof(array)
+    return kind.manual_axis_type

@@ -13,7 +13,6 @@ from pallas_kernels import backend
 from pallas_kernels.activations import QuantizedActivations, quantize_activations
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.implementation import choose
-from pallas_kernels.manual_axes import vary_alike
 from pallas_kernels.rowwise import reference, triton
 
 Implementation = Literal["triton", "reference"]
@@ -59,7 +58,7 @@ def add_rms_norm(
     default = "reference" if terms.size == 0 else "triton"
     if _choose("add_rms_norm", implementation, default, reason) == "reference":
         return plain(terms, residual, weight)
-    return _differentiable(kernel, plain, *vary_alike((terms, residual, weight)))
+    return _differentiable(kernel, plain, terms, residual, weight)
 
 
 def gated_silu(

@@ -31,7 +31,7 @@ def test_all_vary_where_one_does(spec):
         tree = manual_axes.vary_alike({"x": x, "y": [y, None]})
         shapes = {"z": jax.ShapeDtypeStruct((3,), jnp.int8)}
         found.extend(map(varies, jax.tree.leaves(tree)))
-        found.append(manual_axes.like(shapes, tree)["z"].manual_axis_type)
+        found.append(manual_axes.varying_like(shapes, tree)["z"].manual_axis_type)
         return tree["x"]
 
     mapped(function, spec, WHOLE, out_specs=spec)(jnp.ones(2), jnp.ones(2, jnp.int32))
@@ -42,9 +42,9 @@ def test_all_vary_where_one_does(spec):
 def test_elsewhere_nothing_changes():
     tree = (np.ones(2), None, jnp.ones(3))
     assert manual_axes.vary_alike(tree) is tree
-    assert manual_axes.like(tree, tree) is tree
+    assert manual_axes.varying_like(tree, tree) is tree
     assert manual_axes.vary_alike(()) == ()
-    assert manual_axes.like("shapes", ()) == "shapes"
+    assert manual_axes.varying_like("shapes", ()) == "shapes"
 
 
 def test_a_kernel_varies_like_its_arguments():
@@ -73,19 +73,25 @@ def test_a_kernel_varies_like_its_arguments():
         jax.eval_shape(map_over(run, out_specs=WHOLE), x, x)
 
 
-def test_derivatives_of_what_does_not_vary_are_sums(rng):
+def test_the_derivative_of_scales_that_do_not_vary_is_a_sum(rng):
     weight = random_weight(rng, "uint4:g32", 64, 24)
     x, scales = random_array(rng, (4, 64), "float32"), weight.scales()[:2].astype(jnp.float32)
 
-    def of_scales(x, scales, weight):
+    def derivative(x, scales, weight):
         return jax.grad(lambda s: matmul(x, weight, scales=s).sum())(scales)
 
-    run = mapped(of_scales, DIVIDED, WHOLE, WHOLE, out_specs=WHOLE)
-    np.testing.assert_allclose(run(x, scales, weight), of_scales(x, scales, weight), rtol=1e-5)
+    run = mapped(derivative, DIVIDED, WHOLE, WHOLE, out_specs=WHOLE)
+    assert "psum" in str(jax.make_jaxpr(run)(x, scales, weight))
+    np.testing.assert_allclose(run(x, scales, weight), derivative(x, scales, weight), rtol=1e-5)
 
-    def of_norm(terms, residual, norm):
-        return jax.grad(lambda g: add_rms_norm(terms, residual, g, 1e-6)[1].sum())(norm)
 
-    run = mapped(of_norm, jax.P(None, "row"), DIVIDED, WHOLE, out_specs=WHOLE)
-    arguments = random_array(rng, (2, 4, 64), "float32"), x, jnp.ones(64)
-    np.testing.assert_allclose(run(*arguments), of_norm(*arguments), rtol=1e-5)
+def test_the_derivative_of_a_norm_that_does_not_vary_is_a_sum(pretend_gpu):
+    def derivative(terms, residual, norm):
+        def loss(norm):
+            return add_rms_norm(terms, residual, norm, 1e-6)[1].astype(jnp.float32).sum()
+
+        return jax.grad(loss)(norm)
+
+    run = mapped(derivative, jax.P(None, "row"), DIVIDED, WHOLE, out_specs=WHOLE)
+    terms, residual = jnp.zeros((2, 4, 64)), jnp.zeros((4, 64), jnp.bfloat16)
+    assert "psum" in str(jax.make_jaxpr(run)(terms, residual, jnp.ones(64, jnp.bfloat16)))

@@ -7,6 +7,7 @@ Hand it a model that `mpjax.load` gave, in the precision to measure:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,11 +32,6 @@ except ImportError as error:
 
 # Marks where a message ends in a rendered chat; the tab is gone where the template trims messages.
 END_OF_MESSAGE = "MPJAX_END_OF_MESSAGE\t"
-# Of model_args: those for `load`, then those of HarnessLM.
-KNOWN_ARGUMENTS = (
-    *("pretrained", "precision", "dtype"),
-    *("batch_size", "max_length", "max_new_tokens"),
-)
 
 
 @register_model("mpjax")
@@ -96,12 +92,15 @@ class HarnessLM(TemplateLM):
                 f"batch_size is {size!r}; expected a whole number, as mpjax doesn't look for the "
                 "largest batch that fits: give one, such as 8"
             )
-        if unknown := given.keys() - KNOWN_ARGUMENTS:
+        of_loading = ("precision", "dtype")
+        _, *others = inspect.signature(cls).parameters  # the first is the model
+        known = ("pretrained", *of_loading, *others)
+        if unknown := given.keys() - known:
             raise ValueError(
                 f"model_args has {', '.join(sorted(unknown))}, which mpjax doesn't know: expected "
-                + ", ".join(KNOWN_ARGUMENTS)
+                + ", ".join(known)
             )
-        loading = {name: given.pop(name, None) for name in ("precision", "dtype")}
+        loading = {name: given.pop(name, None) for name in of_loading}
         return cls(load(given.pop("pretrained"), **loading), **given)
 
     @classmethod

@@ -190,9 +190,7 @@ def _measure(
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
     tokens = jnp.asarray(rows, jnp.int32)
     # No stop token: random weights must not end a row early.
-    limits = Limits(
-        jnp.zeros(0, jnp.int32), jnp.zeros(batch, jnp.int32), jnp.full(batch, new, jnp.int32)
-    )
+    limits = Limits.of(batch, (), 0, new)
     state = _empty_state(lm, batch, prompt + new, new)
     run = decode_program(lm.model, state)
     state, reading = _read(lm, state, tokens, limits) if is_read else (_fill(state, prompt), {})

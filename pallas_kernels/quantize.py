@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels import codes as code_kinds
 from pallas_kernels.checks import are_finite, is_known
-from pallas_kernels.codes.float8 import LARGEST
+from pallas_kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from pallas_kernels.codes.table import quantize_with_table
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.quantized_tensor import QuantizedTensor, pack
@@ -95,7 +95,7 @@ def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> 
             stored = packed.channel_scales
         least = LEAST_FLOAT16_SCALE if stored.dtype == jnp.float16 else LEAST_SCALE
         # The most that a code is worth, of any kind: beyond it no largest scale is too small.
-        reach = LARGEST if packed.table is None else float(jnp.abs(packed.table).max())
+        reach = LARGEST_FLOAT8 if packed.table is None else float(jnp.abs(packed.table).max())
         is_small = 0 < largest < least * reach and float(_largest_scale(stored)) < least
     else:
         format, stored = str(packed.dtype), packed

@@ -174,12 +174,8 @@ def test_what_warpgroups_can_not_multiply_is_left_to_others(text, outputs, limit
 @pytest.mark.parametrize(
     ("text", "most"),
     [
-        *(
-            ("uint4:g32", "dequantize"),
-            ("uint8:g32:sym", "dequantize"),
-            ("float8:gK", "dequantize"),
-        ),
-        *(("uint4:g64", "mosaic"), ("uint4:g128:sym", "mosaic"), ("uint4:gK", "mosaic")),
+        *((text, "dequantize") for text in ("uint4:g32", "uint8:g32:sym", "float8:gK")),
+        *((text, "mosaic") for text in ("uint4:g64", "uint4:g128:sym", "uint4:gK")),
     ],
 )
 def test_warpgroups_multiply_many_rows_on_hopper(text, most):

@@ -23,9 +23,10 @@ MOST_TILES = 64  # of a program that no other helps, or of small tiles
 # Of a sequence and of a program: with no more, it keeps others waiting for little time.
 SHORT_TOKENS, FEW_TOKENS = 4096, 2048
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
-# tiles are smaller, programs and the bytes on their way fewer.
+# tiles are smaller, bytes on their way fewer, and programs four, or those of one warp eight.
 FEW_TILES = 8
-SHORT_BYTES, SHORT_PROGRAMS = 65536, 4  # per multiprocessor
+SHORT_BYTES, SHORT_PROGRAMS, SHORT_WARPS = 65536, 4, 8  # per multiprocessor
+FEW_BYTES = 32768  # of a tile that is only read, by programs of few tokens
 ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share nothing
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
 # are fewer, and one tile is on its way rather than two where a program has few.
@@ -92,9 +93,12 @@ def configure(
     fitting = 1 << (TILE_BYTES // max(side_bytes)).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
     tile_keys = min(tile_keys, pages.format.group or tile_keys)  # scales are the tile's
+    tokens = pages_per_sequence * pages.page_size
+    block = 1 if pages.residual is None else pages.residual.page_size
     work = _Work(
         programs=batch * pages.keys.shape[1] * -(-rows // tile_rows),
-        tokens=pages_per_sequence * pages.page_size,
+        tokens=tokens,
+        packed_tokens=tokens if block == 1 else (tokens - 1) // block * block,
         slot_bytes=sum(side_bytes),
         other_bytes=OTHER_BYTES + (CROSSING_BYTES * tile_rows if is_wide else 0),
         is_shared_out=batch > 1 and rows <= tile_rows and not is_packed,
@@ -112,7 +116,7 @@ def configure(
         tile_keys = min(tile_keys, MINIMUM_KEYS)
         if tile_keys * work.slot_bytes > work.shared_memory:  # 99 KiB
             tile_keys //= 2
-    splits = min(work.splits(tile_keys), MOST_SPLITS)
+    splits = min(work.splits(tile_keys, work.room(tile_keys)), MOST_SPLITS)
     stages = 1 + work.ahead(tile_keys, splits)
     config = AttentionConfig(tile_rows, tile_keys, splits, warps, stages)
     config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
@@ -123,11 +127,13 @@ def configure(
 class _Work:
     """What there is to do: programs, were no sequence shared, tokens of each, bytes of a token.
 
+    packed_tokens: those that don't wait.
     is_shared_out: that there are several sequences, padded to few tokens each.
     """
 
     programs: int
     tokens: int
+    packed_tokens: int
     slot_bytes: int
     other_bytes: int = OTHER_BYTES
     is_shared_out: bool = False
@@ -138,8 +144,13 @@ class _Work:
         return backend.shared_memory(backend.compute_capability() or 9.0) - self.other_bytes
 
     def tiles(self, keys: int) -> int:
-        """Those of a sequence."""
-        return -(-self.tokens // keys)
+        """Those of a sequence, but for what waits."""
+        return -(-self.packed_tokens // keys)
+
+    def has_one_each(self, keys: int, room: int) -> bool:
+        """Whether programs have one tile each, and every multiprocessor a program."""
+        tiles = self.tiles(keys)
+        return tiles <= room and self.programs * tiles >= backend.multiprocessors()
 
     def company(
         self,
@@ -150,7 +161,7 @@ class _Work:
         """Programs that a multiprocessor should have, each with tiles of so many keys."""
         return max(1, min(most_bytes // (MOST_AHEAD * keys * self.slot_bytes), most))
 
-    def splits(
+    def room(
         self,
         keys: int,
         most_bytes: int = BYTES_PER_MULTIPROCESSOR,
@@ -158,7 +169,11 @@ class _Work:
     ) -> int:
         """Programs for a sequence: where few are decoded, nothing must stay idle."""
         all_programs = backend.multiprocessors() * self.company(keys, most_bytes, most)
-        return max(1, min(all_programs // self.programs, self.tiles(keys)))
+        return max(1, all_programs // self.programs)
+
+    def splits(self, keys: int, room: int) -> int:
+        """Of so many programs those for which a sequence has tiles."""
+        return max(1, min(room, self.tiles(keys)))
 
     def may_wait(self, splits: int) -> bool:
         """Whether short sequences' programs may wait long for those of a long one."""
@@ -196,31 +211,27 @@ def _few_rows(
 ) -> AttentionConfig:
     has_channels = pages.format.key_codes.scaling == "channel"
     most_bytes = CHANNEL_BYTES if has_channels else BYTES_PER_MULTIPROCESSOR
-    keys, splits = tile_keys, work.splits(tile_keys, most_bytes)
-    if is_decoded and splits == 1 and not has_channels:
-        keys = _keys_of_one(work, tile_keys, warps)
-    elif pages.format.value_codes.scaling == "channel":
-        pass  # each tile has steps of its own for values, too: smaller ones would be more of them
-    elif is_decoded and (warps < 4 or work.tokens > splits * tile_keys):  # four share a tile well
-        few = FEW_TILES if pages.residual is None else FEW_TILES // 2
-        few = FEW_CHANNEL_TILES if has_channels else few
-        keys, splits = _share_few(work, tile_keys, splits, few)
+    room = work.room(tile_keys, most_bytes)
+    keys, room, warps = _share(work, tile_keys, room, warps, pages, is_decoded=is_decoded)
+    splits, tiles = work.splits(keys, room), work.tiles(keys)
+    if keys < tile_keys and tiles:  # as few as have no more tiles each
+        splits = math.ceil(tiles / math.ceil(tiles / splits))
     if not work.is_shared_out:
         splits = max(splits, -(-work.tokens // (keys * MOST_TILES)))
     splits = min(splits, MOST_SPLITS)
     ahead = work.ahead(keys, splits, only_reads=not is_decoded)
-    is_brief = False
-    if has_channels and keys == tile_keys:
-        is_brief = work.tiles(keys) <= BRIEF_TILES * splits
-        ahead = 1 if is_brief else ahead
+    is_brief = tiles <= BRIEF_TILES * splits
+    # Programs of one tile leave memory and registers, and so do those of small tiles.
+    is_crowded = has_channels and is_brief and keys == tile_keys and splits < tiles
+    ahead = 1 if is_crowded else ahead
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
     config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
-    config = _with_waiting(config, pages, work, is_brief=is_brief)
+    config = _with_waiting(config, pages, work, room=min(room, MOST_SPLITS) if is_brief else None)
     may_help = config.is_balanced and pages.head_dim <= 128
     if has_channels:
         has_long_loop = pages.format.key_codes.bits == 2
         config = dataclasses.replace(config, has_one_loop=config.is_balanced and has_long_loop)
-        least = LEAST_CROWDED_REGISTERS if is_brief or may_help else LEAST_REGISTERS
+        least = LEAST_CROWDED_REGISTERS if is_crowded or may_help else LEAST_REGISTERS
         least = ENOUGH_REGISTERS if has_long_loop else least
         most = registers_for(work.company(keys, most_bytes), warps)
         return dataclasses.replace(config, registers=min(max(most, least), ENOUGH_REGISTERS))
@@ -230,6 +241,34 @@ def _few_rows(
         most = max(most, LEAST_CROWDED_REGISTERS)
     is_limited = may_help or most >= ENOUGH_REGISTERS
     return dataclasses.replace(config, registers=most if is_limited else None)
+
+
+def _share(
+    work: _Work, tile_keys: int, room: int, warps: int, pages: KVPages, *, is_decoded: bool
+) -> tuple[int, int, int]:
+    """Keys of a tile, programs that there is room for, and warps of each.
+
+    Others than those given where programs would have few tiles.
+    """
+    splits = work.splits(tile_keys, room)
+    has_channels = pages.format.key_codes.scaling == "channel"
+    if not is_decoded:
+        is_large = tile_keys > MINIMUM_KEYS and tile_keys * work.slot_bytes > FEW_BYTES
+        if is_large and work.tokens <= FEW_TOKENS * splits:
+            return tile_keys // 2, room, max(1, warps // 2)
+        return tile_keys, room, warps
+    if splits == 1 and not has_channels:
+        return _keys_of_one(work, tile_keys, warps), 1, warps
+    if pages.format.value_codes.scaling == "channel":
+        # Each tile has steps of its own for values, too: smaller ones would be more of them.
+        return tile_keys, room, warps
+    if has_channels and warps > 1 and work.has_one_each(tile_keys, room):
+        return tile_keys, room, warps  # likewise for keys, if two warps share a tile anyway
+    if warps == 4 and work.tokens <= splits * tile_keys:
+        return tile_keys, room, warps  # four share a tile well
+    few = FEW_TILES if pages.residual is None else FEW_TILES // 2
+    few = FEW_CHANNEL_TILES if has_channels else few
+    return *_share_few(work, tile_keys, room, few, warps), warps
 
 
 def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
@@ -246,25 +285,25 @@ def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
     return half if fits and is_short and work.on_their_way(half) > ENOUGH_BYTES else tile_keys
 
 
-def _share_few(work: _Work, tile_keys: int, splits: int, few: int) -> tuple[int, int]:
-    """Keys of a tile and splits, other ones where programs would have few tiles to decode."""
+def _share_few(work: _Work, tile_keys: int, room: int, few: int, warps: int) -> tuple[int, int]:
+    """Keys of a tile and programs, others where these would have few tiles to decode."""
+    splits = work.splits(tile_keys, room)
     most = min(splits, backend.multiprocessors() * SHORT_PROGRAMS // work.programs)
     if splits == 1 or work.tokens > few * most * tile_keys:
-        return tile_keys, splits
+        return tile_keys, room
     if work.on_their_way(tile_keys) > ENOUGH_BYTES:
         return tile_keys, 1
     keys = min(tile_keys, MINIMUM_KEYS)
-    splits = work.splits(keys, SHORT_BYTES, SHORT_PROGRAMS)
-    return keys, splits if splits <= 16 else splits - splits % 8  # 48 are joined faster than 49
+    return keys, work.room(keys, SHORT_BYTES, max(SHORT_PROGRAMS, SHORT_WARPS // warps))
 
 
 def _with_waiting(
-    config: AttentionConfig, pages: KVPages, work: _Work, *, is_brief: bool = False
+    config: AttentionConfig, pages: KVPages, work: _Work, *, room: int | None = None
 ) -> AttentionConfig:
     """Tiles of 16 bits that are as large as packed ones, and a few programs that read as much.
 
-    is_brief: that programs have few tiles each. Then those of what waits are taken from their
-        number, of which one is left at least.
+    room: for programs of a sequence that have few tiles each. Those of what waits must then be as
+        brief, and take the place of others, of which one is left at least.
     """
     if pages.residual is None:
         return config
@@ -273,11 +312,12 @@ def _with_waiting(
     keys = max(LEAST_WAITING_KEYS, 1 << (tile_bytes // token_bytes).bit_length() - 1)
     keys = min(keys, config.tile_keys)
     waiting, packed = pages.residual.page_size // keys, max(1, work.tiles(config.tile_keys))
-    if is_brief:
+    splits, share = config.splits, round(config.splits * waiting / packed)
+    if room is not None:
         time = WAITING_TIME * waiting
-        share = max(round(config.splits * time / (time + packed)), waiting // BRIEF_WAITING_TILES)
-    else:
-        share = round(config.splits * waiting / packed)
+        share = round(min(splits * time / packed, room * time / (time + packed)))
+        share = max(share, waiting // BRIEF_WAITING_TILES)
     share = max(1, min(share, waiting, MOST_WAITING_SPLITS))
-    splits = max(1, config.splits - share) if is_brief else config.splits
+    if room is not None:
+        splits = max(1, min(splits, room - share))
     return dataclasses.replace(config, splits=splits, waiting_keys=keys, waiting_splits=share)

@@ -129,14 +129,22 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
         ("KV8", 16, 1024, 128, 1),
         ("KV8", 8, 2048, 64, 4),
         ("KV8", 1, 4096, 128, 32),  # one tile each, which four warps share
-        ("KV2", 4, 4096, 64, 16),
+        ("KV2", 1, 4096, 64, 60),  # 256 wait
+        ("KV2", 4, 4096, 64, 30),
+        ("KV2", 8, 2048, 64, 14),  # two tiles each, where there is room for 16
         ("KV2", 8, 4096, 128, 14),
         ("KV2", 1, 32768, 128, 128),
         ("KV4c", 32, 1024, 128, 2),
         ("KV4c", 32, 4096, 128, 3),
-        ("K4cV4c", 1, 4096, 128, 31),  # whole tiles, unlike KV4c
+        ("K4cV4c", 1, 4096, 128, 31),
+        ("KV4c", 1, 4096, 128, 31),  # one tile each
+        ("KV4c", 1, 2048, 64, 30),  # 15 would leave multiprocessors idle
+        ("KV4c", 1, 16384, 64, 64),  # there is no room for one each
         ("KV2", 1, 131072, 128, 130),
-        ("KV16", 1, 4096, 128, 16),
+        ("KV16", 1, 1024, 64, 16),
+        ("KV16", 1, 4096, 64, 16),
+        ("KV16", 32, 1024, 64, 1),
+        ("KV16", 8, 16384, 128, 2),
     ],
 )
 def test_short_sequences_are_shared_as_was_measured_to_be_fastest(
@@ -206,7 +214,13 @@ def test_one_sequence_that_nobody_helps_has_more_programs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("batch", "tokens", "stages", "splits", "waiting"),
-    [(1, 32768, 2, 128, 2), (16, 4096, 2, 6, 2), (32, 1024, 2, 2, 2), (32, 4096, 3, 4, 2)],
+    [
+        (1, 32768, 2, 128, 2),
+        (8, 2048, 3, 14, 2),
+        (16, 4096, 2, 6, 2),
+        (32, 1024, 2, 2, 2),
+        (32, 4096, 3, 4, 2),
+    ],
 )
 def test_what_waits_takes_programs_from_brief_ones(
     batch, tokens, stages, splits, waiting, monkeypatch
@@ -219,7 +233,14 @@ def test_what_waits_takes_programs_from_brief_ones(
 
 @pytest.mark.parametrize(
     ("text", "keys", "entries", "splits"),
-    [("KV2", 16, 32, 4), ("KV2", 16, 1024, 2), ("KV4c", 32, 1024, 1), ("K8V2", 16, 32, 4)],
+    [
+        ("KV2", 16, 4, 4),  # the packed block has four programs, too
+        ("KV2", 16, 32, 4),
+        ("KV2", 16, 1024, 2),
+        ("KV4c", 32, 32, 1),
+        ("KV4c", 32, 1024, 1),
+        ("K8V2", 16, 32, 2),
+    ],
 )
 def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, splits, monkeypatch):
     """In tiles of no more bytes, by four programs at most."""
@@ -298,5 +319,5 @@ def test_programs_beside_each_other(keys, splits, ahead, kibibytes, programs, mo
     """As many as there are, or as shared memory holds the tiles of, but for 32 KiB."""
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     monkeypatch.setattr(backend, "shared_memory", lambda capability: 1024 * kibibytes)
-    work = tuning._Work(programs=64, tokens=4096, slot_bytes=256)
+    work = tuning._Work(programs=64, tokens=4096, packed_tokens=4096, slot_bytes=256)
     assert work.beside(keys, splits, ahead) == programs

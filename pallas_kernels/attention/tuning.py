@@ -7,7 +7,7 @@ import math
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.registers import registers_for
+from pallas_kernels.registers import MOST_REGISTERS, registers_for
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
 MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
@@ -20,8 +20,9 @@ MOST_PROGRAMS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 130  # with what waits, one sequence of 8 KV heads fills an H200
 SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
 MOST_TILES = 64  # of a program that no other helps, or of small tiles
-# Of a sequence and of a program: with no more, it keeps others waiting for little time.
-SHORT_TOKENS, FEW_TOKENS = 4096, 2048
+# Of a sequence and of a program, the latter of keys with steps of channels last: with no more, it
+# keeps others waiting for little time.
+SHORT_TOKENS, FEW_TOKENS, FEW_CHANNEL_TOKENS = 4096, 2048, 1024
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
 # tiles are smaller, bytes on their way fewer, and programs four, or those of one warp eight.
 FEW_TILES = 8
@@ -175,9 +176,9 @@ class _Work:
         """Of so many programs those for which a sequence has tiles."""
         return max(1, min(room, self.tiles(keys)))
 
-    def may_wait(self, splits: int) -> bool:
+    def may_wait(self, splits: int, few_tokens: int = FEW_TOKENS) -> bool:
         """Whether short sequences' programs may wait long for those of a long one."""
-        is_long = self.tokens > SHORT_TOKENS and self.tokens >= FEW_TOKENS * splits
+        is_long = self.tokens > SHORT_TOKENS and self.tokens >= few_tokens * splits
         return self.is_shared_out and is_long
 
     def on_their_way(self, keys: int) -> float:
@@ -224,13 +225,15 @@ def _few_rows(
     # Programs of one tile leave memory and registers, and so do those of small tiles.
     is_crowded = has_channels and is_brief and keys == tile_keys and splits < tiles
     ahead = 1 if is_crowded else ahead
+    few_tokens = FEW_CHANNEL_TOKENS if has_channels else FEW_TOKENS
     config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
-    config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
+    config = dataclasses.replace(config, is_balanced=work.may_wait(splits, few_tokens))
     config = _with_waiting(config, pages, work, room=min(room, MOST_SPLITS) if is_brief else None)
     may_help = config.is_balanced and pages.head_dim <= 128
     if has_channels:
         has_long_loop = pages.format.key_codes.bits == 2
-        config = dataclasses.replace(config, has_one_loop=config.is_balanced and has_long_loop)
+        if has_long_loop and config.is_balanced:
+            return dataclasses.replace(config, has_one_loop=True, registers=MOST_REGISTERS)
         least = LEAST_CROWDED_REGISTERS if is_crowded or may_help else LEAST_REGISTERS
         least = ENOUGH_REGISTERS if has_long_loop else least
         most = registers_for(work.company(keys, most_bytes), warps)

@@ -190,6 +190,25 @@ def test_programs_help_each_other_where_one_sequence_may_be_long(
     assert config.is_balanced == is_balanced
 
 
+@pytest.mark.parametrize(
+    ("text", "splits", "is_balanced"),
+    [
+        ("KV8", 4, True),
+        ("KV4", 8, True),
+        ("KV4c", 12, True),
+        ("KV2", 16, True),
+        ("KV2t", 16, False),
+    ],
+)
+def test_programs_of_few_tokens_help_if_keys_have_steps_of_channels(
+    text, splits, is_balanced, monkeypatch
+):
+    """Of eight sequences of 16,384 tokens, KV2's programs have 1024 each, and KV8's 4096."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    config = tuning.configure(8, 4, 128, pages_of(text, 8))
+    assert (config.splits, config.is_balanced) == (splits, is_balanced)
+
+
 @pytest.mark.parametrize("text", ["KV16", "KV8", "KV4c", "K4cV4c", "KV2"])
 def test_keys_of_two_bits_have_one_loop_where_programs_help(text, monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
@@ -257,10 +276,10 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
         ("KV4c", 128, 1, 8, 168),
         ("KV4c", 128, 1, 64, 168),
         ("KV4c", 256, 1, 64, 192),
-        ("KV2", 128, 1, 64, 224),
+        ("KV2", 128, 1, 32, 224),
+        ("KV2", 128, 1, 64, 255),
         ("KV4c", 64, 1, 32, 224),
         ("K4cV8", 64, 1, 32, 192),
-        ("KV2", 128, 1, 32, 224),
         ("KV2", 128, 1, 8, 224),
         ("KV2", 256, 1, 32, 224),
         ("KV4c", 128, 512, 32, None),
@@ -269,7 +288,8 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
 def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registers, monkeypatch):
     """Of two warps and keys of four bits, for six programs that are brief or may help.
 
-    Of others six would have too few, and so would K4cV8's eight.
+    Keys of two bits that may help have all that there are. Of others six would have too few, and
+    so would K4cV8's eight.
     """
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     pages = pages_of(text, 8, head_dim=head_dim)

@@ -69,7 +69,7 @@ class Balance:
         own: int,
     ) -> None:
         self.splits, self.own, self.sequences = splits, own, starts_ref.shape[0]
-        # As many as a warp has: what several lanes hold alike made KV2's loop a seventh slower.
+        # At least a warp's: fewer are held by several lanes alike, which made KV2 an eighth slower.
         self.lane = jnp.arange(max(WARP, pl.next_power_of_2(self.sequences)))
         mask = self.lane < self.sequences
         starts, counts = (

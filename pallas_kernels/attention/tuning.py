@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache.cache import KVPages
@@ -20,31 +21,34 @@ MOST_PROGRAMS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 130  # with what waits, one sequence of 8 KV heads fills an H200
 SMALL_TILE_BYTES = 16384  # of which any number of programs has two on their way
 MOST_TILES = 64  # of a program that no other helps, or of small tiles
-# Of a sequence and of a program, the latter of keys with steps of channels last: with no more, it
-# keeps others waiting for little time.
+# Of a sequence up to which, and of a program below which, others wait for it for little time; the
+# last is of keys with steps of channels.
 SHORT_TOKENS, FEW_TOKENS, FEW_CHANNEL_TOKENS = 4096, 2048, 1024
 # Of what a program decodes where sequences are short: it has hardly begun before it ends. Then
-# tiles are smaller, bytes on their way fewer, and programs four, or those of one warp eight.
+# tiles are smaller, bytes on their way fewer, and programs four, or as many as have eight warps.
 FEW_TILES = 8
-SHORT_BYTES, SHORT_PROGRAMS, SHORT_WARPS = 65536, 4, 8  # per multiprocessor
-FEW_BYTES = 32768  # of a tile that is only read, by programs of few tokens
+SHORT_BYTES, SHORT_PROGRAMS = 65536, 4  # per multiprocessor
+FITTING_WARPS = 8  # on a multiprocessor, whose threads have LEAST_REGISTERS or ENOUGH_REGISTERS
+# Of a tile that is only read, and of a program: half of one is better where it has no more tokens.
+HALVED_BYTES, HALVED_TOKENS = 32768, 2048
 ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share nothing
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
-# are fewer, and one tile is on its way rather than two where a program has few.
+# are fewer, and where brief programs are many, one tile is on its way rather than two.
 CHANNEL_BYTES = 196608  # per multiprocessor
 # Of a thread, so that these programs fit: with fewer, each loses more than their number gains. The
 # loop of two bits, the longest, has enough, but for float16 with heads of 256.
 LEAST_REGISTERS, ENOUGH_REGISTERS = 192, 224
-# Of programs that should all run at once, and of those of eight rows and up to 128 channels that
-# may help: for the loop in which they do, they would get more, and less company.
+# Of brief programs that should all run at once, and of those of eight rows and up to 128 channels
+# that may help: for the loop in which they do, they would get more, and less company.
 LEAST_CROWDED_REGISTERS = 168
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
 LEAST_WAITING_KEYS = 16  # of a tile
 MOST_WAITING_SPLITS = 4  # more cost more, when their results are joined, than they gain
-# Brief programs should all run at once: those of what waits take the place of others.
+# Brief programs should all run at once: where there is no room beside them, those of what waits
+# take the place of others.
 BRIEF_WAITING_TILES = 8  # of a program, if there can be as many programs
-WAITING_TIME = 0.3  # of a tile, in tiles with steps of channels
+WAITING_TIME = 0.3  # of a tile, in tiles that take long to decode
 OTHER_BYTES = 32768  # of shared memory: queries, and what leaves
 CROSSING_BYTES = 192  # likewise, for each row of more than 128 channels, whose weights cross it
 
@@ -95,11 +99,11 @@ def configure(
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
     tile_keys = min(tile_keys, pages.format.group or tile_keys)  # scales are the tile's
     tokens = pages_per_sequence * pages.page_size
-    block = 1 if pages.residual is None else pages.residual.page_size
+    waits = 0 if pages.residual is None else (tokens - 1) % pages.residual.page_size + 1
     work = _Work(
         programs=batch * pages.keys.shape[1] * -(-rows // tile_rows),
         tokens=tokens,
-        packed_tokens=tokens if block == 1 else (tokens - 1) // block * block,
+        packed_tokens=tokens - waits,
         slot_bytes=sum(side_bytes),
         other_bytes=OTHER_BYTES + (CROSSING_BYTES * tile_rows if is_wide else 0),
         is_shared_out=batch > 1 and rows <= tile_rows and not is_packed,
@@ -119,9 +123,18 @@ def configure(
             tile_keys //= 2
     splits = min(work.splits(tile_keys, work.room(tile_keys)), MOST_SPLITS)
     stages = 1 + work.ahead(tile_keys, splits)
-    config = AttentionConfig(tile_rows, tile_keys, splits, warps, stages)
-    config = dataclasses.replace(config, is_balanced=work.may_wait(splits))
-    return _with_waiting(config, pages, work)
+    waiting = _Waiting.beside(tile_keys, pages, work)
+    programs = waiting.programs(splits, work.tiles(tile_keys))
+    return AttentionConfig(
+        tile_rows,
+        tile_keys,
+        splits,
+        warps,
+        stages,
+        waiting.keys,
+        programs,
+        is_balanced=work.may_wait(splits),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +160,6 @@ class _Work:
     def tiles(self, keys: int) -> int:
         """Those of a sequence, but for what waits."""
         return -(-self.packed_tokens // keys)
-
-    def has_one_each(self, keys: int, room: int) -> bool:
-        """Whether programs have one tile each, and every multiprocessor a program."""
-        tiles = self.tiles(keys)
-        return tiles <= room and self.programs * tiles >= backend.multiprocessors()
 
     def company(
         self,
@@ -207,71 +215,132 @@ class _Work:
         return max(1, min(ahead, shared // tile_bytes))
 
 
+class _Waiting(NamedTuple):
+    """What waits of a sequence in 16 bits, in tiles of no more bytes than packed ones have."""
+
+    keys: int  # of a tile
+    tiles: int  # 0 where nothing waits
+
+    @classmethod
+    def beside(cls, tile_keys: int, pages: KVPages, work: _Work) -> _Waiting:
+        """Beside packed tiles of so many keys."""
+        if pages.residual is None:
+            return cls(LEAST_WAITING_KEYS, 0)
+        token_bytes = sum(2 * side.words.shape[3] for side in pages.residual.sides)
+        most = tile_keys * work.slot_bytes // token_bytes
+        keys = min(tile_keys, max(LEAST_WAITING_KEYS, 1 << most.bit_length() - 1))
+        return cls(keys, pages.residual.page_size // keys)
+
+    def programs(self, splits: int, packed: int) -> int:
+        """As many as read what each of `splits` reads of so many packed tiles."""
+        return self._limited(round(splits * self.tiles / max(1, packed)))
+
+    def brief_programs(self, splits: int, packed: int, room: int) -> int:
+        """As many as are as brief as each of `splits`, or their share where there is room for."""
+        time, packed = WAITING_TIME * self.tiles, max(1, packed)
+        programs = min(splits * time / packed, room * time / (time + packed))
+        return self._limited(max(round(programs), self.tiles // BRIEF_WAITING_TILES))
+
+    def _limited(self, programs: int) -> int:
+        return min(max(1, programs), self.tiles, MOST_WAITING_SPLITS)
+
+
+class _Share(NamedTuple):
+    """What programs of one sequence are like, and how many there may be."""
+
+    keys: int  # of a tile
+    warps: int
+    room: int  # for programs
+    is_small: bool = False  # whether tiles are, since sequences are short
+
+
 def _few_rows(
     work: _Work, tile_keys: int, warps: int, pages: KVPages, *, is_decoded: bool
 ) -> AttentionConfig:
     has_channels = pages.format.key_codes.scaling == "channel"
+    has_two_bits = pages.format.key_codes.bits == 2
     most_bytes = CHANNEL_BYTES if has_channels else BYTES_PER_MULTIPROCESSOR
-    room = work.room(tile_keys, most_bytes)
-    keys, room, warps = _share(work, tile_keys, room, warps, pages, is_decoded=is_decoded)
-    splits, tiles = work.splits(keys, room), work.tiles(keys)
-    if keys < tile_keys and tiles:  # as few as have no more tiles each
-        splits = math.ceil(tiles / math.ceil(tiles / splits))
+    share = _Share(tile_keys, warps, work.room(tile_keys, most_bytes))
+    tiles, fitting = work.tiles(tile_keys), work.room(tile_keys, most_bytes, FITTING_WARPS // warps)
+    has_one_each = has_channels and tiles <= fitting
+    fills = work.programs * tiles >= backend.multiprocessors()
+    if not is_decoded:
+        share = _halved(work, share)
+    elif not (has_one_each and fills and warps > 1):  # who share a tile, and read its steps once
+        share = _shared(work, share, pages)
+    keys, warps, room, is_small = share
+    tiles, waiting = work.tiles(keys), _Waiting.beside(keys, pages, work)
+    splits = work.splits(keys, room)
     if not work.is_shared_out:
         splits = max(splits, -(-work.tokens // (keys * MOST_TILES)))
     splits = min(splits, MOST_SPLITS)
     ahead = work.ahead(keys, splits, only_reads=not is_decoded)
-    is_brief = tiles <= BRIEF_TILES * splits
-    # Programs of one tile leave memory and registers, and so do those of small tiles.
-    is_crowded = has_channels and is_brief and keys == tile_keys and splits < tiles
+    is_brief = (has_channels or has_two_bits) and tiles <= BRIEF_TILES * splits
+    if is_brief:
+        room = min(room, MOST_SPLITS)
+        waiting_splits = waiting.brief_programs(splits, tiles, room)
+        splits = max(1, min(splits, room - waiting_splits))
+    else:
+        waiting_splits = waiting.programs(splits, tiles)
+    if is_small and tiles:  # as few as have no more tiles each
+        splits = math.ceil(tiles / math.ceil(tiles / splits))
+    is_crowded = has_channels and is_brief and not (is_small or has_one_each)
     ahead = 1 if is_crowded else ahead
     few_tokens = FEW_CHANNEL_TOKENS if has_channels else FEW_TOKENS
-    config = AttentionConfig(MINIMUM_ROWS, keys, splits, warps, 1 + ahead)
-    config = dataclasses.replace(config, is_balanced=work.may_wait(splits, few_tokens))
-    config = _with_waiting(config, pages, work, room=min(room, MOST_SPLITS) if is_brief else None)
+    config = AttentionConfig(
+        MINIMUM_ROWS,
+        keys,
+        splits,
+        warps,
+        1 + ahead,
+        waiting.keys,
+        waiting_splits,
+        is_balanced=work.may_wait(splits, few_tokens),
+    )
     may_help = config.is_balanced and pages.head_dim <= 128
+    if has_channels and has_two_bits and config.is_balanced:
+        return dataclasses.replace(config, has_one_loop=True, registers=MOST_REGISTERS)
     if has_channels:
-        has_long_loop = pages.format.key_codes.bits == 2
-        if has_long_loop and config.is_balanced:
-            return dataclasses.replace(config, has_one_loop=True, registers=MOST_REGISTERS)
         least = LEAST_CROWDED_REGISTERS if is_crowded or may_help else LEAST_REGISTERS
-        least = ENOUGH_REGISTERS if has_long_loop else least
+        least = ENOUGH_REGISTERS if has_two_bits else least
         most = registers_for(work.company(keys, most_bytes), warps)
         return dataclasses.replace(config, registers=min(max(most, least), ENOUGH_REGISTERS))
     # With less than enough, the assembler knows better which loop can do with how much.
-    most = registers_for(work.beside(keys, config.splits, ahead), warps)
+    most = registers_for(work.beside(keys, splits, ahead), warps)
     if may_help:
         most = max(most, LEAST_CROWDED_REGISTERS)
     is_limited = may_help or most >= ENOUGH_REGISTERS
     return dataclasses.replace(config, registers=most if is_limited else None)
 
 
-def _share(
-    work: _Work, tile_keys: int, room: int, warps: int, pages: KVPages, *, is_decoded: bool
-) -> tuple[int, int, int]:
-    """Keys of a tile, programs that there is room for, and warps of each.
+def _halved(work: _Work, share: _Share) -> _Share:
+    """Half as large tiles, and half as many warps, if programs have few that are only read."""
+    is_large = share.keys > MINIMUM_KEYS and share.keys * work.slot_bytes > HALVED_BYTES
+    if not is_large or work.tokens > HALVED_TOKENS * work.splits(share.keys, share.room):
+        return share
+    return _Share(share.keys // 2, share.warps // 2, share.room, is_small=True)
 
-    Others than those given where programs would have few tiles.
-    """
-    splits = work.splits(tile_keys, room)
+
+def _shared(work: _Work, share: _Share, pages: KVPages) -> _Share:
+    """Smaller tiles and other programs, if these would have few tiles to decode."""
+    splits = work.splits(share.keys, share.room)
     has_channels = pages.format.key_codes.scaling == "channel"
-    if not is_decoded:
-        is_large = tile_keys > MINIMUM_KEYS and tile_keys * work.slot_bytes > FEW_BYTES
-        if is_large and work.tokens <= FEW_TOKENS * splits:
-            return tile_keys // 2, room, max(1, warps // 2)
-        return tile_keys, room, warps
     if splits == 1 and not has_channels:
-        return _keys_of_one(work, tile_keys, warps), 1, warps
+        return share._replace(keys=_keys_of_one(work, share.keys, share.warps))
     if pages.format.value_codes.scaling == "channel":
-        # Each tile has steps of its own for values, too: smaller ones would be more of them.
-        return tile_keys, room, warps
-    if has_channels and warps > 1 and work.has_one_each(tile_keys, room):
-        return tile_keys, room, warps  # likewise for keys, if two warps share a tile anyway
-    if warps == 4 and work.tokens <= splits * tile_keys:
-        return tile_keys, room, warps  # four share a tile well
+        return share  # halves of a tile would have the same steps, of values, too
+    if share.warps == 4 and not has_channels and work.tiles(share.keys) <= splits:
+        return share  # four share a tile well
     few = FEW_TILES if pages.residual is None else FEW_TILES // 2
     few = FEW_CHANNEL_TILES if has_channels else few
-    return *_share_few(work, tile_keys, room, few, warps), warps
+    most = min(splits, backend.multiprocessors() * SHORT_PROGRAMS // work.programs)
+    if splits == 1 or work.tokens > few * most * share.keys:
+        return share
+    if work.on_their_way(share.keys) > ENOUGH_BYTES:
+        return share._replace(room=1)
+    keys = min(share.keys, MINIMUM_KEYS)
+    company = max(SHORT_PROGRAMS, FITTING_WARPS // share.warps)
+    return _Share(keys, share.warps, work.room(keys, SHORT_BYTES, company), is_small=True)
 
 
 def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
@@ -286,41 +355,3 @@ def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
         return half if gains else tile_keys
     is_short = work.tiles(tile_keys) <= FEW_TILES
     return half if fits and is_short and work.on_their_way(half) > ENOUGH_BYTES else tile_keys
-
-
-def _share_few(work: _Work, tile_keys: int, room: int, few: int, warps: int) -> tuple[int, int]:
-    """Keys of a tile and programs, others where these would have few tiles to decode."""
-    splits = work.splits(tile_keys, room)
-    most = min(splits, backend.multiprocessors() * SHORT_PROGRAMS // work.programs)
-    if splits == 1 or work.tokens > few * most * tile_keys:
-        return tile_keys, room
-    if work.on_their_way(tile_keys) > ENOUGH_BYTES:
-        return tile_keys, 1
-    keys = min(tile_keys, MINIMUM_KEYS)
-    return keys, work.room(keys, SHORT_BYTES, max(SHORT_PROGRAMS, SHORT_WARPS // warps))
-
-
-def _with_waiting(
-    config: AttentionConfig, pages: KVPages, work: _Work, *, room: int | None = None
-) -> AttentionConfig:
-    """Tiles of 16 bits that are as large as packed ones, and a few programs that read as much.
-
-    room: for programs of a sequence that have few tiles each. Those of what waits must then be as
-        brief, and take the place of others, of which one is left at least.
-    """
-    if pages.residual is None:
-        return config
-    token_bytes = sum(2 * side.words.shape[3] for side in pages.residual.sides)
-    tile_bytes = config.tile_keys * work.slot_bytes
-    keys = max(LEAST_WAITING_KEYS, 1 << (tile_bytes // token_bytes).bit_length() - 1)
-    keys = min(keys, config.tile_keys)
-    waiting, packed = pages.residual.page_size // keys, max(1, work.tiles(config.tile_keys))
-    splits, share = config.splits, round(config.splits * waiting / packed)
-    if room is not None:
-        time = WAITING_TIME * waiting
-        share = round(min(splits * time / packed, room * time / (time + packed)))
-        share = max(share, waiting // BRIEF_WAITING_TILES)
-    share = max(1, min(share, waiting, MOST_WAITING_SPLITS))
-    if room is not None:
-        splits = max(1, min(splits, room - share))
-    return dataclasses.replace(config, splits=splits, waiting_keys=keys, waiting_splits=share)

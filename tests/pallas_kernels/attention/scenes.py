@@ -61,9 +61,11 @@ def kernel(
     rows = tokens * heads // pages.keys.shape[1]
     # So that it has the registers, too, that it would have.
     tokens = 0 if is_balanced else 1 << 30
-    with mock.patch.multiple(tuning, SHORT_TOKENS=tokens, FEW_TOKENS=tokens):
+    few = dict.fromkeys(["SHORT_TOKENS", "FEW_TOKENS", "FEW_CHANNEL_TOKENS"], tokens)
+    with mock.patch.multiple(tuning, **few):
         config = tuning.configure(batch, rows, block_tables.shape[1], pages)
-    config = dataclasses.replace(config, splits=splits or config.splits, is_balanced=is_balanced)
+    assert config.is_balanced == is_balanced
+    config = dataclasses.replace(config, splits=splits or config.splits)
     return triton.paged_attention(
         queries,
         pages,

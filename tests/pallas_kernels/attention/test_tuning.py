@@ -139,7 +139,11 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
         ("K4cV4c", 1, 4096, 128, 31),
         ("KV4c", 1, 4096, 128, 31),  # one tile each
         ("KV4c", 1, 2048, 64, 30),  # 15 would leave multiprocessors idle
+        ("KV4c", 1, 8192, 128, 63),
         ("KV4c", 1, 16384, 64, 64),  # there is no room for one each
+        ("KV4c", 1, 12672, 64, 49),  # nor for 98 with the registers that one each would have
+        ("K2V4", 1, 4096, 128, 30),
+        ("K4cV8", 1, 8192, 64, 32),
         ("KV2", 1, 131072, 128, 130),
         ("KV16", 1, 1024, 64, 16),
         ("KV16", 1, 4096, 64, 16),
@@ -258,7 +262,9 @@ def test_what_waits_takes_programs_from_brief_ones(
         ("KV2", 16, 1024, 2),
         ("KV4c", 32, 32, 1),
         ("KV4c", 32, 1024, 1),
-        ("K8V2", 16, 32, 2),
+        ("K8V2", 32, 2, 4),  # nothing is packed
+        ("K8V2", 16, 32, 4),
+        ("K8V4c", 32, 4, 4),
     ],
 )
 def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, splits, monkeypatch):

@@ -266,8 +266,8 @@ def _few_rows(
     fills = work.programs * tiles >= backend.multiprocessors()
     if not is_decoded:
         share = _halved(work, share)
-    elif not (has_one_each and fills and warps > 1):  # who share a tile, and read its steps once
-        share = _shared(work, share, pages)
+    elif not (has_one_each and fills and warps > 1):
+        share = _shared(work, share, pages)  # else each has a tile, whose steps are loaded once
     keys, warps, room, is_small = share
     tiles, waiting = work.tiles(keys), _Waiting.beside(keys, pages, work)
     splits = work.splits(keys, room)
@@ -286,7 +286,7 @@ def _few_rows(
         splits = math.ceil(tiles / math.ceil(tiles / splits))
     is_crowded = has_channels and is_brief and not (is_small or has_one_each)
     ahead = 1 if is_crowded else ahead
-    few_tokens = FEW_CHANNEL_TOKENS if has_channels else FEW_TOKENS
+    is_balanced = work.may_wait(splits, FEW_CHANNEL_TOKENS if has_channels else FEW_TOKENS)
     config = AttentionConfig(
         MINIMUM_ROWS,
         keys,
@@ -295,22 +295,31 @@ def _few_rows(
         1 + ahead,
         waiting.keys,
         waiting_splits,
-        is_balanced=work.may_wait(splits, few_tokens),
+        is_balanced=is_balanced,
+        has_one_loop=is_balanced and has_channels and has_two_bits,
     )
+    registers = _registers(work, config, pages, is_crowded=is_crowded)
+    return dataclasses.replace(config, registers=registers)
+
+
+def _registers(
+    work: _Work, config: AttentionConfig, pages: KVPages, *, is_crowded: bool
+) -> int | None:
+    """That a thread may have at most, so that as many programs fit as should."""
+    if config.has_one_loop:
+        return MOST_REGISTERS
     may_help = config.is_balanced and pages.head_dim <= 128
-    if has_channels and has_two_bits and config.is_balanced:
-        return dataclasses.replace(config, has_one_loop=True, registers=MOST_REGISTERS)
-    if has_channels:
+    if pages.format.key_codes.scaling == "channel":
         least = LEAST_CROWDED_REGISTERS if is_crowded or may_help else LEAST_REGISTERS
-        least = ENOUGH_REGISTERS if has_two_bits else least
-        most = registers_for(work.company(keys, most_bytes), warps)
-        return dataclasses.replace(config, registers=min(max(most, least), ENOUGH_REGISTERS))
+        least = ENOUGH_REGISTERS if pages.format.key_codes.bits == 2 else least
+        most = registers_for(work.company(config.tile_keys, CHANNEL_BYTES), config.warps)
+        return min(max(most, least), ENOUGH_REGISTERS)
     # With less than enough, the assembler knows better which loop can do with how much.
-    most = registers_for(work.beside(keys, splits, ahead), warps)
+    beside = work.beside(config.tile_keys, config.splits, config.stages - 1)
+    most = registers_for(beside, config.warps)
     if may_help:
         most = max(most, LEAST_CROWDED_REGISTERS)
-    is_limited = may_help or most >= ENOUGH_REGISTERS
-    return dataclasses.replace(config, registers=most if is_limited else None)
+    return most if may_help or most >= ENOUGH_REGISTERS else None
 
 
 def _halved(work: _Work, share: _Share) -> _Share:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.activations import QuantizedActivations, quantize_activations
+from pallas_kernels.checks import is_known
 from pallas_kernels.formats import WeightFormat
 from pallas_kernels.implementation import choose
 from pallas_kernels.rowwise import reference, triton
@@ -32,6 +33,7 @@ def add_rms_norm(
     terms: [splits, ..., H], from `matmul_terms`, or any x as x[None].
     residual: [..., H], or None for none.
     weight: [H]; its dtype is that of the results.
+    epsilon: a number that the kernel is compiled for; one that is traced is left to XLA.
     format: of the weight that the result is multiplied with, a WeightFormat or what
         WeightFormat.parse reads: where its activations have 8 bits and one scale per token, the
         result is quantised here.
@@ -55,6 +57,8 @@ def add_rms_norm(
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format)
     plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format)
     reason = _why_not_triton(terms, weight.dtype, format)
+    if not is_known(epsilon):
+        reason = "epsilon is traced, expected a Python number"
     default = "reference" if terms.size == 0 else "triton"
     if _choose("add_rms_norm", implementation, default, reason) == "reference":
         return plain(terms, residual, weight)

@@ -228,6 +228,16 @@ def test_what_runs_as_plain_jax_on_a_gpu_says_so(call, text, pretend_gpu):
         call("float32", text)
 
 
+def test_a_traced_epsilon_is_left_to_xla(rng, pretend_gpu):
+    rows = Rows.random(rng, (1, 3, 64), "bfloat16")
+    call = jax.jit(lambda epsilon: add_rms_norm(*rows.arrays, epsilon))
+    with pytest.warns(UserWarning, match="epsilon is traced, expected a Python number"):
+        _, result = call(EPSILON)
+    assert_result(result, rows.normed(), "bfloat16", None)
+    with pytest.raises(UnsupportedError, match="'triton' can't run: epsilon is traced"):
+        jax.jit(functools.partial(add_rms_norm, *rows.arrays, implementation="triton"))(EPSILON)
+
+
 def test_what_xla_does_as_well_needs_no_warning(pretend_gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

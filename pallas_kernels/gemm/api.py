@@ -50,8 +50,8 @@ def matmul(
     scales: [groups, N] in the place of those in the weight.
 
     Differentiable with respect to x and `scales` (FLUTE's learned scales), and to the table and
-    the channel scales of a weight that has them, where x comes as an array; rounding counts as the
-    identity.
+    the channel scales of a weight that has them, where x comes as an array, in reverse (grad, vjp;
+    JAX refuses jvp and hessian); rounding counts as the identity.
 
     Raises ValueError where K differs or x does not suit the format, and UnsupportedError, with the
     reason, where a forced implementation can't do the call.

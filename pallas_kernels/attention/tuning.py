@@ -133,7 +133,7 @@ def configure(
         stages,
         waiting.keys,
         programs,
-        is_balanced=work.may_wait(splits),
+        is_balanced=work.may_wait(splits, FEW_TOKENS),
     )
 
 
@@ -184,7 +184,7 @@ class _Work:
         """Of so many programs those for which a sequence has tiles."""
         return max(1, min(room, self.tiles(keys)))
 
-    def may_wait(self, splits: int, few_tokens: int = FEW_TOKENS) -> bool:
+    def may_wait(self, splits: int, few_tokens: int) -> bool:
         """Whether short sequences' programs may wait long for those of a long one."""
         is_long = self.tokens > SHORT_TOKENS and self.tokens >= few_tokens * splits
         return self.is_shared_out and is_long

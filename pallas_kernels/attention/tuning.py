@@ -29,7 +29,7 @@ SHORT_TOKENS, FEW_TOKENS, FEW_CHANNEL_TOKENS = 4096, 2048, 1024
 FEW_TILES = 8
 SHORT_BYTES, SHORT_PROGRAMS = 65536, 4  # per multiprocessor
 FITTING_WARPS = 8  # on a multiprocessor, whose threads have LEAST_REGISTERS or ENOUGH_REGISTERS
-# Of a tile that is only read, and of a program: half of one is better where it has no more tokens.
+# A tile that is only read is halved if it has more bytes, and a program no more tokens.
 HALVED_BYTES, HALVED_TOKENS = 32768, 2048
 ENOUGH_BYTES = 62000  # per multiprocessor, on their way to programs that share nothing
 # Keys with steps of channels wait for their own instructions. So they have more programs, FEW_TILES
@@ -259,6 +259,7 @@ def _few_rows(
 ) -> AttentionConfig:
     has_channels = pages.format.key_codes.scaling == "channel"
     has_two_bits = pages.format.key_codes.bits == 2
+    is_slow = has_channels or has_two_bits  # to decode
     most_bytes = CHANNEL_BYTES if has_channels else BYTES_PER_MULTIPROCESSOR
     share = _Share(tile_keys, warps, work.room(tile_keys, most_bytes))
     tiles, fitting = work.tiles(tile_keys), work.room(tile_keys, most_bytes, FITTING_WARPS // warps)
@@ -271,18 +272,20 @@ def _few_rows(
     keys, warps, room, is_small = share
     tiles, waiting = work.tiles(keys), _Waiting.beside(keys, pages, work)
     splits = work.splits(keys, room)
+    if is_small and is_decoded and not is_slow and splits > 16:
+        splits -= splits % 8  # 48 are joined faster than 49
     if not work.is_shared_out:
         splits = max(splits, -(-work.tokens // (keys * MOST_TILES)))
     splits = min(splits, MOST_SPLITS)
     ahead = work.ahead(keys, splits, only_reads=not is_decoded)
-    is_brief = (has_channels or has_two_bits) and tiles <= BRIEF_TILES * splits
+    is_brief = is_slow and tiles <= BRIEF_TILES * splits
     if is_brief:
         room = min(room, MOST_SPLITS)
         waiting_splits = waiting.brief_programs(splits, tiles, room)
         splits = max(1, min(splits, room - waiting_splits))
     else:
         waiting_splits = waiting.programs(splits, tiles)
-    if is_small and tiles:  # as few as have no more tiles each
+    if is_small and is_slow and tiles:  # as few as have no more tiles each
         splits = math.ceil(tiles / math.ceil(tiles / splits))
     is_crowded = has_channels and is_brief and not (is_small or has_one_each)
     ahead = 1 if is_crowded else ahead

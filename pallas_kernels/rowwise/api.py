@@ -54,6 +54,7 @@ def add_rms_norm(
             f"{weight.shape}; expected [splits, ..., H], [..., H] and [H]"
         )
     format = None if format is None else WeightFormat.of(format)
+    epsilon = float(epsilon) if is_known(epsilon) else epsilon
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format)
     plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format)
     reason = _why_not_triton(terms, weight.dtype, format)

@@ -238,6 +238,13 @@ def test_a_traced_epsilon_is_left_to_xla(rng, pretend_gpu):
         jax.jit(functools.partial(add_rms_norm, *rows.arrays, implementation="triton"))(EPSILON)
 
 
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_a_known_epsilon_may_be_an_array(kind, pretend_gpu):
+    x, norm, epsilon = jnp.ones((1, 2, 64)), jnp.ones(64, jnp.bfloat16), kind(1e-6)
+    traced = jax.make_jaxpr(lambda x: add_rms_norm(x, None, norm, epsilon))(x)
+    assert "pallas_call" in str(traced)
+
+
 def test_what_xla_does_as_well_needs_no_warning(pretend_gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

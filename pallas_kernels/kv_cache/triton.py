@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import arithmetic, backend
-from pallas_kernels.kv_cache import hadamard
+from pallas_kernels import backend
 from pallas_kernels.kv_cache import residual as residuals
-from pallas_kernels.kv_cache.cache import KVPages, Side
+from pallas_kernels.kv_cache.cache import KVPages
+from pallas_kernels.kv_cache.writing import Slot, find_slot, lanes, like, write
 
 UNGROUPED_ROWS = 32  # of a piece of a block in which no tokens share a scale
 
@@ -84,11 +83,6 @@ def flush(
         interpret=interpret,
         aliases={first + i: i for i in range(len(jax.tree.leaves(pages)))},
     )
-
-
-def like(pages: KVPages) -> KVPages:
-    """The shapes of the pages, for a kernel that takes over their buffers."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pages)
 
 
 class _Operands(NamedTuple):
@@ -173,112 +167,3 @@ def _flush_kernel(
                 load(*source, plane * width + lanes(width)) for plane in range(side.codes.planes)
             ]
             write(side, planes, source[0].dtype, slot, head, interpret)
-
-
-class Slot(NamedTuple):
-    """Where a token goes in the pages, or the first of several, and whether any goes there."""
-
-    page: jax.Array
-    position: jax.Array
-    valid: jax.Array
-
-
-def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
-    """The slot of a new token, in a kernel. `tables` has block_tables, starts and counts."""
-    position = backend.load(tables.starts.at[batch]) + token
-    entry = position // page_size
-    entries = tables.block_tables.shape[1]
-    valid = (token < backend.load(tables.counts.at[batch])) & (entry < entries) & (position >= 0)
-    page = backend.load(tables.block_tables.at[batch, jnp.clip(entry, 0, entries - 1)])
-    return Slot(page, position % page_size, valid)
-
-
-def lanes(width: int) -> jax.Array:
-    """Which of `width` channels each lane of a tile holds: 0 … width − 1 where that fills it.
-
-    Else each run of neighbours as long as the odd factor of the width is filled up with its last,
-    which changes no extremum, and leaves runs a power of two of lanes apart.
-    """
-    lane = jnp.arange(pl.next_power_of_2(width))
-    # Of a minimum the compiler doesn't see that lanes are neighbours, and loads them one by one.
-    if len(lane) == width:
-        return lane
-    run, filled = _run(width)
-    return lane // filled * run + jnp.minimum(lane % filled, run - 1)
-
-
-def targets(width: int) -> tuple[jax.Array, jax.Array]:
-    """Where lanes are stored, and which are: two may not meet where that differs."""
-    lane = jnp.arange(pl.next_power_of_2(width))
-    if len(lane) == width:
-        return lane, lane < width
-    run, filled = _run(width)
-    place = lane % filled
-    beyond = width + lane // filled * (filled - run) + place - run
-    is_first = place < run
-    return jnp.where(is_first, lane // filled * run + place, beyond), is_first
-
-
-def _run(width: int) -> tuple[int, int]:
-    run = width // hadamard.order(width)
-    return run, pl.next_power_of_2(run)
-
-
-def write(
-    side: Side,
-    pieces: Sequence[jax.Array],
-    dtype: jnp.dtype,
-    slot: Slot,
-    head: jax.Array,
-    interpret: bool,
-) -> None:
-    """Encodes a head's key or value, or several on one page, and stores them, in a kernel.
-
-    pieces: equal slices of its channels, as many as the codes have planes, or a multiple; each at
-        its `lanes`. Of several tokens [tokens, lanes].
-    dtype: of the vector.
-    """
-    scales = None
-    if side.codes.scaling == "head":
-        scales = [backend.load(side.parameters.at[head + jnp.arange(1)])] * len(pieces)
-    elif side.codes.scaling == "static":
-        width = side.parameters.shape[1] // len(pieces)
-        channel = lanes(width)
-        scales = [
-            backend.load(side.parameters.at[head, i * width + channel]) for i in range(len(pieces))
-        ]
-    if side.codes.hadamard:
-        pieces = transform(pieces, side.words.shape[3] * side.codes.planes, dtype, interpret)
-    operations = arithmetic.of_kernel(interpret=interpret)
-    slices, parameters = side.codes.encode(pieces, scales, side.parameter_dtype, operations)
-    *tokens, _ = pieces[0].shape
-    position = slot.position
-    if tokens:
-        position += jnp.arange(tokens[0])[:, None]
-    width = side.words.shape[3] // len(slices)
-    for i, words in enumerate(slices):
-        lane, is_first = (jnp.expand_dims(x, tuple(range(len(tokens)))) for x in targets(width))
-        target = side.words.at[slot.page, head, position, i * width + lane]
-        mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
-        backend.store(target, words.astype(side.words.dtype), mask=mask)
-    if side.codes.scaling == "token":
-        target = side.parameters.at[
-            slot.page, head, position if tokens else position + jnp.arange(1)
-        ]
-        backend.store(target, parameters[0], mask=jnp.broadcast_to(slot.valid, target.shape))
-    elif side.codes.group is not None:
-        group = slot.position // side.codes.group
-        width = side.parameters.shape[3] // len(parameters)
-        for i, found in enumerate(parameters):
-            lane, is_first = (x[None, :] for x in targets(width))
-            target = side.parameters.at[slot.page, head, group, i * width + lane]
-            mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
-            backend.store(target, found, mask=mask)
-
-
-def transform(
-    pieces: Sequence[jax.Array], dim: int, dtype: jnp.dtype, interpret: bool
-) -> list[jax.Array]:
-    """The Hadamard transform of a head, or several, in a kernel; see `write`."""
-    operations = arithmetic.of_kernel(interpret=interpret)
-    return hadamard.transform_pieces(pieces, dim, dtype, operations)

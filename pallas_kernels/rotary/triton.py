@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.kv_cache.triton import (
+from pallas_kernels.kv_cache.writing import (
     Slot,
     find_slot,
     lanes,

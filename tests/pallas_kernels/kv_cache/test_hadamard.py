@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache.triton import lanes, targets
+from pallas_kernels.kv_cache.writing import lanes, targets
 from tests.pallas_kernels import oracles
 from tests.pallas_kernels.kv_cache.pages import vectors
 from tests.pallas_kernels.oracles import wide

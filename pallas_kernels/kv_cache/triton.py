@@ -1,8 +1,9 @@
-"""The append kernel: quantises new keys and values and writes them into their pages, in place."""
+"""The kernels that quantise keys and values and write them into their pages, in place."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +12,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import backend
 from pallas_kernels.kv_cache import residual as residuals
-from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.kv_cache.writing import Slot, find_slot, lanes, like, write
+from pallas_kernels.kv_cache.cache import KVPages, Side
+from pallas_kernels.kv_cache.writing import Channels, Slot, find_slot, lanes, like, write
 
-UNGROUPED_ROWS = 32  # of a piece of a block in which no tokens share a scale
+
+class _Size(NamedTuple):
+    """Of a piece of a block: channels of each plane, or elements; and the warps that encode it."""
+
+    width: int
+    elements: int
+    warps: int
+
+
+# Found on the H200. The few blocks that a token completes must be done soon; of a prompt's, there
+# are enough to read whole sectors. Where sequences are few, hardly a step completes any block.
+OF_A_TOKEN, OF_A_PROMPT = _Size(2, 2048, 1), _Size(16, 8192, 4)
+FEW_SEQUENCES = 16
 
 
 def append(
@@ -60,25 +73,30 @@ def flush(
     *,
     interpret: bool = False,
 ) -> KVPages:
-    """See reference.flush. One program for each piece of a block that may be full, and KV head.
+    """See reference.flush. Programs share the pieces of blocks that are full, of each KV head.
 
-    A piece is a group of tokens, where these have scales in common. The pages are aliased, the
-    residual too, although it stays as it is: what writes to it next then comes after.
+    In most steps of one token none is: so there are few programs, and each takes the next piece
+    that is left. The pages are aliased, the residual too, although it stays as it is: what writes
+    to it next then comes after.
     """
     assert pages.residual is not None
-    block = pages.residual.page_size
-    rows = pages.format.group or min(UNGROUPED_ROWS, pages.page_size)
-    blocks = residuals.most_blocks(tokens, block)
+    block, heads, sequences = pages.residual.page_size, pages.keys.shape[1], len(starts)
+    size = OF_A_TOKEN if tokens < block else OF_A_PROMPT
+    cuts = [_Cut.of(side, pages.page_size, size) for side in pages.sides]
+    pieces = heads * sum(cut.pieces(block) for cut in cuts)  # of a block
+    most = sequences * residuals.most_blocks(tokens, block) * pieces
+    at_least = backend.multiprocessors() * (1 if sequences <= FEW_SEQUENCES else 2)
+    programs = max(at_least, sequences * (tokens // block) * pieces)
     operands = _FlushOperands(block_tables, starts, counts, first_tokens, keys, values)
     first = len(jax.tree.leaves(operands))
     return backend.pallas_call(
-        functools.partial(_flush_kernel, rows=rows, blocks=blocks, interpret=interpret),
+        functools.partial(_flush_kernel, cuts=cuts, interpret=interpret),
         operands,
         pages,
         out_shape=like(pages),
-        grid=(len(starts) * blocks * (block // rows), pages.keys.shape[1]),
+        grid=(min(most, programs),),
         name=f"flush_{pages.format}".lower(),
-        warps=8 if rows > UNGROUPED_ROWS else 4,
+        warps=size.warps,
         stages=1,
         interpret=interpret,
         aliases={first + i: i for i in range(len(jax.tree.leaves(pages)))},
@@ -121,49 +139,116 @@ class _FlushOperands(NamedTuple):
     values: Any
 
 
+class _Cut(NamedTuple):
+    """How a block's keys, or values, are cut into pieces that can be encoded apart."""
+
+    rows: int  # tokens
+    width: int  # channels of each plane
+    across: int  # pieces side by side
+
+    @classmethod
+    def of(cls, side: Side, page_size: int, size: _Size) -> _Cut:
+        """Tokens that share scales stay together, or else all channels of a token."""
+        stored, planes = side.words.shape[3], side.codes.planes
+        if side.codes.group is not None:
+            width = max(width for width in range(1, size.width + 1) if stored % width == 0)
+            return cls(side.codes.group, width, stored // width)
+        most = max(1, size.elements // (stored * planes))
+        return cls(min(1 << most.bit_length() - 1, page_size), stored, 1)
+
+    def pieces(self, block: int) -> int:
+        """Of a block."""
+        return block // self.rows * self.across
+
+
 def _flush_kernel(
     operands: _FlushOperands,
     before: KVPages,
     pages: KVPages,
     *,
-    rows: int,
-    blocks: int,
+    cuts: Sequence[_Cut],
     interpret: bool,
 ) -> None:
     residual = pages.residual
     assert residual is not None
-    block, dim = residual.page_size, residual.head_dim
-    pieces = block // rows
-    program = backend.first_program_id()
-    batch, piece = program // (blocks * pieces), program % (blocks * pieces)
-    head = pl.program_id(1)
+    block, heads = residual.page_size, pages.keys.shape[1]
     capacity = operands.block_tables.shape[1] * pages.page_size
-    start = backend.load(operands.starts.at[batch])
-    end = start + backend.load(operands.counts.at[batch])
-    first = residuals.begin(jnp.minimum(start, capacity), block) + piece * rows
+    sequences = operands.starts.shape[0]
+    lane = jnp.arange(pl.next_power_of_2(sequences))
+    mask = lane < sequences
+    starts, counts = (
+        backend.load(x.at[lane], mask=mask, other=0) for x in (operands.starts, operands.counts)
+    )
+    begins, ends = (
+        residuals.begin(jnp.minimum(position, capacity), block)
+        for position in (starts, starts + counts)
+    )
+    full = jnp.maximum(ends - begins, 0) // block  # of each sequence
+    last = jnp.cumsum(full)
+    pieces = [cut.pieces(block) for cut in cuts]
 
-    @pl.when(first < residuals.begin(jnp.minimum(end, capacity), block))
-    def _() -> None:
-        row = jnp.arange(rows)[:, None]
-        is_new = first + row >= start
-        token = jnp.maximum(backend.load(operands.first_tokens.at[batch]) + first + row - start, 0)
-        page = backend.load(operands.block_tables.at[batch, first // pages.page_size])
-        slot = Slot(page, first % pages.page_size, jnp.bool_(True))
-
-        def load(waiting: Any, new: Any, channel: jax.Array) -> jax.Array:
-            x = backend.load(waiting.at[batch, head, first % block + row, channel[None, :]])
-            if new is None:
-                return x
-            at = new.at[token, head, channel[None, :]]
-            return jnp.where(is_new, backend.load_masked(at, is_new).astype(x.dtype), x)
-
-        sources = (
-            (residual.keys, operands.keys),
-            (residual.values, operands.values),
+    def see(task: jax.Array) -> None:
+        rest, piece = task // sum(pieces), task % sum(pieces)
+        number, head = rest // heads, rest % heads
+        sequence = (last <= number).astype(jnp.int32).sum()
+        begin, start, before = (
+            jnp.where(lane == sequence, x, 0).sum() for x in (begins, starts, last - full)
         )
-        for side, source in zip(pages.sides, sources, strict=True):
-            width = dim // side.codes.planes
-            planes = [
-                load(*source, plane * width + lanes(width)) for plane in range(side.codes.planes)
-            ]
-            write(side, planes, source[0].dtype, slot, head, interpret)
+        of_block = _Block(sequence, head, begin + (number - before) * block, start)
+        for side, cut in enumerate(cuts):
+            number = piece - sum(pieces[:side])
+
+            @pl.when((number >= 0) & (number < pieces[side]))
+            def _(side: int = side, cut: _Cut = cut, number: jax.Array = number) -> None:
+                _encode(operands, pages, of_block, side, cut, number, interpret)
+
+    program, programs = backend.first_program_id(), pl.num_programs(0)
+    tasks = full.sum() * heads * sum(pieces)
+    mine = pl.cdiv(jnp.maximum(tasks - program, 0), programs)
+    jax.lax.fori_loop(0, mine, lambda index, _: see(program + index * programs), None)
+
+
+class _Block(NamedTuple):
+    """One of which pieces are encoded."""
+
+    sequence: jax.Array
+    head: jax.Array
+    begin: jax.Array  # the position of its first token
+    start: jax.Array  # and of the first new one
+
+
+def _encode(
+    operands: _FlushOperands,
+    pages: KVPages,
+    block: _Block,
+    side: int,
+    cut: _Cut,
+    piece: jax.Array,
+    interpret: bool,
+) -> None:
+    """A piece of a block's keys (side 0), or values (1)."""
+    assert pages.residual is not None
+    waiting = pages.residual.sides[side].words
+    new = (operands.keys, operands.values)[side]
+    first_row = piece // cut.across * cut.rows
+    channels = Channels(piece % cut.across * cut.width, cut.width)
+    row = first_row + jnp.arange(cut.rows)[:, None]
+    is_new = block.begin + row >= block.start
+    first_token = backend.load(operands.first_tokens.at[block.sequence])
+    token = jnp.maximum(first_token + block.begin + row - block.start, 0)
+    position = block.begin + first_row
+    page = backend.load(operands.block_tables.at[block.sequence, position // pages.page_size])
+    slot = Slot(page, position % pages.page_size, jnp.bool_(True))
+
+    def load(plane: int) -> jax.Array:
+        of_plane = plane * cut.width * cut.across
+        channel = (of_plane + channels.first + lanes(cut.width))[None, :]
+        x = backend.load(waiting.at[block.sequence, block.head, row, channel])
+        if new is None:
+            return x
+        at = new.at[token, block.head, channel]
+        return jnp.where(is_new, backend.load_masked(at, is_new).astype(x.dtype), x)
+
+    target = pages.sides[side]
+    planes = [load(plane) for plane in range(target.codes.planes)]
+    write(target, planes, waiting.dtype, slot, block.head, interpret, channels)

@@ -27,6 +27,13 @@ class Slot(NamedTuple):
     valid: jax.Array
 
 
+class Channels(NamedTuple):
+    """A run of those of a slice of a head."""
+
+    first: Any  # jax.Array or int
+    width: int
+
+
 def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
     """The slot of a new token, in a kernel. `tables` has block_tables, starts and counts."""
     position = backend.load(tables.starts.at[batch]) + token
@@ -75,12 +82,14 @@ def write(
     slot: Slot,
     head: jax.Array,
     interpret: bool,
+    channels: Channels | None = None,
 ) -> None:
     """Encodes a head's key or value, or several on one page, and stores them, in a kernel.
 
     pieces: equal slices of its channels, as many as the codes have planes, or a multiple; each at
         its `lanes`. Of several tokens [tokens, lanes].
     dtype: of the vector.
+    channels: which of each slice these are, where not all; only if channels have scales.
     """
     scales = None
     if side.codes.scaling == "head":
@@ -99,10 +108,11 @@ def write(
     position = slot.position
     if tokens:
         position += jnp.arange(tokens[0])[:, None]
-    width = side.words.shape[3] // len(slices)
+    stride = side.words.shape[3] // len(slices)
+    first, width = Channels(0, stride) if channels is None else channels
     for i, words in enumerate(slices):
         lane, is_first = (jnp.expand_dims(x, tuple(range(len(tokens)))) for x in targets(width))
-        target = side.words.at[slot.page, head, position, i * width + lane]
+        target = side.words.at[slot.page, head, position, i * stride + first + lane]
         mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
         backend.store(target, words.astype(side.words.dtype), mask=mask)
     if side.codes.scaling == "token":
@@ -112,10 +122,10 @@ def write(
         backend.store(target, parameters[0], mask=jnp.broadcast_to(slot.valid, target.shape))
     elif side.codes.group is not None:
         group = slot.position // side.codes.group
-        width = side.parameters.shape[3] // len(parameters)
+        stride = side.parameters.shape[3] // len(parameters)
         for i, found in enumerate(parameters):
             lane, is_first = (x[None, :] for x in targets(width))
-            target = side.parameters.at[slot.page, head, group, i * width + lane]
+            target = side.parameters.at[slot.page, head, group, i * stride + first + lane]
             mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
             backend.store(target, found, mask=mask)
 

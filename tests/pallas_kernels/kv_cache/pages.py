@@ -48,7 +48,7 @@ def random_pages(
         return words, jnp.asarray(rng.integers(0, 2**32, groups, dtype=np.uint32))
 
     keys, key_parameters = stored(format.keys, KEY_GROUPS.get(str(format.keys)))
-    values, value_parameters = stored(format.values)
+    values, value_parameters = stored(format.values, format.value_codes.group)
     waiting = None
     if format.block is not None:
         waiting = [plain((SEQUENCES, kv_heads, format.block)) for _ in range(2)]

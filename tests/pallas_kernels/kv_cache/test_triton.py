@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, PagedKVCache
-from pallas_kernels.kv_cache import triton
+from pallas_kernels import KVFormat, PagedKVCache, backend
+from pallas_kernels.kv_cache import reference, triton
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
     assert_same_bits,
@@ -73,6 +73,65 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
     assert kernel.count("#stablehlo.output_operand_alias<") == arrays
     for output in range(arrays):
         assert f"output_tuple_indices = [{output}], operand_index = {5 + output}," in kernel
+
+
+@pytest.mark.parametrize(
+    ("text", "head_dim", "page_size", "tokens"),
+    [
+        ("KV2", 96, 256, 1),  # of twelve words, pieces have two
+        ("KV2g32", 96, 32, 300),  # and sixteen at most, of a prompt
+        ("K4cg64V4cg64", 256, 128, 1),
+        ("KV2t", 256, 16, 1),
+        ("K16V2", 64, 16, 256),  # more rows would fit in a piece than in a page
+    ],
+)
+@pytest.mark.parametrize("programs", ["few", "many"])
+def test_flush_cuts_blocks_of_any_shape(text, head_dim, page_size, tokens, programs, rng):
+    """Of four sequences, two complete a block; few programs encode one piece after another."""
+    check_flush(rng, text, "bfloat16", head_dim, page_size, tokens, 1 if programs == "few" else 64)
+
+
+def check_flush(rng, text, dtype, head_dim, page_size, tokens, multiprocessors=None):
+    format = KVFormat.parse(text)
+    block, heads, sequences = format.block, 2, 4
+    assert block is not None
+    entries = 3 * block // page_size
+    pages = random_pages(
+        rng,
+        format,
+        pages=sequences * entries,
+        kv_heads=heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    tables = rng.permutation(sequences * entries).astype(np.int32).reshape(sequences, entries)
+    starts = np.array([block, block - 1, 2 * block, 5], np.int32)
+    counts = np.array([1, 1, 1, tokens], np.int32)
+    new = (None, None)
+    if tokens > 1:
+        shape = (sequences * tokens, heads, head_dim)
+        new = tuple(jnp.asarray(vectors(rng, shape, dtype)) for _ in range(2))
+    arrays = [jnp.asarray(x) for x in (tables, starts, counts)]
+    first_tokens = jnp.arange(sequences, dtype=jnp.int32) * tokens
+    arguments = (pages, *new, first_tokens, tokens, *arrays)
+    options = {} if backend.on_gpu() else {"interpret": True}
+    with pytest.MonkeyPatch.context() as patch:
+        if multiprocessors is not None:
+            patch.setattr(backend, "multiprocessors", lambda: multiprocessors)
+        written = triton.flush(*arguments, **options)
+    assert_same_bits(written, reference.flush(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(96, 256), (128, 128), (256, 64)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("text", ["KV4c", "KV2", "KV2g32", "KV2t", "K4cg64V4cg64", "K8V2"])
+def test_flush_bit_for_bit_on_the_gpu(text, dtype, head_dim, page_size, tokens, rng):
+    if page_size % (KVFormat.parse(text).group or 1):
+        page_size = 256
+    check_flush(rng, text, dtype, head_dim, page_size, tokens)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,16 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.kv_cache import residual as residuals
 from pallas_kernels.kv_cache.cache import KVPages, Side
-from pallas_kernels.kv_cache.writing import Channels, Slot, find_slot, lanes, like, write
+from pallas_kernels.kv_cache.writing import (
+    Channels,
+    Slot,
+    find_slot,
+    for_each,
+    lanes,
+    like,
+    programs_for,
+    write,
+)
 
 
 class _Size(NamedTuple):
@@ -42,7 +51,8 @@ def append(
 ) -> KVPages:
     """See api.append; pages without a residual.
 
-    One program for each new token and KV head; the pages are aliased.
+    One program for each new token and KV head, or of many tokens for several; the pages are
+    aliased.
     """
     batch, tokens, heads, _ = keys.shape
     operands = _Operands(block_tables, starts, counts, keys, values)
@@ -52,7 +62,7 @@ def append(
         operands,
         pages,
         out_shape=like(pages),
-        grid=(batch * tokens, heads),
+        grid=(programs_for(batch * tokens, heads), heads),
         name=f"append_{pages.format}".lower(),
         warps=1,
         stages=1,
@@ -114,18 +124,26 @@ class _Operands(NamedTuple):
 
 
 def _kernel(operands: _Operands, before: KVPages, pages: KVPages, *, interpret: bool) -> None:
-    tokens, dim = operands.keys.shape[1], operands.keys.shape[3]
-    program = backend.first_program_id()
-    batch, token = program // tokens, program % tokens
+    batch, tokens, _, dim = operands.keys.shape
     head = pl.program_id(1)
-    slot = find_slot(operands, pages.page_size, batch, token)
-    for side, source in zip(pages.sides, (operands.keys, operands.values), strict=True):
-        width = dim // side.codes.planes
-        pieces = [
-            backend.load(source.at[batch, token, head, plane * width + lanes(width)])
-            for plane in range(side.codes.planes)
-        ]
-        write(side, pieces, source.dtype, slot, head, interpret)
+
+    def see(number: jax.Array) -> None:
+        sequence, token = number // tokens, number % tokens
+        slot = find_slot(operands, pages.page_size, sequence, token)
+
+        def store() -> None:
+            for side, source in zip(pages.sides, (operands.keys, operands.values), strict=True):
+                width = dim // side.codes.planes
+                pieces = [
+                    backend.load(source.at[sequence, token, head, plane * width + lanes(width)])
+                    for plane in range(side.codes.planes)
+                ]
+                write(side, pieces, source.dtype, slot, head, interpret)
+
+        # Of a prompt, some may be padding; a single token should not wait for whether it is.
+        pl.when(slot.valid)(store) if tokens > 1 else store()
+
+    for_each(batch * tokens, see)
 
 
 class _FlushOperands(NamedTuple):
@@ -202,10 +220,7 @@ def _flush_kernel(
             def _(side: int = side, cut: _Cut = cut, number: jax.Array = number) -> None:
                 _encode(operands, pages, of_block, side, cut, number, interpret)
 
-    program, programs = backend.first_program_id(), pl.num_programs(0)
-    tasks = full.sum() * heads * sum(pieces)
-    mine = pl.cdiv(jnp.maximum(tasks - program, 0), programs)
-    jax.lax.fori_loop(0, mine, lambda index, _: see(program + index * programs), None)
+    for_each(full.sum() * heads * sum(pieces), see)
 
 
 class _Block(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,35 @@ from pallas_kernels.kv_cache.cache import KVPages, Side
 def like(pages: KVPages) -> KVPages:
     """The shapes of the pages, for a kernel that takes over their buffers."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pages)
+
+
+# Programs of one warp are started one by one, so many of them in about the time that one takes; and
+# a multiprocessor runs so many at once.
+STARTED_MEANWHILE, AT_ONCE = 2000, 32
+
+
+def programs_for(tasks: int, heads: int) -> int:
+    """How many programs of one warp should share so many tasks, for each of the heads.
+
+    With n programs, starting them takes time like n, and what they do like tasks / n.
+    """
+    programs = math.isqrt(tasks * heads * STARTED_MEANWHILE)
+    programs = min(programs, backend.multiprocessors() * AT_ONCE)
+    rounds = pl.cdiv(tasks, max(1, programs // heads))
+    return pl.cdiv(tasks, rounds)
+
+
+def for_each(tasks: int | jax.Array, see: Callable[[jax.Array], None]) -> None:
+    """Calls `see` with the number of one task of this program after another, in a kernel.
+
+    Tasks are dealt out along the grid's first axis.
+    """
+    program, programs = backend.first_program_id(), pl.num_programs(0)
+    if isinstance(tasks, int) and tasks <= programs:
+        see(program)
+        return
+    mine = pl.cdiv(jnp.maximum(tasks - program, 0), programs)
+    jax.lax.fori_loop(0, mine, lambda index, _: see(program + index * programs), None)
 
 
 class Slot(NamedTuple):

@@ -1,4 +1,4 @@
-"""Head norm, rotation and append as one kernel: a program owns a head of a token."""
+"""Head norm, rotation and append as one kernel: a program owns a head of a token, or of several."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.kv_cache.writing import (
     Slot,
     find_slot,
+    for_each,
     lanes,
     like,
+    programs_for,
     targets,
     transform,
     write,
@@ -77,7 +79,7 @@ def rotate_and_append(
         operands,
         pages,
         out_shape=(queries, like(pages)),
-        grid=(batch * tokens, total),
+        grid=(programs_for(batch * tokens, total), total),
         name=f"rotate_and_append_{pages.format}".lower(),
         warps=1,
         stages=1,
@@ -87,10 +89,18 @@ def rotate_and_append(
 
 
 def _kernel(
+    operands: _Operands, before: KVPages, queries_ref: Any, pages: KVPages, **options: Any
+) -> None:
+    see = functools.partial(_rotate, operands, queries_ref, pages, pl.program_id(1), **options)
+    for_each(queries_ref.shape[0] * queries_ref.shape[1], see)
+
+
+def _rotate(
     operands: _Operands,
-    before: KVPages,
     queries_ref: Any,  # [batch, tokens, query heads, dim]
     pages: KVPages,
+    head: jax.Array,
+    number: jax.Array,  # of the token, among all
     *,
     heads: tuple[int, int],
     epsilon: float,
@@ -98,9 +108,7 @@ def _kernel(
     interpret: bool,
 ) -> None:
     tokens, dim = queries_ref.shape[1], queries_ref.shape[3]
-    program = backend.first_program_id()
-    batch, token = program // tokens, program % tokens
-    head = pl.program_id(1)
+    batch, token = number // tokens, number % tokens
     is_query, is_value = head < heads[0], head >= heads[0] + heads[1]
     dtype = queries_ref.dtype
 

@@ -47,6 +47,17 @@ def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
     assert_same_bits(written, new.oracle(pages))
 
 
+@pytest.mark.parametrize("text", ["KV16", "KV4"])
+def test_few_programs_append_many_tokens(text, rng, monkeypatch):
+    """Twenty tokens for sixteen of each head, of which some tokens go nowhere."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 1)
+    options = {"pages": 11, "kv_heads": 2, "page_size": 16, "head_dim": 64, "dtype": "bfloat16"}
+    pages = random_pages(rng, KVFormat.parse(text), **options)
+    new = ragged_append(rng, pages, 5, "bfloat16")
+    written = triton.append(pages, *new.arrays(), interpret=True)
+    assert_same_bits(written, new.oracle(pages))
+
+
 @pytest.mark.parametrize("text", ["KV16", "KV8s", "KVfp8", "KV4"])
 @pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", 1), ("float16", 512)])
 def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cuda):

@@ -2,9 +2,28 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kv_cache.writing import lanes, targets
+from pallas_kernels import backend
+from pallas_kernels.kv_cache.writing import AT_ONCE, lanes, programs_for, targets
+
+
+@given(st.integers(1, 10**6), st.integers(1, 128), st.sampled_from([1, 132]))
+def test_programs_share_tasks_evenly(tasks, heads, multiprocessors):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "multiprocessors", lambda: multiprocessors)
+        programs = programs_for(tasks, heads)
+    assert 1 <= programs <= tasks
+    assert programs * heads <= max(heads, AT_ONCE * multiprocessors)
+    rounds = -(-tasks // programs)
+    assert programs * rounds - tasks < rounds  # with one program less there would be more rounds
+
+
+def test_few_tasks_have_a_program_each(monkeypatch):
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    assert [programs_for(batch, 48) for batch in (1, 16, 64, 512)] == [1, 16, 32, 86]
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 8, 12, 24, 48, 64, 96, 128])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import HeadNorms, KVFormat, PagedKVCache
+from pallas_kernels import HeadNorms, KVFormat, PagedKVCache, backend
 from pallas_kernels.rotary import reference, triton
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 from tests.pallas_kernels.rotary.heads import (
@@ -58,6 +58,13 @@ def test_without_norms_by_quarter_turns(
     test = scene(rng, bits, dtype, splits=splits, quarters=True, **sizes)
     assert test.is_exact
     check(test, interpret=True)
+
+
+@pytest.mark.parametrize("bits", [16, "K4V8"])
+def test_few_programs_rotate_many_tokens(bits, rng, monkeypatch):
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 1)  # 8 programs of a head, 20 tokens
+    sizes = {"heads": (2, 1), "head_dim": 64, "page_size": 16, "tokens": 5}
+    check(scene(rng, bits, "bfloat16", quarters=True, **sizes), interpret=True)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ from pallas_kernels.kv_cache.writing import (
 
 
 class _Size(NamedTuple):
-    """Of a piece of a block: channels of each plane, or elements; and the warps that encode it."""
+    """How large a piece of a block may be, and how many warps encode it."""
 
-    width: int
-    elements: int
+    width: int  # channels of each plane, where channels have scales
+    elements: int  # otherwise
     warps: int
 
 
@@ -85,32 +85,37 @@ def flush(
 ) -> KVPages:
     """See reference.flush. Programs share the pieces of blocks that are full, of each KV head.
 
-    In most steps of one token none is: so there are few programs, and each takes the next piece
-    that is left. The pages are aliased, the residual too, although it stays as it is: what writes
-    to it next then comes after.
+    In most steps of one token none is: so there are few programs, each of which takes every so many
+    pieces. The pages are aliased, the residual too, although it stays as it is: what writes to it
+    next then comes after.
     """
     assert pages.residual is not None
     block, heads, sequences = pages.residual.page_size, pages.keys.shape[1], len(starts)
     size = OF_A_TOKEN if tokens < block else OF_A_PROMPT
-    cuts = [_Cut.of(side, pages.page_size, size) for side in pages.sides]
+    cuts = [_Cut.of(side, min(block, pages.page_size), size) for side in pages.sides]
     pieces = heads * sum(cut.pieces(block) for cut in cuts)  # of a block
-    most = sequences * residuals.most_blocks(tokens, block) * pieces
-    at_least = backend.multiprocessors() * (1 if sequences <= FEW_SEQUENCES else 2)
-    programs = max(at_least, sequences * (tokens // block) * pieces)
+    blocks = residuals.most_blocks(tokens, block)  # of a sequence
+    likely = 0 if keys is None else len(keys) // block * pieces
     operands = _FlushOperands(block_tables, starts, counts, first_tokens, keys, values)
     first = len(jax.tree.leaves(operands))
     return backend.pallas_call(
-        functools.partial(_flush_kernel, cuts=cuts, interpret=interpret),
+        functools.partial(_flush_kernel, cuts=cuts, blocks=blocks, interpret=interpret),
         operands,
         pages,
         out_shape=like(pages),
-        grid=(min(most, programs),),
+        grid=(flush_programs(sequences * blocks * pieces, likely, sequences),),
         name=f"flush_{pages.format}".lower(),
         warps=size.warps,
         stages=1,
         interpret=interpret,
         aliases={first + i: i for i in range(len(jax.tree.leaves(pages)))},
     )
+
+
+def flush_programs(pieces: int, likely: int, sequences: int) -> int:
+    """How many programs share what may be so many pieces, and is likely to be so many."""
+    idle = backend.multiprocessors() * (1 if sequences <= FEW_SEQUENCES else 2)
+    return min(pieces, max(likely, idle))
 
 
 class _Operands(NamedTuple):
@@ -125,9 +130,10 @@ class _Operands(NamedTuple):
 
 def _kernel(operands: _Operands, before: KVPages, pages: KVPages, *, interpret: bool) -> None:
     batch, tokens, _, dim = operands.keys.shape
-    head = pl.program_id(1)
+    program, head = backend.first_program_id(), pl.program_id(1)
+    is_only_one = batch * tokens == pl.num_programs(0)
 
-    def see(number: jax.Array) -> None:
+    def visit(number: jax.Array) -> None:
         sequence, token = number // tokens, number % tokens
         slot = find_slot(operands, pages.page_size, sequence, token)
 
@@ -140,10 +146,12 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages, *, interpret: 
                 ]
                 write(side, pieces, source.dtype, slot, head, interpret)
 
-        # Of a prompt, some may be padding; a single token should not wait for whether it is.
-        pl.when(slot.valid)(store) if tokens > 1 else store()
+        if is_only_one:  # rather than wait for whether it is valid
+            store()
+        else:
+            pl.when(slot.valid)(store)
 
-    for_each(batch * tokens, see)
+    for_each(program, batch * tokens, visit)
 
 
 class _FlushOperands(NamedTuple):
@@ -165,14 +173,14 @@ class _Cut(NamedTuple):
     across: int  # pieces side by side
 
     @classmethod
-    def of(cls, side: Side, page_size: int, size: _Size) -> _Cut:
+    def of(cls, side: Side, most_rows: int, size: _Size) -> _Cut:
         """Tokens that share scales stay together, or else all channels of a token."""
         stored, planes = side.words.shape[3], side.codes.planes
         if side.codes.group is not None:
             width = max(width for width in range(1, size.width + 1) if stored % width == 0)
             return cls(side.codes.group, width, stored // width)
-        most = max(1, size.elements // (stored * planes))
-        return cls(min(1 << most.bit_length() - 1, page_size), stored, 1)
+        rows = 1 << (size.elements // (stored * planes)).bit_length() - 1
+        return cls(min(rows, most_rows), stored, 1)
 
     def pieces(self, block: int) -> int:
         """Of a block."""
@@ -185,11 +193,13 @@ def _flush_kernel(
     pages: KVPages,
     *,
     cuts: Sequence[_Cut],
+    blocks: int,
     interpret: bool,
 ) -> None:
+    program = backend.first_program_id()
     residual = pages.residual
     assert residual is not None
-    block, heads = residual.page_size, pages.keys.shape[1]
+    size, heads = residual.page_size, pages.keys.shape[1]
     capacity = operands.block_tables.shape[1] * pages.page_size
     sequences = operands.starts.shape[0]
     lane = jnp.arange(pl.next_power_of_2(sequences))
@@ -198,29 +208,29 @@ def _flush_kernel(
         backend.load(x.at[lane], mask=mask, other=0) for x in (operands.starts, operands.counts)
     )
     begins, ends = (
-        residuals.begin(jnp.minimum(position, capacity), block)
+        residuals.begin(jnp.minimum(position, capacity), size)
         for position in (starts, starts + counts)
     )
-    full = jnp.maximum(ends - begins, 0) // block  # of each sequence
-    last = jnp.cumsum(full)
-    pieces = [cut.pieces(block) for cut in cuts]
+    full = jnp.clip((ends - begins) // size, 0, blocks)  # blocks of each sequence
+    behind = jnp.cumsum(full)
+    pieces = [cut.pieces(size) for cut in cuts]
 
-    def see(task: jax.Array) -> None:
+    def visit(task: jax.Array) -> None:
         rest, piece = task // sum(pieces), task % sum(pieces)
         number, head = rest // heads, rest % heads
-        sequence = (last <= number).astype(jnp.int32).sum()
-        begin, start, before = (
-            jnp.where(lane == sequence, x, 0).sum() for x in (begins, starts, last - full)
+        sequence = (behind <= number).astype(jnp.int32).sum()
+        begin, start, earlier = (
+            jnp.where(lane == sequence, x, 0).sum() for x in (begins, starts, behind - full)
         )
-        of_block = _Block(sequence, head, begin + (number - before) * block, start)
+        block = _Block(sequence, head, begin + (number - earlier) * size, start)
         for side, cut in enumerate(cuts):
-            number = piece - sum(pieces[:side])
+            of_side = piece - sum(pieces[:side])
 
-            @pl.when((number >= 0) & (number < pieces[side]))
-            def _(side: int = side, cut: _Cut = cut, number: jax.Array = number) -> None:
-                _encode(operands, pages, of_block, side, cut, number, interpret)
+            @pl.when((of_side >= 0) & (of_side < pieces[side]))
+            def _(side: int = side, cut: _Cut = cut, of_side: jax.Array = of_side) -> None:
+                _encode(operands, pages, block, side, cut, of_side, interpret)
 
-    for_each(full.sum() * heads * sum(pieces), see)
+    for_each(program, full.sum() * heads * sum(pieces), visit)
 
 
 class _Block(NamedTuple):

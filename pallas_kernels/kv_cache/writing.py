@@ -21,7 +21,7 @@ def like(pages: KVPages) -> KVPages:
 
 
 # Programs of one warp are started one by one, so many of them in about the time that one takes; and
-# a multiprocessor runs so many at once.
+# a multiprocessor of compute capability 9.0 runs so many at once.
 STARTED_MEANWHILE, AT_ONCE = 2000, 32
 
 
@@ -36,17 +36,19 @@ def programs_for(tasks: int, heads: int) -> int:
     return pl.cdiv(tasks, rounds)
 
 
-def for_each(tasks: int | jax.Array, see: Callable[[jax.Array], None]) -> None:
-    """Calls `see` with the number of one task of this program after another, in a kernel.
+def for_each(
+    program: jax.Array, tasks: int | jax.Array, visit: Callable[[jax.Array], None]
+) -> None:
+    """Calls `visit` with the numbers of a program's tasks, one after another, in a kernel.
 
-    Tasks are dealt out along the grid's first axis.
+    program: its index along the grid's first axis, along which tasks are dealt out.
     """
-    program, programs = backend.first_program_id(), pl.num_programs(0)
-    if isinstance(tasks, int) and tasks <= programs:
-        see(program)
+    programs = pl.num_programs(0)
+    if isinstance(tasks, int) and tasks == programs:
+        visit(program)
         return
     mine = pl.cdiv(jnp.maximum(tasks - program, 0), programs)
-    jax.lax.fori_loop(0, mine, lambda index, _: see(program + index * programs), None)
+    jax.lax.fori_loop(0, mine, lambda index, _: visit(program + index * programs), None)
 
 
 class Slot(NamedTuple):
@@ -58,9 +60,9 @@ class Slot(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """A run of those of a slice of a head."""
+    """Neighbours in each of the equal slices of a head."""
 
-    first: Any  # jax.Array or int
+    first: Any  # counted from the slice's own first; jax.Array or int
     width: int
 
 
@@ -119,7 +121,7 @@ def write(
     pieces: equal slices of its channels, as many as the codes have planes, or a multiple; each at
         its `lanes`. Of several tokens [tokens, lanes].
     dtype: of the vector.
-    channels: which of each slice these are, where not all; only if channels have scales.
+    channels: which of each slice these are; all, unless channels have scales.
     """
     scales = None
     if side.codes.scaling == "head":

@@ -91,8 +91,9 @@ def rotate_and_append(
 def _kernel(
     operands: _Operands, before: KVPages, queries_ref: Any, pages: KVPages, **options: Any
 ) -> None:
-    see = functools.partial(_rotate, operands, queries_ref, pages, pl.program_id(1), **options)
-    for_each(queries_ref.shape[0] * queries_ref.shape[1], see)
+    program, head = backend.first_program_id(), pl.program_id(1)
+    rotate = functools.partial(_rotate, operands, queries_ref, pages, head, **options)
+    for_each(program, queries_ref.shape[0] * queries_ref.shape[1], rotate)
 
 
 def _rotate(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, PagedKVCache, backend
+from pallas_kernels import KVFormat, KVPages, PagedKVCache, backend
 from pallas_kernels.kv_cache import reference, triton
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
@@ -49,7 +50,7 @@ def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
 
 @pytest.mark.parametrize("text", ["KV16", "KV4"])
 def test_few_programs_append_many_tokens(text, rng, monkeypatch):
-    """Twenty tokens for sixteen of each head, of which some tokens go nowhere."""
+    """Of which some go nowhere."""
     monkeypatch.setattr(backend, "multiprocessors", lambda: 1)
     options = {"pages": 11, "kv_heads": 2, "page_size": 16, "head_dim": 64, "dtype": "bfloat16"}
     pages = random_pages(rng, KVFormat.parse(text), **options)
@@ -86,25 +87,32 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
         assert f"output_tuple_indices = [{output}], operand_index = {5 + output}," in kernel
 
 
+@pytest.mark.parametrize("programs", [3, None])
 @pytest.mark.parametrize(
     ("text", "head_dim", "page_size", "tokens"),
     [
         ("KV2", 96, 256, 1),  # of twelve words, pieces have two
-        ("KV2g32", 96, 32, 300),  # and sixteen at most, of a prompt
+        ("KV2g32", 96, 32, 300),
         ("K4cg64V4cg64", 256, 128, 1),
+        ("K4cg64V4cg64", 96, 64, 140),  # of 24 words, of a prompt, pieces have twelve
         ("KV2t", 256, 16, 1),
         ("K16V2", 64, 16, 256),  # more rows would fit in a piece than in a page
+        ("K16V4c", 32, 256, 128),  # and than in a block
     ],
 )
-@pytest.mark.parametrize("programs", ["few", "many"])
 def test_flush_cuts_blocks_of_any_shape(text, head_dim, page_size, tokens, programs, rng):
-    """Of four sequences, two complete a block; few programs encode one piece after another."""
-    check_flush(rng, text, "bfloat16", head_dim, page_size, tokens, 1 if programs == "few" else 64)
+    """Few programs encode one piece after another; else there are as many as there should be."""
+    check_flush(rng, text, "bfloat16", head_dim, page_size, tokens, programs)
 
 
-def check_flush(rng, text, dtype, head_dim, page_size, tokens, multiprocessors=None):
+def test_more_than_few_sequences_flush_their_blocks(rng):
+    check_flush(rng, "KV2", "bfloat16", 64, 128, 1, sequences=20)
+
+
+def check_flush(rng, text, dtype, head_dim, page_size, tokens, programs=None, sequences=4):
+    """Of four sequences two complete a block, and with enough tokens the last one, too."""
     format = KVFormat.parse(text)
-    block, heads, sequences = format.block, 2, 4
+    block, heads = format.block, 2
     assert block is not None
     entries = 3 * block // page_size
     pages = random_pages(
@@ -116,9 +124,12 @@ def check_flush(rng, text, dtype, head_dim, page_size, tokens, multiprocessors=N
         head_dim=head_dim,
         dtype=dtype,
     )
+    waiting = vectors(rng, (2, sequences, heads, block, head_dim), dtype)
+    waiting = KVPages(*(jnp.asarray(x) for x in waiting), None, None, KVFormat())
+    pages = dataclasses.replace(pages, residual=waiting)
     tables = rng.permutation(sequences * entries).astype(np.int32).reshape(sequences, entries)
-    starts = np.array([block, block - 1, 2 * block, 5], np.int32)
-    counts = np.array([1, 1, 1, tokens], np.int32)
+    starts = np.array([block, block - 1, 2 * block, 5] * (sequences // 4), np.int32)
+    counts = np.array([1, 1, 1, tokens] * (sequences // 4), np.int32)
     new = (None, None)
     if tokens > 1:
         shape = (sequences * tokens, heads, head_dim)
@@ -128,8 +139,8 @@ def check_flush(rng, text, dtype, head_dim, page_size, tokens, multiprocessors=N
     arguments = (pages, *new, first_tokens, tokens, *arrays)
     options = {} if backend.on_gpu() else {"interpret": True}
     with pytest.MonkeyPatch.context() as patch:
-        if multiprocessors is not None:
-            patch.setattr(backend, "multiprocessors", lambda: multiprocessors)
+        if programs is not None:
+            patch.setattr(triton, "flush_programs", lambda *_: programs)
         written = triton.flush(*arguments, **options)
     assert_same_bits(written, reference.flush(*arguments))
 

@@ -21,7 +21,7 @@ def test_programs_share_tasks_evenly(tasks, heads, multiprocessors):
     assert programs * rounds - tasks < rounds  # with one program less there would be more rounds
 
 
-def test_few_tasks_have_a_program_each(monkeypatch):
+def test_few_tasks_have_a_program_each_and_many_do_not(monkeypatch):
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     assert [programs_for(batch, 48) for batch in (1, 16, 64, 512)] == [1, 16, 32, 86]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Threads that Mosaic's interpreter blocks, at most; by default there are as many as cores.
@@ -48,6 +48,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests marked `gpu`, with the reason, where they can't run."""
     if item.get_closest_marker("gpu") and (reason := _why_no_gpu_tests()):
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_a_file() -> Iterator[None]:
+    """Frees the programs that a file compiled, after its last test.
+
+    Each takes a few memory mappings, of which Linux gives a process 65,530 (`vm.max_map_count`);
+    XLA's compiler crashes where there are no more. All files together make 85,000.
+    """
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

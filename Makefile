@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 
 # A test that crashes its process, or takes ten minutes, ends the run and is named: pytest-xdist 3.8 may wait for ever for
 # the process that takes over.
-ENDING = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
@@ -30,7 +30,7 @@ demo: $(VENV)/.runtime ## let the bundled model write some Python
 	$(VENV)/bin/mpjax generate --precision W4A16KV8 --temperature 0.6 --top-p 0.9 --seed 1 --echo "def read_lines(path):"
 
 test: $(VENV)/.development ## run the tests (GPU tests too, where there is a CUDA GPU)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ENDING) $(TESTS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG) $(TESTS)
 
 lint: $(VENV)/.development ## check format and style
 	$(VENV)/bin/ruff format --check .

@@ -55,7 +55,7 @@ def _programs_of_a_file() -> Iterator[None]:
     """Frees the programs that a file compiled, after its last test.
 
     Each takes a few memory mappings, of which Linux gives a process 65,530 (`vm.max_map_count`);
-    XLA's compiler crashes where there are no more. All files together make 85,000.
+    XLA's compiler crashes where there are no more. All files together make 86,000.
     """
     yield
     jax.clear_caches()

@@ -25,6 +25,7 @@ from pallas_kernels.arithmetic import LOG2_E, times_power
 from pallas_kernels.attention import queries, rows, tiles
 from pallas_kernels.attention.combine import FLOOR
 from pallas_kernels.attention.orientation import Orientation
+from pallas_kernels.attention.result import Result
 from pallas_kernels.attention.rows import Sequence
 from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tiles import Place
@@ -73,8 +74,8 @@ class _Carry(NamedTuple):
 class MainLoop:
     """Attends a tile of rows, from `first_row` on, to the keys of a source.
 
-    longest: tokens that a sequence may have. ptx: whether there is inline assembly. The rest is as
-    in `api.paged_attention`.
+    longest: tokens that a sequence may have. ptx: whether there is inline assembly. after: what was
+    found of other keys, to go on from. The rest is as in `api.paged_attention`.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class MainLoop:
         window: int | None,
         softcap: float | None,
         ptx: bool,
+        after: Result | None = None,
     ) -> None:
         self.source, self.sequence, self.first_row = source, sequence, first_row
         self.config, self.window, self.softcap, self.ptx = config, window, softcap, ptx
@@ -100,10 +102,9 @@ class MainLoop:
         self.dtype = operands.queries.dtype
         self.is_narrow = config.tile_rows <= NARROW_ROWS
         self.oriented = Orientation(few_rows=config.tile_rows <= 8)
-        self.key_parts, self.value_parts = (
-            tiles.parts(side.words.shape[3], side.codes.planes, joined=not self.is_narrow)
-            for side in (keys, values)
-        )
+        self.after, joined = after, not self.is_narrow
+        self.key_parts = tiles.parts(keys, joined=joined)
+        self.value_parts = after.parts if after else tiles.parts(values, joined=joined)
         number = first_row + jnp.arange(config.tile_rows)
         self.rows = rows.numbered(number, sequence, self.group, longest, operands.offsets)
         # Every row sees the keys before this position.
@@ -190,21 +191,28 @@ class MainLoop:
         is_left = self.is_narrow or side.codes.scaling == "head"
         return side.codes.scaling if is_left else None
 
-    def run(self) -> _Carry:
+    def run(self) -> Result:
         """All tiles that the program's rows see."""
-        source, size = self.source, self.source.tile_keys
-        peak = jnp.full((self.config.tile_rows,), FLOOR)
-        if self.sink is not None:  # what is as much less as float16 holds must not vanish beside it
-            peak = jnp.where(self.is_first, self.sink - SINK_BITS, peak)
-        zeros = self._zeros(self.kept_slots)
-        carry = _Carry(tuple(self._zeros(p.size) for p in self.value_parts), zeros, peak, zeros)
+        source, size, carry = self.source, self.source.tile_keys, self._begin()
         whole = jnp.int32(0)
         if not self.is_narrow and self.window is None:
             # Causality hides keys of the last tiles alone: the others need no masks.
             seen = jnp.maximum(self.seen_by_all - source.begin, 0)
             whole = jnp.minimum(source.tiles_below(seen // size, self.first_tile), self.all_tiles)
             carry = self._visit_all(jnp.int32(0), whole, carry, is_whole=True)
-        return self._visit_all(whole, self.all_tiles, carry)
+        return self._result(self._visit_all(whole, self.all_tiles, carry))
+
+    def _begin(self) -> _Carry:
+        """What the first tile is given."""
+        zeros = self._zeros(self.kept_slots)
+        if self.after is not None:
+            is_first = self.oriented.for_slots(jnp.arange(self.kept_slots) == 0)
+            total = jnp.where(is_first, self.oriented.for_rows(self.after.total), zeros)
+            return _Carry(self.after.sums, zeros, self.after.base + self.lift, total)
+        peak = jnp.full((self.config.tile_rows,), FLOOR)
+        if self.sink is not None:  # what is as much less as float16 holds must not vanish beside it
+            peak = jnp.where(self.is_first, self.sink - SINK_BITS, peak)
+        return _Carry(tuple(self._zeros(p.size) for p in self.value_parts), zeros, peak, zeros)
 
     def _zeros(self, slots: int) -> jax.Array:
         """A tile of so many slots, or channels."""
@@ -368,33 +376,24 @@ class MainLoop:
         shape = (-1, kept, *x.shape[1:]) if axis == 0 else (*x.shape[:1], -1, kept)
         return x.reshape(shape).sum(axis)
 
-    def store(self, carry: _Carry, out_ref: Any, sums_ref: Any, place: Any, shift: Any = 0) -> None:
-        """Outputs, and log2 of totals if wanted, at a place and the rows' tokens, plus a shift."""
+    def _result(self, carry: _Carry) -> Result:
+        """What is carried from the last tile, without this loop's units."""
         oriented, values = self.oriented, self.values
-        rows = self.rows._replace(token=self.rows.token + shift)
         zero_sum, total = carry.zero_sum.sum(oriented.slots), carry.total.sum(oriented.slots)
         if self.sink is not None:
             sink = self.arithmetic.exp2(self.sink - carry.peak + self.lift)
             total += jnp.where(self.is_first, sink, 0.0)
-        # A program without keys has weight zero, and its output must be a number all the same.
-        divisor = jnp.where(total == 0, 1.0, total)
+        sums = []
         for part, of_part, exponent in zip(
             self.value_parts, carry.sums, self.value_exponents, strict=True
         ):
-            out = times_power(of_part, -exponent) + oriented.for_rows(zero_sum)
-            out = out / oriented.for_rows(divisor)
+            found = times_power(of_part, -exponent) + oriented.for_rows(zero_sum)
             if self.value_scale is not None:
-                out *= self.value_scale
+                found *= self.value_scale
             if values.codes.scaling == "static":
                 channel, there = part.channels()
                 scales = values.parameters.at[self.sequence.head, channel]
-                out *= oriented.for_slots(backend.load_masked(scales, there))
-            (token, query_head, channel), mask = rows.locate(part)
-            target = out_ref.at[token, query_head, place, channel]
-            mask = jnp.broadcast_to(mask, target.shape)
-            out = out.T if oriented.few_rows else out
-            backend.store(target, out.astype(out_ref.dtype), mask=mask)
-        if sums_ref is not None:
-            log2_total = jnp.where(total == 0, FLOOR, carry.peak - self.lift + jnp.log2(divisor))
-            target = sums_ref.at[rows.token, rows.query_head, place]
-            backend.store(target, log2_total, mask=rows.mask)
+                found *= oriented.for_slots(backend.load_masked(scales, there))
+            sums.append(found)
+        base = carry.peak - self.lift
+        return Result(tuple(sums), total, base, self.value_parts, self.rows, oriented)

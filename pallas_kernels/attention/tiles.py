@@ -112,13 +112,20 @@ def pick(pages: jax.Array, number: jax.Array) -> jax.Array:
     return jnp.where(jnp.arange(LOOKED_UP) == number, pages, 0).max()
 
 
-def fetch(side: Side, head: jax.Array, place: Place, span: Span, axis: int) -> jax.Array:
-    """Words of a head, with the slots along one axis, and the lanes of a span along the other."""
+def fetch(
+    side: Side,
+    head: jax.Array,
+    place: Place,
+    lanes: jax.Array,
+    mask: jax.Array | None,
+    axis: int,
+) -> jax.Array:
+    """Words of a head, with the slots along one axis, and lanes, if they are, along the other."""
     page, position, _ = place
     page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
-    lanes = jnp.expand_dims(span.lanes, axis)
+    lanes = jnp.expand_dims(lanes, axis)
     position = jnp.expand_dims(position, 1 - axis)
-    mask = None if span.mask is None else jnp.expand_dims(span.mask, axis)
+    mask = None if mask is None else jnp.expand_dims(mask, axis)
     return backend.load_masked(side.words.at[page, head, position, lanes], mask)
 
 
@@ -144,12 +151,13 @@ class Part(NamedTuple):
         return (self.planes[0] + plane) * span.width + word, mask
 
 
-def parts(width: int, planes: int, *, joined: bool) -> list[Part]:
+def parts(side: Side, *, joined: bool) -> list[Part]:
     """Operands for all channels of a head: each a plane of a span or, joined, all of its planes."""
+    planes = side.codes.planes
     size = planes if joined else 1
     return [
         Part(span, range(first, first + size))
-        for span in spans(width)
+        for span in spans(side.words.shape[3])
         for first in range(0, planes, size)
     ]
 
@@ -187,8 +195,13 @@ def operands(
             return side.codes.scaled_operand(words, plane, step, zero, ptx=ptx)
         return side.codes.operand(words, plane, dtype, copy=copy, ptx=ptx)
 
+    if side.codes.planes == 1:  # words are channels, wanted in the parts of others, too
+        for part in parts:
+            words = fetch(side, head, place, *part.channels(), axis)
+            yield [side.codes.operand(words, 0, dtype, ptx=ptx)] * copies
+        return
     for span, members in itertools.groupby(parts, lambda part: part.span):
-        words = fetch(side, head, place, span, axis)
+        words = fetch(side, head, place, span.lanes, span.mask, axis)
         for part in members:
             if len(part.planes) == 1:
                 yield [decode(words, part, copy) for copy in range(copies)]

@@ -2,8 +2,9 @@
 
 A program owns a tile of rows, the (token, query head) pairs that share a KV head, and of the tiles
 of that sequence's pages every `splits`-th one; decoding is the case of one token. Tokens that wait
-in 16 bits (BitDecoding section IV-A) are read by programs of their own. Where sequences may be
-long, those of short ones then help (`balance`).
+in 16 bits (BitDecoding section IV-A) are read by programs of their own, or where there is no room
+for these, by the same ones, which go on from what they found. Where sequences may be long, those of
+short ones then help (`balance`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import backend
 from pallas_kernels.attention import balance, main_loop
 from pallas_kernels.attention.combine import Parts, combine, combine_balanced
+from pallas_kernels.attention.result import Result
 from pallas_kernels.attention.rows import Sequence
 from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tuning import AttentionConfig
@@ -126,8 +128,8 @@ def _kernel(
 
     if parts.firsts is None:
 
-        def store(loop: main_loop.MainLoop, carry: Any) -> None:
-            loop.store(carry, parts.outputs, parts.sums, split)
+        def store(found: Result) -> None:
+            found.store(parts.outputs, parts.sums, split)
 
         attend(batch, split, store)
         return
@@ -142,15 +144,15 @@ def _kernel(
     )
 
     def perform(shares: balance.Balance, task: balance.Task) -> None:
-        def store_part(loop: main_loop.MainLoop, carry: Any) -> None:
-            loop.store(carry, parts.outputs, parts.sums, 0, (task.slot - task.batch) * longest)
+        def store_part(found: Result) -> None:
+            found.store(parts.outputs, parts.sums, 0, (task.slot - task.batch) * longest)
 
-        def store(loop: main_loop.MainLoop, carry: Any) -> None:
+        def store(found: Result) -> None:
             if parts.whole is None or task.is_piece:
-                store_part(loop, carry)
+                store_part(found)
                 return
-            pl.when(~task.is_whole)(lambda: store_part(loop, carry))
-            pl.when(task.is_whole)(lambda: loop.store(carry, parts.whole, None, 0))
+            pl.when(~task.is_whole)(lambda: store_part(found))
+            pl.when(task.is_whole)(lambda: found.store(parts.whole, None, 0))
 
         shares.tell(task, parts, tells=(head == 0) & (first_row == 0))
         attend(task.batch, task.split, store, task)
@@ -179,7 +181,7 @@ def _attend(
     first_row: jax.Array,
     batch: jax.Array,
     split: jax.Array,
-    store: Callable[[main_loop.MainLoop, Any], None],
+    store: Callable[[Result], None],
     task: balance.Task | None = None,
     *,
     config: AttentionConfig,
@@ -192,9 +194,11 @@ def _attend(
     sequence = Sequence(batch, head, start, count)
     residual = pages.residual
 
-    def see(source: Source) -> None:
-        loop = main_loop.MainLoop(operands, sequence, source, first_row, config=config, **options)
-        store(loop, loop.run())
+    def see(source: Source, after: Result | None = None) -> Result:
+        loop = main_loop.MainLoop(
+            operands, sequence, source, first_row, config=config, after=after, **options
+        )
+        return loop.run()
 
     tables = operands.block_tables
     source = (pages, tables, jnp.int32(0), boundary, config.tile_keys)
@@ -205,14 +209,20 @@ def _attend(
         most = balance.most_tiles(most)
         packed = Source(*source, task.first, task.stride, split, most, task.end)
     if residual is None or (task is not None and task.is_piece):
-        see(packed)
+        store(see(packed))
         return
-    number = split - config.splits
-    waiting = Source(
-        residual, None, boundary, end, config.waiting_keys, number, config.waiting_splits, split
-    )
-    pl.when(number < 0)(lambda: see(packed))
-    pl.when(number >= 0)(lambda: see(waiting))
+    waiting = functools.partial(Source, residual, None, boundary, tile_keys=config.waiting_keys)
+    if config.waiting_splits:
+        number = split - config.splits
+        waits = waiting(end, number=number, programs=config.waiting_splits, split=split)
+        pl.when(number < 0)(lambda: store(see(packed)))
+        pl.when(number >= 0)(lambda: store(see(waits)))
+        return
+    # A program's second loop has no sink; nor does one that only helps read what waits.
+    end = jnp.where(split < 0, boundary, end)
+    number, none = jnp.maximum(split, 0), jnp.int32(-1)
+    waits = waiting(end, number=number, programs=config.splits, split=none)
+    store(see(waits, see(packed)))
 
 
 def _ends(

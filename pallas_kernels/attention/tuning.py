@@ -58,7 +58,8 @@ class AttentionConfig:
     """Rows and keys in a tile, programs that share one sequence, and compiler settings.
 
     A tile of keys is a piece of a page, or several pages: both sizes are powers of two. What waits
-    in 16 bits, in formats where something does, has smaller tiles and programs beside those.
+    in 16 bits, in formats where something does, has smaller tiles, and programs beside those; or
+    none, and those read it after what is packed.
     registers: that a thread may have at most, or None for what the assembler finds.
     is_balanced: that programs of short sequences help where others are long (`balance`); they must
         be padded.
@@ -279,7 +280,12 @@ def _few_rows(
     splits = min(splits, MOST_SPLITS)
     ahead = work.ahead(keys, splits, only_reads=not is_decoded)
     is_brief = is_slow and tiles <= BRIEF_TILES * splits
-    if is_brief:
+    is_balanced = work.may_wait(splits, FEW_CHANNEL_TOKENS if has_channels else FEW_TOKENS)
+    # Where there is no room beside a sequence's only program, nothing needs to be joined.
+    reads_both = room == splits == 1 and waiting.tiles > 0 and not (is_balanced and has_channels)
+    if reads_both:
+        waiting_splits = 0
+    elif is_brief:
         room = min(room, MOST_SPLITS)
         waiting_splits = waiting.brief_programs(splits, tiles, room)
         splits = max(1, min(splits, room - waiting_splits))
@@ -288,8 +294,7 @@ def _few_rows(
     if is_small and is_slow and tiles:  # as few as have no more tiles each
         splits = math.ceil(tiles / math.ceil(tiles / splits))
     is_crowded = has_channels and is_brief and not (is_small or has_one_each)
-    ahead = 1 if is_crowded else ahead
-    is_balanced = work.may_wait(splits, FEW_CHANNEL_TOKENS if has_channels else FEW_TOKENS)
+    ahead = 1 if is_crowded and not reads_both else ahead
     config = AttentionConfig(
         MINIMUM_ROWS,
         keys,
@@ -309,12 +314,14 @@ def _registers(
     work: _Work, config: AttentionConfig, pages: KVPages, *, is_crowded: bool
 ) -> int | None:
     """That a thread may have at most, so that as many programs fit as should."""
-    if config.has_one_loop:
+    reads_both = pages.residual is not None and config.waiting_splits == 0
+    has_two_bits = pages.format.key_codes.bits == 2
+    if config.has_one_loop or (reads_both and has_two_bits):
         return MOST_REGISTERS
     may_help = config.is_balanced and pages.head_dim <= 128
     if pages.format.key_codes.scaling == "channel":
         least = LEAST_CROWDED_REGISTERS if is_crowded or may_help else LEAST_REGISTERS
-        least = ENOUGH_REGISTERS if pages.format.key_codes.bits == 2 else least
+        least = ENOUGH_REGISTERS if has_two_bits else least
         most = registers_for(work.company(config.tile_keys, CHANNEL_BYTES), config.warps)
         return min(max(most, least), ENOUGH_REGISTERS)
     # With less than enough, the assembler knows better which loop can do with how much.

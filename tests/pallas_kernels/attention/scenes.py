@@ -34,7 +34,9 @@ CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
 
 @functools.partial(
     jax.jit,
-    static_argnames=("splits", "is_balanced", "window", "softcap", "scale", "interpret"),
+    static_argnames=(
+        *("splits", "waiting_splits", "is_balanced", "window", "softcap", "scale", "interpret"),
+    ),
 )
 def kernel(
     queries,
@@ -44,6 +46,7 @@ def kernel(
     counts,
     *,
     splits,
+    waiting_splits=None,
     is_balanced=False,
     window=None,
     softcap=None,
@@ -53,6 +56,7 @@ def kernel(
 ):
     """The kernel with the configuration that it would have, or as many splits as are asked for.
 
+    waiting_splits: of what waits, or None for as many as it would have.
     is_balanced: whether programs help each other, whatever the lengths.
     """
     batch, tokens, heads, dim = queries.shape
@@ -66,6 +70,8 @@ def kernel(
         config = tuning.configure(batch, rows, block_tables.shape[1], pages)
     assert config.is_balanced == is_balanced
     config = dataclasses.replace(config, splits=splits or config.splits)
+    if waiting_splits is not None:
+        config = dataclasses.replace(config, waiting_splits=waiting_splits)
     return triton.paged_attention(
         queries,
         pages,

@@ -58,6 +58,44 @@ def test_what_waits_is_attended_beside_what_is_packed(
 
 
 @pytest.mark.parametrize(
+    ("text", "dtype", "heads", "head_dim", "splits", "lengths", "masked"),
+    [
+        ("KV2", "bfloat16", (2, 2), 64, 1, BLOCKS, False),
+        ("KV4cg32", "float16", (1, 5), 96, 1, BLOCKS, True),
+        ("KV2t", "float16", (2, 2), 128, 3, BLOCKS, True),  # each reads a share of both
+        ("KV4c", "bfloat16", (1, 6), 256, 1, BLOCKS, True),
+        ("K4cV4c", "bfloat16", (1, 12), 64, 1, BLOCKS, False),
+        ("KV2", "float16", (2, 2), 96, 1, BLOCK_CHUNKS, True),  # wide ones, of several tokens
+    ],
+)
+def test_one_program_reads_what_is_packed_and_what_waits(
+    text, dtype, heads, head_dim, splits, lengths, masked, rng
+):
+    test = scene(rng, text, dtype, heads=heads, head_dim=head_dim, **lengths)
+    masks: dict[str, Any] = {}
+    if masked:
+        masks = {"window": 150, "softcap": 3.0, "sinks": sinks_of(rng, heads[0] * heads[1])}
+    out = kernel(*test.arguments, splits=splits, waiting_splits=0, **masks)
+    assert test.error(out, **masks) < GATES[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "text", ["KV2", "KV2g32", "KV2t", "KV4c", "KV4cg32", "KV4t", "K4cV4c", "K8V4c"]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_program_reads_both_on_the_gpu(text, dtype, rng):
+    for lengths in (BLOCKS, BLOCK_CHUNKS, {"starts": [1000, 767, 300], "counts": [1, 1, 1]}):
+        for heads, head_dim in (((2, 4), 128), ((1, 12), 64), ((1, 5), 96), ((1, 6), 256)):
+            test = scene(rng, text, dtype, heads=heads, head_dim=head_dim, **lengths)
+            sinks = sinks_of(rng, heads[0] * heads[1])
+            for masks in ({}, {"window": 400, "softcap": 2.0, "sinks": sinks}):
+                options = {"splits": 1, "waiting_splits": 0, "interpret": False, **masks}
+                error = test.error(kernel(*test.arguments, **options), **masks)
+                assert error < GATES[dtype], (heads, head_dim, lengths, masks)
+
+
+@pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "window"),
     [
         ("KV16", "bfloat16", (2, 2), 1, None),

@@ -44,7 +44,7 @@ def assert_sound(
     if pages.residual is not None:
         waiting = pages.residual.page_size // config.waiting_keys
         assert config.waiting_keys in (16, 32, 64, 128)
-        assert 1 <= config.waiting_splits <= waiting
+        assert (config.splits > 1) <= config.waiting_splits <= waiting
         slot = max(slot, 4 * pages.head_dim * config.waiting_keys // config.tile_keys)
     ahead = (config.stages - 1) * config.tile_keys * slot
     # Of wide heads the weights cross it, too: 10,240 bytes with 64 rows, as Triton compiles them.
@@ -290,6 +290,34 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
     monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(1, 4, entries, pages_of(text, 8))
     assert (config.waiting_keys, config.waiting_splits) == (keys, splits)
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "entries", "reads_both"),
+    [
+        ("KV2", 128, 16, True),
+        ("KV2", 512, 4, True),
+        ("KV2", 512, 1, True),
+        ("KV4c", 64, 16, True),
+        ("KV4c", 128, 16, True),
+        ("K8V4c", 128, 16, True),
+        ("KV2t", 128, 64, True),  # where programs help each other, too
+        ("KV4c", 128, 64, False),  # but for keys with steps of channels
+        ("KV2", 32, 16, False),  # there is room beside a sequence's programs
+        ("KV2", 1, 1, False),
+        ("KV4c", 1, 1, False),
+    ],
+)
+def test_what_waits_has_no_programs_where_there_is_no_room(
+    text, batch, entries, reads_both, monkeypatch
+):
+    """Measured on an H200, with 8 KV heads; there, nothing is left to join."""
+    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+    config = tuning.configure(batch, 4, entries, pages_of(text, 8))
+    assert (config.programs == 1) == (config.waiting_splits == 0) == reads_both
+    if reads_both and text != "K8V4c":
+        assert config.stages == 3  # however brief they are
+        assert (config.registers == 255) == (text in ("KV2", "KV2t"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The main loop of paged attention: one for decoding and for prompts, for every KV format.
 
-Scales go where they are cheapest. In a narrow tile, of few rows, cached elements are more than
+Scales go where they are cheapest. In a narrow tile, of up to 16 rows, cached elements are more than
 scores: they are decoded to what is exact in 16 bits, and what is linear is folded away from them:
 with k = code·s + z, a score is s·(q · code) + z·Σq, and likewise for values, so a cached element
 costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4). Steps and zeros
@@ -29,10 +29,9 @@ from pallas_kernels.attention.result import Result
 from pallas_kernels.attention.rows import Sequence
 from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tiles import Place
-from pallas_kernels.attention.tuning import AttentionConfig
+from pallas_kernels.attention.tuning import NARROW_ROWS, AttentionConfig
 from pallas_kernels.kv_cache.cache import Side
 
-NARROW_ROWS = 16  # of a tile at most, in which scales are not applied to keys and values
 # Of two: sums of smaller products would come near the end of float32. The powers that make up for
 # it leave bfloat16's queries, steps, their products and sums room up to 2**57, and steps down to
 # 2**-57.

@@ -11,6 +11,10 @@ from pallas_kernels.kv_cache.cache import KVPages
 from pallas_kernels.registers import MOST_REGISTERS, registers_for
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
+NARROW_ROWS = 16  # of a narrow tile at most; MINIMUM_ROWS where the query would move in each tile
+# Of what is decoded, and of keys of two bits with steps of channels: so many narrow tiles rather
+# than a wide one, of whose few rows all warps decode the same.
+NARROW_TILES, MOST_NARROW_TILES = 2, 4
 MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
 TILE_BYTES = 32768  # of keys or values at most: a tile of both fits the smallest shared memory
 # Found on the H200, from KV2 to KV16: two tiles on their way for each program, and together so many
@@ -95,6 +99,8 @@ def configure(
     is_decoded = any(side.codes.is_quantized for side in pages.sides)
     most_rows = 64 if is_wide or is_decoded else 128
     tile_rows = max(MINIMUM_ROWS, min(most_rows, 1 << (rows - 1).bit_length()))
+    narrow_rows, rows_of_all = _narrow_rows(pages, is_decoded=is_decoded)
+    tile_rows = min(tile_rows, narrow_rows) if rows <= rows_of_all else tile_rows
     side_bytes = [side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides]
     fitting = 1 << (TILE_BYTES // max(side_bytes)).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
@@ -107,14 +113,14 @@ def configure(
         packed_tokens=tokens - waits,
         slot_bytes=sum(side_bytes),
         other_bytes=OTHER_BYTES + (CROSSING_BYTES * tile_rows if is_wide else 0),
-        is_shared_out=batch > 1 and rows <= tile_rows and not is_packed,
+        is_shared_out=batch > 1 and rows <= max(tile_rows, rows_of_all) and not is_packed,
     )
-    if tile_rows == MINIMUM_ROWS:
+    if tile_rows <= narrow_rows:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
         # 4-bit values has enough for two.
         slices = max(1, pages.values.shape[3] // 16)
         warps = min(4, 1 << slices.bit_length() - 1)
-        return _few_rows(work, tile_keys, warps, pages, is_decoded=is_decoded)
+        return _few_rows(work, tile_rows, tile_keys, warps, pages, is_decoded=is_decoded)
     # Sums of more than 128 channels, or 64 rows, would not fit in the registers of four, nor
     # beside the former what is decoded of many keys.
     warps = 8 if is_wide or tile_rows > 64 else 4
@@ -255,12 +261,27 @@ class _Share(NamedTuple):
     is_small: bool = False  # whether tiles are, since sequences are short
 
 
+def _is_slow(pages: KVPages) -> bool:
+    """Whether keys are slow to decode."""
+    codes = pages.format.key_codes
+    return codes.scaling == "channel" or codes.bits == 2
+
+
+def _narrow_rows(pages: KVPages, *, is_decoded: bool) -> tuple[int, int]:
+    """The most rows of a narrow tile, and of as many of these as are better than a wide one."""
+    codes = pages.format.key_codes
+    if codes.scaling == "channel":
+        tiles = MOST_NARROW_TILES if codes.bits == 2 else NARROW_TILES
+        return MINIMUM_ROWS, tiles * MINIMUM_ROWS
+    return NARROW_ROWS, (NARROW_TILES if is_decoded else 1) * NARROW_ROWS
+
+
 def _few_rows(
-    work: _Work, tile_keys: int, warps: int, pages: KVPages, *, is_decoded: bool
+    work: _Work, tile_rows: int, tile_keys: int, warps: int, pages: KVPages, *, is_decoded: bool
 ) -> AttentionConfig:
     has_channels = pages.format.key_codes.scaling == "channel"
     has_two_bits = pages.format.key_codes.bits == 2
-    is_slow = has_channels or has_two_bits  # to decode
+    is_slow = _is_slow(pages)
     most_bytes = CHANNEL_BYTES if has_channels else BYTES_PER_MULTIPROCESSOR
     share = _Share(tile_keys, warps, work.room(tile_keys, most_bytes))
     tiles, fitting = work.tiles(tile_keys), work.room(tile_keys, most_bytes, FITTING_WARPS // warps)
@@ -296,7 +317,7 @@ def _few_rows(
     is_crowded = has_channels and is_brief and not (is_small or has_one_each)
     ahead = 1 if is_crowded and not reads_both else ahead
     config = AttentionConfig(
-        MINIMUM_ROWS,
+        tile_rows,
         keys,
         splits,
         warps,
@@ -316,7 +337,7 @@ def _registers(
     """That a thread may have at most, so that as many programs fit as should."""
     reads_both = pages.residual is not None and config.waiting_splits == 0
     has_two_bits = pages.format.key_codes.bits == 2
-    if config.has_one_loop or (reads_both and has_two_bits):
+    if config.has_one_loop or (reads_both and _is_slow(pages)):
         return MOST_REGISTERS
     may_help = config.is_balanced and pages.head_dim <= 128
     if pages.format.key_codes.scaling == "channel":

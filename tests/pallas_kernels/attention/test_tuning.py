@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import jax
 import pytest
 from hypothesis import given
@@ -7,6 +9,13 @@ from hypothesis import strategies as st
 
 from pallas_kernels import KVFormat, KVPages, PagedKVCache, backend
 from pallas_kernels.attention import shapes, tuning
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _as_many_multiprocessors_as_an_h200() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "multiprocessors", lambda: 132)
+        yield
 
 
 def pages_of(text: str, kv_heads: int, page_size: int = 128, head_dim: int = 128) -> KVPages:
@@ -105,9 +114,8 @@ def test_gpus_with_less_shared_memory(capability, kibibytes, text, head_dim, mon
     ("text", "stages", "splits"),
     [("KV8", 3, 4), ("KV4", 3, 8), ("KV2", 3, 16), ("K4cV4c", 3, 12)],
 )
-def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
+def test_what_was_measured_to_be_fastest(text, stages, splits):
     """On an H200, of 8 sequences with 32,768 tokens and 8 KV heads."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(8, 4, 256, pages_of(text, 8))
     assert (config.stages, config.splits) == (stages, splits)
 
@@ -150,10 +158,9 @@ def test_what_was_measured_to_be_fastest(text, stages, splits, monkeypatch):
     ],
 )
 def test_short_sequences_are_shared_as_was_measured_to_be_fastest(
-    text, batch, tokens, keys, splits, monkeypatch
+    text, batch, tokens, keys, splits
 ):
     """Measured on an H200, with 8 KV heads."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(batch, 4, tokens // 128, pages_of(text, 8))
     assert (config.tile_keys, config.splits) == (keys, splits)
 
@@ -169,25 +176,18 @@ def test_short_sequences_are_shared_as_was_measured_to_be_fastest(
         ("K4cV8", 8192, 64, 32),
     ],
 )
-def test_as_few_programs_as_have_no_more_tiles_if_these_take_long(
-    text, tokens, keys, splits, monkeypatch
-):
+def test_as_few_programs_as_have_no_more_tiles_if_these_take_long(text, tokens, keys, splits):
     """Others, which wait for memory, are as many as there is room for, or a multiple of eight."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(1, 4, tokens // 128, pages_of(text, 8))
     assert (config.tile_keys, config.splits) == (keys, splits)
 
 
 @pytest.mark.parametrize(("batch", "stages"), [(16, 3), (32, 2), (48, 2), (64, 3)])
-def test_16_bits_are_read_far_ahead_where_programs_run_one_after_another(
-    batch, stages, monkeypatch
-):
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+def test_16_bits_are_read_far_ahead_where_programs_run_one_after_another(batch, stages):
     assert tuning.configure(batch, 4, 32, pages_of("KV16", 8)).stages == stages
 
 
-def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+def test_one_long_sequence_is_shared_and_a_large_batch_is_not():
     assert tuning.configure(1, 4, 1024, pages_of("KV8", 8)).splits > 4
     assert tuning.configure(256, 4, 64, pages_of("KV8", 8)).splits == 1
 
@@ -204,10 +204,7 @@ def test_one_long_sequence_is_shared_and_a_large_batch_is_not(monkeypatch):
         (1, 4, 4096, False),
     ],
 )
-def test_programs_help_each_other_where_one_sequence_may_be_long(
-    batch, rows, entries, is_balanced, monkeypatch
-):
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+def test_programs_help_each_other_where_one_sequence_may_be_long(batch, rows, entries, is_balanced):
     config = tuning.configure(batch, rows, entries, pages_of("KV8", 8))
     assert config.is_balanced == is_balanced
 
@@ -222,18 +219,14 @@ def test_programs_help_each_other_where_one_sequence_may_be_long(
         ("KV2t", 16, False),
     ],
 )
-def test_programs_of_few_tokens_help_if_keys_have_steps_of_channels(
-    text, splits, is_balanced, monkeypatch
-):
+def test_programs_of_few_tokens_help_if_keys_have_steps_of_channels(text, splits, is_balanced):
     """Of eight sequences of 16,384 tokens, KV2's programs have 1024 each, and KV8's 4096."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(8, 4, 128, pages_of(text, 8))
     assert (config.splits, config.is_balanced) == (splits, is_balanced)
 
 
 @pytest.mark.parametrize("text", ["KV16", "KV8", "KV4c", "K4cV4c", "KV2"])
-def test_keys_of_two_bits_have_one_loop_where_programs_help(text, monkeypatch):
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+def test_keys_of_two_bits_have_one_loop_where_programs_help(text):
     for entries, is_balanced in ((16, False), (256, True)):
         config = tuning.configure(64, 4, entries, pages_of(text, 8, page_size=256))
         assert config.is_balanced == is_balanced
@@ -241,15 +234,13 @@ def test_keys_of_two_bits_have_one_loop_where_programs_help(text, monkeypatch):
 
 
 @pytest.mark.parametrize(("entries", "splits"), [(64, 1), (65, 2), (4096, 64)])
-def test_none_waits_for_one_long_sequence_in_a_large_packed_batch(entries, splits, monkeypatch):
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+def test_none_waits_for_one_long_sequence_in_a_large_packed_batch(entries, splits):
     config = tuning.configure(256, 4, entries, pages_of("KV8", 8), is_packed=True)
     assert (config.splits, config.is_balanced) == (splits, False)
     assert tuning.configure(256, 4096, entries, pages_of("KV8", 8)).splits == 1
 
 
-def test_one_sequence_that_nobody_helps_has_more_programs(monkeypatch):
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+def test_one_sequence_that_nobody_helps_has_more_programs():
     assert tuning.configure(1, 4, 4096, pages_of("KV8", 8)).splits == 64
 
 
@@ -263,11 +254,8 @@ def test_one_sequence_that_nobody_helps_has_more_programs(monkeypatch):
         (32, 4096, 3, 4, 2),
     ],
 )
-def test_what_waits_takes_programs_from_brief_ones(
-    batch, tokens, stages, splits, waiting, monkeypatch
-):
+def test_what_waits_takes_programs_from_brief_ones(batch, tokens, stages, splits, waiting):
     """Eight on each of an H200's multiprocessors; in the last case they are not brief."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(batch, 4, tokens // 128, pages_of("KV2", 8))
     assert (config.stages, config.splits, config.waiting_splits) == (stages, splits, waiting)
 
@@ -285,9 +273,8 @@ def test_what_waits_takes_programs_from_brief_ones(
         ("K8V4c", 32, 4, 4),
     ],
 )
-def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, splits, monkeypatch):
+def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, splits):
     """In tiles of no more bytes, by four programs at most."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(1, 4, entries, pages_of(text, 8))
     assert (config.waiting_keys, config.waiting_splits) == (keys, splits)
 
@@ -308,11 +295,8 @@ def test_what_waits_is_shared_out_as_what_is_packed_is(text, keys, entries, spli
         ("KV4c", 1, 1, False),
     ],
 )
-def test_what_waits_has_no_programs_where_there_is_no_room(
-    text, batch, entries, reads_both, monkeypatch
-):
+def test_what_waits_has_no_programs_where_there_is_no_room(text, batch, entries, reads_both):
     """Measured on an H200, with 8 KV heads; there, nothing is left to join."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     config = tuning.configure(batch, 4, entries, pages_of(text, 8))
     assert (config.programs == 1) == (config.waiting_splits == 0) == reads_both
     if reads_both and text != "K8V4c":
@@ -334,9 +318,8 @@ def test_what_waits_has_no_programs_where_there_is_no_room(
         ("K2V4", 8, 32),
     ],
 )
-def test_few_rows_are_read_in_narrow_tiles(text, narrow, most, monkeypatch):
+def test_few_rows_are_read_in_narrow_tiles(text, narrow, most):
     """In which all warps have their own to decode; sequences help each other there, too."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     for rows in (5, 9, 16, 17, 32, 33):
         config = tuning.configure(8, rows, 1024, pages_of(text, 4))
         assert (config.tile_rows <= narrow) == (rows <= most)
@@ -360,13 +343,12 @@ def test_few_rows_are_read_in_narrow_tiles(text, narrow, most, monkeypatch):
         ("KV4c", 128, 512, 32, None),
     ],
 )
-def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registers, monkeypatch):
+def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registers):
     """Of two warps and keys of four bits, for six programs that are brief or may help.
 
     Keys of two bits that may help have all that there are. Of others six would have too few, and
     so would K4cV8's eight.
     """
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     pages = pages_of(text, 8, head_dim=head_dim)
     assert tuning.configure(32, 4 * tokens, entries, pages).registers == registers
 
@@ -386,14 +368,11 @@ def test_registers_of_steps_of_channels(text, head_dim, tokens, entries, registe
         ("K8V4c", 64, 8, 255),  # four, and as many of what waits, which are brief
     ],
 )
-def test_registers_of_programs_that_come_beside_each_other(
-    text, batch, entries, registers, monkeypatch
-):
+def test_registers_of_programs_that_come_beside_each_other(text, batch, entries, registers):
     """Of KV4's two warps there are eight; of KV8's four, six: what they get, the assembler says.
 
     But where they may help, it would give them more than their company allows.
     """
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     pages = pages_of(text, 8, head_dim=128)
     assert tuning.configure(batch, 4, entries, pages).registers == registers
 
@@ -412,7 +391,6 @@ def test_registers_of_programs_that_come_beside_each_other(
 )
 def test_programs_beside_each_other(keys, splits, ahead, kibibytes, programs, monkeypatch):
     """As many as there are, or as shared memory holds the tiles of, but for 32 KiB."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
     monkeypatch.setattr(backend, "shared_memory", lambda capability: 1024 * kibibytes)
     work = tuning._Work(programs=64, tokens=4096, packed_tokens=4096, slot_bytes=256)
     assert work.beside(keys, splits, ahead) == programs

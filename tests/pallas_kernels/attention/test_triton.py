@@ -174,6 +174,17 @@ def test_programs_of_short_sequences_help_long_ones(text, dtype, heads, splits, 
     assert test.error(out, **masks) < GATES[dtype]
 
 
+@pytest.mark.parametrize(
+    ("text", "splits", "masked"), [("KV2t", 1, True), ("KV2", 1, False), ("KV2", 2, True)]
+)
+def test_programs_that_help_read_what_waits_of_their_own_sequence(text, splits, masked, rng):
+    """Of the others' they read what is packed: in a loop of its own, and KV2 in the same."""
+    test = scene(rng, text, "bfloat16", heads=(2, 3), page_size=32, **RAGGED)
+    masks: dict[str, Any] = {"window": 1000, "sinks": sinks_of(rng, 6)} if masked else {}
+    out = kernel(*test.arguments, splits=splits, waiting_splits=0, is_balanced=True, **masks)
+    assert test.error(out, **masks) < GATES["bfloat16"]
+
+
 @pytest.mark.gpu
 @every_format
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

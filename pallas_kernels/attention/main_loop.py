@@ -74,7 +74,7 @@ class MainLoop:
     """Attends a tile of rows, from `first_row` on, to the keys of a source.
 
     longest: tokens that a sequence may have. ptx: whether there is inline assembly. after: what was
-    found of other keys, to go on from. The rest is as in `api.paged_attention`.
+    found of other keys, to go on from, if values are 16 bits. The rest is as in `paged_attention`.
     """
 
     def __init__(
@@ -205,6 +205,7 @@ class MainLoop:
         """What the first tile is given."""
         zeros = self._zeros(self.kept_slots)
         if self.after is not None:
+            assert not self.values.codes.is_quantized, "their sums would have other units"
             is_first = self.oriented.for_slots(jnp.arange(self.kept_slots) == 0)
             total = jnp.where(is_first, self.oriented.for_rows(self.after.total), zeros)
             return _Carry(self.after.sums, zeros, self.after.base + self.lift, total)

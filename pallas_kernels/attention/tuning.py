@@ -12,8 +12,7 @@ from pallas_kernels.registers import MOST_REGISTERS, registers_for
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
 NARROW_ROWS = 16  # of a narrow tile at most; MINIMUM_ROWS where the query would move in each tile
-# Of what is decoded, and of keys of two bits with steps of channels: so many narrow tiles rather
-# than a wide one, of whose few rows all warps decode the same.
+# Narrow tiles that are faster than a wide one: of what is decoded, and of KV2's keys.
 NARROW_TILES, MOST_NARROW_TILES = 2, 4
 MINIMUM_KEYS, MAXIMUM_KEYS = 64, 128  # of a tile, whatever the page size
 TILE_BYTES = 32768  # of keys or values at most: a tile of both fits the smallest shared memory
@@ -42,8 +41,8 @@ CHANNEL_BYTES = 196608  # per multiprocessor
 # Of a thread, so that these programs fit: with fewer, each loses more than their number gains. The
 # loop of two bits, the longest, has enough, but for float16 with heads of 256.
 LEAST_REGISTERS, ENOUGH_REGISTERS = 192, 224
-# Of brief programs that should all run at once, and of those of eight rows and up to 128 channels
-# that may help: for the loop in which they do, they would get more, and less company.
+# Of brief programs that should all run at once, and of those of narrow tiles and up to 128
+# channels that may help: for the loop in which they do, they would get more, and less company.
 LEAST_CROWDED_REGISTERS = 168
 FEW_CHANNEL_TILES = 3
 BRIEF_TILES = 5  # of a program
@@ -99,8 +98,8 @@ def configure(
     is_decoded = any(side.codes.is_quantized for side in pages.sides)
     most_rows = 64 if is_wide or is_decoded else 128
     tile_rows = max(MINIMUM_ROWS, min(most_rows, 1 << (rows - 1).bit_length()))
-    narrow_rows, rows_of_all = _narrow_rows(pages, is_decoded=is_decoded)
-    tile_rows = min(tile_rows, narrow_rows) if rows <= rows_of_all else tile_rows
+    narrow_rows, most_in_narrow = _narrow_rows(pages, is_decoded=is_decoded)
+    tile_rows = min(tile_rows, narrow_rows) if rows <= most_in_narrow else tile_rows
     side_bytes = [side.words.shape[3] * side.words.dtype.itemsize for side in pages.sides]
     fitting = 1 << (TILE_BYTES // max(side_bytes)).bit_length() - 1
     tile_keys = min(max(pages.page_size, MINIMUM_KEYS), MAXIMUM_KEYS, fitting)
@@ -113,7 +112,7 @@ def configure(
         packed_tokens=tokens - waits,
         slot_bytes=sum(side_bytes),
         other_bytes=OTHER_BYTES + (CROSSING_BYTES * tile_rows if is_wide else 0),
-        is_shared_out=batch > 1 and rows <= max(tile_rows, rows_of_all) and not is_packed,
+        is_shared_out=batch > 1 and rows <= max(tile_rows, most_in_narrow) and not is_packed,
     )
     if tile_rows <= narrow_rows:
         # Warps divide a plane's channels between them, sixteen each: of 128 channels, a plane of
@@ -268,7 +267,7 @@ def _is_slow(pages: KVPages) -> bool:
 
 
 def _narrow_rows(pages: KVPages, *, is_decoded: bool) -> tuple[int, int]:
-    """The most rows of a narrow tile, and of as many of these as are better than a wide one."""
+    """The most rows of a narrow tile, and of those that such tiles read faster than a wide one."""
     codes = pages.format.key_codes
     if codes.scaling == "channel":
         tiles = MOST_NARROW_TILES if codes.bits == 2 else NARROW_TILES
@@ -314,8 +313,8 @@ def _few_rows(
         waiting_splits = waiting.programs(splits, tiles)
     if is_small and is_slow and tiles:  # as few as have no more tiles each
         splits = math.ceil(tiles / math.ceil(tiles / splits))
-    is_crowded = has_channels and is_brief and not (is_small or has_one_each)
-    ahead = 1 if is_crowded and not reads_both else ahead
+    is_crowded = has_channels and is_brief and not (is_small or has_one_each or reads_both)
+    ahead = 1 if is_crowded else ahead
     config = AttentionConfig(
         tile_rows,
         keys,

@@ -35,7 +35,13 @@ CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
 @functools.partial(
     jax.jit,
     static_argnames=(
-        *("splits", "waiting_splits", "is_balanced", "window", "softcap", "scale", "interpret"),
+        "splits",
+        "waiting_splits",
+        "is_balanced",
+        "window",
+        "softcap",
+        "scale",
+        "interpret",
     ),
 )
 def kernel(

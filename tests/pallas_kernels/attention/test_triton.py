@@ -164,6 +164,7 @@ RAGGED: dict[str, Any] = {"starts": [5, 0, 1500, 63, 200, 2100], "counts": [1, 0
         ("KV4cg32", "float16", (2, 3), 2, {"window": 1000, "sinks": True}),
         ("KV8", "bfloat16", (1, 20), 2, {}),  # a wide tile, most of whose keys need no mask
         ("KV2", "float16", (1, 6), 1, {"sinks": True}),  # two tiles of rows
+        ("KV8", "float16", (1, 12), 2, {"window": 700, "sinks": True}),  # of sixteen
     ],
 )
 def test_programs_of_short_sequences_help_long_ones(text, dtype, heads, splits, masks, rng):
@@ -183,6 +184,33 @@ def test_programs_that_help_read_what_waits_of_their_own_sequence(text, splits, 
     masks: dict[str, Any] = {"window": 1000, "sinks": sinks_of(rng, 6)} if masked else {}
     out = kernel(*test.arguments, splits=splits, waiting_splits=0, is_balanced=True, **masks)
     assert test.error(out, **masks) < GATES["bfloat16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["KV2t", "K8V4c", "K8V2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_programs_that_help_read_what_waits_on_the_gpu(text, dtype, rng):
+    for heads, masks in (((2, 4), {}), ((1, 12), {"sinks": sinks_of(rng, 12)})):
+        test = scene(rng, text, dtype, heads=heads, head_dim=128, **RAGGED)
+        options = {"splits": 1, "waiting_splits": 0, "is_balanced": True, "interpret": False}
+        out = kernel(*test.arguments, **options, **masks)
+        assert test.error(out, **masks) < GATES[dtype], heads
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "heads"),
+    [("KV2", "float16", (1, 3)), ("KV2t", "bfloat16", (2, 3)), ("K8V4c", "float16", (1, 8))],
+)
+def test_packed_sequences_whose_programs_read_both(text, dtype, heads, rng):
+    test = scene(rng, text, dtype, heads=heads, starts=[0, 126, 400, 250], counts=[3, 4, 0, 1])
+    masks: dict[str, Any] = {"window": 90, "sinks": sinks_of(rng, heads[0] * heads[1])}
+    _, pages, tables, starts, counts = test.arguments
+    config = tuning.configure(4, 4 * heads[1], tables.shape[1], pages, is_packed=True)
+    config = dataclasses.replace(config, splits=1, waiting_splits=0)
+    places, options = (tables, starts, counts), {"scale": 64**-0.5, "longest": 4, **masks}
+    queries = test.packed_queries(padding=5)
+    out = triton.paged_attention(queries, pages, *places, config, **options, interpret=True)
+    assert test.error(test.unpacked(out), **masks) < GATES[dtype]
 
 
 @pytest.mark.gpu

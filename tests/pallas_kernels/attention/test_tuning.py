@@ -53,7 +53,8 @@ def assert_sound(
     if pages.residual is not None:
         waiting = pages.residual.page_size // config.waiting_keys
         assert config.waiting_keys in (16, 32, 64, 128)
-        assert (config.splits > 1) <= config.waiting_splits <= waiting
+        assert config.waiting_splits <= waiting
+        assert config.waiting_splits > 0 or config.splits == 1
         slot = max(slot, 4 * pages.head_dim * config.waiting_keys // config.tile_keys)
     ahead = (config.stages - 1) * config.tile_keys * slot
     # Of wide heads the weights cross it, too: 10,240 bytes with 64 rows, as Triton compiles them.
@@ -319,10 +320,11 @@ def test_what_waits_has_no_programs_where_there_is_no_room(text, batch, entries,
     ],
 )
 def test_few_rows_are_read_in_narrow_tiles(text, narrow, most):
-    """In which all warps have their own to decode; sequences help each other there, too."""
-    for rows in (5, 9, 16, 17, 32, 33):
+    """As was measured to be fastest on an H200; sequences help each other there, too."""
+    for rows in (9, 16, 17, 24, 32, 33):
         config = tuning.configure(8, rows, 1024, pages_of(text, 4))
-        assert (config.tile_rows <= narrow) == (rows <= most)
+        wide = min(64, 1 << (rows - 1).bit_length())
+        assert config.tile_rows == (narrow if rows <= most else wide)
         assert config.is_balanced
 
 

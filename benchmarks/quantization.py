@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.bench import measure
-from pallas_kernels import KVFormat, PagedKVCache, append, cache_scales, paged_attention
+from mpjax.kernels import KVFormat, PagedKVCache, append, cache_scales, paged_attention
 
 RESULTS = Path(__file__).parent / "results"
 FORMATS = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "KV2", "KV2t")

@@ -13,11 +13,11 @@ from typing import Any
 from benchmarks import quantization
 from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
-from pallas_kernels import WeightFormat
-from pallas_kernels.gemm import tables as plans
-from pallas_kernels.gemm.heuristic import heuristic
-from pallas_kernels.gemm.limits import Limits
-from pallas_kernels.gemm.shapes import MODELS
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.gemm import tables as plans
+from mpjax.kernels.gemm.heuristic import heuristic
+from mpjax.kernels.gemm.limits import Limits
+from mpjax.kernels.gemm.shapes import MODELS
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

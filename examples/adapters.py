@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mpjax
-from models import Decoder, Linear
+from mpjax.models import Decoder, Linear
 
 RANK, STEPS, BATCH, LENGTH, RATE = 8, 24, 4, 128, 0.1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import PagedKVCache, append, matmul, paged_attention, quantize
+from mpjax.kernels import PagedKVCache, append, matmul, paged_attention, quantize
 
 keys = jax.random.split(jax.random.key(0), 5)
 

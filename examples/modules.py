@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import DecoderConfig, Qwen3
+from mpjax.models import DecoderConfig, Qwen3
 
 config = DecoderConfig(
     vocab_size=256,

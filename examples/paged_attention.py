@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import PagedKVCache, paged_attention, rotate_and_append
+from mpjax.kernels import PagedKVCache, paged_attention, rotate_and_append
 
 QUERY_HEADS, KV_HEADS, DIM, CHANNELS = 8, 2, 64, 256
 LENGTHS, STEPS = jnp.array([100, 37], jnp.int32), 64

@@ -1,13 +1,13 @@
 """Decoders as Flax NNX modules, with weights and KV caches in any precision."""
 
-from models.attention import Attention
-from models.config import ConfigError, DecoderConfig, RopeScaling
-from models.decoder import CacheScales, Decoder, DecoderLayer
-from models.layers import FusedLinear, GatedMLP, Linear, RMSNorm
-from models.llama import Llama
-from models.mistral import Mistral
-from models.qwen import Qwen2, Qwen3
-from models.registry import FAMILIES, family
+from mpjax.models.attention import Attention
+from mpjax.models.config import ConfigError, DecoderConfig, RopeScaling
+from mpjax.models.decoder import CacheScales, Decoder, DecoderLayer
+from mpjax.models.layers import FusedLinear, GatedMLP, Linear, RMSNorm
+from mpjax.models.llama import Llama
+from mpjax.models.mistral import Mistral
+from mpjax.models.qwen import Qwen2, Qwen3
+from mpjax.models.registry import FAMILIES, family
 
 __all__ = [
     "FAMILIES",

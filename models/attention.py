@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.config import DecoderConfig
-from models.layers import Activations, FusedLinear, Linear, RMSNorm, rotate
-from pallas_kernels import (
+from mpjax.kernels import (
     HeadNorms,
     KVPages,
     append,
@@ -19,6 +17,8 @@ from pallas_kernels import (
     prefill_attention,
     rotate_and_append,
 )
+from mpjax.models.config import DecoderConfig
+from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, rotate
 
 
 @functools.partial(

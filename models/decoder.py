@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.attention import Attention, Span
-from models.config import DecoderConfig
-from models.layers import GatedMLP, RMSNorm, rotary_frequencies
-from pallas_kernels import KVFormat, KVPages, PagedKVCache
-from pallas_kernels.checks import are_between
-from pallas_kernels.gemm.tuning import conditions as plan_conditions
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache
+from mpjax.kernels.checks import are_between
+from mpjax.kernels.gemm.tuning import conditions as plan_conditions
+from mpjax.models.attention import Attention, Span
+from mpjax.models.config import DecoderConfig
+from mpjax.models.layers import GatedMLP, RMSNorm, rotary_frequencies
 
 
 class DecoderLayer(nnx.Module):

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import pallas_kernels
-from models.config import DecoderConfig, RopeScaling
-from pallas_kernels import (
+from mpjax.kernels import (
     QuantizedActivations,
     QuantizedTensor,
     WeightFormat,
@@ -21,6 +19,8 @@ from pallas_kernels import (
     matmul_terms,
     rms_norm,
 )
+from mpjax.kernels import rotate as rotate_heads
+from mpjax.models.config import DecoderConfig, RopeScaling
 
 Activations = jax.Array | QuantizedActivations
 
@@ -154,4 +154,4 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> j
 
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
     """Rotary embedding of x [batch, tokens, heads, dim] by angles [batch, tokens, dim / 2]."""
-    return pallas_kernels.rotate(x, jnp.cos(angles), jnp.sin(angles))
+    return rotate_heads(x, jnp.cos(angles), jnp.sin(angles))

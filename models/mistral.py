@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import DecoderConfig, common_fields, layer_windows
-from models.decoder import Decoder
+from mpjax.models.config import DecoderConfig, common_fields, layer_windows
+from mpjax.models.decoder import Decoder
 
 
 class Mistral(Decoder):

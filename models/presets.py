@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.config import DecoderConfig, RopeScaling
+from mpjax.models.config import DecoderConfig, RopeScaling
 
 QWEN3_8B = DecoderConfig(
     vocab_size=151936,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import ConfigError
-from models.decoder import Decoder
-from models.llama import Llama
-from models.mistral import Mistral
-from models.qwen import Qwen2, Qwen3
+from mpjax.models.config import ConfigError
+from mpjax.models.decoder import Decoder
+from mpjax.models.llama import Llama
+from mpjax.models.mistral import Mistral
+from mpjax.models.qwen import Qwen2, Qwen3
 
 FAMILIES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": Llama,

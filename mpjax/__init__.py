@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpjax import plain_names
+
 if TYPE_CHECKING:
     from mpjax.calibration import calibrate_cache
     from mpjax.decoding import GeneratedTokens, generate_tokens
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from mpjax.sampling import Sampling
 
 __version__ = "0.1.0"
+
+plain_names.install()
 
 __all__ = [
     "GeneratedTokens",

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models import CacheScales, Decoder
 from mpjax.arguments import require_documents, require_known_ids
 from mpjax.evaluate import DEFAULT_WINDOW, document_tokens
+from mpjax.kernels import KVFormat, KVPages, cache_scales
+from mpjax.kernels.kv_cache.reference import gather
 from mpjax.language_model import LanguageModel
-from pallas_kernels import KVFormat, KVPages, cache_scales
-from pallas_kernels.kv_cache.reference import gather
+from mpjax.models import CacheScales, Decoder
 
 
 def calibrate_cache(
@@ -29,7 +29,7 @@ def calibrate_cache(
     """The model with scales for a cache in `lm.kv_format`, KV8s or KVfp8, measured on documents.
 
     The documents are read in windows, each from an empty context, and the largest keys and values
-    become the largest codes (pallas_kernels.cache_scales). Scales are part of the result's model,
+    become the largest codes (mpjax.kernels.cache_scales). Scales are part of the result's model,
     in `model.cache_scales`: generation, evaluation and saving take them along. Weights are shared
     with `lm`, which stays as it is.
 

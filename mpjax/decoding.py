@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import Decoder
 from mpjax.arguments import new_token_limits
+from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, backend
+from mpjax.kernels.checks import are_between
+from mpjax.kernels.gemm.tuning import runs_by_warpgroups
+from mpjax.models import Decoder
 from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
-from pallas_kernels import KVFormat, PagedKVCache, QuantizedTensor, backend
-from pallas_kernels.checks import are_between
-from pallas_kernels.gemm.tuning import runs_by_warpgroups
 
 STRIDE = 8
 STOP_IDS = 8  # their number is rounded up to a multiple

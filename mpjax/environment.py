@@ -132,15 +132,15 @@ def _memory_statistics(device: Any) -> dict[str, int] | None:
 
 def _kernels() -> dict[str, str]:
     """Which backends of Pallas can run here, by the names that `implementation=` has for them."""
-    from pallas_kernels import backend
-    from pallas_kernels.gemm.limits import current_limits, why_no_wgmma
+    from mpjax.kernels import backend
+    from mpjax.kernels.gemm.limits import current_limits, why_no_wgmma
 
     reason = backend.why_triton_cannot_run()
     reasons = {"triton": reason, "mosaic": reason or why_no_wgmma(current_limits())}
     yes = f"yes: compute capability {backend.compute_capability()}"
     found = {name: f"no: {reason}" if reason else yes for name, reason in reasons.items()}
     if found["mosaic"] == yes:
-        from pallas_kernels import mosaic  # which takes a while
+        from mpjax.kernels import mosaic  # which takes a while
 
         slow = mosaic.why_slow()
         found["mosaic"] += f"; {slow}" if slow else ""
@@ -149,7 +149,7 @@ def _kernels() -> dict[str, str]:
 
 def _tuning_tables() -> dict[str, str] | str:
     """Each table that products with packed weights look their plans up in, the first one first."""
-    from pallas_kernels.gemm import tables
+    from mpjax.kernels.gemm import tables
 
     device = tables.current_device()
     used = {str(path): f"{len(table.entries)} plans" for path, table in tables.in_use(device)}

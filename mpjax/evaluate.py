@@ -15,13 +15,13 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from models import Decoder
 from mpjax.arguments import read_text, require_documents, require_known_ids
+from mpjax.kernels import PagedKVCache
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
+from mpjax.models import Decoder
 from mpjax.sampling import logprobs
 from mpjax.tokenizer import Tokenizer
-from pallas_kernels import PagedKVCache
 
 DEFAULT_WINDOW = 1024
 MAXIMUM_CHUNK = 128

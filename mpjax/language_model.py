@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Decoder, DecoderConfig
 from mpjax.checkpoint.layout import LinearPlace, array_places, linear_kernels, linear_places
+from mpjax.kernels import KVFormat, QuantizedTensor
+from mpjax.models import Decoder, DecoderConfig
 from mpjax.precision import describe_weights
 from mpjax.tokenizer import Tokenizer
-from pallas_kernels import KVFormat, QuantizedTensor
 
 MEGABYTE = 1e6
 

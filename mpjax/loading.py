@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 
 from mpjax.checkpoint import CheckpointError, huggingface, orbax
+from mpjax.kernels import KVFormat
 from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
 from mpjax.tokenizer import Tokenizer
-from pallas_kernels import KVFormat
 
 # What loading needs; a repository often holds the same weights in other formats as well.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]

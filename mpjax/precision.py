@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from pallas_kernels import KVFormat, WeightFormat
+from mpjax.kernels import KVFormat, WeightFormat
 
 EXPECTED = (
     "expected W{16|8|4|FP8|NF4|NF3|NF2}[gSIZE][sym]A{16|8|FP8}KV{16|8|8s|4|4t|4c|2|2t|fp8}, or "

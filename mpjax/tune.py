@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import DecoderConfig, presets
 from mpjax.bench import measure
 from mpjax.checkpoint import huggingface, orbax
 from mpjax.checkpoint.layout import linear_places
+from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
+from mpjax.kernels.gemm import tables, tuning
+from mpjax.kernels.gemm.config import Plan
+from mpjax.kernels.gemm.heuristic import heuristic
+from mpjax.kernels.gemm.limits import current_limits
+from mpjax.kernels.gemm.shapes import MODELS
 from mpjax.loading import find_folder
-from pallas_kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
-from pallas_kernels.gemm import tables, tuning
-from pallas_kernels.gemm.config import Plan
-from pallas_kernels.gemm.heuristic import heuristic
-from pallas_kernels.gemm.limits import current_limits
-from pallas_kernels.gemm.shapes import MODELS
+from mpjax.models import DecoderConfig, presets
 
 GATE = 8e-3  # mean error over mean magnitude that a plan may have, in bfloat16
 CHECKED_ROWS = 256

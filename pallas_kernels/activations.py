@@ -8,9 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arithmetic import largest_magnitude
-from pallas_kernels.codes import float8
-from pallas_kernels.formats import WeightFormat
+from mpjax.kernels.arithmetic import largest_magnitude
+from mpjax.kernels.codes import float8
+from mpjax.kernels.formats import WeightFormat
 
 # Largest magnitudes below this count as zero: their reciprocals would overflow.
 NEARLY_ZERO = 1e-30

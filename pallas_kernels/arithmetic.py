@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.rounding import round_to
+from mpjax.kernels import backend
+from mpjax.kernels.rounding import round_to
 
 LOG2_E = math.log2(math.e)
 

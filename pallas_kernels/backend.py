@@ -19,8 +19,8 @@ from jax._src.pallas.triton import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels import manual_axes
-from pallas_kernels.registers import (
+from mpjax.kernels import manual_axes
+from mpjax.kernels.registers import (
     MOST_REGISTERS,
     limit_registers,
     limit_registers_p,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from mpjax.kernels import backend
 
 WORD_BITS = 16
 

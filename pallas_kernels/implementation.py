@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import backend
+from mpjax.kernels import backend
 
 # Whose files no caller wrote who could do something about a warning.
 _INSIDE = tuple(os.path.dirname(file) + os.sep for file in (__file__, str(jax.__file__)))

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gemm.config import CHANNELS
-from pallas_kernels.manual_axes import vary_alike
+from mpjax.kernels.gemm.config import CHANNELS
+from mpjax.kernels.manual_axes import vary_alike
 
 SWIZZLED_BYTES = 128  # of a row of a tile that `wgmma` reads, at most
 COPYING_REGISTERS = 32  # of a thread that only begins copies

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
-from pallas_kernels import mosaic
-from pallas_kernels.codes.look_up import ROW_BYTES, pair_rows
-from pallas_kernels.gemm.config import CHANNELS
+from mpjax.kernels import mosaic
+from mpjax.kernels.codes.look_up import ROW_BYTES, pair_rows
+from mpjax.kernels.gemm.config import CHANNELS
 
 _layouts = plgpu.Layout
 

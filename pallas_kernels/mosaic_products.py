@@ -14,8 +14,8 @@ from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic
-from pallas_kernels.gemm.config import CHANNELS
+from mpjax.kernels import mosaic
+from mpjax.kernels.gemm.config import CHANNELS
 
 wait_for_products = plgpu.wgmma_wait
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.checks import are_finite, is_known
-from pallas_kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
-from pallas_kernels.codes.table import quantize_with_table
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.quantized_tensor import QuantizedTensor, pack
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.checks import are_finite, is_known
+from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
+from mpjax.kernels.codes.table import quantize_with_table
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
 
 # float16 rounds a smaller scale by 3 % and more, and in the end to zero. By one of float32, or of
 # bfloat16, that is smaller nothing is divided.

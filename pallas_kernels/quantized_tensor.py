@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.checks import is_known
-from pallas_kernels.codes.base import by_group
-from pallas_kernels.formats import WeightFormat
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.checks import is_known
+from mpjax.kernels.codes.base import by_group
+from mpjax.kernels.formats import WeightFormat
 
 
 @functools.partial(
@@ -22,7 +22,7 @@ from pallas_kernels.formats import WeightFormat
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A packed weight matrix W [K, N]; `pallas_kernels.codes` says what its codes mean.
+    """A packed weight matrix W [K, N]; `mpjax.kernels.codes` says what its codes mean.
 
     words: [K blocks, N, columns · plane width], unsigned, as wide as the operand that they become.
         A lane's words hold one code of each plane: code j is that of input channel

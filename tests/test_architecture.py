@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the lowest floor to the highest; a floor imports only from itself and from below.
 FLOORS = ("pallas_kernels", "models", "mpjax")
+# How the library imports its lower floors: they are links in the folder `mpjax`.
+IMPORT_NAMES = {"mpjax.kernels": "pallas_kernels", "mpjax.models": "models"}
 FILES = [
     path.relative_to(ROOT) for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))
 ]
@@ -47,7 +49,15 @@ def parse(path: Path) -> ast.Module:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Every module that a file may import: `from a import b` gives both `a` and `a.b`."""
+    """Every module that a file may import, by its floor: `from a import b` gives `a` and `a.b`."""
+    for name in _imported_names(path):
+        for imported, floor in IMPORT_NAMES.items():
+            if name == imported or name.startswith(f"{imported}."):
+                name = floor + name.removeprefix(imported)
+        yield name
+
+
+def _imported_names(path: Path) -> Iterator[str]:
     package = path.parent.parts
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Writes a trained `models.Llama` as a Hugging Face checkpoint folder."""
+"""Writes a trained `mpjax.models.Llama` as a Hugging Face checkpoint folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from models import Llama
+from mpjax.models import Llama
 
 
 def hugging_face_tensors(model: Llama) -> dict[str, NDArray[Any]]:

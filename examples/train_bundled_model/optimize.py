@@ -21,7 +21,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from examples.train_bundled_model.recipe import Recipe, TrainingError
-from models import DecoderConfig, Llama
+from mpjax.models import DecoderConfig, Llama
 
 
 class DivergedError(TrainingError):

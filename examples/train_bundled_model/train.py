@@ -20,7 +20,7 @@ from examples.train_bundled_model import export, optimize
 from examples.train_bundled_model.optimize import DivergedError, Progress, Result
 from examples.train_bundled_model.recipe import Recipe, TrainingError
 from examples.train_bundled_model.tokenizer import VOCABULARY_SIZE
-from models import Llama
+from mpjax.models import Llama
 
 PARTS = ("train", "validation", "held_out")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")

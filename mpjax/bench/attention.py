@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax.bench import filled_pages, measure
 from mpjax.bench.cached_bytes import cached_bytes
-from pallas_kernels import (
+from mpjax.kernels import (
     KVFormat,
     KVPages,
     PagedKVCache,
@@ -21,7 +21,7 @@ from pallas_kernels import (
     paged_attention,
     prefill_attention,
 )
-from pallas_kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
+from mpjax.kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
 
 # In the place of a format: prompts that attend to their own keys and values in 16 bits, from their
 # first token on, as models let them.

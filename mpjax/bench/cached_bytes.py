@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import KVPages
-from pallas_kernels.kv_cache import residual
+from mpjax.kernels import KVPages
+from mpjax.kernels.kv_cache import residual
 
 
 def cached_bytes(pages: KVPages, lengths: Sequence[int]) -> int:

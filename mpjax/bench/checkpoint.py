@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from models import DecoderConfig
+from mpjax.models import DecoderConfig
 
 BYTES_PER_SHARD = 4 << 30
 

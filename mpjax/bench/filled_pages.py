@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import KVPages, append
+from mpjax.kernels import KVPages, append
 
 APPENDED_TOKENS = 1024  # at a time
 

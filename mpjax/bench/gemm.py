@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.bench import measure
-from pallas_kernels import (
+from mpjax.kernels import (
     QuantizedTensor,
     WeightFormat,
     matmul,
@@ -20,9 +20,9 @@ from pallas_kernels import (
     quantize,
     quantize_activations,
 )
-from pallas_kernels.gemm import tuning
-from pallas_kernels.gemm.config import GemmConfig, Implementation, WarpgroupConfig
-from pallas_kernels.gemm.shapes import GemmShape
+from mpjax.kernels.gemm import tuning
+from mpjax.kernels.gemm.config import GemmConfig, Implementation, WarpgroupConfig
+from mpjax.kernels.gemm.shapes import GemmShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 CHECKED_ROWS = 64

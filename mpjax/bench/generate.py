@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from models import Decoder, DecoderConfig, Qwen3
-from models.presets import QWEN3_8B
 from mpjax.bench import checkpoint, filled_pages, measure
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
+from mpjax.kernels import PagedKVCache, WeightFormat, backend
 from mpjax.memory import require_free
+from mpjax.models import Decoder, DecoderConfig, Qwen3
+from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.sampling import Sampling, row_keys
-from pallas_kernels import PagedKVCache, WeightFormat, backend
 
 # In nats. Different kernels round differently, and a cache of two bits is off by one by itself; a
 # model whose cache is wrong is off by several.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax.environment
-from pallas_kernels import UnsupportedError, backend
+from mpjax.kernels import UnsupportedError, backend
 
 ROTATED_BYTES = 200e6  # arrays read in turn, together several times the L2 cache of any GPU so far
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Decoder, DecoderConfig, Linear
 from mpjax.checkpoint.layout import array_places, assign_array, assign_linear, linear_places
-from pallas_kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.models import Decoder, DecoderConfig, Linear
 
 
 def random_model(

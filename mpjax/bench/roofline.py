@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpjax.bench import attention, gemm, generate
-from pallas_kernels.attention.shapes import AttentionShape
+from mpjax.kernels.attention.shapes import AttentionShape
 
 try:
     import matplotlib

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import Linear
 from mpjax.checkpoint import awq, fp8, gptq
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.errors import CheckpointError
@@ -20,11 +19,12 @@ from mpjax.checkpoint.layout import LinearPlace
 from mpjax.checkpoint.linear import check_scales
 from mpjax.checkpoint.plan import LinearSource, Packing
 from mpjax.checkpoint.safetensors import TensorInfo
-from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize
-from pallas_kernels.backend import default_device
-from pallas_kernels.checks import are_finite
-from pallas_kernels.quantize import why_out_of_range
-from pallas_kernels.quantized_tensor import concatenate
+from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize
+from mpjax.kernels.backend import default_device
+from mpjax.kernels.checks import are_finite
+from mpjax.kernels.quantize import why_out_of_range
+from mpjax.kernels.quantized_tensor import concatenate
+from mpjax.models import Linear
 
 Read = Callable[[TensorInfo], np.ndarray]
 

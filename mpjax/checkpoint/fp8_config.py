@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpjax.checkpoint.errors import CheckpointError
-from pallas_kernels import WeightFormat
+from mpjax.kernels import WeightFormat
 
 SOURCE = "quantization_config of an FP8 checkpoint"
 SCALE_NAMES = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}

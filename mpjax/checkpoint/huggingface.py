@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models import CacheScales, ConfigError, Decoder, DecoderConfig, family
 from mpjax.checkpoint import kv_scales
 from mpjax.checkpoint.awq import BITS, AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
@@ -29,9 +28,10 @@ from mpjax.checkpoint.layout import assign_array, assign_linear
 from mpjax.checkpoint.plan import FLOAT_DTYPES, Packing, Plan, make_plan
 from mpjax.checkpoint.progress import loading_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.memory import require_free
+from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
 from mpjax.precision import DEFAULT_GROUP_SIZE, Precision
-from pallas_kernels import KVFormat, WeightFormat
 
 CONFIG_NAME = "config.json"
 POSITIVE_FIELDS = (

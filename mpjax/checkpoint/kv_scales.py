@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from models import DecoderConfig
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.packed_module import describe
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.models import DecoderConfig
 
 DTYPES = ("bfloat16", "float16", "float32")
 SUFFIXES = ("k_scale", "v_scale")

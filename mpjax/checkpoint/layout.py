@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import nnx
 
-from models import Decoder, DecoderConfig, Linear
+from mpjax.models import Decoder, DecoderConfig, Linear
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from models import FAMILIES, CacheScales, Decoder, DecoderConfig, Linear, RopeScaling
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.layout import (
     array_places,
@@ -31,12 +30,13 @@ from mpjax.checkpoint.layout import (
     linear_places,
 )
 from mpjax.checkpoint.progress import loading_bar
+from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
+from mpjax.kernels.backend import default_device
 from mpjax.language_model import LanguageModel, weight_precisions
 from mpjax.memory import require_free
+from mpjax.models import FAMILIES, CacheScales, Decoder, DecoderConfig, Linear, RopeScaling
 from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
-from pallas_kernels import KVFormat, QuantizedTensor, WeightFormat
-from pallas_kernels.backend import default_device
 
 # The arrays of a QuantizedTensor; those that a format has no use for are None.
 PACKED_ARRAYS = ("words", "parameters", "permutation", "channel_scales", "table")

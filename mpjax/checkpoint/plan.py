@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 
-from models import DecoderConfig
 from mpjax.checkpoint import awq, fp8, gptq, kv_scales
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.errors import CheckpointError
@@ -21,8 +20,9 @@ from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import ArrayPlace, LinearPlace, array_places, linear_places
 from mpjax.checkpoint.packed_module import check_packing, describe
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from pallas_kernels import WeightFormat
-from pallas_kernels.formats import GROUP_SIZES
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.formats import GROUP_SIZES
+from mpjax.models import DecoderConfig
 
 Packing = AWQConfig | GPTQConfig | FP8Config
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")

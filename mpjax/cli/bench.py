@@ -194,7 +194,7 @@ def gemm_command(
 ) -> None:
     """Measure products with packed weights, beside floor and cuBLAS."""
     from mpjax.bench import gemm, tables
-    from pallas_kernels.gemm.shapes import named
+    from mpjax.kernels.gemm.shapes import named
 
     sweep = _checked(
         lambda: gemm.Sweep(

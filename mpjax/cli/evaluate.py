@@ -185,7 +185,7 @@ def _result(
     import jax
 
     import mpjax
-    from pallas_kernels.backend import default_device
+    from mpjax.kernels.backend import default_device
 
     device = default_device()
     return {

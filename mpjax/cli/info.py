@@ -11,10 +11,10 @@ import typer
 from mpjax.cli import options
 
 if TYPE_CHECKING:
-    from models import Linear
     from mpjax.checkpoint.plan import LinearSource
+    from mpjax.kernels import WeightFormat
     from mpjax.language_model import LanguageModel
-    from pallas_kernels import WeightFormat
+    from mpjax.models import Linear
 
 NAME = "info"
 EPILOG = """\b
@@ -79,7 +79,7 @@ def _open_choices(folder: Path) -> list[tuple[str, str]]:
     """A row about the activations of an FP8 checkpoint, where somebody has to choose them."""
     from mpjax.checkpoint import huggingface
     from mpjax.checkpoint.fp8_config import FP8Config
-    from pallas_kernels import KVFormat
+    from mpjax.kernels import KVFormat
 
     if _is_saved(folder):
         return []
@@ -96,13 +96,13 @@ def _from_headers(folder: Path) -> LanguageModel:
     import jax.numpy as jnp
     from flax import nnx
 
-    from models import CacheScales
     from mpjax.checkpoint import huggingface
     from mpjax.checkpoint.layout import assign_linear
     from mpjax.checkpoint.plan import make_plan
     from mpjax.checkpoint.safetensors import Checkpoint
+    from mpjax.kernels import KVFormat
     from mpjax.language_model import LanguageModel
-    from pallas_kernels import KVFormat
+    from mpjax.models import CacheScales
 
     hf = huggingface.read_config(folder)
     decoder, config = huggingface.decoder_config(folder, hf)
@@ -121,7 +121,7 @@ def _parts(sources: tuple[LinearSource, ...], dtype: str, bias: bool) -> list[Li
     import jax
     import jax.numpy as jnp
 
-    from models import Linear
+    from mpjax.models import Linear
 
     formats = {source.format for source in sources}
     shapes = [source.shape for source in sources]
@@ -141,7 +141,7 @@ def _kernel(shape: tuple[int, int], format: WeightFormat | None, dtype: str) -> 
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import quantize
+    from mpjax.kernels import quantize
 
     if format is None:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

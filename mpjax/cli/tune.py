@@ -11,8 +11,8 @@ import rich.progress
 import typer
 
 if TYPE_CHECKING:
+    from mpjax.kernels import WeightFormat
     from mpjax.tune import Outcome, Shape
-    from pallas_kernels import WeightFormat
 
 NAME = "tune"
 DEFAULT_FORMATS = "uint4:g128,uint4:g128:sym"
@@ -84,8 +84,8 @@ def command(
 ) -> None:
     """Measure the fastest kernels for a model's shapes on this GPU."""
     from mpjax import tune
-    from pallas_kernels import UnsupportedError, backend
-    from pallas_kernels.gemm import tables
+    from mpjax.kernels import UnsupportedError, backend
+    from mpjax.kernels.gemm import tables
 
     if (model is None) == (shapes is None):
         raise typer.BadParameter("give either --model or --shapes", param_hint="--model")
@@ -172,7 +172,7 @@ def _parse_shapes(text: str) -> list[Shape]:
 
 
 def _parse_formats(text: str) -> list[WeightFormat]:
-    from pallas_kernels import WeightFormat
+    from mpjax.kernels import WeightFormat
 
     try:
         return [WeightFormat.parse(part.strip()) for part in text.split(",")]

@@ -10,14 +10,14 @@ from typing import Literal, TypedDict
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.attention import gathered, reference, triton, tuning
-from pallas_kernels.checks import static_number
-from pallas_kernels.implementation import choose, warn, warn_of_reference
-from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache.api import int32_places, why_not_triton
-from pallas_kernels.kv_cache.cache import PAGE_SIZES, KVPages
-from pallas_kernels.kv_cache.formats import KVFormat
+from mpjax.kernels import backend
+from mpjax.kernels.attention import gathered, reference, triton, tuning
+from mpjax.kernels.checks import static_number
+from mpjax.kernels.implementation import choose, warn, warn_of_reference
+from mpjax.kernels.kv_cache import hadamard
+from mpjax.kernels.kv_cache.api import int32_places, why_not_triton
+from mpjax.kernels.kv_cache.cache import PAGE_SIZES, KVPages
+from mpjax.kernels.kv_cache.formats import KVFormat
 
 PREFILL_PAGE_SIZE = 128  # of keys and values that aren't in a cache
 

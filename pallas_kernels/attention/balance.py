@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.attention.combine import Parts
-from pallas_kernels.registers import WARP
+from mpjax.kernels import backend
+from mpjax.kernels.attention.combine import Parts
+from mpjax.kernels.registers import WARP
 
 SLACK = 8  # a program may read an eighth more than the mean, and a tile, before others help
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
+from mpjax.kernels import backend
 
 FLOOR = -1e30  # below any score, and finite, so that what has no visible keys makes no NaN
 # Of a program. Many splits of a few heads are read by more programs, which share a head's channels;

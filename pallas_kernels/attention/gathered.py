@@ -13,9 +13,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.kv_cache import reference as kv_cache
-from pallas_kernels.kv_cache.cache import KVPages
+from mpjax.kernels import backend
+from mpjax.kernels.kv_cache import reference as kv_cache
+from mpjax.kernels.kv_cache.cache import KVPages
 
 try:
     # JAX's public function rounds these sums to the 16 bits of the queries: too few to join by.

@@ -19,18 +19,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import arithmetic as arithmetics
-from pallas_kernels import backend
-from pallas_kernels.arithmetic import LOG2_E, times_power
-from pallas_kernels.attention import queries, rows, tiles
-from pallas_kernels.attention.combine import FLOOR
-from pallas_kernels.attention.orientation import Orientation
-from pallas_kernels.attention.result import Result
-from pallas_kernels.attention.rows import Sequence
-from pallas_kernels.attention.source import Source
-from pallas_kernels.attention.tiles import Place
-from pallas_kernels.attention.tuning import NARROW_ROWS, AttentionConfig
-from pallas_kernels.kv_cache.cache import Side
+from mpjax.kernels import arithmetic as arithmetics
+from mpjax.kernels import backend
+from mpjax.kernels.arithmetic import LOG2_E, times_power
+from mpjax.kernels.attention import queries, rows, tiles
+from mpjax.kernels.attention.combine import FLOOR
+from mpjax.kernels.attention.orientation import Orientation
+from mpjax.kernels.attention.result import Result
+from mpjax.kernels.attention.rows import Sequence
+from mpjax.kernels.attention.source import Source
+from mpjax.kernels.attention.tiles import Place
+from mpjax.kernels.attention.tuning import NARROW_ROWS, AttentionConfig
+from mpjax.kernels.kv_cache.cache import Side
 
 # Of two: sums of smaller products would come near the end of float32. The powers that make up for
 # it leave bfloat16's queries, steps, their products and sums room up to 2**57, and steps down to

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from mpjax.kernels import backend
 
 
 @dataclasses.dataclass(frozen=True)

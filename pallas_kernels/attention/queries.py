@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bits
-from pallas_kernels.arithmetic import Arithmetic, power_above, times_power
-from pallas_kernels.attention.orientation import Orientation
+from mpjax.kernels import bits
+from mpjax.kernels.arithmetic import Arithmetic, power_above, times_power
+from mpjax.kernels.attention.orientation import Orientation
 
 MMA_SLOTS = 16  # of a tensor-core instruction at most, and of a product at least
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_cache import hadamard, packed
-from pallas_kernels.kv_cache import reference as kv_cache
-from pallas_kernels.kv_cache.cache import KVPages
+from mpjax.kernels.kv_cache import hadamard, packed
+from mpjax.kernels.kv_cache import reference as kv_cache
+from mpjax.kernels.kv_cache.cache import KVPages
 
 
 def attention(

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.attention.combine import FLOOR
-from pallas_kernels.attention.orientation import Orientation
-from pallas_kernels.attention.rows import Rows
-from pallas_kernels.attention.tiles import Part
+from mpjax.kernels import backend
+from mpjax.kernels.attention.combine import FLOOR
+from mpjax.kernels.attention.orientation import Orientation
+from mpjax.kernels.attention.rows import Rows
+from mpjax.kernels.attention.tiles import Part
 
 
 @dataclasses.dataclass(frozen=True)

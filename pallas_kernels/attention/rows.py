@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.attention.tiles import Part, Span, spans
+from mpjax.kernels import backend
+from mpjax.kernels.attention.tiles import Part, Span, spans
 
 PAIRS = 4  # lanes of a warp that share one of eight rows, each with pairs of channels
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import tiles
-from pallas_kernels.kv_cache.cache import KVPages
+from mpjax.kernels.attention import tiles
+from mpjax.kernels.kv_cache.cache import KVPages
 
 
 class Source(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.bits import exponent_scaled, unpack_pair, widen_pair
-from pallas_kernels.kv_cache.cache import Side
+from mpjax.kernels import backend
+from mpjax.kernels.bits import exponent_scaled, unpack_pair, widen_pair
+from mpjax.kernels.kv_cache.cache import Side
 
 LOOKED_UP = 32  # pages at a time: a warp has as many lanes
 MINIMUM_SPAN = 16  # of a dimension that the tensor cores sum over

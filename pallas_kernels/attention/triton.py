@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.attention import balance, main_loop
-from pallas_kernels.attention.combine import Parts, combine, combine_balanced
-from pallas_kernels.attention.result import Result
-from pallas_kernels.attention.rows import Sequence
-from pallas_kernels.attention.source import Source
-from pallas_kernels.attention.tuning import AttentionConfig
-from pallas_kernels.kv_cache import residual as residuals
-from pallas_kernels.kv_cache.cache import KVPages
+from mpjax.kernels import backend
+from mpjax.kernels.attention import balance, main_loop
+from mpjax.kernels.attention.combine import Parts, combine, combine_balanced
+from mpjax.kernels.attention.result import Result
+from mpjax.kernels.attention.rows import Sequence
+from mpjax.kernels.attention.source import Source
+from mpjax.kernels.attention.tuning import AttentionConfig
+from mpjax.kernels.kv_cache import residual as residuals
+from mpjax.kernels.kv_cache.cache import KVPages
 
 
 def paged_attention(

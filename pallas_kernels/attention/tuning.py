@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from pallas_kernels import backend
-from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.registers import MOST_REGISTERS, registers_for
+from mpjax.kernels import backend
+from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
 NARROW_ROWS = 16  # of a narrow tile at most; MINIMUM_ROWS where the query would move in each tile

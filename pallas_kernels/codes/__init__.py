@@ -6,13 +6,13 @@ operands of the tensor cores. There is one packed tensor and one main loop for a
 
 from __future__ import annotations
 
-from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized
-from pallas_kernels.codes.float8 import Float8
-from pallas_kernels.codes.integer import Integer, Symmetric
-from pallas_kernels.codes.liquid import Liquid
-from pallas_kernels.codes.signed import Signed
-from pallas_kernels.codes.table import Table
-from pallas_kernels.formats import WeightFormat
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized
+from mpjax.kernels.codes.float8 import Float8
+from mpjax.kernels.codes.integer import Integer, Symmetric
+from mpjax.kernels.codes.liquid import Liquid
+from mpjax.kernels.codes.signed import Signed
+from mpjax.kernels.codes.table import Table
+from mpjax.kernels.formats import WeightFormat
 
 _KINDS: dict[str, CodeKind] = {
     "uint4": Integer(4),

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bits import multiply, pack_pair, unpack_pair
-from pallas_kernels.formats import WeightFormat
+from mpjax.kernels.bits import multiply, pack_pair, unpack_pair
+from mpjax.kernels.formats import WeightFormat
 
 if TYPE_CHECKING:
-    from pallas_kernels.quantized_tensor import QuantizedTensor
+    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 Decoder = Callable[[int], jax.Array]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.codes.base import (
+from mpjax.kernels import backend
+from mpjax.kernels.codes.base import (
     CodeKind,
     Decoder,
     Group,
@@ -17,11 +17,11 @@ from pallas_kernels.codes.base import (
     divisible,
     scaled,
 )
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.rounding import narrow
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.rounding import narrow
 
 if TYPE_CHECKING:
-    from pallas_kernels.quantized_tensor import QuantizedTensor
+    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 LARGEST = 448.0  # of e4m3, which has no infinities
 

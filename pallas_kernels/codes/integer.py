@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels import bits as bit_planes
-from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.rounding import round_to
+from mpjax.kernels import backend
+from mpjax.kernels import bits as bit_planes
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.rounding import round_to
 
 if TYPE_CHECKING:
-    from pallas_kernels.quantized_tensor import QuantizedTensor
+    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
 class Integer(CodeKind):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.bits import pack_pair, unpack_pair
-from pallas_kernels.codes.base import (
+from mpjax.kernels import backend
+from mpjax.kernels.bits import pack_pair, unpack_pair
+from mpjax.kernels.codes.base import (
     CodeKind,
     Decoder,
     Group,
@@ -25,10 +25,10 @@ from pallas_kernels.codes.base import (
     divisible,
     scaled,
 )
-from pallas_kernels.formats import WeightFormat
+from mpjax.kernels.formats import WeightFormat
 
 if TYPE_CHECKING:
-    from pallas_kernels.quantized_tensor import QuantizedTensor
+    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 PROTECTED = 119  # the range of the first level that keeps the second from overflowing
 TOP = 15

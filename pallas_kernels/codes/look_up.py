@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
+from mpjax.kernels import backend
 
 Nibbles = Callable[[int], jax.Array]  # of planes 4 · i … 4 · i + 3: tiles of 16-bit words
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, divisible, scaled
-from pallas_kernels.formats import WeightFormat
+from mpjax.kernels import backend
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, divisible, scaled
+from mpjax.kernels.formats import WeightFormat
 
 if TYPE_CHECKING:
-    from pallas_kernels.quantized_tensor import QuantizedTensor
+    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
 class Signed(CodeKind):

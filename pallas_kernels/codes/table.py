@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import backend
-from pallas_kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
-from pallas_kernels.codes.look_up import InBoth, InRegisters, InSharedMemory, InSharedRows, LookUp
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.rounding import round_to
+from mpjax.kernels import backend
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
+from mpjax.kernels.codes.look_up import InBoth, InRegisters, InSharedMemory, InSharedRows, LookUp
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.rounding import round_to
 
 if TYPE_CHECKING:
-    from pallas_kernels.quantized_tensor import QuantizedTensor
+    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 # The outermost quantiles of a normal distribution that a table represents (QLoRA).
 _TAIL = (1 / 32 + 1 / 30) / 2

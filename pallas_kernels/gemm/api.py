@@ -10,17 +10,17 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.gemm import dequantize, reference, triton, tuning, xla
-from pallas_kernels.gemm.config import Implementation
-from pallas_kernels.gemm.gradient import differentiable
-from pallas_kernels.gemm.heuristic import heuristic
-from pallas_kernels.gemm.limits import can_be_operand, current_limits, why_not_warpgroups
-from pallas_kernels.implementation import choose
-from pallas_kernels.manual_axes import vary_alike
-from pallas_kernels.quantized_tensor import QuantizedTensor, replace_scales
-from pallas_kernels.rowwise.api import quantize_rows
+from mpjax.kernels import backend
+from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.gemm import dequantize, reference, triton, tuning, xla
+from mpjax.kernels.gemm.config import Implementation
+from mpjax.kernels.gemm.gradient import differentiable
+from mpjax.kernels.gemm.heuristic import heuristic
+from mpjax.kernels.gemm.limits import can_be_operand, current_limits, why_not_warpgroups
+from mpjax.kernels.implementation import choose
+from mpjax.kernels.manual_axes import vary_alike
+from mpjax.kernels.quantized_tensor import QuantizedTensor, replace_scales
+from mpjax.kernels.rowwise.api import quantize_rows
 
 
 def matmul(
@@ -171,7 +171,7 @@ def _multiply_rows(
     if name == "dequantize":
         return dequantize.matmul(rows, weight, dtype)[None]
     if name == "mosaic":
-        from pallas_kernels.gemm import mosaic  # here, as importing it takes a while
+        from mpjax.kernels.gemm import mosaic  # here, as importing it takes a while
 
         warpgroups = tuning.configure_warpgroups(rows.shape[0], weight)
         return mosaic.matmul_terms(rows, weight, warpgroups, dtype)

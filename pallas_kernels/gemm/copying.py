@@ -7,8 +7,8 @@ import functools
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic
-from pallas_kernels.gemm.warpgroup_program import Program
+from mpjax.kernels import mosaic
+from mpjax.kernels.gemm.warpgroup_program import Program
 
 
 def copy(program: Program) -> None:

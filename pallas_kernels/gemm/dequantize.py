@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm import triton, tuning, xla
-from pallas_kernels.gemm.config import WarpgroupConfig
-from pallas_kernels.gemm.limits import current_limits, why_not_warpgroups
-from pallas_kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels import backend
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm import triton, tuning, xla
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.gemm.limits import current_limits, why_not_warpgroups
+from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 TILE = 64  # output channels that one program writes out
 JOINED_CHANNELS = 256  # input channels that it writes at a time, in rows of 512 bytes
@@ -44,7 +44,7 @@ def matmul(
             plan = tuning.plan(len(x.values), plain)
             reason = why_not_warpgroups(plain.format, plain.shape[1], current_limits())
             if isinstance(plan.config, WarpgroupConfig) and reason is None:
-                from pallas_kernels.gemm import mosaic  # here, as importing it takes a while
+                from mpjax.kernels.gemm import mosaic  # here, as importing it takes a while
 
                 terms = mosaic.matmul_terms(x, plain, plan.config, out_dtype)
                 return terms.sum(0).astype(out_dtype)

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic
-from pallas_kernels.gemm.config import CHANNELS
-from pallas_kernels.gemm.summing import Summing
-from pallas_kernels.gemm.warpgroup_program import Program
+from mpjax.kernels import mosaic
+from mpjax.kernels.gemm.config import CHANNELS
+from mpjax.kernels.gemm.summing import Summing
+from mpjax.kernels.gemm.warpgroup_program import Program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import backend
-from pallas_kernels.gemm.dequantize import write_out
-from pallas_kernels.quantized_tensor import QuantizedTensor, replace_scales
+from mpjax.kernels import backend
+from mpjax.kernels.gemm.dequantize import write_out
+from mpjax.kernels.quantized_tensor import QuantizedTensor, replace_scales
 
 Multiply = Callable[[jax.Array, QuantizedTensor], jax.Array]
 

@@ -7,11 +7,11 @@ import itertools
 import math
 from typing import Literal, NamedTuple
 
-from pallas_kernels import backend
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import FEW_ROWS, ROWS, GemmConfig, Plan
-from pallas_kernels.gemm.limits import (
+from mpjax.kernels import backend
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.config import FEW_ROWS, ROWS, GemmConfig, Plan
+from mpjax.kernels.gemm.limits import (
     Limits,
     can_scale_weights,
     why_not_fused,
@@ -19,7 +19,7 @@ from pallas_kernels.gemm.limits import (
     why_unsound,
     widths,
 )
-from pallas_kernels.gemm.warpgroups import warpgroup_config
+from mpjax.kernels.gemm.warpgroups import warpgroup_config
 
 
 class Tile(NamedTuple):

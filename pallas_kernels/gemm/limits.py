@@ -6,10 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import CHANNELS, GemmConfig
+from mpjax.kernels import backend
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.config import CHANNELS, GemmConfig
 
 # Of a thread's 255 registers; the rest holds words, decoded weights and addresses.
 ACCUMULATOR_REGISTERS = 128

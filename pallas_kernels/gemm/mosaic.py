@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic
-from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.gemm.config import ROWS, WarpgroupConfig
-from pallas_kernels.gemm.copying import copy
-from pallas_kernels.gemm.epilogue import Epilogue
-from pallas_kernels.gemm.stages import stages
-from pallas_kernels.gemm.summing import Summing
-from pallas_kernels.gemm.warpgroup_program import Arguments, Call, Program, Shared, shared_memory
-from pallas_kernels.gemm.warpgroups import why_unsound
-from pallas_kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels import mosaic
+from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.gemm.config import ROWS, WarpgroupConfig
+from mpjax.kernels.gemm.copying import copy
+from mpjax.kernels.gemm.epilogue import Epilogue
+from mpjax.kernels.gemm.stages import stages
+from mpjax.kernels.gemm.summing import Summing
+from mpjax.kernels.gemm.warpgroup_program import Arguments, Call, Program, Shared, shared_memory
+from mpjax.kernels.gemm.warpgroups import why_unsound
+from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 # Of x, which the programs of a band of rows read again and again: a third of Hopper's L2 cache, for
 # words and products pass through it, too. Twice as many are not worth reading the words twice.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.codes.liquid import Liquid
-from pallas_kernels.quantized_tensor import QuantizedTensor, unpack_codes
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.codes.liquid import Liquid
+from mpjax.kernels.quantized_tensor import QuantizedTensor, unpack_codes
 
 
 def matmul(

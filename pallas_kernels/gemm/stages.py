@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.codes.look_up import ROW_BYTES, pair_rows
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import ROWS, WarpgroupConfig
+from mpjax.kernels import backend
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.codes.look_up import ROW_BYTES, pair_rows
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.config import ROWS, WarpgroupConfig
 
 CAPABILITY = 9.0  # of the GPUs that have `wgmma`
 BARRIER_BYTES = 2048  # at most, with what the start of each array is rounded up by

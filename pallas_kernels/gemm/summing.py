@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend, mosaic, mosaic_decoding, mosaic_products
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.gemm.config import CHANNELS
-from pallas_kernels.gemm.warpgroup_program import Program
+from mpjax.kernels import backend, mosaic, mosaic_decoding, mosaic_products
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.gemm.config import CHANNELS
+from mpjax.kernels.gemm.warpgroup_program import Program
 
 
 class Block(NamedTuple):

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from pallas_kernels import backend
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
-from pallas_kernels.gemm.warpgroups import why_unsound
+from mpjax.kernels import backend
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
+from mpjax.kernels.gemm.warpgroups import why_unsound
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"

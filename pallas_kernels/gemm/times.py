@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
-from pallas_kernels.gemm.limits import Limits
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
+from mpjax.kernels.gemm.limits import Limits
 
 MEGABYTE_OF_SUMS = 0.38  # microseconds to write and read it
 CHANNELS_OF_BLOCK = 256  # of uint4:g128: what few rows wait for was fitted to its blocks

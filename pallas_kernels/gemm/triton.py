@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import arithmetic, backend
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import GemmConfig
-from pallas_kernels.gemm.limits import can_be_operand
-from pallas_kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels import arithmetic, backend
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.config import GemmConfig
+from mpjax.kernels.gemm.limits import can_be_operand
+from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 # Channels of one product: a whole step of them is one that the compiler splits, and then waits for
 # both halves (docs/compiler.md).

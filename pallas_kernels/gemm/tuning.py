@@ -9,13 +9,13 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator
 
-from pallas_kernels import backend
-from pallas_kernels import codes as code_kinds
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
-from pallas_kernels.gemm.heuristic import fused_config, heuristic, most_splits, unfused
-from pallas_kernels.gemm.limits import (
+from mpjax.kernels import backend
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm import tables
+from mpjax.kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
+from mpjax.kernels.gemm.heuristic import fused_config, heuristic, most_splits, unfused
+from mpjax.kernels.gemm.limits import (
     Limits,
     current_limits,
     why_not_fused,
@@ -23,8 +23,8 @@ from pallas_kernels.gemm.limits import (
     why_unsound,
     widths,
 )
-from pallas_kernels.gemm.warpgroups import ranked, warpgroup_config
-from pallas_kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.gemm.warpgroups import ranked, warpgroup_config
+from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 WARPGROUP_SHARE = 3  # of so many candidates one is for it
 _forced: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("forced plan", default=None)

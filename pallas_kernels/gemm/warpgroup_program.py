@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import codes as code_kinds
-from pallas_kernels import mosaic, mosaic_decoding
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
-from pallas_kernels.gemm.stages import Stages
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels import mosaic, mosaic_decoding
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
+from mpjax.kernels.gemm.stages import Stages
 
 
 class Call(NamedTuple):

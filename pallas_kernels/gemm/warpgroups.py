@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm.config import FEW_ROWS, INTEGER_ROWS, ROWS, WarpgroupConfig
-from pallas_kernels.gemm.limits import Limits
-from pallas_kernels.gemm.stages import why_no_room
-from pallas_kernels.gemm.times import microseconds
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.config import FEW_ROWS, INTEGER_ROWS, ROWS, WarpgroupConfig
+from mpjax.kernels.gemm.limits import Limits
+from mpjax.kernels.gemm.stages import why_no_room
+from mpjax.kernels.gemm.times import microseconds
 
 # A program has a multiprocessor to itself: its threads begin with all registers. With three
 # computing warpgroups these are 160 for each thread, and less than half of them can be sums, where

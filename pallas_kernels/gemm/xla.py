@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels import backend
+from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 TILE_ROWS, TILE_CHANNELS = 8, 512  # of the sums that one program scales
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import backend
-from pallas_kernels import implementation as implementations
-from pallas_kernels.checks import are_between, is_known
-from pallas_kernels.kv_cache import reference, residual, triton
-from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.kv_cache.codes import Float8
-from pallas_kernels.kv_cache.packed import as_single_tokens
+from mpjax.kernels import backend
+from mpjax.kernels import implementation as implementations
+from mpjax.kernels.checks import are_between, is_known
+from mpjax.kernels.kv_cache import reference, residual, triton
+from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.kv_cache.codes import Float8
+from mpjax.kernels.kv_cache.packed import as_single_tokens
 
 HEAD_DIMS = (64, 96, 128, 256)  # of the Triton kernels
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.checks import is_known
-from pallas_kernels.kv_cache import quantize
-from pallas_kernels.kv_cache.codes import KVCodes
-from pallas_kernels.kv_cache.formats import KVFormat
+from mpjax.kernels.checks import is_known
+from mpjax.kernels.kv_cache import quantize
+from mpjax.kernels.kv_cache.codes import KVCodes
+from mpjax.kernels.kv_cache.formats import KVFormat
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 

@@ -17,10 +17,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bits as bit_planes
-from pallas_kernels.arithmetic import PLAIN, Arithmetic
-from pallas_kernels.codes import float8
-from pallas_kernels.kv_cache import quantize
+from mpjax.kernels import bits as bit_planes
+from mpjax.kernels.arithmetic import PLAIN, Arithmetic
+from mpjax.kernels.codes import float8
+from mpjax.kernels.kv_cache import quantize
 
 
 class KVCodes:

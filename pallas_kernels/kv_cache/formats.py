@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Literal
 
-from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
+from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 
 KindName = str | int
 EXPECTED = (

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.arithmetic import PLAIN, Arithmetic
+from mpjax.kernels import backend
+from mpjax.kernels.arithmetic import PLAIN, Arithmetic
 
 
 def order(dim: int) -> int:

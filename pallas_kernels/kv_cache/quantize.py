@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arithmetic import PLAIN, Arithmetic
+from mpjax.kernels.arithmetic import PLAIN, Arithmetic
 
 # The step of what is all alike, a token's channels or a channel's tokens. Attention multiplies by
 # steps apart from zeros, and beside a large one loses both: weights times other tokens' steps in

@@ -7,9 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache import residual as residuals
-from pallas_kernels.kv_cache.cache import KVPages, Side
+from mpjax.kernels.kv_cache import hadamard
+from mpjax.kernels.kv_cache import residual as residuals
+from mpjax.kernels.kv_cache.cache import KVPages, Side
 
 
 def encode(x: jax.Array, side: Side) -> tuple[jax.Array, jax.Array | None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_cache.cache import KVPages
+from mpjax.kernels.kv_cache.cache import KVPages
 
 
 def begin(lengths: jax.Array, block: int) -> jax.Array:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arithmetic import largest_magnitude
-from pallas_kernels.codes import float8
-from pallas_kernels.kv_cache.formats import KVFormat
+from mpjax.kernels.arithmetic import largest_magnitude
+from mpjax.kernels.codes import float8
+from mpjax.kernels.kv_cache.formats import KVFormat
 
 LARGEST_CODE = 127  # of 8s, on either side of zero
 # Smaller scales are subnormal: they may be flushed to zero, and their reciprocals overflow.

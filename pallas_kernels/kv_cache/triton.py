@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.kv_cache import residual as residuals
-from pallas_kernels.kv_cache.cache import KVPages, Side
-from pallas_kernels.kv_cache.writing import (
+from mpjax.kernels import backend
+from mpjax.kernels.kv_cache import residual as residuals
+from mpjax.kernels.kv_cache.cache import KVPages, Side
+from mpjax.kernels.kv_cache.writing import (
     Channels,
     Slot,
     find_slot,

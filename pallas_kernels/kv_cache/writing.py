@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import arithmetic, backend
-from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache.cache import KVPages, Side
+from mpjax.kernels import arithmetic, backend
+from mpjax.kernels.kv_cache import hadamard
+from mpjax.kernels.kv_cache.cache import KVPages, Side
 
 
 def like(pages: KVPages) -> KVPages:

@@ -8,14 +8,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.implementation import choose
-from pallas_kernels.kv_cache import residual
-from pallas_kernels.kv_cache.api import append, int32_places, make_room, why_not_triton
-from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.kv_cache.formats import KVFormat
-from pallas_kernels.kv_cache.packed import as_single_tokens
-from pallas_kernels.rotary import reference, triton
-from pallas_kernels.rotary.reference import HeadNorms
+from mpjax.kernels.implementation import choose
+from mpjax.kernels.kv_cache import residual
+from mpjax.kernels.kv_cache.api import append, int32_places, make_room, why_not_triton
+from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.kv_cache.formats import KVFormat
+from mpjax.kernels.kv_cache.packed import as_single_tokens
+from mpjax.kernels.rotary import reference, triton
+from mpjax.kernels.rotary.reference import HeadNorms
 
 
 def rotate_and_append(

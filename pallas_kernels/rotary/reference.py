@@ -8,11 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache import reference as kv_cache
-from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.rounding import narrow
-from pallas_kernels.rowwise.reference import rms_norm
+from mpjax.kernels.kv_cache import hadamard
+from mpjax.kernels.kv_cache import reference as kv_cache
+from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.rounding import narrow
+from mpjax.kernels.rowwise.reference import rms_norm
 
 
 @functools.partial(

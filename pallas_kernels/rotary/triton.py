@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.kv_cache.cache import KVPages
-from pallas_kernels.kv_cache.writing import (
+from mpjax.kernels import backend
+from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.kv_cache.writing import (
     Slot,
     find_slot,
     for_each,
@@ -22,7 +22,7 @@ from pallas_kernels.kv_cache.writing import (
     transform,
     write,
 )
-from pallas_kernels.rotary.reference import HeadNorms
+from mpjax.kernels.rotary.reference import HeadNorms
 
 
 class _Operands(NamedTuple):

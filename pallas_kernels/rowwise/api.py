@@ -9,12 +9,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend
-from pallas_kernels.activations import QuantizedActivations, quantize_activations
-from pallas_kernels.checks import is_known
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.implementation import choose
-from pallas_kernels.rowwise import reference, triton
+from mpjax.kernels import backend
+from mpjax.kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels.checks import is_known
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.implementation import choose
+from mpjax.kernels.rowwise import reference, triton
 
 Implementation = Literal["triton", "reference"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activations import QuantizedActivations, quantize_activations
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.rounding import narrow
+from mpjax.kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.rounding import narrow
 
 
 def quantizes(format: WeightFormat | None) -> bool:

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import arithmetic, backend
-from pallas_kernels.activations import NEARLY_ZERO, QuantizedActivations
-from pallas_kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.rowwise.reference import quantizes
+from mpjax.kernels import arithmetic, backend
+from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
+from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.rowwise.reference import quantizes
 
 NEIGHBOURS = 4  # channels of a thread: 16 bytes of float32
 CHANNELS_PER_WARP = 256  # eight a thread: of a few rows, all loads are on their way at once

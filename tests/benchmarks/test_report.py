@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import quantization, report
 from mpjax.bench import attention, gemm, generate
-from pallas_kernels import WeightFormat
-from pallas_kernels.gemm import tables as plans
-from pallas_kernels.gemm.heuristic import heuristic
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.gemm import tables as plans
+from mpjax.kernels.gemm.heuristic import heuristic
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
 STAMP = {"device": "GPU", "commit": "abc1234", "versions": {"jax": "0.99"}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models import decoder
+from mpjax.models import decoder
 from tests.pallas_kernels.conftest import interpreted_triton, pretend_gpu, without_gpu
 
 __all__ = ["interpreted_triton", "pretend_gpu", "without_gpu"]

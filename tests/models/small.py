@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models import Decoder, DecoderConfig, Linear
-from pallas_kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.models import Decoder, DecoderConfig, Linear
 from tests.pallas_kernels.oracles import softmax_attention
 
 CONFIG = DecoderConfig(

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import Attention
-from models.attention import Span
-from pallas_kernels import (
+from mpjax.kernels import (
     KVFormat,
     PagedKVCache,
     WeightFormat,
     quantize,
     quantize_activations,
 )
+from mpjax.models import Attention
+from mpjax.models.attention import Span
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from models import ConfigError, DecoderConfig, Llama, RopeScaling
-from models.config import common_fields, layer_windows, require
+from mpjax.models import ConfigError, DecoderConfig, Llama, RopeScaling
+from mpjax.models.config import common_fields, layer_windows, require
 
 HF = {
     "vocab_size": 1000,

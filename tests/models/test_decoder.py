@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.decoder import Decoder, DecoderLayer
-from pallas_kernels import KVFormat, PagedKVCache
-from pallas_kernels.gemm.tuning import Plan, forced
+from mpjax.kernels import KVFormat, PagedKVCache
+from mpjax.kernels.gemm.tuning import Plan, forced
+from mpjax.models.decoder import Decoder, DecoderLayer
 from tests.models.small import (
     CONFIG,
     cast_around_kernels,

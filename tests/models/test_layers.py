@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import FusedLinear, GatedMLP, Linear, RMSNorm, RopeScaling
-from models.layers import rotary_frequencies, rotate
-from pallas_kernels import QuantizedActivations, WeightFormat, quantize
-from pallas_kernels.gemm import tuning
-from pallas_kernels.gemm.config import GemmConfig, Plan
+from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
+from mpjax.kernels.gemm import tuning
+from mpjax.kernels.gemm.config import GemmConfig, Plan
+from mpjax.models import FusedLinear, GatedMLP, Linear, RMSNorm, RopeScaling
+from mpjax.models.layers import rotary_frequencies, rotate
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 

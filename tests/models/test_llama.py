@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from models import Llama, RopeScaling, presets
+from mpjax.models import Llama, RopeScaling, presets
 
 # The config.json of Llama 3.1 8B Instruct, but for keys that say nothing about the computation.
 LLAMA3_1_8B = {

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from models import Mistral
+from mpjax.models import Mistral
 
 # Mistral 7B, as of version 0.1.
 MISTRAL = {

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from models import DecoderConfig, presets
+from mpjax.models import DecoderConfig, presets
 
 
 def parameters(config: DecoderConfig) -> int:

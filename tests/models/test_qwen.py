@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from models import Qwen2, Qwen3, presets
+from mpjax.models import Qwen2, Qwen3, presets
 
 # The config.json of Qwen3 8B.
 QWEN3_8B = {

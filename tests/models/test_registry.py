@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from models import FAMILIES, ConfigError, Decoder, Llama, Mistral, Qwen2, Qwen3, family
+from mpjax.models import FAMILIES, ConfigError, Decoder, Llama, Mistral, Qwen2, Qwen3, family
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from models import Decoder
-from pallas_kernels import KVFormat
+from mpjax.kernels import KVFormat
+from mpjax.models import Decoder
 from tests.models.small import attend, forward
 from tests.pallas_kernels.oracles import KVSide, kv_keys, kv_values, softmax_attention
 

@@ -12,9 +12,9 @@ from flax import nnx
 import mpjax
 from mpjax import calibrate_cache
 from mpjax.evaluate import document_tokens
+from mpjax.kernels import KVFormat
+from mpjax.kernels.kv_cache.reference import gather
 from mpjax.tokenizer import Tokenizer
-from pallas_kernels import KVFormat
-from pallas_kernels.kv_cache.reference import gather
 
 DOCUMENTS = ["import os\nimport sys", "", "def f(x):\n    return x + 1\n" * 2]
 WINDOW = 16

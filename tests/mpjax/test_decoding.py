@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import DecoderConfig, Llama
 from mpjax import decoding
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
+from mpjax.kernels import KVFormat, WeightFormat, backend
+from mpjax.models import DecoderConfig, Llama
 from mpjax.sampling import Sampling, row_keys
-from pallas_kernels import KVFormat, WeightFormat, backend
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import CacheScales, Decoder
 from mpjax.decoding import generate_tokens
+from mpjax.kernels import KVFormat
+from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS
+from mpjax.models import CacheScales, Decoder
 from mpjax.precision import Precision
-from pallas_kernels import KVFormat
-from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS
 from tests.models.small import CONFIG, forward, small_model
 from tests.mpjax.dequantized_cache import DequantizedCache, block_of, largest_as_scales
 

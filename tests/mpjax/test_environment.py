@@ -11,9 +11,9 @@ import pytest
 
 import mpjax
 from mpjax import environment
-from pallas_kernels import backend
-from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.config import Plan
+from mpjax.kernels import backend
+from mpjax.kernels.gemm import tables
+from mpjax.kernels.gemm.config import Plan
 
 
 def gpu(compute_capability: str) -> SimpleNamespace:
@@ -82,14 +82,14 @@ NO_WGMMA = "no: compute capability {} has no `wgmma`, which only 9.0 has"
 )
 def test_which_kernels_can_run(monkeypatch, device, triton, mosaic):
     monkeypatch.setattr(backend, "default_device", lambda: device)
-    monkeypatch.setattr("pallas_kernels.mosaic.why_slow", lambda: None)
+    monkeypatch.setattr("mpjax.kernels.mosaic.why_slow", lambda: None)
     assert environment.collect()["kernels"] == {"triton": triton, "mosaic": mosaic}
 
 
 @pytest.mark.parametrize("capability", ["9.0", "8.6"])
 def test_it_is_told_what_makes_kernels_slow(monkeypatch, capability):
     monkeypatch.setattr(backend, "default_device", lambda: gpu(capability))
-    monkeypatch.setattr("pallas_kernels.mosaic.why_slow", lambda: "slow because of this")
+    monkeypatch.setattr("mpjax.kernels.mosaic.why_slow", lambda: "slow because of this")
     line = environment.collect()["kernels"]["mosaic"]
     assert line.endswith("slow because of this") == (capability == "9.0")
 

@@ -12,8 +12,8 @@ import pytest
 import mpjax
 from mpjax import evaluate
 from mpjax.evaluate import perplexity, read_held_out, token_scores
+from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError
-from pallas_kernels import KVFormat
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpjax
-from models import Llama
 from mpjax import Sampling, decoding
 from mpjax import generation as module
+from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError
+from mpjax.models import Llama
 from mpjax.tokenizer import Tokenizer
-from pallas_kernels import KVFormat
 from tests.mpjax.tokenizer_folders import byte_level, metaspace, sentencepiece
 
 pytestmark = pytest.mark.usefixtures("exact_products")

@@ -16,7 +16,7 @@ import tokenizers.processors
 
 import mpjax
 from mpjax import evaluate
-from pallas_kernels import KVFormat
+from mpjax.kernels import KVFormat
 
 CODE = "def add(x, y):\n    return x + y"
 # Contexts and continuations of several lengths.

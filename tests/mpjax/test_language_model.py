@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import CacheScales
 from mpjax.checkpoint import huggingface
+from mpjax.kernels import KVFormat
 from mpjax.language_model import LanguageModel, weight_precisions
+from mpjax.models import CacheScales
 from mpjax.precision import Precision
-from pallas_kernels import KVFormat
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
     GPTQ,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.precision import Precision, describe_weights
-from pallas_kernels import KVFormat, WeightFormat
 
 packed_formats = st.one_of(
     st.builds(

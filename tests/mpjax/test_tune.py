@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from models import presets
 from mpjax import tune
 from mpjax.bench import measure
 from mpjax.checkpoint import CheckpointError, orbax
+from mpjax.kernels import WeightFormat, matmul
+from mpjax.kernels.gemm import shapes, tables, tuning
+from mpjax.kernels.gemm.config import GemmConfig, Plan
+from mpjax.models import presets
 from mpjax.tune import Job, Trial
-from pallas_kernels import WeightFormat, matmul
-from pallas_kernels.gemm import shapes, tables, tuning
-from pallas_kernels.gemm.config import GemmConfig, Plan
 from tests.mpjax.conftest import TINY
 
 DEVICE = "NVIDIA Test 1"

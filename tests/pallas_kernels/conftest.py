@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import pytest
 
-import pallas_kernels.attention.triton
-import pallas_kernels.gemm.dequantize
-import pallas_kernels.gemm.gradient
-import pallas_kernels.gemm.triton
-import pallas_kernels.kv_cache.triton
-import pallas_kernels.rotary.triton
-import pallas_kernels.rowwise.triton
-from pallas_kernels import arithmetic, backend
-from pallas_kernels.attention import main_loop, queries
-from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.limits import current_limits, why_no_wgmma
+import mpjax.kernels.attention.triton
+import mpjax.kernels.gemm.dequantize
+import mpjax.kernels.gemm.gradient
+import mpjax.kernels.gemm.triton
+import mpjax.kernels.kv_cache.triton
+import mpjax.kernels.rotary.triton
+import mpjax.kernels.rowwise.triton
+from mpjax.kernels import arithmetic, backend
+from mpjax.kernels.attention import main_loop, queries
+from mpjax.kernels.gemm import tables
+from mpjax.kernels.gemm.limits import current_limits, why_no_wgmma
 from tests.pallas_kernels import ptx
 from tests.pallas_kernels.attention import scenes
 
@@ -69,13 +69,13 @@ def attention_with_ptx(interpreted_ptx: None, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(arithmetic, "PTX", like_ptx)
     for module in (main_loop, queries):
         monkeypatch.setattr(module, "times_power", ptx.times_power)
-    kernel, traced = pallas_kernels.attention.triton._kernel, []
+    kernel, traced = mpjax.kernels.attention.triton._kernel, []
 
     def with_ptx(*references: Any, **options: Any) -> None:
         traced.append(True)
         kernel(*references, **{**options, "ptx": True})
 
-    monkeypatch.setattr(pallas_kernels.attention.triton, "_kernel", with_ptx)
+    monkeypatch.setattr(mpjax.kernels.attention.triton, "_kernel", with_ptx)
     scenes.kernel.clear_cache()  # which knows nothing of what was replaced
     yield
     scenes.kernel.clear_cache()
@@ -87,20 +87,20 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions choose Triton kernels, which run interpreted, on any device."""
     monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
     monkeypatch.setattr(
-        pallas_kernels.gemm.limits, "why_no_wgmma", lambda limits: "only Triton is interpreted"
+        mpjax.kernels.gemm.limits, "why_no_wgmma", lambda limits: "only Triton is interpreted"
     )
     for module, name in (
-        (pallas_kernels.gemm.triton, "matmul"),
-        (pallas_kernels.gemm.triton, "matmul_terms"),
-        (pallas_kernels.gemm.dequantize, "write_out"),
-        (pallas_kernels.gemm.gradient, "write_out"),
-        (pallas_kernels.kv_cache.triton, "append"),
-        (pallas_kernels.kv_cache.triton, "flush"),
-        (pallas_kernels.attention.triton, "paged_attention"),
-        (pallas_kernels.rotary.triton, "rotate_and_append"),
-        (pallas_kernels.rowwise.triton, "add_rms_norm"),
-        (pallas_kernels.rowwise.triton, "gated_silu"),
-        (pallas_kernels.rowwise.triton, "quantize_rows"),
+        (mpjax.kernels.gemm.triton, "matmul"),
+        (mpjax.kernels.gemm.triton, "matmul_terms"),
+        (mpjax.kernels.gemm.dequantize, "write_out"),
+        (mpjax.kernels.gemm.gradient, "write_out"),
+        (mpjax.kernels.kv_cache.triton, "append"),
+        (mpjax.kernels.kv_cache.triton, "flush"),
+        (mpjax.kernels.attention.triton, "paged_attention"),
+        (mpjax.kernels.rotary.triton, "rotate_and_append"),
+        (mpjax.kernels.rowwise.triton, "add_rms_norm"),
+        (mpjax.kernels.rowwise.triton, "gated_silu"),
+        (mpjax.kernels.rowwise.triton, "quantize_rows"),
     ):
         launch = functools.partial(getattr(module, name), interpret=True)
         monkeypatch.setattr(module, name, launch)

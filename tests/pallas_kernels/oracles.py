@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import QuantizedTensor, WeightFormat, pack
+from mpjax.kernels import QuantizedTensor, WeightFormat, pack
 
 NUMPY_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 WEIGHT_FORMATS = tuple(

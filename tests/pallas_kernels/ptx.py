@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.codes.look_up import ROW_BYTES, pair_rows
+from mpjax.kernels.codes.look_up import ROW_BYTES, pair_rows
 
 U16, U32, U64 = np.uint16, np.uint32, np.uint64
 

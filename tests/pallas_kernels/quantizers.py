@@ -1,4 +1,4 @@
-"""What `pallas_kernels.quantize` computes, written in numpy from the description."""
+"""What `mpjax.kernels.quantize` computes, written in numpy from the description."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.codes.table import normal_float
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.codes.table import normal_float
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from tests.pallas_kernels.oracles import random_array, wide
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

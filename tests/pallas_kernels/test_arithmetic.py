@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import arithmetic, backend
+from mpjax.kernels import arithmetic, backend
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, as_array, wide
 
 

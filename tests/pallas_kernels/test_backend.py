@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
+from mpjax.kernels import backend
 
 
 @pytest.fixture
@@ -209,8 +209,8 @@ def test_multiply_add_in_a_kernel_rounds_once(rng):
 def test_nobody_sees_the_deprecation_warning():
     script = """
 import jax, jax.numpy as jnp
-from pallas_kernels import WeightFormat, quantize
-from pallas_kernels.gemm.dequantize import write_out
+from mpjax.kernels import WeightFormat, quantize
+from mpjax.kernels.gemm.dequantize import write_out
 weight = quantize(jnp.ones((256, 64)), WeightFormat.parse("uint4:g128"))
 write_out(weight, jnp.dtype("bfloat16"), interpret=True)
 """

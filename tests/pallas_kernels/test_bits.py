@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend, bits
+from mpjax.kernels import backend, bits
 from tests.pallas_kernels.oracles import NUMPY_DTYPES
 
 ALL_WORDS = np.arange(2**16, dtype=np.uint16)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.checks import are_between, are_finite, is_known, static_number
+from mpjax.kernels.checks import are_between, are_finite, is_known, static_number
 
 
 def test_what_is_traced_is_not_known():

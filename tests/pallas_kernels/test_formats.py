@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pallas_kernels import WeightFormat
+from mpjax.kernels import WeightFormat
 from tests.pallas_kernels.oracles import ALL_FORMATS, PACKED_FORMATS
 
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import UnsupportedError, add_rms_norm, backend
-from pallas_kernels.implementation import choose, warn, warn_of_reference
+from mpjax.kernels import UnsupportedError, add_rms_norm, backend
+from mpjax.kernels.implementation import choose, warn, warn_of_reference
 
 CHOICES = ("triton", "xla", "reference")
 

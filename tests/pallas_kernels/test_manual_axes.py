@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import add_rms_norm, backend, manual_axes, matmul
+from mpjax.kernels import add_rms_norm, backend, manual_axes, matmul
 from tests.pallas_kernels.gemm.weights import random_weight
 from tests.pallas_kernels.oracles import random_array
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic
-from pallas_kernels.gemm.config import WarpgroupConfig
-from pallas_kernels.gemm.mosaic import matmul_terms
+from mpjax.kernels import mosaic
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.gemm.mosaic import matmul_terms
 from tests.pallas_kernels.gemm.weights import weight_struct
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend, mosaic, mosaic_decoding
-from pallas_kernels.codes.look_up import InBoth, InSharedRows, LookUp
+from mpjax.kernels import backend, mosaic, mosaic_decoding
+from mpjax.kernels.codes.look_up import InBoth, InSharedRows, LookUp
 
 WARPGROUPS, WIDTH, PLANES = 2, 64, 4
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic, mosaic_products
+from mpjax.kernels import mosaic, mosaic_products
 
 
 def multiply_kernel(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import QuantizedTensor, WeightFormat, quantize, unpack
-from pallas_kernels.codes.table import normal_float
-from pallas_kernels.quantize import why_out_of_range
+from mpjax.kernels import QuantizedTensor, WeightFormat, quantize, unpack
+from mpjax.kernels.codes.table import normal_float
+from mpjax.kernels.quantize import why_out_of_range
 from tests.pallas_kernels.oracles import PACKED_FORMATS, WEIGHT_FORMATS, wide
 from tests.pallas_kernels.quantizers import oracle
 

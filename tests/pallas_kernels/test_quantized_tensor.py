@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import QuantizedTensor, WeightFormat, pack, quantize, unpack
-from pallas_kernels.quantized_tensor import concatenate, replace_scales
+from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize, unpack
+from mpjax.kernels.quantized_tensor import concatenate, replace_scales
 from tests.pallas_kernels.oracles import (
     ALL_FORMATS,
     NUMPY_DTYPES,

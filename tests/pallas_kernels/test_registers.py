@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax._src.pallas.triton import lowering
 
-from pallas_kernels import backend
-from pallas_kernels.registers import MOST_REGISTERS, registers_for
+from mpjax.kernels import backend
+from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
 SCHEDULER = 16 * 1024  # a quarter of a multiprocessor's registers
 

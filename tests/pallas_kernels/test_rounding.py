@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.rounding import narrow, round_to
+from mpjax.kernels.rounding import narrow, round_to
 from tests.pallas_kernels.oracles import NUMPY_DTYPES
 
 

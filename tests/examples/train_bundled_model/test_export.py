@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from examples.train_bundled_model import export, optimize
 from examples.train_bundled_model.train import MODEL
-from models import Llama
+from mpjax.models import Llama
 
 TINY = MODEL | {
     "head_dim": 16,

@@ -13,7 +13,7 @@ from flax import nnx
 
 from examples.train_bundled_model import optimize
 from examples.train_bundled_model.recipe import Recipe, TrainingError
-from models import DecoderConfig, Llama
+from mpjax.models import DecoderConfig, Llama
 
 VOCABULARY = 32
 CONFIG = DecoderConfig(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from models.presets import QWEN3_8B
+from mpjax.models.presets import QWEN3_8B
 
 SMALL_MODEL = dataclasses.replace(
     QWEN3_8B,

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from mpjax.bench import attention, measure
-from pallas_kernels import KVFormat
-from pallas_kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
+from mpjax.kernels import KVFormat
+from mpjax.kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
 from tests.mpjax.bench.rows import attention_row
 
 SHAPE = AttentionShape(2, 4, 2, 64, 160)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mpjax.bench.cached_bytes import cached_bytes
-from pallas_kernels import PagedKVCache
+from mpjax.kernels import PagedKVCache
 
 HEADS, DIM = 2, 64
 PAIR, WORD = 4, 2  # bytes of a scale with its zero, and of a 16-bit number

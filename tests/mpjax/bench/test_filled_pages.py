@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpjax.bench import filled_pages
-from pallas_kernels import KVFormat, PagedKVCache
+from mpjax.kernels import KVFormat, PagedKVCache
 
 
 def cache(format="KV16", page_size=16):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mpjax.bench import gemm, measure
-from pallas_kernels import QuantizedActivations, QuantizedTensor, WeightFormat, matmul
-from pallas_kernels.gemm.shapes import SMALL, GemmShape
+from mpjax.kernels import QuantizedActivations, QuantizedTensor, WeightFormat, matmul
+from mpjax.kernels.gemm.shapes import SMALL, GemmShape
 from tests.mpjax.bench.rows import gemm_row
 
 EVEN = SMALL[0]

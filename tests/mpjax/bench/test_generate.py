@@ -11,13 +11,13 @@ import numpy
 import pytest
 
 import mpjax
-from models import Qwen3
 from mpjax.bench import generate, measure
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import STRIDE
+from mpjax.kernels import KVFormat, backend
 from mpjax.memory import DeviceMemoryError
+from mpjax.models import Qwen3
 from mpjax.precision import Precision
-from pallas_kernels import KVFormat, backend
 from tests.mpjax.bench.rows import SMALL_MODEL, generate_row
 
 

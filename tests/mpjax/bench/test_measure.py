@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 
 from mpjax.bench import measure
-from pallas_kernels import UnsupportedError, backend
+from mpjax.kernels import UnsupportedError, backend
 
 
 @pytest.fixture

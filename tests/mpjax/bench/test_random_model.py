@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import Qwen3
 from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.layout import linear_kernels, linear_places
+from mpjax.kernels import QuantizedTensor, WeightFormat
 from mpjax.language_model import weight_precisions
-from pallas_kernels import QuantizedTensor, WeightFormat
+from mpjax.models import Qwen3
 from tests.mpjax.bench.rows import SMALL_MODEL
 
 

@@ -15,7 +15,7 @@ from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import LinearPlace
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
-from pallas_kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 
 SHAPE, SIZE = (64, 32), 32

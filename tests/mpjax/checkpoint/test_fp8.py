@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpjax.checkpoint import fp8
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
-from pallas_kernels import pack
+from mpjax.kernels import pack
 
 NAME = "model.layers.0.mlp.down_proj"
 E4M3 = ml_dtypes.float8_e4m3fn

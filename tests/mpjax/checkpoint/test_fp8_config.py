@@ -7,7 +7,7 @@ import pytest
 
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
-from pallas_kernels import WeightFormat
+from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.write_checkpoint import CACHE, FP8, compressed_fp8
 
 parse = FP8Config.from_config

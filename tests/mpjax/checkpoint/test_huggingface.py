@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import FAMILIES, RopeScaling
 from mpjax.checkpoint import CheckpointError, huggingface
 from mpjax.checkpoint.layout import array_places, find, linear_kernels, linear_parts, linear_places
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
+from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.memory import DeviceMemoryError
+from mpjax.models import FAMILIES, RopeScaling
 from mpjax.precision import Precision
-from pallas_kernels import QuantizedTensor, WeightFormat, quantize
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     CONFIGS,

@@ -14,8 +14,8 @@ from flax import nnx
 
 from mpjax.checkpoint import huggingface
 from mpjax.checkpoint.layout import linear_kernels, linear_places
+from mpjax.kernels import KVFormat
 from mpjax.loading import load
-from pallas_kernels import KVFormat
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 from tests.mpjax.checkpoint.write_checkpoint import (
     FP8,

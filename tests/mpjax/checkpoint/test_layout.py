@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from models import Linear, family
 from mpjax.checkpoint.layout import (
     array_places,
     assign_array,
@@ -15,6 +14,7 @@ from mpjax.checkpoint.layout import (
     linear_parts,
     linear_places,
 )
+from mpjax.models import Linear, family
 from tests.mpjax.checkpoint.write_checkpoint import CONFIGS, linear_shapes, random_tensors
 
 

@@ -14,15 +14,15 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from models import CacheScales, Decoder, Linear, family
 from mpjax import tune
 from mpjax.checkpoint import CheckpointError, huggingface, orbax
 from mpjax.cli import info
+from mpjax.kernels import KVFormat
 from mpjax.language_model import LanguageModel
 from mpjax.memory import DeviceMemoryError
+from mpjax.models import CacheScales, Decoder, Linear, family
 from mpjax.precision import Precision
 from mpjax.tokenizer import Tokenizer
-from pallas_kernels import KVFormat
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
     GPTQ,

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import family
 from mpjax.checkpoint import awq, convert, fp8, gptq, plan
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from pallas_kernels import WeightFormat, pack
-from pallas_kernels.checks import are_finite
+from mpjax.kernels import WeightFormat, pack
+from mpjax.kernels.checks import are_finite
+from mpjax.models import family
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     CONFIGS,

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from mpjax.bench import attention, gemm, generate, measure, roofline
 from mpjax.cli import bench
 from mpjax.cli.application import app
-from pallas_kernels.attention.shapes import DECODE, PREFILL
-from pallas_kernels.gemm import shapes
+from mpjax.kernels.attention.shapes import DECODE, PREFILL
+from mpjax.kernels.gemm import shapes
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
 COMMANDS = ("gemm", "attention", "generate")
@@ -167,7 +167,7 @@ def test_generation(measured, folder):
 def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("pallas_kernels.backend.why_triton_cannot_run", lambda: "there is none")
+    monkeypatch.setattr("mpjax.kernels.backend.why_triton_cannot_run", lambda: "there is none")
     monkeypatch.setattr(MODULES[command], "run", lambda sweep: pytest.fail("measured"))
     formats = ("--formats", "uint4") if command == "gemm" else ()
     result = run(command, *formats)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import mpjax
 from mpjax.cli import generate
 from mpjax.cli.application import app
-from pallas_kernels import KVFormat
+from mpjax.kernels import KVFormat
 
 SUMMARY = (
     r"\d+ prompt tokens, (\d+) new; first token after [\d.]+ s(?:, then [\d.,]+ tokens/s)? "

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
-from models import CacheScales
 from mpjax.checkpoint import orbax, safetensors
 from mpjax.cli import info
 from mpjax.cli.application import app
+from mpjax.models import CacheScales
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,

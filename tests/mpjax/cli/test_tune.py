@@ -5,9 +5,9 @@ from typer.testing import CliRunner
 
 from mpjax import tune
 from mpjax.cli.application import app
+from mpjax.kernels import backend
+from mpjax.kernels.gemm import tables
 from mpjax.tune import Trial
-from pallas_kernels import backend
-from pallas_kernels.gemm import tables
 
 SHAPES = ["--shapes", "256x64,128x4096", "--rows", "1,64"]
 

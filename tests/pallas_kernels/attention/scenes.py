@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import KVFormat, KVPages
-from pallas_kernels.attention import triton, tuning
-from pallas_kernels.kv_cache import hadamard
+from mpjax.kernels import KVFormat, KVPages
+from mpjax.kernels.attention import triton, tuning
+from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.kv_cache.pages import parameter_dtype
 from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,

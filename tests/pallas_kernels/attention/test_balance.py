@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.attention import balance
-from pallas_kernels.attention.combine import Parts
+from mpjax.kernels import backend
+from mpjax.kernels.attention import balance
+from mpjax.kernels.attention.combine import Parts
 
 
 @functools.cache

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import combine as combine_module
-from pallas_kernels.attention.combine import FLOOR, Parts, combine, combine_balanced
+from mpjax.kernels.attention import combine as combine_module
+from mpjax.kernels.attention.combine import FLOOR, Parts, combine, combine_balanced
 
 
 @pytest.mark.parametrize("programs", [1, 1024])

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedError, backend, paged_attention
-from pallas_kernels.attention import gathered, reference, triton
-from pallas_kernels.kv_cache import hadamard
+from mpjax.kernels import UnsupportedError, backend, paged_attention
+from mpjax.kernels.attention import gathered, reference, triton
+from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
 

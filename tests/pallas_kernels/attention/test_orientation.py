@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.orientation import Orientation
+from mpjax.kernels.attention.orientation import Orientation
 
 SLOTS, ROWS, CHANNELS = 6, 4, 5
 

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.arithmetic import PLAIN
-from pallas_kernels.attention import queries
-from pallas_kernels.attention.orientation import Orientation
+from mpjax.kernels.arithmetic import PLAIN
+from mpjax.kernels.attention import queries
+from mpjax.kernels.attention.orientation import Orientation
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 
 SHIFTS = [0, -2, -4]

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import backend
-from pallas_kernels.attention import rows, tiles
-from pallas_kernels.attention.combine import FLOOR
-from pallas_kernels.attention.orientation import Orientation
-from pallas_kernels.attention.result import Result
+from mpjax.kernels import backend
+from mpjax.kernels.attention import rows, tiles
+from mpjax.kernels.attention.combine import FLOOR
+from mpjax.kernels.attention.orientation import Orientation
+from mpjax.kernels.attention.result import Result
 
 TOKENS, HEADS, DIM, PROGRAMS = 4, 2, 24, 3
 ROWS = 8

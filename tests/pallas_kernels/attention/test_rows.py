@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import backend
-from pallas_kernels.attention import rows, tiles
+from mpjax.kernels import backend
+from mpjax.kernels.attention import rows, tiles
 
 GROUP, KV_HEADS, LONGEST, NUMBERS = 3, 2, 4, 16
 STARTS, COUNTS = [10, 0, 7], [4, 0, 2]

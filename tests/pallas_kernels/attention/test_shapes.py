@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.attention import shapes
+from mpjax.kernels.attention import shapes
 
 ALL = (*shapes.DECODE, *shapes.RAGGED, *shapes.PREFILL, *shapes.SMALL)
 

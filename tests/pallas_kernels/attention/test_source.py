@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, backend
-from pallas_kernels.attention import tiles
-from pallas_kernels.attention.source import Source
-from pallas_kernels.kv_cache.cache import KVPages
+from mpjax.kernels import KVFormat, backend
+from mpjax.kernels.attention import tiles
+from mpjax.kernels.attention.source import Source
+from mpjax.kernels.kv_cache.cache import KVPages
 
 PAGE_SIZE, PROGRAMS = 64, 3
 

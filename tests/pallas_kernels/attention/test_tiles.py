@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import backend
-from pallas_kernels.attention import tiles
+from mpjax.kernels import backend
+from mpjax.kernels.attention import tiles
 
 
 @given(st.integers(1, 600))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, PagedKVCache, paged_attention
-from pallas_kernels.attention import shapes, triton, tuning
+from mpjax.kernels import KVFormat, PagedKVCache, paged_attention
+from mpjax.kernels.attention import shapes, triton, tuning
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
 

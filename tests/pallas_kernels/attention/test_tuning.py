@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import KVFormat, KVPages, PagedKVCache, backend
-from pallas_kernels.attention import shapes, tuning
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache, backend
+from mpjax.kernels.attention import shapes, tuning
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat
+from mpjax.kernels import WeightFormat
 from tests.pallas_kernels.codes import decoding
 
 

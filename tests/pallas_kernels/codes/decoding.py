@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels import WeightFormat, backend, codes
+from mpjax.kernels import WeightFormat, backend, codes
 
 TILE = 4096  # words of a column that a program decodes on a GPU
 

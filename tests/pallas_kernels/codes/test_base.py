@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat, codes
-from pallas_kernels.codes.base import by_group, scaled
+from mpjax.kernels import WeightFormat, codes
+from mpjax.kernels.codes.base import by_group, scaled
 from tests.pallas_kernels.codes import decoding
 
 

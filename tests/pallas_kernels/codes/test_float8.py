@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat, codes
+from mpjax.kernels import WeightFormat, codes
 from tests.pallas_kernels.codes.decoding import bits_of
 from tests.pallas_kernels.oracles import NUMPY_DTYPES
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat, codes
-from pallas_kernels.bits import plane_exponent
+from mpjax.kernels import WeightFormat, codes
+from mpjax.kernels.bits import plane_exponent
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, parameter_words
 
 # All words once for every zero point, a row of 1024 words having one.

@@ -3,8 +3,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from pallas_kernels import WeightFormat, codes
-from pallas_kernels.codes import Quantized
+from mpjax.kernels import WeightFormat, codes
+from mpjax.kernels.codes import Quantized
 
 FORMAT = WeightFormat.parse("liquid4:g64")
 ALL_BYTES = np.arange(256, dtype=np.uint8)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import backend
-from pallas_kernels.codes.look_up import (
+from mpjax.kernels import backend
+from mpjax.kernels.codes.look_up import (
     InBoth,
     InRegisters,
     InSharedMemory,

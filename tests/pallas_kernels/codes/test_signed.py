@@ -3,7 +3,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import WeightFormat, codes, pack
+from mpjax.kernels import WeightFormat, codes, pack
 
 FORMAT = WeightFormat.parse("int8/int8")
 

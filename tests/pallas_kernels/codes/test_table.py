@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat, backend, codes
-from pallas_kernels.codes.look_up import InBoth, InSharedRows
-from pallas_kernels.codes.table import normal_float
+from mpjax.kernels import WeightFormat, backend, codes
+from mpjax.kernels.codes.look_up import InBoth, InSharedRows
+from mpjax.kernels.codes.table import normal_float
 from tests.pallas_kernels.codes.decoding import bits_of
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, table_codes
 from tests.pallas_kernels.ptx import TableDecoding

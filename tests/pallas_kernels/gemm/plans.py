@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.gemm.config import GemmConfig
-from pallas_kernels.gemm.limits import Limits, shared_memory
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.gemm.config import GemmConfig
+from mpjax.kernels.gemm.limits import Limits, shared_memory
 
 # The largest shared memory of a block, in bytes, from the CUDA programming guide.
 SHARED_MEMORY = {8.0: 166912, 8.6: 101376, 8.7: 166912, 8.9: 101376, 9.0: 232448}

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import QuantizedTensor, WeightFormat, mosaic
-from pallas_kernels.gemm.config import WarpgroupConfig
-from pallas_kernels.gemm.copying import copy
-from pallas_kernels.gemm.stages import stages
-from pallas_kernels.gemm.warpgroup_program import Arguments, Call, Program, Shared, shared_memory
+from mpjax.kernels import QuantizedTensor, WeightFormat, mosaic
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.gemm.copying import copy
+from mpjax.kernels.gemm.stages import stages
+from mpjax.kernels.gemm.warpgroup_program import Arguments, Call, Program, Shared, shared_memory
 
 FLOAT = jnp.dtype(jnp.float32)
 CODE_UNIT = 64  # of four bits in bfloat16: codes are decoded to so much less than they are

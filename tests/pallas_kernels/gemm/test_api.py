@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnsupportedError, WeightFormat, backend, matmul
-from pallas_kernels.activations import QuantizedActivations, quantize_activations
-from pallas_kernels.gemm import dequantize, reference, shapes, triton, tuning, xla
-from pallas_kernels.gemm.api import matmul_terms
-from pallas_kernels.gemm.config import GemmConfig, Plan
+from mpjax.kernels import UnsupportedError, WeightFormat, backend, matmul
+from mpjax.kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels.gemm import dequantize, reference, shapes, triton, tuning, xla
+from mpjax.kernels.gemm.api import matmul_terms
+from mpjax.kernels.gemm.config import GemmConfig, Plan
 from tests.pallas_kernels.gemm.weights import (
     ALL_FORMATS,
     dense,

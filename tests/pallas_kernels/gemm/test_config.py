@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.config import GemmConfig, Implementation, Plan, WarpgroupConfig
+from mpjax.kernels.gemm import tables
+from mpjax.kernels.gemm.config import GemmConfig, Implementation, Plan, WarpgroupConfig
 
 
 def test_equal_configurations_share_a_compiled_program(trace_counter):

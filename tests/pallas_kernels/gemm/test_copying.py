@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import mosaic
-from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
+from mpjax.kernels import mosaic
+from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
 from tests.pallas_kernels.gemm.programs import interpreted_here, run_program
 from tests.pallas_kernels.gemm.weights import random_activations, random_weight
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QuantizedTensor, WeightFormat, matmul
-from pallas_kernels.gemm import dequantize
+from mpjax.kernels import QuantizedTensor, WeightFormat, matmul
+from mpjax.kernels.gemm import dequantize
 from tests.pallas_kernels.gemm.weights import (
     ALL_FORMATS,
     INTEGER_FORMATS,

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gemm.config import CHANNELS, WarpgroupConfig
-from pallas_kernels.gemm.epilogue import Epilogue
-from pallas_kernels.gemm.summing import Summing
+from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
+from mpjax.kernels.gemm.epilogue import Epilogue
+from mpjax.kernels.gemm.summing import Summing
 from tests.pallas_kernels.gemm.programs import CODE_UNIT, interpreted_here, run_program
 from tests.pallas_kernels.gemm.weights import integer_activations, integer_weight
 

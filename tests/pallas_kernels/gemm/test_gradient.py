@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QuantizedTensor, matmul, quantize
-from pallas_kernels.formats import WeightFormat
-from pallas_kernels.gemm import tuning
-from pallas_kernels.gemm.api import matmul_terms
-from pallas_kernels.gemm.config import GemmConfig, Plan
-from pallas_kernels.quantized_tensor import replace_scales
+from mpjax.kernels import QuantizedTensor, matmul, quantize
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm import tuning
+from mpjax.kernels.gemm.api import matmul_terms
+from mpjax.kernels.gemm.config import GemmConfig, Plan
+from mpjax.kernels.quantized_tensor import replace_scales
 from tests.pallas_kernels.gemm.weights import ALL_FORMATS, dense, integers, random_weight
 from tests.pallas_kernels.oracles import as_array, random_array, relative_error, wide
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from hypothesis import settings
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.gemm.config import GemmConfig, Plan
-from pallas_kernels.gemm.heuristic import fused_config, heuristic
-from pallas_kernels.gemm.limits import Limits, why_not_warpgroups
-from pallas_kernels.gemm.warpgroups import warpgroup_config
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.gemm.config import GemmConfig, Plan
+from mpjax.kernels.gemm.heuristic import fused_config, heuristic
+from mpjax.kernels.gemm.limits import Limits, why_not_warpgroups
+from mpjax.kernels.gemm.warpgroups import warpgroup_config
 from tests.pallas_kernels.gemm.plans import EIGHT_BITS, H200, PACKED, any_product, assert_sound
 
 WITHOUT_WGMMA = Limits(132, 10.0)

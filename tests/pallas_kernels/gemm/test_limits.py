@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.gemm.config import GemmConfig
-from pallas_kernels.gemm.limits import (
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.gemm.config import GemmConfig
+from mpjax.kernels.gemm.limits import (
     Limits,
     shared_memory,
     why_not_warpgroups,

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import matmul, mosaic_decoding, mosaic_products, quantize_activations
-from pallas_kernels.gemm import mosaic, shapes, tuning
-from pallas_kernels.gemm.config import Plan, WarpgroupConfig
-from pallas_kernels.gemm.warpgroups import warpgroup_config, why_unsound
+from mpjax.kernels import matmul, mosaic_decoding, mosaic_products, quantize_activations
+from mpjax.kernels.gemm import mosaic, shapes, tuning
+from mpjax.kernels.gemm.config import Plan, WarpgroupConfig
+from mpjax.kernels.gemm.warpgroups import warpgroup_config, why_unsound
 from tests.pallas_kernels.gemm.plans import H200
 from tests.pallas_kernels.gemm.programs import interpreted_here
 from tests.pallas_kernels.gemm.weights import (

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gemm import reference
+from mpjax.kernels.gemm import reference
 from tests.pallas_kernels.gemm.weights import (
     ALL_FORMATS,
     dense,

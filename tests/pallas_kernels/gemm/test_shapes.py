@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from models import DecoderConfig, presets
-from pallas_kernels.gemm import shapes
+from mpjax.kernels.gemm import shapes
+from mpjax.models import DecoderConfig, presets
 
 
 def fused_projections(config: DecoderConfig) -> dict[str, tuple[int, int]]:

@@ -3,9 +3,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.gemm.config import WarpgroupConfig
-from pallas_kernels.gemm.stages import stages, why_no_room
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.gemm.stages import stages, why_no_room
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.gemm import tables
-from pallas_kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
-from pallas_kernels.gemm.tables import Entry, Key, Table, TableError
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.gemm import tables
+from mpjax.kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
+from mpjax.kernels.gemm.tables import Entry, Key, Table, TableError
 
 DEVICE = "NVIDIA Test 1"
 UINT4 = WeightFormat.parse("uint4:g128")

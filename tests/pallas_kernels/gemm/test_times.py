@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.gemm.config import WarpgroupConfig
-from pallas_kernels.gemm.times import microseconds
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.gemm.times import microseconds
 from tests.pallas_kernels.gemm.plans import H200, PACKED
 
 TABLE3, TABLE4 = WeightFormat.parse("table3:g64"), WeightFormat.parse("table4:g64")

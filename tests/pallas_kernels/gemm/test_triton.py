@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import QuantizedTensor, WeightFormat, arithmetic, backend
-from pallas_kernels.activations import QuantizedActivations, quantize_activations
-from pallas_kernels.gemm import shapes, triton, tuning
-from pallas_kernels.gemm.config import GemmConfig
-from pallas_kernels.gemm.heuristic import fused_config
-from pallas_kernels.gemm.limits import can_scale_weights, current_limits
-from pallas_kernels.quantized_tensor import replace_scales
+from mpjax.kernels import QuantizedTensor, WeightFormat, arithmetic, backend
+from mpjax.kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels.gemm import shapes, triton, tuning
+from mpjax.kernels.gemm.config import GemmConfig
+from mpjax.kernels.gemm.heuristic import fused_config
+from mpjax.kernels.gemm.limits import can_scale_weights, current_limits
+from mpjax.kernels.quantized_tensor import replace_scales
 from tests.pallas_kernels.gemm.weights import (
     ALL_FORMATS,
     INTEGER_FORMATS,

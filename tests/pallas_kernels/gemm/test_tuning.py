@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import settings
 
-from pallas_kernels import UnsupportedError, WeightFormat, backend, matmul, quantize
-from pallas_kernels.gemm import shapes, tables, tuning
-from pallas_kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
-from pallas_kernels.gemm.heuristic import fused_config, heuristic
-from pallas_kernels.gemm.limits import Limits, current_limits
-from pallas_kernels.gemm.warpgroups import warpgroup_config, why_unsound
+from mpjax.kernels import UnsupportedError, WeightFormat, backend, matmul, quantize
+from mpjax.kernels.gemm import shapes, tables, tuning
+from mpjax.kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
+from mpjax.kernels.gemm.heuristic import fused_config, heuristic
+from mpjax.kernels.gemm.limits import Limits, current_limits
+from mpjax.kernels.gemm.warpgroups import warpgroup_config, why_unsound
 from tests.pallas_kernels.gemm.plans import (
     EIGHT_BITS,
     FORMATS,

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat, backend
-from pallas_kernels.gemm.config import WarpgroupConfig
-from pallas_kernels.gemm.stages import sent_bytes
-from pallas_kernels.gemm.warpgroup_program import Program, shared_memory
-from pallas_kernels.gemm.warpgroups import ranked
+from mpjax.kernels import WeightFormat, backend
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.gemm.stages import sent_bytes
+from mpjax.kernels.gemm.warpgroup_program import Program, shared_memory
+from mpjax.kernels.gemm.warpgroups import ranked
 from tests.pallas_kernels.gemm.plans import H200
 from tests.pallas_kernels.gemm.programs import FLOAT, call_of
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import WeightFormat, mosaic
-from pallas_kernels.gemm import shapes, warpgroups
-from pallas_kernels.gemm.config import WarpgroupConfig
-from pallas_kernels.gemm.stages import stages
+from mpjax.kernels import WeightFormat, mosaic
+from mpjax.kernels.gemm import shapes, warpgroups
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.gemm.stages import stages
 from tests.pallas_kernels.gemm.plans import H200, PACKED
 
 FORMATS = (

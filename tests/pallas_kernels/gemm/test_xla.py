@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.activations import QuantizedActivations
-from pallas_kernels.gemm import xla
+from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.gemm import xla
 from tests.pallas_kernels.gemm.weights import (
     dense,
     exact,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import QuantizedTensor, WeightFormat, quantize
-from pallas_kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,
     PACKED_FORMATS,

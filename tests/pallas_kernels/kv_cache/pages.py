@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import KVFormat, KVPages
+from mpjax.kernels import KVFormat, KVPages
 from tests.pallas_kernels.oracles import KEY_GROUPS, NUMPY_DTYPES, kv_key, kv_side
 
 SEQUENCES = 4  # of `ragged_append`

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, PagedKVCache, UnsupportedError, append, backend
-from pallas_kernels.kv_cache import api, reference, triton
+from mpjax.kernels import KVFormat, PagedKVCache, UnsupportedError, append, backend
+from mpjax.kernels.kv_cache import api, reference, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, ragged_append, random_pages
 from tests.pallas_kernels.oracles import as_array, relative_error
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, KVPages, PagedKVCache
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache
 
 SIZES = ("layers", "batch", "max_tokens", "kv_heads", "head_dim")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
+from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 from tests.pallas_kernels.kv_cache.pages import vectors
 from tests.pallas_kernels.oracles import KEY_GROUPS, kv_channels, kv_side, wide
 

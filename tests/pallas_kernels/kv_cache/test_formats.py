@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pallas_kernels import KVFormat
+from mpjax.kernels import KVFormat
 
 KINDS = (16, 8, 4, "fp8", "8s")
 GIVEN = {"fp8": "head", "8s": "static"}

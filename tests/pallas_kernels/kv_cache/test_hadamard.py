@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.kv_cache import hadamard
-from pallas_kernels.kv_cache.writing import lanes, targets
+from mpjax.kernels.kv_cache import hadamard
+from mpjax.kernels.kv_cache.writing import lanes, targets
 from tests.pallas_kernels import oracles
 from tests.pallas_kernels.kv_cache.pages import vectors
 from tests.pallas_kernels.oracles import wide

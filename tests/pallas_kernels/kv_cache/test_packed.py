@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.kv_cache import packed
+from mpjax.kernels.kv_cache import packed
 
 tokens_of = jax.jit(packed.tokens_of, static_argnums=1)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.kv_cache import quantize
+from mpjax.kernels.kv_cache import quantize
 from tests.pallas_kernels.kv_cache.pages import vectors
 from tests.pallas_kernels.oracles import kv_encoded
 

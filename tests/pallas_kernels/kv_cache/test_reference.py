@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import KVFormat
-from pallas_kernels.kv_cache import reference
+from mpjax.kernels import KVFormat
+from mpjax.kernels.kv_cache import reference
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
     assert_same_bits,

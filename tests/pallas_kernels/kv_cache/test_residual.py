@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import KVFormat, KVPages, PagedKVCache, append
-from pallas_kernels.kv_cache import residual, triton
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache, append
+from mpjax.kernels.kv_cache import residual, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
 from tests.pallas_kernels.oracles import kv_keys, kv_values
 

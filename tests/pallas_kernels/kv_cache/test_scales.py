@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, PagedKVCache, append, cache_scales
-from pallas_kernels.kv_cache import reference
+from mpjax.kernels import KVFormat, PagedKVCache, append, cache_scales
+from mpjax.kernels.kv_cache import reference
 from tests.pallas_kernels.oracles import wide
 
 

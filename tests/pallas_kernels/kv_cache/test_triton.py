@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KVFormat, KVPages, PagedKVCache, backend
-from pallas_kernels.kv_cache import reference, triton
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache, backend
+from mpjax.kernels.kv_cache import reference, triton
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
     assert_same_bits,

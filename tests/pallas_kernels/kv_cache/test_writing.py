@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from pallas_kernels import backend
-from pallas_kernels.kv_cache.writing import AT_ONCE, lanes, programs_for, targets
+from mpjax.kernels import backend
+from mpjax.kernels.kv_cache.writing import AT_ONCE, lanes, programs_for, targets
 
 
 @given(st.integers(1, 10**6), st.integers(1, 128), st.sampled_from([1, 132]))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import HeadNorms, KVFormat, KVPages
+from mpjax.kernels import HeadNorms, KVFormat, KVPages
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
     assert_same_bits,

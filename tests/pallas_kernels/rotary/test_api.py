@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
+from mpjax.kernels import (
     HeadNorms,
     UnsupportedError,
     append,
@@ -17,7 +17,7 @@ from pallas_kernels import (
     rotate,
     rotate_and_append,
 )
-from pallas_kernels.rotary import reference, triton
+from mpjax.kernels.rotary import reference, triton
 from tests.pallas_kernels.rotary.heads import scene
 
 

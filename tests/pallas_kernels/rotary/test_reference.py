@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import rotate
-from pallas_kernels.rotary import reference
+from mpjax.kernels import rotate
+from mpjax.kernels.rotary import reference
 from tests.pallas_kernels.oracles import random_array, wide
 from tests.pallas_kernels.rotary.heads import EPSILON, ROUNDING, head_error, scene
 

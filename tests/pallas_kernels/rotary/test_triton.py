@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import HeadNorms, KVFormat, PagedKVCache, backend
-from pallas_kernels.rotary import reference, triton
+from mpjax.kernels import HeadNorms, KVFormat, PagedKVCache, backend
+from mpjax.kernels.rotary import reference, triton
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 from tests.pallas_kernels.rotary.heads import (
     CODING,

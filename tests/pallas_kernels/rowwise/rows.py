@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import QuantizedActivations, WeightFormat
+from mpjax.kernels import QuantizedActivations, WeightFormat
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 
 EPSILON = 1e-3  # of the size of the small rows' squares: left out, it is missed

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
+from mpjax.kernels import (
     UnsupportedError,
     add_rms_norm,
     backend,
@@ -17,8 +17,8 @@ from pallas_kernels import (
     matmul,
     quantize,
 )
-from pallas_kernels.rowwise import reference, triton
-from pallas_kernels.rowwise.api import quantize_rows
+from mpjax.kernels.rowwise import reference, triton
+from mpjax.kernels.rowwise.api import quantize_rows
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import (
     EPSILON,

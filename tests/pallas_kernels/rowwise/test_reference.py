@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import WeightFormat
-from pallas_kernels.rowwise import reference
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.rowwise import reference
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import (
     EPSILON,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.activations import quantize_activations
-from pallas_kernels.rowwise import reference, triton
+from mpjax.kernels.activations import quantize_activations
+from mpjax.kernels.rowwise import reference, triton
 from tests.pallas_kernels.oracles import random_array, wide
 from tests.pallas_kernels.rowwise.rows import (
     EPSILON,

@@ -1,0 +1,73 @@
+"""Makes the floors importable by their plain names, `models` and `pallas_kernels`, too.
+
+The library imports its floors as `mpjax.models` and `mpjax.kernels`, so that a `models.py` in the
+working folder, or another installed package of that name, is in nobody's way. Where there is none,
+the plain names are second names of the same module objects.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+PLAIN_NAMES = {"models": "mpjax.models", "pallas_kernels": "mpjax.kernels"}
+
+
+def install() -> None:
+    """Adds the finder of plain names to this process, once."""
+    if not any(isinstance(finder, PlainNameFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, PlainNameFinder())
+
+
+class PlainNameFinder(importlib.abc.MetaPathFinder):
+    """Finds `models.layers` as `mpjax.models.layers`, where `models` is not somebody else's."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a module that has a second name; None for all others."""
+        root, _, rest = name.partition(".")
+        if root not in PLAIN_NAMES or not _is_ours(root, within=bool(rest)):
+            return None
+        real = f"{PLAIN_NAMES[root]}.{rest}" if rest else PLAIN_NAMES[root]
+        if importlib.util.find_spec(real) is None:
+            return None
+        return importlib.machinery.ModuleSpec(name, _SecondName(real))
+
+
+class _SecondName(importlib.abc.Loader):
+    """Loads a module that has another name already."""
+
+    def __init__(self, real: str) -> None:
+        self.real = real
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.real)
+        self.spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec  # importlib has put the second name's in its place
+
+
+def _is_ours(root: str, within: bool) -> bool:
+    """Whether a plain name means a floor of this library; within: of which a module is asked for.
+
+    A floor that was imported by its plain name before mpjax is ours too: `models` in a checkout.
+    """
+    if within:
+        imported = sys.modules.get(root)
+        origin = getattr(imported, "__file__", None)
+    else:
+        found = importlib.machinery.PathFinder.find_spec(root)
+        if found is None:
+            return True
+        origin = found.origin
+    floor = Path(__file__).parent / PLAIN_NAMES[root].rpartition(".")[2] / "__init__.py"
+    return origin is not None and Path(origin).resolve() == floor.resolve()

@@ -22,7 +22,7 @@ FILES = [
 TEST_FILES = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("*.py"))]
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
-MAXIMUM_LINES = 400
+MAXIMUM_LINES = 500
 KERNEL_DEPENDENCIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "pallas_kernels"} | set(
     sys.stdlib_module_names
 )

@@ -19,10 +19,10 @@ from mpjax.bench import measure
 from mpjax.checkpoint import huggingface, orbax
 from mpjax.checkpoint.layout import linear_places
 from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
+from mpjax.kernels.device import limits as current_limits
 from mpjax.kernels.gemm import tables, tuning
 from mpjax.kernels.gemm.config import Plan
 from mpjax.kernels.gemm.heuristic import heuristic
-from mpjax.kernels.gemm.limits import current_limits
 from mpjax.kernels.gemm.shapes import MODELS
 from mpjax.loading import find_folder
 from mpjax.models import DecoderConfig, presets

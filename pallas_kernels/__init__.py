@@ -6,7 +6,7 @@ over it. Everything here can be used alone, in any JAX program.
 
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.attention.api import paged_attention, prefill_attention
-from mpjax.kernels.backend import UnsupportedError
+from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
 from mpjax.kernels.kv_cache.api import append

@@ -31,7 +31,7 @@ from mpjax.checkpoint.layout import (
 )
 from mpjax.checkpoint.progress import loading_bar
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
-from mpjax.kernels.backend import default_device
+from mpjax.kernels.device import default_device
 from mpjax.language_model import LanguageModel, weight_precisions
 from mpjax.memory import require_free
 from mpjax.models import FAMILIES, CacheScales, Decoder, DecoderConfig, Linear, RopeScaling

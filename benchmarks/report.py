@@ -15,9 +15,9 @@ from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.device import Limits
-from mpjax.kernels.gemm import tables as plans
-from mpjax.kernels.gemm.heuristic import heuristic
+from mpjax.kernels.gemm.plans import TABLES, Problem, plan_by_rule
 from mpjax.kernels.gemm.shapes import MODELS
+from mpjax.kernels.plans.tables import SHIPPED, file_name
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -172,9 +172,10 @@ def runs_otherwise(row: dict[str, Any], device: str) -> bool:
     if row.get("forced") or "configuration" not in row or device not in GPUS:
         return False
     format = WeightFormat.parse(row["format"])
-    table = plans.read(plans.SHIPPED / plans.file_name(device), device)
-    entry = table.find(plans.key(format, row["K"], row["N"], row["M"]))
-    plan = entry.plan if entry else heuristic(row["M"], format, row["K"], row["N"], GPUS[device])
+    problem = Problem(row["M"], format, row["K"], row["N"], GPUS[device])
+    table = TABLES.read(SHIPPED / file_name(device), device)
+    entry = TABLES.find(table, TABLES.key_of(problem))
+    plan = entry.plan if entry else plan_by_rule(problem)
     if plan.implementation != row["implementation"]:
         return True
     # What a plan could not say yet when it was measured has its default.

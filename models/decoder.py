@@ -15,7 +15,7 @@ from flax import nnx
 
 from mpjax.kernels import KVFormat, KVPages, PagedKVCache
 from mpjax.kernels.checks import are_between
-from mpjax.kernels.gemm.tuning import conditions as plan_conditions
+from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.attention import Attention, Span
 from mpjax.models.config import DecoderConfig
 from mpjax.models.layers import GatedMLP, RMSNorm, rotary_frequencies

@@ -18,7 +18,7 @@ import numpy as np
 from mpjax.arguments import new_token_limits
 from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, device
 from mpjax.kernels.checks import are_between
-from mpjax.kernels.gemm.tuning import runs_by_warpgroups
+from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder
 from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
 
@@ -249,7 +249,7 @@ def _has_warpgroups(model: Decoder, batch: int) -> bool:
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
     weights = [leaf for leaf in leaves if isinstance(leaf, QuantizedTensor)]
     different = {(weight.format, weight.shape): weight for weight in weights}
-    return any(runs_by_warpgroups(batch, weight) for weight in different.values())
+    return any(runs_by_warpgroups(Problem.of(batch, weight)) for weight in different.values())
 
 
 def generate_tokens(

@@ -133,7 +133,7 @@ def _memory_statistics(device: Any) -> dict[str, int] | None:
 def _kernels() -> dict[str, str]:
     """Which backends of Pallas can run here, by the names that `implementation=` has for them."""
     from mpjax.kernels import device
-    from mpjax.kernels.gemm.limits import why_no_wgmma
+    from mpjax.kernels.gemm.plans import why_no_wgmma
 
     reason = device.why_triton_cannot_run()
     reasons = {"triton": reason, "mosaic": reason or why_no_wgmma(device.limits())}
@@ -150,10 +150,11 @@ def _kernels() -> dict[str, str]:
 def _tuning_tables() -> dict[str, str] | str:
     """Each table that products with packed weights look their plans up in, the first one first."""
     from mpjax.kernels import device
-    from mpjax.kernels.gemm import tables
+    from mpjax.kernels.gemm.plans import TABLES
+    from mpjax.kernels.plans import tables
 
     kind = device.kind()
-    used = {str(path): f"{len(table.entries)} plans" for path, table in tables.in_use(kind)}
+    used = {str(path): f"{len(table.entries)} plans" for path, table in TABLES.in_use(kind)}
     if used:
         return used | {"anything else": "heuristics"}
     if tables.own_folder() is None:

@@ -19,10 +19,9 @@ from mpjax.bench import measure
 from mpjax.checkpoint import huggingface, orbax
 from mpjax.checkpoint.layout import linear_places
 from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
-from mpjax.kernels.device import limits as current_limits
-from mpjax.kernels.gemm import tables, tuning
-from mpjax.kernels.gemm.config import Plan
-from mpjax.kernels.gemm.heuristic import heuristic
+from mpjax.kernels.device import limits
+from mpjax.kernels.gemm import plans as gemm_plans
+from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan, Problem
 from mpjax.kernels.gemm.shapes import MODELS
 from mpjax.loading import find_folder
 from mpjax.models import DecoderConfig, presets
@@ -53,9 +52,14 @@ class Job:
     rows: int
 
     @property
-    def key(self) -> tables.Key:
+    def problem(self) -> Problem:
+        """The product, on the default device."""
+        return Problem(self.rows, self.format, self.channels, self.outputs, limits())
+
+    @property
+    def key(self) -> Key:
         """Its place in a table."""
-        return tables.key(self.format, self.channels, self.outputs, self.rows)
+        return TABLES.key_of(self.problem)
 
     def __str__(self) -> str:
         return f"{self.key.format} {self.channels}x{self.outputs}, {self.rows} rows"
@@ -78,7 +82,7 @@ class Outcome:
     """
 
     job: Job
-    entry: tables.Entry | None
+    entry: Entry | None
     trials: tuple[Trial, ...] = ()
 
     @property
@@ -89,8 +93,7 @@ class Outcome:
     @property
     def heuristic_microseconds(self) -> float | None:
         """The time of the plan that runs without a table, which is always tried."""
-        job, limits = self.job, current_limits()
-        plan = heuristic(job.rows, job.format, job.channels, job.outputs, limits)
+        plan = gemm_plans.plan_by_rule(self.job.problem)
         return next((trial.microseconds for trial in self.trials if trial.plan == plan), None)
 
 
@@ -148,7 +151,7 @@ def make_jobs(
                     f"{format}: {channels} input channels can't be split into groups of "
                     f"{format.group_size}"
                 )
-    buckets = sorted({tables.bucket(count) for count in rows})
+    buckets = sorted({gemm_plans.bucket(count) for count in rows})
     jobs = [
         Job(format, *shape, bucket) for format in formats for shape in shapes for bucket in buckets
     ]
@@ -179,10 +182,10 @@ def run(
     """Does the jobs in turn, and records each in the table at `path` as soon as it is done.
 
     again: measure also what the table has. try_plans: measures plans; `try_on_gpu` by default.
-    Raises tables.TableError, before anything is measured, where the table is damaged.
+    Raises TableError, before anything is measured, where the table is damaged.
     """
     try_plans = try_plans or try_on_gpu
-    known = tables.read(path, device).entries if path.is_file() else {}
+    known = TABLES.read(path, device).entries if path.is_file() else {}
     for job in jobs:
         if not again and (entry := known.get(job.key)) is not None:
             yield Outcome(job, entry)
@@ -193,16 +196,15 @@ def run(
             yield Outcome(job, None, trials)
             continue
         microseconds, plan = min(timed, key=lambda pair: pair[0])
-        entry = tables.Entry(plan, microseconds)
-        tables.record(path, device, {job.key: entry}, stamp)
+        entry = Entry(plan, microseconds)
+        TABLES.record(path, device, {job.key: entry}, stamp)
         yield Outcome(job, entry, trials)
 
 
 def candidates(job: Job) -> list[Plan]:
     """The plans to try on this GPU."""
     most = CANDIDATES if job.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
-    limits = current_limits()
-    return tuning.candidates(job.rows, job.format, job.channels, job.outputs, limits, most)
+    return gemm_plans.candidates(job.problem, most)
 
 
 def try_on_gpu(
@@ -257,7 +259,7 @@ def compile_products(
             results.append(product(x, weight))
         return results
 
-    with tuning.forced(plan):
+    with gemm_plans.forced(plan):
         lowered = measure.one_by_one(each).lower(xs, weights)
     return lowered.compile()
 

@@ -38,6 +38,9 @@ DOORS = {
     ),
 }
 
+# Rooms whose modules only one folder imports; others take the names that `__init__` makes public.
+CLOSED = {"pallas_kernels.gemm.plans": "pallas_kernels/gemm"}
+
 # Source files without a test file of the same name, and why.
 UNTESTED: dict[str, str] = {}
 
@@ -86,6 +89,15 @@ def test_imports_point_down(path):
 def test_a_backend_has_its_doors(path, backend, doors):
     wrong = [name for name in imported_names(path) if f"{name}.".startswith(f"{backend}.")]
     assert str(path) in doors or not wrong, f"only {' and '.join(doors)} may import {wrong[0]}"
+
+
+@each_file
+@pytest.mark.parametrize(("room", "folder"), CLOSED.items(), ids=CLOSED)
+def test_a_closed_room_is_entered_by_its_door(path, room, folder):
+    modules = {f"{room}.{file.stem}" for file in (ROOT / room.replace(".", "/")).glob("[!_]*.py")}
+    wrong = modules & set(imported_names(path))
+    assert modules
+    assert str(path).startswith(folder) or not wrong, f"{path} imports {sorted(wrong)}"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "pallas_kernels"], ids=str)

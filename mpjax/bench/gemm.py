@@ -20,8 +20,8 @@ from mpjax.kernels import (
     quantize,
     quantize_activations,
 )
-from mpjax.kernels.gemm import tuning
-from mpjax.kernels.gemm.config import GemmConfig, Implementation, WarpgroupConfig
+from mpjax.kernels.gemm import plans
+from mpjax.kernels.gemm.plans import Implementation, Problem, TritonConfig, WarpgroupConfig
 from mpjax.kernels.gemm.shapes import GemmShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
@@ -118,12 +118,13 @@ def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) ->
 
     Not those of int8 where two levels are written out as such.
     """
-    name = forced or tuning.plan(rows, weight).implementation
-    config: GemmConfig | WarpgroupConfig | None = None
+    problem = Problem.of(rows, weight)
+    name = forced or plans.plan_of(problem).implementation
+    config: TritonConfig | WarpgroupConfig | None = None
     if name == "triton":
-        config = tuning.configure(rows, weight)
+        config = plans.triton_config_of(problem)
     elif name == "mosaic":
-        config = tuning.configure_warpgroups(rows, weight)
+        config = plans.warpgroup_config_of(problem)
     return {
         "implementation": name,
         "configuration": None if config is None else dataclasses.asdict(config),

@@ -85,13 +85,14 @@ def command(
     """Measure the fastest kernels for a model's shapes on this GPU."""
     from mpjax import tune
     from mpjax.kernels import UnsupportedError, device
-    from mpjax.kernels.gemm import tables
+    from mpjax.kernels.gemm.plans import BUCKETS
+    from mpjax.kernels.plans import tables
 
     if (model is None) == (shapes is None):
         raise typer.BadParameter("give either --model or --shapes", param_hint="--model")
     wanted = _parse_shapes(shapes) if shapes is not None else None
     packed = _parse_formats(formats)
-    buckets = _parse_rows(rows) if rows is not None else list(tables.BUCKETS)
+    buckets = _parse_rows(rows) if rows is not None else list(BUCKETS)
     if reason := device.why_triton_cannot_run():
         raise UnsupportedError(
             f"tuning measures a CUDA GPU of compute capability 8.0 or newer: {reason}"

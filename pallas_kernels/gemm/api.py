@@ -12,11 +12,10 @@ import jax.numpy as jnp
 
 from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations
-from mpjax.kernels.gemm import dequantize, reference, triton, tuning, xla
-from mpjax.kernels.gemm.config import Implementation
+from mpjax.kernels.gemm import dequantize, plans, reference, triton, xla
 from mpjax.kernels.gemm.gradient import differentiable
-from mpjax.kernels.gemm.heuristic import heuristic
-from mpjax.kernels.gemm.limits import can_be_operand, why_not_warpgroups
+from mpjax.kernels.gemm.plans import Implementation, Problem
+from mpjax.kernels.gemm.plans.limits import can_be_operand
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.manual_axes import vary_alike
 from mpjax.kernels.quantized_tensor import QuantizedTensor, replace_scales
@@ -146,11 +145,11 @@ def _multiply_rows(
         # Where symmetry makes nothing cheaper, the plans of other weights are the better ones.
         format = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=format)
-    planned = tuning.plan(rows.shape[0], weight)
-    if planned.implementation == "mosaic" and _why_not("mosaic", rows, weight) is not None:
-        shape = rows.shape[0], weight.format, *weight.shape
-        planned = heuristic(*shape, device.limits(), warpgroups=False)
-    default = planned.implementation
+    problem = Problem.of(rows.shape[0], weight)
+    plan = plans.plan_of(problem)
+    if plan.implementation == "mosaic" and _why_not("mosaic", rows, weight) is not None:
+        plan = plans.plan_by_rule(problem, warpgroups=False)
+    default = plan.implementation
     if default == "dequantize" and _why_not(default, rows, weight) is not None:
         default = "triton"  # what can't be written out may be multiplied as it is
     name = choose(
@@ -171,11 +170,10 @@ def _multiply_rows(
     if name == "dequantize":
         return dequantize.matmul(rows, weight, dtype)[None]
     if name == "mosaic":
-        from mpjax.kernels.gemm import mosaic  # here, as importing it takes a while
+        from mpjax.kernels.gemm.warpgroups import launch  # here, as importing it takes a while
 
-        warpgroups = tuning.configure_warpgroups(rows.shape[0], weight)
-        return mosaic.matmul_terms(rows, weight, warpgroups, dtype)
-    return triton.matmul_terms(rows, weight, tuning.configure(rows.shape[0], weight), dtype)
+        return launch.matmul_terms(rows, weight, plans.warpgroup_config_of(problem), dtype)
+    return triton.matmul_terms(rows, weight, plans.triton_config_of(problem), dtype)
 
 
 def _why_not(
@@ -191,7 +189,7 @@ def _why_not(
     if reason := device.why_triton_cannot_run():
         return reason
     if name == "mosaic":
-        if reason := why_not_warpgroups(format, weight.shape[1], device.limits()):
+        if reason := plans.why_not_warpgroups(Problem.of(rows.shape[0], weight)):
             return reason
         in_operand = format.group_size is not None and format.activations is None
         if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(rows.dtype)):

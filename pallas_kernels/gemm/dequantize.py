@@ -11,12 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm import triton, tuning, xla
-from mpjax.kernels.gemm.config import WarpgroupConfig
-from mpjax.kernels.gemm.limits import why_not_warpgroups
+from mpjax.kernels.gemm import plans, triton, xla
 from mpjax.kernels.launch import first_program_id, join, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
@@ -41,15 +38,15 @@ def matmul(
         if weight.channel_scales is None:
             return xla.matmul(x, weight, out_dtype)  # a plain matrix already
         plain = first_level(weight)
-        with tuning.forced(None):  # what is forced is a plan for codes
-            plan = tuning.plan(len(x.values), plain)
-            reason = why_not_warpgroups(plain.format, plain.shape[1], device.limits())
-            if isinstance(plan.config, WarpgroupConfig) and reason is None:
-                from mpjax.kernels.gemm import mosaic  # here, as importing it takes a while
+        problem = plans.Problem.of(len(x.values), plain)
+        with plans.forced(None):  # what is forced is a plan for codes
+            plan = plans.plan_of(problem)
+            if plan.implementation == "mosaic" and plans.why_not_warpgroups(problem) is None:
+                from mpjax.kernels.gemm.warpgroups import launch as warpgroups  # takes a while
 
-                terms = mosaic.matmul_terms(x, plain, plan.config, out_dtype)
+                terms = warpgroups.matmul_terms(x, plain, plan.config, out_dtype)
                 return terms.sum(0).astype(out_dtype)
-            config = tuning.configure(len(x.values), plain)
+            config = plans.triton_config_of(problem)
         return triton.matmul(x, plain, config, out_dtype)
     rows = x.dequantize(out_dtype) if isinstance(x, QuantizedActivations) else x
     scratch = write_out(weight, rows.dtype)

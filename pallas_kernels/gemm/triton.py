@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm.config import GemmConfig
-from mpjax.kernels.gemm.limits import can_be_operand
+from mpjax.kernels.gemm.plans.configuration import TritonConfig
+from mpjax.kernels.gemm.plans.limits import can_be_operand
 from mpjax.kernels.launch import first_program_id, join, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.target import current_target
@@ -48,7 +48,7 @@ class _Operands(NamedTuple):
 def matmul(
     x: jax.Array | QuantizedActivations,
     weight: QuantizedTensor,
-    config: GemmConfig,
+    config: TritonConfig,
     out_dtype: jnp.dtype,
     *,
     interpret: bool = False,
@@ -64,7 +64,7 @@ def matmul(
 def matmul_terms(
     x: jax.Array | QuantizedActivations,
     weight: QuantizedTensor,
-    config: GemmConfig,
+    config: TritonConfig,
     out_dtype: jnp.dtype,
     *,
     interpret: bool = False,
@@ -89,7 +89,7 @@ def matmul_terms(
 def _launch(
     x: jax.Array | QuantizedActivations,
     weight: QuantizedTensor,
-    config: GemmConfig,
+    config: TritonConfig,
     *,
     out_dtype: jnp.dtype,
     interpret: bool,
@@ -139,7 +139,7 @@ def _launch(
     )
 
 
-def _width(format: WeightFormat, config: GemmConfig) -> int:
+def _width(format: WeightFormat, config: TritonConfig) -> int:
     return config.width or format.plane_width
 
 
@@ -149,7 +149,7 @@ def _kernel(
     *,
     format: WeightFormat,
     scale_dtype: str,
-    config: GemmConfig,
+    config: TritonConfig,
     steps: int,
     first_output: int,
 ) -> None:

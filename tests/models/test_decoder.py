@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from mpjax.kernels import KVFormat, PagedKVCache
-from mpjax.kernels.gemm.tuning import Plan, forced
+from mpjax.kernels.gemm.plans import Plan, forced
 from mpjax.models.decoder import Decoder, DecoderLayer
 from tests.models.small import (
     CONFIG,

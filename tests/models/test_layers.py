@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
-from mpjax.kernels.gemm import tuning
-from mpjax.kernels.gemm.config import GemmConfig, Plan
+from mpjax.kernels.gemm.plans import Plan, TritonConfig, forced
 from mpjax.models import FusedLinear, GatedMLP, Linear, RMSNorm, RopeScaling
 from mpjax.models.layers import rotary_frequencies, rotate
 from tests.models.small import CONFIG
@@ -70,14 +69,14 @@ def test_terms_of_a_linear_map_add_up_to_it(text, bias, rng):
     np.testing.assert_allclose(terms.sum(0), linear(x), atol=1e-5)
 
 
-def test_a_kernel_leaves_its_terms_apart(rng, monkeypatch, interpreted_triton):
+def test_a_kernel_leaves_its_terms_apart(rng, interpreted_triton):
     """In float32, so that whoever adds them rounds once."""
-    plan = Plan("triton", GemmConfig(16, 16, 2, 4, 3))
-    monkeypatch.setattr(tuning, "plan", lambda *_: plan)
+    plan = Plan("triton", TritonConfig(16, 16, 2, 4, 3))
     kernel = quantize(random_array(rng, (512, 16), "float32"), WeightFormat.parse("uint4:g64"))
     x = random_array(rng, (3, 512), "float16")
     fused = FusedLinear([Linear(kernel)], (12, 4))
-    terms = jax.jit(fused.terms)(x)
+    with forced(plan):
+        terms = jax.jit(fused.terms)(x)
     assert (terms.shape, terms.dtype) == ((2, 3, 16), jnp.float32)
     assert relative_error(terms.sum(0), wide(x) @ wide(kernel.dequantize())) < 1e-4
 

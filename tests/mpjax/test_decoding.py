@@ -278,7 +278,7 @@ def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
 def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatch):
     """The two programs give the same tokens; inside of `jit` there is no choice."""
     quantized = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
-    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda rows, weight: rows >= 8)
+    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda problem: problem.rows >= 8)
     chosen, ends = [], []
     for model, rows in ((tiny.model, 8), (quantized, 7), (quantized, 8)):  # the first not packed
         state, limits = begin(model, KVFormat(), Sampling(), rows, [5] * rows)

@@ -12,8 +12,8 @@ import pytest
 import mpjax
 from mpjax import environment
 from mpjax.kernels import device
-from mpjax.kernels.gemm import tables
-from mpjax.kernels.gemm.config import Plan
+from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan
+from mpjax.kernels.plans import tables
 
 
 def gpu(compute_capability: str) -> SimpleNamespace:
@@ -161,9 +161,9 @@ def test_the_tuning_tables_in_use_are_told(tuned, monkeypatch):
     untuned = environment.collect()["tuning_tables"]
     assert untuned == "none for 'NVIDIA Test': heuristics (`mpjax tune` makes a table)"
 
-    entry = tables.Entry(Plan("dequantize"), 1.0)
-    plans = {tables.Key("uint4:g128", 256, 64, rows): entry for rows in (16, 32)}
-    tables.record(tuned, "NVIDIA Test", plans, {})
+    entry = Entry(Plan("dequantize"), 1.0)
+    plans = {Key("uint4:g128", 256, 64, rows): entry for rows in (16, 32)}
+    TABLES.record(tuned, "NVIDIA Test", plans, {})
     assert environment.collect()["tuning_tables"] == {
         str(tuned): "2 plans",
         "anything else": "heuristics",

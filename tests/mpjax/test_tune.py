@@ -8,8 +8,10 @@ from mpjax import tune
 from mpjax.bench import measure
 from mpjax.checkpoint import CheckpointError, orbax
 from mpjax.kernels import WeightFormat, device, matmul
-from mpjax.kernels.gemm import shapes, tables, tuning
-from mpjax.kernels.gemm.config import GemmConfig, Plan
+from mpjax.kernels.gemm import plans as gemm_plans
+from mpjax.kernels.gemm import shapes
+from mpjax.kernels.gemm.plans import TABLES, Entry, Plan, TritonConfig
+from mpjax.kernels.plans import tables
 from mpjax.models import presets
 from mpjax.tune import Job, Trial
 from tests.mpjax.conftest import TINY
@@ -18,7 +20,7 @@ DEVICE = "NVIDIA Test 1"
 STAMP = {"commit": "abc"}
 UINT4, INT8 = WeightFormat.parse("uint4:g128"), WeightFormat.parse("int8/int8")
 JOBS = [Job(UINT4, 256, 64, rows) for rows in (16, 32, 64)]
-FUSED = [Plan("triton", GemmConfig(16, 16 * n, 1, 1, 2)) for n in (1, 2, 4)]
+FUSED = [Plan("triton", TritonConfig(16, 16 * n, 1, 1, 2)) for n in (1, 2, 4)]
 
 
 class Trials:
@@ -97,12 +99,12 @@ def test_jobs_that_can_not_be(text, channels, reason):
 
 def test_the_fastest_plan_goes_into_the_table(path):
     outcomes = run(path, Trials())
-    table = tables.read(path, DEVICE)
+    table = TABLES.read(path, DEVICE)
     assert table.stamps == (STAMP,)
     assert list(table.entries) == [job.key for job in JOBS]
     for job, outcome in zip(JOBS, outcomes, strict=True):
         plans = tune.candidates(job)
-        assert outcome.entry == table.entries[job.key] == tables.Entry(plans[1], 5.0)
+        assert outcome.entry == table.entries[job.key] == Entry(plans[1], 5.0)
         assert outcome.heuristic_microseconds == 9.0
         assert outcome.problems == {"wrong": 1}
 
@@ -123,7 +125,7 @@ def test_what_the_table_has_is_not_measured_again(path):
 def test_an_interrupt_keeps_what_was_measured(path):
     with pytest.raises(KeyboardInterrupt):
         run(path, Trials(interrupt_at=64))
-    assert list(tables.read(path, DEVICE).entries) == [job.key for job in JOBS[:2]]
+    assert list(TABLES.read(path, DEVICE).entries) == [job.key for job in JOBS[:2]]
     trials = Trials()
     run(path, trials)
     assert trials.jobs == JOBS[2:]
@@ -133,7 +135,7 @@ def test_a_job_that_nothing_does_has_no_entry(path):
     outcomes = run(path, Trials(nothing_works_at=32))
     assert [outcome.entry is None for outcome in outcomes] == [False, True, False]
     assert outcomes[1].problems == {"does not run: x": len(outcomes[1].trials)}
-    assert list(tables.read(path, DEVICE).entries) == [JOBS[0].key, JOBS[2].key]
+    assert list(TABLES.read(path, DEVICE).entries) == [JOBS[0].key, JOBS[2].key]
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -220,14 +222,14 @@ def test_weights_are_rotated_past_the_cache(monkeypatch):
 def test_a_program_computes_each_product_as_planned(two_weights):
     weights = tune._weights(INT8, 256, 48)
     xs = [jnp.full((3, 256), i + 1, jnp.bfloat16) for i in range(2)]
-    asked = []
+    asked, planned = [], gemm_plans.plan_of
 
-    def plan(rows, weight):
-        asked.append(tuning._forced.get())
+    def plan_of(problem):
+        asked.append(planned(problem))
         return Plan("xla")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "plan", plan)
+        patch.setattr(gemm_plans, "plan_of", plan_of)
         program = tune.compile_products(FUSED[0], xs, weights)
     assert set(asked) == {FUSED[0]}
     results = program(xs, weights)

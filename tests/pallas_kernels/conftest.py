@@ -17,8 +17,8 @@ import mpjax.kernels.kv_cache.triton
 import mpjax.kernels.rotary.triton
 import mpjax.kernels.rowwise.triton
 from mpjax.kernels import device
-from mpjax.kernels.gemm import tables
-from mpjax.kernels.gemm.limits import why_no_wgmma
+from mpjax.kernels.gemm.plans.limits import why_no_wgmma
+from mpjax.kernels.plans import tables
 from mpjax.kernels.target import tracing_for
 from tests.pallas_kernels import numpy_ptx
 from tests.pallas_kernels.attention import scenes
@@ -73,7 +73,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions choose Triton kernels, which run interpreted, on any device."""
     monkeypatch.setattr(device, "why_triton_cannot_run", lambda: None)
     monkeypatch.setattr(
-        mpjax.kernels.gemm.limits, "why_no_wgmma", lambda limits: "only Triton is interpreted"
+        mpjax.kernels.gemm.plans.limits, "why_no_wgmma", lambda limits: "only Triton is interpreted"
     )
     for module, name in (
         (mpjax.kernels.gemm.triton, "matmul"),

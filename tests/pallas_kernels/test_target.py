@@ -7,7 +7,7 @@ import pytest
 
 from mpjax.kernels import matmul, quantize
 from mpjax.kernels.gemm import triton as gemm
-from mpjax.kernels.gemm.config import GemmConfig
+from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.launch import launch, load, store
 from mpjax.kernels.rowwise import triton as rowwise
 from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
@@ -202,7 +202,7 @@ def test_a_new_target_needs_no_other_kernels(rng):
     x = as_array(rng.standard_normal((3, 256)), "bfloat16")
     weight = quantize(as_array(rng.standard_normal((256, 32)), "float32"), "uint4:g32")
     toy, dtype = Toy(), jnp.dtype("float32")
-    config = GemmConfig(16, 32, 1, 1, 2)
+    config = TritonConfig(16, 32, 1, 1, 2)
     with tracing_for(toy):
         product = gemm.matmul_terms.__wrapped__(x, weight, config, dtype, interpret=True)[0]
     expected = matmul(x, weight, implementation="reference", out_dtype=dtype)

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from mpjax import tune
 from mpjax.cli.application import app
 from mpjax.kernels import device
-from mpjax.kernels.gemm import tables
+from mpjax.kernels.gemm.plans import BUCKETS, TABLES
 from mpjax.tune import Trial
 
 SHAPES = ["--shapes", "256x64,128x4096", "--rows", "1,64"]
@@ -43,7 +43,7 @@ def test_results_are_written_told_and_kept(gpu, tmp_path):
     line = "uint4:g128 256x64, 7 rows: 5.0 µs, triton 8x64, 1 splits, 2 warps, 3 stages, scaling"
     assert f"{line} the accumulator (untuned 5.0 µs)\n" in result.stderr
     assert "4/4" in result.stderr
-    assert len(tables.read(path, "NVIDIA Test 1").entries) == 4
+    assert len(TABLES.read(path, "NVIDIA Test 1").entries) == 4
 
     more = ("--formats", "uint4:g128,int8", "--output", tmp_path)
     result = invoke(*SHAPES, *more)
@@ -60,7 +60,7 @@ def test_a_model_is_tuned_for_all_rows_in_the_own_folder(gpu, tmp_path, monkeypa
     result = invoke("--model", "qwen3-8b")
     assert result.exit_code == 0, result.output
     assert {(job.channels, job.outputs) for job in gpu} == set(tune.model_shapes("qwen3-8b"))
-    assert {job.rows for job in gpu} == set(tables.BUCKETS)
+    assert {job.rows for job in gpu} == set(BUCKETS)
     assert {str(job.format) for job in gpu} == {"uint4:g128", "uint4:g128:sym"}
     assert (tmp_path / "nvidia_test_1.json").is_file()
 
@@ -90,7 +90,7 @@ def test_interrupted_it_leaves_a_table(gpu, tmp_path, monkeypatch):
     result = invoke(*SHAPES, "--output", tmp_path)
     assert result.exit_code == 130
     assert "goes on from here" in result.stderr
-    assert len(tables.read(tmp_path / "nvidia_test_1.json", "NVIDIA Test 1").entries) == 2
+    assert len(TABLES.read(tmp_path / "nvidia_test_1.json", "NVIDIA Test 1").entries) == 2
 
 
 def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):

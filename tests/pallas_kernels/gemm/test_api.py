@@ -10,9 +10,12 @@ import pytest
 
 from mpjax.kernels import UnsupportedError, WeightFormat, device, matmul
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
-from mpjax.kernels.gemm import dequantize, reference, shapes, triton, tuning, xla
+from mpjax.kernels.gemm import dequantize, reference, shapes, triton, xla
 from mpjax.kernels.gemm.api import matmul_terms
-from mpjax.kernels.gemm.config import GemmConfig, Plan
+from mpjax.kernels.gemm.plans.choice import forced, plan_of
+from mpjax.kernels.gemm.plans.configuration import TritonConfig
+from mpjax.kernels.gemm.plans.problem import Problem
+from mpjax.kernels.plans.plan import Plan
 from tests.pallas_kernels.gemm.weights import (
     ALL_FORMATS,
     dense,
@@ -31,7 +34,7 @@ KINDS = (
 # What W4A16, W4A8 and W8A8 models are made of.
 MEASURED = ("uint4:g128", "liquid4:g64/int8", "int8:gK/int8")
 EIGHT_BITS = ("int8:gK/int8", "float8:gK/float8")
-SMALL_TILES = Plan("triton", GemmConfig(16, 16, 1, 1, 3))
+SMALL_TILES = Plan("triton", TritonConfig(16, 16, 1, 1, 3))
 
 
 @pytest.mark.parametrize("leading", [(), (2, 3), (2, 0)])
@@ -244,7 +247,7 @@ def test_a_weight_too_large_to_be_written_out_is_multiplied_as_it_is(chosen, pre
 def test_the_plan_is_followed(chosen, pretend_gpu):
     x, weight = jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), weight_struct("int8", 128, 8)
     for plan in (Plan("dequantize"), Plan("xla"), SMALL_TILES):
-        with tuning.forced(plan):
+        with forced(plan):
             jax.eval_shape(functools.partial(matmul), x, weight)
             jax.eval_shape(functools.partial(matmul, implementation="triton"), x, weight)
     assert chosen == ["dequantize", "triton", "xla", "triton", "triton", "triton"]
@@ -274,7 +277,7 @@ def test_forced_implementations_agree(implementation, text, channels, rng, inter
     weight = random_weight(rng, text, channels, 40)
     x = random_array(rng, (2, 3, channels), "float16")
     multiply = functools.partial(matmul, implementation=implementation)
-    with tuning.forced(SMALL_TILES):
+    with forced(SMALL_TILES):
         product = jax.jit(multiply)(x, weight)
     assert product.dtype == jnp.float16
     if weight.format.activations:
@@ -299,7 +302,7 @@ def test_act_order(implementation, text, channels, rng, interpreted_triton):
     weight = random_weight(rng, text, channels, 40, permuted=True)
     x = random_array(rng, (2, 3, channels), "float16")
     multiply = functools.partial(matmul, implementation=implementation)
-    with tuning.forced(SMALL_TILES):
+    with forced(SMALL_TILES):
         product = jax.jit(multiply)(x, weight)
     packed = x[..., np.asarray(weight.permutation)]
     if weight.format.activations:
@@ -317,7 +320,7 @@ def test_quantized_activations_have_no_act_order(rng):
 def test_terms_add_up_to_the_product(rng, interpreted_triton):
     weight = random_weight(rng, "uint8:gK", 384, 16)
     x = random_array(rng, (2, 3, 384), "bfloat16")
-    with tuning.forced(Plan("triton", GemmConfig(16, 16, 3, 1, 3))):
+    with forced(Plan("triton", TritonConfig(16, 16, 3, 1, 3))):
         terms, product = matmul_terms(x, weight), matmul(x, weight)
     assert (terms.shape, terms.dtype) == ((3, 2, 3, 16), jnp.float32)
     np.testing.assert_array_equal(np.asarray(terms.sum(0).astype(x.dtype)), np.asarray(product))
@@ -360,7 +363,7 @@ def test_lowers_as_planned(text, lower_for_cuda, pretend_gpu):
     for rows in (1, 16, 64, 256, 1024) if text in MEASURED else (1, 1024):
         x = jax.ShapeDtypeStruct((rows, shape.channels), jnp.bfloat16)
         module = lower_for_cuda(matmul, x, weight)
-        implementation = tuning.plan(rows, weight).implementation
+        implementation = plan_of(Problem.of(rows, weight)).implementation
         is_fused = f'name = "matmul_{weight.format.codes}"' in module
         assert is_fused == (implementation == "triton"), f"{rows} rows"
         assert ("mosaic_gpu" in module) == (implementation == "mosaic"), f"{rows} rows"

@@ -9,9 +9,10 @@ import pytest
 
 from mpjax.kernels import QuantizedTensor, matmul, quantize
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm import tuning
 from mpjax.kernels.gemm.api import matmul_terms
-from mpjax.kernels.gemm.config import GemmConfig, Plan
+from mpjax.kernels.gemm.plans.choice import forced
+from mpjax.kernels.gemm.plans.configuration import TritonConfig
+from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.quantized_tensor import replace_scales
 from tests.pallas_kernels.gemm.weights import ALL_FORMATS, dense, integers, random_weight
 from tests.pallas_kernels.oracles import as_array, random_array, relative_error, wide
@@ -71,8 +72,8 @@ def test_of_the_activations_as_on_a_gpu(text, dtype, rng, interpreted_triton):
     if permuted:
         order = rng.permutation(weight.channels).astype(np.int32)
         weight = dataclasses.replace(weight, permutation=jnp.asarray(order))
-    config = GemmConfig(16, 32, 1, 2, 3)
-    with tuning.forced(Plan("triton", config)):
+    config = TritonConfig(16, 32, 1, 2, 3)
+    with forced(Plan("triton", config)):
         gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
     assert gradient.dtype == dtype
     gate = {"bfloat16": 8e-3, "float16": 1e-3}[dtype]
@@ -82,7 +83,7 @@ def test_of_the_activations_as_on_a_gpu(text, dtype, rng, interpreted_triton):
 def test_of_split_sums(rng, interpreted_triton):
     """Each term has the gradient of the sum, and not a share of it."""
     x, weight, cotangent = operands(rng, "uint8:gK", 384, 16, 3, "bfloat16")
-    with tuning.forced(Plan("triton", GemmConfig(16, 16, 3, 1, 3))):
+    with forced(Plan("triton", TritonConfig(16, 16, 3, 1, 3))):
         gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
         assert matmul_terms(x, weight).shape == (3, 3, 16)
     assert relative_error(gradient, cotangent @ dense(weight).T) < 8e-3

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from mpjax.kernels import QuantizedTensor, WeightFormat, device
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
-from mpjax.kernels.gemm import shapes, triton, tuning
-from mpjax.kernels.gemm.config import GemmConfig
-from mpjax.kernels.gemm.heuristic import fused_config
-from mpjax.kernels.gemm.limits import can_scale_weights
+from mpjax.kernels.gemm import shapes, triton
+from mpjax.kernels.gemm.plans.choice import triton_config_of
+from mpjax.kernels.gemm.plans.configuration import TritonConfig
+from mpjax.kernels.gemm.plans.limits import can_scale_weights
+from mpjax.kernels.gemm.plans.problem import Problem
+from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
 from mpjax.kernels.quantized_tensor import replace_scales
 from tests.pallas_kernels.gemm.weights import (
     ALL_FORMATS,
@@ -35,15 +37,15 @@ from tests.pallas_kernels.oracles import GATES, relative_error
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
 
 
-def accumulated(tile_m: int, tile_n: int, splits: int, width: int | None = None) -> GemmConfig:
-    return GemmConfig(tile_m, tile_n, splits, 4, 3, "accumulator", width)
+def accumulated(tile_m: int, tile_n: int, splits: int, width: int | None = None) -> TritonConfig:
+    return TritonConfig(tile_m, tile_n, splits, 4, 3, "accumulator", width)
 
 
-def weighted(tile_m: int, tile_n: int, splits: int, width: int | None = None) -> GemmConfig:
-    return GemmConfig(tile_m, tile_n, splits, 4, 3, "weight", width)
+def weighted(tile_m: int, tile_n: int, splits: int, width: int | None = None) -> TritonConfig:
+    return TritonConfig(tile_m, tile_n, splits, 4, 3, "weight", width)
 
 
-def unsplit(outputs: int, config: GemmConfig) -> GemmConfig:
+def unsplit(outputs: int, config: TritonConfig) -> TritonConfig:
     return dataclasses.replace(config, unsplit=outputs)
 
 
@@ -94,7 +96,7 @@ each_case = pytest.mark.parametrize(
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def interpreted(
-    x: jax.Array | QuantizedActivations, weight: QuantizedTensor, config: GemmConfig, dtype: str
+    x: jax.Array | QuantizedActivations, weight: QuantizedTensor, config: TritonConfig, dtype: str
 ) -> jax.Array:
     return triton.matmul(x, weight, config, jnp.dtype(dtype), interpret=True)
 
@@ -165,7 +167,7 @@ def test_any_shape(text, rows, multiple, outputs, splits, scaling, dtype):
     assume(rows * outputs > 1)  # as the first example is, of every format
     rng = np.random.default_rng(rows * outputs)
     channels = multiple * (WeightFormat.parse(text).group_size or 50)
-    config = GemmConfig(16, 64, splits, 2, 3, scaling)
+    config = TritonConfig(16, 64, splits, 2, 3, scaling)
     for make_weight, make_activations in (
         (random_weight, random_activations),
         (integer_weight, integer_activations),
@@ -253,7 +255,7 @@ def test_integers_with_their_ptx(rng, interpreted_ptx):
 def assert_exact_with_ptx(rng, text, dtype, scaling):
     weight = integer_weight(rng, text, 128, 16, dtype)
     x = integer_activations(rng, weight, 2, dtype)
-    config = GemmConfig(16, 16, 1, 1, 3, scaling)
+    config = TritonConfig(16, 16, 1, 1, 3, scaling)
     # Not compiled: a `jit` knows nothing of targets.
     multiply = triton.matmul_terms.__wrapped__
     [product] = multiply(x, weight, config, jnp.dtype(jnp.float32), interpret=True)
@@ -268,7 +270,7 @@ MAIN = (
 )
 
 
-def launch(config: GemmConfig, dtype: str, x: jax.Array, weight: QuantizedTensor) -> jax.Array:
+def launch(config: TritonConfig, dtype: str, x: jax.Array, weight: QuantizedTensor) -> jax.Array:
     """Quantises x too, where the format wants it."""
     if weight.format.activations:
         x = quantize_activations(x, weight.format)
@@ -287,7 +289,7 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
         channels = shape.channels - shape.channels % (format.group_size or 1)
         weight = weight_struct(text, channels, shape.outputs)
         for rows in all_rows:
-            config = tuning.configure(rows, weight)
+            config = triton_config_of(Problem.of(rows, weight))
             ragged = (rows % config.tile_m > 0, shape.outputs % config.tile_n > 0)
             splits = min(config.splits, 2, weight.padded_channels // format.block)
             key = (dataclasses.replace(config, splits=splits), ragged)
@@ -311,16 +313,16 @@ def test_any_configuration_lowers(text, scaling, width, lower_for_cuda):
         weight = weight_struct(text, 1024, 1000)
         if weight.scale_dtype != "float32":
             weight = dataclasses.replace(weight, scale_dtype=scale_dtype)
-        config = GemmConfig(tile_m, 64, 2, 4, 3, scaling, width)
+        config = TritonConfig(tile_m, 64, 2, 4, 3, scaling, width)
         x = jax.ShapeDtypeStruct((100, 1024), dtype)
         kernel = lower_for_cuda(functools.partial(launch, config, dtype), x, weight)
         assert "matmul_" in kernel
 
 
-def gpu_config(rows: int, weight: QuantizedTensor) -> GemmConfig:
+def gpu_config(rows: int, weight: QuantizedTensor) -> TritonConfig:
     """Sums scaled for few rows and weights for many; both, for 17 and 32."""
     format = weight.format
-    config = fused_config(rows, format, *weight.shape, device.limits())
+    config = triton_by_rule(Problem(rows, format, *weight.shape, device.limits()))
     if not can_scale_weights(format) or format.symmetric or rows >= 64:
         return config
     return dataclasses.replace(config, scaling="weight" if rows == 17 else "accumulator")
@@ -373,7 +375,7 @@ def test_qwen3_8b_on_the_gpu(text, shape, rng):
     chosen = np.append(rng.choice(shape.outputs, 100), shape.outputs - 1)
     matrix = dense(output_channels(weight, chosen))
     for rows in (1, 16, 64, 128):
-        config = tuning.configure(rows, weight)
+        config = triton_config_of(Problem.of(rows, weight))
         x = random_activations(rng, weight, rows, "bfloat16")
         multiply = functools.partial(triton.matmul, config=config, out_dtype=jnp.dtype("bfloat16"))
         product = np.asarray(jax.jit(multiply)(x, weight))[:, chosen]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from mpjax.kernels.gemm.config import WarpgroupConfig
-from mpjax.kernels.gemm.mosaic import matmul_terms
+from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
+from mpjax.kernels.gemm.warpgroups.launch import matmul_terms
 from mpjax.kernels.mosaic import memory
 from mpjax.kernels.mosaic.decoding import Warpgroups
 from mpjax.kernels.mosaic.launch import COPYING_REGISTERS, launch, registers_per_thread, why_slow
 from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
-from tests.pallas_kernels.gemm.programs import interpreted_here
+from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
 from tests.pallas_kernels.gemm.weights import weight_struct
 
 REGISTERS_OF_A_MULTIPROCESSOR = 65536

@@ -1,0 +1,43 @@
+"""Plans of products: from a `Problem`, the implementation and the tiles that multiply it.
+
+`plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
+(`tables`), and asks the rule for what is not there (`rule`; `triton_rule` and `warpgroup_rule` for
+tiles, with a `cost_model` of the latter). `limits` and `shared_memory` say what a GPU allows.
+"""
+
+from mpjax.kernels.gemm.plans.candidates import candidates
+from mpjax.kernels.gemm.plans.choice import (
+    forced,
+    plan_of,
+    runs_by_warpgroups,
+    triton_config_of,
+    warpgroup_config_of,
+)
+from mpjax.kernels.gemm.plans.configuration import Implementation, TritonConfig, WarpgroupConfig
+from mpjax.kernels.gemm.plans.limits import why_no_wgmma, why_not_warpgroups
+from mpjax.kernels.gemm.plans.problem import Problem
+from mpjax.kernels.gemm.plans.rule import plan_by_rule
+from mpjax.kernels.gemm.plans.tables import BUCKETS, TABLES, Key, bucket
+from mpjax.kernels.plans.plan import Entry, Plan
+
+__all__ = [
+    "BUCKETS",
+    "TABLES",
+    "Entry",
+    "Implementation",
+    "Key",
+    "Plan",
+    "Problem",
+    "TritonConfig",
+    "WarpgroupConfig",
+    "bucket",
+    "candidates",
+    "forced",
+    "plan_by_rule",
+    "plan_of",
+    "runs_by_warpgroups",
+    "triton_config_of",
+    "warpgroup_config_of",
+    "why_no_wgmma",
+    "why_not_warpgroups",
+]

@@ -1,0 +1,86 @@
+"""Which kernels can multiply a problem on its GPU, and with which configurations."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels import device
+from mpjax.kernels.device import Limits
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.plans.configuration import TritonConfig
+from mpjax.kernels.gemm.plans.problem import Problem
+from mpjax.kernels.gemm.plans.shared_memory import triton_bytes
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
+
+# Of a thread's 255 registers; the rest holds words, decoded weights and addresses.
+ACCUMULATOR_REGISTERS = 128
+
+
+def why_not_triton(problem: Problem) -> str | None:
+    """Why Triton's kernel can't multiply a problem's format on its GPU; None if it can."""
+    if problem.format.activations != "float8":
+        return None
+    return device.why_not_float8(problem.limits.compute_capability)
+
+
+def why_no_wgmma(limits: Limits) -> str | None:
+    """Why a GPU has not the instruction that warpgroups multiply with; None if it has."""
+    if int(limits.compute_capability) == 9:
+        return None
+    return f"compute capability {limits.compute_capability} has no `wgmma`, which only 9.0 has"
+
+
+def why_not_warpgroups(problem: Problem) -> str | None:
+    """Why the warpgroups' kernel can't multiply a problem on its GPU; None if it can."""
+    if reason := why_no_wgmma(problem.limits):
+        return reason
+    format, outputs = problem.format, problem.outputs
+    scales_groups = format.group_size is not None and code_kinds.of(format).has_group_scales
+    if format.activations and scales_groups:
+        return f"{format} has 8-bit activations, and scales per group of input channels"
+    if outputs % WARPGROUP_OUTPUTS:
+        return f"{outputs} output channels are no multiple of {WARPGROUP_OUTPUTS}"
+    return None
+
+
+def widths(format: WeightFormat) -> tuple[int | None, ...]:
+    """Lanes of a plane that a step may take: all, or half of them if rows stay 64 bytes long."""
+    half = format.plane_width // 2
+    return (None, half) if half * format.word_bits >= 64 * 8 else (None,)
+
+
+def can_scale_weights(format: WeightFormat) -> bool:
+    """Whether `scaling="weight"` is a choice: only 16-bit operands can hold a group's scale."""
+    return format.group_size is not None and format.activations is None
+
+
+def can_be_operand(scale_dtype: str, operand: jnp.dtype) -> bool:
+    """Whether the dtype of a product's operands has the range of scales."""
+    return operand == jnp.bfloat16 or scale_dtype == operand.name
+
+
+def why_unsound(config: TritonConfig, problem: Problem) -> str | None:
+    """Why Triton's kernel can't run well, or at all, with a configuration; None if it can."""
+    if reason := why_not_triton(problem):
+        return reason
+    format, available = problem.format, problem.limits.shared_memory
+    if config.scaling == "weight" and not can_scale_weights(format):
+        return f"{format} has no scales that can be applied to its weights"
+    if config.unsplit is not None and config.unsplit % config.tile_n:
+        return f"{config.unsplit} channels that are not split are no whole tiles of {config.tile_n}"
+    if config.tile_n < 16 * config.warps:
+        return f"{config.tile_n} output channels are too few for {config.warps} warps: 16 each"
+    if (needed := triton_bytes(config, format, problem.limits)) > available:
+        return f"{needed} bytes of shared memory; there are {available}"
+    if (needed := accumulator_registers(config, format)) > ACCUMULATOR_REGISTERS:
+        return f"{needed} registers for sums; there is room for {ACCUMULATOR_REGISTERS}"
+    return None
+
+
+def accumulator_registers(config: TritonConfig, format: WeightFormat) -> int:
+    """Registers of a thread that hold sums: those of a group apart, where they are scaled later."""
+    # The groups of liquid4 become int8, so that one sum runs over all of K.
+    apart = format.group_size is not None and code_kinds.of(format).has_group_scales
+    sums = 2 if apart and config.scaling == "accumulator" else 1
+    return sums * config.tile_m * config.tile_n // (32 * config.warps)

@@ -1,0 +1,54 @@
+"""What the warpgroup does that only begins copies: it brings a program's operands, in turn."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+
+from mpjax.kernels.gemm.warpgroups.program import Program
+from mpjax.kernels.mosaic import memory
+
+
+def produce(program: Program) -> None:
+    """Copies all blocks of a program to shared memory, each as soon as there is a slot for it."""
+    shares = program.call.config.shares
+
+    def copy_of_all(number: jax.Array, _: None) -> None:
+        _copy_block(program, number, 0)  # the first share has the most
+        for share in range(1, shares):
+            is_there = program.first + number * shares + share < program.last
+            pl.when(is_there)(functools.partial(_copy_block, program, number, share))
+
+    jax.lax.fori_loop(0, pl.cdiv(program.last - program.first, shares), copy_of_all, None)
+
+
+def _copy_block(program: Program, number: jax.Array, share: int) -> None:
+    """Words, their parameters and x of a share's block; x all at once, or plane by plane."""
+    call, arguments, shared = program.call, program.arguments, program.shared
+    format, config, staged = call.format, call.config, call.stages
+    block = program.first + number * config.shares + share
+    place = program.slot(share, number, staged.blocks)
+    pl.when(number >= staged.blocks)(lambda: memory.wait(shared.free.at[place]))
+    outputs, arrival = pl.ds(program.first_output, config.tile_n), shared.full.at[place]
+    words = arguments.words.at[block, outputs, :]
+    if format.is_flat:
+        width = format.plane_width
+        words = arguments.words.at[0, outputs, pl.ds(block * width, width)]
+    memory.copy_in(words, shared.word_tiles.at[place], arrival)
+    if call.has_groups:
+        count = format.parameters_of_block
+        parameters = arguments.parameters.at[pl.ds(block * count, count), outputs]
+        memory.copy_in(parameters, shared.parameter_tiles.at[place], arrival)
+    for part in range(staged.parts):
+        if staged.parts > 1:
+            step = number * staged.parts + part
+            place = program.slot(share, step, staged.x)
+            is_used = step >= staged.x
+            pl.when(is_used)(functools.partial(memory.wait, shared.x_free.at[place]))
+            arrival = shared.x_full.at[place]
+        size = format.block // staged.parts
+        channels = pl.ds((block * staged.parts + part) * size, size)
+        x = arguments.x.at[pl.ds(program.first_row, config.tile_m), channels]
+        memory.copy_in(x, shared.x_tiles.at[place], arrival)

@@ -1,0 +1,265 @@
+"""Tables of measured plans: where they lie, and how they are read, looked up and written.
+
+A table is a JSON file for one kind of GPU, `nvidia_h200.json`, made by `mpjax tune`, with a section
+for each operation. A person's own table goes before the one that ships with the project, plan by
+plan.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from mpjax.kernels.plans.plan import Entry, Plan
+
+SHIPPED = Path(__file__).parents[1] / "tuned"
+VARIABLE = "MPJAX_TUNED"
+OPERATIONS = ("gemm",)  # that have a section
+
+Problem = TypeVar("Problem")
+
+
+class TableError(ValueError):
+    """A table that can't be read; the message names the file, the place in it and the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """The plans of one operation in a file.
+
+    device: the GPU as JAX names it, such as `NVIDIA H200`.
+    stamps: what plans were measured with (commit, versions, driver), one for each differing run.
+    entries: by the operation's keys, tuples that can be sorted.
+    others: sections of other operations, as they are in the file.
+    """
+
+    device: str
+    stamps: tuple[Mapping[str, Any], ...] = ()
+    entries: Mapping[Any, Entry] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def file_name(device: str) -> str:
+    """The file of a device's table: `nvidia_h200.json` for `NVIDIA H200`."""
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") + ".json"
+
+
+def own_folder() -> Path | None:
+    """Where a person's own tables are; None where MPJAX_TUNED is empty, so that none are used.
+
+    The folder that MPJAX_TUNED names, else `mpjax/tuned` in XDG_CACHE_HOME or `~/.cache`.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "mpjax", "tuned")
+
+
+_reading = 0
+
+
+def reading() -> tuple[int, Path | None]:
+    """A value that changes when files are read again, and with the folder of own tables."""
+    return _reading, own_folder()
+
+
+def forget() -> None:
+    """Lets the next lookup read the files again; programs compiled before stay as they are."""
+    global _reading
+    _reading += 1
+    _read_once.cache_clear()
+
+
+class Tables(abc.ABC, Generic[Problem]):
+    """The measured plans of one operation, and how they are written.
+
+    operation: its name, under which its section stands in a file.
+    levels: how many objects lie in each other there; their names, from outside in, are a key.
+    configs: its implementations, and the dataclass of what each is launched with, or None.
+    """
+
+    operation: str
+    levels: int
+    configs: Mapping[str, type | None]
+
+    @abc.abstractmethod
+    def key_of(self, problem: Problem) -> Any:
+        """The key of a problem: problems that are alike enough to share a plan have one."""
+
+    @abc.abstractmethod
+    def names(self, key: Any) -> tuple[str, ...]:
+        """The names of a key in a file, one for each level."""
+
+    @abc.abstractmethod
+    def key(self, names: tuple[str, ...]) -> Any:
+        """The inverse of `names`; raises ValueError for what is no key."""
+
+    @abc.abstractmethod
+    def check(self, key: Any, implementation: str, config: Mapping[str, Any]) -> None:
+        """Raises ValueError for the fields of a configuration that there can't be."""
+
+    def find(self, table: Table, key: Any) -> Entry | None:
+        """The entry that serves a key, or None."""
+        return table.entries.get(key)
+
+    def look_up(self, device: str, key: Any) -> Entry | None:
+        """The plan measured for a key on a device, or None; raises TableError for a bad table."""
+        for _, table in self.in_use(device):
+            if (entry := self.find(table, key)) is not None:
+                return entry
+        return None
+
+    def in_use(self, device: str) -> list[tuple[Path, Table]]:
+        """The files for a device and their tables, what is looked up first coming first.
+
+        A file is read once a process. Raises TableError for a damaged one.
+        """
+        own = own_folder()
+        if own is None:
+            return []
+        paths = [folder / file_name(device) for folder in dict.fromkeys((own, SHIPPED))]
+        found = [(path, _read_once(self, path, device)) for path in paths]
+        return [(path, table) for path, table in found if table is not None]
+
+    def record(
+        self, path: Path, device: str, entries: Mapping[Any, Entry], stamp: Mapping[str, Any]
+    ) -> None:
+        """Adds entries to a file, in the place of older ones, and keeps everything else in it.
+
+        The file is replaced at once, so that an interrupted process leaves the old or the new one.
+        Raises TableError where what stands there is damaged.
+        """
+        table = self.read(path, device) if path.is_file() else Table(device)
+        stamps = table.stamps if stamp in table.stamps else (*table.stamps, stamp)
+        entries = {**table.entries, **entries}
+        self.write(path, dataclasses.replace(table, stamps=stamps, entries=entries))
+        forget()
+
+    def write(self, path: Path, table: Table) -> None:
+        """Writes a table as sorted JSON, a line for each plan."""
+        section: dict[str, Any] = {}
+        for key, entry in sorted(table.entries.items()):
+            *outer, last = self.names(key)
+            plans = section
+            for name in outer:
+                plans = plans.setdefault(name, {})
+            config = {} if entry.plan.config is None else dataclasses.asdict(entry.plan.config)
+            config = {name: value for name, value in config.items() if value is not None}
+            fields = {"implementation": entry.plan.implementation, **config}
+            plans[last] = {**fields, "microseconds": round(entry.microseconds, 2)}
+        sections = {**table.others, self.operation: section}
+        sections = {name: sections[name] for name in OPERATIONS if name in sections}
+        content = {"device": table.device, **sections, "stamps": list(table.stamps)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(_to_json(content) + "\n", encoding="utf-8")
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def read(self, path: Path, device: str) -> Table:
+        """The table in a file, which must be that of `device`.
+
+        Raises TableError that says what is wrong in which file, and how to get rid of it.
+        """
+        try:
+            return self._parse(json.loads(path.read_text(encoding="utf-8")), device)
+        except (OSError, ValueError) as error:
+            raise TableError(
+                f"the tuning table {path} can't be used: {error}; mend it, or delete it and run "
+                "`mpjax tune` again"
+            ) from error
+
+    def _parse(self, content: Any, device: str) -> Table:
+        _require_fields(content, {"device", "stamps"}, "the file", set(OPERATIONS))
+        if content["device"] != device:
+            raise ValueError(f"it is for the device {content['device']!r}, expected {device!r}")
+        stamps = content["stamps"]
+        if not isinstance(stamps, list) or not all(isinstance(stamp, dict) for stamp in stamps):
+            raise ValueError("stamps must be a list of objects")
+        section = content.get(self.operation, {})
+        entries = dict(self._entries(section, ()))
+        others = {
+            name: content[name] for name in OPERATIONS if name in content and name != self.operation
+        }
+        return Table(device, tuple(stamps), entries, others)
+
+    def _entries(self, value: Any, names: tuple[str, ...]) -> Iterator[tuple[Any, Entry]]:
+        """What stands below some names, by keys."""
+        where = " ".join(names) or self.operation
+        if len(names) == self.levels:
+            key = self.key(names)
+            yield key, self._entry(key, value, where)
+            return
+        for name, inner in _objects(value, where):
+            yield from self._entries(inner, (*names, name))
+
+    def _entry(self, key: Any, fields: Any, where: str) -> Entry:
+        implementation: Any = dict(_objects(fields, where)).get("implementation")
+        if implementation not in self.configs:
+            names = tuple(self.configs)
+            raise ValueError(
+                f"{where}: implementation is {implementation!r}, expected one of {names}"
+            )
+        common = {"implementation", "microseconds"}
+        kind = self.configs[implementation]
+        known: Any = dataclasses.fields(kind) if kind else ()
+        required = {field.name for field in known if field.default is dataclasses.MISSING}
+        _require_fields(fields, common | required, where, {field.name for field in known})
+        microseconds = fields["microseconds"]
+        if type(microseconds) not in (int, float) or not 0 < microseconds < float("inf"):
+            raise ValueError(
+                f"{where}: microseconds is {microseconds!r}, expected a positive number"
+            )
+        if kind is None:
+            return Entry(Plan(implementation), microseconds)
+        config = {name: value for name, value in fields.items() if name not in common}
+        try:
+            self.check(key, implementation, config)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        return Entry(Plan(implementation, kind(**config)), microseconds)
+
+
+@functools.cache
+def _read_once(tables: Tables, path: Path, device: str) -> Table | None:
+    return tables.read(path, device) if path.is_file() else None
+
+
+def _to_json(value: Any, indent: str = "") -> str:
+    """JSON with an object or a list of plain values on one line."""
+    children = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list) or not any(isinstance(c, dict | list) for c in children):
+        return json.dumps(value, ensure_ascii=False)
+    deeper = indent + "  "
+    if isinstance(value, list):
+        opening, lines, closing = "[", [_to_json(child, deeper) for child in value], "]"
+    else:
+        lines = [f"{json.dumps(name)}: {_to_json(child, deeper)}" for name, child in value.items()]
+        opening, closing = "{", "}"
+    return f"{opening}\n{deeper}" + f",\n{deeper}".join(lines) + f"\n{indent}{closing}"
+
+
+def _objects(value: Any, where: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, found {type(value).__name__}")
+    return list(value.items())
+
+
+def _require_fields(
+    value: Any, required: set[str], where: str, optional: Set[str] = frozenset()
+) -> None:
+    found = {name for name, _ in _objects(value, where)}
+    problems = [f"unknown field {name!r}" for name in sorted(found - required - optional)]
+    problems += [f"missing field {name!r}" for name in sorted(required - found)]
+    if problems:
+        raise ValueError(f"{where}: {', '.join(problems)}")

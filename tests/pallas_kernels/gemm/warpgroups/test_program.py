@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.kernels import WeightFormat, device
+from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
+from mpjax.kernels.gemm.plans.problem import Problem
+from mpjax.kernels.gemm.plans.shared_memory import sent_bytes
+from mpjax.kernels.gemm.plans.warpgroup_rule import ranked
+from mpjax.kernels.gemm.warpgroups.program import Program, shared_memory
+from tests.pallas_kernels.gemm.plans.problems import H200
+from tests.pallas_kernels.gemm.warpgroups.programs import FLOAT, call_of
+
+FORMATS = ("uint4:g128", "uint4:g32", "uint8:gK", "float8:g128", "table4:g64", "table3:g64")
+FORMATS = (*FORMATS, "int8/int8", "liquid4:g64/int8")
+
+
+def arrays(text, config):
+    words = jnp.dtype(f"uint{WeightFormat.parse(text).word_bits}")
+    return shared_memory(call_of(text, config), words, FLOAT)
+
+
+def nbytes(array):
+    if hasattr(array, "num_barriers"):
+        return 8 * int(np.prod(array.num_barriers))
+    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_everything_fits_shared_memory(text):
+    checked = 0
+    for rows in (1, 16, 32, 100, 1000):
+        for config in ranked(Problem(rows, WeightFormat.parse(text), 8192, 10240, H200)):
+            needed = sum(map(nbytes, arrays(text, config).values()))
+            assert needed <= device.shared_memory(9.0), f"{rows} rows, {config}"
+            checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(WarpgroupConfig(16, 3, 1), WarpgroupConfig(8, 4, 1, 4), WarpgroupConfig(32, 2, 3, 2)),
+        *(WarpgroupConfig(32, 4, 2, 2), WarpgroupConfig(24, 3, 2, 3), WarpgroupConfig(8, 2, 2)),
+    ],
+    ids=str,
+)
+def test_there_is_room_for_what_is_sent(config):
+    sums = [array for name, array in arrays("uint4:g128", config).items() if name.endswith("_sums")]
+    assert sum(4 * math.prod(array.shape) for array in sums) == sent_bytes(config)
+    assert bool(sums) == (config.shares > 1 or config.is_cluster)
+
+
+def test_each_share_has_slots_of_its_own():
+    call = call_of("uint4:g128", WarpgroupConfig(8, 3, 1, 3))
+    nothing = [None] * 8
+    program = Program(call, *nothing)
+    places = {int(program.slot(share, n, 4)) for share, n in itertools.product(range(3), range(9))}
+    assert places == set(range(12))
+    assert program.slot(1, 9, 4) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "channels"),
+    [
+        ("table3:g64", 16, 64),  # two planes, one group
+        ("table3:g32", 16, 32),  # which has a sum of its own
+        ("table3:g64", 64, 32),
+        ("uint4:g32", 32, 32),
+        ("uint4:gK", 8, 64),
+        ("liquid4:g64/int8", 16, 128),  # groups are levels of one sum
+        ("liquid4:g64/int8", 64, 64),
+        ("uint8:g32", 16, 32),
+        ("float8:g128", 24, 64),
+        ("table2:g64", 8, 64),
+        ("int8/int8", 16, 128),
+    ],
+)
+def test_few_rows_have_whole_rows_of_tiles_where_a_group_allows(text, rows, channels):
+    call = call_of(text, WarpgroupConfig(rows, 2, 1))
+    assert call.operand_width == channels
+    [tiling, swizzle] = arrays(text, call.config)["x_tiles"].transforms
+    size = call.operand.itemsize
+    assert (tiling.tiling, swizzle.swizzle) == ((8, channels), channels * size)

@@ -180,9 +180,9 @@ class Decoder(nnx.Module):
         span: Span | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         config = self.config
-        positions = starts[:, None] + jnp.arange(tokens.shape[1])  # [batch, tokens]
+        positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]  # [batch, tokens]
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        angles = positions[..., None].astype(jnp.float32) * frequencies
+        angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
         terms = jnp.take(self.embedding.get_value(), tokens, axis=0)[None]
         residual = None
         written = []

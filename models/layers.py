@@ -42,7 +42,9 @@ class Linear(nnx.Module):
         """Maps [..., in] to [..., out]."""
         kernel: Any = self.kernel.get_value()
         y = matmul(x, kernel)
-        return y if self.bias is None else y + self.bias.get_value()
+        if self.bias is None:
+            return y
+        return y + jax.lax.broadcast_to_rank(self.bias.get_value(), y.ndim)
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., out] whose sum is the map of x, for `RMSNorm.add` to add."""

@@ -81,7 +81,7 @@ def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> jax.Array:
 
     def largest(pages: KVPages) -> jax.Array:
         sides = jnp.stack(gather(pages, cache.block_tables))
-        real = (jnp.arange(sides.shape[2]) < count)[:, None, None]
+        real = (jnp.arange(sides.shape[2]) < count)[None, None, :, None, None]
         return jnp.where(real, jnp.abs(sides), 0.0).max((1, 2))  # [2, KV heads, head dim]
 
     return jnp.stack([largest(pages) for pages in cache.layers])

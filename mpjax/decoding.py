@@ -129,7 +129,7 @@ def prefill(
     logits, cache = model.step(tokens, lengths, cache, fresh=True)
     seen = None
     if sampling.repetition_penalty is not None:
-        real = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
         seen = jnp.zeros((batch, logits.shape[-1]), bool)
         seen = seen.at[jnp.arange(batch)[:, None], tokens].max(real)
     state = DecodingState(
@@ -195,7 +195,7 @@ def _draw(
     batch, vocabulary = logits.shape
     too_short = state.counts < limits.minimum
     is_stop = jnp.zeros(vocabulary, bool).at[limits.stop_ids].set(True)
-    allowed = jnp.where(too_short[:, None] & is_stop, -jnp.inf, logits)
+    allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
     drawn = sample(allowed, step_keys(state.keys, state.step), sampling, state.seen)
     chance = logprobs(logits, drawn)
     counts = state.counts + alive.astype(jnp.int32)
@@ -329,5 +329,5 @@ def generate_tokens(
 def collect(state: DecodingState, limits: Limits) -> GeneratedTokens:
     """The tokens that a state has so far."""
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.counts - 1, 0)[:, None], 1)
-    stopped = (last == limits.stop_ids).any(-1) & (state.counts > 0)
+    stopped = (last == limits.stop_ids[None]).any(-1) & (state.counts > 0)
     return GeneratedTokens(state.tokens, state.counts, state.logprobs, stopped)

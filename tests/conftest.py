@@ -23,6 +23,7 @@ if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 # Hardly a program runs twice, and on a CPU most of a test's time would be LLVM's.
 # JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests the programs that people run.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:

@@ -134,7 +134,7 @@ def test_norms_make_the_size_of_queries_irrelevant(rng):
     [fused] = attention.qkv.parts
     scale = jnp.concatenate([jnp.full(64, 7.0), jnp.full(32, 0.5), jnp.ones(32)])
     kernel: Any = fused.kernel.get_value()
-    fused.kernel = nnx.Param(kernel * scale)
+    fused.kernel = nnx.Param(kernel * scale[None])
     after, _ = attention(x, angles, None, None)
     np.testing.assert_allclose(after, before, atol=1e-5)
 

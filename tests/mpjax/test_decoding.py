@@ -167,7 +167,7 @@ def test_it_can_be_jitted(run, tiny, prompts):
 
 def test_padding_does_not_matter(run, prompts):
     tokens, lengths = prompts
-    zeros = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    zeros = jnp.where(jnp.arange(tokens.shape[1])[None] < lengths[:, None], tokens, 0)
     np.testing.assert_array_equal(run(tokens=zeros).tokens, run().tokens)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.arithmetic import largest_magnitude
+from mpjax.kernels.checks import as_array, as_dtype, require_floats
 from mpjax.kernels.codes import float8
 from mpjax.kernels.formats import WeightFormat
 
@@ -42,7 +43,8 @@ class QuantizedActivations:
         groups = self.scales.shape[-1]
         runs = *self.shape[:-1], groups, self.shape[-1] // groups
         values = self.values.astype(jnp.float32).reshape(runs)
-        return (values * self.scales[..., None]).reshape(self.shape).astype(dtype)
+        wide = (values * self.scales[..., None]).reshape(self.shape)
+        return wide.astype(as_dtype("dequantize: dtype", dtype))
 
 
 def quantize_activations(
@@ -60,6 +62,8 @@ def quantize_activations(
     Raises ValueError where the format has 16-bit activations, or groups that don't divide K, and
     where x has no channels.
     """
+    x = as_array("quantize_activations: x", x)
+    require_floats("quantize_activations", x=x)
     format = WeightFormat.of(format)
     if format.activations is None:
         raise ValueError(f"{format} multiplies 16-bit activations: there is nothing to quantise")
@@ -81,5 +85,5 @@ def quantize_activations(
         values = jnp.round(scaled).astype(jnp.int8)  # at most 127: scaled exceeds it by rounding
     else:
         values = float8.to_float8(scaled)
-    name = jnp.dtype(x.dtype if dtype is None else dtype).name
+    name = as_dtype("quantize_activations: dtype", x.dtype if dtype is None else dtype).name
     return QuantizedActivations(values.reshape(x.shape), scales, name)

@@ -155,6 +155,19 @@ def test_replace_scales_replaces_nothing_else(text, rng):
     np.testing.assert_array_equal(given, read(replaced)[1])
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
+def test_replaced_scales_are_finite_in_their_dtype(value, rng):
+    tensor = quantize(jnp.asarray(rng.standard_normal((256, 8)), jnp.float32), "uint4:g32")
+    assert tensor.scale_dtype == "float16"
+    scales = tensor.scales().astype(jnp.float32)
+    bad = scales.at[1, 3].set(value)
+    with pytest.raises(ValueError, match=r"replace_scales: some scales are .* range of float16"):
+        replace_scales(tensor, bad)
+    jax.eval_shape(replace_scales, tensor, bad)  # what is not known is not refused
+    as_lists = replace_scales(tensor, np.asarray(scales * 2).tolist())
+    np.testing.assert_array_equal(as_lists.scales(), tensor.scales() * 2)
+
+
 def test_replace_scales_needs_one_scale_for_each_group(rng):
     tensor = PlainWeight.random(rng, FORMAT, 96, 3).pack()
     assert len(tensor.parameters) == 4  # one of padding
@@ -224,13 +237,13 @@ FLOAT8 = INT8 | {
         (
             UINT4,
             {"zeros": np.full((2, 4), 300.0)},
-            "zeros: the dtype is float64; expected integers",
+            "zeros: the dtype is float32; expected integers",
         ),
         (UINT4, {"zeros": np.full((2, 4), -3.5, np.float16)}, "zeros: the dtype is float16"),
         (
             UINT4,
             {"permutation": np.arange(64.0)},
-            "permutation: the dtype is float64; expected int",
+            "permutation: the dtype is float32; expected int",
         ),
         (
             UINT4,

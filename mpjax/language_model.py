@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.checkpoint.layout import LinearPlace, array_places, linear_kernels, linear_places
-from mpjax.kernels import KVFormat, QuantizedTensor
+from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.models import Decoder, DecoderConfig
-from mpjax.precision import describe_weights
+from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
 
 MEGABYTE = 1e6
@@ -53,13 +53,12 @@ class LanguageModel:
 
     @property
     def precision(self) -> str:
-        """What is really there, such as `W4A16KV8`; `W4+W16A16KV8` where linear maps differ."""
-        names = weight_precisions(self.model)
-        activations = f"A{jnp.dtype(self.config.dtype).itemsize * 8}"
-        if not any("A" in name for name in names):
-            return f"{'+'.join(names)}{activations}{self.kv_format}"
-        each = [name if "A" in name else name + activations for name in names]
-        return f"{'+'.join(each)}{self.kv_format}"
+        """What is really there, such as `W4A16KV8`; `W16+W4A16KV8` where linear maps differ.
+
+        `load(path, precision=...)` takes it, of the checkpoint that the model came from.
+        """
+        bits = jnp.dtype(self.config.dtype).itemsize * 8
+        return str(Precision.mixed(weight_formats(self.model), self.kv_format, bits))
 
     def describe(self) -> list[tuple[str, str]]:
         """What `mpjax info` prints: labels and texts, in order."""
@@ -98,10 +97,13 @@ class LanguageModel:
         return "of heads, for KVfp8" if of_heads else "of channels, for KV8s"
 
 
-def weight_precisions(model: Decoder) -> list[str]:
-    """The W parts of the precisions that occur among a model's linear maps, in text order."""
-    places = linear_places(model.config)
-    return sorted({name for place in places for name in _formats(model, place)})
+def weight_formats(model: Decoder) -> set[WeightFormat]:
+    """The formats that occur among a model's linear maps; bfloat16 for any that is not packed."""
+    return {
+        kernel.format if isinstance(kernel, QuantizedTensor) else WeightFormat("bfloat16")
+        for place in linear_places(model.config)
+        for kernel in linear_kernels(model, place)
+    }
 
 
 def _formats(model: Decoder, place: LinearPlace) -> list[str]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import jax
 
+from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import CheckpointError, huggingface, orbax
 from mpjax.kernels import KVFormat
+from mpjax.kernels.checks import shown
 from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
 from mpjax.tokenizer import Tokenizer
@@ -31,21 +33,24 @@ def load(
     path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ or FP8) or
         one that `mpjax.checkpoint.orbax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which
         is fetched first.
-    precision: such as `W4A16KV8`. Linear maps of a 16-bit checkpoint are rounded to nearest where
-        it asks for fewer bits; a quantised checkpoint must agree with it, but for `sym`: integers
-        of one count as symmetric where its zero points are, whatever is asked for. By default
+    precision: such as `W4A16KV8`; docs/precision.md lists them. Linear maps of a 16-bit checkpoint
+        are rounded to nearest where it asks for fewer bits; a quantised checkpoint must agree with
+        it, but for `sym`: integers of one count as symmetric where its zero points are, whatever is
+        asked for. Several W parts must be what is there: `lm.precision` is always taken. By default
         weights stay as they are, with a KV cache of 16 bits, or as saved. FP8 weights meet the
         activations that the checkpoint was made for, mostly FP8 too, unless the precision has a W
         part, which says what they meet: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
-    dtype: what the model computes in: bfloat16, float16 or float32; the checkpoint's by default.
+    dtype: what the model computes in: bfloat16, float16 or float32, also as bf16, fp16 and fp32 or
+        as a dtype of NumPy, JAX or PyTorch; float32 where precision has A32, else the checkpoint's
+        by default.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for what can't be loaded, ValueError for a precision or dtype that the
     checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated,
     where the device has not enough memory left.
     """
-    if isinstance(precision, str):
-        precision = Precision.parse(precision)
+    precision = None if precision is None else Precision.of(precision)
+    dtype = compute_dtype(dtype, precision)
     folder = find_folder(path_or_id).resolve()
     if (folder / orbax.DESCRIPTION_NAME).is_file():
         return orbax.restore(folder, precision=precision, dtype=dtype, progress=progress)
@@ -67,6 +72,8 @@ def bundled_model() -> Path:
 
 def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
     """The folder, fetched from the hub where it has to be."""
+    if not isinstance(path_or_id, str | os.PathLike):
+        raise ValueError(f"the model is {shown(path_or_id)}: expected a folder's path or a hub id")
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         return path

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import kv_scales
 from mpjax.checkpoint.awq import BITS, AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
@@ -25,13 +26,13 @@ from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import assign_array, assign_linear
-from mpjax.checkpoint.plan import FLOAT_DTYPES, Packing, Plan, make_plan
+from mpjax.checkpoint.plan import Packing, Plan, make_plan
 from mpjax.checkpoint.progress import loading_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
-from mpjax.precision import DEFAULT_GROUP_SIZE, Precision
+from mpjax.precision import DEFAULT_GROUP_SIZE, Precision, describe_weights
 
 CONFIG_NAME = "config.json"
 POSITIVE_FIELDS = (
@@ -61,11 +62,11 @@ def load(
     doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where the
     device has not enough memory left.
     """
-    folder = Path(folder)
+    folder, dtype = Path(folder), compute_dtype(dtype, precision)
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
     if dtype is not None:
-        config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
+        config = dataclasses.replace(config, dtype=dtype)
     elif precision is not None and config.dtype == "float32":
         config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
     packing = read_packing(folder, hf)
@@ -74,6 +75,7 @@ def load(
     quantize = _format_to_quantize(folder, hf, packing, precision)
     checkpoint = Checkpoint.open(folder)
     plan = make_plan(checkpoint, config, packing, quantize)
+    _require_mixture(folder, plan, precision)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     _fill(model, checkpoint, plan, progress)
@@ -128,13 +130,6 @@ def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], 
     return decoder, config
 
 
-def _compute_dtype(dtype: jax.typing.DTypeLike) -> str:
-    name = jnp.dtype(dtype).name
-    if name not in FLOAT_DTYPES:
-        raise ValueError(f"dtype is {name}: expected one of {', '.join(FLOAT_DTYPES)}")
-    return name
-
-
 def read_packing(folder: Path, hf: Mapping[str, Any]) -> Packing | None:
     """What quantization_config says, None without one. Raises CheckpointError."""
     written = hf.get("quantization_config")
@@ -161,7 +156,7 @@ def read_packing(folder: Path, hf: Mapping[str, Any]) -> Packing | None:
 def _with_activations(folder: Path, packing: FP8Config, precision: Precision | None) -> FP8Config:
     """The config with the activations to multiply with: those of the precision, or its own."""
     names = precision_names(packing, KVFormat() if precision is None else precision.kv)
-    if precision is None or precision.weights is None:
+    if precision is None or not precision.formats:
         if packing.unsupported is None:
             return packing
         raise CheckpointError(
@@ -170,7 +165,7 @@ def _with_activations(folder: Path, packing: FP8Config, precision: Precision | N
             "are"
         )
     for choice in _choices(packing):
-        if choice.format == precision.weights:
+        if choice.format in precision.formats:
             return choice
     raise ValueError(
         f"precision is {precision}, but {folder} is an FP8 checkpoint that can't be quantised "
@@ -215,6 +210,20 @@ def _format_to_quantize(
             f"be quantised again: ask for {found}A16{precision.kv}, or load a 16-bit checkpoint"
         )
     return None
+
+
+def _require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> None:
+    """Raises ValueError where weights are to be a mixture that the checkpoint is not."""
+    if precision is None or not precision.mixture:
+        return
+    sources = [source for _, sources in plan.linears for source in sources]
+    found = {source.format or WeightFormat("bfloat16") for source in sources}
+    if not precision.agrees_with(found):
+        names = sorted(describe_weights(format, precision.bits) for format in found)
+        raise ValueError(
+            f"precision is {precision}, but the weights in {folder} are {'+'.join(names)}: ask for "
+            f"A{precision.bits}{precision.kv}, which leaves them as they are"
+        )
 
 
 def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | None) -> None:

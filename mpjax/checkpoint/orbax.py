@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from mpjax.arguments import compute_dtype
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.layout import (
     array_places,
@@ -32,7 +33,7 @@ from mpjax.checkpoint.layout import (
 from mpjax.checkpoint.progress import loading_bar
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.kernels.backend import default_device
-from mpjax.language_model import LanguageModel, weight_precisions
+from mpjax.language_model import LanguageModel, weight_formats
 from mpjax.memory import require_free
 from mpjax.models import FAMILIES, CacheScales, Decoder, DecoderConfig, Linear, RopeScaling
 from mpjax.precision import Precision, describe_weights
@@ -304,24 +305,20 @@ def _assign_arrays(model: Decoder, arrays: dict[str, Any], description: dict[str
 def _require_agreement(
     folder: Path, model: Decoder, precision: Precision | None, dtype: jax.typing.DTypeLike | None
 ) -> None:
-    saved = model.config.dtype
-    if dtype is not None and jnp.dtype(dtype).name != saved:
+    saved, dtype = model.config.dtype, compute_dtype(dtype, precision)
+    if dtype not in (None, saved):
         raise ValueError(
-            f"dtype is {jnp.dtype(dtype).name}, but {folder} was saved in {saved}: convert the "
-            "original checkpoint again"
+            f"dtype is {dtype}, but {folder} was saved in {saved}: convert the original checkpoint "
+            "again"
         )
-    if precision is None or precision.weights is None:
+    if precision is None or precision.agrees_with(found := weight_formats(model)):
         return
-    found = weight_precisions(model)
-    # As when loading the original: maps that it left in 16 bits don't count, nor does symmetry,
-    # which the zero points decide.
-    packed = {name.removesuffix("sym") for name in found if name not in ("W16", "W32")}
-    name = describe_weights(precision.weights).removesuffix("sym")
-    if packed != ({name} if precision.weights.is_packed else set()):
-        raise ValueError(
-            f"precision is {precision}, but the weights in {folder} are {'+'.join(found)}: ask for "
-            f"A16{precision.kv}, which leaves them as they are, or convert the original again"
-        )
+    bits = jnp.dtype(saved).itemsize * 8
+    names = sorted(describe_weights(format, bits) for format in found)
+    raise ValueError(
+        f"precision is {precision}, but the weights in {folder} are {'+'.join(names)}: ask for "
+        f"A{bits}{precision.kv}, which leaves them as they are, or convert the original again"
+    )
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:

@@ -152,10 +152,10 @@ def _measure(
 
     console = rich.console.Console(stderr=True)
     rows: dict[int, dict[str, Any]] = {}
-    for weights in dict.fromkeys(precision.weights for precision in precisions):
+    for weights in dict.fromkeys(precision.of_weights for precision in precisions):
         lm = None
         for index, precision in enumerate(precisions):
-            if precision.weights != weights:
+            if precision.of_weights != weights:
                 continue
             if console.is_terminal:
                 console.print(f"{precision}", highlight=False)

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.arguments import new_token_limits, read_text, require_documents, require_known_ids
+from mpjax.arguments import (
+    compute_dtype,
+    new_token_limits,
+    read_text,
+    require_documents,
+    require_known_ids,
+    stop_strings,
+)
+from mpjax.precision import Precision
 
 
 @pytest.mark.parametrize("limits", [(0, 1), (4, 4), (np.int64(2), np.int32(3)), (0, jnp.int32(2))])
@@ -48,6 +56,61 @@ def test_a_text_is_no_list_of_documents():
     require_documents(["a text"])
     with pytest.raises(ValueError, match=r"^documents is a text: pass a list, \[text\]$"):
         require_documents("a text")
+    for other in (None, 3, [b"bytes"], ["a", 1], jnp.ones(())):
+        with pytest.raises(ValueError, match=r"documents is .*: expected a list of texts"):
+            require_documents(other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [
+        (None, None, None),
+        ("bf16", None, "bfloat16"),
+        (jnp.float16, "W4A16KV8", "float16"),
+        ("fp32", "A16KV8", "float32"),  # activations that aren't rounded
+        (None, "A32KV8", "float32"),
+        (np.float32, "W32A32KV16", "float32"),
+    ],
+)
+def test_the_dtype_to_compute_in(dtype, precision, expected):
+    parsed = None if precision is None else Precision.parse(precision)
+    assert compute_dtype(dtype, parsed) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "message"),
+    [
+        ("int8", "A16KV8", "dtype is int8: expected one of bfloat16, float16, float32$"),
+        (float, "A16KV8", "dtype is float64: expected one of bfloat16"),
+        ("auto", "A16KV8", "dtype is 'auto': expected a dtype, such as bfloat16"),
+        (16, "A16KV8", "dtype is 16: expected a dtype"),
+        ("bf16", "W4A32KV8", "precision is W4A32KV8, of a model in float32, and dtype is bfloat16"),
+    ],
+)
+def test_dtypes_that_no_model_computes_in(dtype, precision, message):
+    with pytest.raises(ValueError, match=message):
+        compute_dtype(dtype, Precision.parse(precision))
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [(None, []), ((), []), ("end", ["end"]), (["a", "b"], ["a", "b"]), (iter("ab"), ["a", "b"])],
+)
+def test_stop_strings(stop, expected):
+    assert stop_strings(stop) == expected
+
+
+@pytest.mark.parametrize("stop", [3, b"end", [b"end"], ["a", 1], jnp.ones(()), object()])
+def test_stop_strings_are_texts(stop):
+    with pytest.raises(
+        ValueError, match=r"the stop string .* is no text; expected some, or a list"
+    ):
+        stop_strings(stop)
+
+
+def test_a_stop_string_is_not_empty():
+    with pytest.raises(ValueError, match="an empty stop string would end every text"):
+        stop_strings(["a", ""])
 
 
 def test_line_ends_stay_as_they_are(tmp_path):

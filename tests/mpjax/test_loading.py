@@ -3,6 +3,8 @@ from __future__ import annotations
 import sys
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mpjax.checkpoint import CheckpointError, orbax
@@ -32,6 +34,35 @@ def test_precision_as_text_or_object(folder):
     assert load(folder, precision="A16KV4", dtype="float16").precision == "W16A16KV4"
     with pytest.raises(ValueError, match="can't read the precision 'int4'"):
         load(folder, precision="int4")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "f32", np.float32, jnp.float32, "float32"])
+def test_dtypes_by_their_usual_names(dtype, folder):
+    lm = load(folder, dtype=dtype)
+    assert lm.config.dtype == "float32"
+    assert lm.model.embedding.get_value().dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": 4}, "precision is 4: expected a text, such as 'W4A16KV16'"),
+        ({"precision": "W4A16"}, "can't read the precision 'W4A16': did you mean 'W4A16KV16'"),
+        ({"dtype": "bf17"}, "dtype is 'bf17': expected a dtype, such as bfloat16"),
+        ({"dtype": "auto"}, "dtype is 'auto': expected a dtype"),
+        (
+            {"dtype": "bf16", "precision": "W4A32KV8"},
+            "precision is W4A32KV8, of a model in float32",
+        ),
+        ({"path_or_id": 7}, "the model is 7: expected a folder's path or a hub id"),
+        ({"path_or_id": None}, "the model is None: expected a folder's path or a hub id"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, message, folder, tmp_path):
+    orbax.save(load(folder), tmp_path / "saved")
+    for place in (folder, tmp_path / "saved"):
+        with pytest.raises(ValueError, match=message):
+            load(**({"path_or_id": place} | arguments))
 
 
 def test_the_tokenizer_comes_along_and_comes_first(folder):

@@ -9,6 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax.kernels.checks import as_dtype, shown, whole_number
+
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
+    "max_position_embeddings",
+)
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
@@ -37,6 +43,7 @@ class DecoderConfig:
     """Everything that a decoder's computation depends on besides its weights; static, hashable.
 
     windows: for each layer, how many keys a query sees, itself included (None: all).
+    dtype: what the model computes in, also as a short name such as `bf16`.
     stop_ids: tokens that end a text; not used by the model itself.
     """
 
@@ -58,6 +65,28 @@ class DecoderConfig:
     qk_norm: bool = False
     dtype: str = "bfloat16"
     stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", as_dtype("DecoderConfig: dtype", self.dtype).name)
+        for name in ("windows", "stop_ids"):  # of a list, the configuration would have no hash
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"DecoderConfig: {name} is {shown(value)}: expected a list")
+            object.__setattr__(self, name, tuple(value))
+
+    def require_computable(self) -> None:
+        """Raises ValueError for sizes that no decoder can have."""
+        for name in SIZES:
+            whole_number(f"DecoderConfig: {name}", getattr(self, name))
+        for window in self.windows:
+            if window is not None:
+                whole_number("DecoderConfig: one of windows", window)
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"DecoderConfig: {self.num_heads} heads of {self.head_dim} channels for "
+                f"{self.num_kv_heads} KV heads: expected a multiple of the KV heads, and an even "
+                "number of channels"
+            )
 
     @property
     def num_layers(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpjax.kernels.checks import shown
 from mpjax.models.config import ConfigError
 from mpjax.models.decoder import Decoder
 from mpjax.models.llama import Llama
@@ -24,6 +25,8 @@ def family(hf: Mapping[str, Any]) -> type[Decoder]:
 
     Raises ConfigError, naming what was found and what is supported.
     """
+    if not isinstance(hf, Mapping):
+        raise ConfigError(f"config.json is {shown(hf)}: expected an object")
     names = hf.get("architectures") or []
     for name in names:
         if name in FAMILIES:

@@ -14,6 +14,7 @@ from flax import nnx
 from mpjax.arguments import require_documents, require_known_ids
 from mpjax.evaluate import DEFAULT_WINDOW, document_tokens
 from mpjax.kernels import KVFormat, KVPages, cache_scales
+from mpjax.kernels.checks import require_type, whole_number
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.language_model import LanguageModel
 from mpjax.models import CacheScales, Decoder
@@ -40,6 +41,7 @@ def calibrate_cache(
     another model's, documents that are no list or without a token, and a window or max_tokens
     below 1.
     """
+    require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     require_documents(documents)
     format = lm.kv_format
     if format.scaling is None:
@@ -47,10 +49,8 @@ def calibrate_cache(
     if lm.tokenizer is None:
         raise ValueError(f"{lm.source} has no tokenizer.json, which reading documents needs")
     window = DEFAULT_WINDOW if window is None else window
-    for name, value in (("window", window), ("max_tokens", max_tokens)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}: expected a positive number")
-    window = min(window, lm.config.max_position_embeddings)
+    window = min(whole_number("window", window), lm.config.max_position_embeddings)
+    max_tokens = whole_number("max_tokens", max_tokens)
     largest: jax.Array | None = None
     left = max_tokens
     for text in documents:

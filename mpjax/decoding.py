@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from mpjax.arguments import new_token_limits
 from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, backend
-from mpjax.kernels.checks import are_between
+from mpjax.kernels.checks import are_between, as_array, as_arrays, require_type, shown
 from mpjax.kernels.gemm.tuning import runs_by_warpgroups
 from mpjax.models import Decoder
 from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
@@ -260,8 +260,8 @@ def generate_tokens(
     *,
     max_new_tokens: int,
     min_new_tokens: int = 0,
-    sampling: Sampling | None = None,
-    stop_ids: tuple[int, ...] | None = None,
+    sampling: Sampling | Mapping[str, Any] | None = None,
+    stop_ids: Sequence[int] | jax.Array | None = None,
     kv_format: KVFormat | str | None = None,
     page_size: int = 128,
 ) -> GeneratedTokens:
@@ -274,6 +274,7 @@ def generate_tokens(
         eos_token_id of config.json. `generate` stops at `lm.tokenizer.stop_ids`: also at
         eos_token, and at those of generation_config.json in the place of config.json's. Pass these
         for the same ends.
+    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default.
     kv_format: of the cache, which is created here and dropped at the end, as PagedKVCache.create
         takes it; KV16 by default.
 
@@ -283,7 +284,8 @@ def generate_tokens(
     Raises ValueError for shapes, dtypes and limits that don't fit, and, where values are known, for
     an empty prompt, a token out of range, or more tokens than the model has positions.
     """
-    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    require_type("model", model, Decoder, hint=", such as lm.model")
+    tokens, lengths = as_arrays("generate_tokens", tokens=tokens, lengths=lengths)
     if tokens.ndim != 2:
         raise ValueError(
             f"tokens have shape {tokens.shape}; expected [batch, tokens], also for one prompt"
@@ -301,8 +303,11 @@ def generate_tokens(
     vocabulary = model.config.vocab_size
     if not are_between(tokens, 0, vocabulary - 1):
         raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
+    stop_ids = as_array("stop_ids", stop_ids)
+    if stop_ids.ndim != 1 or (stop_ids.size and not jnp.issubdtype(stop_ids.dtype, jnp.integer)):
+        raise ValueError(f"stop_ids are {shown(stop_ids)}; expected a list of token ids")
     if not are_between(stop_ids, 0, 2**31 - 1):  # what the vocabulary lacks is never drawn
-        raise ValueError(f"stop_ids are {stop_ids}; each must be 0 or above")
+        raise ValueError(f"stop_ids are {stop_ids.tolist()}; each must be 0 or above")
     if not are_between(lengths, 1, padded):
         raise ValueError(f"lengths are {lengths.tolist()}; each must be from 1 to {padded}")
     positions = model.config.max_position_embeddings
@@ -315,10 +320,12 @@ def generate_tokens(
         raise ValueError(
             f"seeds have shape {np.shape(seeds)}; expected one for each of {batch} rows"
         )
-    sampling = Sampling() if sampling is None else sampling
+    sampling = Sampling.of(sampling)
     limits = Limits.of(batch, stop_ids, min_new_tokens, max_new_tokens)
     keys = row_keys(jnp.arange(batch) if seeds is None else seeds)
-    cache = model.create_cache(batch, padded + max_new_tokens, kv_format or KVFormat(), page_size)
+    cache = model.create_cache(
+        batch, padded + max_new_tokens, KVFormat() if kv_format is None else kv_format, page_size
+    )
     lengths = lengths.astype(jnp.int32)
     state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits, room=max_new_tokens)
     run = decode_program(model, state)

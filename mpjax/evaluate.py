@@ -17,6 +17,7 @@ import rich.progress
 
 from mpjax.arguments import read_text, require_documents, require_known_ids
 from mpjax.kernels import PagedKVCache
+from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
 from mpjax.models import Decoder
@@ -86,15 +87,17 @@ def perplexity(
     to predict, or a window that the model can't see; DeviceMemoryError, before anything is
     allocated, where the cache and the logits are too large.
     """
+    require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     require_documents(documents)
     if lm.tokenizer is None:
         raise ValueError(f"{lm.source} has no tokenizer.json, which perplexity of a text needs")
     positions = lm.config.max_position_embeddings
-    window = min(DEFAULT_WINDOW, positions) if window is None else window
-    if not 1 <= window <= positions or batch < 1:
+    window = min(DEFAULT_WINDOW, positions) if window is None else whole_number("window", window)
+    batch = whole_number("batch", batch)
+    if window > positions:
         raise ValueError(
-            f"window is {window} and batch {batch}; expected a window from 1 to the {positions} "
-            "positions of this model, and a batch of 1 or more"
+            f"window is {window}; expected one that fits into the {positions} positions of this "
+            "model"
         )
     documents = list(documents)
     windows = [

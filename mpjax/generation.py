@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.arguments import new_token_limits, require_known_ids
+from mpjax.arguments import new_token_limits, require_known_ids, stop_strings
 from mpjax.decoding import DecodingState, Limits, decode_program, jit_prefill
+from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
 from mpjax.sampling import Sampling, row_keys
@@ -61,7 +62,7 @@ def generate(
     *,
     max_new_tokens: int = 128,
     min_new_tokens: int = 0,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Mapping[str, Any] | None = None,
     stop: str | Sequence[str] | None = (),
     seeds: Sequence[int] | None = None,
     page_size: int = 128,
@@ -71,7 +72,7 @@ def generate(
     prompts: texts, or chats (lists of `{"role": ..., "content": ...}`) that go through the
         checkpoint's chat template; one of either is a batch of one.
     max_new_tokens, min_new_tokens: of each row; stop tokens are held back until the minimum.
-    sampling: greedy by default.
+    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default.
     stop: strings that end a row; the text ends before them.
     seeds: one per prompt, which alone decide what it draws, whatever its neighbours (but for
         rounding: kernels choose their tiles by the batch's size); row numbers by default.
@@ -92,7 +93,7 @@ def stream(
     *,
     max_new_tokens: int = 128,
     min_new_tokens: int = 0,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Mapping[str, Any] | None = None,
     stop: str | Sequence[str] | None = (),
     seed: int = 0,
     page_size: int = 128,
@@ -215,7 +216,7 @@ def _run(
     prompts: Prompt | Sequence[Prompt],
     max_new_tokens: int,
     min_new_tokens: int,
-    sampling: Sampling | None,
+    sampling: Sampling | Mapping[str, Any] | None,
     stop: str | Sequence[str] | None,
     seeds: Sequence[int] | None,
     page_size: int,
@@ -223,11 +224,8 @@ def _run(
     watch: bool,
 ) -> Iterator[_Progress]:
     """Yields after prefill, then after each chunk (watched, or with stop strings) or the end."""
-    stop = [stop] if isinstance(stop, str) else list(stop or ())
-    if others := [text for text in stop if not isinstance(text, str)]:
-        raise ValueError(f"the stop string {others[0]!r} is no text; expected some, or a list")
-    if "" in stop:
-        raise ValueError("an empty stop string would end every text before it begins")
+    require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+    stop = stop_strings(stop)
     min_new_tokens, max_new_tokens = new_token_limits(min_new_tokens, max_new_tokens)
     tokenizer = _tokenizer(lm)
     encoded = _encode(tokenizer, prompts)
@@ -238,7 +236,7 @@ def _run(
         raise ValueError(f"{len(seeds)} seeds for {len(encoded)} prompts; expected one for each")
     _check_lengths(lm, encoded, max_new_tokens)
 
-    sampling = Sampling() if sampling is None else sampling
+    sampling = Sampling.of(sampling)
     batch, longest = len(encoded), max(map(len, encoded))
     padded, room = bucket(longest), bucket(max_new_tokens)
     tokens = np.zeros((batch, padded), np.int32)

@@ -18,6 +18,7 @@ from rich.progress import track
 from mpjax.evaluate import document_tokens, token_scores
 from mpjax.generation import generate
 from mpjax.generation_kwargs import GenerationArguments, parse
+from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import load
 
@@ -53,17 +54,19 @@ class HarnessLM(TemplateLM):
         max_new_tokens: int = 256,
     ) -> None:
         super().__init__()
+        require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
         if lm.tokenizer is None:
             raise ValueError(f"{lm.source} has no tokenizer.json, which tasks of text need")
         positions = lm.config.max_position_embeddings
-        max_length = positions if max_length is None else max_length
-        if not 1 <= max_length <= positions or int(batch_size) < 1:
+        max_length = positions if max_length is None else whole_number("max_length", max_length)
+        if max_length > positions:
             raise ValueError(
-                f"max_length is {max_length} and batch_size {batch_size}; expected 1 to the "
-                f"{positions} positions of this model, and 1 or more"
+                f"max_length is {max_length}; expected one that fits into the {positions} "
+                "positions of this model"
             )
-        self.lm, self.tokenizer, self.batch_size = lm, lm.tokenizer, int(batch_size)
-        self.max_length, self.max_new_tokens = max_length, max_new_tokens
+        self.lm, self.tokenizer, self.max_length = lm, lm.tokenizer, max_length
+        self.batch_size = whole_number("batch_size", batch_size)
+        self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         bos = lm.tokenizer.special_tokens.get("bos_token", "")
         self._template: str | None = None  # name of the chat template; by default the default one
         self._added = bos if lm.tokenizer.encode("")[:1] == [lm.tokenizer.bos_id] else ""
@@ -100,6 +103,8 @@ class HarnessLM(TemplateLM):
                 f"model_args has {', '.join(sorted(unknown))}, which mpjax doesn't know: expected "
                 + ", ".join(known)
             )
+        if "batch_size" in given:
+            given["batch_size"] = int(given["batch_size"])
         loading = {name: given.pop(name, None) for name in of_loading}
         return cls(load(given.pop("pretrained"), **loading), **given)
 

@@ -83,8 +83,8 @@ def test_refusals(tiny):
         calibrate_cache(dataclasses.replace(lm, tokenizer=None), DOCUMENTS)
     with pytest.raises(ValueError, match=r"documents is a text: pass a list, \[text\]"):
         calibrate_cache(lm, DOCUMENTS[0])
-    for name, value in (("window", 0), ("window", -5), ("max_tokens", 0)):
-        with pytest.raises(ValueError, match=f"{name} is {value}: expected a positive number"):
+    for name, value in (("window", 0), ("window", -5), ("max_tokens", 0), ("max_tokens", 2.5)):
+        with pytest.raises(ValueError, match=f"{name} is {value}: expected 1 or more"):
             calibrate_cache(lm, DOCUMENTS, **{name: value})
 
 

@@ -185,7 +185,7 @@ def test_padding_does_not_matter(run, prompts):
         ({"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
         ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens is 5 and max_new_tokens 4"),
         ({"max_new_tokens": 250}, "250 new tokens would pass the 256 positions"),
-        ({"stop_ids": (3, -1)}, r"stop_ids are \(3, -1\); each must be 0 or above"),
+        ({"stop_ids": (3, -1)}, r"stop_ids are \[3, -1\]; each must be 0 or above"),
         ({"seeds": [1, 2]}, r"seeds have shape \(2,\); expected one for each of 3 rows"),
         ({"seeds": [1, -2, 3]}, "seeds are"),
     ],

@@ -184,9 +184,13 @@ def test_without_bos_a_document_begins_with_eos(tiny, special, monkeypatch):
         ("import os", {}, r"documents is a text: pass a list, \[text\]"),
         ([], {}, "no token to predict"),
         (["", ""], {}, "no token to predict"),
-        (["x"], {"window": 257}, "window is 257 .* 256 positions"),
+        (["x"], {"window": 257}, "window is 257; .* 256 positions"),
         (["x"], {"window": 0}, "window is 0"),
-        (["x"], {"batch": 0}, "batch 0"),
+        (["x"], {"batch": 0}, "batch is 0: expected 1 or more"),
+        (["x"], {"batch": "8"}, "batch is '8': expected 1 or more, a whole number"),
+        (["x"], {"window": 16.0}, r"window is 16\.0: expected 1 or more, a whole number"),
+        (7, {}, "documents is 7: expected a list of texts"),
+        ([b"x"], {}, r"documents is \[b'x'\]: expected a list of texts"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tiny, documents, options, message):

@@ -281,9 +281,12 @@ def test_a_chat_template_can_be_named(harness, tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 257}, "max_length is 257 .* 256 positions"),
+        ({"max_length": 257}, "max_length is 257; .* 256 positions"),
         ({"max_length": 0}, "max_length is 0"),
-        ({"batch_size": 0}, "batch_size 0"),
+        ({"batch_size": 0}, "batch_size is 0: expected 1 or more"),
+        ({"batch_size": "eight"}, "batch_size is 'eight': expected 1 or more, a whole number"),
+        ({"max_length": 2.5}, r"max_length is 2\.5: expected 1 or more, a whole number"),
+        ({"max_new_tokens": None}, "max_new_tokens is None: expected 1 or more"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(harness, tiny, options, message):

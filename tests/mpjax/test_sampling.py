@@ -378,3 +378,57 @@ def test_logprobs_are_of_the_unmodified_distribution():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     pairs = logprobs(jnp.asarray(logits)[None, :2], jnp.asarray(tokens)[None, :2])
     np.testing.assert_allclose(pairs[0], expected[:2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, Sampling()),
+        ({}, Sampling()),
+        (Sampling(temperature=0.5), Sampling(temperature=0.5)),
+        ({"temperature": 1}, Sampling(temperature=1.0)),
+        (types.MappingProxyType({"temperature": 0.7, "top_k": 5}), Sampling(0.7, top_k=5)),
+        ({"temperature": None, "repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+    ],
+)
+def test_a_sampling_may_come_as_a_mapping(given, expected):
+    assert Sampling.of(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (0.7, r"sampling is 0\.7: expected a Sampling, or a mapping such as {'temperature': 0\.7}"),
+        ("greedy", "sampling is 'greedy': expected a Sampling"),
+        ([("temperature", 1)], r"sampling is \[\('temperature', 1\)\]: expected a Sampling"),
+        ({"temprature": 1}, r"has 'temprature' \(did you mean 'temperature'\?\): expected temp"),
+        (
+            {"do_sample": True},
+            "sampling has 'do_sample': expected temperature, top_k, top_p, min_p",
+        ),
+        ({1: 2}, "sampling has 1: expected temperature"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number or an array"),
+        ({"temperature": 1, "top_k": "5"}, "top_k is '5'; it must be a number or an array"),
+        ({"temperature": [[1]]}, r"temperature has shape \(1, 1\)"),
+        ({"temperature": [1, [2]]}, r"temperature is \[1, \[2\]\]; it must be a number"),
+        ({"temperature": {}}, "temperature is {}; it must be a number"),
+        ({"temperature": 10**400}, r"temperature is 1000.*; it must be a number"),
+        ({"temperature": -1}, r"temperature is -1\.0; it must be finite and 0 or above"),
+    ],
+)
+def test_what_is_no_sampling_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling.of(given)
+
+
+def test_a_mapping_draws_as_a_sampling_does():
+    """Also in a program whose argument it is: `jit` takes mappings apart."""
+    logits, keys = random_logits(4, 32), row_keys([1, 2, 3, 4])
+    given = {"temperature": 0.8, "top_p": 0.9}
+    expected = sample(jnp.asarray(logits), keys, Sampling(**given))
+    np.testing.assert_array_equal(sample(logits.tolist(), keys, given), expected)
+    np.testing.assert_array_equal(jax.jit(sample)(jnp.asarray(logits), keys, given), expected)
+    np.testing.assert_array_equal(
+        process_logits(jnp.asarray(logits), given),
+        process_logits(jnp.asarray(logits), Sampling(**given)),
+    )

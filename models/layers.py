@@ -36,13 +36,22 @@ def _as_array_or_shape(name: str, value: Any) -> Any:
     return value if hasattr(value, "shape") else as_array(name, value)
 
 
+class Packed(nnx.Variable):
+    """A QuantizedTensor in a module. Its codes have no derivative: it is no nnx.Param to train."""
+
+
 class Linear(nnx.Module):
-    """x · kernel + bias, with a kernel [in, out] in any weight format."""
+    """x · kernel + bias, with a kernel [in, out] in any weight format.
+
+    A packed kernel is a Packed variable, any other an nnx.Param.
+    """
 
     def __init__(self, kernel: jax.Array | QuantizedTensor, bias: jax.Array | None = None):
-        if not isinstance(kernel, QuantizedTensor):
-            kernel = _as_array_or_shape("Linear: kernel", kernel)
-        self.kernel = nnx.Param(kernel)
+        self.kernel: nnx.Variable
+        if isinstance(kernel, QuantizedTensor):
+            self.kernel = Packed(kernel)
+        else:
+            self.kernel = nnx.Param(_as_array_or_shape("Linear: kernel", kernel))
         self.bias = None if bias is None else nnx.Param(_as_array_or_shape("Linear: bias", bias))
 
     @classmethod
@@ -58,11 +67,15 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Activations) -> jax.Array:
         """Maps [..., in] to [..., out]."""
-        kernel: Any = self.kernel.get_value()
-        y = matmul(x, kernel)
+        y = self.product(x)
         if self.bias is None:
             return y
         return y + jax.lax.broadcast_to_rank(self.bias.get_value(), y.ndim)
+
+    def product(self, x: Activations) -> jax.Array:
+        """X · kernel, without the bias."""
+        kernel: Any = self.kernel.get_value()
+        return matmul(x, kernel)
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., out] whose sum is the map of x, for `RMSNorm.add` to add."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpjax.generation import Generation, generate, stream
     from mpjax.language_model import LanguageModel
     from mpjax.loading import bundled_model, load
+    from mpjax.models import trainable
     from mpjax.precision import Precision
     from mpjax.sampling import Sampling
 
@@ -40,6 +41,7 @@ __all__ = [
     "generate_tokens",
     "load",
     "stream",
+    "trainable",
 ]
 
 _MODULES = {
@@ -54,6 +56,7 @@ _MODULES = {
     "generate_tokens": "decoding",
     "load": "loading",
     "stream": "generation",
+    "trainable": "models",
 }
 
 

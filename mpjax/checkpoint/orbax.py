@@ -183,7 +183,8 @@ def _require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
             raise ValueError(
                 f"the model can't be saved with {name}, which a {type(model).__name__} does not "
-                "have: save adapters and the like apart, and the model without them"
+                "have: put learned scales back with mpjax.kernels.replace_scales, and save "
+                "adapters and the like apart"
             )
 
 

@@ -17,7 +17,7 @@ from mpjax.kernels import (
     quantize,
     quantize_activations,
 )
-from mpjax.models import Attention
+from mpjax.models import Attention, Packed
 from mpjax.models.attention import Span
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array
@@ -97,7 +97,7 @@ def test_attending_to_quantised_activations(fresh, rng):
     attention = Attention(CONFIG, None, nnx.Rngs(0))
     [fused] = attention.qkv.parts
     kernel: Any = fused.kernel.get_value()
-    fused.kernel = nnx.Param(quantize(kernel, WeightFormat.parse("int8/int8")))
+    fused.kernel = Packed(quantize(kernel, WeightFormat.parse("int8/int8")))
     x = random_array(rng, (2, 5, 64), "float32") * 30
     assert attention.qkv.format is not None
     ready = quantize_activations(x, attention.qkv.format)

@@ -12,7 +12,7 @@ from flax import nnx
 from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
 from mpjax.kernels.gemm import tuning
 from mpjax.kernels.gemm.config import GemmConfig, Plan
-from mpjax.models import FusedLinear, GatedMLP, Linear, RMSNorm, RopeScaling
+from mpjax.models import FusedLinear, GatedMLP, Linear, Packed, RMSNorm, RopeScaling
 from mpjax.models.layers import rotary_frequencies, rotate
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
@@ -163,7 +163,7 @@ def test_gated_activations_come_as_the_last_kernel_takes_them(text, rng):
     x = random_array(rng, (2, 64), "float32") * 20
     expected = wide(mlp.gated(x))
     kernel: Any = mlp.down.kernel.get_value()
-    mlp.down.kernel = nnx.Param(quantize(kernel, WeightFormat.parse(text)))
+    mlp.down.kernel = Packed(quantize(kernel, WeightFormat.parse(text)))
     gated = mlp.gated(x, mlp.down.format)
     assert isinstance(gated, QuantizedActivations)
     assert gated.dtype == "float32"

@@ -17,7 +17,7 @@ from flax import nnx
 from mpjax import tune
 from mpjax.checkpoint import CheckpointError, huggingface, orbax
 from mpjax.cli import info
-from mpjax.kernels import KVFormat
+from mpjax.kernels import KVFormat, replace_scales, unpack
 from mpjax.language_model import LanguageModel
 from mpjax.memory import DeviceMemoryError
 from mpjax.models import CacheScales, Decoder, Linear, family
@@ -273,6 +273,35 @@ def test_what_the_format_does_not_hold_is_refused(tmp_path, rng):
     with pytest.raises(ValueError, match="saved with extra, which a Llama does not have"):
         orbax.save(lm, tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["original"]
+
+
+class Scaled(Linear):
+    """A packed map whose scales are learned."""
+
+    def __init__(self, base: Linear):
+        super().__init__(base.kernel.get_value())
+        self.scales = nnx.Param(unpack(self.kernel.get_value())[1].astype(jnp.float32))
+
+
+@pytest.mark.parametrize("precision", ["W4g32A16KV8", "WNF2g32A16KV16", "WFP8gKA16KV8"])
+def test_learned_scales_are_saved_in_the_packed_weight(precision, tmp_path, rng):
+    lm = load(plain(tmp_path / "original", rng), precision)
+    mlp = lm.model.layers[1].mlp
+    before = np.asarray(mlp.down.kernel.get_value().scales())
+    mlp.down = Scaled(mlp.down)
+    mlp.down.scales = nnx.Param(mlp.down.scales.get_value() * 1.5)
+    with pytest.raises(
+        ValueError, match=r"saved with layers\.1\.mlp\.down\.scales, .*replace_scales"
+    ):
+        orbax.save(lm, tmp_path / "saved")
+    mlp.down = Linear(replace_scales(mlp.down.kernel.get_value(), mlp.down.scales.get_value()))
+    orbax.save(lm, tmp_path / "saved")
+    restored = orbax.restore(tmp_path / "saved")
+    require_same_bits(lm, restored)
+    kernel = restored.model.layers[1].mlp.down.kernel.get_value()
+    groups = kernel.format.groups(kernel.channels)
+    expected = before[:groups].astype(np.float32) * np.float32(1.5)
+    np.testing.assert_array_equal(kernel.scales()[:groups], expected.astype(before.dtype))
 
 
 def test_a_cache_that_can_not_be_made_is_refused(tmp_path, rng):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,15 @@ from mpjax.tokenizer import Tokenizer
 # What loading needs; a repository often holds the same weights in other formats as well.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 HUB_IGNORED = ["consolidated*", "original/*"]
+
+# What a folder may hold in the place of a checkpoint, and what to do then; the first one counts.
+OTHER_FILES = {
+    "*.gguf": "GGUF is not read: take the safetensors checkpoint that it was made from",
+    "adapter_config.json": "an adapter is no model: merge it into its base model first",
+    "consolidated.*": "take the repository in Hugging Face's format, with config.json",
+    "*.safetensors": "config.json is missing: fetch it into the same folder",
+    "tokenizer*": "a tokenizer is no model: fetch config.json and *.safetensors to the same place",
+}
 
 
 def load(
@@ -52,7 +62,7 @@ def load(
     if not (folder / huggingface.CONFIG_NAME).is_file():
         raise CheckpointError(
             f"{folder} has neither {huggingface.CONFIG_NAME} nor {orbax.DESCRIPTION_NAME}: "
-            "expected a Hugging Face checkpoint, or one that mpjax saved"
+            f"expected a Hugging Face checkpoint, or one that mpjax saved{_describe_others(folder)}"
         )
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     model = huggingface.load(folder, precision=precision, dtype=dtype, progress=progress)
@@ -71,11 +81,12 @@ def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{path} is a file: expected the folder of a checkpoint")
+        remedy = f"; {OTHER_FILES['*.gguf']}" if path.suffix == ".gguf" else ""
+        raise CheckpointError(f"{path} is a file: expected the folder of a checkpoint{remedy}")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path_or_id)):
         raise CheckpointError(
-            f"{path} does not exist: expected a checkpoint folder, or a hub id such as "
-            "Qwen/Qwen3-8B-AWQ"
+            f"{path} does not exist: expected a checkpoint folder, or a hub id, which names an "
+            "owner, too, such as Qwen/Qwen3-8B-AWQ"
         )
     try:
         import huggingface_hub
@@ -93,3 +104,12 @@ def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
             f"{path_or_id} is no folder here, and the hub did not give it: {error}"
         ) from error
     return Path(fetched)
+
+
+def _describe_others(folder: Path) -> str:
+    """What a folder without a checkpoint holds, and what to do about it; the end of a sentence."""
+    names = sorted(path.name for path in folder.iterdir())
+    for pattern, remedy in OTHER_FILES.items():
+        if found := fnmatch.filter(names, pattern):
+            return f", and found {found[0]}; {remedy}"
+    return f", and found {', '.join(names[:5]) or 'nothing'}"

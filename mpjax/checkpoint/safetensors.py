@@ -313,4 +313,9 @@ def _only_safetensors_file(folder: Path) -> Path:
         raise CheckpointError(
             f"{folder} has PyTorch *.bin files and no *.safetensors: convert them to safetensors"
         )
+    if any(folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} has GGUF files, which are not read, and no *.safetensors: take the "
+            "safetensors checkpoint that they were made from"
+        )
     raise CheckpointError(f"{folder} has no *.safetensors file")

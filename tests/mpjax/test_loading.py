@@ -85,9 +85,51 @@ def test_what_is_no_checkpoint(tmp_path):
         CheckpointError, match=r"has neither config\.json nor mpjax\.json: expected"
     ):
         load(tmp_path)
+    (tmp_path / "model.bin").write_text("?")
+    with pytest.raises(
+        CheckpointError, match=r"model\.bin is a file: expected the folder of a .*t$"
+    ):
+        load(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "and found nothing$"),
+        (["b", "a"], "and found a, b$"),
+        (
+            ["model-Q4_K_M.gguf", "tokenizer.model"],
+            "found model-Q4_K_M.gguf; GGUF is not read: take",
+        ),
+        (["tokenizer.model"], "found tokenizer.model; a tokenizer is no model: fetch config.json"),
+        (["adapter_config.json", "adapter.safetensors"], "adapter is no model: merge it into its"),
+        (["consolidated.00.pth", "params.json", "tokenizer.model"], "in Hugging Face's format"),
+        (
+            ["model.safetensors", "tokenizer.json"],
+            r"found model.safetensors; config\.json is missing",
+        ),
+    ],
+)
+def test_what_a_folder_holds_in_the_place_of_a_checkpoint(names, message, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text("?")
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_a_file_of_another_format(tmp_path):
     (tmp_path / "model.gguf").write_text("GGUF")
-    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: expected the folder"):
+    message = r"model\.gguf is a file: expected the folder of a checkpoint; GGUF is not read: take"
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B-AWQ", "gpt2"])
+def test_a_hub_id_has_an_owner(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = f"^{name} does not exist: .* a hub id, which names an owner, too, such as Qwen/Qwen3"
+    with pytest.raises(CheckpointError, match=message):
+        load(name)
 
 
 def hub(monkeypatch, download):

@@ -224,6 +224,9 @@ def test_folder_without_checkpoint(tmp_path):
         Checkpoint.open(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"has no \*\.safetensors file"):
         Checkpoint.open(tmp_path)
+    (tmp_path / "model-Q8_0.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"GGUF files, which are not read, and no \*\.safe"):
+        Checkpoint.open(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"PyTorch \*\.bin files .*: convert them"):
         Checkpoint.open(tmp_path)

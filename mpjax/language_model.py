@@ -15,7 +15,7 @@ from mpjax.checkpoint.layout import LinearPlace, array_places, linear_kernels, l
 from mpjax.kernels import KVFormat, QuantizedTensor
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.precision import describe_weights
-from mpjax.tokenizer import Tokenizer
+from mpjax.tokenizer import Tokenizer, explain_missing
 
 MEGABYTE = 1e6
 
@@ -36,6 +36,15 @@ class LanguageModel:
     def config(self) -> DecoderConfig:
         """The decoder's configuration."""
         return self.model.config
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ValueError, with what to do, where there is none."""
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{explain_missing(self.source)} Without it there is no text: generate_tokens "
+                "takes token ids."
+            )
+        return self.tokenizer
 
     @property
     def nbytes(self) -> int:

@@ -67,7 +67,7 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(_explain_missing(folder))
+            raise CheckpointError(explain_missing(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises bare Exception
@@ -141,8 +141,16 @@ class Tokenizer:
 
     def _template(self, chosen: str | None, variables: Mapping[str, Any]) -> str:
         templates = self.chat_templates
-        if chosen is not None:
-            return templates.get(chosen, chosen)
+        if chosen in templates:
+            return templates[chosen]
+        if chosen is not None and ("{{" in chosen or "{%" in chosen):
+            return chosen
+        if chosen is not None:  # a text without markup would be the same prompt for every chat
+            known = ", ".join(sorted(templates)) or "it has none"
+            raise ValueError(
+                f"chat_template {chosen!r:.60} is neither a chat template of {self.name} ({known}) "
+                "nor Jinja source, which has {{ or {%."
+            )
         if variables.get("tools") is not None and "tool_use" in templates:
             return templates["tool_use"]
         if "default" in templates:
@@ -166,7 +174,8 @@ def _check_text(text: Any) -> None:
         ) from error
 
 
-def _explain_missing(folder: Path) -> str:
+def explain_missing(folder: Path) -> str:
+    """Why a folder without tokenizer.json has no tokenizer, and what to do about it."""
     if not folder.is_dir():
         return f"{folder} is not a folder; expected a checkpoint folder with a tokenizer.json."
     names = sorted(path.name for path in folder.iterdir())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from mpjax.kernels import KVFormat
 from mpjax.language_model import LanguageModel, weight_precisions
 from mpjax.models import CacheScales
 from mpjax.precision import Precision
+from mpjax.tokenizer import Tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
     GPTQ,
@@ -19,6 +21,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     random_tensors,
     write_checkpoint,
 )
+from tests.mpjax.tokenizer_folders import byte_level
 
 
 def load(folder, precision=None, dtype=None):
@@ -99,3 +102,22 @@ def test_describe(tmp_path, rng):
     ):
         lm.model.cache_scales = CacheScales(jnp.ones(shape))
         assert dict(lm.describe())["cache scales"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tokenizer.model", r"has tokenizer\.model but no tokenizer\.json: convert it once with"),
+        (
+            "config.json",
+            r"has no tokenizer\.json; it holds config\.json\. Without it there is no text",
+        ),
+    ],
+)
+def test_without_a_tokenizer_it_is_said_what_to_do(name, message, tmp_path):
+    (tmp_path / name).write_text("{}")
+    lm = LanguageModel(None, None, KVFormat(), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        lm.require_tokenizer()
+    tokenizer = Tokenizer(byte_level([], 256))
+    assert dataclasses.replace(lm, tokenizer=tokenizer).require_tokenizer() is tokenizer

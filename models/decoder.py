@@ -147,6 +147,9 @@ class Decoder(nnx.Module):
     ) -> PagedKVCache:
         """An empty cache that fits this model, with its scales if they are those of the format.
 
+        batch: sequences. max_tokens: of each, rounded up to whole pages. format, page_size: as for
+        PagedKVCache.create; page_size is the tokens in a page: 16, 32, 64, 128 or 256.
+
         Warns where a format of heads' scales finds those of channels: its own are 1 then.
         """
         config, scales, format = self.config, None, KVFormat.of(format)

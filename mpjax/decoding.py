@@ -20,7 +20,8 @@ from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, backend
 from mpjax.kernels.checks import are_between
 from mpjax.kernels.gemm.tuning import runs_by_warpgroups
 from mpjax.models import Decoder
-from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
+from mpjax.random_keys import row_keys, step_keys
+from mpjax.sampling import Sampling, logprobs, sample
 
 STRIDE = 8
 STOP_IDS = 8  # their number is rounded up to a multiple
@@ -268,8 +269,9 @@ def generate_tokens(
     """Continues a batch of prompts: pure, and jit-able with `max_new_tokens` and formats static.
 
     tokens: int [batch, tokens], prompts padded on the right to one length; lengths: int32 [batch].
-    seeds: integers [batch], one per row, which alone decide what a row draws; 0 … batch − 1 by
-        default. Greedy generation uses none.
+    seeds: integers [batch], or JAX's keys (typed [batch], raw uint32 [batch, 2]; of threefry2x32),
+        one per row, which alone decide what a row draws; 0 … batch − 1 by default. Greedy
+        generation uses none.
     stop_ids: tokens that end a row; by default those of the model's configuration, which are the
         eos_token_id of config.json. `generate` stops at `lm.tokenizer.stop_ids`: also at
         eos_token, and at those of generation_config.json in the place of config.json's. Pass these
@@ -311,13 +313,9 @@ def generate_tokens(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
             f"{positions} positions of this model: shorten the prompts or ask for fewer"
         )
-    if seeds is not None and np.shape(seeds) != (batch,):
-        raise ValueError(
-            f"seeds have shape {np.shape(seeds)}; expected one for each of {batch} rows"
-        )
+    keys = row_keys(np.arange(batch) if seeds is None else seeds, batch)
     sampling = Sampling() if sampling is None else sampling
     limits = Limits.of(batch, stop_ids, min_new_tokens, max_new_tokens)
-    keys = row_keys(jnp.arange(batch) if seeds is None else seeds)
     cache = model.create_cache(batch, padded + max_new_tokens, kv_format or KVFormat(), page_size)
     lengths = lengths.astype(jnp.int32)
     state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits, room=max_new_tokens)

@@ -16,7 +16,8 @@ from mpjax.arguments import new_token_limits, require_known_ids
 from mpjax.decoding import DecodingState, Limits, decode_program, jit_prefill
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
-from mpjax.sampling import Sampling, row_keys
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
 from mpjax.text_stream import TextStream
 from mpjax.tokenizer import Tokenizer
 

@@ -16,7 +16,8 @@ from mpjax.bench.random_model import random_model
 from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
 from mpjax.kernels import KVFormat, WeightFormat, backend
 from mpjax.models import DecoderConfig, Llama
-from mpjax.sampling import Sampling, row_keys
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -186,7 +187,7 @@ def test_padding_does_not_matter(run, prompts):
         ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens is 5 and max_new_tokens 4"),
         ({"max_new_tokens": 250}, "250 new tokens would pass the 256 positions"),
         ({"stop_ids": (3, -1)}, r"stop_ids are \(3, -1\); each must be 0 or above"),
-        ({"seeds": [1, 2]}, r"seeds have shape \(2,\); expected one for each of 3 rows"),
+        ({"seeds": [1, 2]}, "there are 2 seeds for a batch of 3; expected one for each row"),
         ({"seeds": [1, -2, 3]}, "seeds are"),
     ],
 )

@@ -41,8 +41,8 @@ class Limits:
     maximum: jax.Array
 
     @classmethod
-    def of(cls, batch: int, stop_ids: Any, minimum: Any, maximum: int) -> Limits:
-        """The same limits for all rows."""
+    def of(cls, batch: int, stop_ids: Any, minimum: Any, maximum: Any) -> Limits:
+        """Limits of a batch; minimum and maximum are a number for all rows, or one for each."""
         ids = jnp.asarray(stop_ids, jnp.int32)
         # What no vocabulary has is never drawn: so one more stop token compiles nothing anew.
         padding = (0, -len(ids) % STOP_IDS)
@@ -91,7 +91,7 @@ class DecodingState:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "logprobs", "stopped"],
+    data_fields=["tokens", "lengths", "logprobs", "stopped", "finite"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +102,16 @@ class GeneratedTokens:
     lengths: int32 [batch], tokens that each row generated.
     logprobs: float32 [batch, max_new_tokens], of each token under the unmodified softmax.
     stopped: bool [batch], whether a stop token ended the row rather than its maximum.
+    finite: bool [batch], whether the model computed no NaN or infinite logits for the row. Where it
+        did, the tokens mean nothing: in float16 numbers beyond 65504 are infinite, and
+        `load(..., dtype="bfloat16")` has room for them.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     logprobs: jax.Array
     stopped: jax.Array
+    finite: jax.Array
 
 
 def prefill(
@@ -277,7 +281,8 @@ def generate_tokens(
         eos_token, and at those of generation_config.json in the place of config.json's. Pass these
         for the same ends.
     kv_format: of the cache, which is created here and dropped at the end, as PagedKVCache.create
-        takes it; KV16 by default.
+        takes it; KV16 by default. page_size: tokens in one of its pages, as for
+        PagedKVCache.create: 16, 32, 64, 128 or 256.
 
     A row's output does not depend on its neighbours, but for rounding: kernels choose their tiles,
     and with them the order of sums, by the batch's size.
@@ -328,4 +333,5 @@ def collect(state: DecodingState, limits: Limits) -> GeneratedTokens:
     """The tokens that a state has so far."""
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.counts - 1, 0)[:, None], 1)
     stopped = (last == limits.stop_ids).any(-1) & (state.counts > 0)
-    return GeneratedTokens(state.tokens, state.counts, state.logprobs, stopped)
+    finite = ~jnp.isnan(state.logprobs).any(-1)
+    return GeneratedTokens(state.tokens, state.counts, state.logprobs, stopped, finite)

@@ -281,8 +281,9 @@ def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
       tokens: integers [...].
 
     Returns:
-      float32 [...], natural logarithm.
+      float32 [...], natural logarithm; NaN where any of the logits is NaN or +inf.
     """
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(jnp.isposinf(total), jnp.nan, chosen - total)

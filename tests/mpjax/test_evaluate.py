@@ -12,8 +12,10 @@ import pytest
 import mpjax
 from mpjax import evaluate
 from mpjax.evaluate import perplexity, read_held_out, token_scores
+from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError
+from tests.mpjax.odd_models import with_damaged_token
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -204,6 +206,22 @@ def test_it_needs_a_tokenizer_that_fits(tiny):
         perplexity(other, ["import os"])
     with pytest.raises(ValueError, match="gave token -1, and the model knows 0 to 2047"):
         token_scores(tiny, [np.asarray([3, -1])])
+
+
+def test_what_is_not_finite_is_no_perplexity(tiny, chunked):
+    """The windows are those of the documents, in their order; sequences have their own name."""
+    [*_, target] = windows_of(tiny.tokenizer)
+    token = target[0][-1]  # of the last window's context
+    windows = [i for i, (context, _) in enumerate(windows_of(tiny.tokenizer)) if token in context]
+    lm = with_damaged_token(tiny, token)
+    message = rf"^window {windows[0]}: the model computes NaN .* in float32, .* are damaged"
+    with pytest.raises(NotFiniteError, match=message):
+        chunked(lm)
+    other = next(i for i in range(2048) if i != token)
+    sequences = [np.asarray([other] * 3), np.asarray([other, token]), np.asarray([token] * 2)]
+    assert len(token_scores(lm, sequences[:2], batch=BATCH, page_size=64)) == 2
+    with pytest.raises(NotFiniteError, match=r"^sequence 2: "):
+        token_scores(lm, sequences, batch=BATCH, page_size=64)
 
 
 def test_memory_is_asked_for_first(tiny, monkeypatch):

@@ -370,3 +370,22 @@ def test_logprobs_are_of_the_unmodified_distribution():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     pairs = logprobs(jnp.asarray(logits)[None, :2], jnp.asarray(tokens)[None, :2])
     np.testing.assert_allclose(pairs[0], expected[:2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 7])
+def test_logprobs_are_nan_where_logits_are_no_numbers(value, place):
+    """Of every token; the rows beside it are as they were."""
+    logits = np.repeat(random_logits(1, 20), 2, 0)
+    logits[1, place] = value
+    found = np.asarray(
+        [[float(logprobs(jnp.asarray(row), jnp.int32(i))) for i in (0, 7, 19)] for row in logits]
+    )
+    assert np.isfinite(found[0]).all()
+    assert np.isnan(found[1]).all()
+
+
+def test_what_a_model_rules_out_is_a_number():
+    logits = jnp.asarray([[0.0, -jnp.inf, 0.0]])
+    np.testing.assert_allclose(logprobs(logits, jnp.asarray([0])), np.log(0.5), rtol=1e-6)
+    assert logprobs(logits, jnp.asarray([1])).tolist() == [-np.inf]

@@ -18,7 +18,7 @@ from mpjax import plain_names
 if TYPE_CHECKING:
     from mpjax.calibration import calibrate_cache
     from mpjax.decoding import GeneratedTokens, generate_tokens
-    from mpjax.generation import Generation, generate, stream
+    from mpjax.generation import Generation, TextPiece, generate, stream, stream_batch
     from mpjax.language_model import LanguageModel
     from mpjax.loading import bundled_model, load
     from mpjax.precision import Precision
@@ -34,12 +34,14 @@ __all__ = [
     "LanguageModel",
     "Precision",
     "Sampling",
+    "TextPiece",
     "bundled_model",
     "calibrate_cache",
     "generate",
     "generate_tokens",
     "load",
     "stream",
+    "stream_batch",
 ]
 
 _MODULES = {
@@ -48,12 +50,14 @@ _MODULES = {
     "LanguageModel": "language_model",
     "Precision": "precision",
     "Sampling": "sampling",
+    "TextPiece": "generation",
     "bundled_model": "loading",
     "calibrate_cache": "calibration",
     "generate": "generation",
     "generate_tokens": "decoding",
     "load": "loading",
     "stream": "generation",
+    "stream_batch": "generation",
 }
 
 

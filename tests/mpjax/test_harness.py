@@ -16,7 +16,9 @@ import tokenizers.processors
 
 import mpjax
 from mpjax import evaluate
+from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
+from tests.mpjax.odd_models import with_damaged_token
 
 CODE = "def add(x, y):\n    return x + y"
 # Contexts and continuations of several lengths.
@@ -170,6 +172,21 @@ def test_generation_is_that_of_generate(model, tiny):
     again = mpjax.generate(tiny, contexts[:1] * 2, max_new_tokens=12, sampling=hot, seeds=[3, 4])
     assert found[3:] == again.text
     assert found[3] != found[4]  # the same request twice is two draws
+
+
+def test_what_is_not_finite_is_no_answer(harness, tiny):
+    """Requests are counted as lm_eval gave them, not as batches have them."""
+    lm = harness.HarnessLM(with_damaged_token(tiny, tiny.tokenizer.encode("class")[0]), 2)
+    contexts = [CODE, "for i in", "class A", "import os"]
+    asked = requests("generate_until", *[(context, {"max_gen_toks": 3}) for context in contexts])
+    with pytest.raises(NotFiniteError, match=r"^request 2: the model computes NaN"):
+        lm.generate_until(asked)
+    pairs = requests("loglikelihood", *[(context, " x") for context in contexts])
+    with pytest.raises(NotFiniteError, match=r"^request 2: the model computes NaN"):
+        lm.loglikelihood(pairs)
+    texts = requests("loglikelihood_rolling", *[(context,) for context in contexts])
+    with pytest.raises(NotFiniteError, match=r"^window 2: the model computes NaN"):
+        lm.loglikelihood_rolling(texts)
 
 
 @pytest.fixture

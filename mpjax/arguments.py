@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax.kernels import files
+
 
 def new_token_limits(minimum: Any, maximum: Any) -> tuple[Any, int]:
     """min_new_tokens and max_new_tokens as whole numbers; a traced minimum stays as it is.
@@ -60,10 +62,4 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
     Raises ValueError, naming the file and the byte, for another encoding.
     """
-    try:
-        return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not a text in UTF-8: byte {error.start} is "
-            f"0x{error.object[error.start]:02x}; save it in that encoding"
-        ) from error
+    return files.decode(Path(path).read_bytes(), str(path), ValueError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ import rich.progress
 
 from mpjax.arguments import read_text, require_documents, require_known_ids
 from mpjax.finite import NotFiniteError
-from mpjax.kernels import PagedKVCache
+from mpjax.kernels import PagedKVCache, files
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
 from mpjax.models import Decoder
@@ -128,14 +127,11 @@ def read_held_out(path: str | os.PathLike[str]) -> list[str]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            texts.append(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{path}, line {number}: expected a JSON object with a "text" ({error!r})'
-            ) from error
-        if not isinstance(texts[-1], str):
-            raise ValueError(f'{path}, line {number}: "text" is {texts[-1]!r:.40}, not a string')
+        where = f"{path}, line {number},"
+        text = files.parse_object(line, where, ValueError).get("text")
+        if not isinstance(text, str):
+            raise ValueError(f'{where} has the "text" {text!r:.40}: expected a string')
+        texts.append(text)
     return texts
 
 

@@ -127,7 +127,7 @@ def _shapes(config: DecoderConfig) -> list[Shape]:
 
 
 def _read_config(folder: Path) -> DecoderConfig:
-    if (folder / orbax.DESCRIPTION_NAME).is_file():
+    if os.path.lexists(folder / orbax.DESCRIPTION_NAME):
         return orbax.abstract(folder).config
     return huggingface.decoder_config(folder, huggingface.read_config(folder))[1]
 
@@ -182,7 +182,7 @@ def run(
     Raises tables.TableError, before anything is measured, where the table is damaged.
     """
     try_plans = try_plans or try_on_gpu
-    known = tables.read(path, device).entries if path.is_file() else {}
+    known = tables.read(path, device).entries if os.path.lexists(path) else {}
     for job in jobs:
         if not again and (entry := known.get(job.key)) is not None:
             yield Outcome(job, entry)

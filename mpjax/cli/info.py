@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ def inspect(folder: Path) -> LanguageModel:
 def _is_saved(folder: Path) -> bool:
     from mpjax.checkpoint import orbax
 
-    return (folder / orbax.DESCRIPTION_NAME).is_file()
+    return os.path.lexists(folder / orbax.DESCRIPTION_NAME)
 
 
 def _open_choices(folder: Path) -> list[tuple[str, str]]:

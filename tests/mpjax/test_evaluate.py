@@ -241,11 +241,11 @@ def test_the_held_out_text_can_be_read(tmp_path):
     assert read_held_out(path) == ["é\u2028\x85", ""]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"txt": "a"}', '{"text": 3}', "3"])
+@pytest.mark.parametrize("line", ["{", "[]", '{"txt": "a"}', '{"text": 3}', "3", "[" * 99_999])
 def test_a_line_of_another_form_is_named(tmp_path, line):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + line, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"texts\.jsonl, line 2: "):
+    with pytest.raises(ValueError, match=r"texts\.jsonl, line 2, (is|has) "):
         read_held_out(path)
 
 

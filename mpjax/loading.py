@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from pathlib import Path
 
 import jax
 
-from mpjax.checkpoint import CheckpointError, huggingface, orbax
+from mpjax.checkpoint import CheckpointError, foreign, huggingface, orbax
 from mpjax.kernels import KVFormat
 from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
@@ -18,15 +17,6 @@ from mpjax.tokenizer import Tokenizer
 # What loading needs; a repository often holds the same weights in other formats as well.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 HUB_IGNORED = ["consolidated*", "original/*"]
-
-# What a folder may hold in the place of a checkpoint, and what to do then; the first one counts.
-OTHER_FILES = {
-    "*.gguf": "GGUF is not read: take the safetensors checkpoint that it was made from",
-    "adapter_config.json": "an adapter is no model: merge it into its base model first",
-    "consolidated.*": "take the repository in Hugging Face's format, with config.json",
-    "*.safetensors": "config.json is missing: fetch it into the same folder",
-    "tokenizer*": "a tokenizer is no model: fetch config.json and *.safetensors to the same place",
-}
 
 
 def load(
@@ -57,14 +47,15 @@ def load(
     if isinstance(precision, str):
         precision = Precision.parse(precision)
     folder = find_folder(path_or_id).resolve()
-    if (folder / orbax.DESCRIPTION_NAME).is_file():
+    if os.path.lexists(folder / orbax.DESCRIPTION_NAME):
         return orbax.restore(folder, precision=precision, dtype=dtype, progress=progress)
-    if not (folder / huggingface.CONFIG_NAME).is_file():
+    if not os.path.lexists(folder / huggingface.CONFIG_NAME):
         raise CheckpointError(
             f"{folder} has neither {huggingface.CONFIG_NAME} nor {orbax.DESCRIPTION_NAME}: "
-            f"expected a Hugging Face checkpoint, or one that mpjax saved{_describe_others(folder)}"
+            f"expected a Hugging Face checkpoint, or one that mpjax saved{foreign.describe(folder)}"
         )
-    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    has_tokenizer = os.path.lexists(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
     model = huggingface.load(folder, precision=precision, dtype=dtype, progress=progress)
     kv_format = KVFormat() if precision is None else precision.kv
     return LanguageModel(model, tokenizer, kv_format, folder)
@@ -77,12 +68,17 @@ def bundled_model() -> Path:
 
 def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
     """The folder, fetched from the hub where it has to be."""
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        remedy = f"; {OTHER_FILES['*.gguf']}" if path.suffix == ".gguf" else ""
-        raise CheckpointError(f"{path} is a file: expected the folder of a checkpoint{remedy}")
+    try:
+        path = Path(path_or_id).expanduser()
+        if path.is_dir():
+            return path
+        is_there = os.path.lexists(path)
+    except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
+        raise CheckpointError(f"{path_or_id} can't be a folder: {error}") from error
+    if is_there:
+        kind = "a file" if path.is_file() else "no folder"
+        remedy = f"; {foreign.REMEDIES['*.gguf']}" if path.suffix == ".gguf" else ""
+        raise CheckpointError(f"{path} is {kind}: expected the folder of a checkpoint{remedy}")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path_or_id)):
         raise CheckpointError(
             f"{path} does not exist: expected a checkpoint folder, or a hub id, which names an "
@@ -104,12 +100,3 @@ def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
             f"{path_or_id} is no folder here, and the hub did not give it: {error}"
         ) from error
     return Path(fetched)
-
-
-def _describe_others(folder: Path) -> str:
-    """What a folder without a checkpoint holds, and what to do about it; the end of a sentence."""
-    names = sorted(path.name for path in folder.iterdir())
-    for pattern, remedy in OTHER_FILES.items():
-        if found := fnmatch.filter(names, pattern):
-            return f", and found {found[0]}; {remedy}"
-    return f", and found {', '.join(names[:5]) or 'nothing'}"

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -172,3 +174,23 @@ def test_without_the_hub_extra(monkeypatch):
 
 def test_the_bundled_model_has_a_folder():
     assert (bundled_model() / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("x" * 300, "can't be a folder: .*File name too long"),
+        ("~nobody-of-this-name/model", "can't be a folder: Could not determine home directory"),
+        ("loop", "loop is no folder: expected the folder of a checkpoint"),
+        ("gone", "gone is no folder: expected the folder of a checkpoint"),
+        ("pipe", "pipe is no folder: expected the folder of a checkpoint"),
+        ("null\0byte", "does not exist: expected a checkpoint folder"),
+    ],
+)
+def test_paths_that_can_be_no_folder(path, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("gone").symlink_to("nowhere")
+    os.mkfifo("pipe")
+    with pytest.raises(CheckpointError, match=message):
+        load(path)

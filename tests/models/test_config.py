@@ -6,7 +6,14 @@ import re
 import pytest
 
 from mpjax.models import ConfigError, DecoderConfig, Llama, RopeScaling
-from mpjax.models.config import common_fields, layer_windows, require
+from mpjax.models.config import (
+    common_fields,
+    integer,
+    layer_count,
+    layer_windows,
+    require,
+    sliding_window,
+)
 
 HF = {
     "vocab_size": 1000,
@@ -228,7 +235,9 @@ def test_windows_of_all_layers():
     assert layer_windows(HF | {"layer_types": kinds}, 16) == (16, None, 16)
 
 
-@pytest.mark.parametrize("kinds", [["full_attention"], ["full_attention", "chunked", "chunked"]])
+@pytest.mark.parametrize(
+    "kinds", [["full_attention"], ["full_attention", "chunked", "chunked"], 3, [[1]] * 3, {"a": 1}]
+)
 def test_unknown_layer_types_are_refused(kinds):
     with pytest.raises(ConfigError, match="layer_types must list 3 of"):
         layer_windows(HF | {"layer_types": kinds}, 16)
@@ -238,3 +247,60 @@ def test_require():
     assert require({"a": 0}, "a") == 0
     with pytest.raises(ConfigError, match="no 'a'"):
         require({"a": None}, "a")
+
+
+def test_integers():
+    assert integer({"a": 3}, "a") == 3
+    assert integer({"a": None}, "a", 5) == integer({}, "a", 5) == 5
+    assert integer({"a": 0}, "a", minimum=0) == 0
+    with pytest.raises(ConfigError, match=r"^config\.json has no 'a'"):
+        integer({}, "a")
+    for value in (0, -1, True, 1.0, "1", [1], {}):
+        with pytest.raises(
+            ConfigError,
+            match=re.escape(f"config.json: a is {value!r}: expected a positive integer"),
+        ):
+            integer({"a": value}, "a", 5)
+    with pytest.raises(ConfigError, match=r"a is -1: expected an integer from 0 on$"):
+        integer({"a": -1}, "a", minimum=0)
+
+
+def test_nothing_is_made_for_each_of_very_many_layers():
+    assert layer_count({"num_hidden_layers": 10_000}) == 10_000
+    hf = HF | {"num_hidden_layers": 10**8}
+    for read in (common_fields, layer_count, lambda hf: layer_windows(hf, None)):
+        with pytest.raises(ConfigError, match="num_hidden_layers is 100000000: expected at most 1"):
+            read(hf)
+
+
+def test_sliding_windows():
+    assert sliding_window({"sliding_window": 3}, 5) == 3
+    assert sliding_window({"sliding_window": None}, 5) is None
+    assert sliding_window({}, 5) == 5
+    assert sliding_window({}) is None
+    with pytest.raises(
+        ConfigError, match=r"sliding_window is 3\.0: expected a positive integer, or n"
+    ):
+        sliding_window({"sliding_window": 3.0}, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 4},
+            "num_attention_heads is 6 and num_key",
+        ),
+        ({"head_dim": 15}, r"head_dim is 15: expected a positive, even number"),
+        (
+            {"hidden_size": 60},
+            r"head_dim \(hidden_size / num_attention_heads\) is 15: expected a pos",
+        ),
+        ({"num_attention_heads": 128}, r"head_dim \(hidden_size / num_attention_heads\) is 0"),
+        ({"eos_token_id": 1000}, "eos_token_id is 1000: expected token ids from 0 to 999"),
+        ({"eos_token_id": [7, True]}, r"eos_token_id is \[7, True\]: expected token ids"),
+    ],
+)
+def test_values_that_contradict_others(change, message):
+    with pytest.raises(ConfigError, match=f"^config.json: {message}"):
+        common_fields(HF | change)

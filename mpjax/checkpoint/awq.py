@@ -67,7 +67,7 @@ class AWQConfig:
                 )
         return cls(
             packed_module.parse_group_size(config, ("group_size", "q_group_size"), SOURCE),
-            bool(config.get("zero_point", True)),
+            packed_module.parse_switch(config, "zero_point", SOURCE, True),
         )
 
 

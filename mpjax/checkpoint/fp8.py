@@ -82,7 +82,8 @@ def decode(
     """
     channels, outputs = check(tensors, config, name, shape)
     scales = jnp.asarray(tensors[config.scale_name]).reshape(-1, config.format.groups(channels))
-    scales = _scales_of_channels(scales, size=config.block[0] or outputs, outputs=outputs)
+    size = min(config.block[0] or outputs, outputs)
+    scales = _scales_of_channels(scales, size=size, outputs=outputs)
     return jnp.asarray(tensors["weight"]).T, scales
 
 

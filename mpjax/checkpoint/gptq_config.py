@@ -59,7 +59,7 @@ class GPTQConfig:
         # GPTQModel writes the layout under both names; older writers under the first, or nowhere.
         keys = [k for k in ("checkpoint_format", "format") if config.get(k) is not None]
         formats = {str(config[key]).lower() for key in keys} or {"gptq"}
-        if config.get("is_marlin_format"):
+        if packed_module.parse_switch(config, "is_marlin_format", SOURCE):
             formats = {"marlin"}
         for unknown in sorted(formats - set(SUPPORTED_FORMATS)):
             raise CheckpointError(
@@ -80,13 +80,13 @@ class GPTQConfig:
         meta = config.get("meta") or {}
         if not isinstance(meta, Mapping):
             raise CheckpointError(f"{SOURCE}: meta is {meta!r}: expected an object")
-        static_groups = config.get("static_groups", meta.get("static_groups", False))
+        in_meta = packed_module.parse_switch(meta, "static_groups", f"{SOURCE}, meta")
         return cls(
             bits,
             group_size,
             formats.pop(),
-            bool(config.get("desc_act", False)),
-            bool(static_groups),
+            packed_module.parse_switch(config, "desc_act", SOURCE),
+            packed_module.parse_switch(config, "static_groups", SOURCE, in_meta),
             _parse_dynamic(config.get("dynamic") or {}, bits, group_size),
         )
 
@@ -118,11 +118,11 @@ def _parse_dynamic(rules: Any, bits: int, group_size: int | None) -> tuple[Dynam
         raise CheckpointError(f"{SOURCE}: dynamic is {rules!r}: expected a map of patterns")
     parsed = []
     for key, overrides in rules.items():
-        source = f"{SOURCE}, dynamic rule {key!r}"
+        source = f"{SOURCE}, dynamic rule {key!r:.80}"
         expression = key[2:] if key.startswith(("-:", "+:")) else key
         try:
             pattern = re.compile(expression)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{source} is not a regular expression: {error}") from error
         overrides = overrides or {}
         if not isinstance(overrides, Mapping):

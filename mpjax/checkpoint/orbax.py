@@ -30,7 +30,7 @@ from mpjax.checkpoint.layout import (
     linear_places,
 )
 from mpjax.checkpoint.progress import loading_bar
-from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
+from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat, files
 from mpjax.kernels.backend import default_device
 from mpjax.language_model import LanguageModel, weight_precisions
 from mpjax.memory import require_free
@@ -123,7 +123,8 @@ def restore(
     lm = _abstract(folder, description)
     _require_agreement(folder, lm.model, precision, dtype)
     _require_files(folder / WEIGHTS_NAME, description["files"])
-    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    has_tokenizer = os.path.lexists(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
     shapes = _arrays(lm.model)
     require_free(sum(_nbytes(shape) for shape in shapes.values()), f"restoring {folder}")
     with loading_bar(folder, progress):  # Orbax reads all arrays at once, and doesn't say how far
@@ -257,15 +258,12 @@ def _describe(lm: LanguageModel, arrays: dict[str, jax.Array]) -> dict[str, Any]
 def _read_description(folder: Path) -> dict[str, Any]:
     """A saved folder's mpjax.json. Raises CheckpointError where it is missing or not readable."""
     path = folder / DESCRIPTION_NAME
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointError(
             f"{folder} has no {DESCRIPTION_NAME}: mpjax did not save a model there"
         )
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
+    description = files.read_object(path, CheckpointError)
+    if description.get("format") != FORMAT:
         raise CheckpointError(f"{path} does not describe a model that mpjax saved")
     if description.get("version") != VERSION:
         raise CheckpointError(

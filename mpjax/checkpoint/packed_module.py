@@ -119,7 +119,9 @@ def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str)
     for key in keys:
         if key in config:
             if type(config[key]) is not int:
-                raise CheckpointError(f"{source}: {key} is {config[key]!r}: expected an integer")
+                raise CheckpointError(
+                    f"{source}: {key} is {config[key]!r:.80}: expected an integer"
+                )
             return config[key]
     raise CheckpointError(f"{source} has no {keys[0]}: expected an integer")
 
@@ -132,3 +134,11 @@ def parse_group_size(config: Mapping[str, Any], keys: tuple[str, ...], source: s
             f"{source}: {keys[0]} is {group_size}: expected a positive number, or -1 for one group"
         )
     return None if group_size == -1 else group_size
+
+
+def parse_switch(config: Mapping[str, Any], key: str, source: str, default: bool = False) -> bool:
+    """Whether a quantization_config says so; null means the default."""
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"{source}: {key} is {value!r:.80}: expected true or false")
+    return default if value is None else value

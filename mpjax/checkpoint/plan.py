@@ -116,6 +116,11 @@ def make_plan(
     maps to, None to leave them plain. Raises CheckpointError for tensors that are missing,
     unexpected, or of another shape, dtype or packing than the model and config.json say.
     """
+    if config.num_layers > len(checkpoint.tensors):  # before anything is made for each layer
+        raise CheckpointError(
+            f"config.json says that there are {config.num_layers} layers, and {checkpoint.folder} "
+            f"holds {_count(list(checkpoint.tensors))}: they are not of one checkpoint"
+        )
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
         module, _, suffix = name.rpartition(".")
@@ -247,14 +252,16 @@ def _check_names(
 
 
 def _count(names: list[str]) -> str:
-    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
+    shown = [name if name.isprintable() else repr(name) for name in names[:SHOWN_NAMES]]
+    more = ", ..." if len(names) > SHOWN_NAMES else ""
+    return f"{len(names)} tensor{'' if len(names) == 1 else 's'} ({', '.join(shown)}{more})"
 
 
 def _check_floats(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
     if info.shape != shape or info.dtype.name not in FLOAT_DTYPES:
         raise CheckpointError(
-            f"{name} is {describe(info)}: expected {', '.join(FLOAT_DTYPES)} of shape {list(shape)}"
+            f"{info.file}: {name} is {describe(info)}: expected {', '.join(FLOAT_DTYPES)} of shape "
+            f"{list(shape)}"
         )
 
 

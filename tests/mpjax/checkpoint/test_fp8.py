@@ -125,3 +125,9 @@ def test_weights_that_are_not_numbers(byte):
     codes[3] = byte
     with pytest.raises(CheckpointError, match=f"{NAME}.weight has weights that are NaN"):
         fp8.check_codes(NAME, jnp.asarray(codes.view(E4M3)))
+
+
+def test_blocks_that_are_larger_than_any_matrix_take_no_memory():
+    tensors = random_module(FP8Config("fp8", (10**12, 128), "float8"))
+    _, scales = fp8.decode(tensors, FP8Config("fp8", (10**12, 128), "float8"), NAME)
+    np.testing.assert_array_equal(scales, np.tile(tensors["weight_scale_inv"].T, (1, 200)))

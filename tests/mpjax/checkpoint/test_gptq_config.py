@@ -82,3 +82,23 @@ def test_patterns_match_from_the_start_of_the_path():
     parsed = config(dynamic={"-:mlp": {}})
     assert parsed.for_module("model.layers.0.mlp.up_proj") is parsed
     assert parsed.for_module("mlp.up_proj") is None
+
+
+def test_switches_are_true_or_false():
+    """`"false"` is no act-order, and must not be read as one."""
+    for key in ("desc_act", "static_groups", "is_marlin_format"):
+        with pytest.raises(CheckpointError, match=f"{key} is 'false': expected true or false"):
+            GPTQConfig.from_config(CONFIG | {key: "false"})
+    in_meta = CONFIG | {"meta": {"static_groups": True}}
+    assert GPTQConfig.from_config(in_meta).static_groups
+    assert GPTQConfig.from_config(in_meta | {"static_groups": None}).static_groups
+    assert not GPTQConfig.from_config(in_meta | {"static_groups": False}).static_groups
+
+
+@pytest.mark.parametrize("pattern", ["a(", "a{99999999999}", "(" * 5000 + ")" * 5000])
+def test_patterns_that_no_module_can_match(pattern):
+    with pytest.raises(
+        CheckpointError, match=r"dynamic rule .* is not a regular expression"
+    ) as error:
+        GPTQConfig.from_config(CONFIG | {"dynamic": {pattern: {}}})
+    assert len(str(error.value)) < 300

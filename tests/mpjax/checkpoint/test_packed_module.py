@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.packed_module import check_packing, describe, packing
+from mpjax.checkpoint.packed_module import check_packing, describe, packing, parse_switch
 
 
 def specs(rows, columns):
@@ -53,3 +53,13 @@ def test_check_packing(tensors, method, message):
 def test_check_packing_accepts_what_the_config_says():
     check_packing("mlp.up_proj", specs(4096, 512), "awq")
     check_packing("mlp.up_proj", specs(512, 4096), "gptq")
+
+
+def test_switches():
+    assert parse_switch({"a": True}, "a", "here")
+    assert not parse_switch({"a": False}, "a", "here", True)
+    assert not parse_switch({"a": None}, "a", "here")
+    assert parse_switch({}, "a", "here", True)
+    for value in ("true", 1, []):
+        with pytest.raises(CheckpointError, match=r"^here: a is .*: expected true or false$"):
+            parse_switch({"a": value}, "a", "here")

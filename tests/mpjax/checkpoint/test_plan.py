@@ -236,3 +236,18 @@ def test_converting_takes_no_more_than_planned():
     order = jax.ShapeDtypeStruct((channels,), jnp.int32)
     used = temporary_bytes(gptq._unpack, words, zeros, order, bits=4, minus_one=True)
     assert used <= math.prod(shape)
+
+
+def test_more_layers_than_tensors_are_refused_before_any_is_looked_for(rng, monkeypatch):
+    tensors = random_tensors(LLAMA, rng)
+    monkeypatch.setattr(plan, "array_places", None)
+    names = ", ".join(list(tensors)[:5])
+    message = (
+        f"there are 22 layers, and folder holds 21 tensors ({names}, ...): they are not of one"
+    )
+    expect(message, tensors, LLAMA | {"num_hidden_layers": 22})
+
+
+def test_names_that_are_no_single_line_are_quoted(rng):
+    tensors = random_tensors(LLAMA, rng) | {"a\nb": np.ones(1, np.float32)}
+    expect(r"holds 1 tensor ('a\nb') that the model has no place for", tensors)

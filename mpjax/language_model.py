@@ -15,7 +15,8 @@ from mpjax.checkpoint.layout import LinearPlace, array_places, linear_kernels, l
 from mpjax.kernels import KVFormat, QuantizedTensor
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.precision import describe_weights
-from mpjax.tokenizer import Tokenizer, explain_missing
+from mpjax.tokenizer import Tokenizer
+from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
 

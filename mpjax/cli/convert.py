@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import rich.console
 import typer
 
-from mpjax.cli import options
+from mpjax.cli import options, output
 
 if TYPE_CHECKING:
     from mpjax.precision import Precision
@@ -65,11 +64,7 @@ def command(
     from mpjax.checkpoint import orbax
 
     before = _weight_bytes(lm.source)  # which may be the target
-    console = rich.console.Console(stderr=True)
-    if console.is_terminal:
-        with console.status(f"Saving {target}"):
-            orbax.save(lm, target, overwrite=overwrite)
-    else:
+    with output.status(f"Saving {target}"):
         orbax.save(lm, target, overwrite=overwrite)
     typer.echo(f"{lm.source}: {_size(before)} of weights")
     typer.echo(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated, Any
 
@@ -10,7 +9,18 @@ import typer
 import typer.core
 
 import mpjax
-from mpjax.cli import bench, chat, convert, environment, evaluate, generate, info, tune
+from mpjax.cli import (
+    bench,
+    chat,
+    compilation,
+    convert,
+    environment,
+    evaluate,
+    generate,
+    info,
+    output,
+    tune,
+)
 
 # As shells report programs that a signal ends: SIGINT and SIGPIPE.
 INTERRUPTED = 130
@@ -35,12 +45,29 @@ of the values have, too. KV8s has static scales of channels, from a calibration
 (mpjax evaluate --calibrate). A16KV8 leaves the weights as they are in the
 checkpoint.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. MPJAX_DEBUG=1 is --traceback.
+\b
+Compiled programs are kept in mpjax/compiled in XDG_CACHE_HOME or ~/.cache, up
+to 2 GiB, so that the next command need not compile them; in the folder that
+JAX_COMPILATION_CACHE_DIR names where it is set. MPJAX_COMPILATION_CACHE=0 is
+--no-compilation-cache, MPJAX_DEBUG=1 is --traceback.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 broken pipe.
 """
 
 
 class Commands(typer.core.TyperGroup):
     """Commands whose expected failures are one sentence on stderr instead of a traceback."""
+
+    def make_context(self, *arguments: Any, **keywords: Any) -> Any:
+        """Reads the command line; --help and --version write their text already here."""
+        try:
+            return super().make_context(*arguments, **keywords)
+        except BrokenPipeError:
+            output.discard(sys.stdout)
+            raise typer.Exit(BROKEN_PIPE) from None
+        except OSError as error:
+            output.note(f"mpjax: {error}")
+            raise typer.Exit(1) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command that was asked for."""
@@ -52,14 +79,13 @@ class Commands(typer.core.TyperGroup):
             typer.echo(err=True)
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # Python flushes stdout once more as it ends, and would complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            output.discard(sys.stdout)
             raise typer.Exit(BROKEN_PIPE) from None
         except Exception as error:
             message = _explain(error)
             if message is None or ctx.params.get("traceback"):
                 raise
-            typer.echo(f"mpjax: {message}", err=True)
+            output.note(f"mpjax: {message}")
             raise typer.Exit(1) from None
 
 
@@ -102,15 +128,26 @@ def _options(
         bool,
         typer.Option("--traceback", envvar="MPJAX_DEBUG", help="Show where an error came from."),
     ] = False,
+    compilation_cache: Annotated[
+        bool,
+        typer.Option(
+            "--compilation-cache/--no-compilation-cache",
+            envvar=compilation.VARIABLE,
+            help="Keep compiled programs for the next command.",
+        ),
+    ] = True,
 ) -> None:
     pass
 
 
 for _module in (generate, chat, convert, info, evaluate, tune, environment):
-    app.command(_module.NAME, epilog=_module.EPILOG)(_module.command)
+    # What tuning compiles is for measuring, and would push out of the cache what is run again.
+    _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
+    app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)
 app.add_typer(bench.app, name=bench.NAME)
 
 
 def main() -> None:
     """Runs the command line of this process and exits."""
+    output.prepare_streams()
     app(prog_name="mpjax")

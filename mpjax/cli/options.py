@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import io
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -109,27 +107,6 @@ def load(
         precision=precision,
         dtype=None if dtype is None else dtype.value,
     )
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from one of its three places; a line break at the end of a file is dropped."""
-    if (prompt is None) == (file is None):
-        raise typer.BadParameter(
-            "give a prompt as an argument (- reads it from stdin) or with --prompt-file, not both",
-            param_hint="PROMPT",
-        )
-    if file is not None:
-        from mpjax.arguments import read_text
-
-        text = read_text(file)
-    elif prompt == "-":
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(newline="")  # or "\r\n" would become "\n"
-        text = sys.stdin.read()
-    else:
-        return prompt or ""
-    # Editors and echo end the last line, and people don't mean it as a part of the prompt.
-    return text.removesuffix("\r\n" if text.endswith("\r\n") else "\n")
 
 
 def read_documents(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 
@@ -194,6 +195,8 @@ def test_static_scales_of_activations_need_a_choice(tmp_path, rng):
         rows,
         re.MULTILINE,
     )
+    found = json.loads(CliRunner().invoke(app, ["info", str(folder), "--json"]).stdout)
+    assert found["activations"].endswith("load it as WFP8gKA16KV16 or WFP8AFP8KV16")
     for precision in (None, "A16KV16"):
         with pytest.raises(CheckpointError, match=re.escape(message)):
             mpjax.load(folder, precision=precision)

@@ -50,7 +50,7 @@ def write(folder, name, method):
 def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method):
     folder = write(tmp_path / "model", name, method)
     lm = mpjax.load(folder)
-    expected = lm.describe()
+    expected, summary = lm.describe(), lm.summary()
     saved = tmp_path / "saved"
     if method is not None:
         shape = (lm.config.num_layers, 2, lm.config.num_kv_heads)
@@ -72,8 +72,16 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     width = max(len(label) for label, _ in expected) + 2
     assert [(line[:width].strip(), line[width:]) for line in result.stdout.splitlines()] == expected
 
+    result = CliRunner().invoke(app, ["info", str(folder), "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == summary | {"activations": None}
 
-def test_help_explains_the_rows():
+
+def test_help_explains_the_rows_and_the_keys():
+    result = CliRunner().invoke(app, ["info", "--json"])
+    text = CliRunner().invoke(app, ["info", "--help"]).stdout
+    keys = text.split("keys of --json: ")[1]
+    assert all(f"{key}" in keys for key in json.loads(result.stdout))
     text = " ".join(CliRunner().invoke(app, ["info", "--help"]).stdout.split())
     assert "where their formats agree" in text
     assert "`W4 | W4 | W16`" in text

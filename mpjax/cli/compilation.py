@@ -114,9 +114,9 @@ class Shapes:
 
     def is_new(self, batch: int, tokens: int, new_tokens: int) -> bool:
         """Whether a batch with so many tokens in its longest prompt needs programs of its own."""
-        from mpjax.generation import bucket
+        from mpjax.buckets import bucket_rows, bucket_tokens
 
-        shape = batch, bucket(tokens), bucket(new_tokens)
+        shape = bucket_rows(batch), bucket_tokens(tokens), bucket_tokens(new_tokens)
         known = shape in self._seen
         self._seen.add(shape)
         return not known

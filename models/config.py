@@ -9,6 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+# Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. Where there
+# are both, somebody added the scaling to a newer file, and it counts.
+ROTARY_KEYS = ("rope_scaling", "rope_parameters")
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
@@ -160,30 +163,19 @@ def _stop_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters.
-    parameters: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        written = hf.get(key) or {}
-        if not isinstance(written, Mapping):
-            raise ConfigError(f"config.json: {key} is {written!r}: expected an object")
-        parameters |= written
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ConfigError("config.json: rope_parameters for each kind of layer are not supported")
-    partial = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor is {partial}; only whole heads are supported"
-        )
-    given = hf if parameters.get("rope_theta") is None else parameters
+    added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
+    for values in (hf, added, newer):
+        if (partial := values.get("partial_rotary_factor")) not in (None, 1.0):
+            raise ConfigError(
+                f"config.json: partial_rotary_factor is {partial}; only whole heads are supported"
+            )
+    places = (added, hf, newer) if added else (newer, hf)
+    given = next((values for values in places if values.get("rope_theta") is not None), hf)
     theta = float(_positive(given, "rope_theta", 1e4))
+    parameters = added or newer
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(
-            f"config.json: rotary scaling {kind!r} is not supported: "
-            "expected default, linear or llama3"
-        )
     source = "config.json, rotary scaling"
     factor = float(_positive(parameters, "factor", source=source))
     if kind == "linear":
@@ -197,3 +189,24 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             f"{source}: high_freq_factor is {high!r}: expected more than low_freq_factor, {low!r}"
         )
     return theta, RopeScaling(kind, factor, float(low), float(high), int(context))
+
+
+def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands under a key; ConfigError for a kind of scaling that is not implemented."""
+    written = hf.get(key) or {}
+    if not isinstance(written, Mapping):
+        raise ConfigError(f"config.json: {key} is {written!r}: expected an object")
+    if any(isinstance(value, Mapping) for value in written.values()):
+        raise ConfigError(f"config.json: {key} for each kind of layer are not supported")
+    kinds = [kind for name in ("rope_type", "type") if (kind := written.get(name)) is not None]
+    for kind in kinds:
+        if kind not in ("default", "linear", "llama3"):
+            raise ConfigError(
+                f"config.json: rotary scaling {kind!r} is not supported: "
+                "expected default, linear or llama3"
+            )
+    if not kinds and written.get("factor") is not None:
+        raise ConfigError(
+            f"config.json: {key} has a factor and no rope_type: expected default, linear or llama3"
+        )
+    return written

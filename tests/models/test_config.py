@@ -124,6 +124,8 @@ def test_defaults_are_those_of_the_file_format(key, field, expected):
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has a factor and no rope_type"),
+        ({"rope_parameters": {"factor": 4.0}}, "rope_parameters has a factor and no rope_type"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no 'low_freq_factor'"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},
@@ -133,6 +135,13 @@ def test_defaults_are_those_of_the_file_format(key, field, expected):
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]: expected an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+        (
+            {
+                "rope_parameters": {"partial_rotary_factor": 0.25},
+                "rope_scaling": {"type": "linear", "factor": 4.0, "partial_rotary_factor": 1.0},
+            },
+            "partial_rotary_factor is 0.25",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(change, message):
@@ -169,11 +178,59 @@ LLAMA3 = {
             5e5,
             RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
         ),
+        # Scaling that somebody added to a newer file counts, beside that file's theta.
+        *(
+            (
+                {"rope_scaling": {key: "linear", "factor": 4.0}, "rope_parameters": newer},
+                1e6,
+                RopeScaling("linear", 4.0),
+            )
+            for key in ("type", "rope_type")
+            for newer in (
+                {"rope_theta": 1e6},
+                {"rope_theta": 1e6, "rope_type": "default"},
+                {"rope_theta": 1e6, "rope_type": "llama3"} | LLAMA3,
+            )
+        ),
+        (
+            {
+                "rope_theta": 2e5,
+                "rope_scaling": LLAMA3 | {"rope_type": "llama3"},
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "factor": 2.0},
+            },
+            2e5,
+            RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 3e5},
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+            },
+            3e5,
+            RopeScaling("linear", 4.0),
+        ),
+        (
+            {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            1e4,
+            RopeScaling("linear", 4.0),
+        ),
     ],
 )
 def test_old_and_new_rotary_keys(keys, theta, scaling):
     fields = common_fields(without("rope_theta") | keys)
     assert (fields["rope_theta"], fields["rope_scaling"]) == (theta, scaling)
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_scaling_that_is_not_implemented_is_refused_wherever_it_stands(place, key):
+    both = {
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    both[place] = both[place] | {key: "yarn"}
+    with pytest.raises(ConfigError, match="rotary scaling 'yarn' is not supported"):
+        common_fields(HF | both)
 
 
 NO_NUMBERS = [0, -2.0, True, "8", float("inf"), float("nan"), [1]]

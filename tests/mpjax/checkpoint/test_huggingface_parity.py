@@ -85,6 +85,17 @@ def build(family: str, changes: dict):
     return model
 
 
+def edit_config(folder, **changes):
+    hf = huggingface.read_config(folder) | changes
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+def as_transformers_reads(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
 def reference_logits(model, tokens):
     with torch.no_grad():
         return model(torch.from_numpy(tokens)).logits.numpy()
@@ -141,6 +152,20 @@ def test_plain_checkpoints(name, tmp_path, request):
     compare(model, tmp_path, request)
 
 
+@pytest.mark.parametrize(
+    "added", [{"type": "linear", "factor": 4.0}, LLAMA3_SCALING], ids=["linear", "llama3"]
+)
+def test_scaling_that_was_added_to_a_newer_file(added, tmp_path, request):
+    model = build("Llama", {})
+    model.save_pretrained(tmp_path)
+    assert huggingface.read_config(tmp_path)["rope_parameters"]["rope_type"] == "default"
+    edit_config(tmp_path, rope_scaling=added)
+    scaled = as_transformers_reads(tmp_path)
+    tokens = np.arange(40)[None]
+    assert np.abs(reference_logits(scaled, tokens) - reference_logits(model, tokens)).max() > 0.1
+    compare_logits(scaled, tmp_path, request)
+
+
 def test_shards_of_transformers(tmp_path, request):
     model = build("Qwen3", {"head_dim": 32})
     model.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -190,8 +215,7 @@ def test_quantized_checkpoints(name, tmp_path, request):
         with torch.no_grad():
             module.weight.copy_(torch.from_numpy(values.T.copy()))
     safetensors.numpy.save_file(tensors, file)
-    hf = huggingface.read_config(tmp_path) | {"quantization_config": written}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    edit_config(tmp_path, quantization_config=written)
     compare(model, tmp_path, request)
 
 
@@ -214,8 +238,7 @@ def test_fp8_checkpoints(name, tmp_path, request):
             with torch.no_grad():
                 module.weight.copy_(torch.from_numpy(values.T.copy()))
     safetensors.numpy.save_file(tensors, file)
-    hf = huggingface.read_config(tmp_path) | {"quantization_config": written}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    edit_config(tmp_path, quantization_config=written)
     compare(model, tmp_path, request, precision)
 
 
@@ -232,8 +255,7 @@ def test_fp8_as_transformers_reads_it(tmp_path):
         if isinstance(module, torch.nn.Linear) and module_name != "lm_head":
             pack_module_fp8(tensors, FP8, module_name)
     safetensors.numpy.save_file(tensors, file)
-    hf = huggingface.read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(hf | {"quantization_config": FP8}))
+    edit_config(tmp_path, quantization_config=FP8)
     config = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"], dequantize=True)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, quantization_config=config

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-# Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. Where there
-# are both, somebody added the scaling to a newer file, and it counts.
+# Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. Where
+# there are both, somebody added the scaling to a newer file, and it counts.
 ROTARY_KEYS = ("rope_scaling", "rope_parameters")
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
@@ -106,7 +106,7 @@ def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_heads": heads if kv_heads is None else kv_heads,
         "head_dim": hidden // heads if head_dim is None else head_dim,
         "windows": (None,) * require(hf, "num_hidden_layers"),
-        "max_position_embeddings": hf.get("max_position_embeddings", 2048),
+        "max_position_embeddings": _positions(hf, rope_scaling),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
         "rms_norm_eps": _positive(hf, "rms_norm_eps", 1e-6),
@@ -210,3 +210,19 @@ def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
             f"config.json: {key} has a factor and no rope_type: expected default, linear or llama3"
         )
     return written
+
+
+def _positions(hf: Mapping[str, Any], scaling: RopeScaling | None) -> Any:
+    """How many positions a model has: with linear scaling, `factor` times those before it.
+
+    `max_position_embeddings` are those before it, as Hugging Face's documentation asks for, unless
+    `original_max_position_embeddings` stands beside the factor; other kinds write the final ones.
+    """
+    written = hf.get("max_position_embeddings", 2048)
+    if scaling is None or scaling.kind != "linear" or type(written) is not int:
+        return written
+    parameters = next(values for key in ROTARY_KEYS if (values := hf.get(key)))
+    before, key = float(written), "original_max_position_embeddings"
+    if parameters.get(key) is not None:
+        before = _positive(parameters, key, source="config.json, rotary scaling")
+    return max(written, int(scaling.factor * before))

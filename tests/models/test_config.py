@@ -233,6 +233,37 @@ def test_scaling_that_is_not_implemented_is_refused_wherever_it_stands(place, ke
         common_fields(HF | both)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (None, 64),
+        ({"type": "linear", "factor": 4.0}, 256),
+        ({"type": "linear", "factor": 1.5}, 96),
+        ({"type": "linear", "factor": 0.5}, 64),
+        # A length that was multiplied already stays, as does the final one of llama3.
+        ({"type": "linear", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"type": "linear", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        (LLAMA3 | {"rope_type": "llama3", "original_max_position_embeddings": 32}, 64),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_context_grows_with_linear_scaling(key, scaling, positions):
+    hf = HF | {"max_position_embeddings": 64, key: scaling}
+    assert common_fields(hf)["max_position_embeddings"] == positions
+
+
+def test_a_context_without_a_length_is_that_of_the_file_format():
+    hf = without("max_position_embeddings") | {"rope_scaling": {"type": "linear", "factor": 2}}
+    assert common_fields(hf)["max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("value", [-64, "64", None, 64.0])
+def test_a_context_that_is_no_length_is_left_to_the_check_of_all_fields(value):
+    scaling = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    fields = common_fields(HF | scaling | {"max_position_embeddings": value})
+    assert fields["max_position_embeddings"] == value
+
+
 NO_NUMBERS = [0, -2.0, True, "8", float("inf"), float("nan"), [1]]
 
 

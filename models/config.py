@@ -40,6 +40,7 @@ class DecoderConfig:
     """Everything that a decoder's computation depends on besides its weights; static, hashable.
 
     windows: for each layer, how many keys a query sees, itself included (None: all).
+    max_position_embeddings: tokens that a sequence may have, a limit that nothing else depends on.
     stop_ids: tokens that end a text; not used by the model itself.
     """
 

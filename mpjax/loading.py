@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from mpjax.arguments import positive_whole
 from mpjax.checkpoint import CheckpointError, huggingface, orbax
 from mpjax.kernels import KVFormat
 from mpjax.language_model import LanguageModel
@@ -34,6 +36,7 @@ def load(
     *,
     precision: str | Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    max_positions: int | None = None,
     progress: bool | None = None,
 ) -> LanguageModel:
     """Loads a model, with its tokenizer if it has one, onto the default device.
@@ -48,17 +51,22 @@ def load(
         activations that the checkpoint was made for, mostly FP8 too, unless the precision has a W
         part, which says what they meet: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
     dtype: what the model computes in: bfloat16, float16 or float32; the checkpoint's by default.
+    max_positions: tokens that a sequence may have, prompt and new ones together, in the place of
+        what the checkpoint says, or said when it was saved; nothing else of the model changes.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for what can't be loaded, ValueError for a precision or dtype that the
-    checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated,
-    where the device has not enough memory left.
+    checkpoint doesn't have and max_positions below 1, and mpjax.memory.DeviceMemoryError, before
+    anything is allocated, where the device has not enough memory left.
     """
     if isinstance(precision, str):
         precision = Precision.parse(precision)
+    if max_positions is not None:
+        max_positions = positive_whole("max_positions", max_positions)
     folder = find_folder(path_or_id).resolve()
     if (folder / orbax.DESCRIPTION_NAME).is_file():
-        return orbax.restore(folder, precision=precision, dtype=dtype, progress=progress)
+        lm = orbax.restore(folder, precision=precision, dtype=dtype, progress=progress)
+        return _with_positions(lm, max_positions)
     if not (folder / huggingface.CONFIG_NAME).is_file():
         raise CheckpointError(
             f"{folder} has neither {huggingface.CONFIG_NAME} nor {orbax.DESCRIPTION_NAME}: "
@@ -67,7 +75,14 @@ def load(
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     model = huggingface.load(folder, precision=precision, dtype=dtype, progress=progress)
     kv_format = KVFormat() if precision is None else precision.kv
-    return LanguageModel(model, tokenizer, kv_format, folder)
+    return _with_positions(LanguageModel(model, tokenizer, kv_format, folder), max_positions)
+
+
+def _with_positions(lm: LanguageModel, positions: int | None) -> LanguageModel:
+    """The model, whose configuration is given another limit in place."""
+    if positions is not None:
+        lm.model.config = dataclasses.replace(lm.config, max_position_embeddings=positions)
+    return lm
 
 
 def bundled_model() -> Path:

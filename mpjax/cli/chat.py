@@ -46,10 +46,11 @@ def command(
     seed: options.Seed = 0,
     stop: options.Stop = None,
     dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
 ) -> None:
     """Talk with a model."""
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
-    lm = options.load(model, precision, dtype)
+    lm = options.load(model, precision, dtype, max_positions)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
         raise ValueError(
             f"{lm.source} has no chat template, like most base models: continue a text with "

@@ -31,6 +31,7 @@ def command(
     target: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
     precision: options.PrecisionText = None,
     dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -55,7 +56,7 @@ def command(
     chosen = None if precision is None else options.parse_precision(precision)
     _check_scales(source, chosen, calibrate)
     documents = None if calibrate is None else options.read_documents(calibrate)
-    lm = options.load(source, chosen, dtype)
+    lm = options.load(source, chosen, dtype, max_positions)
     if documents is not None:
         from mpjax.calibration import calibrate_cache
 

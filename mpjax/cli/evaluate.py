@@ -89,6 +89,7 @@ def command(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows to read at a time.")] = 8,
     dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -125,7 +126,7 @@ def command(
             param_hint="--calibrate",
         )
     documents = options.read_documents(text)
-    rows = _measure(folder, chosen, dtype, documents, samples, window, batch)
+    rows = _measure(folder, chosen, dtype, max_positions, documents, samples, window, batch)
     result = _result(folder, text, documents, calibrate, batch, rows)
     if output is not None:
         atomic_write(output, to_json(result, indent=1) + "\n")
@@ -151,6 +152,7 @@ def _measure(
     folder: Path,
     precisions: list[Precision],
     dtype: options.Dtype | None,
+    max_positions: int | None,
     documents: list[str],
     samples: list[str] | None,
     window: int | None,
@@ -171,7 +173,7 @@ def _measure(
                 # perplexity() has a bar of its own, which stands still at first.
                 console.print(f"{precision}, compiling first", highlight=False)
             if lm is None:
-                lm = options.load(str(folder), precision, dtype)
+                lm = options.load(str(folder), precision, dtype, max_positions)
             lm = dataclasses.replace(lm, kv_format=precision.kv)
             if samples is not None and precision.kv.scaling is not None:
                 lm = calibrate_cache(lm, samples)

@@ -98,6 +98,7 @@ def command(
     ] = 0,
     stop: options.Stop = None,
     dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
     batch_size: Annotated[
         int, typer.Option("--batch", min=1, help="Prompts to generate together, at most.")
     ] = 16,
@@ -118,7 +119,7 @@ def command(
             param_hint="--min-new-tokens",
         )
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
-    lm = options.load(model, precision, dtype)
+    lm = options.load(model, precision, dtype, max_positions)
     common: dict[str, Any] = {
         "min_new_tokens": min_new_tokens,
         "sampling": sampling,

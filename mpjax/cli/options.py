@@ -45,6 +45,15 @@ ComputeDtype = Annotated[
     Dtype | None,
     typer.Option("--dtype", help="What to compute in; the checkpoint's by default."),
 ]
+MaxPositions = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        show_default=False,
+        help="Tokens that a sequence may have, prompt and new ones together; by default as many as "
+        "the checkpoint says.",
+    ),
+]
 Temperature = Annotated[
     float | None,
     typer.Option(help="Draw from the softmax of logits / temperature; greedy without it."),
@@ -94,7 +103,10 @@ def sampling_options(
 
 
 def load(
-    source: str | None, precision: str | Precision | None, dtype: Dtype | None
+    source: str | None,
+    precision: str | Precision | None,
+    dtype: Dtype | None,
+    max_positions: int | None = None,
 ) -> LanguageModel:
     """The model that the options name."""
     import mpjax
@@ -106,6 +118,7 @@ def load(
         mpjax.bundled_model() if source is None else source,
         precision=precision,
         dtype=None if dtype is None else dtype.value,
+        max_positions=max_positions,
     )
 
 

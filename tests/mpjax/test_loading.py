@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from mpjax.checkpoint import CheckpointError, orbax
@@ -50,6 +53,23 @@ def test_a_saved_model(folder, tmp_path):
     orbax.save(lm, tmp_path / "saved")
     require_same_bits(lm, load(tmp_path / "saved"))
     assert load(tmp_path / "saved", precision="A16KV16").precision == "W4g32A16KV16"
+
+
+def test_a_caller_sets_how_many_positions_there_are(folder, tmp_path):
+    tokens = jnp.ones((1, 300), jnp.int32)
+    assert load(folder).config.max_position_embeddings == 256
+    with pytest.raises(ValueError, match=r"300 tokens would pass the 256 .* with max_positions"):
+        load(folder).model(tokens)
+    lm = load(folder, max_positions=300)
+    assert jax.eval_shape(lm.model, tokens).shape == (1, 300, 96)
+    assert lm.config == dataclasses.replace(load(folder).config, max_position_embeddings=300)
+    require_same_bits(load(folder, max_positions=256), load(folder))
+    orbax.save(lm, tmp_path / "saved")
+    assert load(tmp_path / "saved").config == lm.config
+    assert load(tmp_path / "saved", max_positions=64).config.max_position_embeddings == 64
+    for value in (0, 1.5):
+        with pytest.raises(ValueError, match=f"max_positions is {value}; it must be a"):
+            load(folder, max_positions=value)
 
 
 @pytest.mark.parametrize("is_saved", [False, True])

@@ -58,7 +58,10 @@ MODELS: dict[str, tuple[str, dict]] = {
     ),
     "llama-linear-scaling": (
         "Llama",
-        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}},
+        {  # of more tokens than there are positions before the scaling
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0},
+            "max_position_embeddings": 20,
+        },
     ),
     "mistral-window": ("Mistral", {"sliding_window": 8}),
     "qwen2": ("Qwen2", {}),

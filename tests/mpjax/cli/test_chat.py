@@ -90,6 +90,8 @@ def test_an_answer_gets_what_room_is_left(talk, heard):
     assert len(heard) == 2  # the second was refused, and is not part of the conversation
     assert 0 < heard[0][1]["max_new_tokens"] < 200
     assert [m["content"] for m in heard[1][0]][1:] == ["A", "short"]
+    result = talk("y " * 300 + "\n", "--max-positions", "900")
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_a_base_model_can_not_chat(tiny_folder):

@@ -21,7 +21,7 @@ def convert(*arguments):
 
 def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
     target = tmp_path / "converted"
-    options = ("--precision", "W4A16KV8", "--dtype", "bfloat16")
+    options = ("--precision", "W4A16KV8", "--dtype", "bfloat16", "--max-positions", "300")
     result = convert(tiny_folder, target, *options)
     assert (result.exit_code, result.stderr) == (0, "")
     before, after = result.stdout.splitlines()
@@ -31,6 +31,7 @@ def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
     )
     saved = mpjax.load(target)
     assert saved.precision == "W4A16KV8"
+    assert saved.config.max_position_embeddings == 300
     expected = mpjax.load(tiny_folder, precision="W4A16KV8", dtype="bfloat16")
     words = [
         leaf

@@ -156,8 +156,8 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
     path.write_text("größer\n\nx", encoding="utf-8")
     CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path), "--window", "7"])
     CliRunner().invoke(app, ["evaluate", str(tiny_folder)])
-    assert seen[0][3:] == (["größer\n\nx"], None, 7, 8)
-    assert len(seen[1][3]) == 17
+    assert seen[0][4:] == (["größer\n\nx"], None, 7, 8)
+    assert len(seen[1][4]) == 17
 
 
 @pytest.mark.parametrize(
@@ -166,6 +166,7 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
         (["--precision", "W3"], 2, "can't read the precision"),
         (["--window", "0"], 2, "--window"),
         (["--window", "300", "--precision", "A16KV16"], 1, "256 positions"),
+        (["--window", "9", "--max-positions", "8", "--precision", "A16KV16"], 1, "8 positions"),
         (["--text", "/nowhere"], 2, "does not exist"),
         (["--json", "--format", "markdown"], 2, "one format"),
     ],

@@ -121,6 +121,8 @@ def test_compiling_is_not_in_the_figures(run, tiny, monkeypatch):
     [
         (["", "--temperature", "1"], "prompt 0 is empty"),
         (["x", "--max-new-tokens", "300"], "256 positions"),
+        (["x", "--max-new-tokens", "300", "--max-positions", "280"], "280 positions"),
+        (["x", "--max-positions", "0"], None),
         (["x", "--precision", "W16A16KV8", "--dtype", "float64"], None),
         (["x", "--precision", "W4"], None),
         (["x", "--top-p", "7", "--temperature", "1"], None),

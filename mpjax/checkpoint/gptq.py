@@ -19,7 +19,7 @@ import numpy as np
 from mpjax.checkpoint import packed_module
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.linear import WORD_BITS, UniformLinear, unpack_words
+from mpjax.checkpoint.linear import WORD_BITS, UniformLinear, check_middle, unpack_words
 from mpjax.checkpoint.packed_module import TensorSpec
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
@@ -76,7 +76,8 @@ def decode(
     tensors: the arrays as in the file, by suffix; `g_idx` must be concrete (a numpy array, not an
     argument of the jitted function), since the order of the channels is decided here.
     name: the module's path, which `dynamic` rules match. shape: the (K, N) that the model expects,
-    if known. Raises CheckpointError as `check` and `permutation_of` do.
+    if known. Raises CheckpointError as `check` and `permutation_of` do, and for zero points that
+    contradict the config.
     """
     rows, _ = check(tensors, config, name, shape)
     config = _module_config(config, name)
@@ -96,6 +97,10 @@ def decode(
         bits=config.bits,
         minus_one=config.checkpoint_format == "gptq",
     )
+    if config.symmetric is not False:
+        zeros = _centred(zeros, config)
+    if config.symmetric:
+        check_middle(name, zeros, config.bits, "sym: true")
     scales = jnp.asarray(tensors["scales"])
     return UniformLinear(codes, scales, zeros, permutation, config.bits, config.group_size)
 
@@ -119,6 +124,16 @@ def permutation_of(g_idx: np.ndarray, group_size: int, name: str) -> np.ndarray 
             f"{group_size} channels in each of the groups 0 to {channels // group_size - 1}"
         )
     return np.argsort(g_idx, kind="stable").astype(np.int32)
+
+
+def _centred(zeros: jax.Array, config: GPTQConfig) -> jax.Array:
+    """Zero points of a symmetric weight as they are meant, whichever storage config.json names.
+
+    Writers of v2 call it v1, and the reverse: then all of them are read one beside the middle.
+    """
+    middle = 2 ** (config.bits - 1)
+    beside = middle + (1 if config.checkpoint_format == "gptq" else -1)
+    return jnp.where(jnp.all(zeros == beside), jnp.uint16(middle), zeros)
 
 
 def _module_config(config: GPTQConfig, name: str) -> GPTQConfig:

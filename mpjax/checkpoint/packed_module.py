@@ -124,6 +124,14 @@ def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str)
     raise CheckpointError(f"{source} has no {keys[0]}: expected an integer")
 
 
+def parse_switch(config: Mapping[str, Any], key: str, source: str) -> bool | None:
+    """What a quantization_config says of a key, true or false; None where it says nothing."""
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"{source}: {key} is {value!r}: expected true or false")
+    return value
+
+
 def parse_group_size(config: Mapping[str, Any], keys: tuple[str, ...], source: str) -> int | None:
     """The input channels per group; −1 in the file means all of them and is returned as None."""
     group_size = parse_integer(config, keys, source)

@@ -176,23 +176,24 @@ def test_shards_of_transformers(tmp_path, request):
     compare_logits(model, tmp_path, request)
 
 
-QUANTIZED: dict[str, dict] = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
-    "gptq-v1-act-order": {
-        **{"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
-        "checkpoint_format": "gptq",
-    },
-    "gptq-v2-8-bits": {
-        **{"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": False},
-        "checkpoint_format": "gptq_v2",
-    },
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+V1, V2 = {"checkpoint_format": "gptq"}, {"checkpoint_format": "gptq_v2"}
+# What config.json says, how GPTQ's zero points are stored, and whether channels are out of order.
+QUANTIZED: dict[str, tuple[dict, int, bool]] = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, 0, False),
+    "gptq-v1-act-order": (GPTQ | V1 | {"desc_act": True}, 1, True),
+    "gptq-v2-8-bits": (GPTQ | V2 | {"bits": 8, "group_size": -1}, 2, False),
+    "gptq-symmetric": (GPTQ | V1 | {"sym": True}, 1, False),
+    "gptq-symmetric-v2-called-v1": (GPTQ | V1 | {"sym": True}, 2, False),
+    "gptq-symmetric-v1-called-v2": (GPTQ | V2 | {"sym": True}, 1, False),
+    "gptq-act-order-not-called-so": (GPTQ | V1 | {"sym": True}, 1, True),
 }
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_checkpoints(name, tmp_path, request):
     # The reference gets the dequantised weights, which float32 holds exactly. Qwen2 has biases.
-    model, written = build("Qwen2", {}), QUANTIZED[name]
+    model, (written, version, shuffled) = build("Qwen2", {}), QUANTIZED[name]
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors, rng = safetensors.numpy.load_file(file), np.random.default_rng(1)
@@ -203,15 +204,15 @@ def test_quantized_checkpoints(name, tmp_path, request):
         channels = weight.shape[0]
         size = channels if written["group_size"] == -1 else written["group_size"]
         g_idx = np.arange(channels) // size
-        if written.get("desc_act"):
+        if shuffled:
             g_idx = rng.permutation(g_idx)
         order = np.argsort(g_idx, kind="stable")
-        codes, scales, zeros = round_to_nearest(weight[order], size, written["bits"])
+        symmetric = written.get("sym", False)
+        codes, scales, zeros = round_to_nearest(weight[order], size, written["bits"], symmetric)
         codes = codes[np.argsort(order)]
         if written["quant_method"] == "awq":
             packed = pack_awq(codes, scales, zeros)
         else:
-            version = 1 if written["checkpoint_format"] == "gptq" else 2
             packed = pack_gptq(codes, scales, zeros, g_idx, written["bits"], version)
         replace_module(tensors, module_name, packed)
         values = (codes.astype(np.float32) - zeros[g_idx]) * scales[g_idx].astype(np.float32)
@@ -219,7 +220,7 @@ def test_quantized_checkpoints(name, tmp_path, request):
             module.weight.copy_(torch.from_numpy(values.T.copy()))
     safetensors.numpy.save_file(tensors, file)
     edit_config(tmp_path, quantization_config=written)
-    compare(model, tmp_path, request)
+    (compare_logits if written.get("sym") else compare)(model, tmp_path, request)
 
 
 FP8_CHECKPOINTS = {

@@ -25,9 +25,10 @@ from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import assign_array, assign_linear
-from mpjax.checkpoint.plan import FLOAT_DTYPES, Packing, Plan, make_plan
+from mpjax.checkpoint.plan import Packing, Plan, make_plan
 from mpjax.checkpoint.progress import loading_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.checkpoint.settle import FLOAT_DTYPES, settle
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
@@ -53,8 +54,9 @@ def load(
         nearest, one by one on the device; a checkpoint that is quantised already must agree. An FP8
         checkpoint has the activations that it was made for, or those of a precision with a W part.
         Scales for an FP8 cache become the model's, and count where the precision has KVfp8.
-    dtype: what the model computes in; config.json's by default, or bfloat16 where that is float32
-        and a precision, which has 16-bit activations, is given.
+    dtype: what the model computes in; config.json's by default, or the embedding's where that says
+        none, or bfloat16 where that is float32 and a precision, which has 16-bit activations, is
+        given.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that it
@@ -64,15 +66,15 @@ def load(
     folder = Path(folder)
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
-    if dtype is not None:
-        config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
-    elif precision is not None and config.dtype == "float32":
-        config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
     packing = read_packing(folder, hf)
     if isinstance(packing, FP8Config):
         packing = _with_activations(folder, packing, precision)
     quantize = _format_to_quantize(folder, hf, packing, precision)
-    checkpoint = Checkpoint.open(folder)
+    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
+    elif precision is not None and config.dtype == "float32":
+        config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
     plan = make_plan(checkpoint, config, packing, quantize)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))

@@ -1,4 +1,4 @@
-"""`mpjax info`: what a checkpoint holds, from its headers alone."""
+"""`mpjax info`: what a checkpoint holds, from its headers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Examples:
   mpjax info Qwen3-8B-AWQ
   mpjax info --json | python -m json.tool
 
-Of a folder only headers are read, so it answers at once and needs no GPU. A hub id is fetched
-whole first.
+Of a folder only headers are read, so it answers at once and needs no GPU, and of a tied model with
+a head of its own that head and the embedding. A hub id is fetched whole first.
 
 \b
 The last rows say how the linear maps of the layers are stored, and in how
@@ -115,13 +115,15 @@ def _from_headers(folder: Path) -> LanguageModel:
     from mpjax.checkpoint.layout import assign_linear
     from mpjax.checkpoint.plan import make_plan
     from mpjax.checkpoint.safetensors import Checkpoint
+    from mpjax.checkpoint.settle import settle
     from mpjax.kernels import KVFormat
     from mpjax.language_model import LanguageModel
     from mpjax.models import CacheScales
 
     hf = huggingface.read_config(folder)
     decoder, config = huggingface.decoder_config(folder, hf)
-    plan = make_plan(Checkpoint.open(folder), config, huggingface.read_packing(folder, hf), None)
+    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
+    plan = make_plan(checkpoint, config, huggingface.read_packing(folder, hf), None)
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     for place, sources in plan.linears:
         assign_linear(model, place, _parts(sources, config.dtype, place.bias))

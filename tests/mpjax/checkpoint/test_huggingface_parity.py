@@ -28,6 +28,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
 )
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)  # for such small products, more threads only wait for each other
@@ -167,6 +168,27 @@ def test_scaling_that_was_added_to_a_newer_file(added, tmp_path, request):
     tokens = np.arange(40)[None]
     assert np.abs(reference_logits(scaled, tokens) - reference_logits(model, tokens)).max() > 0.1
     compare_logits(scaled, tmp_path, request)
+
+
+def test_a_tied_model_with_another_head(tmp_path, request):
+    model = build("Qwen2", {"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.warns(UserWarning, match="but lm_head.weight is not model.embed_tokens.weight"):
+        compare_logits(as_transformers_reads(tmp_path), tmp_path, request)
+
+
+def test_a_tied_model_that_safetensors_saved(tmp_path, request):
+    model = build("Qwen2", {"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path)
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    names = safetensors.numpy.load_file(tmp_path / "model.safetensors").keys()
+    assert "lm_head.weight" in names
+    assert "model.embed_tokens.weight" not in names
+    compare_logits(model, tmp_path, request)
 
 
 def test_shards_of_transformers(tmp_path, request):

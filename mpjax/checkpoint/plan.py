@@ -204,11 +204,11 @@ def _linear_source(
         return LinearSource(name, shape, tensors, packing, packing.format)
     if "weight" in tensors:
         _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
-        size = None if quantize is None else quantize.group_size
-        if size is not None and shape[0] % size:
+        if quantize is not None and not quantize.can_split(shape[0]):
             raise CheckpointError(
-                f"{name} has {shape[0]} input channels, which groups of {size} don't divide: "
-                "choose another group size or format in precision, such as W4g32 or W4gK"
+                f"{name} has {shape[0]} input channels, which groups of {quantize.group_size} "
+                "don't divide: choose another group size or format in precision, such as W4g32 or "
+                "W4gK"
             )
         return LinearSource(name, shape, tensors, None, quantize)
     if isinstance(packing, AWQConfig):

@@ -104,6 +104,7 @@ def check(
             "qzeros": ((groups, columns // CODES_PER_WORD), ("int32",)),
             "scales": ((groups, columns), packed_module.SCALE_DTYPES),
         },
+        f"group_size {config.group_size or -1}",
     )
     return rows, columns
 

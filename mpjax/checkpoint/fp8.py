@@ -59,6 +59,7 @@ def check(
             "weight": ((outputs, channels), ("float8_e4m3fn",)),
             config.scale_name: (grid, packed_module.SCALE_DTYPES),
         },
+        "quantization_config",
     )
     return channels, outputs
 

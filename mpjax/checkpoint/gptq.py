@@ -51,7 +51,8 @@ def check(
             f"{name} has {columns} output channels: expected a multiple of {codes_per_word}, so "
             f"that zero points of {config.bits} bits fill whole words"
         )
-    packed_module.check_weight_shape(name, (rows, columns), shape, config.group_size)
+    said = f"bits {config.bits}"
+    packed_module.check_weight_shape(name, (rows, columns), shape, config.group_size, said)
     groups = 1 if config.group_size is None else rows // config.group_size
     expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
         "qweight": ((rows // codes_per_word, columns), ("int32",)),
@@ -61,7 +62,8 @@ def check(
     # Without act-order the groups are in order, and some writers leave g_idx out.
     if "g_idx" in specs or (config.desc_act and not config.static_groups):
         expected["g_idx"] = ((rows,), ("int32",))
-    packed_module.check_tensors(name, specs, expected)
+    said += f" and group_size {config.group_size or -1}"
+    packed_module.check_tensors(name, specs, expected, said)
     return rows, columns
 
 

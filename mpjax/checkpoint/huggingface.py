@@ -28,7 +28,7 @@ from mpjax.checkpoint.layout import assign_array, assign_linear
 from mpjax.checkpoint.plan import Packing, Plan, make_plan
 from mpjax.checkpoint.progress import loading_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.checkpoint.settle import FLOAT_DTYPES, settle
+from mpjax.checkpoint.settle import FLOAT_DTYPES, is_packed, settle
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
@@ -66,11 +66,13 @@ def load(
     folder = Path(folder)
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
+    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
     packing = read_packing(folder, hf)
+    if not is_packed(checkpoint):
+        packing = None  # config.json is of a quantised checkpoint, and the tensors are not
     if isinstance(packing, FP8Config):
         packing = _with_activations(folder, packing, precision)
     quantize = _format_to_quantize(folder, hf, packing, precision)
-    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
     elif precision is not None and config.dtype == "float32":

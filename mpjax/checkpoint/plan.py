@@ -267,7 +267,8 @@ def _count(names: list[str]) -> str:
 def _check_floats(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
     if info.shape != shape or info.dtype.name not in FLOAT_DTYPES:
         raise CheckpointError(
-            f"{name} is {describe(info)}: expected {', '.join(FLOAT_DTYPES)} of shape {list(shape)}"
+            f"{name} is {describe(info)}: expected {', '.join(FLOAT_DTYPES)} of shape "
+            f"{list(shape)}, by config.json"
         )
 
 

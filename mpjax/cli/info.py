@@ -94,12 +94,16 @@ def _open_choice(folder: Path) -> str | None:
     """A text about the activations of an FP8 checkpoint, where somebody has to choose them."""
     from mpjax.checkpoint import huggingface
     from mpjax.checkpoint.fp8_config import FP8Config
+    from mpjax.checkpoint.safetensors import Checkpoint
+    from mpjax.checkpoint.settle import is_packed
     from mpjax.kernels import KVFormat
 
     if _is_saved(folder):
         return None
     packing = huggingface.read_packing(folder, huggingface.read_config(folder))
     if not isinstance(packing, FP8Config) or packing.unsupported is None:
+        return None
+    if not is_packed(Checkpoint.open(folder)):
         return None
     names = huggingface.precision_names(packing, KVFormat())
     return f"made for {packing.unsupported}, not implemented: load it as {names}"
@@ -115,7 +119,7 @@ def _from_headers(folder: Path) -> LanguageModel:
     from mpjax.checkpoint.layout import assign_linear
     from mpjax.checkpoint.plan import make_plan
     from mpjax.checkpoint.safetensors import Checkpoint
-    from mpjax.checkpoint.settle import settle
+    from mpjax.checkpoint.settle import is_packed, settle
     from mpjax.kernels import KVFormat
     from mpjax.language_model import LanguageModel
     from mpjax.models import CacheScales
@@ -123,7 +127,8 @@ def _from_headers(folder: Path) -> LanguageModel:
     hf = huggingface.read_config(folder)
     decoder, config = huggingface.decoder_config(folder, hf)
     checkpoint, config = settle(Checkpoint.open(folder), config, hf)
-    plan = make_plan(checkpoint, config, huggingface.read_packing(folder, hf), None)
+    packing = huggingface.read_packing(folder, hf) if is_packed(checkpoint) else None
+    plan = make_plan(checkpoint, config, packing, None)
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     for place, sources in plan.linears:
         assign_linear(model, place, _parts(sources, config.dtype, place.bias))

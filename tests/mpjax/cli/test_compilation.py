@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from mpjax.buckets import bucket_tokens
 from mpjax.cli import compilation
 from mpjax.cli.application import app
-from mpjax.buckets import bucket_tokens
 
 NAMES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
 

@@ -18,6 +18,7 @@ from mpjax import plain_names
 if TYPE_CHECKING:
     from mpjax.calibration import calibrate_cache
     from mpjax.decoding import GeneratedTokens, generate_tokens
+    from mpjax.evaluation import Evaluation, evaluate
     from mpjax.generation import Generation, generate, stream
     from mpjax.language_model import LanguageModel
     from mpjax.loading import bundled_model, load
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 plain_names.install()
 
 __all__ = [
+    "Evaluation",
     "GeneratedTokens",
     "Generation",
     "LanguageModel",
@@ -36,6 +38,7 @@ __all__ = [
     "Sampling",
     "bundled_model",
     "calibrate_cache",
+    "evaluate",
     "generate",
     "generate_tokens",
     "load",
@@ -43,6 +46,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Evaluation": "evaluation",
     "GeneratedTokens": "decoding",
     "Generation": "generation",
     "LanguageModel": "language_model",
@@ -50,6 +54,7 @@ _MODULES = {
     "Sampling": "sampling",
     "bundled_model": "loading",
     "calibrate_cache": "calibration",
+    "evaluate": "evaluation",
     "generate": "generation",
     "generate_tokens": "decoding",
     "load": "loading",

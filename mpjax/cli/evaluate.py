@@ -148,7 +148,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """One row for each precision; each kind of weights is loaded once, in turn."""
     from mpjax.calibration import calibrate_cache
-    from mpjax.evaluate import perplexity
+    from mpjax.evaluation import evaluate
 
     console = rich.console.Console(stderr=True)
     rows: dict[int, dict[str, Any]] = {}
@@ -164,7 +164,7 @@ def _measure(
             lm = dataclasses.replace(lm, kv_format=precision.kv)
             if samples is not None and precision.kv.scaling is not None:
                 lm = calibrate_cache(lm, samples)
-            found = perplexity(lm, documents, window=window, batch=batch)
+            found = evaluate(lm, documents, window=window, batch=batch)
             rows[index] = {
                 "precision": lm.precision,
                 **dataclasses.asdict(found),

@@ -11,11 +11,13 @@ JAX is imported when one of the names below is first used, so that `mpjax --help
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from mpjax import plain_names
 
+TYPE_CHECKING = False  # importing `typing` takes as long as all else that `import mpjax` does
 if TYPE_CHECKING:
+    from typing import Any
+
     from mpjax.calibration import calibrate_cache
     from mpjax.decoding import GeneratedTokens, generate_tokens
     from mpjax.evaluation import Evaluation, evaluate

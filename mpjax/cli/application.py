@@ -10,11 +10,9 @@ import typer
 import typer.core
 
 import mpjax
-from mpjax.cli import bench, chat, convert, environment, evaluate, generate, info, tune
+from mpjax.cli import bench, chat, convert, environment, evaluate, generate, info, interrupts, tune
 
-# As shells report programs that a signal ends: SIGINT and SIGPIPE.
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+BROKEN_PIPE = 141  # as shells report a program that SIGPIPE ends
 EPILOG = """\b
 Examples:
   mpjax generate "def fibonacci(n):"
@@ -49,8 +47,8 @@ class Commands(typer.core.TyperGroup):
             sys.stdout.flush()  # here, where a reader that has gone can still be handled
             return result
         except KeyboardInterrupt:
-            typer.echo(err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            typer.echo(interrupts.message(), err=True, nl=False)
+            raise typer.Exit(interrupts.INTERRUPTED) from None
         except BrokenPipeError:
             # Python flushes stdout once more as it ends, and would complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -88,7 +90,7 @@ def test_tracebacks_can_be_asked_for(failing, options, settings):
 
 def test_an_interrupt_is_quiet(failing):
     result = failing(KeyboardInterrupt())
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "mpjax: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,8 @@ def test_wrong_usage(arguments):
 
 def test_main_is_the_application_under_its_own_name(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/somewhere/__main__.py", "generate"])
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
     with pytest.raises(SystemExit) as exit:
         main()
     assert exit.value.code == 2

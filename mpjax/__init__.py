@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mpjax.calibration import calibrate_cache
+    from mpjax.checkpoint.saving import save
     from mpjax.decoding import GeneratedTokens, generate_tokens
     from mpjax.evaluation import Evaluation, evaluate
     from mpjax.generation import Generation, generate, stream
@@ -44,6 +45,7 @@ __all__ = [
     "generate",
     "generate_tokens",
     "load",
+    "save",
     "stream",
 ]
 
@@ -60,6 +62,7 @@ _MODULES = {
     "generate": "generation",
     "generate_tokens": "decoding",
     "load": "loading",
+    "save": "checkpoint.saving",
     "stream": "generation",
 }
 

@@ -129,10 +129,10 @@ def command(
 
 def _defaults(folder: Path) -> tuple[str, ...]:
     """Weights can be rounded only where the checkpoint has 16-bit ones."""
-    from mpjax.checkpoint import huggingface, orbax
+    from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.description import is_saved
 
-    saved = (folder / orbax.DESCRIPTION_NAME).is_file()
-    if saved or huggingface.read_config(folder).get("quantization_config") is not None:
+    if is_saved(folder) or huggingface.read_config(folder).get("quantization_config") is not None:
         return CACHE_PRECISIONS
     return WEIGHT_PRECISIONS + BOTH_PRECISIONS
 

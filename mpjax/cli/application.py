@@ -10,6 +10,7 @@ import typer
 import typer.core
 
 import mpjax
+from mpjax import disk
 from mpjax.cli import bench, chat, convert, environment, evaluate, generate, info, interrupts, tune
 
 BROKEN_PIPE = 141  # as shells report a program that SIGPIPE ends
@@ -64,8 +65,11 @@ class Commands(typer.core.TyperGroup):
 def _explain(error: Exception) -> str | None:
     """What to tell people; None for an error that nobody expected, which deserves a traceback."""
     text = str(error)
-    if "RESOURCE_EXHAUSTED" in text:  # XLA's, where the need could not be known before
-        return f"the device ran out of memory: {text.splitlines()[0]}"
+    if "RESOURCE_EXHAUSTED" in text and not isinstance(error, OSError):
+        # XLA's: of device memory, where the need could not be known before, or of a disk.
+        line = text.splitlines()[0]
+        full = any(os.strerror(code) in line for code in disk.FULL)
+        return f"a disk is full: {line}" if full else f"the device ran out of memory: {line}"
     # CheckpointError and UnsupportedError are ValueErrors, DeviceMemoryError is a MemoryError.
     if isinstance(error, (ValueError, OSError, MemoryError)):
         return text or type(error).__name__

@@ -75,6 +75,24 @@ def test_running_out_of_memory_is_an_expected_failure(failing):
     assert result.stderr == "mpjax: the device ran out of memory: RESOURCE_EXHAUSTED: 3 GB wanted\n"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("RESOURCE_EXHAUSTED: writing /tmp/x"),
+        ValueError("RESOURCE_EXHAUSTED: writing /tmp/x [OS error 28: No space left on device]"),
+        RuntimeError("RESOURCE_EXHAUSTED: /tmp/x; No space left on device"),
+        RuntimeError("RESOURCE_EXHAUSTED: /tmp/x; Disk quota exceeded"),
+    ],
+)
+def test_what_else_is_exhausted_is_not_the_device(failing, error):
+    result = failing(error)
+    assert result.exit_code == 1
+    assert "the device ran out of memory" not in result.stderr
+    assert "/tmp/x" in result.stderr
+    assert result.stderr.startswith("mpjax: ")
+    assert ("a disk is full: " in result.stderr) == (not isinstance(error, OSError))
+
+
 def test_an_unexpected_failure_keeps_its_traceback(failing):
     result = failing(ZeroDivisionError("a bug"))
     assert isinstance(result.exception, ZeroDivisionError)

@@ -34,8 +34,8 @@ def handle(run: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         leave()
     finally:
-        # While Python shuts down, nobody catches what is raised.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # While Python shuts down, nobody catches what is raised, and all has been said.
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def leave() -> NoReturn:

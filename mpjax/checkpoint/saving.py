@@ -63,7 +63,8 @@ def save(
     _require_writable(folder, overwrite)
     arrays = _take_arrays(lm)
     sources = [lm.source / name for name in TOKENIZER_FILES]
-    needed = array_file.file_bytes(arrays) + sum(_file_bytes(source) for source in sources)
+    longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()
+    needed = array_file.file_bytes(arrays) + sum(map(_file_bytes, sources)) + len(longest)
     what = f"saving {folder}"
     with naming_a_full_disk(needed, what, folder.parent), staged(folder) as new:
         require_room(needed, what, folder.parent)

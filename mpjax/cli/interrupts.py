@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # as shells report a program that SIGINT ends
 IMPORTING = "<frozen importlib._bootstrap>"  # the file of the frames in which Python imports
 AGAIN_SECONDS = 0.01
+SHOW_CURSOR = "\x1b[?25h"  # a bar that shows progress has hidden it
 
 
 def handle(run: Callable[[], None]) -> None:
@@ -46,7 +47,8 @@ def leave() -> NoReturn:
 
 def message() -> str:
     """The line on stderr; a terminal shows ^C as well, which gets a line of its own."""
-    return "\nmpjax: interrupted\n" if os.isatty(2) else "mpjax: interrupted\n"
+    line = "mpjax: interrupted\n"
+    return f"{SHOW_CURSOR}\n{line}" if os.isatty(2) else line
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -115,3 +115,17 @@ def test_after_the_command_has_ended():
     process = start("-c", f"{code}import sys\nsys.argv = ['mpjax', '--version']\n{AS_SCRIPT[1]}")
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (130, "")
+
+
+def test_a_terminal_gets_a_line_of_its_own_and_its_cursor_back():
+    """After ^C, which it shows itself, and where a bar was shown."""
+    ours, theirs = os.openpty()
+    code = "from mpjax.cli import interrupts; interrupts.leave()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], stderr=theirs, env=environment, check=False, timeout=60
+    )
+    assert done.returncode == 130
+    assert os.read(ours, 1000) == b"\x1b[?25h\r\nmpjax: interrupted\r\n"
+    os.close(ours)
+    os.close(theirs)

@@ -39,6 +39,7 @@ def staged(folder: Path) -> Iterator[Path]:
     Raises ValueError where another process saves to the same folder, or may do so on a file system
     without locks, and where the only copy of another model would be deleted.
     """
+    made = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     clean_up(folder)
     staging = folder.with_name(f".{folder.name}.saving-{_host()}-{_boot()}")
@@ -53,9 +54,12 @@ def staged(folder: Path) -> Iterator[Path]:
                 folder.rename(staging / PREVIOUS)
             new.rename(folder)
     finally:
-        if lock is not None:
-            with _interrupts_wait():
+        with _interrupts_wait():
+            if lock is not None:
                 _release(folder, staging, lock)
+            for parent in made:
+                with contextlib.suppress(OSError):  # it has something in it
+                    parent.rmdir()
 
 
 def clean_up(folder: Path) -> None:

@@ -55,13 +55,16 @@ def test_the_new_folder_takes_the_old_one_s_place(before, tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_an_error_in_the_block_changes_nothing(error, before, tmp_path):
-    def save():
-        with staged(tmp_path / "saved") as new:
+    def save(name):
+        with staged(tmp_path / name) as new:
             (new / "file").write_text("half")
             raise error
 
     with pytest.raises(error):
-        save()
+        save("saved")
+    require_before(tmp_path, before)
+    with pytest.raises(error):
+        save("deeper/and/deeper")  # folders on the way are made, too
     require_before(tmp_path, before)
 
 

@@ -22,7 +22,7 @@ from mpjax.checkpoint.description import (
     is_saved,
 )
 from mpjax.checkpoint.progress import bytes_bar
-from mpjax.checkpoint.staging import staged
+from mpjax.checkpoint.staging import clean_up, staged
 from mpjax.disk import naming_a_full_disk, require_room
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
@@ -60,6 +60,7 @@ def save(
     that can be known.
     """
     folder = Path(os.path.realpath(Path(folder).expanduser()))
+    clean_up(folder)  # which may put a model there that a killed save has moved away
     _require_writable(folder, overwrite)
     arrays = _take_arrays(lm)
     sources = [lm.source / name for name in TOKENIZER_FILES]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.checkpoint import array_file, saving
+from mpjax.checkpoint import array_file, saving, staging
 from mpjax.checkpoint.restoring import restore
 from mpjax.checkpoint.saving import save
 from mpjax.disk import DiskSpaceError
@@ -176,6 +176,21 @@ def test_what_came_meanwhile_is_not_overwritten_unasked(tmp_path, rng, monkeypat
         save(lm, tmp_path / "saved")
     assert (tmp_path / "saved" / "mine").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "saved"]
+
+
+def test_a_model_that_a_killed_save_moved_away_is_not_overwritten_unasked(
+    tmp_path, rng, monkeypatch
+):
+    lm = load(plain(tmp_path / "original", rng))
+    save(lm, tmp_path / "saved")
+    hidden = tmp_path / f".saved.saving-{staging._host()}-{staging._boot()}"
+    (hidden / "new").mkdir(parents=True)
+    (hidden / "lock").touch()
+    (tmp_path / "saved").rename(hidden / "previous")
+    monkeypatch.setattr(array_file, "write", lambda *arguments: pytest.fail("written"))
+    with pytest.raises(ValueError, match="holds a saved model: replace it with overwrite=True"):
+        save(lm, tmp_path / "saved")
+    require_same_bits(lm, restore(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -15,7 +15,7 @@ import numpy as np
 import rich.console
 from rich.progress import track
 
-from mpjax.evaluate import document_tokens, token_scores
+from mpjax.evaluation import document_tokens, token_scores
 from mpjax.finite import NotFiniteError
 from mpjax.generation import generate
 from mpjax.generation_kwargs import GenerationArguments, parse

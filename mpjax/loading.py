@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 
 from mpjax.arguments import positive_whole
-from mpjax.checkpoint import CheckpointError, huggingface, orbax
+from mpjax.checkpoint import CheckpointError, huggingface, restoring, staging
+from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
 from mpjax.kernels import KVFormat
 from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
@@ -37,13 +38,14 @@ def load(
     precision: str | Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     max_positions: int | None = None,
+    verify: bool = True,
     progress: bool | None = None,
 ) -> LanguageModel:
     """Loads a model, with its tokenizer if it has one, onto the default device.
 
     path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ or FP8) or
-        one that `mpjax.checkpoint.orbax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which
-        is fetched first.
+        one that `mpjax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which is fetched
+        first.
     precision: such as `W4A16KV8`. Linear maps of a 16-bit checkpoint are rounded to nearest where
         it asks for fewer bits; a quantised checkpoint must agree with it, but for `sym`: integers
         of one count as symmetric where its zero points are, whatever is asked for. By default
@@ -53,6 +55,9 @@ def load(
     dtype: what the model computes in: bfloat16, float16 or float32; the checkpoint's by default.
     max_positions: tokens that a sequence may have, prompt and new ones together, in the place of
         what the checkpoint says, or said when it was saved; nothing else of the model changes.
+    verify: whether the arrays of a model that `mpjax.save` wrote are compared with their checksums,
+        which finds what a disk or a copy has changed, and takes half a second for a gigabyte.
+        Checkpoints of others have none.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for what can't be loaded, ValueError for a precision or dtype that the
@@ -64,12 +69,14 @@ def load(
     if max_positions is not None:
         max_positions = positive_whole("max_positions", max_positions)
     folder = find_folder(path_or_id).resolve()
-    if (folder / orbax.DESCRIPTION_NAME).is_file():
-        lm = orbax.restore(folder, precision=precision, dtype=dtype, progress=progress)
+    if is_saved(folder):
+        lm = restoring.restore(
+            folder, precision=precision, dtype=dtype, verify=verify, progress=progress
+        )
         return _with_positions(lm, max_positions)
     if not (folder / huggingface.CONFIG_NAME).is_file():
         raise CheckpointError(
-            f"{folder} has neither {huggingface.CONFIG_NAME} nor {orbax.DESCRIPTION_NAME}: "
+            f"{folder} has neither {huggingface.CONFIG_NAME} nor {DESCRIPTION_NAME}: "
             f"expected a Hugging Face checkpoint, or one that mpjax saved{_describe_others(folder)}"
         )
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
@@ -93,6 +100,8 @@ def bundled_model() -> Path:
 def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
     """The folder, fetched from the hub where it has to be."""
     path = Path(path_or_id).expanduser()
+    if not path.exists():  # perhaps because a save that replaced it was killed
+        staging.clean_up(path)
     if path.is_dir():
         return path
     if path.exists():

@@ -26,7 +26,7 @@ from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import assign_array, assign_linear
 from mpjax.checkpoint.plan import Packing, Plan, make_plan
-from mpjax.checkpoint.progress import loading_bar
+from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.settle import FLOAT_DTYPES, is_packed, settle
 from mpjax.kernels import KVFormat, WeightFormat
@@ -224,7 +224,7 @@ def _format_to_quantize(
 def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | None) -> None:
     """Puts all weights in their places, waiting for each before the next tensor is mapped."""
     dtype = plan.config.dtype
-    with loading_bar(checkpoint.folder, progress, plan.file_bytes) as advance:
+    with bytes_bar("Loading", checkpoint.folder, progress, plan.file_bytes) as advance:
 
         def read(info: TensorInfo) -> np.ndarray:
             advance(info.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 import typer.core
 
 import mpjax
+from mpjax import disk
 from mpjax.cli import (
     bench,
     chat,
@@ -18,13 +20,12 @@ from mpjax.cli import (
     evaluate,
     generate,
     info,
+    interrupts,
     output,
     tune,
 )
 
-# As shells report programs that a signal ends: SIGINT and SIGPIPE.
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+BROKEN_PIPE = 141  # as shells report a program that SIGPIPE ends
 EPILOG = """\b
 Examples:
   mpjax generate "def fibonacci(n):"
@@ -76,8 +77,10 @@ class Commands(typer.core.TyperGroup):
             sys.stdout.flush()  # here, where a reader that has gone can still be handled
             return result
         except KeyboardInterrupt:
-            typer.echo(err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            if not sys.stderr.isatty():
+                output.end_line()
+            typer.echo(interrupts.message(), err=True, nl=False)
+            raise typer.Exit(interrupts.INTERRUPTED) from None
         except BrokenPipeError:
             output.discard(sys.stdout)
             raise typer.Exit(BROKEN_PIPE) from None
@@ -92,8 +95,11 @@ class Commands(typer.core.TyperGroup):
 def _explain(error: Exception) -> str | None:
     """What to tell people; None for an error that nobody expected, which deserves a traceback."""
     text = str(error)
-    if "RESOURCE_EXHAUSTED" in text:  # XLA's, where the need could not be known before
-        return f"the device ran out of memory: {text.splitlines()[0]}"
+    if "RESOURCE_EXHAUSTED" in text and not isinstance(error, OSError):
+        # XLA's: of device memory, where the need could not be known before, or of a disk.
+        line = text.splitlines()[0]
+        full = any(os.strerror(code) in line for code in disk.FULL)
+        return f"a disk is full: {line}" if full else f"the device ran out of memory: {line}"
     # CheckpointError and UnsupportedError are ValueErrors, DeviceMemoryError is a MemoryError.
     if isinstance(error, (ValueError, OSError, MemoryError)):
         return text or type(error).__name__

@@ -140,10 +140,10 @@ def command(
 
 def _defaults(folder: Path) -> tuple[str, ...]:
     """Weights can be rounded only where the checkpoint has 16-bit ones."""
-    from mpjax.checkpoint import huggingface, orbax
+    from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.description import is_saved
 
-    saved = (folder / orbax.DESCRIPTION_NAME).is_file()
-    if saved or huggingface.read_config(folder).get("quantization_config") is not None:
+    if is_saved(folder) or huggingface.read_config(folder).get("quantization_config") is not None:
         return CACHE_PRECISIONS
     return WEIGHT_PRECISIONS + BOTH_PRECISIONS
 
@@ -160,7 +160,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """One row for each precision; each kind of weights is loaded once, in turn."""
     from mpjax.calibration import calibrate_cache
-    from mpjax.evaluate import perplexity
+    from mpjax.evaluation import evaluate
 
     console = rich.console.Console(stderr=True)
     rows: dict[int, dict[str, Any]] = {}
@@ -177,7 +177,7 @@ def _measure(
             lm = dataclasses.replace(lm, kv_format=precision.kv)
             if samples is not None and precision.kv.scaling is not None:
                 lm = calibrate_cache(lm, samples)
-            found = perplexity(lm, documents, window=window, batch=batch)
+            found = evaluate(lm, documents, window=window, batch=batch)
             rows[index] = {
                 "precision": lm.precision,
                 **dataclasses.asdict(found),

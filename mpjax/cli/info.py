@@ -72,33 +72,29 @@ def inspect(folder: Path) -> LanguageModel:
     """
     import jax
 
-    from mpjax.checkpoint import orbax
+    from mpjax.checkpoint import restoring
+    from mpjax.checkpoint.description import is_saved
 
     class Header(jax.ShapeDtypeStruct):
         @property
         def nbytes(self) -> int:
             return self.size * self.dtype.itemsize
 
-    lm = orbax.abstract(folder) if _is_saved(folder) else _from_headers(folder)
+    lm = restoring.abstract(folder) if is_saved(folder) else _from_headers(folder)
     model = jax.tree.map(lambda shape: Header(shape.shape, shape.dtype), lm.model)
     return dataclasses.replace(lm, model=model)
-
-
-def _is_saved(folder: Path) -> bool:
-    from mpjax.checkpoint import orbax
-
-    return (folder / orbax.DESCRIPTION_NAME).is_file()
 
 
 def _open_choice(folder: Path) -> str | None:
     """A text about the activations of an FP8 checkpoint, where somebody has to choose them."""
     from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.description import is_saved
     from mpjax.checkpoint.fp8_config import FP8Config
     from mpjax.checkpoint.safetensors import Checkpoint
     from mpjax.checkpoint.settle import is_packed
     from mpjax.kernels import KVFormat
 
-    if _is_saved(folder):
+    if is_saved(folder):
         return None
     packing = huggingface.read_packing(folder, huggingface.read_config(folder))
     if not isinstance(packing, FP8Config) or packing.unsupported is None:

@@ -125,6 +125,6 @@ def load(
 def read_documents(path: Path) -> list[str]:
     """The texts of a file: one, or for .jsonl one on each line, as {"text": ...}."""
     from mpjax.arguments import read_text
-    from mpjax.evaluate import read_held_out
+    from mpjax.evaluation import read_held_out
 
     return read_held_out(path) if path.suffix == ".jsonl" else [read_text(path)]

@@ -45,7 +45,7 @@ from mpjax.cli import main
 try:
     main()
 except SystemExit as exit:
-    loaded = {"jax", "numpy", "flax", "orbax", "tokenizers"} & set(sys.modules)
+    loaded = {"jax", "numpy", "flax", "tokenizers"} & set(sys.modules)
     sys.exit(f"imported {loaded}" if loaded else exit.code)
 """
     done = run("-c", code)

@@ -14,15 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.checkpoint import CheckpointError, huggingface, orbax
+from mpjax.checkpoint import CheckpointError, huggingface
 from mpjax.checkpoint.layout import linear_kernels, linear_places
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.cli import info
 from mpjax.cli.application import app
 from tests.models.small import forward
+from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.test_huggingface import nbytes, require_weights
-from tests.mpjax.checkpoint.test_orbax import require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import (
     CACHE,
     CONFIGS,
@@ -129,8 +129,8 @@ def test_scales_of_the_cache_reach_it(shape, tmp_path, rng):
     np.testing.assert_array_equal(cache.layers[1].key_parameters, expected[1, 0])
     assert info.inspect(folder).nbytes == lm.nbytes
     if shape == (1,):
-        orbax.save(lm, tmp_path / "saved")
-        require_same_bits(lm, orbax.restore(tmp_path / "saved"))
+        mpjax.save(lm, tmp_path / "saved")
+        require_same_bits(lm, mpjax.load(tmp_path / "saved"))
 
 
 def test_scales_of_the_cache_must_be_there_and_positive(tmp_path, rng):

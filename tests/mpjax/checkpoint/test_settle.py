@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.checkpoint import CheckpointError, orbax, settle
+from mpjax.checkpoint import CheckpointError, settle
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.cli import info
 from mpjax.models import family
+from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.test_huggingface import require_weights
-from tests.mpjax.checkpoint.test_orbax import require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import CONFIGS, random_tensors, write_checkpoint
 
 TIED = CONFIGS["llama-tied"]
@@ -62,7 +62,7 @@ def test_another_head_is_kept(tmp_path, rng):
     require_weights(lm.model, tensors, {})
     with pytest.warns(UserWarning, match=WARNING):
         assert info.inspect(folder).describe() == lm.describe()
-    orbax.save(lm, tmp_path / "saved")
+    mpjax.save(lm, tmp_path / "saved")
     require_same_bits(lm, mpjax.load(tmp_path / "saved"))
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import itertools
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,24 @@ def test_running_out_of_memory_is_an_expected_failure(failing):
     assert result.stderr == "mpjax: the device ran out of memory: RESOURCE_EXHAUSTED: 3 GB wanted\n"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("RESOURCE_EXHAUSTED: writing /tmp/x"),
+        ValueError("RESOURCE_EXHAUSTED: writing /tmp/x [OS error 28: No space left on device]"),
+        RuntimeError("RESOURCE_EXHAUSTED: /tmp/x; No space left on device"),
+        RuntimeError("RESOURCE_EXHAUSTED: /tmp/x; Disk quota exceeded"),
+    ],
+)
+def test_what_else_is_exhausted_is_not_the_device(failing, error):
+    result = failing(error)
+    assert result.exit_code == 1
+    assert "the device ran out of memory" not in result.stderr
+    assert "/tmp/x" in result.stderr
+    assert result.stderr.startswith("mpjax: ")
+    assert ("a disk is full: " in result.stderr) == (not isinstance(error, OSError))
+
+
 def test_an_unexpected_failure_keeps_its_traceback(failing):
     result = failing(ZeroDivisionError("a bug"))
     assert isinstance(result.exception, ZeroDivisionError)
@@ -142,7 +161,7 @@ def test_tracebacks_can_be_asked_for(failing, options, settings):
 
 def test_an_interrupt_is_quiet(failing):
     result = failing(KeyboardInterrupt())
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "mpjax: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +176,8 @@ def test_wrong_usage(arguments):
 
 def test_main_is_the_application_under_its_own_name(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/somewhere/__main__.py", "generate"])
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
     with pytest.raises(SystemExit) as exit:
         main()
     assert exit.value.code == 2

@@ -10,7 +10,7 @@ import mpjax
 from mpjax.cli import evaluate as command
 from mpjax.cli import options
 from mpjax.cli.application import app
-from mpjax.evaluate import Perplexity, perplexity
+from mpjax.evaluation import Evaluation, evaluate
 
 DOCUMENTS = ["import os\nimport sys\n", "def f(x):\n    return x + 1\n"]
 ROWS = [
@@ -61,8 +61,8 @@ def test_each_precision_is_measured(run, tiny_folder, tmp_path, monkeypatch):
     assert written["calibration"] is None
     for row in written["rows"]:
         lm = mpjax.load(tiny_folder, precision=row["precision"], dtype="bfloat16")
-        expected = perplexity(lm, DOCUMENTS, batch=2)
-        assert Perplexity(*(row[name] for name in Perplexity.__dataclass_fields__)) == expected
+        expected = evaluate(lm, DOCUMENTS, batch=2)
+        assert Evaluation(*(row[name] for name in Evaluation.__dataclass_fields__)) == expected
         assert row["weights_bytes"] == lm.nbytes
         assert row["perplexity"] == pytest.approx(math.exp(row["nats_per_token"]))
     lines = result.stdout.splitlines()
@@ -81,7 +81,7 @@ def test_scales_are_measured_on_another_text(run, text, tiny_folder):
     assert written["calibration"] == str(text)
     [row] = written["rows"]
     lm = mpjax.load(tiny_folder, precision="W16A16KV8s", dtype="bfloat16")
-    expected = perplexity(mpjax.calibrate_cache(lm, DOCUMENTS), DOCUMENTS, batch=2)
+    expected = evaluate(mpjax.calibrate_cache(lm, DOCUMENTS), DOCUMENTS, batch=2)
     assert row["perplexity"] == expected.perplexity
 
 
@@ -107,7 +107,7 @@ def test_help_names_the_keys(run, monkeypatch):
     monkeypatch.setattr(command, "_measure", lambda *arguments: ROWS)
     text = CliRunner().invoke(app, ["evaluate", "--help"]).stdout.split("--json and --output")[1]
     assert all(key in text for key in json.loads(run("--json").stdout))
-    assert all(key in text for key in (*ROWS[0], *Perplexity.__dataclass_fields__))
+    assert all(key in text for key in (*ROWS[0], *Evaluation.__dataclass_fields__))
 
 
 def test_an_output_that_can_not_be_written_is_refused_first(run, monkeypatch, tmp_path):

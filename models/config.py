@@ -11,6 +11,10 @@ import jax.numpy as jnp
 
 # More than any model has: bounds what is made for each layer, where no tensors are at hand.
 MAXIMUM_LAYERS = 10_000
+MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
+# Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. Where
+# there are both, somebody added the scaling to a newer file, and it counts.
+ROTARY_KEYS = ("rope_scaling", "rope_parameters")
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
@@ -39,6 +43,7 @@ class DecoderConfig:
     """Everything that a decoder's computation depends on besides its weights; static, hashable.
 
     windows: for each layer, how many keys a query sees, itself included (None: all).
+    max_position_embeddings: tokens that a sequence may have, a limit that nothing else depends on.
     stop_ids: tokens that end a text; not used by the model itself.
     """
 
@@ -112,7 +117,7 @@ def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "head_dim": _head_dim(hf, hidden, heads),
         "windows": (None,) * layer_count(hf),
-        "max_position_embeddings": integer(hf, "max_position_embeddings", 2048),
+        "max_position_embeddings": _positions(hf, rope_scaling),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
         "rms_norm_eps": _positive(hf, "rms_norm_eps", 1e-6),
@@ -129,25 +134,28 @@ def require(hf: Mapping[str, Any], key: str) -> Any:
     return hf[key]
 
 
-def integer(hf: Mapping[str, Any], key: str, default: int | None = None, minimum: int = 1) -> int:
+def integer(
+    hf: Mapping[str, Any],
+    key: str,
+    default: int | None = None,
+    minimum: int = 1,
+    maximum: int = MAXIMUM_INTEGER,
+) -> int:
     """A whole number, which must be there unless there is a default. Raises ConfigError."""
     value = hf.get(key)
     if value is None:
         value = require(hf, key) if default is None else default
-    if type(value) is not int or value < minimum:
+    if type(value) is not int or not minimum <= value <= maximum:
         expected = "a positive integer" if minimum == 1 else f"an integer from {minimum} on"
+        if type(value) is int and value > maximum:
+            expected = f"at most {maximum}"
         raise ConfigError(f"config.json: {key} is {value!r:.80}: expected {expected}")
     return value
 
 
 def layer_count(hf: Mapping[str, Any]) -> int:
     """How many layers there are. Raises ConfigError."""
-    layers = integer(hf, "num_hidden_layers")
-    if layers > MAXIMUM_LAYERS:
-        raise ConfigError(
-            f"config.json: num_hidden_layers is {layers!r:.80}: expected at most {MAXIMUM_LAYERS}"
-        )
-    return layers
+    return integer(hf, "num_hidden_layers", maximum=MAXIMUM_LAYERS)
 
 
 def sliding_window(hf: Mapping[str, Any], default: int | None = None) -> int | None:
@@ -218,30 +226,19 @@ def _stop_ids(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters.
-    parameters: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        written = hf.get(key) or {}
-        if not isinstance(written, Mapping):
-            raise ConfigError(f"config.json: {key} is {written!r}: expected an object")
-        parameters |= written
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ConfigError("config.json: rope_parameters for each kind of layer are not supported")
-    partial = parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ConfigError(
-            f"config.json: partial_rotary_factor is {partial}; only whole heads are supported"
-        )
-    given = hf if parameters.get("rope_theta") is None else parameters
+    added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
+    for values in (hf, added, newer):
+        if (partial := values.get("partial_rotary_factor")) not in (None, 1.0):
+            raise ConfigError(
+                f"config.json: partial_rotary_factor is {partial}; only whole heads are supported"
+            )
+    places = (added, hf, newer) if added else (newer, hf)
+    given = next((values for values in places if values.get("rope_theta") is not None), hf)
     theta = float(_positive(given, "rope_theta", 1e4))
+    parameters = added or newer
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return theta, None
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(
-            f"config.json: rotary scaling {kind!r} is not supported: "
-            "expected default, linear or llama3"
-        )
     source = "config.json, rotary scaling"
     factor = float(_positive(parameters, "factor", source=source))
     if kind == "linear":
@@ -255,3 +252,45 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             f"{source}: high_freq_factor is {high!r}: expected more than low_freq_factor, {low!r}"
         )
     return theta, RopeScaling(kind, factor, float(low), float(high), int(context))
+
+
+def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """What stands under a key; ConfigError for a kind of scaling that is not implemented."""
+    written = hf.get(key) or {}
+    if not isinstance(written, Mapping):
+        raise ConfigError(f"config.json: {key} is {written!r}: expected an object")
+    if any(isinstance(value, Mapping) for value in written.values()):
+        raise ConfigError(f"config.json: {key} for each kind of layer are not supported")
+    kinds = [kind for name in ("rope_type", "type") if (kind := written.get(name)) is not None]
+    for kind in kinds:
+        if kind not in ("default", "linear", "llama3"):
+            raise ConfigError(
+                f"config.json: rotary scaling {kind!r} is not supported: "
+                "expected default, linear or llama3"
+            )
+    if not kinds and written.get("factor") is not None:
+        raise ConfigError(
+            f"config.json: {key} has a factor and no rope_type: expected default, linear or llama3"
+        )
+    return written
+
+
+def _positions(hf: Mapping[str, Any], scaling: RopeScaling | None) -> int:
+    """How many positions a model has: with linear scaling, `factor` times those before it.
+
+    `max_position_embeddings` are those before it, as Hugging Face's documentation asks for, unless
+    `original_max_position_embeddings` stands beside the factor; other kinds write the final ones.
+    """
+    written = integer(hf, "max_position_embeddings", 2048)
+    if scaling is None or scaling.kind != "linear":
+        return written
+    parameters = next(values for key in ROTARY_KEYS if (values := hf.get(key)))
+    before, key = float(written), "original_max_position_embeddings"
+    if parameters.get(key) is not None:
+        before = _positive(parameters, key, source="config.json, rotary scaling")
+    if not scaling.factor * before <= MAXIMUM_INTEGER:
+        raise ConfigError(
+            f"config.json: rotary scaling makes {scaling.factor} times {before:.0f} positions: "
+            f"expected at most {MAXIMUM_INTEGER}"
+        )
+    return max(written, int(scaling.factor * before))

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import KVFormat, KVPages, PagedKVCache
-from mpjax.kernels.checks import are_between
+from mpjax.kernels.checks import are_between, is_known
 from mpjax.kernels.gemm.tuning import conditions as plan_conditions
 from mpjax.models.attention import Attention, Span
 from mpjax.models.config import DecoderConfig
@@ -99,7 +99,11 @@ class Decoder(nnx.Module):
         raise NotImplementedError(f"{cls.__name__} does not read config.json; its subclasses do")
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits float32 [batch, tokens, vocabulary] of every position of int [batch, tokens]."""
+        """Logits float32 [batch, tokens, vocabulary] of every position of int [batch, tokens].
+
+        Raises ValueError for more tokens than the model has positions, under `jit`, too.
+        """
+        _require_positions(self.config, tokens.shape[1])
         starts = jnp.zeros(tokens.shape[0], jnp.int32)
         hidden, _ = self._hidden(tokens, starts, None, None)
         return self._logits(hidden)
@@ -123,9 +127,9 @@ class Decoder(nnx.Module):
         codes where a block ended between them, and in 16 bits else: what is predicted is that of
         single tokens as long as none of the steps goes past the end of a block.
 
-        Raises ValueError, where values are known, for more tokens than the cache has room for,
-        counts that tokens don't have, and a cache that is not fresh; under `jit` the caller sees to
-        that, and what doesn't fit is not written.
+        Raises ValueError, where values are known, for more tokens than the cache has room for or
+        the model positions, counts that tokens don't have, and a cache that is not fresh; under
+        `jit` the caller sees to that, and what doesn't fit in the cache is not written.
 
         Returns logits float32 and the next cache. Logits are [batch, vocabulary], after the last
         real token, or with every_position [batch, tokens, vocabulary].
@@ -134,6 +138,9 @@ class Decoder(nnx.Module):
         _require_counts(counts, tokens.shape[1])
         if fresh:
             _require_empty(cache)
+        if is_known((cache.lengths, counts)):
+            ends = np.asarray(cache.lengths) + np.asarray(counts)
+            _require_positions(self.config, int(ends.max()))
         span = Span(cache.block_tables, cache.lengths, counts, fresh)
         hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
         if not every_position:
@@ -205,6 +212,14 @@ class Decoder(nnx.Module):
         head = (self.embedding if self.head is None else self.head).get_value()
         with jax.named_scope("head"):
             return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _require_positions(config: DecoderConfig, tokens: int) -> None:
+    if tokens > config.max_position_embeddings:
+        raise ValueError(
+            f"a sequence of {tokens} tokens would pass the {config.max_position_embeddings} "
+            "positions of this model: shorten it, or load the model with max_positions"
+        )
 
 
 def _require_counts(counts: jax.Array, tokens: int) -> None:

@@ -37,6 +37,13 @@ def _whole(name: str, value: Any) -> int:
         raise ValueError(f"{name} is {value!r}; it must be a whole number") from error
 
 
+def positive_whole(name: str, value: Any) -> int:
+    """A positive whole number as Python's. Raises ValueError for anything else."""
+    if (number := _whole(name, value)) < 1:
+        raise ValueError(f"{name} is {number}; it must be a positive whole number")
+    return number
+
+
 def require_known_ids(sequences: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> None:
     """Raises ValueError for an id, of those a tokenizer gave, that no embedding belongs to."""
     for ids in sequences:

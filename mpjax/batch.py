@@ -162,7 +162,8 @@ def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_toke
         if len(ids) + new_tokens > positions:
             raise ValueError(
                 f"prompt {index} has {len(ids)} tokens, and with {new_tokens} new ones it would "
-                f"pass the {positions} positions of this model: shorten it or ask for fewer"
+                f"pass the {positions} positions of this model: shorten it, ask for fewer, or load "
+                "the model with max_positions"
             )
     require_known_ids(encoded, lm.config.vocab_size)
 

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.arguments import require_documents, require_known_ids
-from mpjax.evaluate import DEFAULT_WINDOW, document_tokens
+from mpjax.evaluation import DEFAULT_WINDOW, document_tokens
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat, KVPages, cache_scales
 from mpjax.kernels.kv_cache.reference import gather

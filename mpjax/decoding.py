@@ -316,7 +316,8 @@ def generate_tokens(
     if not are_between(lengths, 1, positions - max_new_tokens):
         raise ValueError(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
-            f"{positions} positions of this model: shorten the prompts or ask for fewer"
+            f"{positions} positions of this model: shorten the prompts, ask for fewer, or load the "
+            "model with max_positions"
         )
     keys = row_keys(np.arange(batch) if seeds is None else seeds, batch)
     sampling = Sampling() if sampling is None else sampling

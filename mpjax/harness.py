@@ -15,7 +15,7 @@ import numpy as np
 import rich.console
 from rich.progress import track
 
-from mpjax.evaluate import document_tokens, token_scores
+from mpjax.evaluation import document_tokens, token_scores
 from mpjax.finite import NotFiniteError
 from mpjax.generation import generate
 from mpjax.generation_kwargs import GenerationArguments, parse
@@ -92,7 +92,7 @@ class HarnessLM(TemplateLM):
                 f"batch_size is {size!r}; expected a whole number, as mpjax doesn't look for the "
                 "largest batch that fits: give one, such as 8"
             )
-        of_loading = ("precision", "dtype")
+        of_loading = ("precision", "dtype", "max_positions")
         _, *others = inspect.signature(cls).parameters  # the first is the model
         known = ("pretrained", *of_loading, *others)
         if unknown := given.keys() - known:

@@ -24,9 +24,10 @@ from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import assign_array, assign_linear
-from mpjax.checkpoint.plan import FLOAT_DTYPES, Packing, Plan, make_plan
-from mpjax.checkpoint.progress import loading_bar
+from mpjax.checkpoint.plan import Packing, Plan, make_plan
+from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.checkpoint.settle import FLOAT_DTYPES, is_packed, settle
 from mpjax.kernels import KVFormat, WeightFormat, files
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
@@ -48,8 +49,9 @@ def load(
         nearest, one by one on the device; a checkpoint that is quantised already must agree. An FP8
         checkpoint has the activations that it was made for, or those of a precision with a W part.
         Scales for an FP8 cache become the model's, and count where the precision has KVfp8.
-    dtype: what the model computes in; config.json's by default, or bfloat16 where that is float32
-        and a precision, which has 16-bit activations, is given.
+    dtype: what the model computes in; config.json's by default, or the embedding's where that says
+        none, or bfloat16 where that is float32 and a precision, which has 16-bit activations, is
+        given.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that it
@@ -59,15 +61,17 @@ def load(
     folder = Path(folder)
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
+    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
+    packing = read_packing(folder, hf)
+    if not is_packed(checkpoint):
+        packing = None  # config.json is of a quantised checkpoint, and the tensors are not
+    if isinstance(packing, FP8Config):
+        packing = _with_activations(folder, packing, precision)
+    quantize = _format_to_quantize(folder, hf, packing, precision)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
     elif precision is not None and config.dtype == "float32":
         config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
-    packing = read_packing(folder, hf)
-    if isinstance(packing, FP8Config):
-        packing = _with_activations(folder, packing, precision)
-    quantize = _format_to_quantize(folder, hf, packing, precision)
-    checkpoint = Checkpoint.open(folder)
     plan = make_plan(checkpoint, config, packing, quantize)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
@@ -185,7 +189,7 @@ def _format_to_quantize(
 def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | None) -> None:
     """Puts all weights in their places, waiting for each before the next tensor is mapped."""
     dtype = plan.config.dtype
-    with loading_bar(checkpoint.folder, progress, plan.file_bytes) as advance:
+    with bytes_bar("Loading", checkpoint.folder, progress, plan.file_bytes) as advance:
 
         def read(info: TensorInfo) -> np.ndarray:
             advance(info.nbytes)

@@ -131,6 +131,8 @@ def test_defaults_are_those_of_the_file_format(key, field, expected):
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has a factor and no rope_type"),
+        ({"rope_parameters": {"factor": 4.0}}, "rope_parameters has a factor and no rope_type"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no 'low_freq_factor'"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},
@@ -140,6 +142,13 @@ def test_defaults_are_those_of_the_file_format(key, field, expected):
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]: expected an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
+        (
+            {
+                "rope_parameters": {"partial_rotary_factor": 0.25},
+                "rope_scaling": {"type": "linear", "factor": 4.0, "partial_rotary_factor": 1.0},
+            },
+            "partial_rotary_factor is 0.25",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(change, message):
@@ -176,11 +185,99 @@ LLAMA3 = {
             5e5,
             RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
         ),
+        # Scaling that somebody added to a newer file counts, beside that file's theta.
+        *(
+            (
+                {"rope_scaling": {key: "linear", "factor": 4.0}, "rope_parameters": newer},
+                1e6,
+                RopeScaling("linear", 4.0),
+            )
+            for key in ("type", "rope_type")
+            for newer in (
+                {"rope_theta": 1e6},
+                {"rope_theta": 1e6, "rope_type": "default"},
+                {"rope_theta": 1e6, "rope_type": "llama3"} | LLAMA3,
+            )
+        ),
+        (
+            {
+                "rope_theta": 2e5,
+                "rope_scaling": LLAMA3 | {"rope_type": "llama3"},
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "factor": 2.0},
+            },
+            2e5,
+            RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 4.0, "rope_theta": 3e5},
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+            },
+            3e5,
+            RopeScaling("linear", 4.0),
+        ),
+        (
+            {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+            1e4,
+            RopeScaling("linear", 4.0),
+        ),
     ],
 )
 def test_old_and_new_rotary_keys(keys, theta, scaling):
     fields = common_fields(without("rope_theta") | keys)
     assert (fields["rope_theta"], fields["rope_scaling"]) == (theta, scaling)
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_scaling_that_is_not_implemented_is_refused_wherever_it_stands(place, key):
+    both = {
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    both[place] = both[place] | {key: "yarn"}
+    with pytest.raises(ConfigError, match="rotary scaling 'yarn' is not supported"):
+        common_fields(HF | both)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        (None, 64),
+        ({"type": "linear", "factor": 4.0}, 256),
+        ({"type": "linear", "factor": 1.5}, 96),
+        ({"type": "linear", "factor": 0.5}, 64),
+        # A length that was multiplied already stays, as does the final one of llama3.
+        ({"type": "linear", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"type": "linear", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        (LLAMA3 | {"rope_type": "llama3", "original_max_position_embeddings": 32}, 64),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_context_grows_with_linear_scaling(key, scaling, positions):
+    hf = HF | {"max_position_embeddings": 64, key: scaling}
+    assert common_fields(hf)["max_position_embeddings"] == positions
+
+
+def test_a_context_without_a_length_is_that_of_the_file_format():
+    hf = without("max_position_embeddings") | {"rope_scaling": {"type": "linear", "factor": 2}}
+    assert common_fields(hf)["max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize("value", [-64, "64", 64.0, 2**31])
+def test_a_context_that_is_no_length(value):
+    scaling = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    message = f"max_position_embeddings is {value!r}: expected a"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        common_fields(HF | scaling | {"max_position_embeddings": value})
+
+
+@pytest.mark.parametrize("factor", [2**20, 1e308])
+def test_a_context_that_is_scaled_beyond_int32(factor):
+    with pytest.raises(
+        ConfigError, match=r"rotary scaling makes .* times 4096 positions: expected"
+    ):
+        common_fields(HF | {"rope_scaling": {"type": "linear", "factor": factor}})
 
 
 NO_NUMBERS = [0, -2.0, True, "8", float("inf"), float("nan"), [1]]

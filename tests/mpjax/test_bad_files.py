@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax.checkpoint import CheckpointError, orbax
+from mpjax.checkpoint import CheckpointError
 from mpjax.cli import info
 from mpjax.tune import model_shapes
 from tests.mpjax.bad_files.any_file import JSON_OF_TEXT, TEXTS, misplaced, unparsable, unreadable
@@ -55,7 +55,7 @@ def sound(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sound_saved(sound, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "model"
-    orbax.save(mpjax.load(sound), folder)
+    mpjax.save(mpjax.load(sound), folder)
     return folder
 
 

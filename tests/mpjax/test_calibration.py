@@ -11,7 +11,7 @@ from flax import nnx
 
 import mpjax
 from mpjax import calibrate_cache
-from mpjax.evaluate import document_tokens
+from mpjax.evaluation import document_tokens
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache.reference import gather

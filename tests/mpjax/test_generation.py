@@ -12,7 +12,7 @@ import tokenizers
 from flax import nnx
 
 import mpjax
-from mpjax import Sampling, decoding, evaluate
+from mpjax import Sampling, decoding
 from mpjax.buckets import bucket_tokens
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat, PagedKVCache
@@ -378,7 +378,7 @@ def test_float16_that_overflows_is_told_of_bfloat16(tiny_folder, tmp_path):
     [
         mpjax.generate,
         mpjax.generate_tokens,
-        evaluate.perplexity,
+        mpjax.evaluate,
         PagedKVCache.create,
         Llama.create_cache,
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -102,6 +103,34 @@ def test_describe(tmp_path, rng):
     ):
         lm.model.cache_scales = CacheScales(jnp.ones(shape))
         assert dict(lm.describe())["cache scales"] == text
+        assert lm.summary()["cache_scales"] == text.split()[1].strip(",")
+
+
+def test_summary_is_json_with_figures(tmp_path, rng):
+    tensors = random_tensors(CONFIGS["llama"], rng)
+    lm = load(write_checkpoint(tmp_path, CONFIGS["llama"], tensors), "W4g32A16KV8")
+    found = lm.summary()
+    assert json.loads(json.dumps(found)) == found
+    assert found["packed_bytes"] > 0
+    assert found["packed_bytes"] + found["other_bytes"] == lm.nbytes
+    assert (
+        found
+        | {
+            "model": "Llama",
+            "source": "the/source",
+            "precision": "W4g32A16KV8",
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_position_embeddings": 256,
+            "parameters": lm.num_parameters,
+            "dtype": "bfloat16",
+            "cache_scales": None,
+        }
+        == found
+    )
+    assert found["linear_maps"]["attention.output"] == {"W4g32": 2}
 
 
 @pytest.mark.parametrize(

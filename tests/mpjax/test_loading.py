@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from mpjax.checkpoint import CheckpointError, orbax
+from mpjax.checkpoint import CheckpointError, staging
+from mpjax.checkpoint.saving import save
 from mpjax.loading import bundled_model, load
 from mpjax.precision import Precision
-from tests.mpjax.checkpoint.test_orbax import require_same_bits, write_tokenizer
+from tests.mpjax.checkpoint.saved_models import require_same_bits, write_tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
 
 
@@ -49,15 +53,54 @@ def test_the_tokenizer_comes_along_and_comes_first(folder):
 
 def test_a_saved_model(folder, tmp_path):
     lm = load(folder, precision="W4g32A16KV8")
-    orbax.save(lm, tmp_path / "saved")
+    save(lm, tmp_path / "saved")
     require_same_bits(lm, load(tmp_path / "saved"))
     assert load(tmp_path / "saved", precision="A16KV16").precision == "W4g32A16KV16"
+
+
+def test_a_caller_sets_how_many_positions_there_are(folder, tmp_path):
+    tokens = jnp.ones((1, 300), jnp.int32)
+    assert load(folder).config.max_position_embeddings == 256
+    with pytest.raises(ValueError, match=r"300 tokens would pass the 256 .* with max_positions"):
+        load(folder).model(tokens)
+    lm = load(folder, max_positions=300)
+    assert jax.eval_shape(lm.model, tokens).shape == (1, 300, 96)
+    assert lm.config == dataclasses.replace(load(folder).config, max_position_embeddings=300)
+    require_same_bits(load(folder, max_positions=256), load(folder))
+    save(lm, tmp_path / "saved")
+    assert load(tmp_path / "saved").config == lm.config
+    assert load(tmp_path / "saved", max_positions=64).config.max_position_embeddings == 64
+    for value in (0, 1.5):
+        with pytest.raises(ValueError, match=f"max_positions is {value}; it must be a"):
+            load(folder, max_positions=value)
+
+
+def test_rotten_weights_are_found_unless_nobody_asks(folder, tmp_path):
+    save(load(folder), tmp_path / "saved")
+    path = tmp_path / "saved" / "weights.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-200:-136] = bytes(byte ^ 0xFF for byte in content[-200:-136])
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has other bytes than w"):
+        load(tmp_path / "saved")
+    assert load(tmp_path / "saved", verify=False).precision == "W16A16KV16"
+
+
+def test_a_model_that_a_killed_save_moved_away_is_put_back(folder, tmp_path):
+    lm = load(folder)
+    save(lm, tmp_path / "saved")
+    hidden = tmp_path / f".saved.saving-{staging._host()}-{staging._boot()}"
+    (hidden / "new").mkdir(parents=True)
+    (hidden / "lock").touch()
+    (tmp_path / "saved").rename(hidden / "previous")
+    require_same_bits(lm, load(tmp_path / "saved"))
+    assert not hidden.exists()
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_bar_shows_that_a_model_is_loaded(is_saved, folder, tmp_path, capfd):
     if is_saved:
-        orbax.save(load(folder), tmp_path / "saved")
+        save(load(folder), tmp_path / "saved")
         folder = tmp_path / "saved"
     for progress in (False, True):
         load(folder, progress=progress)

@@ -153,9 +153,13 @@ CONFIGS += [
 # What config.json says, and the files don't hold.
 LIES: list[Case] = [
     ("layers", config(num_hidden_layers=9_999), "config.json says that there are 9999 layers, and"),
-    ("vocabulary", config(vocab_size=10**12), "embed_tokens.weight is float32 [96, 64]: expected"),
-    ("hidden", config(hidden_size=2**40), "of shape [96, 1099511627776]"),
-    ("inner", config(intermediate_size=10**18), "of shape [1000000000000000000, 64]"),
-    ("heads", config(num_attention_heads=2**50), "of shape [18014398509481984, 64]"),
-    ("head_dim", config(head_dim=10**300), "q_proj.weight is float32 [64, 64]: expected"),
+    (
+        "vocabulary",
+        config(vocab_size=2**31 - 1),
+        "embed_tokens.weight is float32 [96, 64]: expecte",
+    ),
+    ("hidden", config(hidden_size=2**30), "of shape [96, 1073741824]"),
+    ("inner", config(intermediate_size=10**9), "of shape [1000000000, 64]"),
+    ("heads", config(num_attention_heads=2**28), "of shape [4294967296, 64]"),
+    ("head_dim", config(head_dim=10**9), "q_proj.weight is float32 [64, 64]: expected"),
 ]

@@ -15,6 +15,7 @@ from tests.mpjax.bad_files.ways import (
     WEIGHTS,
     Case,
     as_folder,
+    config,
     cut,
     entry,
     header,
@@ -29,6 +30,7 @@ from tests.mpjax.bad_files.ways import (
 )
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 FLOATS = entry("F32", [2], 0, 8)
 LENGTH_8 = (8).to_bytes(8, "little")
 
@@ -147,6 +149,14 @@ WEIGHT_FILES: list[Case] = [
     ("tensor: dtype", tensors(lambda t: t.update({DOWN: t[DOWN].astype(np.int8)})), "is int8 [64"),
     ("tensor: shape", tensors(lambda t: t.update({DOWN: t[DOWN].T.copy()})), "of shape [64, 128]"),
     ("tensor: none", tensors(lambda t: t.clear()), "config.json says that there are 2 layers, and"),
+    (
+        "tensor: scalars for a tied head",
+        steps(
+            config(tie_word_embeddings=True),
+            tensors(lambda t: t.update(dict.fromkeys(TABLES, np.ones((), np.float32)))),
+        ),
+        "model.embed_tokens.weight is float32 []: expected",
+    ),
     (
         "tensor: NaN",
         tensors(lambda t: t["model.norm.weight"].fill(np.nan)),

@@ -171,7 +171,9 @@ def test_modules_that_were_left_in_16_bits(tmp_path, rng):
     assert logits.shape == (1, 5, 96)
 
 
-@pytest.mark.parametrize("text", ["W4g32A16KV16", "W8gKsymA16KV16", "W16A16KV16", "A16KV4"])
+@pytest.mark.parametrize(
+    "text", ["W4g32A16KV16", "W8gKsymA16KV16", "W16A16KV16", "A16KV4", "WFP8A16KV16"]
+)
 def test_rounding_on_load(text, tmp_path, rng):
     hf = LLAMA | SQUARE
     tensors = random_tensors(hf, rng, ml_dtypes.bfloat16)

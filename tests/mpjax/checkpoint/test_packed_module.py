@@ -56,10 +56,9 @@ def test_check_packing_accepts_what_the_config_says():
 
 
 def test_switches():
-    assert parse_switch({"a": True}, "a", "here")
-    assert not parse_switch({"a": False}, "a", "here", True)
-    assert not parse_switch({"a": None}, "a", "here")
-    assert parse_switch({}, "a", "here", True)
-    for value in ("true", 1, []):
-        with pytest.raises(CheckpointError, match=r"^here: a is .*: expected true or false$"):
-            parse_switch({"a": value}, "a", "here")
+    for value in (True, False, None):
+        assert parse_switch({"sym": value}, "sym", "config") is value
+    assert parse_switch({}, "sym", "config") is None
+    for value in ("true", 1, [], 0.0):
+        with pytest.raises(CheckpointError, match=r"config: sym is .*: expected true or false"):
+            parse_switch({"sym": value}, "sym", "config")

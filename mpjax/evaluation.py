@@ -30,7 +30,7 @@ LOGITS_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Perplexity:
+class Evaluation:
     """How well a model predicts a text.
 
     perplexity: exp of nats_per_token, the mean of −ln p over `tokens` predicted tokens.
@@ -60,7 +60,7 @@ class TokenScores:
     greedy: np.ndarray
 
 
-def perplexity(
+def evaluate(
     lm: LanguageModel,
     documents: Iterable[str],
     *,
@@ -68,7 +68,7 @@ def perplexity(
     batch: int = 8,
     page_size: int = 128,
     progress: bool | None = None,
-) -> Perplexity:
+) -> Evaluation:
     """Predicts each token of the documents from those before it, as decoding would.
 
     Every token is appended to a paged cache in `lm.kv_format` and attends the cache, itself
@@ -109,7 +109,7 @@ def perplexity(
     )
     nats = -math.fsum(np.sum(found.logprobs, dtype=np.float64) for found in scores)
     characters = sum(len(text.encode()) for text in documents)
-    return Perplexity(
+    return Evaluation(
         perplexity=math.exp(nats / tokens),
         nats_per_token=nats / tokens,
         bits_per_byte=nats / math.log(2) / characters,
@@ -160,14 +160,14 @@ def token_scores(
     progress: bool | None = None,
     kind: str = "sequence",
 ) -> list[TokenScores]:
-    """Predicts each token of the sequences but the first, as `perplexity` does each window's.
+    """Predicts each token of the sequences but the first, as `evaluate` does each window's.
 
     sequences: int [tokens] each, with at most one token more than the model has positions. They
         may come in any order; those of near lengths share a batch.
-    batch, page_size, progress: as for `perplexity`. kind: what errors call a sequence.
+    batch, page_size, progress: as for `evaluate`. kind: what errors call a sequence.
 
     Raises ValueError for tokens that the model doesn't know; NotFiniteError and DeviceMemoryError
-    as `perplexity`.
+    as `evaluate`.
     """
     if not sequences:
         return []

@@ -21,7 +21,7 @@ WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_ex
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types check clean
+.PHONY: help demo test lint format types check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -44,6 +44,11 @@ types: $(VENV)/.development ## check the types
 	$(VENV)/bin/mypy
 
 check: lint types test ## lint, types and test
+
+docs: $(VENV)/.created ## build the site in build/site; warnings are errors
+	@$(PIP) --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --site-dir build/site
+	@echo "build/site/index.html"
 
 clean: ## remove environments, caches and build products
 	rm -rf .venv* build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mpjax
-from mpjax.checkpoint import orbax
 from mpjax.kernels import matmul, replace_scales, unpack
 from mpjax.models import Decoder, Linear
 
@@ -84,7 +83,7 @@ for _ in range(STEPS):
 learned = loss(lm.model, others)
 replace(lm.model, ScaledLinear.packed)
 with tempfile.TemporaryDirectory() as folder:
-    orbax.save(lm, Path(folder) / "model")
+    mpjax.save(lm, Path(folder) / "model")
     restored = mpjax.load(Path(folder) / "model", progress=False)
 exact = loss(mpjax.load(mpjax.bundled_model(), progress=False).model, others)
 print(

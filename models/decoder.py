@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import KVFormat, KVPages, PagedKVCache
-from mpjax.kernels.checks import are_between, as_array, require_type, shown
+from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
 from mpjax.kernels.gemm.tuning import conditions as plan_conditions
 from mpjax.models.attention import Attention, Span
 from mpjax.models.config import DecoderConfig
@@ -104,10 +104,11 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits float32 [batch, tokens, vocabulary] of every position of int [batch, tokens].
 
-        Raises ValueError for another shape or dtype and, where values are known, for tokens that
-        the vocabulary lacks.
+        Raises ValueError for another shape or dtype, for more tokens than the model has positions,
+        under `jit`, too, and, where values are known, for tokens that the vocabulary lacks.
         """
         tokens = self._read_tokens(tokens)
+        _require_positions(self.config, tokens.shape[1])
         starts = jnp.zeros(tokens.shape[0], jnp.int32)
         hidden, _ = self._hidden(tokens, starts, None, None)
         return self._logits(hidden)
@@ -132,9 +133,9 @@ class Decoder(nnx.Module):
         single tokens as long as none of the steps goes past the end of a block.
 
         Raises ValueError for shapes and dtypes that don't fit and, where values are known, for
-        tokens that the vocabulary lacks, more of them than the cache has room for, counts that
-        tokens don't have, and a cache that is not fresh; under `jit` the caller sees to that, and
-        what doesn't fit is not written.
+        tokens that the vocabulary lacks, more of them than the cache has room for or the model
+        positions, counts that tokens don't have, and a cache that is not fresh; under `jit` the
+        caller sees to that, and what doesn't fit in the cache is not written.
 
         Returns logits float32 and the next cache. Logits are [batch, vocabulary], after the last
         real token, or with every_position [batch, tokens, vocabulary].
@@ -150,6 +151,9 @@ class Decoder(nnx.Module):
         cache.require_room(counts)
         if fresh:
             _require_empty(cache)
+        if is_known((cache.lengths, counts)):
+            ends = np.asarray(cache.lengths) + np.asarray(counts)
+            _require_positions(self.config, int(ends.max()))
         span = Span(cache.block_tables, cache.lengths, counts, fresh)
         hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
         if not every_position:
@@ -162,6 +166,9 @@ class Decoder(nnx.Module):
         self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
     ) -> PagedKVCache:
         """An empty cache that fits this model, with its scales if they are those of the format.
+
+        batch: sequences. max_tokens: of each, rounded up to whole pages. format, page_size: as for
+        PagedKVCache.create; page_size is the tokens in a page: 16, 32, 64, 128 or 256.
 
         Warns where a format of heads' scales finds those of channels: its own are 1 then.
         """
@@ -229,6 +236,14 @@ class Decoder(nnx.Module):
         head = (self.embedding if self.head is None else self.head).get_value()
         with jax.named_scope("head"):
             return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+
+
+def _require_positions(config: DecoderConfig, tokens: int) -> None:
+    if tokens > config.max_position_embeddings:
+        raise ValueError(
+            f"a sequence of {tokens} tokens would pass the {config.max_position_embeddings} "
+            "positions of this model: shorten it, or load the model with max_positions"
+        )
 
 
 def _require_counts(counts: jax.Array, tokens: jax.Array) -> None:

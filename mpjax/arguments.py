@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax.kernels import files
 from mpjax.kernels.checks import as_dtype, shown
 from mpjax.precision import Precision
 
@@ -57,6 +58,13 @@ def compute_dtype(dtype: Any, precision: Precision | None) -> str | None:
             "out, or ask for A16"
         )
     return "float32"
+
+
+def positive_whole(name: str, value: Any) -> int:
+    """A positive whole number as Python's. Raises ValueError for anything else."""
+    if (number := _whole(name, value)) < 1:
+        raise ValueError(f"{name} is {number}; it must be a positive whole number")
+    return number
 
 
 def require_known_ids(sequences: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> None:
@@ -107,10 +115,4 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
     Raises ValueError, naming the file and the byte, for another encoding.
     """
-    try:
-        return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not a text in UTF-8: byte {error.start} is "
-            f"0x{error.object[error.start]:02x}; save it in that encoding"
-        ) from error
+    return files.decode(Path(path).read_bytes(), str(path), ValueError)

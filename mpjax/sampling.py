@@ -294,26 +294,23 @@ def _per_row(value: Any, name: str, logits: jax.Array, dtype: Any = jnp.float32)
     return value.reshape(-1, 1)
 
 
-def row_keys(seeds: Any) -> jax.Array:
-    """One typed PRNG key per row from integer seeds [batch], each in [0, 2**32).
+def pad_sampling(sampling: Sampling, batch: int, rows: int) -> Sampling:
+    """The same for a batch that is padded to `rows`: arrays repeat their last number.
 
-    The generator is threefry whatever `jax_default_prng_impl` says: `vmap` over keys of the
-    hardware generators does not give a row the same numbers in another batch.
+    Raises ValueError for an array that is not [batch].
     """
-    if not isinstance(seeds, jax.core.Tracer):
-        found = np.asarray(seeds)
-        if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-            raise ValueError(f"seeds are {found.dtype} {found.shape}; expected integers [batch].")
-        if np.any(found < 0) or np.any(found >= 2**32):
-            raise ValueError(f"seeds are {found.tolist()}; each must be in [0, 2**32).")
-        seeds = found.astype(np.uint32)
-    return jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(jnp.asarray(seeds))
 
+    def pad(path: Any, value: Any) -> Any:
+        if np.ndim(value) == 0:
+            return value
+        if np.shape(value) != (batch,):
+            raise ValueError(
+                f"{path[0].name} has shape {np.shape(value)}; a batch of {batch} needs a number or "
+                f"an array of shape ({batch},)."
+            )
+        return np.pad(np.asarray(value), (0, rows - batch), "edge")
 
-def step_keys(keys: jax.Array, step: Any) -> jax.Array:
-    """The keys [batch] of one decoding step: `step` is a number, or one number per row [batch]."""
-    steps = jnp.broadcast_to(jnp.asarray(step, jnp.uint32), keys.shape)
-    return jax.vmap(jax.random.fold_in)(keys, steps)
+    return jax.tree_util.tree_map_with_path(pad, sampling)
 
 
 def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -324,8 +321,9 @@ def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
       tokens: integers [...].
 
     Returns:
-      float32 [...], natural logarithm.
+      float32 [...], natural logarithm; NaN where any of the logits is NaN or +inf.
     """
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(jnp.isposinf(total), jnp.nan, chosen - total)

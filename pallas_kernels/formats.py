@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown, whole_number
 
 GROUP_SIZES = (32, 64, 128)
+FLOAT8_GROUP = 128  # input channels of a block of FP8 that shares a scale; the last may have fewer
 # Codes of one plane that lie side by side: 64 16-bit words are a full 128-byte cache line.
 MAXIMUM_PLANE_WIDTH = 64
 # Input channels of a block: K is padded to whole blocks, so they must not grow with the planes.
@@ -33,7 +34,7 @@ _RULES: Mapping[str, _Rule] = {
     "table4": _Rule(4, (*GROUP_SIZES, 256)),
     "table3": _Rule(3, (*GROUP_SIZES, 256)),
     "table2": _Rule(2, (*GROUP_SIZES, 256)),
-    "float8": _Rule(8, (128, None), (None, "float8")),
+    "float8": _Rule(8, (FLOAT8_GROUP, None), (None, "float8")),
     "int8": _Rule(8, (None,), ("int8",)),
     "liquid4": _Rule(4, (64,), ("int8",)),
     "bfloat16": _Rule(16, (None,)),
@@ -143,16 +144,21 @@ class WeightFormat:
         return f"{self.codes}:g{group}" + (":sym" if self.symmetric else "") + suffix
 
     def require_matrix(self, shape: tuple[int, ...], name: str = "the matrix") -> None:
-        """Raises ValueError for a shape that is not [K, N], or whose K is no whole groups."""
+        """Raises ValueError for a shape that is not [K, N], or whose K can't be split."""
         if len(shape) != 2 or 0 in shape:
             raise ValueError(
                 f"{name}: the shape is {shape}; {self} is the format of a matrix [K, N]"
             )
-        if self.group_size is not None and shape[0] % self.group_size:
+        if not self.can_split(shape[0]):
             raise ValueError(
                 f"{shape[0]} input channels can't be split into groups of {self.group_size}; "
                 "choose a group size that divides them, or gK for one group"
             )
+
+    def can_split(self, channels: int) -> bool:
+        """Whether input channels are whole groups; FP8's blocks may end within one."""
+        is_whole = self.group_size is None or channels % self.group_size == 0
+        return is_whole or self.codes == "float8"
 
     @property
     def is_packed(self) -> bool:

@@ -37,7 +37,7 @@ def quantize(
     table: ascending values [2**bits] for `table…` formats, taken as float32; normal float where it
         is None.
 
-    Raises ValueError where K is not a multiple of the group size, the table does not fit, or
+    Raises ValueError where groups don't divide K (FP8's may be cut), the table does not fit, or
     weights are NaN, infinite, or too large or all too small for the scales. A group that is too
     small beside larger ones becomes zeros. Values are looked at where they are known: under
     `jit` they are not, and what can't be rounded gives weights that mean nothing, without a word.

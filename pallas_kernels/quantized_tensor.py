@@ -121,8 +121,8 @@ def pack(
 ) -> QuantizedTensor:
     """Packs plain codes into the layout that the kernels read; `unpack` is its exact inverse.
 
-    codes: [K, N], K a multiple of the group size: unsigned integers, int8 for `int8` and
-        float8_e4m3fn for `float8`.
+    codes: [K, N], K a multiple of the group size, but any for `float8`, whose last group may be
+        cut: unsigned integers, int8 for `int8` and float8_e4m3fn for `float8`.
     scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
         `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of

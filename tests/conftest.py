@@ -12,6 +12,8 @@ from typing import Any
 os.environ.setdefault("NPROC", "16")
 # Several test processes share one GPU: none may take most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The command line would keep compiled programs in the folder of whoever runs the tests.
+os.environ["MPJAX_COMPILATION_CACHE"] = "0"
 
 import hypothesis
 import jax

@@ -26,7 +26,8 @@ from mpjax.memory import require_free
 from mpjax.models import Decoder, DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
-from mpjax.sampling import Sampling, row_keys
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
 
 # In nats. Different kernels round differently, and a cache of two bits is off by one by itself; a
 # model whose cache is wrong is off by several.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from mpjax.kernels import backend
+from mpjax.kernels import backend, files
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
 from mpjax.kernels.gemm.warpgroups import why_unsound
@@ -134,7 +134,7 @@ def lookup(device: str, wanted: Key) -> Entry | None:
 
 @functools.cache
 def _read_once(path: Path, device: str) -> Table | None:
-    return read(path, device) if path.is_file() else None
+    return read(path, device) if os.path.lexists(path) else None
 
 
 _reading = 0
@@ -158,7 +158,7 @@ def record(path: Path, device: str, entries: Mapping[Key, Entry], stamp: Mapping
     The file is replaced at once, so that an interrupted process leaves the old or the new one.
     Raises TableError where what stands there is damaged.
     """
-    table = read(path, device) if path.is_file() else Table(device)
+    table = read(path, device) if os.path.lexists(path) else Table(device)
     stamps = table.stamps if stamp in table.stamps else (*table.stamps, stamp)
     write(path, Table(device, stamps, {**table.entries, **entries}))
     forget()
@@ -204,10 +204,11 @@ def read(path: Path, device: str) -> Table:
     Raises TableError that says what is wrong in which file, and how to get rid of it.
     """
     try:
-        return _parse(json.loads(path.read_text(encoding="utf-8")), device)
-    except (OSError, ValueError) as error:
+        return _parse(files.read_object(path, ValueError), device)
+    except ValueError as error:
+        reason = str(error).replace(str(path), "it")
         raise TableError(
-            f"the tuning table {path} can't be used: {error}; mend it, or delete it and run "
+            f"the tuning table {path} can't be used: {reason}; mend it, or delete it and run "
             "`mpjax tune` again"
         ) from error
 

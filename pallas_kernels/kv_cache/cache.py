@@ -135,6 +135,9 @@ class PagedKVCache:
 
         Capacity is rounded up to whole pages.
         format: a KVFormat, or what KVFormat.parse reads, such as "K8V4".
+        page_size: tokens in a page: 16, 32, 64, 128 or 256, and a multiple of the format's groups
+            of tokens where it has some (KV4c, KV2). It says where tokens lie, and changes no result
+            but for rounding.
         dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
             beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
             (KVPages.parameter_dtype), and those of keys' channels float16: what is beyond ±65,504

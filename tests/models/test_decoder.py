@@ -397,3 +397,24 @@ def test_a_step_that_does_not_fit_is_refused_first(count, length, fresh, message
         model.step(*arguments, fresh=fresh)
     with pytest.raises(NotImplementedError):  # where nothing is known
         jax.jit(model.step, static_argnames="fresh")(*arguments, fresh=fresh)
+
+
+def test_tokens_beyond_the_positions_are_refused(monkeypatch):
+    model = small_model(dataclasses.replace(SHALLOW, max_position_embeddings=8))
+    message = "a sequence of 9 tokens would pass the 8 positions of this model: shorten it, or load"
+    jax.eval_shape(model, jnp.ones((2, 8), jnp.int32))
+    for call in (model, jax.jit(model.__call__)):
+        with pytest.raises(ValueError, match=message):
+            call(jnp.ones((2, 9), jnp.int32))
+
+    def computed(*arguments):
+        raise NotImplementedError("reached")
+
+    monkeypatch.setattr(Decoder, "_hidden", computed)
+    cache = dataclasses.replace(model.create_cache(2, 64, "KV16"), lengths=jnp.array([2, 5]))
+    tokens = jnp.ones((2, 4), jnp.int32)
+    for counts, error in (([4, 3], NotImplementedError), ([0, 4], ValueError)):
+        with pytest.raises(error, match="reached" if error is NotImplementedError else message):
+            model.step(tokens, jnp.array(counts), cache)
+        with pytest.raises(NotImplementedError):  # where nothing is known
+            jax.jit(model.step)(tokens, jnp.array(counts), cache)

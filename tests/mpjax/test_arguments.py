@@ -8,6 +8,7 @@ import pytest
 from mpjax.arguments import (
     compute_dtype,
     new_token_limits,
+    positive_whole,
     read_text,
     require_documents,
     require_known_ids,
@@ -37,6 +38,18 @@ def test_limits_become_plain_numbers(limits):
 def test_limits_that_no_row_can_keep(limits, message):
     with pytest.raises(ValueError, match=message):
         new_token_limits(*limits)
+
+
+def test_positive_whole_numbers():
+    assert positive_whole("n", np.int64(3)) == 3
+    for value, message in (
+        (0, "n is 0; it must be a positive whole number"),
+        (-1, "n is -1; it must be"),
+        (2.0, r"n is 2\.0; it must be a whole number"),
+        ("8", "n is '8'; it must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            positive_whole("n", value)
 
 
 def test_a_traced_minimum_is_left_alone():

@@ -11,10 +11,12 @@ from flax import nnx
 
 import mpjax
 from mpjax import calibrate_cache
-from mpjax.evaluate import document_tokens
+from mpjax.evaluation import document_tokens
+from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.tokenizer import Tokenizer
+from tests.mpjax.odd_models import with_damaged_token
 
 DOCUMENTS = ["import os\nimport sys", "", "def f(x):\n    return x + 1\n" * 2]
 WINDOW = 16
@@ -86,6 +88,17 @@ def test_refusals(tiny):
     for name, value in (("window", 0), ("window", -5), ("max_tokens", 0), ("max_tokens", 2.5)):
         with pytest.raises(ValueError, match=f"{name} is {value}: expected 1 or more"):
             calibrate_cache(lm, DOCUMENTS, **{name: value})
+
+
+@pytest.mark.parametrize("text", ["KV8s", "KVfp8"])
+def test_what_is_not_finite_gives_no_scales(tiny, text):
+    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse(text))
+    token = tiny.tokenizer.encode(DOCUMENTS[2])[0]
+    assert token not in document_tokens(tiny.tokenizer, DOCUMENTS[0])
+    with pytest.raises(NotFiniteError, match=r"^document 2: the model computes NaN or infinite"):
+        calibrate_cache(with_damaged_token(lm, token), DOCUMENTS, window=WINDOW)
+    # What is not read does not count; nor does the padding behind what is.
+    calibrate_cache(with_damaged_token(lm, token), DOCUMENTS[:2], window=WINDOW)
 
 
 def test_a_tokenizer_of_another_checkpoint_is_noticed(tiny):

@@ -99,8 +99,12 @@ def test_templates_and_variables_that_are_refused():
     with pytest.raises(ValueError, match="TemplateSyntaxError"):
         ours.chat(hello, chat_template="{% if %}")
     with pytest.raises(ValueError, match=r"tools\[0\] is function"):
-        ours.chat(hello, chat_template="x", tools=[lambda: None])
+        ours.chat(hello, chat_template="{{ x }}", tools=[lambda: None])
     with pytest.raises(ValueError, match="SecurityError"):
         ours.chat(hello, chat_template="{{ messages.append(1) }}")
     with pytest.raises(ValueError, match="SecurityError"):
         ours.chat(hello, chat_template="{{ ''.__class__.__mro__ }}")
+    for chosen in ("default", "tool_use", "", "{ name }"):
+        message = rf"'{chosen}' is neither a chat template of folder \(it has none\) nor Jinja"
+        with pytest.raises(ValueError, match=message):
+            ours.chat(hello, chat_template=chosen)

@@ -16,7 +16,9 @@ from mpjax.bench.random_model import random_model
 from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
 from mpjax.kernels import KVFormat, WeightFormat, backend
 from mpjax.models import DecoderConfig, Llama
-from mpjax.sampling import Sampling, row_keys
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
+from tests.mpjax.odd_models import with_damaged_token
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -155,12 +157,35 @@ def test_what_a_row_draws_is_its_own_affair(run):
     assert not np.array_equal(other, alone)
 
 
+def test_keys_are_seeds(run):
+    """Typed ones and raw ones; they can be used again, as nothing that is donated is theirs."""
+    expected = run(seeds=[7, 8, 9], sampling=HOT).tokens
+    typed = jax.vmap(jax.random.key)(jnp.asarray([7, 8, 9]))
+    raw = jax.vmap(jax.random.PRNGKey)(jnp.asarray([7, 8, 9]))
+    for seeds in (typed, typed, raw, raw, list(raw), np.asarray(raw)):
+        np.testing.assert_array_equal(run(seeds=seeds, sampling=HOT).tokens, expected)
+    split = run(seeds=jax.random.split(jax.random.key(0), ROWS), sampling=HOT).tokens
+    assert not np.array_equal(split, expected)
+
+
+def test_rows_that_are_not_finite_can_be_told(run, tiny, prompts):
+    assert run().finite.all()
+    bad = run().tokens[0, 3]
+    others = np.concatenate([run().tokens[1:].ravel(), *(prompt(prompts, i) for i in range(ROWS))])
+    assert bad not in others
+    lm = with_damaged_token(tiny, bad)
+    for length, finite in ((4, True), (NEW, False)):
+        found = generate_tokens(lm.model, *prompts, max_new_tokens=length, stop_ids=(0,))
+        assert found.finite.tolist() == [finite, True, True]
+
+
 def test_it_can_be_jitted(run, tiny, prompts):
     jitted = jax.jit(
         functools.partial(generate_tokens, max_new_tokens=NEW, stop_ids=(0,)),
         static_argnames="kv_format",
     )
-    found = jitted(tiny.model, *prompts, sampling=HOT, kv_format=KVFormat(4))
+    keys = row_keys(range(ROWS))  # the seeds that are the default
+    found = jitted(tiny.model, *prompts, keys, sampling=HOT, kv_format=KVFormat(4))
     expected = run(sampling=HOT, kv_format=KVFormat(4))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -186,7 +211,9 @@ def test_padding_does_not_matter(run, prompts):
         ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens is 5 and max_new_tokens 4"),
         ({"max_new_tokens": 250}, "250 new tokens would pass the 256 positions"),
         ({"stop_ids": (3, -1)}, r"stop_ids are \[3, -1\]; each must be 0 or above"),
-        ({"seeds": [1, 2]}, r"seeds have shape \(2,\); expected one for each of 3 rows"),
+        ({"seeds": [1, 2]}, "there are 2 seeds for a batch of 3; expected one for each row"),
+        ({"seeds": jax.random.key(0)}, r"seeds are keys of threefry2x32 \(\); expected one of"),
+        ({"seeds": jax.random.PRNGKey(0)}, "there are 2 seeds for a batch of 3"),
         ({"seeds": [1, -2, 3]}, "seeds are"),
     ],
 )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -9,11 +11,12 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.checkpoint import huggingface, orbax
+from mpjax.checkpoint import huggingface
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.language_model import LanguageModel, weight_formats
 from mpjax.models import CacheScales
 from mpjax.precision import Precision
+from mpjax.tokenizer import Tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
     FP8,
@@ -25,6 +28,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     random_tensors,
     write_checkpoint,
 )
+from tests.mpjax.tokenizer_folders import byte_level
 
 
 def load(folder, precision=None, dtype=None):
@@ -94,7 +98,7 @@ def test_every_format_can_be_loaded_as_it_is_called(precision, tiny_folder, tmp_
     again = mpjax.load(tiny_folder, precision=lm.precision)
     assert (again.precision, again.config) == (lm.precision, lm.config)
     if lm.kv_format.scaling != "static":  # which needs a calibration to be saved
-        orbax.save(lm, tmp_path / "saved")
+        mpjax.save(lm, tmp_path / "saved")
         assert mpjax.load(tmp_path / "saved", precision=lm.precision).precision == precision
 
 
@@ -135,7 +139,7 @@ def test_mixtures_can_be_loaded_as_they_are_called(write, asked, precision, othe
     lm = mpjax.load(folder, precision=asked)
     assert lm.precision == precision
     assert mpjax.load(folder, precision=precision.lower()).precision == precision
-    orbax.save(lm, tmp_path / "saved")
+    mpjax.save(lm, tmp_path / "saved")
     assert mpjax.load(tmp_path / "saved", precision=precision).precision == precision
     for other in others:
         for place in (folder, tmp_path / "saved"):
@@ -190,3 +194,50 @@ def test_describe(tmp_path, rng):
     ):
         lm.model.cache_scales = CacheScales(jnp.ones(shape))
         assert dict(lm.describe())["cache scales"] == text
+        assert lm.summary()["cache_scales"] == text.split()[1].strip(",")
+
+
+def test_summary_is_json_with_figures(tmp_path, rng):
+    tensors = random_tensors(CONFIGS["llama"], rng)
+    lm = load(write_checkpoint(tmp_path, CONFIGS["llama"], tensors), "W4g32A16KV8")
+    found = lm.summary()
+    assert json.loads(json.dumps(found)) == found
+    assert found["packed_bytes"] > 0
+    assert found["packed_bytes"] + found["other_bytes"] == lm.nbytes
+    assert (
+        found
+        | {
+            "model": "Llama",
+            "source": "the/source",
+            "precision": "W4g32A16KV8",
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_position_embeddings": 256,
+            "parameters": lm.num_parameters,
+            "dtype": "bfloat16",
+            "cache_scales": None,
+        }
+        == found
+    )
+    assert found["linear_maps"]["attention.output"] == {"W4g32": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tokenizer.model", r"has tokenizer\.model but no tokenizer\.json: convert it once with"),
+        (
+            "config.json",
+            r"has no tokenizer\.json; it holds config\.json\. Without it there is no text",
+        ),
+    ],
+)
+def test_without_a_tokenizer_it_is_said_what_to_do(name, message, tmp_path):
+    (tmp_path / name).write_text("{}")
+    lm = LanguageModel(None, None, KVFormat(), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        lm.require_tokenizer()
+    tokenizer = Tokenizer(byte_level([], 256))
+    assert dataclasses.replace(lm, tokenizer=tokenizer).require_tokenizer() is tokenizer

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mpjax import sampling as module
-from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
+from mpjax.random_keys import row_keys, step_keys
+from mpjax.sampling import Sampling, logprobs, pad_sampling, sample
 
 process_logits = jax.jit(module.process_logits)  # compiled once, not operation by operation
 
@@ -227,26 +228,17 @@ def test_a_row_draws_the_same_token_alone_in_a_batch_and_in_another_order():
         assert int(alone[0]) == int(together[row])
 
 
-def test_step_keys_take_one_step_or_one_per_row():
-    keys = row_keys([1, 2])
-    rows = jax.random.key_data(step_keys(keys, jnp.asarray([3, 4])))
-    for row, step in enumerate((3, 4)):
-        np.testing.assert_array_equal(rows[row], jax.random.key_data(step_keys(keys, step))[row])
-    assert not np.array_equal(rows[0], jax.random.key_data(step_keys(keys, 4))[0])
-
-
-def test_row_keys_take_every_32_bit_seed_and_any_default_generator():
-    seeds = [0, 1, 2**31, 2**32 - 1]
-    data = jax.random.key_data(row_keys(seeds))
-    assert len({tuple(row) for row in np.asarray(data).tolist()}) == 4
-    with jax.default_prng_impl("rbg"):
-        np.testing.assert_array_equal(jax.random.key_data(row_keys(seeds)), data)
-    np.testing.assert_array_equal(
-        jax.random.key_data(jax.jit(row_keys)(jnp.asarray(seeds, jnp.uint32))), data
-    )
-    for bad in ([-1], [2**32], [0.5], 3):
-        with pytest.raises(ValueError, match="seeds are"):
-            row_keys(bad)
+def test_sampling_of_a_batch_that_is_padded():
+    sampling = Sampling([1.0, 0.0], top_k=jnp.asarray([3, 4]), min_p=0.5)
+    found = pad_sampling(sampling, 2, 4)
+    assert np.asarray(found.temperature).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert np.asarray(found.top_k).tolist() == [3, 4, 4, 4]
+    assert (found.min_p, found.top_p, found.repetition_penalty) == (0.5, None, None)
+    assert [found.temperature.dtype, found.top_k.dtype] == [np.float32, np.int32]
+    assert pad_sampling(Sampling(), 2, 4) == Sampling()
+    message = r"^top_k has shape \(4,\); a batch of 2 needs a number or an array of shape \(2,\)"
+    with pytest.raises(ValueError, match=message):
+        pad_sampling(Sampling(1.0, top_k=[1, 2, 3, 4]), 2, 4)
 
 
 def test_jit_traces_again_only_when_a_feature_is_switched():
@@ -432,3 +424,22 @@ def test_a_mapping_draws_as_a_sampling_does():
         process_logits(jnp.asarray(logits), given),
         process_logits(jnp.asarray(logits), Sampling(**given)),
     )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 7])
+def test_logprobs_are_nan_where_logits_are_no_numbers(value, place):
+    """Of every token; the rows beside it are as they were."""
+    logits = np.repeat(random_logits(1, 20), 2, 0)
+    logits[1, place] = value
+    found = np.asarray(
+        [[float(logprobs(jnp.asarray(row), jnp.int32(i))) for i in (0, 7, 19)] for row in logits]
+    )
+    assert np.isfinite(found[0]).all()
+    assert np.isnan(found[1]).all()
+
+
+def test_what_a_model_rules_out_is_a_number():
+    logits = jnp.asarray([[0.0, -jnp.inf, 0.0]])
+    np.testing.assert_allclose(logprobs(logits, jnp.asarray([0])), np.log(0.5), rtol=1e-6)
+    assert logprobs(logits, jnp.asarray([1])).tolist() == [-np.inf]

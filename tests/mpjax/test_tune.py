@@ -6,7 +6,8 @@ import pytest
 
 from mpjax import tune
 from mpjax.bench import measure
-from mpjax.checkpoint import CheckpointError, orbax
+from mpjax.checkpoint import CheckpointError
+from mpjax.checkpoint.saving import save
 from mpjax.kernels import WeightFormat, matmul
 from mpjax.kernels.gemm import shapes, tables, tuning
 from mpjax.kernels.gemm.config import GemmConfig, Plan
@@ -72,7 +73,7 @@ def test_shapes_of_a_checkpoint(tiny, tiny_folder, tmp_path):
         (inner, hidden),
     }
     assert set(tune.model_shapes(str(tiny_folder))) == expected
-    orbax.save(tiny, tmp_path / "saved")
+    save(tiny, tmp_path / "saved")
     assert set(tune.model_shapes(str(tmp_path / "saved"))) == expected
     with pytest.raises(CheckpointError, match="does not exist"):
         tune.model_shapes("qwen9-8b")

@@ -178,6 +178,21 @@ def test_groups(text, expected):
     assert WeightFormat.parse(text).groups(127) == expected
 
 
+def test_only_blocks_of_float8_may_be_cut():
+    for text, channels, expected in (
+        ("uint4:g128", 256, True),
+        ("uint4:g128", 200, False),
+        ("liquid4:g64", 96, False),
+        ("uint4:gK", 99, True),
+        ("float8:g128", 200, True),
+        ("float8:g128/float8", 1, True),
+    ):
+        assert WeightFormat.parse(text).can_split(channels) == expected
+    assert WeightFormat.parse("float8:g128").groups(200) == 2
+    # Two blocks of each output's channels, and two scales.
+    assert WeightFormat.parse("float8:g128").nbytes((200, 3)) == 3 * (256 + 8)
+
+
 def test_a_format_may_come_as_text():
     format = WeightFormat.parse("uint4:g128")
     assert WeightFormat.of(format) is format

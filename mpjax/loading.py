@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -96,16 +97,12 @@ def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
     """The folder, fetched from the hub where it has to be."""
     if not isinstance(path_or_id, str | os.PathLike):
         raise ValueError(f"the model is {shown(path_or_id)}: expected a folder's path or a hub id")
-    try:
-        path = Path(path_or_id).expanduser()
-        if not path.exists():  # perhaps because a save that replaced it was killed
-            staging.clean_up(path)
-        if path.is_dir():
-            return path
-        is_there = os.path.lexists(path)
-    except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
-        raise CheckpointError(f"{path_or_id} can't be a folder: {error}") from error
-    if is_there:
+    path = _parse_path(path_or_id)
+    if not path.exists():  # perhaps because a save that replaced it was killed
+        staging.clean_up(path)
+    if path.is_dir():
+        return path
+    if os.path.lexists(path):
         kind = "a file" if path.is_file() else "no folder"
         remedy = f"; {foreign.REMEDIES['*.gguf']}" if path.suffix == ".gguf" else ""
         raise CheckpointError(f"{path} is {kind}: expected the folder of a checkpoint{remedy}")
@@ -130,3 +127,14 @@ def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
             f"{path_or_id} is no folder here, and the hub did not give it: {error}"
         ) from error
     return Path(fetched)
+
+
+def _parse_path(path_or_id: str | os.PathLike[str]) -> Path:
+    """A path, with ~ read as a home. Raises CheckpointError for one that nothing can have."""
+    try:
+        path = Path(path_or_id).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~ of nobody, a null byte
+        raise CheckpointError(f"{path_or_id} can't be a folder: {error}") from error
+    return path

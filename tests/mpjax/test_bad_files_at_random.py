@@ -271,6 +271,26 @@ def test_bytes_of_any_file(sound, folders, data):
         require_read_or_refused(read_all, folder)
 
 
+@pytest.fixture(scope="module")
+def saved(sound, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    mpjax.save(mpjax.load(sound, precision="W4g32A16KV8"), folder)
+    return folder
+
+
+@at_random
+@hypothesis.given(st.data())
+def test_files_of_a_saved_model(saved, data):
+    name = data.draw(st.sampled_from(["mpjax.json", "mpjax.json", "weights.safetensors"]))
+    with replaced(path := saved / name):
+        if name == "mpjax.json" and data.draw(st.booleans()):
+            path.write_text(json.dumps(changed(data.draw, json.loads(path.read_text()))))
+        else:
+            path.write_bytes(damaged(data.draw, path.read_bytes()))
+        if require_read_or_refused(info.inspect, saved):
+            require_read_or_refused(mpjax.load, saved)
+
+
 TABLE = {
     "device": "NVIDIA Test 1",
     "stamps": [{"jax": "0.11"}],

@@ -257,7 +257,7 @@ def test_the_bundled_model_has_a_folder():
         ("loop", "loop is no folder: expected the folder of a checkpoint"),
         ("gone", "gone is no folder: expected the folder of a checkpoint"),
         ("pipe", "pipe is no folder: expected the folder of a checkpoint"),
-        ("null\0byte", "does not exist: expected a checkpoint folder"),
+        ("null\0byte", "can't be a folder: embedded null byte"),
     ],
 )
 def test_paths_that_can_be_no_folder(path, message, tmp_path, monkeypatch):

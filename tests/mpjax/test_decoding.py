@@ -143,6 +143,18 @@ def test_stop_tokens_are_held_back_until_the_minimum(run, prompts, full_logits):
     assert found.tokens[0, 2] == np.argmax(logits)
 
 
+def test_stop_tokens_that_are_held_back_count_in_logprobs(run, prompts, full_logits):
+    logits = full_logits(prompt(prompts, 0))
+    ranked = np.argsort(-logits)
+    stops = ranked[: decoding.STOP_IDS]
+    expected = log_softmax(logits)
+    without = -np.log1p(-np.exp(expected[stops]).sum())
+    assert without > 1e-2, "the stop tokens are too unlikely to be missed: choose more"
+    found = run(stop_ids=tuple(stops.tolist()), min_new_tokens=1)
+    assert found.tokens[0, 0] == ranked[len(stops)]
+    np.testing.assert_allclose(found.logprobs[0, 0], expected[ranked[len(stops)]], rtol=1e-4)
+
+
 def test_what_a_row_draws_is_its_own_affair(run):
     options = {"sampling": HOT, "kv_format": KVFormat(4)}
     together = run(seeds=[7, 8, 9], **options).tokens
@@ -198,11 +210,10 @@ def test_arguments_that_do_not_fit_are_refused(tiny, prompts, change, message):
         generate_tokens(tiny.model, tokens, lengths, **arguments)
 
 
-def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill):
+def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill, maximum=16):
     """The state after prefill in a cache of two pages for each row, and the limits."""
-    limits = Limits(
-        jnp.asarray([0], jnp.int32), jnp.zeros(rows, jnp.int32), jnp.full(rows, 16, jnp.int32)
-    )
+    most = jnp.broadcast_to(jnp.asarray(maximum, jnp.int32), (rows,))
+    limits = Limits(jnp.asarray([0], jnp.int32), jnp.zeros(rows, jnp.int32), most)
     state = program(
         model,
         jnp.ones((rows, 16), jnp.int32),
@@ -273,6 +284,19 @@ def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
         ends.append(dataclasses.replace(end, keys=jax.random.key_data(end.keys)))
     jax.tree.map(np.testing.assert_array_equal, *ends)
     assert ends[0].counts.max() > 1
+
+
+def test_a_row_of_no_new_tokens_has_none_and_is_not_stopped(tiny):
+    """Its zeros are no token, though token 0 is a stop token."""
+    state, limits = begin(tiny.model, KVFormat(8), Sampling(), maximum=[0, 3])
+    state = jit_decode(tiny.model, state, Sampling(), limits, jnp.int32(16))
+    found = decoding.collect(state, limits)
+    assert found.lengths.tolist() == [0, 3]
+    assert found.stopped.tolist() == [False, False]
+    assert not found.tokens[0].any()
+    assert not found.logprobs[0].any()
+    one = dataclasses.replace(state, counts=jnp.asarray([1, 3], jnp.int32))
+    assert decoding.collect(one, limits).stopped.tolist() == [True, False]
 
 
 def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatch):

@@ -167,6 +167,23 @@ def test_a_row_ends_where_a_stop_string_first_came_to_its_end(text, stops):
     assert len(row.tokens) == len(read)
 
 
+@given(
+    text=st.text("ab", max_size=20),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_a_row_shows_all_but_what_may_become_a_stop_string(text, stops):
+    row = module._Row(LETTERS, [], stops)
+    shown = []
+    for end, token in enumerate(LETTERS.encode(text), 1):
+        row.push([token])
+        shown.append(row.certain_text())
+        if row.stopped:
+            break
+        starts = (at for at in range(end + 1) if any(s.startswith(text[at:end]) for s in stops))
+        assert shown[-1] == text[: next(starts)]
+    assert all(row.finish().startswith(piece) for piece in shown)
+
+
 def test_no_text_is_searched_twice_for_stop_strings():
     class Text(str):
         """Records where searches in it begin, and what is added to it is one, too."""

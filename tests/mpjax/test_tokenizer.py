@@ -101,6 +101,15 @@ def test_tokens_of_tokenizer_config_that_tokenizer_json_lacks_are_added(tmp_path
         Tokenizer.from_folder(tmp_path)
 
 
+def test_added_tokens_follow_in_order_of_their_numbers(tmp_path):
+    backend = sentencepiece()
+    backend.add_tokens([f"<{index}>" for index in range(backend.get_vocab_size(), 999)])
+    entries = {index: {"content": f"<{index}>", "normalized": False} for index in (1001, 1000, 999)}
+    added = {str(index): entry for index, entry in entries.items()}
+    write(tmp_path, backend, tokenizer_config={"added_tokens_decoder": added})
+    assert Tokenizer.from_folder(tmp_path).encode("<999><1001><1000>") == [999, 1001, 1000]
+
+
 def test_templates_by_name_and_in_files(tmp_path, qwen_folder):
     backend = Tokenizer.from_folder(qwen_folder).backend
     hello = [{"role": "user", "content": "hello"}]

@@ -132,7 +132,11 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on(run):
 
 
 def test_stop_tokens_are_held_back_until_the_minimum(run, prompts, full_logits):
-    stop = int(run().tokens[0, 2])
+    free = run().tokens[0].tolist()
+    stop = free[2]
+    for minimum in (free.index(stop), free.index(stop) + 1):
+        length = int(run(stop_ids=(stop,), min_new_tokens=minimum).lengths[0])
+        assert (length == free.index(stop) + 1) == (minimum == free.index(stop))
     found = run(stop_ids=(stop,), min_new_tokens=5)
     assert stop not in found.tokens[0, :5].tolist()
     assert found.lengths.min() >= 5

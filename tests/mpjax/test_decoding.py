@@ -322,6 +322,14 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
         jax.eval_shape(lambda *rest: in_turn(*rest), state, Sampling(), limits, jnp.int32(4))
 
 
+@pytest.mark.parametrize("shape", [(128, 256), (128, 128)])
+def test_one_product_by_warpgroups_is_enough(shape, monkeypatch):
+    """Of weights of one format, that of any shape."""
+    model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
+    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda rows, weight: weight.shape == shape)
+    assert decoding._has_warpgroups(model, 1)
+
+
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):
     sampling = Sampling()
     state, limits = jax.eval_shape(

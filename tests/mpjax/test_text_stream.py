@@ -129,6 +129,7 @@ def test_a_finished_stream_has_forgotten_the_bytes_of_a_character():
     stream.push(ids[:1])
     assert stream.finish() == "\ufffd"
     assert [stream.push(ids[:2]), stream.push(ids[2:]), stream.finish()] == ["", "", "☃"]
+    assert stream.push(tokenizer.encode("ab é a.")) + stream.finish() == "ab é a."
 
 
 def continued(tokenizer, context, ids, skip_special=True):

@@ -313,6 +313,7 @@ BAD_CONFIGS = [
     ),
     ({"num_key_value_heads": 0}, "config.json: num_kv_heads is 0: expected a positive integer"),
     ({"head_dim": 0}, "config.json: head_dim is 0: expected a positive integer"),
+    ({"head_dim": 15}, "config.json: 4 heads of 15 channels for 2 KV heads: expected"),
     *(
         ({key: "false"}, f"config.json: {key} is 'false': expected true or false")
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")

@@ -114,6 +114,25 @@ def test_round_trip_of_every_format(precision, arrays, scales, tmp_path, rng):
     assert found == arrays
 
 
+def test_symmetry_is_not_asked_for(tmp_path, rng):
+    """As when the original is loaded, for zero points decide it."""
+    saved = load(plain(tmp_path / "original", rng, **SQUARE), "W4gKsymA16KV8")
+    orbax.save(saved, tmp_path / "saved")
+    for text in ("W4gKA16KV8", "W4gKsymA16KV8"):
+        restored = orbax.restore(tmp_path / "saved", precision=Precision.parse(text))
+        assert restored.precision == "W4gKsymA16KV8"
+
+
+def test_an_array_of_more_than_a_gigabyte_may_be_held(monkeypatch):
+    """Orbax waits for ever for room for one that is larger than its bound."""
+    bounds = {}
+    monkeypatch.setattr(orbax.ocp, "PyTreeCheckpointHandler", lambda **given: bounds.update(given))
+    monkeypatch.setattr(orbax.ocp, "Checkpointer", lambda handler: None)
+    for size, gigabytes in ((1000, 1), (3 * 10**9, 4)):
+        orbax._checkpointer({"a": jax.ShapeDtypeStruct((size,), jnp.uint8)})
+        assert set(bounds.values()) == {gigabytes}
+
+
 def test_a_restored_model_computes_the_same(tmp_path, rng):
     saved = load(plain(tmp_path / "original", rng, **SQUARE, num_hidden_layers=1))
     orbax.save(saved, tmp_path / "saved")

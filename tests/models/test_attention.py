@@ -68,7 +68,7 @@ def test_with_and_without_a_cache_fresh_or_not(window, rng):
 
 
 def test_calling_is_attending_and_the_output_projection(rng):
-    changes: dict[str, Any] = {"qk_norm": True, "output_bias": True}
+    changes: dict[str, Any] = {"qk_norm": True, "output_bias": True, "rms_norm_eps": 0.5}
     attention: Any = Attention(dataclasses.replace(CONFIG, **changes), None, nnx.Rngs(0))
     norms = attention.query_norm, attention.key_norm
     for parameter in (attention.output.bias, *(norm.weight for norm in norms)):

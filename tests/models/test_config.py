@@ -62,6 +62,14 @@ def test_a_config_is_static():
         config.hidden_size = 1  # type: ignore[misc]
 
 
+def test_what_a_config_does_not_say_is_a_plain_llamas():
+    plain = {"rope_theta": 1e4, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+    read = Llama.config_from_hf(HF | plain | {"eos_token_id": None})
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+    needed += ("head_dim", "windows", "max_position_embeddings")
+    assert DecoderConfig(**{name: getattr(read, name) for name in needed}) == read
+
+
 def test_projection_shapes():
     config = dataclasses.replace(DecoderConfig(**common_fields(HF)), head_dim=32)
     assert config.projection_shapes == {

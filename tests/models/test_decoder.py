@@ -286,10 +286,11 @@ def test_gradients_reach_every_weight_and_are_right(rng):
     assert (moved(1e-2) - moved(-1e-2)) / 2e-2 == pytest.approx(norm, rel=0.02)
 
 
-def test_gradients_pass_through_packed_kernels(rng):
+@pytest.mark.parametrize(("text", "error"), [("uint4:g32", 1e-4), ("int8/int8", 0.1)])
+def test_gradients_pass_through_packed_kernels(text, error, rng):
     """As with plain kernels of the same values; gemm/test_gradient.py has all formats."""
-    model = quantize_kernels(small_model(SHALLOW), "uint4:g32")
-    plain = dequantize_kernels(quantize_kernels(small_model(SHALLOW), "uint4:g32"))
+    model = quantize_kernels(small_model(SHALLOW), text)
+    plain = dequantize_kernels(quantize_kernels(small_model(SHALLOW), text))
     tokens = jnp.asarray(random_tokens(rng, 2, 8))
 
     def gradient(model):
@@ -304,7 +305,7 @@ def test_gradients_pass_through_packed_kernels(rng):
         return jax.jit(jax.grad(loss))(model.embedding.get_value())
 
     found, expected = gradient(model), wide(gradient(plain))
-    assert relative_error(found, expected) < 1e-4
+    assert relative_error(found, expected) < error
 
 
 def test_modules_hold_no_hidden_state(rng):

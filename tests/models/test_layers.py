@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
+from mpjax.kernels import QuantizedActivations, WeightFormat, pack, quantize
 from mpjax.kernels.gemm import tuning
 from mpjax.kernels.gemm.config import GemmConfig, Plan
 from mpjax.models import FusedLinear, GatedMLP, Linear, Packed, RMSNorm, RopeScaling
@@ -68,6 +68,16 @@ def test_terms_of_a_linear_map_add_up_to_it(text, bias, rng):
     terms = linear.terms(x)
     assert terms.shape[1:] == (2, 3, 6)
     np.testing.assert_allclose(terms.sum(0), linear(x), atol=1e-5)
+
+
+def test_a_kernel_with_a_permutation_has_no_format_to_quantise_for(rng):
+    """Its input channels are in another order than those of an input that comes quantised."""
+    format = WeightFormat.parse("uint4:g32")
+    codes, scales = jnp.zeros((64, 8), jnp.uint8), jnp.ones((2, 8), jnp.bfloat16)
+    zeros = jnp.zeros((2, 8), jnp.uint16)
+    assert Linear(pack(codes, scales, zeros, format)).format == format
+    order = jnp.asarray(rng.permutation(64).astype(np.int32))
+    assert Linear(pack(codes, scales, zeros, format, order)).format is None
 
 
 def test_a_kernel_leaves_its_terms_apart(rng, monkeypatch, interpreted_triton):

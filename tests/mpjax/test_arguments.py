@@ -59,10 +59,10 @@ def test_a_traced_minimum_is_left_alone():
 
 def test_ids_without_an_embedding_are_refused():
     require_known_ids([[0, 9], [], np.asarray([5])], 10)
-    for ids, wrong in (([3, 10], 10), (np.asarray([-1, 4]), -1)):
+    for ids, wrong in (([3, 10], 10), ([0, 10], 10), (np.asarray([-1, 4]), -1)):
         message = f"gave token {wrong}, and the model knows 0 to 9: .* not from the same"
         with pytest.raises(ValueError, match=message):
-            require_known_ids([[0], ids], 10)
+            require_known_ids([[0], [], ids], 10)
 
 
 def test_a_text_is_no_list_of_documents():

@@ -55,6 +55,24 @@ def test_the_largest_keys_and_values_are_the_largest_codes(text, reach, tiny):
     )
 
 
+def test_neither_padding_nor_what_is_beyond_the_limit_counts(tiny):
+    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s"))
+
+    def scales(documents, **options):
+        return calibrate_cache(lm, documents, window=WINDOW, **options).model.cache_scales[...]
+
+    short, other = "import os", "def f(x):\n    return x"
+    count = len(document_tokens(tiny.tokenizer, short))
+    assert count < WINDOW
+    # With the padding's tokens in the place of the padding, their keys and values do count.
+    padding = tiny.tokenizer.backend.id_to_token(0)
+    assert (scales([short]) != scales([short + padding * (WINDOW - count)])).any()
+    alone = calibrate_cache(lm, [short], window=count).model.cache_scales[...]
+    np.testing.assert_allclose(scales([short]), alone, rtol=1e-4)
+    assert (scales([short, other]) != scales([short])).any()
+    np.testing.assert_array_equal(scales([short, other], max_tokens=count), scales([short]))
+
+
 def test_a_calibrated_model_generates(tiny):
     lm = dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s"))
     with pytest.raises(ValueError, match="KV8s needs scales of channels"):

@@ -62,6 +62,13 @@ def test_llama_chat_reads_as_expected(llama_folder):
     assert f"Date: {today}\n" in ours.chat([{"role": "user", "content": "Hi"}])
 
 
+def test_tools_and_documents_are_none_unless_they_are_given():
+    template = "{{ tools is none }} {{ documents is none }} {{ other is defined }}"
+    ours = Tokenizer(sentencepiece(), chat_templates={"default": template})
+    assert ours.chat([{"role": "user"}]) == "True True False"
+    assert ours.chat([{"role": "user"}], documents=[], other=0) == "True False True"
+
+
 def test_tojson_does_not_escape_for_html():
     ours = Tokenizer(sentencepiece(), chat_templates={"default": "{{ messages | tojson }}"})
     messages = [{"role": "user", "content": "a < b & 'ü'"}]

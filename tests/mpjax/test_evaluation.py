@@ -234,6 +234,15 @@ def test_memory_is_asked_for_first(tiny, monkeypatch):
         evaluate(tiny, ["x = 1"])
 
 
+def test_logits_must_fit_beside_the_cache(tiny, monkeypatch):
+    """A window as long as a chunk takes one chunk's cache, though its tokens are one more."""
+    cache = tiny.model.create_cache(1, evaluate.MAXIMUM_CHUNK, tiny.kv_format)
+    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: cache.nbytes)
+    sequence = np.ones(evaluate.MAXIMUM_CHUNK + 1, np.int32)
+    with pytest.raises(DeviceMemoryError, match="reading 1 windows of 128 tokens"):
+        token_scores(tiny, [sequence])
+
+
 def test_the_held_out_text_can_be_read(tmp_path):
     texts = read_held_out(mpjax.bundled_model() / "held_out.jsonl")
     assert len(texts) == 17
@@ -241,7 +250,7 @@ def test_the_held_out_text_can_be_read(tmp_path):
     path = tmp_path / "texts.jsonl"
     # A line separator inside a text is no end of a line.
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("é\u2028\x85", "")]
-    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    path.write_text("\n \n".join(lines) + "\n\n", encoding="utf-8")
     assert read_held_out(path) == ["é\u2028\x85", ""]
 
 

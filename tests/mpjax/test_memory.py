@@ -40,6 +40,12 @@ def test_too_much_is_refused_with_both_figures():
         require_free(22_510_000_000, "loading Qwen3-8B", device)
 
 
+def test_linux_says_kibibytes(monkeypatch):
+    text = "MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:  500 kB\n"
+    monkeypatch.setattr("mpjax.memory.Path.read_text", lambda path: text)
+    assert free_bytes(jax.devices("cpu")[0]) == 500 * 1024
+
+
 def test_the_cpu_has_what_the_system_has():
     assert 10**6 < (free_bytes(jax.devices("cpu")[0]) or 0) < 10**15
     with pytest.raises(MemoryError, match=r"needs 1000000000\.00 GB on"):

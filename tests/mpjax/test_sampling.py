@@ -322,6 +322,7 @@ def test_arguments_that_do_not_fit_are_errors():
 
 def test_top_k_beyond_the_vocabulary_and_full_top_p_keep_everything():
     logits = jnp.asarray(random_logits(2, 5000, spread=0.01))
+    assert Sampling(temperature=1.0, top_k=100_000).top_k == 100_000
     for top_k in (3 * 10**9, [2**32 + 2], jnp.asarray([7.0])):
         assert np.all(np.asarray(Sampling(temperature=1.0, top_k=top_k).top_k) > 5)
     sampling = Sampling(temperature=1.0, top_k=10**9, top_p=1.0, min_p=0.0)
@@ -354,6 +355,22 @@ def test_tokens_that_tie_with_the_last_one_kept_stay():
         assert kept.tolist() == [[True, True, True, True, False]]
 
 
+def test_tokens_that_sum_to_top_p_need_no_other():
+    logits = jnp.log(jnp.asarray([[0.5, 0.25, 0.125, 0.125]]))
+    with jax.default_device(jax.devices("cpu")[0]):
+        probabilities = jax.nn.softmax(logits)[0].tolist()
+        assert probabilities == [0.5, 0.25, 0.125, 0.125], "choose others that are exact"
+        for top_p, count in ((0.5, 1), (0.75, 2)):
+            kept = np.isfinite(process_logits(logits, Sampling(temperature=1.0, top_p=top_p)))
+            assert kept.sum() == count
+
+
+def test_a_top_k_leaf_of_zero_keeps_the_most_likely_token():
+    sampling = jax.tree.map(lambda leaf: leaf if leaf == 1.0 else 0, Sampling(1.0, top_k=5))
+    kept = np.isfinite(process_logits(jnp.asarray(random_logits(2, 20)), sampling))
+    assert kept.sum(1).tolist() == [1, 1]
+
+
 def test_tokens_ruled_out_by_the_model_are_never_drawn():
     logits = jnp.full((64, 50), -jnp.inf).at[:, 2:4].set(0.0)
     for fields in ({}, {"top_k": 5}, {"top_p": 0.99}, {"top_k": 5, "top_p": 1.0, "min_p": 0.5}):
@@ -370,6 +387,11 @@ def test_logprobs_are_of_the_unmodified_distribution():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     pairs = logprobs(jnp.asarray(logits)[None, :2], jnp.asarray(tokens)[None, :2])
     np.testing.assert_allclose(pairs[0], expected[:2], rtol=1e-5)
+    rounded = jnp.asarray(logits, jnp.bfloat16)
+    expected = [math.log(softmax(row)[token]) for row, token in zip(rounded, tokens, strict=True)]
+    found = logprobs(rounded, jnp.asarray(tokens))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,16 @@ def test_a_finished_stream_starts_anew():
         assert stream.finish() == ""
 
 
+def test_a_finished_stream_has_forgotten_the_bytes_of_a_character():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    stream = tokenizer.stream()
+    ids = tokenizer.encode("☃")[-3:]
+    stream.push(ids[:1])
+    assert stream.finish() == "\ufffd"
+    assert [stream.push(ids[:2]), stream.push(ids[2:]), stream.finish()] == ["", "", "☃"]
+    assert stream.push(tokenizer.encode("ab é a.")) + stream.finish() == "ab é a."
+
+
 def continued(tokenizer, context, ids, skip_special=True):
     stream = tokenizer.stream(skip_special, context)
     return "".join([*(stream.push([index]) for index in ids), stream.finish()])

@@ -35,6 +35,13 @@ def test_spellings_of_gptqmodel():
     assert config(format="gptq_v2").checkpoint_format == "gptq_v2"
 
 
+def test_static_groups_may_stand_in_meta():
+    assert config(meta={"static_groups": True}).static_groups
+    assert config(static_groups=True).static_groups
+    assert not config(static_groups=False, meta={"static_groups": True}).static_groups
+    assert not config(meta={}).static_groups
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -43,6 +50,7 @@ def test_spellings_of_gptqmodel():
         ({"bits": 2}, "bits is 2: only 4 and 8 bits are supported"),
         ({"bits": 3}, "bits is 3: only 4 and 8 bits are supported"),
         ({"bits": None}, "bits is None: expected an integer"),
+        ({"group_size": True}, "group_size is True: expected an integer"),
         ({"checkpoint_format": "gptq_p"}, "layout 'gptq_p'.*only gptq and gptq_v2 are"),
         ({"checkpoint_format": "marlin"}, "layout 'marlin'"),
         ({"format": "bitblas"}, "layout 'bitblas'"),

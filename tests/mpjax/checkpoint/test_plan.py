@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -99,6 +100,26 @@ def test_tensors_that_carry_no_information_are_left_out(rng):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     assert planned(tensors, CONFIGS["llama-tied"]).file_bytes == bytes_
+
+
+def test_device_bytes_count_permutations_and_scales_of_a_cache(rng):
+    tensors, hf = packed_checkpoint(rng, GPTQ)
+    found = planned(tensors, hf)
+    ordered = {name: array for name, array in tensors.items() if not name.endswith("g_idx")}
+    channels = sum(shape[0] for shape in linear_shapes(hf).values())
+    assert found.device_bytes - planned(ordered, hf).device_bytes == 4 * channels
+    [array, *_] = (info for _, info in found.arrays)
+    scaled = dataclasses.replace(found, cache_scales=(array,) * 4)
+    assert scaled.device_bytes - found.device_bytes == 4 * 4 * hf["num_key_value_heads"]
+    assert scaled.file_bytes - found.file_bytes == 4 * array.nbytes
+
+
+def test_maps_that_become_one_wait_for_each_other(rng):
+    """Of the two, the second one's tensor is in the way too."""
+    hf = LLAMA | {"intermediate_size": 4096}
+    one = 2 * hf["hidden_size"] * hf["intermediate_size"]  # bytes on the device
+    tensors = random_tensors(hf, rng, np.float16)
+    assert planned(tensors, hf).working_bytes == 3 * one
 
 
 def expect(message, tensors, hf=LLAMA, quantize=None):

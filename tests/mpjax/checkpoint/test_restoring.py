@@ -20,6 +20,7 @@ from mpjax.cli import info
 from mpjax.memory import DeviceMemoryError
 from mpjax.precision import Precision
 from tests.mpjax.checkpoint.saved_models import load, plain, require_same_bits
+from tests.mpjax.checkpoint.write_checkpoint import SQUARE
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +168,12 @@ def test_all_that_reads_a_description_refuses_a_damaged_one(saved):
     path.write_text(json.dumps(description))
     message = r"mpjax\.json is damaged: rms_norm_eps is '0\.1': expected a positive number; convert"
     expect(message, saved, (restore, abstract, info.inspect, tune.model_shapes))
+
+
+def test_symmetry_is_not_asked_for(tmp_path, rng):
+    """As when the original is loaded, for zero points decide it."""
+    saved = load(plain(tmp_path / "original", rng, **SQUARE), "W4gKsymA16KV8")
+    save(saved, tmp_path / "saved")
+    for text in ("W4gKA16KV8", "W4gKsymA16KV8"):
+        restored = restore(tmp_path / "saved", precision=Precision.parse(text))
+        assert restored.precision == "W4gKsymA16KV8"

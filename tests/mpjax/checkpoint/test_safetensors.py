@@ -83,6 +83,13 @@ def test_scalar_empty_and_unaligned_tensors(tmp_path):
     np.testing.assert_array_equal(checkpoint.read("unaligned"), [1.5, -2.0])
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_an_empty_tensor_may_stand_before_or_behind_another(names, tmp_path):
+    entries = {"a": entry("U8", [0], 0, 0), "b": entry("U8", [3], 0, 3)}
+    write_raw(tmp_path, {name: entries[name] for name in names}, b"xyz")
+    assert Checkpoint.open(tmp_path).read("b").tobytes() == b"xyz"
+
+
 def test_tensors_past_the_first_page(tmp_path):
     data = np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8)
     header = {"a": entry("U8", [40_001], 0, 40_001), "b": entry("U8", [9_999], 40_001, 50_000)}

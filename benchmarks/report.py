@@ -14,9 +14,9 @@ from benchmarks import quantization, summary
 from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import WeightFormat
+from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm import tables as plans
 from mpjax.kernels.gemm.heuristic import heuristic
-from mpjax.kernels.gemm.limits import Limits
 from mpjax.kernels.gemm.shapes import MODELS
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.arguments import new_token_limits
-from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, backend
+from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, device
 from mpjax.kernels.checks import are_between, as_array, as_arrays, require_type, shown
 from mpjax.kernels.gemm.tuning import runs_by_warpgroups
 from mpjax.models import Decoder
@@ -168,7 +168,7 @@ def decode(
         that look, and the GPU waits for it: STRIDE there, 1 elsewhere. Steps past the end change
         nothing.
     """
-    stride = stride or (STRIDE if backend.on_gpu() else 1)
+    stride = stride or (STRIDE if device.on_gpu() else 1)
 
     def unfinished(state: DecodingState) -> jax.Array:
         return (state.step < until) & ~state.finished.all()

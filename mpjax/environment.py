@@ -132,32 +132,33 @@ def _memory_statistics(device: Any) -> dict[str, int] | None:
 
 def _kernels() -> dict[str, str]:
     """Which backends of Pallas can run here, by the names that `implementation=` has for them."""
-    from mpjax.kernels import backend
-    from mpjax.kernels.gemm.limits import current_limits, why_no_wgmma
+    from mpjax.kernels import device
+    from mpjax.kernels.gemm.limits import why_no_wgmma
 
-    reason = backend.why_triton_cannot_run()
-    reasons = {"triton": reason, "mosaic": reason or why_no_wgmma(current_limits())}
-    yes = f"yes: compute capability {backend.compute_capability()}"
+    reason = device.why_triton_cannot_run()
+    reasons = {"triton": reason, "mosaic": reason or why_no_wgmma(device.limits())}
+    yes = f"yes: compute capability {device.compute_capability()}"
     found = {name: f"no: {reason}" if reason else yes for name, reason in reasons.items()}
     if found["mosaic"] == yes:
-        from mpjax.kernels import mosaic  # which takes a while
+        from mpjax.kernels.mosaic.launch import why_slow  # which takes a while
 
-        slow = mosaic.why_slow()
+        slow = why_slow()
         found["mosaic"] += f"; {slow}" if slow else ""
     return found
 
 
 def _tuning_tables() -> dict[str, str] | str:
     """Each table that products with packed weights look their plans up in, the first one first."""
+    from mpjax.kernels import device
     from mpjax.kernels.gemm import tables
 
-    device = tables.current_device()
-    used = {str(path): f"{len(table.entries)} plans" for path, table in tables.in_use(device)}
+    kind = device.kind()
+    used = {str(path): f"{len(table.entries)} plans" for path, table in tables.in_use(kind)}
     if used:
         return used | {"anything else": "heuristics"}
     if tables.own_folder() is None:
         return f"none, because {tables.VARIABLE} is empty: heuristics"
-    return f"none for {device!r}: heuristics (`mpjax tune` makes a table)"
+    return f"none for {kind!r}: heuristics (`mpjax tune` makes a table)"
 
 
 def _variables() -> dict[str, str]:

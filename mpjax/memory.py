@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from mpjax.kernels.backend import default_device
+from mpjax.kernels.device import default_device
 
 GIGABYTE = 1e9
 

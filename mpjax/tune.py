@@ -20,10 +20,10 @@ from mpjax.checkpoint import huggingface, restoring
 from mpjax.checkpoint.description import is_saved
 from mpjax.checkpoint.layout import linear_places
 from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
+from mpjax.kernels.device import limits as current_limits
 from mpjax.kernels.gemm import tables, tuning
 from mpjax.kernels.gemm.config import Plan
 from mpjax.kernels.gemm.heuristic import heuristic
-from mpjax.kernels.gemm.limits import current_limits
 from mpjax.kernels.gemm.shapes import MODELS
 from mpjax.loading import find_folder
 from mpjax.models import DecoderConfig, presets

@@ -7,7 +7,7 @@ NumPy's arrays, numbers, and lists of them; where a dtype is, short names such a
 
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.attention.api import paged_attention, prefill_attention
-from mpjax.kernels.backend import UnsupportedError
+from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
 from mpjax.kernels.kv_cache.api import append

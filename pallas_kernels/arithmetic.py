@@ -1,16 +1,11 @@
-"""Operations on float32 tiles, in PTX where Triton makes many instructions of what could be one."""
+"""Arithmetic of float32 values in plain jnp, inside and outside of kernels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from mpjax.kernels import backend
-from mpjax.kernels.rounding import round_to
 
 LOG2_E = math.log2(math.e)
 
@@ -34,50 +29,6 @@ def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(quotient), quotient, corrected)
 
 
-class Arithmetic(NamedTuple):
-    """The same operations for kernels and for their interpretation as plain JAX.
-
-    multiply_add(a, b, c): a · b + c, broadcast. narrow(x, dtype): float32 in 16 bits; widen(x): the
-    reverse. divide: correctly rounded. round(x, dtype): float32 to the precision of 16 bits.
-    """
-
-    multiply_add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    exp2: Callable[[jax.Array], jax.Array]
-    log2: Callable[[jax.Array], jax.Array]
-    reciprocal: Callable[[jax.Array], jax.Array]
-    narrow: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
-    widen: Callable[[jax.Array], jax.Array]
-    divide: Callable[[jax.Array, jax.Array], jax.Array]
-    round: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
-
-
-PTX = Arithmetic(
-    backend.multiply_add,
-    backend.exp2,
-    backend.log2,
-    backend.reciprocal,
-    backend.narrow,
-    backend.widen,
-    backend.divide,
-    lambda x, dtype: x.astype(dtype).astype(jnp.float32),
-)
-PLAIN = Arithmetic(
-    lambda a, b, c: a * b + c,
-    jnp.exp2,
-    jnp.log2,
-    lambda x: 1 / x,
-    lambda x, dtype: x.astype(dtype),
-    lambda x: x.astype(jnp.float32),
-    divide,
-    round_to,
-)
-
-
-def of_kernel(*, interpret: bool) -> Arithmetic:
-    """What a kernel computes with: plain JAX where it is interpreted."""
-    return PLAIN if interpret else PTX
-
-
 def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     """max|x| of float32 along axes; NaN where any of these is NaN or infinite.
 
@@ -87,12 +38,6 @@ def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     order = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
     peaks = jax.lax.bitcast_convert_type(order.max(axis), jnp.float32)
     return peaks + (peaks - peaks)  # an infinity, beside which no other has a code, becomes NaN
-
-
-def times_power(x: jax.Array, exponent: int) -> jax.Array:
-    """The product x · 2**exponent, also where the power itself is beyond float32's range."""
-    half = exponent // 2
-    return x * 2.0**half * 2.0 ** (exponent - half) if exponent else x
 
 
 def power_above(x: jax.Array) -> tuple[jax.Array, jax.Array]:

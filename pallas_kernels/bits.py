@@ -3,7 +3,8 @@
 A word holds 16 / bits codes, its *planes*: plane j is bits j·bits … (j+1)·bits − 1. Words form
 arrays of the shape and element size of a 16-bit matrix operand, so the compiler moves them as it
 moves bfloat16, and a decoded plane is already laid out for the tensor cores: the idea of
-TurboMind's hardware-aware packing (section 4.1) in Triton's terms.
+TurboMind's hardware-aware packing (section 4.1) in Triton's terms. Each decoder is inline PTX where
+the target has any, and its twin in jnp elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
+from mpjax.kernels.target import current_target
 
 WORD_BITS = 16
 
@@ -77,21 +78,19 @@ def widen_pair(pair: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array,
     return low, high
 
 
-def decode_plane(
-    words: jax.Array, plane: int, bits: int, zero: jax.Array, *, ptx: bool
-) -> jax.Array:
+def decode_plane(words: jax.Array, plane: int, bits: int, zero: jax.Array) -> jax.Array:
     """(Code − zero) · 2**`plane_exponent` of one plane, exact, in the dtype of `zero`.
 
     words: uint16 tile; bits: a divisor of 8; zero: bfloat16 or float16, broadcastable to the tile,
-    integers in 0 … 2**bits (exact in both dtypes). Runs inside a kernel. With `ptx` it is inline
-    assembly on pairs of words that leaves a code where it is in its byte, and makes up for its
-    place in the multiply-add that subtracts the zero point; without, its twin in jnp. In float16 an
-    exponent is set above the code (TurboMind section 4.3), in bfloat16, which has no room for that,
-    a code is a subnormal.
+    integers in 0 … 2**bits (exact in both dtypes). Runs inside a kernel. The PTX works on pairs of
+    words: it leaves a code where it is in its byte, and makes up for its place in the multiply-add
+    that subtracts the zero point. In float16 an exponent is set above the code (TurboMind section
+    4.3), in bfloat16, which has no room for that, a code is a subnormal.
     """
     dtype = jnp.dtype(zero.dtype)
+    target = current_target()
     zero = zero * jnp.asarray(2.0 ** plane_exponent(dtype), dtype)
-    if not ptx:
+    if not target.has_ptx:
         codes = (words >> jnp.uint16(plane * bits)) & jnp.uint16(2**bits - 1)
         codes = codes.astype(dtype) * jnp.asarray(2.0 ** plane_exponent(dtype), dtype)
         return codes - jnp.broadcast_to(zero, words.shape)
@@ -109,7 +108,7 @@ def decode_plane(
         {_pick(plane, bits, above)}
         fma.rn.{suffix} $0, t, factor, $2;
     }}"""
-    return backend.inline_ptx(assembly, words, jnp.broadcast_to(-zero, words.shape), dtype=dtype)
+    return target.inline_ptx(assembly, words, jnp.broadcast_to(-zero, words.shape), dtype=dtype)
 
 
 def _pick(plane: int, bits: int, above: int = 0) -> str:
@@ -136,7 +135,6 @@ def decode_in_place(
     *,
     offset: float = 0,
     copy: int = 0,
-    ptx: bool,
 ) -> jax.Array:
     """(Code − offset) · 2**`exponent_in_place` of one plane, exact, in 16 bits.
 
@@ -149,9 +147,10 @@ def decode_in_place(
     copy: another number for each product that the tile is in. Triton takes what two products share
     through shared memory; what the assembler finds to be alike it computes once.
     """
+    target = current_target()
     byte, shift = divmod(plane * bits, 8)
     mask = (2**bits - 1) << shift
-    if not ptx:  # XLA takes subnormals for zeros on the CPU
+    if not target.has_ptx:  # XLA takes subnormals for zeros on the CPU
         codes = ((words >> jnp.uint16(8 * byte)) & jnp.uint16(mask)).astype(dtype)
         if not offset:
             return codes
@@ -167,7 +166,7 @@ def decode_in_place(
         {_pick(plane, bits)}{centre if offset else ""}
         mov.b32 $0, t;
     }}"""
-    return backend.inline_ptx(assembly, words, dtype=dtype)
+    return target.inline_ptx(assembly, words, dtype=dtype)
 
 
 def offset(bits: int, dtype: jax.typing.DTypeLike) -> float:
@@ -181,33 +180,34 @@ def offset(bits: int, dtype: jax.typing.DTypeLike) -> float:
 
 
 def exponent_in_place(
-    plane: int, bits: int, dtype: jax.typing.DTypeLike, *, offset: float = 0, ptx: bool
+    plane: int, bits: int, dtype: jax.typing.DTypeLike, *, offset: float = 0
 ) -> int:
     """Of two: what a code of one is worth in `decode_in_place`."""
+    has_ptx = current_target().has_ptx
     # The instruction that takes the offset away makes up for the place in the byte.
-    place = int(ptx) if offset else plane * bits % 8
-    return place + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if ptx else 0)
+    place = int(has_ptx) if offset else plane * bits % 8
+    return place + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if has_ptx else 0)
 
 
 def decode_scaled(
-    words: jax.Array, plane: int, bits: int, step: jax.Array, zero: jax.Array, *, ptx: bool
+    words: jax.Array, plane: int, bits: int, step: jax.Array, zero: jax.Array
 ) -> jax.Array:
     """Code · step · 2**`exponent_scaled` + zero of one plane, rounded once.
 
     words: uint16 tile; step, zero: broadcastable to it, bfloat16 or float16. Runs inside a kernel.
     What rounding takes above float16 stays at its end.
     """
-    dtype = jnp.dtype(step.dtype)
-    if not ptx:
+    target, dtype = current_target(), jnp.dtype(step.dtype)
+    if not target.has_ptx:
         codes = ((words >> jnp.uint16(plane * bits)) & jnp.uint16(2**bits - 1)).astype(jnp.float32)
         values = codes * step.astype(jnp.float32) + zero.astype(jnp.float32)
         return jnp.minimum(values, float(jnp.finfo(dtype).max)).astype(dtype)
     if dtype == jnp.bfloat16:
-        exponent = exponent_scaled(dtype, ptx=ptx) - exponent_in_place(plane, bits, dtype, ptx=ptx)
+        exponent = exponent_scaled(dtype) - exponent_in_place(plane, bits, dtype)
         step = step * jnp.asarray(2.0**exponent, dtype)
-        codes = decode_in_place(words, plane, bits, dtype, ptx=ptx)
+        codes = decode_in_place(words, plane, bits, dtype)
         step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
-        return backend.inline_ptx("fma.rn.bf16x2 $0, $1, $2, $3;", codes, step, zero, dtype=dtype)
+        return target.inline_ptx("fma.rn.bf16x2 $0, $1, $2, $3;", codes, step, zero, dtype=dtype)
     # Steps have no room in float16 for such an exponent. So the code itself is made first: step
     # times a bias, or zero with one, would be rounded.
     step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
@@ -223,29 +223,25 @@ def decode_scaled(
         fma.rn.f16x2 t, t, $2, $3;
         min.f16x2 $0, t, largest;
     }}"""
-    return backend.inline_ptx(assembly, words, step, zero, dtype=dtype)
+    return target.inline_ptx(assembly, words, step, zero, dtype=dtype)
 
 
-def exponent_scaled(dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+def exponent_scaled(dtype: jax.typing.DTypeLike) -> int:
     """Of two: what one is worth in `decode_scaled`."""
-    return -64 if ptx and jnp.dtype(dtype) == jnp.bfloat16 else 0
+    return -64 if current_target().has_ptx and jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
 def multiply(
-    tile: jax.Array,
-    scale: jax.Array,
-    plus: jax.Array | None = None,
-    *,
-    copy: int = 0,
-    ptx: bool,
+    tile: jax.Array, scale: jax.Array, plus: jax.Array | None = None, *, copy: int = 0
 ) -> jax.Array:
     """Tile · scale, plus what is given, rounded once to the dtype of the tile.
 
     Two elements per instruction; runs inside a kernel. copy: as in `decode_in_place`.
     """
+    target = current_target()
     operands = [scale] if plus is None else [scale, plus]
     operands = [jnp.broadcast_to(x.astype(tile.dtype), tile.shape) for x in operands]
-    if not ptx:
+    if not target.has_ptx:
         wide, *rest = (x.astype(jnp.float32) for x in operands)
         return sum(rest, tile.astype(jnp.float32) * wide).astype(tile.dtype)
     suffix = "bf16x2" if tile.dtype == jnp.bfloat16 else "f16x2"
@@ -255,18 +251,19 @@ def multiply(
         mov.b32 zero, 0x80008000;
         fma.rn.{suffix} $0, $1, $2, {"zero" if plus is None else "$3"};
     }}"""
-    return backend.inline_ptx(assembly, tile, *operands, dtype=tile.dtype)
+    return target.inline_ptx(assembly, tile, *operands, dtype=tile.dtype)
 
 
-def multiply_exactly(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> list[jax.Array]:
+def multiply_exactly(tile: jax.Array, scale: jax.Array) -> list[jax.Array]:
     """Tile · scale as the sum of two terms in the dtype of the tile; runs inside a kernel.
 
     The terms are the rounded product, and what rounding took away, which 16 bits hold unless the
     product is close to the dtype's subnormals.
     """
-    product = multiply(tile, scale, ptx=ptx)
+    target = current_target()
+    product = multiply(tile, scale)
     scale = jnp.broadcast_to(scale.astype(tile.dtype), tile.shape)
-    if not ptx:
+    if not target.has_ptx:
         exact = tile.astype(jnp.float32) * scale.astype(jnp.float32)
         return [product, (exact - product.astype(jnp.float32)).astype(tile.dtype)]
     suffix = "bf16x2" if tile.dtype == jnp.bfloat16 else "f16x2"
@@ -275,4 +272,4 @@ def multiply_exactly(tile: jax.Array, scale: jax.Array, *, ptx: bool) -> list[ja
         neg.{suffix} less, $3;
         fma.rn.{suffix} $0, $1, $2, less;
     }}"""
-    return [product, backend.inline_ptx(assembly, tile, scale, product, dtype=tile.dtype)]
+    return [product, target.inline_ptx(assembly, tile, scale, product, dtype=tile.dtype)]

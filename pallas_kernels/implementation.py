@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.checks import shown
 
 # Whose files no caller wrote who could do something about a warning.
@@ -43,14 +43,14 @@ def choose(
     if reason is None:
         return name
     if wanted is not None:
-        raise backend.UnsupportedError(f"{operation}: {name!r} can't run: {reason}")
+        raise device.UnsupportedError(f"{operation}: {name!r} can't run: {reason}")
     warn_of_reference(operation, reason)
     return "reference"
 
 
 def warn_of_reference(operation: str, reason: str) -> None:
     """Says, on a GPU, that an operation runs as plain JAX there, and why."""
-    if backend.on_gpu():
+    if device.on_gpu():
         warn(f"{operation} runs as plain JAX on this GPU, which is slow: {reason}")
 
 

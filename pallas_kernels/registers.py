@@ -2,7 +2,7 @@
 
 The compiler takes as many as make a program fast, which may leave room for fewer programs beside it
 than make them all fast. Triton's own launcher has `maxnreg` for that, an attribute of the module,
-and XLA passes it on; a primitive that computes nothing sets it where `backend` has it lowered.
+and XLA passes it on; a primitive that computes nothing sets it where `launch` has it lowered.
 """
 
 from __future__ import annotations

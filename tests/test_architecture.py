@@ -28,12 +28,13 @@ KERNEL_DEPENDENCIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "pallas_kernels"} 
 )
 # Backends, and the modules that may know each.
 DOORS = {
-    "jax.experimental.pallas.triton": ("pallas_kernels/backend.py",),
-    "jax._src.pallas.triton": ("pallas_kernels/backend.py",),
+    "jax.experimental.pallas.triton": ("pallas_kernels/launch.py",),
+    "jax._src.pallas.triton": ("pallas_kernels/launch.py",),
     "jax.experimental.pallas.mosaic_gpu": (
-        "pallas_kernels/mosaic.py",
-        "pallas_kernels/mosaic_decoding.py",
-        "pallas_kernels/mosaic_products.py",
+        "pallas_kernels/mosaic/decoding.py",
+        "pallas_kernels/mosaic/launch.py",
+        "pallas_kernels/mosaic/memory.py",
+        "pallas_kernels/mosaic/products.py",
     ),
 }
 

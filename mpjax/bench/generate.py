@@ -21,7 +21,7 @@ from mpjax.bench import checkpoint, filled_pages, measure
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
-from mpjax.kernels import PagedKVCache, WeightFormat, backend
+from mpjax.kernels import PagedKVCache, WeightFormat, device
 from mpjax.memory import require_free
 from mpjax.models import Decoder, DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
@@ -335,7 +335,7 @@ def _computing(kernels: dict[str, float]) -> dict[str, float]:
 
 
 def _peak_bytes() -> int | None:
-    statistics = backend.default_device().memory_stats() or {}
+    statistics = device.default_device().memory_stats() or {}
     return statistics.get("peak_bytes_in_use")
 
 

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 
 import mpjax.environment
 from mpjax.atomic_write import atomic_write
-from mpjax.kernels import UnsupportedError, backend
+from mpjax.kernels import UnsupportedError, device
 
 ROTATED_BYTES = 200e6  # arrays read in turn, together several times the L2 cache of any GPU so far
 
 
 def require_gpu() -> None:
     """Raises UnsupportedError, with the reason, where there is no GPU that can be measured."""
-    if reason := backend.why_triton_cannot_run():
+    if reason := device.why_triton_cannot_run():
         raise UnsupportedError(
             f"a benchmark measures a CUDA GPU of compute capability 8.0 or newer: {reason}"
         )
@@ -146,7 +146,7 @@ def stamp() -> dict[str, Any]:
     """Device, versions and commit; GIT_COMMIT names it where a copy without history is measured."""
     environment = mpjax.environment.collect()
     return {
-        "device": backend.default_device().device_kind,
+        "device": device.default_device().device_kind,
         "commit": os.environ.get("GIT_COMMIT") or _commit(Path(__file__).parents[2]),
         "driver": environment["driver"],
         "versions": environment["packages"],

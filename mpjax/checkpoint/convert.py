@@ -20,8 +20,8 @@ from mpjax.checkpoint.linear import check_scales
 from mpjax.checkpoint.plan import LinearSource, Packing
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize
-from mpjax.kernels.backend import default_device
 from mpjax.kernels.checks import are_finite
+from mpjax.kernels.device import default_device
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.kernels.quantized_tensor import concatenate
 from mpjax.models import Linear

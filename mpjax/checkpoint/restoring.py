@@ -15,7 +15,7 @@ from mpjax.checkpoint.description import WEIGHTS_NAME, Description
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import TensorInfo, read_header
-from mpjax.kernels.backend import default_device
+from mpjax.kernels.device import default_device
 from mpjax.language_model import LanguageModel, weight_formats
 from mpjax.memory import require_free
 from mpjax.models import Decoder

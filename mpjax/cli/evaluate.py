@@ -198,7 +198,7 @@ def _result(
     import jax
 
     import mpjax
-    from mpjax.kernels.backend import default_device
+    from mpjax.kernels.device import default_device
 
     device = default_device()
     return {

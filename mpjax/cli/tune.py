@@ -84,7 +84,7 @@ def command(
 ) -> None:
     """Measure the fastest kernels for a model's shapes on this GPU."""
     from mpjax import tune
-    from mpjax.kernels import UnsupportedError, backend
+    from mpjax.kernels import UnsupportedError, device
     from mpjax.kernels.gemm import tables
 
     if (model is None) == (shapes is None):
@@ -92,7 +92,7 @@ def command(
     wanted = _parse_shapes(shapes) if shapes is not None else None
     packed = _parse_formats(formats)
     buckets = _parse_rows(rows) if rows is not None else list(tables.BUCKETS)
-    if reason := backend.why_triton_cannot_run():
+    if reason := device.why_triton_cannot_run():
         raise UnsupportedError(
             f"tuning measures a CUDA GPU of compute capability 8.0 or newer: {reason}"
         )
@@ -102,13 +102,13 @@ def command(
             f"{tables.VARIABLE} is empty, so that no tables are used: give --output, or unset it"
         )
     jobs = tune.make_jobs(wanted or tune.model_shapes(model or ""), packed, buckets)
-    device = tables.current_device()
-    path = folder / tables.file_name(device)
+    kind = device.kind()
+    path = folder / tables.file_name(kind)
     outcomes: list[Outcome] = []
     with _progress() as bar:
         task = bar.add_task("tuning", total=len(jobs))
         try:
-            for outcome in tune.run(jobs, path, device, tune.stamp(), again=again):
+            for outcome in tune.run(jobs, path, kind, tune.stamp(), again=again):
                 outcomes.append(outcome)
                 bar.console.print(describe(outcome), highlight=False, markup=False)
                 bar.advance(task)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.attention import gathered, reference, triton, tuning
 from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_type, static_number
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
@@ -93,7 +93,7 @@ def paged_attention(
     is_long = queries.shape[-3] >= gathered.LEAST_TOKENS
     default = "cudnn" if is_long and why_not_cudnn is None else "triton"
     is_never = why_not_cudnn is not None and why_not_cudnn == gathered.why_never()
-    if implementation is None and is_long and is_never and backend.on_gpu():
+    if implementation is None and is_long and is_never and device.on_gpu():
         warn(f"long prompts over a cache take longer: {why_not_cudnn}")
     implementation = choose(
         "paged_attention",
@@ -213,7 +213,7 @@ class _Masks(TypedDict):
 def _choose_prefill(
     why_not: Callable[[str], str | None],
 ) -> Literal["cudnn", "triton", "xla", "reference"]:
-    if not backend.on_gpu():
+    if not device.on_gpu():
         return "reference"
     if (of_cudnn := why_not("cudnn")) is None:
         return "cudnn"

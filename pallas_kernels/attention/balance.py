@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
 from mpjax.kernels.attention.combine import Parts
+from mpjax.kernels.launch import load, store
 from mpjax.kernels.registers import WARP
 
 SLACK = 8  # a program may read an eighth more than the mean, and a tile, before others help
@@ -73,7 +73,7 @@ class Balance:
         self.lane = jnp.arange(max(WARP, pl.next_power_of_2(self.sequences)))
         mask = self.lane < self.sequences
         starts, counts = (
-            backend.load(x.at[self.lane], mask=mask, other=0) for x in (starts_ref, counts_ref)
+            load(x.at[self.lane], mask=mask, other=0) for x in (starts_ref, counts_ref)
         )
         tiles = jnp.where(mask, tiles_of(starts, counts), 0)
         mean = pl.cdiv(tiles.sum(), self.sequences * splits)  # of a program
@@ -159,13 +159,13 @@ class Balance:
             all pieces would make the compiler copy the whole loop over them.
         """
 
-        def store(ref: Any, number: jax.Array, mask: jax.Array) -> None:
+        def store_one(ref: Any, number: jax.Array, mask: jax.Array) -> None:
             target = ref.at[task.batch + jnp.arange(1)]
-            backend.store(target, jnp.full(1, number), mask=jnp.full(1, mask & tells))
+            store(target, jnp.full(1, number), mask=jnp.full(1, mask & tells))
 
-        store(parts.firsts, task.told, task.tells_first)
+        store_one(parts.firsts, task.told, task.tells_first)
         if task.tells_last is not False:
-            store(parts.lasts, task.slot, task.tells_last)
+            store_one(parts.lasts, task.slot, task.tells_last)
 
     def _of(self, sequence: jax.Array, x: jax.Array) -> jax.Array:
         """A sequence's among those of all."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
+from mpjax.kernels.launch import first_program_id, launch, load, load_masked, store
 
 FLOOR = -1e30  # below any score, and finite, so that what has no visible keys makes no NaN
 # Of a program. Many splits of a few heads are read by more programs, which share a head's channels;
@@ -41,7 +41,7 @@ def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret:
     channels = min(1 << most.bit_length() - 1, pl.next_power_of_2(dim))
     rows = max(1, min(ELEMENTS // (slots * channels), tokens * heads // ENOUGH_PROGRAMS))
     rows = 1 << rows.bit_length() - 1
-    joined = backend.pallas_call(
+    joined = launch(
         functools.partial(_kernel, rows=rows, channels=channels),
         outputs.reshape(-1, splits, dim),
         sums.reshape(-1, splits),
@@ -57,22 +57,20 @@ def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret:
 
 def _kernel(outputs_ref: Any, sums_ref: Any, out_ref: Any, *, rows: int, channels: int) -> None:
     count, splits, dim = outputs_ref.shape
-    row = backend.first_program_id() * rows + jnp.arange(rows)
+    row = first_program_id() * rows + jnp.arange(rows)
     split = jnp.arange(pl.next_power_of_2(splits))
     lane = pl.program_id(1) * channels + jnp.arange(channels)
     inside = (row < count)[:, None] & (lane < dim)[None, :]
     mask = (row < count)[:, None] & (split < splits)[None, :]
-    sums = backend.load(sums_ref.at[row[:, None], split[None, :]], mask=mask, other=FLOOR)
+    sums = load(sums_ref.at[row[:, None], split[None, :]], mask=mask, other=FLOOR)
     weights = jnp.where(mask, jnp.exp2(sums - sums.max(1, keepdims=True)), 0.0)  # [rows, splits]
-    parts = backend.load_masked(
+    parts = load_masked(
         outputs_ref.at[row[:, None, None], split[None, :, None], lane[None, None, :]],
         mask[:, :, None] & inside[:, None, :],
     )  # [rows, splits, channels]
     totals = weights.sum(1, keepdims=True)
     joined = (parts * weights[:, :, None]).sum(1) / jnp.where(row[:, None] < count, totals, 1.0)
-    backend.store(
-        out_ref.at[row[:, None], lane[None, :]], joined.astype(out_ref.dtype), mask=inside
-    )
+    store(out_ref.at[row[:, None], lane[None, :]], joined.astype(out_ref.dtype), mask=inside)
 
 
 def combine_balanced(
@@ -83,7 +81,7 @@ def combine_balanced(
     rows = tokens * heads
     is_large = rows >= ENOUGH_PROGRAMS
     channels = pl.next_power_of_2(dim) if is_large else LEAST_CHANNELS
-    return backend.pallas_call(
+    return launch(
         functools.partial(_balanced_kernel, own=own, channels=channels),
         parts,
         out_shape=jax.ShapeDtypeStruct((tokens, heads, 1, dim), dtype),
@@ -112,10 +110,10 @@ def _balanced_kernel(parts: Parts, out_ref: Any, *, own: int, channels: int) -> 
             is_own = number < own
             slot = jnp.where(is_own, token // longest * own + number, first + number - own)
             place = slot * longest + token % longest
-            sums = backend.load(parts.sums.at[place, head, 0], mask=mask, other=FLOOR)
+            sums = load(parts.sums.at[place, head, 0], mask=mask, other=FLOOR)
             new_peak = jnp.maximum(peak, sums.max())
             weights = jnp.where(mask, jnp.exp2(sums - new_peak), 0.0)
-            outputs = backend.load_masked(
+            outputs = load_masked(
                 parts.outputs.at[place[:, None], head, 0, lane[None, :]],
                 mask[:, None] & (lane < dim)[None, :],
             )  # [parts, channels]
@@ -127,15 +125,15 @@ def _balanced_kernel(parts: Parts, out_ref: Any, *, own: int, channels: int) -> 
         steps = pl.cdiv(count, MANY_PARTS)
         joined, total, _ = jax.lax.fori_loop(0, steps, add, carry)
         joined = (joined / total).astype(out_ref.dtype)
-        backend.store(out_ref.at[token, head, 0, lane], joined, mask=lane < dim)
+        store(out_ref.at[token, head, 0, lane], joined, mask=lane < dim)
 
     # The heads of a token go to different programs, for a few tokens may be all that is joined.
-    programs, begin = pl.num_programs(0), backend.first_program_id()
+    programs, begin = pl.num_programs(0), first_program_id()
 
     def see(number: jax.Array, _: None) -> None:
         row = begin + number * programs
         sequence = row // heads // longest
-        first, last = (backend.load(x.at[sequence]) for x in (parts.firsts, parts.lasts))
+        first, last = (load(x.at[sequence]) for x in (parts.firsts, parts.lasts))
         count = own + jnp.where(first < 0, 0, last - first + 1)
         if parts.whole is None:
             join(row, first, count)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
 
@@ -56,10 +56,9 @@ def why_never() -> str | None:
 
 def why_not_cudnn(queries: jax.Array) -> str | None:
     """The reason why cuDNN can't attend with such queries here, or None if it can."""
-    if not backend.on_gpu():
-        platform = backend.default_device().platform
-        return f"the default device is {platform!r}, and cuDNN needs a CUDA GPU"
-    if (capability := backend.compute_capability() or 0.0) < LEAST_CAPABILITY:
+    if not device.on_gpu():
+        return f"the default device is {device.platform()!r}, and cuDNN needs a CUDA GPU"
+    if (capability := device.compute_capability() or 0.0) < LEAST_CAPABILITY:
         return f"compute capability {capability} is below {LEAST_CAPABILITY}"
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {queries.dtype}, expected bfloat16 or float16"

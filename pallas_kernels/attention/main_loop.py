@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import arithmetic as arithmetics
-from mpjax.kernels import backend
-from mpjax.kernels.arithmetic import LOG2_E, times_power
+from mpjax.kernels.arithmetic import LOG2_E
 from mpjax.kernels.attention import queries, rows, tiles
 from mpjax.kernels.attention.combine import FLOOR
 from mpjax.kernels.attention.orientation import Orientation
@@ -31,6 +29,8 @@ from mpjax.kernels.attention.source import Source
 from mpjax.kernels.attention.tiles import Place
 from mpjax.kernels.attention.tuning import NARROW_ROWS, AttentionConfig
 from mpjax.kernels.kv_cache.cache import Side
+from mpjax.kernels.launch import load, load_masked
+from mpjax.kernels.target import current_target
 
 # Of two: sums of smaller products would come near the end of float32. The powers that make up for
 # it leave bfloat16's queries, steps, their products and sums room up to 2**57, and steps down to
@@ -73,8 +73,8 @@ class _Carry(NamedTuple):
 class MainLoop:
     """Attends a tile of rows, from `first_row` on, to the keys of a source.
 
-    longest: tokens that a sequence may have. ptx: whether there is inline assembly. after: what was
-    found of other keys, to go on from, if values are 16 bits. The rest is as in `paged_attention`.
+    longest: tokens that a sequence may have. after: what was found of other keys, to go on from, if
+    values are 16 bits. The rest is as in `paged_attention`.
     """
 
     def __init__(
@@ -89,12 +89,11 @@ class MainLoop:
         scale: float,
         window: int | None,
         softcap: float | None,
-        ptx: bool,
         after: Result | None = None,
     ) -> None:
         self.source, self.sequence, self.first_row = source, sequence, first_row
-        self.config, self.window, self.softcap, self.ptx = config, window, softcap, ptx
-        self.arithmetic = arithmetics.of_kernel(interpret=not ptx)
+        self.config, self.window, self.softcap = config, window, softcap
+        self.target = current_target()
         self.keys, self.values = keys, values = source.pages.sides
         kv_heads, self.page_size = keys.words.shape[1:3]
         self.group = operands.queries.shape[1] // kv_heads
@@ -118,16 +117,15 @@ class MainLoop:
         # Values in whose sums zeros of channels would be a second product: rather rounded.
         self.scaled_values = not self.is_narrow or values.codes.scaling == "channel"
         # What is added plainly, Triton leaves to the tensor cores.
-        apart = self.is_narrow and values.codes.sums_apart(self.dtype)
-        self.adding = self.arithmetic if apart else arithmetics.PLAIN
+        self.sums_apart = self.is_narrow and values.codes.sums_apart(self.dtype)
         self.has_channels = keys.codes.scaling == "channel"
         # Of what meets queries; `self.dtype` is that of what meets weights.
         self.key_dtype = jnp.dtype(jnp.float16) if self.has_channels else self.dtype
         key_exponents = tiles.exponents(
-            keys, self.key_parts, self.key_dtype, scaled=self.scaled_keys, ptx=ptx
+            keys, self.key_parts, self.key_dtype, scaled=self.scaled_keys
         )
         self.value_exponents = tiles.exponents(
-            values, self.value_parts, self.dtype, scaled=self.scaled_values, ptx=ptx
+            values, self.value_parts, self.dtype, scaled=self.scaled_values
         )
         score_exponent = max(min(key_exponents), LEAST_EXPONENT)
         # Of two: what queries are multiplied by, for each part.
@@ -137,13 +135,13 @@ class MainLoop:
         self.plain_scale: Any = scale * LOG2_E * (1 if softcap is None else 2 / softcap)
         self.score_scale: Any = self.plain_scale * 2.0**-score_exponent
         if keys.codes.scaling == "head":
-            self.score_scale *= backend.load(keys.parameters.at[sequence.head])
+            self.score_scale *= load(keys.parameters.at[sequence.head])
         if self.queries.unit is not None:
             self.plain_scale *= self.queries.unit
             self.score_scale *= self.queries.unit
         self.value_scale = None
         if values.codes.scaling == "head":
-            self.value_scale = backend.load(values.parameters.at[sequence.head])
+            self.value_scale = load(values.parameters.at[sequence.head])
         self.lift = self._lift()
         # Positions in the pages, from here on; without real rows there is nothing to read.
         last_row = jnp.minimum(first_row + config.tile_rows, self.rows.real) - 1
@@ -156,7 +154,7 @@ class MainLoop:
         # A sink is a score of the first program.
         self.is_first, self.sink = source.split == 0, None
         if operands.sinks is not None:
-            sink = backend.load_masked(operands.sinks.at[self.rows.query_head], self.rows.mask)
+            sink = load_masked(operands.sinks.at[self.rows.query_head], self.rows.mask)
             self.sink = jnp.maximum(sink.astype(jnp.float32) * LOG2_E, FLOOR)
 
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
@@ -170,11 +168,11 @@ class MainLoop:
             if keys.codes.scaling == "static":
                 channel, there = part.channels()
                 scales = keys.parameters.at[self.sequence.head, channel]
-                scales = backend.load_masked(scales, there)
-                q = self.arithmetic.narrow(q.astype(jnp.float32) * scales[None], self.dtype)
+                scales = load_masked(scales, there)
+                q = self.target.narrow(q.astype(jnp.float32) * scales[None], self.dtype)
             found.append(q)
         largest = self.rows.largest(queries_ref) if self.has_channels else None
-        return queries.prepare(found, self.shifts, self.key_dtype, self.arithmetic, largest=largest)
+        return queries.prepare(found, self.shifts, self.key_dtype, largest=largest)
 
     def _lift(self) -> float:
         """A power of two on all weights, which cancels in the end.
@@ -247,9 +245,7 @@ class MainLoop:
         )
         group = tile * size % self.page_size // (source.pages.format.group or self.page_size)
         place = place._replace(group=group)
-        fetch = functools.partial(
-            tiles.operands, head=self.sequence.head, place=place, ptx=self.ptx
-        )
+        fetch = functools.partial(tiles.operands, head=self.sequence.head, place=place)
         scores = self._scores(place, fetch)
         if not is_whole:
             scores = scores._replace(tile=self._hide(scores.tile, source.begin + tile * size))
@@ -257,7 +253,7 @@ class MainLoop:
 
     def _scores(self, place: Place, fetch: _Fetch) -> _Scores:
         """Scores of a tile of keys."""
-        oriented, keys, arithmetic = self.oriented, self.keys, self.arithmetic
+        oriented, keys, target = self.oriented, self.keys, self.target
         scores, offset = self._zeros(self.source.tile_keys), None
         products = [[q] for q in self.queries.parts]
         if self._left(keys) == "channel":
@@ -267,7 +263,7 @@ class MainLoop:
             )
             midpoint = None if self.dtype == jnp.float16 else (2**keys.codes.bits - 1) / 2
             products, offset = queries.times_channels(
-                self.queries, of_parts, self.shifts, oriented, midpoint=midpoint, ptx=self.ptx
+                self.queries, of_parts, self.shifts, oriented, midpoint=midpoint
             )
             offset *= self.plain_scale
         found = fetch(
@@ -287,7 +283,7 @@ class MainLoop:
             step, zero = tiles.fetch_parameters(keys, self.sequence.head, place, self.dtype)
             zero = oriented.for_slots(zero * self.plain_scale)
             zeros = zero * oriented.for_rows(self.queries.sum)
-            scores = arithmetic.multiply_add(scores, oriented.for_slots(step * factor), zeros)
+            scores = target.multiply_add(scores, oriented.for_slots(step * factor), zeros)
             factor = 1.0
         if self.softcap is None:
             return _Scores(scores, factor, offset)
@@ -295,7 +291,7 @@ class MainLoop:
         if offset is not None:
             scores += oriented.for_rows(offset)
         bound = self.softcap * LOG2_E  # tanh(x) = 1 − 2 / (1 + exp(2x))
-        scores = bound - 2 * bound * arithmetic.reciprocal(1 + arithmetic.exp2(scores))
+        scores = bound - 2 * bound * target.reciprocal(1 + target.exp2(scores))
         return _Scores(scores)
 
     def _hide(self, scores: jax.Array, first_key: jax.Array) -> jax.Array:
@@ -317,7 +313,7 @@ class MainLoop:
     def _add_values(self, carry: _Carry, scores: _Scores, place: Place, fetch: _Fetch) -> _Carry:
         """What is carried on from a tile, whose values the scores weigh."""
         sums, zero_sum, peak, total = carry
-        oriented, values, arithmetic = self.oriented, self.values, self.arithmetic
+        oriented, values, target = self.oriented, self.values, self.target
         for_slots, has_steps = oriented.for_slots, self._left(values) == "token"
         if has_steps:
             step, zero = tiles.fetch_parameters(values, self.sequence.head, place, self.dtype)
@@ -326,7 +322,7 @@ class MainLoop:
         weighs_steps = has_steps and self.dtype == jnp.float16
         if weighs_steps:
             factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))
-            tile = arithmetic.multiply_add(scores.tile, factor, for_slots(arithmetic.log2(step)))
+            tile = target.multiply_add(scores.tile, factor, for_slots(target.log2(step)))
             scores = _Scores(tile, offset=scores.offset)
         highest, base = scores.tile.max(oriented.slots) * scores.factor, jnp.float32(self.lift)
         if scores.offset is not None:
@@ -335,24 +331,24 @@ class MainLoop:
             size = abs(highest) + (0 if scores.offset is None else abs(scores.offset))
             highest += jnp.minimum(size * _ROUNDING, _MOST_ROUNDING)
         new_peak = jnp.maximum(peak, highest)
-        shrink = oriented.for_rows(arithmetic.exp2(peak - new_peak))
+        shrink = oriented.for_rows(target.exp2(peak - new_peak))
         factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))
-        exponents = arithmetic.multiply_add(scores.tile, factor, oriented.for_rows(base - new_peak))
-        weights = arithmetic.exp2(exponents)
+        exponents = target.multiply_add(scores.tile, factor, oriented.for_rows(base - new_peak))
+        weights = target.exp2(exponents)
         products = weights
         if has_steps:
-            inverse = arithmetic.reciprocal(step)
+            inverse = target.reciprocal(step)
             if weighs_steps:
                 weights = products * for_slots(inverse)
             else:
                 products = weights * for_slots(step)
         # What multiplies the codes is rounded to 16 bits.
-        narrow = arithmetic.narrow(products, self.dtype)
+        narrow = target.narrow(products, self.dtype)
         if has_steps:
             # With the same rounded weights: codes and zeros may be large and all but cancel.
-            zeros = self._gather(arithmetic.widen(narrow) * for_slots(zero * inverse))
-            zero_sum = arithmetic.multiply_add(zero_sum, shrink, zeros)
-        total = arithmetic.multiply_add(total, shrink, self._gather(weights))
+            zeros = self._gather(target.widen(narrow) * for_slots(zero * inverse))
+            zero_sum = target.multiply_add(zero_sum, shrink, zeros)
+        total = target.multiply_add(total, shrink, self._gather(weights))
         axis = oriented.rows
         found = fetch(
             values, parts=self.value_parts, dtype=self.dtype, axis=axis, scaled=self.scaled_values
@@ -360,7 +356,10 @@ class MainLoop:
         new_sums = []
         for of_part, [operand] in zip(sums, found, strict=True):
             product = oriented.times_values(narrow, operand)
-            new_sums.append(self.adding.multiply_add(of_part, shrink, product))
+            if self.sums_apart:
+                new_sums.append(target.multiply_add(of_part, shrink, product))
+            else:
+                new_sums.append(of_part * shrink + product)
         return _Carry(tuple(new_sums), zero_sum, new_peak, total)
 
     def _gather(self, x: jax.Array) -> jax.Array:
@@ -381,19 +380,19 @@ class MainLoop:
         oriented, values = self.oriented, self.values
         zero_sum, total = carry.zero_sum.sum(oriented.slots), carry.total.sum(oriented.slots)
         if self.sink is not None:
-            sink = self.arithmetic.exp2(self.sink - carry.peak + self.lift)
+            sink = self.target.exp2(self.sink - carry.peak + self.lift)
             total += jnp.where(self.is_first, sink, 0.0)
         sums = []
         for part, of_part, exponent in zip(
             self.value_parts, carry.sums, self.value_exponents, strict=True
         ):
-            found = times_power(of_part, -exponent) + oriented.for_rows(zero_sum)
+            found = self.target.times_power(of_part, -exponent) + oriented.for_rows(zero_sum)
             if self.value_scale is not None:
                 found *= self.value_scale
             if values.codes.scaling == "static":
                 channel, there = part.channels()
                 scales = values.parameters.at[self.sequence.head, channel]
-                found *= oriented.for_slots(backend.load_masked(scales, there))
+                found *= oriented.for_slots(load_masked(scales, there))
             sums.append(found)
         base = carry.peak - self.lift
         return Result(tuple(sums), total, base, self.value_parts, self.rows, oriented)

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
+from mpjax.kernels.target import current_target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,10 @@ class Orientation:
 
     def times_queries(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
         """The products of keys [slots, channels] and queries [rows, channels], a tile."""
-        return backend.dot(*((keys, queries) if self.few_rows else (queries, keys)), trans_b=True)
+        return current_target().dot(
+            *((keys, queries) if self.few_rows else (queries, keys)), trans_b=True
+        )
 
     def times_values(self, weights: jax.Array, values: jax.Array) -> jax.Array:
         """Sums of values with weights, a tile; of values, slots lie along the axis of rows."""
-        return backend.dot(*((values, weights) if self.few_rows else (weights, values)))
+        return current_target().dot(*((values, weights) if self.few_rows else (weights, values)))

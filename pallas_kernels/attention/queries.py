@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import bits
-from mpjax.kernels.arithmetic import Arithmetic, power_above, times_power
+from mpjax.kernels.arithmetic import power_above
 from mpjax.kernels.attention.orientation import Orientation
+from mpjax.kernels.target import current_target
 
 MMA_SLOTS = 16  # of a tensor-core instruction at most, and of a product at least
 
@@ -36,7 +37,6 @@ def prepare(
     loaded: Sequence[jax.Array],
     shifts: Sequence[int],
     dtype: jnp.dtype,
-    arithmetic: Arithmetic,
     *,
     largest: jax.Array | None = None,
 ) -> Queries:
@@ -50,8 +50,9 @@ def prepare(
     if largest is not None:
         unit, inverse = power_above(largest)
         wide = [q * inverse[:, None] for q in wide]
+    target = current_target()
     parts = [
-        arithmetic.narrow(times_power(q, shift), dtype)
+        target.narrow(target.times_power(q, shift), dtype)
         for q, shift in zip(wide, shifts, strict=True)
     ]
     return Queries(parts, total, unit)
@@ -64,7 +65,6 @@ def times_channels(
     oriented: Orientation,
     *,
     midpoint: float | None,
-    ptx: bool,
 ) -> tuple[list[list[jax.Array]], jax.Array]:
     """Queries times the steps of channels, a list of terms for each part, and Σ q·z [rows].
 
@@ -87,14 +87,14 @@ def times_channels(
     for q, shift, (step, zero) in zip(queries.parts, shifts, parameters, strict=True):
         step, zero = jnp.broadcast_to(step, q.shape), jnp.broadcast_to(zero, q.shape)
         if midpoint is None:
-            products.append(bits.multiply_exactly(q, step, ptx=ptx))
-            of_zero = bits.multiply_exactly(q, zero, ptx=ptx)
+            products.append(bits.multiply_exactly(q, step))
+            of_zero = bits.multiply_exactly(q, zero)
         else:
-            products.append([bits.multiply(q, step, ptx=ptx)])
-            again = bits.multiply(q, step, copy=1, ptx=ptx)
+            products.append([bits.multiply(q, step)])
+            again = bits.multiply(q, step, copy=1)
             sums[shift] += times(-midpoint, again)
-            zero = bits.multiply(step, jnp.full_like(step, midpoint), zero, ptx=ptx)
-            of_zero = [bits.multiply(q, zero, ptx=ptx)]
+            zero = bits.multiply(step, jnp.full_like(step, midpoint), zero)
+            of_zero = [bits.multiply(q, zero)]
         for term in of_zero:
             sums[shift] += times(1.0, term)
     total = functools.reduce(operator.add, (x * 2.0**-shift for shift, x in sums.items()))

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels.attention.combine import FLOOR
 from mpjax.kernels.attention.orientation import Orientation
 from mpjax.kernels.attention.rows import Rows
 from mpjax.kernels.attention.tiles import Part
+from mpjax.kernels.launch import store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Result:
             target = out_ref.at[token, query_head, place, channel]
             mask = jnp.broadcast_to(mask, target.shape)
             out = out.T if oriented.few_rows else out
-            backend.store(target, out.astype(out_ref.dtype), mask=mask)
+            store(target, out.astype(out_ref.dtype), mask=mask)
         if sums_ref is not None:
             log2_total = jnp.where(self.total == 0, FLOOR, self.base + jnp.log2(divisor))
             target = sums_ref.at[rows.token, rows.query_head, place]
-            backend.store(target, log2_total, mask=rows.mask)
+            store(target, log2_total, mask=rows.mask)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels.attention.tiles import Part, Span, spans
+from mpjax.kernels.launch import join, load, load_masked
 
 PAIRS = 4  # lanes of a warp that share one of eight rows, each with pairs of channels
 
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     def load(self, queries: Any, part: Part) -> jax.Array:
         """The rows' queries [rows, channels] of a part."""
         index, mask = self.locate(part)
-        return backend.load_masked(queries.at[index], mask)
+        return load_masked(queries.at[index], mask)
 
     def load_few(self, queries: Any, part: Part) -> jax.Array:
         """The queries of eight rows and a part of a single plane, where the tensor cores want them.
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
             return self.load(queries, Part(Span(begin, PAIRS, width, stride=2), part.planes))
 
         evens, odds = (
-            backend.join([load(first + odd + eight) for eight in range(0, size, 2 * PAIRS)])
+            join([load(first + odd + eight) for eight in range(0, size, 2 * PAIRS)])
             for odd in range(2)
         )
         return jnp.stack([evens, odds], -1).reshape(-1, size)
@@ -84,6 +84,6 @@ def numbered(number: jax.Array, sequence: Sequence, group: int, longest: int, of
     if offsets is None:
         first, mask = batch * longest, number < longest * group
     else:
-        first, mask = backend.load(offsets.at[batch]), number < real
+        first, mask = load(offsets.at[batch]), number < real
     token, query_head = first + number // group, head * group + number % group
     return Rows(token, query_head, start + number // group, mask, real)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels.bits import exponent_scaled, unpack_pair, widen_pair
 from mpjax.kernels.kv_cache.cache import Side
+from mpjax.kernels.launch import join, load, load_masked
 
 LOOKED_UP = 32  # pages at a time: a warp has as many lanes
 MINIMUM_SPAN = 16  # of a dimension that the tensor cores sum over
@@ -87,7 +87,7 @@ def locate(
         return Place(page, tile % (page_size // slots) * slots + slot)
     entry = tile * (slots // page_size) + slot // page_size
     assert last is not None
-    page = backend.load(block_tables.at[batch, jnp.minimum(entry, last)])
+    page = load(block_tables.at[batch, jnp.minimum(entry, last)])
     return Place(page, slot % page_size)
 
 
@@ -104,7 +104,7 @@ def look_up(
     this one wait for the sequence's length: what the table says past its end is not chosen.
     """
     entry = jnp.minimum(tiles // (page_size // slots), block_tables.shape[1] - 1)
-    return backend.load(block_tables.at[batch, entry])
+    return load(block_tables.at[batch, entry])
 
 
 def pick(pages: jax.Array, number: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def fetch(
     lanes = jnp.expand_dims(lanes, axis)
     position = jnp.expand_dims(position, 1 - axis)
     mask = None if mask is None else jnp.expand_dims(mask, axis)
-    return backend.load_masked(side.words.at[page, head, position, lanes], mask)
+    return load_masked(side.words.at[page, head, position, lanes], mask)
 
 
 class Part(NamedTuple):
@@ -172,7 +172,6 @@ def operands(
     axis: int,
     scaled: bool,
     copies: int = 1,
-    ptx: bool,
 ) -> Iterator[list[jax.Array]]:
     """A tile's operands, some for each part, times 2**`exponents`; slots are along one axis.
 
@@ -183,22 +182,22 @@ def operands(
     if scaling == "token":
         page, position = place.page, jnp.expand_dims(place.position, 1 - axis)
         page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
-        of_tokens = _unpacked(side, backend.load(side.parameters.at[page, head, position]))
+        of_tokens = _unpacked(side, load(side.parameters.at[page, head, position]))
 
     def decode(words: jax.Array, part: Part, copy: int = 0) -> jax.Array:
         [plane] = part.planes
         if scaling == "token":
-            return side.codes.scaled_operand(words, plane, *of_tokens, ptx=ptx)
+            return side.codes.scaled_operand(words, plane, *of_tokens)
         if scaling == "channel":
             found = channel_parameters(side, head, place, part)
             step, zero = (jnp.expand_dims(x, axis) for x in found)
-            return side.codes.scaled_operand(words, plane, step, zero, ptx=ptx)
-        return side.codes.operand(words, plane, dtype, copy=copy, ptx=ptx)
+            return side.codes.scaled_operand(words, plane, step, zero)
+        return side.codes.operand(words, plane, dtype, copy=copy)
 
     if side.codes.planes == 1:  # words are channels, wanted in the parts of others, too
         for part in parts:
             words = fetch(side, head, place, *part.channels(), axis)
-            yield [side.codes.operand(words, 0, dtype, ptx=ptx)] * copies
+            yield [side.codes.operand(words, 0, dtype)] * copies
         return
     for span, members in itertools.groupby(parts, lambda part: part.span):
         words = fetch(side, head, place, span.lanes, span.mask, axis)
@@ -207,16 +206,14 @@ def operands(
                 yield [decode(words, part, copy) for copy in range(copies)]
                 continue
             planes = [decode(words, Part(span, range(plane, plane + 1))) for plane in part.planes]
-            yield [backend.join(planes)]
+            yield [join(planes)]
 
 
-def exponents(
-    side: Side, parts: Sequence[Part], dtype: jnp.dtype, *, scaled: bool, ptx: bool
-) -> list[int]:
+def exponents(side: Side, parts: Sequence[Part], dtype: jnp.dtype, *, scaled: bool) -> list[int]:
     """Of two: what one is worth in the operand of each part."""
     if scaled and side.codes.scaling in ("token", "channel"):
-        return [exponent_scaled(dtype, ptx=ptx)] * len(parts)
-    return [side.codes.exponent(part.planes[0], dtype, ptx=ptx) for part in parts]
+        return [exponent_scaled(dtype)] * len(parts)
+    return [side.codes.exponent(part.planes[0], dtype) for part in parts]
 
 
 def _unpacked(side: Side, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -228,7 +225,7 @@ def channel_parameters(
 ) -> tuple[jax.Array, jax.Array]:
     """Steps and zeros [channels] of a part, in 16 bits."""
     channels, mask = part.channels()
-    pair = backend.load_masked(side.parameters.at[place.page, head, place.group, channels], mask)
+    pair = load_masked(side.parameters.at[place.page, head, place.group, channels], mask)
     return _unpacked(side, pair)
 
 
@@ -236,7 +233,7 @@ def fetch_parameters(
     side: Side, head: jax.Array, place: Place, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """Steps and zeros [slots], float32: a channel is step · operand / 2**exponent + zero."""
-    pair = backend.load(side.parameters.at[place.page, head, place.position])
+    pair = load(side.parameters.at[place.page, head, place.position])
     step, zero = widen_pair(pair, side.parameter_dtype)
     offset = side.codes.offset(dtype)
     return step, zero + step * offset if offset else zero

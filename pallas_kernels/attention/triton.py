@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
 from mpjax.kernels.attention import balance, main_loop
 from mpjax.kernels.attention.combine import Parts, combine, combine_balanced
 from mpjax.kernels.attention.result import Result
@@ -26,6 +25,7 @@ from mpjax.kernels.attention.source import Source
 from mpjax.kernels.attention.tuning import AttentionConfig
 from mpjax.kernels.kv_cache import residual as residuals
 from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.launch import first_program_id, launch, load
 
 
 def paged_attention(
@@ -54,7 +54,7 @@ def paged_attention(
     assert not (config.is_balanced and is_packed), "of packed tokens, no program helps another"
     own = config.programs
     found = (_balanced_parts if config.is_balanced else _parts)(flat, batch, config)
-    (parts,) = backend.pallas_call(
+    (parts,) = launch(
         functools.partial(
             _kernel,
             config=config,
@@ -62,7 +62,6 @@ def paged_attention(
             scale=scale,
             window=window,
             softcap=softcap,
-            ptx=not interpret,
         ),
         main_loop.Operands(flat, block_tables, starts, counts, offsets, sinks),
         pages,
@@ -120,7 +119,7 @@ def _kernel(
     kv_heads, split = pages.keys.shape[1], pl.program_id(2)
     batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
     # The last tokens see the most keys: they come first, so that what ends last is short.
-    first_row = (pl.num_programs(0) - 1 - backend.first_program_id()) * config.tile_rows
+    first_row = (pl.num_programs(0) - 1 - first_program_id()) * config.tile_rows
     options |= {"config": config, "longest": longest, "window": window}
 
     def attend(*task: Any) -> None:
@@ -188,8 +187,8 @@ def _attend(
     **options: Any,
 ) -> None:
     """What the program `split` of a sequence reads, or what its task is."""
-    start = backend.load(operands.starts.at[batch])
-    count = backend.load(operands.counts.at[batch])
+    start = load(operands.starts.at[batch])
+    count = load(operands.counts.at[batch])
     end, boundary = _ends(operands, pages, start, count)
     sequence = Sequence(batch, head, start, count)
     residual = pages.residual

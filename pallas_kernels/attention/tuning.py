@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
@@ -161,7 +161,7 @@ class _Work:
     @property
     def shared_memory(self) -> int:
         """Bytes of a multiprocessor's that tiles may have."""
-        return backend.shared_memory(backend.compute_capability() or 9.0) - self.other_bytes
+        return device.shared_memory(device.compute_capability() or 9.0) - self.other_bytes
 
     def tiles(self, keys: int) -> int:
         """Those of a sequence, but for what waits."""
@@ -183,7 +183,7 @@ class _Work:
         most: int = MOST_PROGRAMS_PER_MULTIPROCESSOR,
     ) -> int:
         """Programs for a sequence: where few are decoded, nothing must stay idle."""
-        all_programs = backend.multiprocessors() * self.company(keys, most_bytes, most)
+        all_programs = device.multiprocessors() * self.company(keys, most_bytes, most)
         return max(1, all_programs // self.programs)
 
     def splits(self, keys: int, room: int) -> int:
@@ -197,20 +197,20 @@ class _Work:
 
     def on_their_way(self, keys: int) -> float:
         """Bytes of a multiprocessor's programs that share nothing."""
-        return MOST_AHEAD * keys * self.slot_bytes * self.programs / backend.multiprocessors()
+        return MOST_AHEAD * keys * self.slot_bytes * self.programs / device.multiprocessors()
 
     def beside(self, keys: int, splits: int, ahead: int) -> int:
         """Programs that a multiprocessor has at once, with so many tiles on their way.
 
         But for those of what waits, which are brief.
         """
-        each = math.ceil(self.programs * splits / backend.multiprocessors())
+        each = math.ceil(self.programs * splits / device.multiprocessors())
         return max(1, min(each, self.shared_memory // (ahead * keys * self.slot_bytes)))
 
     def ahead(self, keys: int, splits: int, *, only_reads: bool = False) -> int:
         """Tiles that a program reads ahead. only_reads: that it waits for nothing but memory."""
         tile_bytes, shared = keys * self.slot_bytes, self.shared_memory
-        neighbours = max(1.0, self.programs * splits / backend.multiprocessors())
+        neighbours = max(1.0, self.programs * splits / device.multiprocessors())
         ahead = MOST_AHEAD
         if only_reads:
             # One tile where that lets all programs run at once. Where nothing does, some run after
@@ -285,7 +285,7 @@ def _few_rows(
     share = _Share(tile_keys, warps, work.room(tile_keys, most_bytes))
     tiles, fitting = work.tiles(tile_keys), work.room(tile_keys, most_bytes, FITTING_WARPS // warps)
     has_one_each = has_channels and tiles <= fitting
-    fills = work.programs * tiles >= backend.multiprocessors()
+    fills = work.programs * tiles >= device.multiprocessors()
     if not is_decoded:
         share = _halved(work, share)
     elif not (has_one_each and fills and warps > 1):
@@ -372,7 +372,7 @@ def _shared(work: _Work, share: _Share, pages: KVPages) -> _Share:
         return share  # four share a tile well
     few = FEW_TILES if pages.residual is None else FEW_TILES // 2
     few = FEW_CHANNEL_TILES if has_channels else few
-    most = min(splits, backend.multiprocessors() * SHORT_PROGRAMS // work.programs)
+    most = min(splits, device.multiprocessors() * SHORT_PROGRAMS // work.programs)
     if splits == 1 or work.tokens > few * most * share.keys:
         return share
     if work.on_their_way(share.keys) > ENOUGH_BYTES:
@@ -386,8 +386,7 @@ def _keys_of_one(work: _Work, tile_keys: int, warps: int) -> int:
     """Keys of a tile where each program decodes a sequence: half as many, if that gains."""
     half = min(tile_keys, max(tile_keys // 2, MINIMUM_KEYS))
     fits, half_fits = (
-        work.programs <= backend.multiprocessors() * work.company(keys)
-        for keys in (tile_keys, half)
+        work.programs <= device.multiprocessors() * work.company(keys) for keys in (tile_keys, half)
     )
     if warps < 4:  # where only then all run at once, none of them with too many tiles
         gains = half_fits and not fits and work.tiles(half) <= MOST_TILES

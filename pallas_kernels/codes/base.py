@@ -81,16 +81,21 @@ class CodeKind(abc.ABC):
         return unpack_pair(words, scale_dtype, jnp.uint16)
 
     @abc.abstractmethod
-    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
-        """In a kernel: what words of parameters uint32 [tile_n] say."""
+    def load(
+        self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
+    ) -> Group:
+        """In a kernel: what words of parameters uint32 [tile_n] say of a tile [tile_n, width]."""
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory, apart from Triton's own, that `shared` takes."""
         return 0
 
-    def shared(self, table: Any, operand: jnp.dtype, *, ptx: bool) -> tuple[jax.Array, ...]:
-        """In a kernel, before its loop: what all groups share, of a table."""
+    def shared(self, table: Any, operand: jnp.dtype, width: int) -> tuple[jax.Array, ...]:
+        """In a kernel, before its loop: what all groups share, of a table.
+
+        width: of tiles of words [tile_n, width].
+        """
         return ()
 
     @abc.abstractmethod
@@ -100,13 +105,11 @@ class CodeKind(abc.ABC):
         arguments: tuple[jax.Array, ...],
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
-        *,
-        ptx: bool,
     ) -> Decoder:
         """In a kernel: a function from a plane to its tile, before scaling, in dtype `operand`.
 
-        columns: tiles of words [tile_n, width]. With `ptx` the work is inline assembly; without,
-        its twin in jnp.
+        columns: tiles of words [tile_n, width]. Where the target has inline PTX, the work is PTX,
+        and elsewhere its twin in jnp.
         """
 
     def scaled_decoder(
@@ -115,16 +118,14 @@ class CodeKind(abc.ABC):
         group: Group,
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
-        *,
-        ptx: bool,
     ) -> Decoder:
         """`decoder` times the group's scale and 2**`scaled_exponent`, rounded to `operand`."""
-        decode = self.decoder(columns, group.arguments, shared, operand, ptx=ptx)
+        decode = self.decoder(columns, group.arguments, shared, operand)
         assert group.scale is not None
         scale = group.scale
-        return lambda plane: multiply(decode(plane), scale, ptx=ptx)
+        return lambda plane: multiply(decode(plane), scale)
 
-    def scaled_exponent(self, operand: jnp.dtype, *, ptx: bool) -> int:
+    def scaled_exponent(self, operand: jnp.dtype) -> int:
         """Of two: what one is worth in `scaled_decoder`."""
         return 0
 

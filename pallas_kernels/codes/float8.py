@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels.codes.base import (
     CodeKind,
     Decoder,
@@ -19,6 +18,7 @@ from mpjax.kernels.codes.base import (
 )
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.rounding import narrow
+from mpjax.kernels.target import current_target
 
 if TYPE_CHECKING:
     from mpjax.kernels.quantized_tensor import QuantizedTensor
@@ -78,10 +78,13 @@ class Float8(CodeKind):
         planes = jnp.stack([words & jnp.uint16(0xFF), words >> jnp.uint16(8)], -2)
         return planes.astype(jnp.uint8)
 
-    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+    def load(
+        self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
+    ) -> Group:
         """The scale."""
-        scale = jax.lax.bitcast_convert_type(parameters, jnp.float32)
-        return Group(backend.column(scale), (backend.column(parameters.astype(jnp.int16)),))
+        column = current_target().column
+        scale = column(jax.lax.bitcast_convert_type(parameters, jnp.float32), width)
+        return Group(scale, (column(parameters.astype(jnp.int16), width),))
 
     def decoder(
         self,
@@ -89,26 +92,23 @@ class Float8(CodeKind):
         arguments: tuple[jax.Array, ...],
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
-        *,
-        ptx: bool,
     ) -> Decoder:
         """The e4m3 values in 16 bits, exact; or the words as they are, for FP8 activations."""
         [words], [carried] = columns, arguments
         if operand == jnp.float8_e4m3fn:
             return lambda plane: words
-        return lambda plane: decode_plane(words, plane, operand, carried, ptx=ptx)
+        return lambda plane: decode_plane(words, plane, operand, carried)
 
 
-def decode_plane(
-    words: jax.Array, plane: int, operand: jnp.dtype, carried: jax.Array, *, ptx: bool
-) -> jax.Array:
+def decode_plane(words: jax.Array, plane: int, operand: jnp.dtype, carried: jax.Array) -> jax.Array:
     """One byte of each uint16 word, read as e4m3, in bfloat16 or float16; exact for all but NaN.
 
     Exponent and mantissa are moved to the place where the wider type has its mantissa and the low
     end of its exponent; one product corrects the bias, and normalises e4m3's subnormals. `carried`
     is not used: see Group.arguments.
     """
-    if not ptx:
+    target = current_target()
+    if not target.has_ptx:
         # By way of float16 for either operand: as bfloat16, e4m3's subnormals would be float32's,
         # which XLA takes for zeros on the CPU.
         high = words if plane else words << jnp.uint16(8)
@@ -123,23 +123,26 @@ def decode_plane(
         fma.rn.{suffix} $0, high, factor, zero;
     }}"""
     carried = jnp.broadcast_to(carried, words.shape)
-    return backend.inline_ptx(assembly, words, carried, dtype=operand)
+    return target.inline_ptx(assembly, words, carried, dtype=operand)
 
 
-def decode_moved(words: jax.Array, plane: int, operand: jnp.dtype, *, ptx: bool) -> jax.Array:
+def decode_moved(words: jax.Array, plane: int, operand: jnp.dtype) -> jax.Array:
     """`decode_plane` times 2**`exponent_moved`: without the product that corrects the bias."""
-    if not ptx:
-        return decode_plane(words, plane, operand, words, ptx=False)
+    target = current_target()
+    if not target.has_ptx:
+        return decode_plane(words, plane, operand, words)
     assembly = f"""{{
         .reg .b32 high, low;{_move(plane, operand)}
         mov.b32 $0, high;
     }}"""
-    return backend.inline_ptx(assembly, words, dtype=operand)
+    return target.inline_ptx(assembly, words, dtype=operand)
 
 
-def exponent_moved(operand: jnp.dtype, *, ptx: bool) -> int:
+def exponent_moved(operand: jnp.dtype) -> int:
     """Of two: what one is worth in `decode_moved`, the difference of the formats' biases."""
-    return (-120 if operand == jnp.bfloat16 else -8) if ptx else 0
+    if not current_target().has_ptx:
+        return 0
+    return -120 if operand == jnp.bfloat16 else -8
 
 
 def _move(plane: int, operand: jnp.dtype) -> str:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels import bits as bit_planes
 from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.rounding import round_to
+from mpjax.kernels.target import current_target
 
 if TYPE_CHECKING:
     from mpjax.kernels.quantized_tensor import QuantizedTensor
@@ -63,11 +63,14 @@ class Integer(CodeKind):
         """The inverse of `pack`."""
         return bit_planes.unpack_planes(words[..., 0, :], self.bits)
 
-    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+    def load(
+        self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
+    ) -> Group:
         """The scale of what is decoded, below 2**122, and the zero point as an operand."""
         scale, zero = bit_planes.unpack_pair(parameters, scale_dtype, jnp.int16)
         scale = scale.astype(jnp.float32) * 2.0 ** -bit_planes.plane_exponent(operand)
-        return Group(backend.column(scale), (backend.column(zero.astype(operand)),))
+        column = current_target().column
+        return Group(column(scale, width), (column(zero.astype(operand), width),))
 
     def decoder(
         self,
@@ -75,12 +78,10 @@ class Integer(CodeKind):
         arguments: tuple[jax.Array, ...],
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
-        *,
-        ptx: bool,
     ) -> Decoder:
         """Code − zero, exact, times a power of two that its scale makes up for."""
         [words], [zero] = columns, arguments
-        return lambda plane: bit_planes.decode_plane(words, plane, self.bits, zero, ptx=ptx)
+        return lambda plane: bit_planes.decode_plane(words, plane, self.bits, zero)
 
 
 class Symmetric(Integer):
@@ -110,19 +111,17 @@ class Symmetric(Integer):
         group: Group,
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
-        *,
-        ptx: bool,
     ) -> Decoder:
         """One multiply-add for two weights; in float16, which has no room for that, two."""
         if operand != jnp.bfloat16:
-            return super().scaled_decoder(columns, group, shared, operand, ptx=ptx)
+            return super().scaled_decoder(columns, group, shared, operand)
         assert group.scale is not None
         [words] = columns
         step = (group.scale * 2.0 ** bit_planes.plane_exponent(operand)).astype(operand)
-        worth = self.zero_point * 2.0 ** self.scaled_exponent(operand, ptx=ptx)
+        worth = self.zero_point * 2.0 ** self.scaled_exponent(operand)
         zero = step * jnp.asarray(-worth, operand)
-        return lambda plane: bit_planes.decode_scaled(words, plane, self.bits, step, zero, ptx=ptx)
+        return lambda plane: bit_planes.decode_scaled(words, plane, self.bits, step, zero)
 
-    def scaled_exponent(self, operand: jnp.dtype, *, ptx: bool) -> int:
+    def scaled_exponent(self, operand: jnp.dtype) -> int:
         """That of `decode_scaled`, where it is what decodes."""
-        return bit_planes.exponent_scaled(operand, ptx=ptx)
+        return bit_planes.exponent_scaled(operand)

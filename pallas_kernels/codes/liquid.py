@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels.bits import pack_pair, unpack_pair
 from mpjax.kernels.codes.base import (
     CodeKind,
@@ -26,6 +25,7 @@ from mpjax.kernels.codes.base import (
     scaled,
 )
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.target import current_target
 
 if TYPE_CHECKING:
     from mpjax.kernels.quantized_tensor import QuantizedTensor
@@ -95,7 +95,9 @@ class Liquid(CodeKind):
         halves = halves.reshape(-1, words.shape[1])
         return halves & jnp.uint16(0xFF), halves >> jnp.uint16(8)
 
-    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+    def load(
+        self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
+    ) -> Group:
         """The words as they are: a plane is a group, and decoding takes its bytes out of them."""
         return Group(None, (parameters,))
 
@@ -105,13 +107,12 @@ class Liquid(CodeKind):
         arguments: tuple[jax.Array, ...],
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
-        *,
-        ptx: bool,
     ) -> Decoder:
         """The int8 of the first level: seven instructions for eight of them."""
         [words], [parameters] = columns, arguments
-        if ptx:
-            registers = backend.registers(parameters, words.shape)
+        target = current_target()
+        if target.has_ptx:
+            registers = target.register_column(parameters, words.shape)
             return lambda plane: _decode_with_ptx(words, plane, registers)
         return lambda plane: _decode(words, plane, parameters)
 
@@ -141,4 +142,4 @@ def _decode_with_ptx(words: jax.Array, plane: int, parameters: jax.Array) -> jax
         mad.lo.u32 codes, codes, step, offset;
         xor.b32 $0, codes, 0x80808080;
     }}"""
-    return backend.inline_ptx(assembly, words, parameters, dtype=jnp.int8)
+    return current_target().inline_ptx(assembly, words, parameters, dtype=jnp.int8)

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
+from mpjax.kernels.launch import load
+from mpjax.kernels.ptx import PAIR_BYTES
+from mpjax.kernels.target import current_target
 
 Nibbles = Callable[[int], jax.Array]  # of planes 4 · i … 4 · i + 3: tiles of 16-bit words
 
@@ -25,8 +27,13 @@ class LookUp(abc.ABC):
     shared_bytes = 0  # of shared memory, apart from Triton's own
 
     @abc.abstractmethod
-    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
-        """Before the loop: what `decoder` takes, from a reference to float32 [2**bits]."""
+    def prepare(
+        self, table: Any, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, ...]:
+        """Before the loop: what `decoder` takes, from a reference to float32 [2**bits].
+
+        width: of tiles of words [tile_n, width].
+        """
 
     @abc.abstractmethod
     def decoder(
@@ -42,13 +49,13 @@ class InRegisters(LookUp):
     eight bytes of two registers; a 16-bit value takes two.
     """
 
-    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+    def prepare(
+        self, table: Any, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, ...]:
         """All entries' low bytes, four in a register, then all high bytes: tiles of one value."""
-        if (decoding := backend.other_decoding()) is not None:
-            return decoding.table_bytes(table, bits, operand)
         halves = _halves(table, bits, operand)
         return tuple(
-            backend.inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", *pair, dtype=jnp.int32)
+            current_target().inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", *pair, dtype=jnp.int32)
             for selector in ("0x6420", "0x7531")
             for pair in zip(halves[::2], halves[1::2], strict=True)
         )
@@ -72,14 +79,14 @@ class InRegisters(LookUp):
                 prmt.b32 $0, $2, ${second}, indices;
             }}"""
             return tuple(
-                backend.inline_ptx(assembly, indices, *table, dtype=jnp.int16)
+                current_target().inline_ptx(assembly, indices, *table, dtype=jnp.int16)
                 for table in (words[:middle], words[middle:])
             )
 
         def decode(plane: int) -> jax.Array:
             pair, second = divmod(plane, 2)
             assembly = f"prmt.b32 $0, $1, $2, {'0x7362' if second else '0x5140'};"
-            return backend.inline_ptx(assembly, *look_up(pair), dtype=operand)
+            return current_target().inline_ptx(assembly, *look_up(pair), dtype=operand)
 
         return decode
 
@@ -91,11 +98,13 @@ class InSharedMemory(LookUp):
     ever ask the same bank.
     """
 
-    shared_bytes = backend.PAIR_BYTES
+    shared_bytes = PAIR_BYTES
 
-    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+    def prepare(
+        self, table: Any, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, ...]:
         """The address of the pairs, a tile [1, 1]."""
-        return (backend.share_pairs(_halves(table, bits, operand)),)
+        return (current_target().share_pairs(_halves(table, bits, operand)),)
 
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
@@ -107,7 +116,7 @@ class InSharedMemory(LookUp):
             quad, byte = divmod(plane, 4)
             codes = nibbles(quad)
             # A lane's own copy; until here, all threads have to hold the same.
-            own = backend.inline_ptx(
+            own = current_target().inline_ptx(
                 "{ .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.u32 $0, lane, 4, $1; }",
                 jnp.broadcast_to(address, codes.shape),
                 dtype=jnp.int32,
@@ -118,7 +127,7 @@ class InSharedMemory(LookUp):
                 mad.lo.u32 place, pair, 128, $2;
                 ld.shared.b32 $0, [place];
             }}"""
-            return backend.inline_ptx(assembly, codes, own, dtype=operand)
+            return current_target().inline_ptx(assembly, codes, own, dtype=operand)
 
         return decode
 
@@ -140,11 +149,11 @@ class InSharedRows(LookUp):
     the lowest byte is the lane's place in it. So `prmt` makes the whole address.
     """
 
-    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+    def prepare(
+        self, table: Any, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, ...]:
         """Each lane's place in a row, and the address of the rows: tiles."""
-        decoding = backend.other_decoding()
-        assert decoding is not None, "Triton has no room"
-        return decoding.fill_rows(table, bits, operand)
+        return current_target().fill_rows(table, bits, operand, width)
 
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
@@ -160,7 +169,7 @@ class InSharedRows(LookUp):
                 add.u32 place, place, $4;
                 ld.shared.b32 $0, [place];
             }}"""
-            return backend.inline_ptx(assembly, nibbles(quad), *prepared, dtype=operand)
+            return current_target().inline_ptx(assembly, nibbles(quad), *prepared, dtype=operand)
 
         return decode
 
@@ -172,11 +181,14 @@ class InBoth(LookUp):
     `prmt`.
     """
 
-    def prepare(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
+    def prepare(
+        self, table: Any, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, ...]:
         """What registers take, and the two of rows."""
+        target = current_target()
         return (
-            *InRegisters().prepare(table, bits, operand),
-            *InSharedRows().prepare(table, bits, operand),
+            *target.table_bytes(table, bits, operand, width),
+            *target.fill_rows(table, bits, operand, width),
         )
 
     def decoder(
@@ -194,7 +206,7 @@ def _halves(table: Any, bits: int, operand: jnp.dtype) -> list[jax.Array]:
     def entry(index: int) -> jax.Array:
         # A tile of one element rather than a scalar: a broadcast tile can take the layout of an
         # operand, a scalar that is spread over a tile can't.
-        value = backend.load(table.at[jnp.full((1, 1), index)]).astype(operand)
+        value = load(table.at[jnp.full((1, 1), index)]).astype(operand)
         return jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
 
     return [entry(i) | (entry(i + 1) << jnp.uint32(16)) for i in range(0, 2**bits, 2)]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, divisible, scaled
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.target import current_target
 
 if TYPE_CHECKING:
     from mpjax.kernels.quantized_tensor import QuantizedTensor
@@ -31,9 +31,12 @@ class Signed(CodeKind):
         """Code · scale."""
         return scaled(codes, scales)
 
-    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+    def load(
+        self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
+    ) -> Group:
         """The scale."""
-        return Group(backend.column(jax.lax.bitcast_convert_type(parameters, jnp.float32)))
+        scale = jax.lax.bitcast_convert_type(parameters, jnp.float32)
+        return Group(current_target().column(scale, width))
 
     def decoder(
         self,
@@ -41,8 +44,6 @@ class Signed(CodeKind):
         arguments: tuple[jax.Array, ...],
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
-        *,
-        ptx: bool,
     ) -> Decoder:
         """The words as they are."""
         return lambda plane: columns[0]

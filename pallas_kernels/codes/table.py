@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import backend
 from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
 from mpjax.kernels.codes.look_up import InBoth, InRegisters, InSharedMemory, InSharedRows, LookUp
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.rounding import round_to
+from mpjax.kernels.target import current_target
 
 if TYPE_CHECKING:
     from mpjax.kernels.quantized_tensor import QuantizedTensor
@@ -53,8 +53,10 @@ class Table(CodeKind):
 
     @property
     def _look_up(self) -> LookUp:
-        if (decoding := backend.other_decoding()) is not None:
-            return InBoth() if self.bits < 4 and decoding.has_registers else InSharedRows()
+        target = current_target()
+        if target.has_shared_rows:
+            is_small = self.bits < 4 and target.has_spare_registers
+            return InBoth() if is_small else InSharedRows()
         return InSharedMemory() if self.bits == 4 else InRegisters()
 
     def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
@@ -89,22 +91,25 @@ class Table(CodeKind):
             registers = jnp.concatenate([registers & jnp.uint8(7), last], -3)
         return _from_nibbles(registers)
 
-    def load(self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype) -> Group:
+    def load(
+        self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
+    ) -> Group:
         """The scale, in the low half."""
         low = parameters.astype(jnp.uint16)
         scale = jax.lax.bitcast_convert_type(low, jnp.dtype(scale_dtype)).astype(jnp.float32)
-        return Group(backend.column(scale), (backend.column(low.astype(jnp.int16)),))
+        column = current_target().column
+        return Group(column(scale, width), (column(low.astype(jnp.int16), width),))
 
     @property
     def shared_bytes(self) -> int:
         """Those of its way to look up codes."""
         return self._look_up.shared_bytes
 
-    def shared(self, table: Any, operand: jnp.dtype, *, ptx: bool) -> tuple[jax.Array, ...]:
-        """What the look-up needs of the table in `operand`; without `ptx`, the table itself."""
-        if not ptx:
+    def shared(self, table: Any, operand: jnp.dtype, width: int) -> tuple[jax.Array, ...]:
+        """What the look-up needs of the table in `operand`; without PTX, the table itself."""
+        if not current_target().has_ptx:
             return (table[...].astype(operand),)
-        return self._look_up.prepare(table, self.bits, operand)
+        return self._look_up.prepare(table, self.bits, operand, width)
 
     def decoder(
         self,
@@ -112,11 +117,9 @@ class Table(CodeKind):
         arguments: tuple[jax.Array, ...],
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
-        *,
-        ptx: bool,
     ) -> Decoder:
         """table[code] in `operand`; four planes share what finds their codes."""
-        if not ptx:
+        if not current_target().has_ptx:
             codes = self.unpack(jnp.stack(columns, -2))
             return lambda plane: shared[0][codes[..., plane, :].astype(jnp.int32)]
         [carried] = arguments
@@ -132,18 +135,19 @@ class Table(CodeKind):
 
         `carried` is not used: see Group.arguments.
         """
+        inline_ptx = current_target().inline_ptx
         if self.bits == 4:
-            return backend.inline_ptx("mov.b32 $0, $1;", columns[0], carried, dtype=jnp.int16)
+            return inline_ptx("mov.b32 $0, $1;", columns[0], carried, dtype=jnp.int16)
         if self.bits == 2:
             assembly = f"""{{
                 .reg .b32 t;
                 shr.b32 t, $1, {2 * (quad % 2)};
                 and.b32 $0, t, 0x33333333;
             }}"""
-            return backend.inline_ptx(assembly, columns[quad // 2], carried, dtype=jnp.int16)
+            return inline_ptx(assembly, columns[quad // 2], carried, dtype=jnp.int16)
         if quad < 3:
             assembly = "and.b32 $0, $1, 0x77777777;"
-            return backend.inline_ptx(assembly, columns[quad], carried, dtype=jnp.int16)
+            return inline_ptx(assembly, columns[quad], carried, dtype=jnp.int16)
         assembly = """{
             .reg .b32 t, u;
             shr.b32 t, $1, 3;
@@ -153,7 +157,7 @@ class Table(CodeKind):
             shr.b32 u, $3, 1;
             lop3.b32 $0, u, 0x44444444, t, 0xEA;
         }"""
-        return backend.inline_ptx(assembly, *columns, carried, dtype=jnp.int16)
+        return inline_ptx(assembly, *columns, carried, dtype=jnp.int16)
 
 
 def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Array) -> Quantized:

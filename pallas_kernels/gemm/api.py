@@ -10,14 +10,14 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.kernels.gemm import dequantize, reference, triton, tuning, xla
 from mpjax.kernels.gemm.config import Implementation
 from mpjax.kernels.gemm.gradient import differentiable
 from mpjax.kernels.gemm.heuristic import heuristic
-from mpjax.kernels.gemm.limits import can_be_operand, current_limits, why_not_warpgroups
+from mpjax.kernels.gemm.limits import can_be_operand, why_not_warpgroups
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.manual_axes import vary_alike
 from mpjax.kernels.quantized_tensor import QuantizedTensor, with_scales
@@ -160,7 +160,7 @@ def _multiply_rows(
     planned = tuning.plan(rows.shape[0], weight)
     if planned.implementation == "mosaic" and _why_not("mosaic", rows, weight) is not None:
         shape = rows.shape[0], weight.format, *weight.shape
-        planned = heuristic(*shape, current_limits(), warpgroups=False)
+        planned = heuristic(*shape, device.limits(), warpgroups=False)
     default = planned.implementation
     if default == "dequantize" and _why_not(default, rows, weight) is not None:
         default = "triton"  # what can't be written out may be multiplied as it is
@@ -199,21 +199,21 @@ def _why_not(
         return f"{format} is not a plain 8-bit matrix with a scale per output channel"
     if format.activations is None and rows.dtype not in (jnp.bfloat16, jnp.float16):
         return f"activations are {rows.dtype}, expected bfloat16 or float16"
-    if reason := backend.why_triton_cannot_run():
+    if reason := device.why_triton_cannot_run():
         return reason
     if name == "mosaic":
-        if reason := why_not_warpgroups(format, weight.shape[1], current_limits()):
+        if reason := why_not_warpgroups(format, weight.shape[1], device.limits()):
             return reason
         in_operand = format.group_size is not None and format.activations is None
         if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(rows.dtype)):
             return f"scales are {weight.scale_dtype}, whose range {rows.dtype} does not have"
     if name == "triton" and format.activations:
-        if format.activations == "float8" and (reason := backend.why_not_float8()):
+        if format.activations == "float8" and (reason := device.why_not_float8()):
             return reason
-        return backend.why_too_large(max(math.prod(rows.shape), weight.words.size))
+        return device.why_too_large(max(math.prod(rows.shape), weight.words.size))
     if name == "dequantize" and weight.channel_scales is not None:  # to 8 bits
         largest = max(rows.shape[0], weight.shape[1]) * weight.padded_channels
-        return backend.why_too_large(largest)
+        return device.why_too_large(largest)
     return None
 
 

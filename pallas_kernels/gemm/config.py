@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-# Output channels of a warpgroup, the tall side of `wgmma`; and rows that tiles of them come in, for
-# Pallas tiles whole arrays in memory by so many.
-CHANNELS, ROWS = 64, 8
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
+
+ROWS = 8  # that tiles of warpgroups come in: Pallas tiles whole arrays in memory by so many
 INTEGER_ROWS = 16  # likewise, of more than 32, as `wgmma` multiplies int8
 PRODUCT_ROWS = {2: 256, 3: 128, 4: 128}  # that one `wgmma` can multiply, by a program's warpgroups
 FEW_ROWS = 32  # of a tile of theirs: to so many, sums are scaled rather than weights
@@ -118,7 +118,7 @@ class WarpgroupConfig:
     @property
     def tile_n(self) -> int:
         """Output channels of a program's tile."""
-        return CHANNELS * (self.warpgroups // self.shares)
+        return WARPGROUP_OUTPUTS * (self.warpgroups // self.shares)
 
     def __str__(self) -> str:
         shared = "" if self.shares == 1 else f" by {self.shares} warpgroups each"

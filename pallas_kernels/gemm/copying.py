@@ -7,8 +7,8 @@ import functools
 import jax
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import mosaic
 from mpjax.kernels.gemm.warpgroup_program import Program
+from mpjax.kernels.mosaic import memory
 
 
 def copy(program: Program) -> None:
@@ -30,25 +30,25 @@ def _copy_block(program: Program, number: jax.Array, share: int) -> None:
     format, config, staged = call.format, call.config, call.stages
     block = program.first + number * config.shares + share
     place = program.slot(share, number, staged.blocks)
-    pl.when(number >= staged.blocks)(lambda: mosaic.wait(shared.free.at[place]))
+    pl.when(number >= staged.blocks)(lambda: memory.wait(shared.free.at[place]))
     outputs, arrival = pl.ds(program.first_output, config.tile_n), shared.full.at[place]
     words = arguments.words.at[block, outputs, :]
     if format.is_flat:
         width = format.plane_width
         words = arguments.words.at[0, outputs, pl.ds(block * width, width)]
-    mosaic.copy_in(words, shared.word_tiles.at[place], arrival)
+    memory.copy_in(words, shared.word_tiles.at[place], arrival)
     if call.has_groups:
         count = format.parameters_of_block
         parameters = arguments.parameters.at[pl.ds(block * count, count), outputs]
-        mosaic.copy_in(parameters, shared.parameter_tiles.at[place], arrival)
+        memory.copy_in(parameters, shared.parameter_tiles.at[place], arrival)
     for part in range(staged.parts):
         if staged.parts > 1:
             step = number * staged.parts + part
             place = program.slot(share, step, staged.x)
             is_used = step >= staged.x
-            pl.when(is_used)(functools.partial(mosaic.wait, shared.x_free.at[place]))
+            pl.when(is_used)(functools.partial(memory.wait, shared.x_free.at[place]))
             arrival = shared.x_full.at[place]
         size = format.block // staged.parts
         channels = pl.ds((block * staged.parts + part) * size, size)
         x = arguments.x.at[pl.ds(program.first_row, config.tile_m), channels]
-        mosaic.copy_in(x, shared.x_tiles.at[place], arrival)
+        memory.copy_in(x, shared.x_tiles.at[place], arrival)

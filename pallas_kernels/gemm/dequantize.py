@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm import triton, tuning, xla
 from mpjax.kernels.gemm.config import WarpgroupConfig
-from mpjax.kernels.gemm.limits import current_limits, why_not_warpgroups
+from mpjax.kernels.gemm.limits import why_not_warpgroups
+from mpjax.kernels.launch import first_program_id, join, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 TILE = 64  # output channels that one program writes out
@@ -42,7 +43,7 @@ def matmul(
         plain = first_level(weight)
         with tuning.forced(None):  # what is forced is a plan for codes
             plan = tuning.plan(len(x.values), plain)
-            reason = why_not_warpgroups(plain.format, plain.shape[1], current_limits())
+            reason = why_not_warpgroups(plain.format, plain.shape[1], device.limits())
             if isinstance(plan.config, WarpgroupConfig) and reason is None:
                 from mpjax.kernels.gemm import mosaic  # here, as importing it takes a while
 
@@ -81,11 +82,8 @@ def write_out(weight: QuantizedTensor, dtype: jnp.dtype, *, interpret: bool = Fa
         first = write_out(weight, jnp.dtype(jnp.int8), interpret=interpret)
         return (first.astype(jnp.float32) * weight.channel_scales[:, None]).astype(dtype)
     blocks, outputs, _ = weight.words.shape
-    kernel = functools.partial(
-        _kernel, format=format, scale_dtype=weight.scale_dtype, ptx=not interpret
-    )
-    return backend.pallas_call(
-        kernel,
+    return launch(
+        functools.partial(_kernel, format=format, scale_dtype=weight.scale_dtype),
         (weight.words, weight.parameters, weight.table),
         out_shape=jax.ShapeDtypeStruct((outputs, blocks * format.block), dtype),
         grid=(pl.cdiv(outputs, TILE), blocks),
@@ -102,21 +100,18 @@ def _kernel(
     *,
     format: WeightFormat,
     scale_dtype: str,
-    ptx: bool,
 ) -> None:
     words_ref, parameters_ref, table_ref = operands
     kind, width = code_kinds.of(format), format.plane_width
-    output = backend.first_program_id() * TILE + jnp.arange(TILE)
+    output = first_program_id() * TILE + jnp.arange(TILE)
     block = pl.program_id(1)
     lane = jnp.arange(width)
     mask = None if words_ref.shape[1] % TILE == 0 else output < words_ref.shape[1]
     columns = [
-        backend.load_masked(
-            words_ref.at[block, output[:, None], (column * width + lane)[None, :]], mask
-        )
+        load_masked(words_ref.at[block, output[:, None], (column * width + lane)[None, :]], mask)
         for column in range(format.columns)
     ]
-    shared = kind.shared(table_ref, out_ref.dtype, ptx=ptx)
+    shared = kind.shared(table_ref, out_ref.dtype, width)
     size = format.parameter_channels
     run = format.planes if size is None else min(format.planes, size // width)
     joined = min(format.planes, JOINED_CHANNELS // width)
@@ -126,16 +121,16 @@ def _kernel(
             if plane % run == 0:
                 channel = block * format.block + plane * width
                 index = jnp.int32(0) if size is None else channel // size
-                parameters = backend.load_masked(parameters_ref.at[index, output], mask)
-                group = kind.load(parameters, scale_dtype, out_ref.dtype)
-                decode = kind.decoder(columns, group.arguments, shared, out_ref.dtype, ptx=ptx)
+                parameters = load_masked(parameters_ref.at[index, output], mask)
+                group = kind.load(parameters, scale_dtype, out_ref.dtype, width)
+                decode = kind.decoder(columns, group.arguments, shared, out_ref.dtype)
             values = decode(plane)
             if group.scale is not None:
                 values = (values.astype(jnp.float32) * group.scale).astype(out_ref.dtype)
             tiles.append(values)
-        values = backend.join(tiles)
+        values = join(tiles)
         channel = block * format.block + first * width + jnp.arange(joined * width)
-        backend.store(
+        store(
             out_ref.at[output[:, None], channel[None, :]],
             values,
             mask=None if mask is None else jnp.broadcast_to(mask[:, None], values.shape),

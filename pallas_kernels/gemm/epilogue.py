@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import mosaic
-from mpjax.kernels.gemm.config import CHANNELS
 from mpjax.kernels.gemm.summing import Summing
 from mpjax.kernels.gemm.warpgroup_program import Program
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +49,15 @@ class Epilogue:
 
         @pl.when(self.share > 0)
         def _send() -> None:
-            mosaic.send(own, shared.shared_sums.at[self.share - 1, self.column], full)
+            memory.send(own, shared.shared_sums.at[self.share - 1, self.column], full)
 
         @pl.when(self.share == 0)
         def _add() -> None:
-            mosaic.wait(full)
+            memory.wait(full)
             total = own
             for sender in range(shared.shared_sums.shape[0]):
                 tile = shared.shared_sums.at[sender, self.column]
-                total += mosaic.load(tile, interpret=self.program.call.interpret)
+                total += memory.load(tile)
             self._cross([total])
 
     def _cross(self, sums: Sequence[jax.Array]) -> None:
@@ -74,10 +73,10 @@ class Epilogue:
         def exchange(rank: int) -> None:
             other = 1 - rank
             if other < len(parts):
-                mosaic.send(parts[other], tile, full, axis=call.axis, program=other)
+                memory.send(parts[other], tile, full, axis=call.axis, program=other)
             if rank < len(parts):
-                mosaic.wait(full)
-                total = parts[rank] + mosaic.load(tile, interpret=call.interpret)
+                memory.wait(full)
+                total = parts[rank] + memory.load(tile)
                 self._finish([total], rank * rows)
 
         for rank in range(2):
@@ -92,21 +91,21 @@ class Epilogue:
                 part = self.summing.scaled(part, channel_row)
             if x_scales is not None:
                 of_rows = x_scales.at[pl.ds(self.program.first_row + row, part.shape[1])]
-                part *= mosaic.load_column(of_rows, interpret=self.program.call.interpret)
+                part *= memory.load_column(of_rows)
             self._store(part, row)
             row += part.shape[1]
-        mosaic.wait_for_stores()
+        memory.wait_for_stores()
 
     def _store(self, sums: jax.Array, row: int) -> None:
         program, call = self.program, self.program.call
         tile, out = program.shared.out_tiles.at[self.column], program.arguments.out
         for start in range(0, sums.shape[1], tile.shape[0]):
-            mosaic.wait_for_stores()
+            memory.wait_for_stores()
             part = sums[:, start : start + tile.shape[0]].astype(out.dtype)
-            mosaic.store_transposed(tile, part, interpret=call.interpret)
+            memory.store_transposed(tile, part)
             target = out.at[
                 0 if call.axis else program.split,
                 pl.ds(program.first_row + row + start, tile.shape[0]),
-                pl.ds(program.first_output + self.column * CHANNELS, CHANNELS),
+                pl.ds(program.first_output + self.column * WARPGROUP_OUTPUTS, WARPGROUP_OUTPUTS),
             ]
-            mosaic.copy_out(tile, target)
+            memory.copy_out(tile, target)

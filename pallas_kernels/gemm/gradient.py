@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.gemm.dequantize import write_out
 from mpjax.kernels.quantized_tensor import QuantizedTensor, with_scales
 
@@ -98,7 +98,7 @@ def _times_transposed(
 ) -> jax.Array:
     """Gradient [M, N] · W.T, [M, K] in the order of the input channels."""
     weight = weight if scales is None else with_scales(weight, scales)
-    if backend.why_triton_cannot_run() or gradient.dtype not in (jnp.bfloat16, jnp.float16):
+    if device.why_triton_cannot_run() or gradient.dtype not in (jnp.bfloat16, jnp.float16):
         return jnp.einsum("mn,kn->mk", gradient, weight.dequantize(gradient.dtype))
     # As forward: the copy of the matrix waits for its use.
     words, gradient = jax.lax.optimization_barrier((weight.words, gradient))

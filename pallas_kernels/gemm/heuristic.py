@@ -7,12 +7,12 @@ import itertools
 import math
 from typing import Literal, NamedTuple
 
-from mpjax.kernels import backend
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels import device
+from mpjax.kernels.device import Limits
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.config import FEW_ROWS, ROWS, GemmConfig, Plan
 from mpjax.kernels.gemm.limits import (
-    Limits,
     can_scale_weights,
     why_not_fused,
     why_not_warpgroups,
@@ -180,7 +180,7 @@ def fused_config(
         )
         if (reason := why_unsound(config, format, limits)) is None:
             return config
-    raise backend.UnsupportedError(f"the fused kernel can't multiply {format}: {reason}")
+    raise device.UnsupportedError(f"the fused kernel can't multiply {format}: {reason}")
 
 
 def _tiles(product: _Product) -> list[Tile]:

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels import device
+from mpjax.kernels.device import Limits
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm.config import CHANNELS, GemmConfig
+from mpjax.kernels.gemm.config import GemmConfig
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
 # Of a thread's 255 registers; the rest holds words, decoded weights and addresses.
 ACCUMULATOR_REGISTERS = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a GPU allows."""
-
-    multiprocessors: int
-    compute_capability: float
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes that one program can have."""
-        return backend.shared_memory(self.compute_capability)
-
-
-def current_limits() -> Limits:
-    """Those of the default device; an H200's where it is no GPU."""
-    return Limits(backend.multiprocessors(), backend.compute_capability() or 9.0)
 
 
 def why_not_fused(format: WeightFormat, limits: Limits) -> str | None:
     """Why Triton's kernel can't multiply a format on a GPU; None if it can."""
     if format.activations != "float8":
         return None
-    return backend.why_not_float8(limits.compute_capability)
+    return device.why_not_float8(limits.compute_capability)
 
 
 def why_no_wgmma(limits: Limits) -> str | None:
@@ -57,8 +39,8 @@ def why_not_warpgroups(format: WeightFormat, outputs: int, limits: Limits) -> st
     scales_groups = format.group_size is not None and code_kinds.of(format).has_group_scales
     if format.activations and scales_groups:
         return f"{format} has 8-bit activations, and scales per group of input channels"
-    if outputs % CHANNELS:
-        return f"{outputs} output channels are no multiple of {CHANNELS}"
+    if outputs % WARPGROUP_OUTPUTS:
+        return f"{outputs} output channels are no multiple of {WARPGROUP_OUTPUTS}"
     return None
 
 

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import mosaic
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.gemm.config import ROWS, WarpgroupConfig
 from mpjax.kernels.gemm.copying import copy
@@ -28,7 +27,9 @@ from mpjax.kernels.gemm.stages import stages
 from mpjax.kernels.gemm.summing import Summing
 from mpjax.kernels.gemm.warpgroup_program import Arguments, Call, Program, Shared, shared_memory
 from mpjax.kernels.gemm.warpgroups import why_unsound
+from mpjax.kernels.mosaic.launch import give_registers, launch, take_registers
 from mpjax.kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.target import tracing_for
 
 # Of x, which the programs of a band of rows read again and again: a third of Hopper's L2 cache, for
 # words and products pass through it, too. Twice as many are not worth reading the words twice.
@@ -84,7 +85,7 @@ def matmul_terms(
     cluster = {"split": splits} if is_cluster else {}
     if not is_cluster:
         grid = {"split": splits, **grid}
-    terms = mosaic.launch(
+    terms = launch(
         functools.partial(_kernel, call),
         jnp.pad(values, ((0, missing), (0, padding))) if missing or padding else values,
         weight.words,
@@ -122,13 +123,14 @@ def _run(program: Program) -> None:
 
     @pl.when(warpgroup == config.warpgroups)
     def _copy() -> None:
-        mosaic.give_registers()
+        give_registers()
         copy(program)
 
     @pl.when(warpgroup < config.warpgroups)
     def _compute() -> None:
-        mosaic.take_registers(config.warpgroups)
+        take_registers(config.warpgroups)
         share: Any = 0 if config.shares == 1 else warpgroup // call.columns
         column = warpgroup if config.shares == 1 else jax.lax.rem(warpgroup, call.columns)
-        summing = Summing(program, column, share)
-        Epilogue(program, summing, column, share).run(summing.run())
+        with tracing_for(program.target):
+            summing = Summing(program, column, share)
+            Epilogue(program, summing, column, share).run(summing.run())

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels import device
 from mpjax.kernels.codes.look_up import ROW_BYTES, pair_rows
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.config import ROWS, WarpgroupConfig
@@ -43,7 +43,7 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     out_rows = math.gcd(*config.products, config.finished_rows, MOST_OUT_ROWS)
     row = config.tile_n * dtype.itemsize
     pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
-    room = backend.shared_memory(CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
+    room = device.shared_memory(CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
     if config.has_few_rows or format.activations:
         room = (room - out_rows * row) // config.shares
         count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))

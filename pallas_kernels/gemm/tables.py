@@ -15,7 +15,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from mpjax.kernels import backend, files
+from mpjax.kernels import files
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
 from mpjax.kernels.gemm.warpgroups import why_unsound
@@ -87,11 +87,6 @@ def bucket(rows: int) -> int:
     """The smallest of BUCKETS that holds `rows`; above the last, the last."""
     size = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
     return size + 1 if rows % ROWS == 0 and size % ROWS else size
-
-
-def current_device() -> str:
-    """The default device as JAX names its kind."""
-    return backend.default_device().device_kind
 
 
 def file_name(device: str) -> str:

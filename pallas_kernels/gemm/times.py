@@ -12,9 +12,10 @@ import math
 from typing import NamedTuple
 
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.device import Limits
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
-from mpjax.kernels.gemm.limits import Limits
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
 MEGABYTE_OF_SUMS = 0.38  # microseconds to write and read it
 CHANNELS_OF_BLOCK = 256  # of uint4:g128: what few rows wait for was fitted to its blocks
@@ -38,7 +39,7 @@ class ManyRows(NamedTuple):
 
     def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
         """Of a block, in each round."""
-        share, warpgroups = format.plane_width / CHANNELS, config.warpgroups
+        share, warpgroups = format.plane_width / WARPGROUP_OUTPUTS, config.warpgroups
         wait = self.wait + warpgroups * (
             self.plane + share * (self.warpgroup + self.row_wait * config.tile_m)
         )

@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import arithmetic, backend
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.config import GemmConfig
 from mpjax.kernels.gemm.limits import can_be_operand
+from mpjax.kernels.launch import first_program_id, join, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.target import current_target
 
 # Channels of one product: a whole step of them is one that the compiler splits, and then waits for
 # both halves (docs/compiler.md).
@@ -74,13 +75,13 @@ def matmul_terms(
     to whole blocks of W. Where the configuration leaves some output channels unsplit, there is a
     single term.
     """
-    launch = functools.partial(_launch, x, weight, out_dtype=out_dtype, interpret=interpret)
+    run = functools.partial(_launch, x, weight, out_dtype=out_dtype, interpret=interpret)
     if config.unsplit is None:
-        return launch(config)
-    whole = launch(dataclasses.replace(config, splits=1), outputs=config.unsplit)
+        return run(config)
+    whole = run(dataclasses.replace(config, splits=1), outputs=config.unsplit)
     if config.unsplit >= weight.shape[1]:
         return whole
-    rest = launch(config, first=config.unsplit).sum(0, keepdims=True).astype(out_dtype)
+    rest = run(config, first=config.unsplit).sum(0, keepdims=True).astype(out_dtype)
     # One fusion, which sums in place, as nothing else reads the whole; `.at[].set` would be three.
     return jax.lax.dynamic_update_slice(whole, rest, (0, 0, config.unsplit))
 
@@ -111,7 +112,6 @@ def _launch(
         config=dataclasses.replace(config, splits=splits),
         steps=steps,
         first_output=first,
-        ptx=not interpret,
     )
     operands = _Operands(
         jnp.pad(values, ((0, 0), (0, padding))) if padding else values,
@@ -121,7 +121,7 @@ def _launch(
         weight.channel_scales,
         weight.table,
     )
-    return backend.pallas_call(
+    return launch(
         kernel,
         operands,
         out_shape=jax.ShapeDtypeStruct(
@@ -152,31 +152,30 @@ def _kernel(
     config: GemmConfig,
     steps: int,
     first_output: int,
-    ptx: bool,
 ) -> None:
-    kind = code_kinds.of(format)
+    kind, target = code_kinds.of(format), current_target()
     x_ref, x_scales_ref = operands.x, operands.x_scales
     rows, outputs = x_ref.shape[0], operands.words.shape[1]
     tile_m, tile_n, width = config.tile_m, config.tile_n, _width(format, config)
     parts = format.plane_width // width  # steps that share a block
-    row = backend.first_program_id() * tile_m + jnp.arange(tile_m)
+    row = first_program_id() * tile_m + jnp.arange(tile_m)
     output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
     split = pl.program_id(2)
     lane = jnp.arange(width)
     # Masks only where a tile can stick out of the matrix.
     row_mask = None if rows % tile_m == 0 else row < rows
     output_mask = None if outputs % tile_n == 0 else output < outputs
-    shared = kind.shared(operands.table, x_ref.dtype, ptx=ptx)
+    shared = kind.shared(operands.table, x_ref.dtype, width)
 
     def load_group(index: jax.Array) -> code_kinds.Group:
-        words = backend.load_masked(operands.parameters.at[index, output], output_mask)
-        return kind.load(words, scale_dtype, x_ref.dtype)
+        words = load_masked(operands.parameters.at[index, output], output_mask)
+        return kind.load(words, scale_dtype, x_ref.dtype, width)
 
     def load_columns(block: jax.Array, lane: jax.Array) -> list[jax.Array]:
         if format.is_flat:
             block, lane = jnp.int32(0), block * format.block + lane
         return [
-            backend.load_masked(
+            load_masked(
                 operands.words.at[
                     block, output[:, None], (column * format.plane_width + lane)[None, :]
                 ],
@@ -190,7 +189,7 @@ def _kernel(
         if parts > 1:  # in a form in which the compiler sees that lanes are neighbours
             plane, lane = jax.lax.div(number, width), jax.lax.rem(number, width)
             number = plane * format.plane_width + lane
-        return backend.load_masked(x_ref.at[row[:, None], (first + number)[None, :]], row_mask)
+        return load_masked(x_ref.at[row[:, None], (first + number)[None, :]], row_mask)
 
     # A run of planes lies in one group; where all channels are one group, it is loaded here.
     size = format.parameter_channels
@@ -222,41 +221,40 @@ def _kernel(
                     index = (block * format.block + plane * format.plane_width) // (size or 1)
                     group = load_group(index) if whole is None else whole
                     if scale_weight:
-                        decode = kind.scaled_decoder(columns, group, shared, x_ref.dtype, ptx=ptx)
+                        decode = kind.scaled_decoder(columns, group, shared, x_ref.dtype)
                     else:
                         arguments = group.arguments
-                        decode = kind.decoder(columns, arguments, shared, x_ref.dtype, ptx=ptx)
+                        decode = kind.decoder(columns, arguments, shared, x_ref.dtype)
                 weights.append(decode(plane))
             tile = load_x(block * format.block + first * format.plane_width + part, joined)
             if scale_sum and first % run == 0:
                 total = zeros  # what is scaled before it is added is a sum of its own
-            total += backend.dot(backend.join(weights), tile, trans_b=True)
+            total += target.dot(join(weights), tile, trans_b=True)
             if scale_sum and (first + joined) % run == 0:
                 assert group.scale is not None
                 scale = group.scale
                 if x_by_group:
                     scale = scale * load_x_scales(index)[None, :]
-                accumulator = total = multiply_add(total, scale, accumulator)
+                accumulator = total = target.multiply_add(total, scale, accumulator)
         return total
 
     def load_x_scales(index: jax.Array) -> jax.Array:
-        return backend.load_masked(x_scales_ref.at[row, index], row_mask)  # [tile_m]
+        return load_masked(x_scales_ref.at[row, index], row_mask)  # [tile_m]
 
-    multiply_add = arithmetic.of_kernel(interpret=not ptx).multiply_add
     zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
     accumulator = jax.lax.fori_loop(
         split * steps // config.splits, (split + 1) * steps // config.splits, step, zeros
     ).astype(jnp.float32)
-    if scale_weight and (exponent := kind.scaled_exponent(x_ref.dtype, ptx=ptx)):
+    if scale_weight and (exponent := kind.scaled_exponent(x_ref.dtype)):
         accumulator *= 2.0**-exponent
     if whole is not None:
         accumulator *= whole.scale
     if operands.channel_scales is not None:
-        scales = backend.load_masked(operands.channel_scales.at[output], output_mask)
+        scales = load_masked(operands.channel_scales.at[output], output_mask)
         accumulator *= scales[:, None]
     if x_scales_ref is not None and not x_by_group:
         accumulator *= load_x_scales(jnp.int32(0))[None, :]
-    backend.store(
+    store(
         out_ref.at[split, row[:, None], (output - first_output)[None, :]],
         accumulator.T.astype(out_ref.dtype),
         mask=(row < rows)[:, None] & (output < outputs)[None, :],

@@ -9,15 +9,14 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator
 
-from mpjax.kernels import backend
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels import device
+from mpjax.kernels.device import Limits
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm import tables
 from mpjax.kernels.gemm.config import ROWS, GemmConfig, Plan, WarpgroupConfig
 from mpjax.kernels.gemm.heuristic import fused_config, heuristic, most_splits, unfused
 from mpjax.kernels.gemm.limits import (
-    Limits,
-    current_limits,
     why_not_fused,
     why_not_warpgroups,
     why_unsound,
@@ -39,17 +38,17 @@ def plan(rows: int, weight: QuantizedTensor) -> Plan:
     if (forced := _forced.get()) is not None:
         return forced
     place = tables.key(weight.format, *weight.shape, rows)
-    entry = tables.lookup(tables.current_device(), place)
+    entry = tables.lookup(device.kind(), place)
     if entry is not None:
         return entry.plan
-    return heuristic(rows, weight.format, *weight.shape, current_limits())
+    return heuristic(rows, weight.format, *weight.shape, device.limits())
 
 
 def runs_by_warpgroups(rows: int, weight: QuantizedTensor) -> bool:
     """Whether bfloat16 x of `rows` rows is multiplied by warpgroups here, by `plan`."""
-    if backend.why_triton_cannot_run() is not None:
+    if device.why_triton_cannot_run() is not None:
         return False
-    reason = why_not_warpgroups(weight.format, weight.shape[1], current_limits())
+    reason = why_not_warpgroups(weight.format, weight.shape[1], device.limits())
     return plan(rows, weight).implementation == "mosaic" and reason is None
 
 
@@ -61,7 +60,7 @@ def configure(rows: int, weight: QuantizedTensor) -> GemmConfig:
     config = plan(rows, weight).config
     if isinstance(config, GemmConfig):
         return config
-    return fused_config(rows, weight.format, *weight.shape, current_limits())
+    return fused_config(rows, weight.format, *weight.shape, device.limits())
 
 
 def configure_warpgroups(rows: int, weight: QuantizedTensor) -> WarpgroupConfig:
@@ -69,7 +68,7 @@ def configure_warpgroups(rows: int, weight: QuantizedTensor) -> WarpgroupConfig:
     config = plan(rows, weight).config
     if isinstance(config, WarpgroupConfig):
         return config
-    return warpgroup_config(rows, weight.format, *weight.shape, current_limits())
+    return warpgroup_config(rows, weight.format, *weight.shape, device.limits())
 
 
 @contextlib.contextmanager

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels import mosaic, mosaic_decoding
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
+from mpjax.kernels.gemm.config import WarpgroupConfig
 from mpjax.kernels.gemm.stages import Stages
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, decoding, memory
+from mpjax.kernels.target import Target, current_target
 
 
 class Call(NamedTuple):
@@ -60,7 +61,7 @@ class Call(NamedTuple):
         Copies take as long for a row of 64 bytes as for one of 128, and few rows wait for them.
         Only planes of one group are multiplied at a time where its sum is scaled.
         """
-        format, width = self.format, mosaic.SWIZZLED_BYTES // self.operand.itemsize
+        format, width = self.format, memory.SWIZZLED_BYTES // self.operand.itemsize
         if not self.config.has_few_rows:
             return format.plane_width
         if self.scales_groups:
@@ -95,14 +96,14 @@ class Shared(NamedTuple):
     shared_sums: Any = None  # [senders, columns, 64, tile_m], where warpgroups share outputs
     shared_full: Any = None  # for each column
     crossed_sums: Any = None  # [columns, 64, rows that a program finishes], in a cluster
-    crossed_full: Any = None  # one for all columns: see `mosaic.send`
+    crossed_full: Any = None  # one for all columns: see `memory.send`
     pair_rows: Any = None  # where codes index a table
     filled: Any = None
     interpreted_sums: Any = None  # [warpgroups, 64, tile_m], where the kernel is interpreted
 
 
 def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any]:
-    """The fields of `Shared` that a product needs, as `mosaic.launch` takes them.
+    """The fields of `Shared` that a product needs, as `mosaic.launch.launch` takes them.
 
     words, out: the dtypes of words and output.
     """
@@ -111,40 +112,40 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
     slots, x_slots = staged.blocks * shares, staged.x * shares
     copies = 1 + call.has_groups + (staged.parts == 1)  # of words, their parameters, and x
     arrays: dict[str, Any] = {
-        "x_tiles": mosaic.shared(
+        "x_tiles": memory.shared(
             (x_slots, config.tile_m, format.block // staged.parts),
             call.operand,
             columns=call.operand_width,
         ),
-        "word_tiles": mosaic.shared(
+        "word_tiles": memory.shared(
             (slots, config.tile_n, format.columns * format.plane_width),
             words,
             columns=format.plane_width,
         ),
-        "out_tiles": mosaic.shared((columns, staged.out_rows, CHANNELS), out),
-        "full": mosaic.Barrier(num_arrivals=copies, num_barriers=slots),
-        "free": mosaic.Barrier(num_arrivals=columns, num_barriers=slots),
+        "out_tiles": memory.shared((columns, staged.out_rows, WARPGROUP_OUTPUTS), out),
+        "full": memory.Barrier(num_arrivals=copies, num_barriers=slots),
+        "free": memory.Barrier(num_arrivals=columns, num_barriers=slots),
     }
     if call.has_groups:
         shape = slots, format.parameters_of_block, config.tile_n
-        arrays["parameter_tiles"] = mosaic.shared_rows(shape, jnp.uint32)
+        arrays["parameter_tiles"] = memory.shared_rows(shape, jnp.uint32)
     if staged.parts > 1:
-        arrays["x_full"] = mosaic.Barrier(num_barriers=x_slots)
-        arrays["x_free"] = mosaic.Barrier(num_arrivals=columns, num_barriers=x_slots)
+        arrays["x_full"] = memory.Barrier(num_barriers=x_slots)
+        arrays["x_free"] = memory.Barrier(num_arrivals=columns, num_barriers=x_slots)
     if senders := shares - 1:
-        sums = (senders, columns, CHANNELS, config.tile_m)
-        arrays["shared_sums"] = mosaic.shared(sums, call.sum_dtype)
-        arrays["shared_full"] = mosaic.Barrier(num_arrivals=senders, num_barriers=columns)
+        sums = (senders, columns, WARPGROUP_OUTPUTS, config.tile_m)
+        arrays["shared_sums"] = memory.shared(sums, call.sum_dtype)
+        arrays["shared_full"] = memory.Barrier(num_arrivals=senders, num_barriers=columns)
     if call.axis is not None:
-        finished = (columns, CHANNELS, config.finished_rows)
-        arrays["crossed_sums"] = mosaic.shared(finished, call.sum_dtype)
-        arrays["crossed_full"] = mosaic.Barrier(num_arrivals=columns)
+        finished = (columns, WARPGROUP_OUTPUTS, config.finished_rows)
+        arrays["crossed_sums"] = memory.shared(finished, call.sum_dtype)
+        arrays["crossed_full"] = memory.Barrier(num_arrivals=columns)
     if call.kind.has_table and not call.interpret:
-        arrays["pair_rows"] = mosaic_decoding.shared_rows_of_pairs(format.bits)
-        arrays["filled"] = mosaic.Barrier(num_arrivals=config.warpgroups)
+        arrays["pair_rows"] = decoding.shared_rows_of_pairs(format.bits)
+        arrays["filled"] = memory.Barrier(num_arrivals=config.warpgroups)
     if call.interpret:
-        shape = config.warpgroups, CHANNELS, config.tile_m
-        arrays["interpreted_sums"] = mosaic.shared_rows(shape, call.sum_dtype)
+        shape = config.warpgroups, WARPGROUP_OUTPUTS, config.tile_m
+        arrays["interpreted_sums"] = memory.shared_rows(shape, call.sum_dtype)
     return arrays
 
 
@@ -174,6 +175,16 @@ class Program:
         blocks = arguments.x.shape[1] // call.format.block
         first, last = split * blocks // call.splits, (split + 1) * blocks // call.splits
         return cls(call, arguments, shared, warpgroup, split, first_row, first_output, first, last)
+
+    @property
+    def target(self) -> Target:
+        """What decoders are traced for: where codes index a table, one that knows its memory."""
+        shared, config = self.shared, self.call.config
+        if shared.pair_rows is None:
+            return current_target()
+        pairs = decoding.Pairs(shared.pair_rows, shared.filled, config.warpgroups)
+        # The sums of many rows are in all registers.
+        return decoding.Warpgroups(pairs, has_spare_registers=config.has_few_rows)
 
     def slot(self, share: Any, number: jax.Array, count: int) -> jax.Array:
         """Where a share has its block, or tile of x, of a number, of `count` that there are."""

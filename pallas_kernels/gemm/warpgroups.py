@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from mpjax.kernels.device import Limits
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.config import FEW_ROWS, INTEGER_ROWS, ROWS, WarpgroupConfig
-from mpjax.kernels.gemm.limits import Limits
 from mpjax.kernels.gemm.stages import why_no_room
 from mpjax.kernels.gemm.times import microseconds
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.launch import first_program_id, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 TILE_ROWS, TILE_CHANNELS = 8, 512  # of the sums that one program scales
@@ -36,7 +37,7 @@ def scaled_dot(
     """
     values = jnp.pad(x.values, ((0, 0), (0, matrix.shape[1] - x.values.shape[1])))
     wide = jnp.int32 if values.dtype == jnp.int8 else jnp.float32
-    fast = interpret or backend.why_triton_cannot_run() is None
+    fast = interpret or device.why_triton_cannot_run() is None
     narrow = fast and wide == jnp.float32 and out_dtype == jnp.bfloat16
     sums = jax.lax.dot_general(
         values,
@@ -53,7 +54,7 @@ def _scale(
     sums: jax.Array, row_scales: jax.Array, scales: jax.Array, *, interpret: bool
 ) -> jax.Array:
     """Sums [M, N] times row_scales [M, 1] and scales [N]: faster than XLA's own loop."""
-    return backend.pallas_call(
+    return launch(
         _scale_kernel,
         (sums, row_scales, scales),
         out_shape=jax.ShapeDtypeStruct(sums.shape, sums.dtype),
@@ -68,12 +69,12 @@ def _scale(
 
 def _scale_kernel(operands: tuple[Any, Any, Any], out_ref: Any) -> None:
     sums_ref, row_scales_ref, scales_ref = operands
-    row = backend.first_program_id() * TILE_ROWS + jnp.arange(TILE_ROWS)
+    row = first_program_id() * TILE_ROWS + jnp.arange(TILE_ROWS)
     channel = pl.program_id(1) * TILE_CHANNELS + jnp.arange(TILE_CHANNELS)
     inside = (row < out_ref.shape[0])[:, None] & (channel < out_ref.shape[1])[None, :]
     at = row[:, None], channel[None, :]
-    values = backend.load_masked(sums_ref.at[*at], inside)
-    row_scales = backend.load_masked(row_scales_ref.at[row, 0], row < out_ref.shape[0])
-    scales = backend.load_masked(scales_ref.at[channel], channel < out_ref.shape[1])
+    values = load_masked(sums_ref.at[*at], inside)
+    row_scales = load_masked(row_scales_ref.at[row, 0], row < out_ref.shape[0])
+    scales = load_masked(scales_ref.at[channel], channel < out_ref.shape[1])
     scaled = values.astype(jnp.float32) * row_scales[:, None] * scales[None, :]
-    backend.store(out_ref.at[*at], scaled.astype(out_ref.dtype), mask=inside)
+    store(out_ref.at[*at], scaled.astype(out_ref.dtype), mask=inside)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels import implementation as implementations
 from mpjax.kernels.checks import are_between, as_arrays, is_known, require_floats, require_type
 from mpjax.kernels.kv_cache import reference, residual, triton
@@ -179,12 +179,12 @@ def int32_places(
 
 def why_not_triton(pages: KVPages) -> str | None:
     """Why Triton kernels can't work on these pages here, or None if they can."""
-    if reason := backend.why_triton_cannot_run():
+    if reason := device.why_triton_cannot_run():
         return reason
     for side in pages.sides + (() if pages.residual is None else pages.residual.sides):
         if side.words.dtype.itemsize != 2:
             return f"pages of {side.words.dtype} are not 16 bits wide"
-        if isinstance(side.codes, Float8) and (reason := backend.why_not_float8()):
+        if isinstance(side.codes, Float8) and (reason := device.why_not_float8()):
             return reason
     if pages.head_dim not in HEAD_DIMS:
         return f"head dimension {pages.head_dim} is not one of {HEAD_DIMS}"

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import bits as bit_planes
-from mpjax.kernels.arithmetic import PLAIN, Arithmetic
 from mpjax.kernels.codes import float8
 from mpjax.kernels.kv_cache import quantize
+from mpjax.kernels.target import current_target
 
 
 class KVCodes:
@@ -64,7 +64,6 @@ class KVCodes:
         pieces: Sequence[jax.Array],
         scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike | None,
-        arithmetic: Arithmetic = PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Words, and the parameters if they are made here; also in a kernel.
 
@@ -89,7 +88,7 @@ class KVCodes:
         return words.astype(jnp.float32)
 
     def operand(
-        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
         """One plane of a tile of words, in a kernel: without scale and zero, and exact.
 
@@ -97,7 +96,7 @@ class KVCodes:
         """
         return words.astype(dtype)
 
-    def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+    def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
         """Of two: what one is worth in a plane's `operand`."""
         return 0
 
@@ -113,17 +112,15 @@ class KVCodes:
         return self.bits == 8 and self.scaling == "token" and self.offset(dtype) == 0
 
     def scaled_operand(
-        self, words: jax.Array, plane: int, step: jax.Array, zero: jax.Array, *, ptx: bool
+        self, words: jax.Array, plane: int, step: jax.Array, zero: jax.Array
     ) -> jax.Array:
         """One plane of a tile of words, in a kernel: code · step + zero, rounded once, in 16 bits.
 
         Times 2**bits.exponent_scaled. step, zero: parameters as they are kept, in a shape that
         broadcasts to the words.
         """
-        zero = zero * jnp.asarray(
-            2.0 ** bit_planes.exponent_scaled(zero.dtype, ptx=ptx), zero.dtype
-        )
-        return bit_planes.decode_scaled(words, plane, self.bits, step, zero, ptx=ptx)
+        zero = zero * jnp.asarray(2.0 ** bit_planes.exponent_scaled(zero.dtype), zero.dtype)
+        return bit_planes.decode_scaled(words, plane, self.bits, step, zero)
 
     def _words(self, codes: list[jax.Array]) -> list[jax.Array]:
         slices = len(codes) // self.planes
@@ -157,7 +154,6 @@ class Integers(KVCodes):
         pieces: Sequence[jax.Array],
         scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike | None,
-        arithmetic: Arithmetic = PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Scale = (max − min) / (2**bits − 1) and zero = min, a pair of 16 bits."""
         assert dtype is not None
@@ -168,10 +164,10 @@ class Integers(KVCodes):
             low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
             high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
             ranges = [(low, high)]
-        found = [quantize.parameters(*ends, self.bits, dtype, arithmetic) for ends in ranges]
+        found = [quantize.parameters(*ends, self.bits, dtype) for ends in ranges]
         of_each = found * (len(values) // len(found))
         codes = [
-            quantize.encode(x, step, zero, self.bits, arithmetic)
+            quantize.encode(x, step, zero, self.bits)
             for x, (step, zero) in zip(values, of_each, strict=True)
         ]
         pairs = [
@@ -191,22 +187,20 @@ class Integers(KVCodes):
         return codes * step.astype(jnp.float32) + zero.astype(jnp.float32)
 
     def operand(
-        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
         """Codes, less their offset."""
         offset = self.offset(dtype)
-        return bit_planes.decode_in_place(
-            words, plane, self.bits, dtype, offset=offset, copy=copy, ptx=ptx
-        )
+        return bit_planes.decode_in_place(words, plane, self.bits, dtype, offset=offset, copy=copy)
 
     def offset(self, dtype: jax.typing.DTypeLike) -> float:
         """The middle of codes, or none: those with scales of channels are summed over channels."""
         return 0 if self.scaling == "channel" else bit_planes.offset(self.bits, dtype)
 
-    def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+    def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
         """That of a subnormal, and of the code's place in its byte."""
         offset = self.offset(dtype)
-        return bit_planes.exponent_in_place(plane, self.bits, dtype, offset=offset, ptx=ptx)
+        return bit_planes.exponent_in_place(plane, self.bits, dtype, offset=offset)
 
 
 class StaticIntegers(Integers):
@@ -224,12 +218,11 @@ class StaticIntegers(Integers):
         pieces: Sequence[jax.Array],
         scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike | None,
-        arithmetic: Arithmetic = PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Codes of x / scale, half rounded up; beyond ±127, to that end."""
         assert scales is not None
         codes = [
-            quantize.encode_symmetric(x.astype(jnp.float32), scale, self.bits, arithmetic)
+            quantize.encode_symmetric(x.astype(jnp.float32), scale, self.bits)
             for x, scale in zip(pieces, scales, strict=True)
         ]
         return self._words(codes), []
@@ -243,15 +236,15 @@ class StaticIntegers(Integers):
         return (codes.astype(jnp.float32) - 2.0 ** (self.bits - 1)) * parameters
 
     def operand(
-        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
         """Codes − 128."""
         step, zero = (jnp.asarray(x, dtype) for x in (1.0, -(2.0 ** (self.bits - 1))))
-        return self.scaled_operand(words, plane, step, zero, ptx=ptx)
+        return self.scaled_operand(words, plane, step, zero)
 
-    def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+    def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
         """That of `decode_scaled`."""
-        return bit_planes.exponent_scaled(dtype, ptx=ptx)
+        return bit_planes.exponent_scaled(dtype)
 
     def offset(self, dtype: jax.typing.DTypeLike) -> float:
         """128."""
@@ -269,13 +262,12 @@ class Float8(KVCodes):
         pieces: Sequence[jax.Array],
         scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike | None,
-        arithmetic: Arithmetic = PLAIN,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Codes of x / scale, rounded to the nearest; beyond e4m3's range, to its end."""
         assert scales is not None
 
         def code(piece: jax.Array, scale: jax.Array) -> jax.Array:
-            x = piece.astype(jnp.float32) * arithmetic.divide(jnp.ones_like(scale), scale)
+            x = piece.astype(jnp.float32) * current_target().divide(jnp.ones_like(scale), scale)
             x = jnp.clip(x, -float8.LARGEST, float8.LARGEST).astype(jnp.float8_e4m3fn)
             return jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
 
@@ -291,14 +283,14 @@ class Float8(KVCodes):
         return values.astype(jnp.float32) * parameters
 
     def operand(
-        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0, ptx: bool
+        self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
         """e4m3(code)."""
-        return float8.decode_moved(words, plane, jnp.dtype(dtype), ptx=ptx)
+        return float8.decode_moved(words, plane, jnp.dtype(dtype))
 
-    def exponent(self, plane: int, dtype: jax.typing.DTypeLike, *, ptx: bool) -> int:
+    def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
         """That of the formats' biases."""
-        return float8.exponent_moved(jnp.dtype(dtype), ptx=ptx)
+        return float8.exponent_moved(jnp.dtype(dtype))
 
 
 BLOCKS = {4: 128, 2: 256}  # tokens of BitDecoding's residual block, by the bits

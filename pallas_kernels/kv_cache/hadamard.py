@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
-from mpjax.kernels.arithmetic import PLAIN, Arithmetic
+from mpjax.kernels.launch import join
+from mpjax.kernels.target import current_target
 
 
 def order(dim: int) -> int:
@@ -38,10 +38,7 @@ def transform(x: jax.Array) -> jax.Array:
 
 
 def transform_pieces(
-    pieces: Sequence[jax.Array],
-    dim: int,
-    dtype: jax.typing.DTypeLike,
-    arithmetic: Arithmetic = PLAIN,
+    pieces: Sequence[jax.Array], dim: int, dtype: jax.typing.DTypeLike
 ) -> list[jax.Array]:
     """The same, bit for bit the same everywhere; also in a kernel.
 
@@ -62,7 +59,8 @@ def transform_pieces(
     count = order(dim)
     runs = count // len(parts)  # in a piece
     factor = jnp.float32(1 / math.sqrt(count))
-    return [arithmetic.round(_spread(part, runs) * factor, jnp.dtype(dtype)) for part in parts]
+    round_to = current_target().round_to
+    return [round_to(_spread(part, runs) * factor, jnp.dtype(dtype)) for part in parts]
 
 
 def _spread(x: jax.Array, runs: int) -> jax.Array:
@@ -70,6 +68,6 @@ def _spread(x: jax.Array, runs: int) -> jax.Array:
     shape, width = x.shape, x.shape[-1]
     while runs > 1:
         first, second = jnp.split(x.reshape(-1, width), 2, axis=-1)
-        x = backend.join([first + second, first - second])
+        x = join([first + second, first - second])
         width, runs = width // 2, runs // 2
     return x.reshape(shape)

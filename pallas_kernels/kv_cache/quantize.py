@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.arithmetic import PLAIN, Arithmetic
+from mpjax.kernels.target import current_target
 
 # The step of what is all alike, a token's channels or a channel's tokens. Attention multiplies by
 # steps apart from zeros, and beside a large one loses both: weights times other tokens' steps in
@@ -19,11 +19,7 @@ def parameter_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def parameters(
-    low: jax.Array,
-    high: jax.Array,
-    bits: int,
-    dtype: jax.typing.DTypeLike,
-    arithmetic: Arithmetic = PLAIN,
+    low: jax.Array, high: jax.Array, bits: int, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Scale and zero for float32 minima and maxima: float32, but exact in `dtype`.
 
@@ -34,17 +30,12 @@ def parameters(
         end = float(jnp.finfo(dtype).max)
         low, high = jnp.clip(low, -end, end), jnp.clip(high, -end, end)
     # Not a division: XLA makes one by a constant a product like this, and a kernel would not.
-    scale = arithmetic.round((high - low) * (1 / (2**bits - 1)), dtype)
-    return jnp.where(scale == 0, FLAT_STEP, scale), arithmetic.round(low, dtype)
+    round_to = current_target().round_to
+    scale = round_to((high - low) * (1 / (2**bits - 1)), dtype)
+    return jnp.where(scale == 0, FLAT_STEP, scale), round_to(low, dtype)
 
 
-def encode(
-    values: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array,
-    bits: int,
-    arithmetic: Arithmetic = PLAIN,
-) -> jax.Array:
+def encode(values: jax.Array, scale: jax.Array, zero: jax.Array, bits: int) -> jax.Array:
     """Codes, as int32, of float32 values against the *stored* scale and zero.
 
     scale, zero: float32, of a shape that broadcasts to that of the values. Their rounding to 16
@@ -52,16 +43,14 @@ def encode(
     """
     top = 2**bits - 1
     # One division for each scale, spelled out: XLA would put a product in the place of many.
-    halves = (values - zero) * arithmetic.divide(jnp.full_like(scale, 2.0), scale)
+    halves = (values - zero) * current_target().divide(jnp.full_like(scale, 2.0), scale)
     # Rounds half up, in integers: 0.5 added to the product may fuse with it, or not.
     return (jnp.clip(halves, 0.0, 2.0 * top).astype(jnp.int32) + 1) >> 1
 
 
-def encode_symmetric(
-    values: jax.Array, scale: jax.Array, bits: int, arithmetic: Arithmetic = PLAIN
-) -> jax.Array:
+def encode_symmetric(values: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
     """Codes around 2**(bits − 1), as int32, of float32 values; the lowest code is not used."""
     centre = 2 ** (bits - 1)
-    halves = values * arithmetic.divide(jnp.full_like(scale, 2.0), scale)
+    halves = values * current_target().divide(jnp.full_like(scale, 2.0), scale)
     halves = jnp.floor(jnp.clip(halves, -2.0 * (centre - 1), 2.0 * (centre - 1)))
     return ((halves.astype(jnp.int32) + 1) >> 1) + centre

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.kv_cache import residual as residuals
 from mpjax.kernels.kv_cache.cache import KVPages, Side
 from mpjax.kernels.kv_cache.writing import (
@@ -23,6 +23,7 @@ from mpjax.kernels.kv_cache.writing import (
     programs_for,
     write,
 )
+from mpjax.kernels.launch import first_program_id, launch, load, load_masked
 
 
 class _Size(NamedTuple):
@@ -57,8 +58,8 @@ def append(
     batch, tokens, heads, _ = keys.shape
     operands = _Operands(block_tables, starts, counts, keys, values)
     first = len(operands)
-    return backend.pallas_call(
-        functools.partial(_kernel, interpret=interpret),
+    return launch(
+        _kernel,
         operands,
         pages,
         out_shape=like(pages),
@@ -98,8 +99,8 @@ def flush(
     likely = 0 if keys is None else len(keys) // block * pieces
     operands = _FlushOperands(block_tables, starts, counts, first_tokens, keys, values)
     first = len(jax.tree.leaves(operands))
-    return backend.pallas_call(
-        functools.partial(_flush_kernel, cuts=cuts, blocks=blocks, interpret=interpret),
+    return launch(
+        functools.partial(_flush_kernel, cuts=cuts, blocks=blocks),
         operands,
         pages,
         out_shape=like(pages),
@@ -114,7 +115,7 @@ def flush(
 
 def flush_programs(pieces: int, likely: int, sequences: int) -> int:
     """How many programs share what may be so many pieces, and is likely to be so many."""
-    idle = backend.multiprocessors() * (1 if sequences <= FEW_SEQUENCES else 2)
+    idle = device.multiprocessors() * (1 if sequences <= FEW_SEQUENCES else 2)
     return min(pieces, max(likely, idle))
 
 
@@ -128,28 +129,28 @@ class _Operands(NamedTuple):
     values: Any
 
 
-def _kernel(operands: _Operands, before: KVPages, pages: KVPages, *, interpret: bool) -> None:
+def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
     batch, tokens, _, dim = operands.keys.shape
-    program, head = backend.first_program_id(), pl.program_id(1)
+    program, head = first_program_id(), pl.program_id(1)
     is_only_one = batch * tokens == pl.num_programs(0)
 
     def visit(number: jax.Array) -> None:
         sequence, token = number // tokens, number % tokens
         slot = find_slot(operands, pages.page_size, sequence, token)
 
-        def store() -> None:
+        def append_token() -> None:
             for side, source in zip(pages.sides, (operands.keys, operands.values), strict=True):
                 width = dim // side.codes.planes
                 pieces = [
-                    backend.load(source.at[sequence, token, head, plane * width + lanes(width)])
+                    load(source.at[sequence, token, head, plane * width + lanes(width)])
                     for plane in range(side.codes.planes)
                 ]
-                write(side, pieces, source.dtype, slot, head, interpret)
+                write(side, pieces, source.dtype, slot, head)
 
         if is_only_one:  # rather than wait for whether it is valid
-            store()
+            append_token()
         else:
-            pl.when(slot.valid)(store)
+            pl.when(slot.valid)(append_token)
 
     for_each(program, batch * tokens, visit)
 
@@ -194,9 +195,8 @@ def _flush_kernel(
     *,
     cuts: Sequence[_Cut],
     blocks: int,
-    interpret: bool,
 ) -> None:
-    program = backend.first_program_id()
+    program = first_program_id()
     residual = pages.residual
     assert residual is not None
     size, heads = residual.page_size, pages.keys.shape[1]
@@ -205,7 +205,7 @@ def _flush_kernel(
     lane = jnp.arange(pl.next_power_of_2(sequences))
     mask = lane < sequences
     starts, counts = (
-        backend.load(x.at[lane], mask=mask, other=0) for x in (operands.starts, operands.counts)
+        load(x.at[lane], mask=mask, other=0) for x in (operands.starts, operands.counts)
     )
     begins, ends = (
         residuals.begin(jnp.minimum(position, capacity), size)
@@ -228,7 +228,7 @@ def _flush_kernel(
 
             @pl.when((of_side >= 0) & (of_side < pieces[side]))
             def _(side: int = side, cut: _Cut = cut, of_side: jax.Array = of_side) -> None:
-                _encode(operands, pages, block, side, cut, of_side, interpret)
+                _encode(operands, pages, block, side, cut, of_side)
 
     for_each(program, full.sum() * heads * sum(pieces), visit)
 
@@ -249,7 +249,6 @@ def _encode(
     side: int,
     cut: _Cut,
     piece: jax.Array,
-    interpret: bool,
 ) -> None:
     """A piece of a block's keys (side 0), or values (1)."""
     assert pages.residual is not None
@@ -259,21 +258,21 @@ def _encode(
     channels = Channels(piece % cut.across * cut.width, cut.width)
     row = first_row + jnp.arange(cut.rows)[:, None]
     is_new = block.begin + row >= block.start
-    first_token = backend.load(operands.first_tokens.at[block.sequence])
+    first_token = load(operands.first_tokens.at[block.sequence])
     token = jnp.maximum(first_token + block.begin + row - block.start, 0)
     position = block.begin + first_row
-    page = backend.load(operands.block_tables.at[block.sequence, position // pages.page_size])
+    page = load(operands.block_tables.at[block.sequence, position // pages.page_size])
     slot = Slot(page, position % pages.page_size, jnp.bool_(True))
 
-    def load(plane: int) -> jax.Array:
+    def load_plane(plane: int) -> jax.Array:
         of_plane = plane * cut.width * cut.across
         channel = (of_plane + channels.first + lanes(cut.width))[None, :]
-        x = backend.load(waiting.at[block.sequence, block.head, row, channel])
+        x = load(waiting.at[block.sequence, block.head, row, channel])
         if new is None:
             return x
         at = new.at[token, block.head, channel]
-        return jnp.where(is_new, backend.load_masked(at, is_new).astype(x.dtype), x)
+        return jnp.where(is_new, load_masked(at, is_new).astype(x.dtype), x)
 
     target = pages.sides[side]
-    planes = [load(plane) for plane in range(target.codes.planes)]
-    write(target, planes, waiting.dtype, slot, block.head, interpret, channels)
+    planes = [load_plane(plane) for plane in range(target.codes.planes)]
+    write(target, planes, waiting.dtype, slot, block.head, channels)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import arithmetic, backend
+from mpjax.kernels import device
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache.cache import KVPages, Side
+from mpjax.kernels.launch import load, store
 
 
 def like(pages: KVPages) -> KVPages:
@@ -31,7 +32,7 @@ def programs_for(tasks: int, heads: int) -> int:
     With n programs, starting them takes time like n, and what they do like tasks / n.
     """
     programs = math.isqrt(tasks * heads * STARTED_MEANWHILE)
-    programs = min(programs, backend.multiprocessors() * AT_ONCE)
+    programs = min(programs, device.multiprocessors() * AT_ONCE)
     rounds = pl.cdiv(tasks, max(1, programs // heads))
     return pl.cdiv(tasks, rounds)
 
@@ -68,11 +69,11 @@ class Channels(NamedTuple):
 
 def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
     """The slot of a new token, in a kernel. `tables` has block_tables, starts and counts."""
-    position = backend.load(tables.starts.at[batch]) + token
+    position = load(tables.starts.at[batch]) + token
     entry = position // page_size
     entries = tables.block_tables.shape[1]
-    valid = (token < backend.load(tables.counts.at[batch])) & (entry < entries) & (position >= 0)
-    page = backend.load(tables.block_tables.at[batch, jnp.clip(entry, 0, entries - 1)])
+    valid = (token < load(tables.counts.at[batch])) & (entry < entries) & (position >= 0)
+    page = load(tables.block_tables.at[batch, jnp.clip(entry, 0, entries - 1)])
     return Slot(page, position % page_size, valid)
 
 
@@ -113,7 +114,6 @@ def write(
     dtype: jnp.dtype,
     slot: Slot,
     head: jax.Array,
-    interpret: bool,
     channels: Channels | None = None,
 ) -> None:
     """Encodes a head's key or value, or several on one page, and stores them, in a kernel.
@@ -125,17 +125,15 @@ def write(
     """
     scales = None
     if side.codes.scaling == "head":
-        scales = [backend.load(side.parameters.at[head + jnp.arange(1)])] * len(pieces)
+        scales = [load(side.parameters.at[head + jnp.arange(1)])] * len(pieces)
     elif side.codes.scaling == "static":
         width = side.parameters.shape[1] // len(pieces)
         channel = lanes(width)
-        scales = [
-            backend.load(side.parameters.at[head, i * width + channel]) for i in range(len(pieces))
-        ]
+        scales = [load(side.parameters.at[head, i * width + channel]) for i in range(len(pieces))]
     if side.codes.hadamard:
-        pieces = transform(pieces, side.words.shape[3] * side.codes.planes, dtype, interpret)
-    operations = arithmetic.of_kernel(interpret=interpret)
-    slices, parameters = side.codes.encode(pieces, scales, side.parameter_dtype, operations)
+        dim = side.words.shape[3] * side.codes.planes
+        pieces = hadamard.transform_pieces(pieces, dim, dtype)
+    slices, parameters = side.codes.encode(pieces, scales, side.parameter_dtype)
     *tokens, _ = pieces[0].shape
     position = slot.position
     if tokens:
@@ -146,12 +144,12 @@ def write(
         lane, is_first = (jnp.expand_dims(x, tuple(range(len(tokens)))) for x in targets(width))
         target = side.words.at[slot.page, head, position, i * stride + first + lane]
         mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
-        backend.store(target, words.astype(side.words.dtype), mask=mask)
+        store(target, words.astype(side.words.dtype), mask=mask)
     if side.codes.scaling == "token":
         target = side.parameters.at[
             slot.page, head, position if tokens else position + jnp.arange(1)
         ]
-        backend.store(target, parameters[0], mask=jnp.broadcast_to(slot.valid, target.shape))
+        store(target, parameters[0], mask=jnp.broadcast_to(slot.valid, target.shape))
     elif side.codes.group is not None:
         group = slot.position // side.codes.group
         stride = side.parameters.shape[3] // len(parameters)
@@ -159,12 +157,4 @@ def write(
             lane, is_first = (x[None, :] for x in targets(width))
             target = side.parameters.at[slot.page, head, group, i * stride + first + lane]
             mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
-            backend.store(target, found, mask=mask)
-
-
-def transform(
-    pieces: Sequence[jax.Array], dim: int, dtype: jnp.dtype, interpret: bool
-) -> list[jax.Array]:
-    """The Hadamard transform of a head, or several, in a kernel; see `write`."""
-    operations = arithmetic.of_kernel(interpret=interpret)
-    return hadamard.transform_pieces(pieces, dim, dtype, operations)
+            store(target, found, mask=mask)

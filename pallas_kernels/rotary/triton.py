@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
+from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.writing import (
     Slot,
@@ -19,9 +19,9 @@ from mpjax.kernels.kv_cache.writing import (
     like,
     programs_for,
     targets,
-    transform,
     write,
 )
+from mpjax.kernels.launch import first_program_id, launch, load, store
 from mpjax.kernels.rotary.reference import HeadNorms
 
 
@@ -68,13 +68,12 @@ def rotate_and_append(
     )
     first = len(jax.tree.leaves(operands))
     queries = jax.ShapeDtypeStruct((batch, tokens, heads[0], pages.head_dim), dtype)
-    return backend.pallas_call(
+    return launch(
         functools.partial(
             _kernel,
             heads=heads,
             epsilon=0.0 if norms is None else norms.epsilon,
             transform_queries=transform_queries and pages.format.key_codes.hadamard,
-            interpret=interpret,
         ),
         operands,
         pages,
@@ -91,7 +90,7 @@ def rotate_and_append(
 def _kernel(
     operands: _Operands, before: KVPages, queries_ref: Any, pages: KVPages, **options: Any
 ) -> None:
-    program, head = backend.first_program_id(), pl.program_id(1)
+    program, head = first_program_id(), pl.program_id(1)
     rotate = functools.partial(_rotate, operands, queries_ref, pages, head, **options)
     for_each(program, queries_ref.shape[0] * queries_ref.shape[1], rotate)
 
@@ -106,7 +105,6 @@ def _rotate(
     heads: tuple[int, int],
     epsilon: float,
     transform_queries: bool,
-    interpret: bool,
 ) -> None:
     tokens, dim = queries_ref.shape[1], queries_ref.shape[3]
     batch, token = number // tokens, number % tokens
@@ -125,14 +123,14 @@ def _rotate(
     lane = lanes(width)
     target, is_real = targets(width)
 
-    def load(piece: int) -> jax.Array:
+    def load_piece(piece: int) -> jax.Array:
         total = jnp.zeros(len(lane), jnp.float32)
         for split in range(operands.terms.shape[0]):
             at = operands.terms.at[split, batch, token, head, piece * width + lane]
-            total += backend.load(at).astype(jnp.float32)
+            total += load(at).astype(jnp.float32)
         return rounded(total)
 
-    x = [load(piece) for piece in range(pieces)]
+    x = [load_piece(piece) for piece in range(pieces)]
     if operands.query_norm is not None:
         square = functools.reduce(jnp.add, [piece * piece for piece in x])
         inverse = jax.lax.rsqrt(jnp.sum(jnp.where(is_real, square, 0.0)) / dim + epsilon)
@@ -140,7 +138,7 @@ def _rotate(
         def normalise(piece: int) -> jax.Array:
             channel = piece * width + lane
             query, key = operands.query_norm.at[channel], operands.key_norm.at[channel]
-            weight = jnp.where(is_query, backend.load(query), backend.load(key))
+            weight = jnp.where(is_query, load(query), load(key))
             return jnp.where(
                 is_value, x[piece], rounded(x[piece] * inverse * weight.astype(jnp.float32))
             )
@@ -149,16 +147,16 @@ def _rotate(
 
     def turn(piece: int) -> jax.Array:
         angle = piece % half * width + lane
-        cosine = backend.load(operands.cosines.at[batch, token, angle])
-        sine = backend.load(operands.sines.at[batch, token, angle])
+        cosine = load(operands.cosines.at[batch, token, angle])
+        sine = load(operands.sines.at[batch, token, angle])
         other = x[(piece + half) % pieces] * (-sine if piece < half else sine)
         return jnp.where(is_value, x[piece], rounded(x[piece] * cosine + other))
 
     x = [turn(piece) for piece in range(pieces)]
-    query = transform(x, dim, dtype, interpret) if transform_queries else x
+    query = hadamard.transform_pieces(x, dim, dtype) if transform_queries else x
     for piece in range(pieces):
         at = queries_ref.at[batch, token, jnp.minimum(head, heads[0] - 1), piece * width + target]
-        backend.store(at, query[piece].astype(dtype), mask=is_query & is_real)
+        store(at, query[piece].astype(dtype), mask=is_query & is_real)
     for side, first, chosen in zip(
         pages.sides,
         (heads[0], heads[0] + heads[1]),
@@ -167,4 +165,4 @@ def _rotate(
     ):
         kv_head = jnp.clip(head - first, 0, heads[1] - 1)
         where = Slot(slot.page, slot.position, slot.valid & chosen)
-        write(side, x, dtype, where, kv_head, interpret)
+        write(side, x, dtype, where, kv_head)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.checks import (
     as_array,
@@ -159,15 +159,15 @@ def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: WeightFormat | N
         return f"the result is {dtype}, expected bfloat16 or float16"
     if terms.size == 0:
         return "there are no rows"
-    if reason := backend.why_triton_cannot_run():
+    if reason := device.why_triton_cannot_run():
         return reason
     if (
         format is not None
         and format.activations == "float8"
-        and (reason := backend.why_not_float8())
+        and (reason := device.why_not_float8())
     ):
         return reason
-    return backend.why_too_large(terms.size) if reference.quantizes(format) else None
+    return device.why_too_large(terms.size) if reference.quantizes(format) else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import arithmetic, backend
+from mpjax.kernels import arithmetic
 from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.launch import first_program_id, launch, load_masked, store
 from mpjax.kernels.rowwise.reference import quantizes
+from mpjax.kernels.target import current_target
 
 NEIGHBOURS = 4  # channels of a thread: 16 bytes of float32
 CHANNELS_PER_WARP = 256  # eight a thread: of a few rows, all loads are on their way at once
@@ -65,7 +67,7 @@ def gated_silu(
     splits, *shape, both = terms.shape
     rows, channels = terms.size // (splits * both), both // 2
     size = pl.next_power_of_2(channels)
-    kernel = functools.partial(_gated_kernel, size=size, interpret=interpret)
+    kernel = functools.partial(_gated_kernel, size=size)
     result = _result(rows, channels, dtype, format)
     rows_of_terms = terms.reshape(splits, rows, both)
     outputs = _launch(kernel, rows_of_terms, result, "gated_silu", interpret)
@@ -102,7 +104,7 @@ def _result(rows: int, channels: int, dtype: jnp.dtype, format: WeightFormat | N
 
 def _launch(kernel: Any, operands: Any, outputs: Any, name: str, interpret: bool) -> Any:
     rows, channels = jax.tree.leaves(outputs)[0].shape
-    return backend.pallas_call(
+    return launch(
         kernel,
         operands,
         out_shape=outputs,
@@ -124,20 +126,20 @@ def _norm_kernel(
     if operands.residual is not None:
         wide += _load(operands.residual.at[row, channel], mask)
     stream = wide.astype(stream_ref.dtype)
-    backend.store(stream_ref.at[row, channel], stream, mask=mask)
+    store(stream_ref.at[row, channel], stream, mask=mask)
     wide = stream.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.sum(wide * wide) / channels + epsilon)
     wide *= weight
     _store(result_ref, wide, row, channel, mask)
 
 
-def _gated_kernel(terms_ref: Any, result_ref: Any, *, size: int, interpret: bool) -> None:
+def _gated_kernel(terms_ref: Any, result_ref: Any, *, size: int) -> None:
     channels = terms_ref.shape[2] // 2
     row, channel, mask = _row(channels, size)
     gate = _sum(terms_ref, row, channel, mask)
     up = _sum(terms_ref, row, channels + channel, mask)
-    operations = arithmetic.of_kernel(interpret=interpret)
-    sigmoid = operations.reciprocal(1 + operations.exp2(gate * -arithmetic.LOG2_E))
+    target = current_target()
+    sigmoid = target.reciprocal(1 + target.exp2(gate * -arithmetic.LOG2_E))
     _store(result_ref, gate * sigmoid * up, row, channel, mask)
 
 
@@ -148,7 +150,7 @@ def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
 
 def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """A program's row, its channels, and which of `size` of these there are, if not all."""
-    row = backend.first_program_id()
+    row = first_program_id()
     # The compiler has a thread hold as many neighbours as fill 16 bytes of the narrowest operand,
     # and with those of bytes it would read float32 in strides of 64. Hence a zero that it takes for
     # any multiple of NEIGHBOURS, which is then all it knows of where a row begins.
@@ -163,14 +165,14 @@ def _sum(terms: Any, row: jax.Array, channel: jax.Array, mask: jax.Array | None)
 
 
 def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
-    return backend.load_masked(ref, mask).astype(jnp.float32)
+    return load_masked(ref, mask).astype(jnp.float32)
 
 
 def _store(
     ref: Any, wide: jax.Array, row: jax.Array, channel: jax.Array, mask: jax.Array | None
 ) -> None:
     if not isinstance(ref, QuantizedActivations):
-        backend.store(ref.at[row, channel], wide.astype(ref.dtype), mask=mask)
+        store(ref.at[row, channel], wide.astype(ref.dtype), mask=mask)
         return
     is_int8 = ref.values.dtype == jnp.int8
     top = 127.0 if is_int8 else LARGEST_FLOAT8
@@ -183,5 +185,5 @@ def _store(
         values = jax.lax.bitcast_convert_type(values + 1.5 * 2.0**23, jnp.int32)
     values_ref: Any = ref.values
     scales_ref: Any = ref.scales
-    backend.store(values_ref.at[row, channel], values.astype(values_ref.dtype), mask=mask)
-    backend.store(scales_ref.at[row, jnp.int32(0)], peak * (1 / top))
+    store(values_ref.at[row, channel], values.astype(values_ref.dtype), mask=mask)
+    store(scales_ref.at[row, jnp.int32(0)], peak * (1 / top))

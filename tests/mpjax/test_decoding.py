@@ -14,7 +14,7 @@ from flax import nnx
 from mpjax import decoding
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
-from mpjax.kernels import KVFormat, WeightFormat, backend
+from mpjax.kernels import KVFormat, WeightFormat, device
 from mpjax.models import DecoderConfig, Llama
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
@@ -423,7 +423,7 @@ def check_that_the_loop_copies_nothing(model, format, stride):
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: None)
     model = nnx.eval_shape(lambda: Llama(KERNELS_CONFIG, nnx.Rngs(0)))
     sampling = Sampling()
     arrays = 2 if format == KVFormat(16) else 4  # pages and their parameters

@@ -11,7 +11,7 @@ import pytest
 
 import mpjax
 from mpjax import environment
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.gemm import tables
 from mpjax.kernels.gemm.config import Plan
 
@@ -71,27 +71,27 @@ NO_WGMMA = "no: compute capability {} has no `wgmma`, which only 9.0 has"
 
 
 @pytest.mark.parametrize(
-    ("device", "triton", "mosaic"),
+    ("capability", "triton", "mosaic"),
     [
-        (gpu("9.0"), "yes: compute capability 9.0", "yes: compute capability 9.0"),
-        (gpu("8.6"), "yes: compute capability 8.6", NO_WGMMA.format("8.6")),
-        (gpu("10.0"), "yes: compute capability 10.0", NO_WGMMA.format("10.0")),
-        (gpu("7.5"), *["no: compute capability 7.5 is below 8.0"] * 2),
-        (SimpleNamespace(platform="cpu"), NO_GPU, NO_GPU),
+        (9.0, "yes: compute capability 9.0", "yes: compute capability 9.0"),
+        (8.6, "yes: compute capability 8.6", NO_WGMMA.format("8.6")),
+        (10.0, "yes: compute capability 10.0", NO_WGMMA.format("10.0")),
+        (7.5, *["no: compute capability 7.5 is below 8.0"] * 2),
+        (None, NO_GPU, NO_GPU),
     ],
 )
-def test_which_kernels_can_run(monkeypatch, device, triton, mosaic):
-    monkeypatch.setattr(backend, "default_device", lambda: device)
-    monkeypatch.setattr("mpjax.kernels.mosaic.why_slow", lambda: None)
-    assert environment.collect()["kernels"] == {"triton": triton, "mosaic": mosaic}
+def test_which_kernels_can_run(monkeypatch, capability, triton, mosaic):
+    monkeypatch.setattr("mpjax.kernels.mosaic.launch.why_slow", lambda: None)
+    with device.described_as(compute_capability=capability):
+        assert environment.collect()["kernels"] == {"triton": triton, "mosaic": mosaic}
 
 
-@pytest.mark.parametrize("capability", ["9.0", "8.6"])
+@pytest.mark.parametrize("capability", [9.0, 8.6])
 def test_it_is_told_what_makes_kernels_slow(monkeypatch, capability):
-    monkeypatch.setattr(backend, "default_device", lambda: gpu(capability))
-    monkeypatch.setattr("mpjax.kernels.mosaic.why_slow", lambda: "slow because of this")
-    line = environment.collect()["kernels"]["mosaic"]
-    assert line.endswith("slow because of this") == (capability == "9.0")
+    monkeypatch.setattr("mpjax.kernels.mosaic.launch.why_slow", lambda: "slow because of this")
+    with device.described_as(compute_capability=capability):
+        line = environment.collect()["kernels"]["mosaic"]
+    assert line.endswith("slow because of this") == (capability == 9.0)
 
 
 def test_memory_is_reported(monkeypatch):
@@ -104,9 +104,9 @@ def test_a_device_without_memory_figures_is_listed(monkeypatch):
     def broken():
         raise RuntimeError("unimplemented")
 
-    device = gpu("9.0")
-    device.memory_stats = broken
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    without_figures = gpu("9.0")
+    without_figures.memory_stats = broken
+    monkeypatch.setattr(jax, "devices", lambda: [without_figures])
     assert environment.collect()["devices"][0]["memory_bytes"] is None
 
 
@@ -150,10 +150,10 @@ def test_driver(monkeypatch, tmp_path, script, driver):
 @pytest.fixture
 def tuned(tmp_path, monkeypatch):
     """The file of a person's own table, for a GPU that none ships for."""
-    monkeypatch.setattr(tables, "current_device", lambda: "NVIDIA Test")
     monkeypatch.setenv("MPJAX_TUNED", str(tmp_path))
     tables.forget()
-    yield tmp_path / "nvidia_test.json"
+    with device.described_as("NVIDIA Test"):
+        yield tmp_path / "nvidia_test.json"
     tables.forget()
 
 

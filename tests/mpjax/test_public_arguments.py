@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mpjax.evaluate import perplexity
 
 import mpjax
-from mpjax.evaluate import perplexity
 from mpjax.kernels import KVFormat
 from tests.refusals import require_a_result_or_its_name
 

@@ -8,7 +8,7 @@ from mpjax import tune
 from mpjax.bench import measure
 from mpjax.checkpoint import CheckpointError
 from mpjax.checkpoint.saving import save
-from mpjax.kernels import WeightFormat, matmul
+from mpjax.kernels import WeightFormat, device, matmul
 from mpjax.kernels.gemm import shapes, tables, tuning
 from mpjax.kernels.gemm.config import GemmConfig, Plan
 from mpjax.models import presets
@@ -252,9 +252,9 @@ def test_the_stamp_is_short(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_small_product_is_tuned_on_the_gpu(tmp_path):
-    device = tables.current_device()
-    path = tmp_path / tables.file_name(device)
-    [outcome] = tune.run([Job(UINT4, 512, 384, 16)], path, device, STAMP)
+    kind = device.kind()
+    path = tmp_path / tables.file_name(kind)
+    [outcome] = tune.run([Job(UINT4, 512, 384, 16)], path, kind, STAMP)
     assert outcome.entry is not None
     assert 1 < outcome.entry.microseconds < 1000
     assert outcome.heuristic_microseconds is not None

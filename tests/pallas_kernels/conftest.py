@@ -1,11 +1,10 @@
-"""Fixtures with which the Triton kernels run, or lower, without a GPU."""
+"""Fixtures with which the kernels run, or lower, without a GPU."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -17,11 +16,11 @@ import mpjax.kernels.gemm.triton
 import mpjax.kernels.kv_cache.triton
 import mpjax.kernels.rotary.triton
 import mpjax.kernels.rowwise.triton
-from mpjax.kernels import arithmetic, backend
-from mpjax.kernels.attention import main_loop, queries
+from mpjax.kernels import device
 from mpjax.kernels.gemm import tables
-from mpjax.kernels.gemm.limits import current_limits, why_no_wgmma
-from tests.pallas_kernels import ptx
+from mpjax.kernels.gemm.limits import why_no_wgmma
+from mpjax.kernels.target import tracing_for
+from tests.pallas_kernels import numpy_ptx
 from tests.pallas_kernels.attention import scenes
 
 
@@ -36,56 +35,43 @@ def without_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The public functions choose as they do on an H200; what they choose can be lowered only."""
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
-    monkeypatch.setattr(backend, "on_gpu", lambda: True)
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
-    monkeypatch.setattr(backend, "compute_capability", lambda: 9.0)
     # The plans that ship, and none of this machine's own.
-    monkeypatch.setattr(tables, "current_device", lambda: "NVIDIA H200")
     monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
+    with device.described_as("NVIDIA H200"):
+        yield
 
 
 @pytest.fixture
 def wgmma() -> None:
     """Skips a test, with the reason, on a GPU that has not this instruction."""
-    if reason := why_no_wgmma(current_limits()):
+    if reason := why_no_wgmma(device.limits()):
         pytest.skip(reason)
 
 
 @pytest.fixture
-def interpreted_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inline PTX runs in numpy, on any device."""
-    monkeypatch.setattr(backend, "inline_ptx", ptx.inline_ptx)
-    monkeypatch.setattr(backend, "share_pairs", ptx.share_pairs)
+def interpreted_ptx() -> Iterator[None]:
+    """Decoders, and kernels that are interpreted, have inline PTX, which numpy runs."""
+    with tracing_for(numpy_ptx.NumpyPTX()):
+        yield
 
 
 @pytest.fixture
-def attention_with_ptx(interpreted_ptx: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def attention_with_ptx() -> Iterator[None]:
     """Interpreted attention decodes to subnormals, as on a GPU, and multiplies them as there."""
-    monkeypatch.setattr(backend, "dot", ptx.dot)
-    like_ptx = arithmetic.PLAIN._replace(narrow=ptx.narrow, widen=ptx.widen)
-    monkeypatch.setattr(arithmetic, "PTX", like_ptx)
-    for module in (main_loop, queries):
-        monkeypatch.setattr(module, "times_power", ptx.times_power)
-    kernel, traced = mpjax.kernels.attention.triton._kernel, []
-
-    def with_ptx(*references: Any, **options: Any) -> None:
-        traced.append(True)
-        kernel(*references, **{**options, "ptx": True})
-
-    monkeypatch.setattr(mpjax.kernels.attention.triton, "_kernel", with_ptx)
-    scenes.kernel.clear_cache()  # which knows nothing of what was replaced
-    yield
+    scenes.kernel.clear_cache()  # which knows nothing of targets
+    target = numpy_ptx.WithSubnormals()
+    with tracing_for(target):
+        yield
     scenes.kernel.clear_cache()
-    assert traced
+    assert target.snippets
 
 
 @pytest.fixture
 def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions choose Triton kernels, which run interpreted, on any device."""
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: None)
     monkeypatch.setattr(
         mpjax.kernels.gemm.limits, "why_no_wgmma", lambda limits: "only Triton is interpreted"
     )

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend, bits
+from mpjax.kernels import bits
+from mpjax.kernels.launch import launch, load, store
 from tests.pallas_kernels.oracles import NUMPY_DTYPES
 
 ALL_WORDS = np.arange(2**16, dtype=np.uint16)
@@ -99,7 +100,7 @@ def test_decoded_planes_are_exact(width, dtype, ptx):
     for plane in range(16 // width):
         codes = ALL_WORDS // 2 ** (plane * width) % 2**width
         for zero in zero_points(width):
-            decoded = bits.decode_plane(words, plane, width, jnp.asarray(zero, dtype), ptx=ptx)
+            decoded = bits.decode_plane(words, plane, width, jnp.asarray(zero, dtype))
             assert decoded.dtype == jnp.dtype(dtype)
             unit = 2.0 ** bits.plane_exponent(dtype)
             np.testing.assert_array_equal(
@@ -112,7 +113,7 @@ def test_decoded_planes_are_exact(width, dtype, ptx):
 def test_zero_points_broadcast_over_a_tile(width, dtype, ptx):
     words = jnp.asarray(ALL_WORDS[:64].reshape(4, 16))
     zero = np.arange(4)[:, None]
-    decoded = bits.decode_plane(words, 0, width, jnp.asarray(zero, dtype), ptx=ptx)
+    decoded = bits.decode_plane(words, 0, width, jnp.asarray(zero, dtype))
     expected = ALL_WORDS[:64].reshape(4, 16).astype(np.float32) % 2**width - zero
     expected *= 2.0 ** bits.plane_exponent(dtype)
     np.testing.assert_array_equal(np.asarray(decoded).astype(np.float32), expected)
@@ -127,9 +128,9 @@ def test_codes_in_place_are_exact(width, dtype, ptx):
     for plane, offset in itertools.product(range(16 // width), {0, middle}):
         codes = ALL_WORDS // 2 ** (plane * width) % 2**width
         words = jnp.asarray(ALL_WORDS)
-        found = bits.decode_in_place(words, plane, width, dtype, offset=offset, copy=plane, ptx=ptx)
+        found = bits.decode_in_place(words, plane, width, dtype, offset=offset, copy=plane)
         assert found.dtype == jnp.dtype(dtype)
-        exponent = bits.exponent_in_place(plane, width, dtype, offset=offset, ptx=ptx)
+        exponent = bits.exponent_in_place(plane, width, dtype, offset=offset)
         assert (exponent < 0) == ptx
         expected = np.ldexp(codes.astype(np.float64) - offset, exponent)
         np.testing.assert_array_equal(np.asarray(found).astype(np.float64), expected)
@@ -140,13 +141,13 @@ def test_copies_of_codes_are_alike_and_stay_apart(dtype, lower_for_cuda):
     """What Triton took to be one operation it would take through shared memory."""
 
     def kernel(words_ref, out_ref):
-        words = backend.load(words_ref.at[jnp.arange(64)])
+        words = load(words_ref.at[jnp.arange(64)])
         for copy in range(2):
-            codes = bits.decode_in_place(words, 1, 4, dtype, copy=copy, ptx=True)
-            backend.store(out_ref.at[copy, jnp.arange(64)], codes)
+            codes = bits.decode_in_place(words, 1, 4, dtype, copy=copy)
+            store(out_ref.at[copy, jnp.arange(64)], codes)
 
     def decode(words):
-        return backend.pallas_call(
+        return launch(
             kernel,
             words,
             out_shape=jax.ShapeDtypeStruct((2, 64), jnp.dtype(dtype)),
@@ -175,9 +176,9 @@ def test_scaled_planes_are_rounded_once(width, dtype, ptx, rng):
         codes = words // 2 ** (plane * width) % 2**width
         exact = codes * step.astype(np.float32) + zero.astype(np.float32)
         expected = np.minimum(exact, float(jnp.finfo(dtype).max)).astype(half)
-        unit = half.type(2.0 ** bits.exponent_scaled(dtype, ptx=ptx))
+        unit = half.type(2.0 ** bits.exponent_scaled(dtype))
         found = bits.decode_scaled(
-            jnp.asarray(words), plane, width, jnp.asarray(step), jnp.asarray(zero * unit), ptx=ptx
+            jnp.asarray(words), plane, width, jnp.asarray(step), jnp.asarray(zero * unit)
         )
         assert found.dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(np.asarray(found), expected * unit)
@@ -205,7 +206,7 @@ def assert_products_round_once(products: jax.Array, values: np.ndarray, scales: 
 @each_dtype
 def test_multiply_rounds_once(dtype, ptx, rng):
     values, scales = factors(rng, dtype)
-    products = bits.multiply(jnp.asarray(values), jnp.asarray(scales), ptx=ptx)
+    products = bits.multiply(jnp.asarray(values), jnp.asarray(scales))
     assert_products_round_once(products, values, scales)
 
 
@@ -213,7 +214,7 @@ def test_multiply_rounds_once(dtype, ptx, rng):
 def test_multiply_rounds_the_scale_to_the_tiles_dtype_and_broadcasts_it(dtype, ptx, rng):
     tile = rng.standard_normal((4, 8)).astype(NUMPY_DTYPES[dtype])
     scale = rng.standard_normal((4, 1)).astype(np.float32)
-    products = bits.multiply(jnp.asarray(tile), jnp.asarray(scale), ptx=ptx)
+    products = bits.multiply(jnp.asarray(tile), jnp.asarray(scale))
     rounded = np.broadcast_to(scale.astype(tile.dtype), tile.shape)
     assert_products_round_once(products, tile, rounded)
 
@@ -223,7 +224,7 @@ def test_two_terms_of_a_product_are_exact(dtype, ptx, rng):
     values, scales = factors(rng, dtype)
     least = float(jnp.finfo(dtype).tiny) * 2.0**20  # what rounding takes away must be normal, too
     values = np.where(np.abs(values.astype(np.float32)) < least, np.zeros_like(values), values)
-    terms = bits.multiply_exactly(jnp.asarray(values), jnp.asarray(scales), ptx=ptx)
+    terms = bits.multiply_exactly(jnp.asarray(values), jnp.asarray(scales))
     assert_products_round_once(terms[0], values, scales)
     assert terms[1].dtype == jnp.dtype(dtype)
     total = sum(np.asarray(term).astype(np.float64) for term in terms)
@@ -236,12 +237,10 @@ def multiply_in_kernel(values: jax.Array, scales: jax.Array) -> jax.Array:
 
     def kernel(values_ref, scales_ref, out_ref):
         place = pl.program_id(0) * tile + jnp.arange(tile)
-        products = bits.multiply(
-            backend.load(values_ref.at[place]), backend.load(scales_ref.at[place]), ptx=True
-        )
-        backend.store(out_ref.at[place], products)
+        products = bits.multiply(load(values_ref.at[place]), load(scales_ref.at[place]))
+        store(out_ref.at[place], products)
 
-    return backend.pallas_call(
+    return launch(
         kernel,
         values,
         scales,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax.kernels import UnsupportedError, add_rms_norm, backend
+from mpjax.kernels import UnsupportedError, add_rms_norm, device
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
 
 CHOICES = ("triton", "xla", "reference")
@@ -51,7 +51,7 @@ def test_a_slow_reference_is_said_on_a_gpu_alone(monkeypatch):
         warnings.simplefilter("error")
         choose("sum", None, "triton", CHOICES, not_triton)
         warn_of_reference("sum", "a CPU has no other way")
-    monkeypatch.setattr(backend, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
     message = "^sum runs as plain JAX on this GPU, which is slow: there is no GPU$"
     with pytest.warns(UserWarning, match=message):
         choose("sum", None, "triton", CHOICES, not_triton)

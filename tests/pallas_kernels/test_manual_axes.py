@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import add_rms_norm, backend, manual_axes, matmul
+from mpjax.kernels import add_rms_norm, manual_axes, matmul
+from mpjax.kernels.launch import launch
 from tests.pallas_kernels.gemm.weights import random_weight
 from tests.pallas_kernels.oracles import random_array
 
@@ -53,7 +54,7 @@ def test_a_kernel_varies_like_its_arguments():
         out_ref[index] = x_ref[index] * factor_ref[index]
 
     def run(x, factor):
-        return backend.pallas_call(
+        return launch(
             multiply,
             x,
             factor,

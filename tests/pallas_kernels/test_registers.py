@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.pallas.triton import lowering
 
-from mpjax.kernels import backend
+from mpjax.kernels.launch import first_program_id, launch, load, store
 from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
 SCHEDULER = 16 * 1024  # a quarter of a multiprocessor's registers
@@ -31,10 +31,10 @@ def test_so_many_programs_fit(warps):
 
 def double(x: jax.Array, registers: int | None, *, interpret: bool) -> jax.Array:
     def kernel(x_ref, out_ref):
-        at = backend.first_program_id() + jnp.arange(16)
-        backend.store(out_ref.at[at], 2 * backend.load(x_ref.at[at]))
+        at = first_program_id() + jnp.arange(16)
+        store(out_ref.at[at], 2 * load(x_ref.at[at]))
 
-    return backend.pallas_call(
+    return launch(
         kernel,
         x,
         out_shape=x,

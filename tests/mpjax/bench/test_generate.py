@@ -14,7 +14,7 @@ import mpjax
 from mpjax.bench import generate, measure
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import STRIDE
-from mpjax.kernels import KVFormat, backend
+from mpjax.kernels import KVFormat, device
 from mpjax.memory import DeviceMemoryError
 from mpjax.models import Qwen3
 from mpjax.precision import Precision
@@ -213,8 +213,8 @@ def test_from_disk_times_the_load():
 
 @pytest.mark.parametrize(("statistics", "peak"), [(None, None), ({"peak_bytes_in_use": 7}, 7)])
 def test_the_peak_is_the_allocators(monkeypatch, statistics, peak):
-    device = SimpleNamespace(memory_stats=lambda: statistics)
-    monkeypatch.setattr(backend, "default_device", lambda: device)
+    gpu = SimpleNamespace(memory_stats=lambda: statistics)
+    monkeypatch.setattr(device, "default_device", lambda: gpu)
     assert generate._peak_bytes() == peak
 
 

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.mosaic.gpu import profiler
 
 from mpjax.bench import measure
-from mpjax.kernels import UnsupportedError, backend
+from mpjax.kernels import UnsupportedError, device
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_numbers_that_xla_appends_are_dropped():
 
 
 def test_without_a_gpu_the_reason_is_said(monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: None)
     measure.require_gpu()
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "it is a toaster")
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "it is a toaster")
     with pytest.raises(UnsupportedError, match=r"CUDA GPU.*: it is a toaster"):
         measure.require_gpu()
 

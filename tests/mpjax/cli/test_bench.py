@@ -167,7 +167,7 @@ def test_generation(measured, folder):
 def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("mpjax.kernels.backend.why_triton_cannot_run", lambda: "there is none")
+    monkeypatch.setattr("mpjax.kernels.device.why_triton_cannot_run", lambda: "there is none")
     monkeypatch.setattr(MODULES[command], "run", lambda sweep: pytest.fail("measured"))
     formats = ("--formats", "uint4") if command == "gemm" else ()
     result = run(command, *formats)

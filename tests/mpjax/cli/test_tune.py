@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from mpjax import tune
 from mpjax.cli.application import app
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.gemm import tables
 from mpjax.tune import Trial
 
@@ -28,9 +28,8 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(tune, "try_on_gpu", try_on_gpu)
     monkeypatch.setattr(tune, "stamp", lambda: {"commit": "abc"})
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: None)
-    monkeypatch.setattr(tables, "current_device", lambda: "NVIDIA Test 1")
-    return jobs
+    with device.described_as("NVIDIA Test 1"):
+        yield jobs
 
 
 def test_results_are_written_told_and_kept(gpu, tmp_path):
@@ -66,10 +65,10 @@ def test_a_model_is_tuned_for_all_rows_in_the_own_folder(gpu, tmp_path, monkeypa
     assert (tmp_path / "nvidia_test_1.json").is_file()
 
 
-def test_a_plan_says_where_its_splits_begin(gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "compute_capability", lambda: 8.0)
+def test_a_plan_says_where_its_splits_begin(gpu, tmp_path):
     formats = ("--formats", "uint4:g128", "--output", tmp_path)
-    result = invoke("--shapes", "4096x24576", "--rows", "128", *formats)
+    with device.described_as("NVIDIA Test 1", compute_capability=8.0):
+        result = invoke("--shapes", "4096x24576", "--rows", "128", *formats)
     assert "triton 128x128, 2 splits past channel 16896, 8 warps, 3 stages" in result.stderr
 
 
@@ -107,7 +106,7 @@ def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "the default device is 'cpu'")
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "the default device is 'cpu'")
     result = invoke(*SHAPES, "--output", tmp_path)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (

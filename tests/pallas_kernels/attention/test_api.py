@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import UnsupportedError, backend, paged_attention, prefill_attention
+from mpjax.kernels import UnsupportedError, device, paged_attention, prefill_attention
 from mpjax.kernels.attention import gathered, reference, triton
 from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
@@ -91,7 +91,7 @@ def test_unknown_implementations_are_refused(rng):
 
 
 def test_the_kernel_needs_a_gpu(rng, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
     test = scene(rng, "KV16", "bfloat16", **DECODE)
     with pytest.raises(UnsupportedError, match=r"paged_attention: 'triton'.*there is no GPU"):
         paged_attention(*test.arguments, implementation="triton")
@@ -117,7 +117,7 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference(
 @pytest.mark.parametrize("supported", [True, False])
 def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
     reason = None if supported else "there is no GPU"
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: reason)
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: reason)
     monkeypatch.setattr(triton, "paged_attention", lambda *_, **__: "triton")
     monkeypatch.setattr(reference, "paged_attention", lambda *_, **__: "reference")
     test = scene(rng, "KV4", "bfloat16", **DECODE)
@@ -333,8 +333,8 @@ def test_prefill_with_softcap_and_sinks_on_the_gpu(dtype, rng):
 
 
 def test_prompts_on_an_old_gpu_go_to_xla(pretend_gpu, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "the GPU is too old")
-    monkeypatch.setattr(backend, "compute_capability", lambda: 7.5)
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "the GPU is too old")
+    monkeypatch.setattr(device, "compute_capability", lambda: 7.5)
     x = jnp.ones((1, 4, 1, 64), jnp.bfloat16)
     with pytest.warns(UserWarning, match="prefill_attention runs as plain JAX .*, the GPU is too"):
         out = prefill_attention(x, x, x)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
 from mpjax.kernels.attention import balance
 from mpjax.kernels.attention.combine import Parts
+from mpjax.kernels.launch import launch
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def tasks_kernel(
         jax.lax.fori_loop(first, 1 + pieces.number, perform, pieces.begin)
 
     def run(lengths: jax.Array) -> Any:
-        return backend.pallas_call(
+        return launch(
             kernel,
             (lengths, jnp.zeros(batch, jnp.int32)),
             out_shape=(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import UnsupportedError, backend, paged_attention
+from mpjax.kernels import UnsupportedError, device, paged_attention
 from mpjax.kernels.attention import gathered, reference, triton
 from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
@@ -60,7 +60,7 @@ def test_what_it_can_do(text, dtype, head_dim, scratch, reason, rng, pretend_gpu
     found = gathered.why_not(test.queries, test.pages, test.block_tables)
     assert found is None if reason is None else reason in str(found)
     assert "packed" in str(gathered.why_not(test.queries[0], test.pages, test.block_tables))
-    monkeypatch.setattr(backend, "compute_capability", lambda: 7.5)
+    monkeypatch.setattr(device, "compute_capability", lambda: 7.5)
     found = gathered.why_not(test.queries, test.pages, test.block_tables)
     assert found == "compute capability 7.5 is below 8.0"
     monkeypatch.setattr(gathered, "dot_product_attention", None)

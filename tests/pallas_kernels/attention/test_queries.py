@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels.arithmetic import PLAIN
 from mpjax.kernels.attention import queries
 from mpjax.kernels.attention.orientation import Orientation
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
@@ -24,7 +23,7 @@ def in_units(loaded: list[np.ndarray]) -> queries.Queries:
     """Queries in units of their rows."""
     largest = jnp.abs(jnp.asarray(np.stack(loaded)).astype(jnp.float32)).max((0, 2))
     parts = [jnp.asarray(q) for q in loaded]
-    return queries.prepare(parts, SHIFTS, FLOAT16, PLAIN, largest=largest)
+    return queries.prepare(parts, SHIFTS, FLOAT16, largest=largest)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -45,9 +44,7 @@ def test_a_row_is_in_units_of_the_power_of_two_above_it(dtype, rng):
 
 def test_without_units_queries_keep_their_size(rng):
     loaded = rows(rng, "bfloat16")
-    found = queries.prepare(
-        [jnp.asarray(q) for q in loaded], SHIFTS, jnp.dtype(jnp.bfloat16), PLAIN
-    )
+    found = queries.prepare([jnp.asarray(q) for q in loaded], SHIFTS, jnp.dtype(jnp.bfloat16))
     assert found.unit is None
     for part, q, shift in zip(found.parts, loaded, SHIFTS, strict=True):
         np.testing.assert_array_equal(wide(part), wide(q) * 2.0**shift)
@@ -66,7 +63,6 @@ def test_scores_of_codes(few_rows, exact, rng):
         SHIFTS,
         Orientation(few_rows=few_rows),
         midpoint=None if exact else 7.5,
-        ptx=False,
     )
     codes = rng.integers(0, 16, (3, 100, 16))
     scores, expected = np.asarray(left)[:, None].astype(np.float64), np.zeros((8, 1))
@@ -86,10 +82,10 @@ def test_scores_of_codes(few_rows, exact, rng):
 def test_the_largest_products_are_finite(step, zero, midpoint):
     large = jnp.full((8, 16), jnp.finfo(jnp.bfloat16).max / 4, jnp.bfloat16)
     largest = large.astype(jnp.float32).max(1)
-    found = queries.prepare([large], [0], FLOAT16, PLAIN, largest=largest)
+    found = queries.prepare([large], [0], FLOAT16, largest=largest)
     parameters = jnp.full(16, step, jnp.float16), jnp.full(16, zero, jnp.float16)
     [products], left = queries.times_channels(
-        *(found, [parameters], [0], Orientation(few_rows=True)), midpoint=midpoint, ptx=False
+        *(found, [parameters], [0], Orientation(few_rows=True)), midpoint=midpoint
     )
     assert all(np.isfinite(wide(product)).all() for product in products)
     assert np.isfinite(np.asarray(left)).all()

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import backend
 from mpjax.kernels.attention import rows, tiles
 from mpjax.kernels.attention.combine import FLOOR
 from mpjax.kernels.attention.orientation import Orientation
 from mpjax.kernels.attention.result import Result
+from mpjax.kernels.launch import first_program_id, launch
 
 TOKENS, HEADS, DIM, PROGRAMS = 4, 2, 24, 3
 ROWS = 8
@@ -29,7 +29,7 @@ def test_means_and_totals_go_to_the_place_of_their_rows(few_rows, shift, rng):
 
     def kernel(references: Any, _: Any, *found: Any) -> None:
         sums_ref, total_ref, base_ref = references
-        number = backend.first_program_id() + jnp.arange(ROWS)
+        number = first_program_id() + jnp.arange(ROWS)
         of_rows = rows.Rows(number // HEADS, number % HEADS, number, number < 5, jnp.int32(5))
         parts = [tiles.Part(span, range(1)) for span in tiles.spans(DIM)]
         lanes = [part.span.lanes for part in parts]
@@ -45,7 +45,7 @@ def test_means_and_totals_go_to_the_place_of_their_rows(few_rows, shift, rng):
         result.store(*found, 1, shift)
 
     before = jnp.full(shape, 7.0), jnp.full(shape[:3], 7.0)
-    outputs, log2_totals = backend.pallas_call(
+    outputs, log2_totals = launch(
         kernel,
         (jnp.asarray(sums), jnp.asarray(total), jnp.asarray(base)),
         before,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import backend
 from mpjax.kernels.attention import rows, tiles
+from mpjax.kernels.launch import first_program_id, launch, store
 
 GROUP, KV_HEADS, LONGEST, NUMBERS = 3, 2, 4, 16
 STARTS, COUNTS = [10, 0, 7], [4, 0, 2]
@@ -22,7 +22,7 @@ def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_packed):
 
     def kernel(references: Any, out_ref: Any) -> None:
         offsets_ref, starts_ref, counts_ref = references
-        program = backend.first_program_id()
+        program = first_program_id()
         batch, head = program // KV_HEADS, program % KV_HEADS
         sequence = rows.Sequence(batch, head, starts_ref[batch], counts_ref[batch])
         found = rows.numbered(jnp.arange(NUMBERS), sequence, GROUP, LONGEST, offsets_ref)
@@ -30,7 +30,7 @@ def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_packed):
             out_ref[program, i] = field.astype(jnp.int32)
         out_ref[program, 4] = jnp.full(NUMBERS, found.real)
 
-    out = backend.pallas_call(
+    out = launch(
         kernel,
         (offsets, jnp.asarray(STARTS), jnp.asarray(COUNTS)),
         out_shape=jax.ShapeDtypeStruct((3 * KV_HEADS, 5, NUMBERS), jnp.int32),
@@ -90,7 +90,7 @@ def test_few_rows_come_as_others_do(span, plane, rng):
         out_ref[0] = found.load(queries_ref, part)
         out_ref[1] = found.load_few(queries_ref, part)
 
-    whole, in_pieces = backend.pallas_call(
+    whole, in_pieces = launch(
         kernel,
         jnp.asarray(queries),
         out_shape=jax.ShapeDtypeStruct((2, 8, span.size), jnp.float32),
@@ -117,9 +117,9 @@ def test_the_largest_magnitude_of_each_row(dim, rng):
     def kernel(queries_ref: Any, out_ref: Any) -> None:
         token = jnp.arange(8)
         found = rows.Rows(token, token * 0, token, token < 6, jnp.int32(6))
-        backend.store(out_ref.at[token], found.largest(queries_ref))
+        store(out_ref.at[token], found.largest(queries_ref))
 
-    out = backend.pallas_call(
+    out = launch(
         kernel,
         jnp.asarray(queries),
         out_shape=jax.ShapeDtypeStruct((8,), jnp.float32),

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, backend
+from mpjax.kernels import KVFormat
 from mpjax.kernels.attention import tiles
 from mpjax.kernels.attention.source import Source
 from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.launch import launch
 
 PAGE_SIZE, PROGRAMS = 64, 3
 
@@ -45,7 +46,7 @@ def visited(tile_keys: int, entries: int, first_tile: int, last: int, rng: np.ra
         bounds = (jnp.int32(1), jnp.int32(last), jnp.int32(first_tile), jnp.int32(1))
         source.visit(*bounds, see, jnp.int32(0))
 
-    out = backend.pallas_call(
+    out = launch(
         kernel,
         (jnp.asarray(tables), pages),
         out_shape=jax.ShapeDtypeStruct((last + 2, 2), jnp.int32),

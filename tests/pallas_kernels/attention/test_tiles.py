@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.kernels import backend
 from mpjax.kernels.attention import tiles
+from mpjax.kernels.launch import first_program_id, launch
 
 
 @given(st.integers(1, 600))
@@ -53,7 +53,7 @@ def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
     tables = rng.permutation(14).astype(np.int32).reshape(2, 7)
 
     def kernel(tables_ref: Any, pages_ref: Any, positions_ref: Any) -> None:
-        tile = backend.first_program_id()
+        tile = first_program_id()
         batch, last, page = jnp.int32(1), jnp.int32(4), None
         if slots <= page_size:
             every = jnp.full(tiles.LOOKED_UP, tile)
@@ -64,7 +64,7 @@ def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
 
     entries = 5 if slots <= page_size else 7  # only tiles of several pages end behind the last one
     count = -(-entries * page_size // slots)
-    pages, positions = backend.pallas_call(
+    pages, positions = launch(
         kernel,
         jnp.asarray(tables),
         out_shape=[jax.ShapeDtypeStruct((count, slots), jnp.int32)] * 2,
@@ -91,7 +91,7 @@ def test_pages_that_are_looked_up_at_once_are_those_of_their_tiles(slots, rng):
         for number in range(tiles.LOOKED_UP):
             out_ref[number] = tiles.pick(pages, jnp.int32(number))
 
-    found = backend.pallas_call(
+    found = launch(
         kernel,
         jnp.asarray(tables),
         out_shape=jax.ShapeDtypeStruct((tiles.LOOKED_UP,), jnp.int32),

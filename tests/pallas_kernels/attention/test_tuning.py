@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache, backend
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache, device
 from mpjax.kernels.attention import shapes, tuning
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _as_many_multiprocessors_as_an_h200() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "multiprocessors", lambda: 132)
+    with device.described_as():
         yield
 
 
@@ -97,18 +96,17 @@ def test_named_shapes(shape, text):
     st.sampled_from([16, 84, 132]),
 )
 def test_any_shape(batch, rows, entries, pages, multiprocessors):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "multiprocessors", lambda: multiprocessors)
+    with device.described_as(multiprocessors=multiprocessors):
         assert_sound(batch, rows, entries, pages)
 
 
 @pytest.mark.parametrize(("capability", "kibibytes"), [(8.0, 163), (8.6, 99), (8.9, 99)])
 @pytest.mark.parametrize("text", ["KV16", "KV8", "KV4"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_gpus_with_less_shared_memory(capability, kibibytes, text, head_dim, monkeypatch):
-    monkeypatch.setattr(backend, "compute_capability", lambda: capability)
-    for rows in (4, 2048):
-        assert_sound(1, rows, 256, pages_of(text, 8, head_dim=head_dim), kibibytes)
+def test_gpus_with_less_shared_memory(capability, kibibytes, text, head_dim):
+    with device.described_as(compute_capability=capability):
+        for rows in (4, 2048):
+            assert_sound(1, rows, 256, pages_of(text, 8, head_dim=head_dim), kibibytes)
 
 
 @pytest.mark.parametrize(
@@ -393,6 +391,6 @@ def test_registers_of_programs_that_come_beside_each_other(text, batch, entries,
 )
 def test_programs_beside_each_other(keys, splits, ahead, kibibytes, programs, monkeypatch):
     """As many as there are, or as shared memory holds the tiles of, but for 32 KiB."""
-    monkeypatch.setattr(backend, "shared_memory", lambda capability: 1024 * kibibytes)
+    monkeypatch.setattr(device, "shared_memory", lambda capability: 1024 * kibibytes)
     work = tuning._Work(programs=64, tokens=4096, packed_tokens=4096, slot_bytes=256)
     assert work.beside(keys, splits, ahead) == programs

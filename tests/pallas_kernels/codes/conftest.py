@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import WeightFormat
+from mpjax.kernels.target import PLAIN
 from tests.pallas_kernels.codes import decoding
+from tests.pallas_kernels.numpy_ptx import NumpyPTX
+
+NUMPY = NumpyPTX()
 
 
 @pytest.fixture(
@@ -20,8 +24,6 @@ def decode(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
     A test runs with the decoder's twin in jnp, with its PTX as numpy interprets it, and with the
     PTX in a kernel on a GPU.
     """
-    if request.param == "interpreted_ptx":
-        request.getfixturevalue("interpreted_ptx")
 
     def run(
         words: np.ndarray,
@@ -40,9 +42,9 @@ def decode(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
             format=WeightFormat.parse(format),
             operand=operand,
             scale_dtype=scale_dtype,
-            ptx=request.param != "twin",
             interpret=request.param != "ptx_on_gpu",
             scaled=scaled,
+            target=NUMPY if request.param == "interpreted_ptx" else PLAIN,
         )
         return np.asarray(planes)
 

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import WeightFormat, backend, codes
+from mpjax.kernels import WeightFormat, codes
+from mpjax.kernels.launch import launch, load, store
+from mpjax.kernels.target import PLAIN, Target, tracing_for
 
 TILE = 4096  # words of a column that a program decodes on a GPU
 
 
-def launch(
+def decode_words(
     words: jax.Array,  # [rows, columns · width]
     parameters: jax.Array,  # uint32 [rows]
     table: jax.Array | None,  # float32 [2**bits]
@@ -22,11 +24,14 @@ def launch(
     format: WeightFormat,
     operand: str,
     scale_dtype: str,
-    ptx: bool,
     interpret: bool,
     scaled: bool = False,
+    target: Target = PLAIN,
 ) -> jax.Array:
-    """All planes [planes, rows, width]: in `operand` before scaling, or `scaled` in float32."""
+    """All planes [planes, rows, width]: in `operand` before scaling, or `scaled` in float32.
+
+    target: what the kernel is traced for if it is interpreted.
+    """
     kind, dtype = codes.of(format), jnp.dtype(operand)
     rows, width = words.shape[0], words.shape[1] // format.columns
     tile = rows if interpret else TILE // width
@@ -35,40 +40,41 @@ def launch(
     def kernel(operands: tuple[Any, Any, Any], out_ref: Any) -> None:
         words_ref, parameters_ref, table_ref = operands
         row, lane = pl.program_id(0) * tile + jnp.arange(tile), jnp.arange(width)
-        shared = kind.shared(table_ref, dtype, ptx=ptx)
-        group = kind.load(backend.load(parameters_ref.at[row]), scale_dtype, dtype)
+        shared = kind.shared(table_ref, dtype, width)
+        group = kind.load(load(parameters_ref.at[row]), scale_dtype, dtype, width)
         columns = [
-            backend.load(words_ref.at[row[:, None], (column * width + lane)[None, :]])
+            load(words_ref.at[row[:, None], (column * width + lane)[None, :]])
             for column in range(format.columns)
         ]
         if scaled:
-            plane_of = kind.scaled_decoder(columns, group, shared, dtype, ptx=ptx)
+            plane_of = kind.scaled_decoder(columns, group, shared, dtype)
         else:
-            plane_of = kind.decoder(columns, group.arguments, shared, dtype, ptx=ptx)
+            plane_of = kind.decoder(columns, group.arguments, shared, dtype)
         for plane in range(format.planes):
             values = plane_of(plane)
             if scaled:
-                unit = 2.0 ** kind.scaled_exponent(dtype, ptx=ptx)
+                unit = 2.0 ** kind.scaled_exponent(dtype)
                 values = values.astype(jnp.float32) * (1 / unit)
-            backend.store(out_ref.at[plane, row[:, None], lane[None, :]], values)
+            store(out_ref.at[plane, row[:, None], lane[None, :]], values)
 
-    return backend.pallas_call(
-        kernel,
-        (words, parameters, table),
-        out_shape=jax.ShapeDtypeStruct(
-            (format.planes, rows, width), jnp.float32 if scaled else dtype
-        ),
-        grid=(rows // tile,),
-        name="decode",
-        warps=4,
-        stages=1,
-        interpret=interpret,
-    )
+    with tracing_for(target):
+        return launch(
+            kernel,
+            (words, parameters, table),
+            out_shape=jax.ShapeDtypeStruct(
+                (format.planes, rows, width), jnp.float32 if scaled else dtype
+            ),
+            grid=(rows // tile,),
+            name="decode",
+            warps=4,
+            stages=1,
+            interpret=interpret,
+        )
 
 
 decode = jax.jit(
-    launch,
-    static_argnames=("format", "operand", "scale_dtype", "ptx", "interpret", "scaled"),
+    decode_words,
+    static_argnames=("format", "operand", "scale_dtype", "interpret", "scaled", "target"),
 )
 
 

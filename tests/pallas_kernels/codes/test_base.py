@@ -43,10 +43,9 @@ def test_decoders_lower_for_cuda(text, lower_for_cuda):
     word = kind.code_dtype if format.is_flat else jnp.dtype(f"uint{format.word_bits}")
     rows, width = decoding.TILE // format.plane_width, format.plane_width
     lowered = functools.partial(
-        decoding.launch,
+        decoding.decode_words,
         format=format,
         scale_dtype=kind.scale_dtypes[0],
-        ptx=True,
         interpret=False,
     )
     for operand in operands(format):

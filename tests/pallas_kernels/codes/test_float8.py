@@ -48,7 +48,7 @@ def test_words_are_the_operand_of_a_float8_product(decode):
 @pytest.mark.parametrize("operand", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_parameters_are_a_scale(operand):
     group = codes.of(WeightFormat.parse("float8:g128")).load(
-        jnp.asarray(SCALES.view(np.uint32)), "float32", jnp.dtype(operand)
+        jnp.asarray(SCALES.view(np.uint32)), "float32", jnp.dtype(operand), 64
     )
     assert group.scale is not None
     np.testing.assert_array_equal(group.scale, SCALES[:, None])

@@ -69,7 +69,7 @@ def test_parameters_are_a_scale_and_a_zero_point(scale_dtype, operand):
     scales = np.array([0.5, -3e-3, 6e-8, 1e4], NUMPY_DTYPES[scale_dtype])
     zeros = np.array([0, 7, 128, 256], np.uint16)
     group = codes.of(WeightFormat.parse("uint8:g32")).load(
-        jnp.asarray(parameter_words(scales, zeros)), scale_dtype, jnp.dtype(operand)
+        jnp.asarray(parameter_words(scales, zeros)), scale_dtype, jnp.dtype(operand), 64
     )
     assert group.scale is not None
     assert group.scale.dtype == jnp.float32

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import backend
+from mpjax.kernels.codes import look_up as look_ups
 from mpjax.kernels.codes.look_up import (
     InBoth,
     InRegisters,
@@ -13,11 +13,13 @@ from mpjax.kernels.codes.look_up import (
     LookUp,
     pair_rows,
 )
-from tests.pallas_kernels import ptx
+from mpjax.kernels.launch import Triton
+from mpjax.kernels.target import tracing_for
+from tests.pallas_kernels import numpy_ptx
 
 
 class Reference:
-    """A table as kernels have it: `backend.load` is given what `at` says."""
+    """A table as kernels have it: `load` is given what `at` says."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.at = jnp.asarray(values, jnp.float32)
@@ -25,7 +27,7 @@ class Reference:
 
 @pytest.fixture(autouse=True)
 def _arrays_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "load", lambda values: values)
+    monkeypatch.setattr(look_ups, "load", lambda values: values)
 
 
 def every_pair(entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -48,10 +50,10 @@ def test_every_pair_of_codes_is_found(look_up: LookUp, bits, dtype, interpreted_
     values = rng.standard_normal(2**bits).astype(np.float32)
     words, low, high = every_pair(2**bits)
     if isinstance(look_up, InSharedRows | InBoth):
-        with backend.decoding_with(ptx.TableDecoding(words.shape)):
-            prepared = look_up.prepare(values, bits, jnp.dtype(dtype))
+        with tracing_for(numpy_ptx.SharedRows(len(words))):
+            prepared = look_up.prepare(values, bits, jnp.dtype(dtype), words.shape[1])
     else:
-        prepared = look_up.prepare(Reference(values), bits, jnp.dtype(dtype))
+        prepared = look_up.prepare(Reference(values), bits, jnp.dtype(dtype), words.shape[1])
     decode = look_up.decoder(lambda quad: jnp.asarray(words), prepared, jnp.dtype(dtype))
     values = values.astype(jnp.dtype(dtype))
     for plane in range(8):
@@ -66,19 +68,20 @@ def test_bytes_of_eight_entries_lie_in_four_registers(interpreted_ptx):
     values = (0x0100 + 0x0202 * np.arange(8)).astype(np.uint16).view(np.float16)
     low, high = 2 * np.arange(8), 1 + 2 * np.arange(8)
     expected = np.concatenate([low, high]).astype(np.uint8).view(np.uint32)
-    prepared = InRegisters().prepare(Reference(values), 3, jnp.dtype("float16"))
+    prepared = InRegisters().prepare(Reference(values), 3, jnp.dtype("float16"), 2)
     found = [np.asarray(word).view(np.uint32).item() for word in prepared]
     assert found == expected.tolist()
 
 
 def test_half_of_the_planes_are_not_looked_up_in_shared_memory(monkeypatch):
     words, _, _ = every_pair(8)
-    with backend.decoding_with(ptx.TableDecoding(words.shape)):
-        prepared = InBoth().prepare(np.arange(8, dtype=np.float32), 3, jnp.dtype("float16"))
-    asked = []
-    monkeypatch.setattr(backend, "inline_ptx", lambda assembly, *_, dtype: asked.append(assembly))
+    dtype, target, asked = jnp.dtype("float16"), numpy_ptx.SharedRows(len(words)), []
+    with tracing_for(target):
+        prepared = InBoth().prepare(np.arange(8, dtype=np.float32), 3, dtype, words.shape[1])
+    monkeypatch.setattr(target, "inline_ptx", lambda assembly, *_, dtype: asked.append(assembly))
     for plane in range(8):
-        InBoth().decoder(lambda quad: jnp.asarray(words), prepared, jnp.dtype("float16"))(plane)
+        with tracing_for(target):
+            InBoth().decoder(lambda quad: jnp.asarray(words), prepared, dtype)(plane)
         assert ("ld.shared" in "".join(asked)) == (plane % 4 >= 2)
         asked.clear()
 
@@ -90,8 +93,8 @@ def test_there_is_a_row_for_each_pair(bits):
 
 
 def test_rows_are_for_kernels_with_room():
-    with pytest.raises(AssertionError, match="Triton"):
-        InSharedRows().prepare(None, 4, jnp.dtype("bfloat16"))
+    with tracing_for(Triton()), pytest.raises(NotImplementedError, match="Triton has no shared"):
+        InSharedRows().prepare(None, 4, jnp.dtype("bfloat16"), 64)
 
 
 def test_only_pairs_take_shared_memory():

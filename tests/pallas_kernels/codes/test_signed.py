@@ -19,7 +19,9 @@ def test_words_are_the_operand(decode):
 
 def test_parameters_are_a_scale():
     scales = np.array([0.1, 3e-5, 7.0], np.float32)
-    group = codes.of(FORMAT).load(jnp.asarray(scales.view(np.uint32)), "float32", jnp.dtype("int8"))
+    group = codes.of(FORMAT).load(
+        jnp.asarray(scales.view(np.uint32)), "float32", jnp.dtype("int8"), 64
+    )
     assert group.scale is not None
     np.testing.assert_array_equal(group.scale, scales[:, None])
     assert group.arguments == ()

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import WeightFormat, backend, codes
+from mpjax.kernels import WeightFormat, codes
 from mpjax.kernels.codes.look_up import InBoth, InSharedRows
 from mpjax.kernels.codes.table import normal_float
+from mpjax.kernels.target import tracing_for
 from tests.pallas_kernels.codes.decoding import bits_of
+from tests.pallas_kernels.numpy_ptx import SharedRows
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, table_codes
-from tests.pallas_kernels.ptx import TableDecoding
 
 each_operand = pytest.mark.parametrize("operand", ["bfloat16", "float16"])
 
@@ -84,19 +85,21 @@ def test_columns_of_three_bits_decode_to_entries_of_the_table(decode, operand, r
     [(2, True, InBoth), (3, True, InBoth), (3, False, InSharedRows), (4, True, InSharedRows)],
 )
 def test_registers_that_are_to_spare_hold_small_tables(bits, has_registers, expected):
-    words = np.zeros((1, 2), np.uint16)
     table, operand = normal_float(bits), jnp.dtype("float16")
-    with backend.decoding_with(TableDecoding(words.shape, has_registers=has_registers)):
+    with tracing_for(SharedRows(1, has_spare_registers=has_registers)):
         kind = codes.of(WeightFormat.parse(f"table{bits}:g32"))
-        shared = kind.shared(table, operand, ptx=True)
-        assert len(shared) == len(expected().prepare(table, bits, operand))
+        shared = kind.shared(table, operand, 2)
+        assert len(shared) == len(expected().prepare(table, bits, operand, 2))
 
 
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
 def test_parameters_are_a_scale(scale_dtype):
     scales = np.array([0.5, -3e-3, 6e-8, 1e4], NUMPY_DTYPES[scale_dtype])
     group = codes.of(WeightFormat.parse("table4:g32")).load(
-        jnp.asarray(scales.view(np.uint16).astype(np.uint32)), scale_dtype, jnp.dtype("bfloat16")
+        jnp.asarray(scales.view(np.uint16).astype(np.uint32)),
+        scale_dtype,
+        jnp.dtype("bfloat16"),
+        64,
     )
     assert group.scale is not None
     np.testing.assert_array_equal(group.scale, scales.astype(np.float32)[:, None])

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpjax.kernels import WeightFormat
+from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm.config import GemmConfig
-from mpjax.kernels.gemm.limits import Limits, shared_memory
+from mpjax.kernels.gemm.limits import shared_memory
 
 # The largest shared memory of a block, in bytes, from the CUDA programming guide.
 SHARED_MEMORY = {8.0: 166912, 8.6: 101376, 8.7: 166912, 8.9: 101376, 9.0: 232448}

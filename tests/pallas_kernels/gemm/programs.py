@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import QuantizedTensor, WeightFormat, mosaic
+from mpjax.kernels import QuantizedTensor, WeightFormat
 from mpjax.kernels.gemm.config import WarpgroupConfig
 from mpjax.kernels.gemm.copying import copy
 from mpjax.kernels.gemm.stages import stages
 from mpjax.kernels.gemm.warpgroup_program import Arguments, Call, Program, Shared, shared_memory
+from mpjax.kernels.mosaic.launch import launch
 
 FLOAT = jnp.dtype(jnp.float32)
 CODE_UNIT = 64  # of four bits in bfloat16: codes are decoded to so much less than they are
@@ -72,7 +73,7 @@ def run_program(
             column = jax.lax.rem(program.warpgroup, call.columns)
             compute(program, column, program.warpgroup // call.columns)
 
-    return mosaic.launch(
+    return launch(
         kernel,
         x,
         weight.words,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import UnsupportedError, WeightFormat, backend, matmul
+from mpjax.kernels import UnsupportedError, WeightFormat, device, matmul
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.gemm import dequantize, reference, shapes, triton, tuning, xla
 from mpjax.kernels.gemm.api import matmul_terms
@@ -152,7 +152,7 @@ def test_what_a_plain_weight_has_no_use_for_is_refused():
 
 @pytest.mark.parametrize("implementation", ["triton", "dequantize"])
 def test_kernels_need_a_gpu(implementation, rng, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
     weight = random_weight(rng, "uint4:g32", 64, 10)
     with pytest.raises(UnsupportedError, match=f"matmul: '{implementation}'.*there is no GPU"):
         matmul(jnp.ones((2, 64), jnp.bfloat16), weight, implementation=implementation)
@@ -173,7 +173,7 @@ def test_xla_needs_a_plain_matrix(text, rng):
 
 
 def test_fp8_products_need_a_gpu_that_has_them(rng, pretend_gpu, monkeypatch):
-    monkeypatch.setattr(backend, "compute_capability", lambda: 8.6)
+    monkeypatch.setattr(device, "compute_capability", lambda: 8.6)
     weight = random_weight(rng, "float8:gK/float8", 128, 10)
     with pytest.raises(UnsupportedError, match=r"'triton' can't run: .*8\.9.*8\.6"):
         matmul(jnp.ones((2, 128), jnp.bfloat16), weight, implementation="triton")
@@ -254,7 +254,7 @@ def test_the_plan_is_followed(chosen, pretend_gpu):
     ("text", "expected"), [("uint4:g32", "reference"), ("float8:gK/float8", "xla")]
 )
 def test_without_a_gpu(text, expected, rng, chosen, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
     weight = random_weight(rng, text, 128, 8)
     matmul(jnp.ones((1, 128), jnp.bfloat16), weight)
     matmul(jnp.ones((5000, 128), jnp.bfloat16), weight)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import mosaic
-from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
+from mpjax.kernels.gemm.config import WarpgroupConfig
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory
 from tests.pallas_kernels.gemm.programs import interpreted_here, run_program
 from tests.pallas_kernels.gemm.weights import random_activations, random_weight
 
@@ -28,11 +28,11 @@ def test_every_block_comes_in_its_turn(config, what, rng):
 
     def note(program, column, share):
         call, shared, out = program.call, program.shared, program.arguments.out
-        own = pl.ds(column * CHANNELS, CHANNELS)
+        own = pl.ds(column * WARPGROUP_OUTPUTS, WARPGROUP_OUTPUTS)
 
         def look(number, _):
             place = program.slot(share, number, call.stages.blocks)
-            mosaic.wait(shared.full.at[place])
+            memory.wait(shared.full.at[place])
             block = number * call.config.shares + share
             if what == "words":
                 out[block, own, :] = shared.word_tiles[place, own, :].astype(out.dtype)
@@ -41,7 +41,7 @@ def test_every_block_comes_in_its_turn(config, what, rng):
             else:  # 24 bits are what float32 holds
                 found = shared.parameter_tiles[place, :, own] >> jnp.uint32(8)
                 out[block, :, own] = found.astype(out.dtype)
-            mosaic.arrive(shared.free.at[place])
+            memory.arrive(shared.free.at[place])
 
         shares = call.config.shares
         jax.lax.fori_loop(0, (blocks - share + shares - 1) // shares, look, None)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
+from mpjax.kernels.gemm.config import WarpgroupConfig
 from mpjax.kernels.gemm.epilogue import Epilogue
 from mpjax.kernels.gemm.summing import Summing
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 from tests.pallas_kernels.gemm.programs import CODE_UNIT, interpreted_here, run_program
 from tests.pallas_kernels.gemm.weights import integer_activations, integer_weight
 
@@ -19,10 +20,10 @@ def test_sums_of_the_same_outputs_are_joined_scaled_and_written(warpgroups, shar
     config = WarpgroupConfig(16, warpgroups, 1, shares)
     weight = integer_weight(rng, text, 512, config.tile_n)
     x = integer_activations(rng, weight, 16, "bfloat16")
-    sums = (shares, warpgroups // shares, CHANNELS, 16)
+    sums = (shares, warpgroups // shares, WARPGROUP_OUTPUTS, 16)
 
     def number(share, column):  # each another one
-        shape = (CHANNELS, 16)
+        shape = (WARPGROUP_OUTPUTS, 16)
         of_tile = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * 16
         of_tile += jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         return (of_tile + (share * 7 + column) * 1024).astype(jnp.float32)

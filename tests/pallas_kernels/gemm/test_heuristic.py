@@ -6,9 +6,10 @@ import pytest
 from hypothesis import settings
 
 from mpjax.kernels import WeightFormat
+from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm.config import GemmConfig, Plan
 from mpjax.kernels.gemm.heuristic import fused_config, heuristic
-from mpjax.kernels.gemm.limits import Limits, why_not_warpgroups
+from mpjax.kernels.gemm.limits import why_not_warpgroups
 from mpjax.kernels.gemm.warpgroups import warpgroup_config
 from tests.pallas_kernels.gemm.plans import EIGHT_BITS, H200, PACKED, any_product, assert_sound
 

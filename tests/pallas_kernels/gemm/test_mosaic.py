@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import matmul, mosaic_decoding, mosaic_products, quantize_activations
+from mpjax.kernels import matmul, quantize_activations
 from mpjax.kernels.gemm import mosaic, shapes, tuning
 from mpjax.kernels.gemm.config import Plan, WarpgroupConfig
 from mpjax.kernels.gemm.warpgroups import warpgroup_config, why_unsound
+from mpjax.kernels.mosaic import decoding, products
 from tests.pallas_kernels.gemm.plans import H200
 from tests.pallas_kernels.gemm.programs import interpreted_here
 from tests.pallas_kernels.gemm.weights import (
@@ -221,8 +222,8 @@ def test_registers_are_used_where_there_are_some(
 
         monkeypatch.setattr(owner, name, record)
 
-    spy(mosaic_products, "add_in_turn")
-    spy(mosaic_decoding.WgmmaDecoding, "table_bytes")
+    spy(products, "add_in_turn")
+    spy(decoding.Warpgroups, "table_bytes")
     config, dtype = WarpgroupConfig(*fields), jnp.dtype(jnp.bfloat16)
     # Of a shape that no other test traces, since what is traced is kept.
     weight = weight_struct(text, 1536, 64 * 7)

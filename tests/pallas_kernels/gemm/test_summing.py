@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels.gemm.config import CHANNELS, WarpgroupConfig
+from mpjax.kernels.gemm.config import WarpgroupConfig
 from mpjax.kernels.gemm.summing import Summing
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 from tests.pallas_kernels.gemm.programs import CODE_UNIT, interpreted_here, run_program
 from tests.pallas_kernels.gemm.weights import dense, exact, integer_activations, integer_weight
 
@@ -21,7 +22,7 @@ def sums_of(weight, x, config, *, scaled=False):
             sums = summing.scaled(sums, summing.channel_row)
         program.arguments.out[share, column] = sums.astype(jnp.float32)
 
-    shape = (config.shares, columns, CHANNELS, config.tile_m)
+    shape = (config.shares, columns, WARPGROUP_OUTPUTS, config.tile_m)
     return np.asarray(run_program(compute, weight, x, config, shape))
 
 
@@ -52,8 +53,8 @@ def test_scales_of_whole_channels_are_left_to_the_caller(rng):
     config = WarpgroupConfig(16, 2, 1)
     weight = integer_weight(rng, "uint4:gK", 512, 128)
     x = integer_activations(rng, weight, 16, "bfloat16")
-    expected = (exact(x) @ dense(weight)).T.reshape(1, 2, CHANNELS, 16)
+    expected = (exact(x) @ dense(weight)).T.reshape(1, 2, WARPGROUP_OUTPUTS, 16)
     np.testing.assert_array_equal(sums_of(weight, x, config, scaled=True), expected)
-    scales = np.asarray(weight.scales(), np.float64).reshape(1, 2, CHANNELS, 1)
+    scales = np.asarray(weight.scales(), np.float64).reshape(1, 2, WARPGROUP_OUTPUTS, 1)
     assert (scales != 1).any()
     np.testing.assert_array_equal(sums_of(weight, x, config) * scales * CODE_UNIT, expected)

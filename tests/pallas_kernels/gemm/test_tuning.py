@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import settings
 
-from mpjax.kernels import UnsupportedError, WeightFormat, backend, matmul, quantize
+from mpjax.kernels import UnsupportedError, WeightFormat, device, matmul, quantize
+from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm import shapes, tables, tuning
 from mpjax.kernels.gemm.config import GemmConfig, Plan, WarpgroupConfig
 from mpjax.kernels.gemm.heuristic import fused_config, heuristic
-from mpjax.kernels.gemm.limits import Limits, current_limits
 from mpjax.kernels.gemm.warpgroups import warpgroup_config, why_unsound
 from tests.pallas_kernels.gemm.plans import (
     EIGHT_BITS,
@@ -95,7 +95,7 @@ def test_candidates_split_what_the_rule_splits_in_other_ways():
 
 
 def test_fused_fp8_products_need_a_gpu_that_has_them(monkeypatch):
-    monkeypatch.setattr(backend, "compute_capability", lambda: 8.6)
+    monkeypatch.setattr(device, "compute_capability", lambda: 8.6)
     weight = Weight(WeightFormat.parse("float8:gK/float8"), (4096, 4096))
     assert tuning.plan(1, weight) == Plan("dequantize")
     assert tuning.candidates(1, weight.format, 4096, 4096, Limits(84, 8.6)) == [Plan("dequantize")]
@@ -107,13 +107,13 @@ def test_fused_fp8_products_need_a_gpu_that_has_them(monkeypatch):
 def table(tmp_path, monkeypatch):
     """Puts a plan for 16 rows and one for 32 into a table for this device."""
     monkeypatch.setenv("MPJAX_TUNED", str(tmp_path))
-    device = tables.current_device()
+    kind = device.kind()
     config = GemmConfig(16, 128, 5, 8, 4)
     entries = {
         tables.key(PACKED, 4096, 6144, 16): tables.Entry(Plan("triton", config), 7.0),
         tables.key(PACKED, 4096, 6144, 32): tables.Entry(Plan("dequantize"), 7.0),
     }
-    tables.record(tmp_path / tables.file_name(device), device, entries, {})
+    tables.record(tmp_path / tables.file_name(kind), kind, entries, {})
     yield config
     tables.forget()
 
@@ -124,7 +124,7 @@ def test_a_measured_plan_goes_before_the_heuristic(table):
     assert tuning.configure(9, weight) == table
     assert tuning.plan(17, weight) == Plan("dequantize")
     # The fused kernels can still be forced, and then need a configuration.
-    here = current_limits()
+    here = device.limits()
     expected = warpgroup_config(17, PACKED, 4096, 6144, here)
     assert tuning.configure_warpgroups(17, weight) == expected
     assert tuning.configure(17, weight) == fused_config(17, PACKED, 4096, 6144, here)
@@ -133,11 +133,11 @@ def test_a_measured_plan_goes_before_the_heuristic(table):
 
 
 def test_a_measured_plan_of_warpgroups_goes_before_the_model(table, tmp_path):
-    device, config = tables.current_device(), WarpgroupConfig(48, 2, 3)
+    kind, config = device.kind(), WarpgroupConfig(48, 2, 3)
     entry = tables.Entry(Plan("mosaic", config), 7.0)
     key = tables.key(PACKED, 4096, 6144, 64)
-    tables.record(tmp_path / tables.file_name(device), device, {key: entry}, {})
-    weight, here = Weight(PACKED, (4096, 6144)), current_limits()
+    tables.record(tmp_path / tables.file_name(kind), kind, {key: entry}, {})
+    weight, here = Weight(PACKED, (4096, 6144)), device.limits()
     assert tuning.plan(40, weight) == entry.plan
     assert tuning.configure_warpgroups(40, weight) == config
     assert config != warpgroup_config(40, PACKED, 4096, 6144, here)

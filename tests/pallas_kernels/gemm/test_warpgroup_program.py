@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import WeightFormat, backend
+from mpjax.kernels import WeightFormat, device
 from mpjax.kernels.gemm.config import WarpgroupConfig
 from mpjax.kernels.gemm.stages import sent_bytes
 from mpjax.kernels.gemm.warpgroup_program import Program, shared_memory
@@ -36,7 +36,7 @@ def test_everything_fits_shared_memory(text):
     for rows in (1, 16, 32, 100, 1000):
         for config in ranked(rows, WeightFormat.parse(text), 8192, 10240, H200):
             needed = sum(map(nbytes, arrays(text, config).values()))
-            assert needed <= backend.shared_memory(9.0), f"{rows} rows, {config}"
+            assert needed <= device.shared_memory(9.0), f"{rows} rows, {config}"
             checked += 1
     assert checked > 20
 

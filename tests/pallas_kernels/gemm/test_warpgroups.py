@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.kernels import WeightFormat, mosaic
+from mpjax.kernels import WeightFormat
 from mpjax.kernels.gemm import shapes, warpgroups
 from mpjax.kernels.gemm.config import WarpgroupConfig
 from mpjax.kernels.gemm.stages import stages
+from mpjax.kernels.mosaic.launch import registers_per_thread
 from tests.pallas_kernels.gemm.plans import H200, PACKED
 
 FORMATS = (
@@ -40,7 +41,7 @@ def test_every_ranked_configuration_is_sound(rows, text, groups, tiles):
         # addresses of both operands, in what is left by those that copy.
         launched = 65536 // (128 * (config.warpgroups + 1))
         assert max(config.products) // 2 + 32 <= launched
-        assert config.tile_m // 2 + 32 <= mosaic.registers_per_thread(config.warpgroups)
+        assert config.tile_m // 2 + 32 <= registers_per_thread(config.warpgroups)
         for dtype in (jnp.bfloat16, jnp.float32):
             staged = stages(format, config, jnp.dtype(dtype))
             assert staged.x >= (4 if staged.parts > 1 else 2), "copies must overlap"

@@ -86,7 +86,7 @@ def test_fp8_sums_that_leave_the_product_in_bfloat16(rng):
 
 
 def test_scaling_lowers(lower_for_cuda, monkeypatch, rng):
-    monkeypatch.setattr(xla.backend, "why_triton_cannot_run", lambda: None)
+    monkeypatch.setattr(xla.device, "why_triton_cannot_run", lambda: None)
     weight = random_weight(rng, "float8:gK/float8", 128, 1030)
     x = random_activations(rng, weight, 3, "bfloat16")
     multiply = functools.partial(xla.matmul, out_dtype=jnp.dtype(jnp.bfloat16))

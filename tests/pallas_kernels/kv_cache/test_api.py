@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, PagedKVCache, UnsupportedError, append, backend
+from mpjax.kernels import KVFormat, PagedKVCache, UnsupportedError, append, device
 from mpjax.kernels.kv_cache import api, reference, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, ragged_append, random_pages
 from tests.pallas_kernels.oracles import as_array, relative_error
@@ -81,7 +81,7 @@ def test_unknown_implementations_are_refused(rng):
 
 
 def test_the_kernel_needs_a_gpu(rng, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
     pages = pages_of(rng)
     new = ragged_append(rng, pages, 1, "bfloat16")
     with pytest.raises(UnsupportedError, match=r"append: .*'triton'.*there is no GPU"):
@@ -108,7 +108,7 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference(changes, reason, rng, p
 @pytest.mark.parametrize("supported", [True, False])
 def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
     reason = None if supported else "there is no GPU"
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: reason)
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: reason)
     monkeypatch.setattr(triton, "append", lambda *_: "triton")
     monkeypatch.setattr(reference, "append", lambda *_: "reference")
     pages = pages_of(rng)

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
+from mpjax.kernels.target import PLAIN, tracing_for
 from tests.pallas_kernels.kv_cache.pages import vectors
+from tests.pallas_kernels.numpy_ptx import NumpyPTX
 from tests.pallas_kernels.oracles import KEY_GROUPS, kv_channels, kv_side, wide
 
 SCALE = np.array([[0.25], [1.0], [3.0]], np.float32)  # of three heads
@@ -88,7 +90,8 @@ def test_channels_bit_for_bit(kind, dtype, pieces, rng):
 
 @pytest.mark.parametrize("kind", ["8", "8s", "4", "4c", "2", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
+@pytest.mark.parametrize("target", [PLAIN, NumpyPTX()], ids=["twin", "ptx"])
+def test_operands_are_the_codes_exactly(kind, dtype, target):
     """On all words, without the bytes that e4m3 takes for NaN."""
     codes = VALUE_KINDS[kind]
     words = np.arange(2**16, dtype=np.uint16)
@@ -103,13 +106,11 @@ def test_operands_are_the_codes_exactly(kind, dtype, interpreted_ptx):
             offset = 128 if kind == "8s" else middle
             assert codes.offset(dtype) == offset
             expected, real = fields - float(offset), np.ones_like(words, bool)
-        for ptx in (False, True):
-            found = codes.operand(jnp.asarray(words), plane, dtype, ptx=ptx)
-            assert found.dtype == dtype
-            in_units = np.ldexp(expected, codes.exponent(plane, dtype, ptx=ptx))
-            np.testing.assert_array_equal(
-                np.asarray(found).astype(np.float64)[real], in_units[real]
-            )
+        with tracing_for(target):
+            found = codes.operand(jnp.asarray(words), plane, dtype)
+            in_units = np.ldexp(expected, codes.exponent(plane, dtype))
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(found).astype(np.float64)[real], in_units[real])
 
 
 def test_what_codes_have_in_common_is_taken_away_or_summed_apart():

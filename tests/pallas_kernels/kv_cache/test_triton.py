@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache, backend
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache, device
 from mpjax.kernels.kv_cache import reference, triton
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
@@ -59,7 +59,7 @@ def test_tokens_at_negative_positions_are_not_written(rng):
 @pytest.mark.parametrize("text", ["KV16", "KV4"])
 def test_few_programs_append_many_tokens(text, rng, monkeypatch):
     """Of which some go nowhere."""
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 1)
     options = {"pages": 11, "kv_heads": 2, "page_size": 16, "head_dim": 64, "dtype": "bfloat16"}
     pages = random_pages(rng, KVFormat.parse(text), **options)
     new = ragged_append(rng, pages, 5, "bfloat16")
@@ -145,7 +145,7 @@ def check_flush(rng, text, dtype, head_dim, page_size, tokens, programs=None, se
     arrays = [jnp.asarray(x) for x in (tables, starts, counts)]
     first_tokens = jnp.arange(sequences, dtype=jnp.int32) * tokens
     arguments = (pages, *new, first_tokens, tokens, *arrays)
-    options = {} if backend.on_gpu() else {"interpret": True}
+    options = {} if device.on_gpu() else {"interpret": True}
     with pytest.MonkeyPatch.context() as patch:
         if programs is not None:
             patch.setattr(triton, "flush_programs", lambda *_: programs)

@@ -6,14 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
+from mpjax.kernels import device
 from mpjax.kernels.kv_cache.writing import AT_ONCE, lanes, programs_for, targets
 
 
 @given(st.integers(1, 10**6), st.integers(1, 128), st.sampled_from([1, 132]))
 def test_programs_share_tasks_evenly(tasks, heads, multiprocessors):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "multiprocessors", lambda: multiprocessors)
+    with device.described_as(multiprocessors=multiprocessors):
         programs = programs_for(tasks, heads)
     assert 1 <= programs <= tasks
     assert programs * heads <= max(heads, AT_ONCE * multiprocessors)
@@ -21,8 +20,7 @@ def test_programs_share_tasks_evenly(tasks, heads, multiprocessors):
     assert programs * rounds - tasks < rounds  # with one program less there would be more rounds
 
 
-def test_few_tasks_have_a_program_each_and_many_do_not(monkeypatch):
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 132)
+def test_few_tasks_have_a_program_each_and_many_do_not():
     assert [programs_for(batch, 48) for batch in (1, 16, 64, 512)] == [1, 16, 32, 86]
 
 

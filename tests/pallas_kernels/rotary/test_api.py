@@ -14,7 +14,7 @@ from mpjax.kernels import (
     PagedKVCache,
     UnsupportedError,
     append,
-    backend,
+    device,
     rotate,
     rotate_and_append,
 )
@@ -236,7 +236,7 @@ def test_unknown_implementations_are_refused(rng):
 
 
 def test_the_kernel_needs_a_gpu(rng, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
     message = "rotate_and_append: 'triton' can't run: there is no GPU"
     with pytest.raises(UnsupportedError, match=message):
         call(scene(rng, 8, "bfloat16"), implementation="triton")
@@ -264,7 +264,7 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference(
 @pytest.mark.parametrize("supported", [True, False])
 def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
     reason = None if supported else "there is no GPU"
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: reason)
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: reason)
     monkeypatch.setattr(triton, "rotate_and_append", lambda *_, **__: "triton")
     monkeypatch.setattr(reference, "rotate_and_append", lambda *_, **__: "reference")
     test = scene(rng, 8, "bfloat16")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import HeadNorms, KVFormat, PagedKVCache, backend
+from mpjax.kernels import HeadNorms, KVFormat, PagedKVCache, device
 from mpjax.kernels.rotary import reference, triton
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 from tests.pallas_kernels.rotary.heads import (
@@ -62,7 +62,7 @@ def test_without_norms_by_quarter_turns(
 
 @pytest.mark.parametrize("bits", [16, "K4V8"])
 def test_few_programs_rotate_many_tokens(bits, rng, monkeypatch):
-    monkeypatch.setattr(backend, "multiprocessors", lambda: 1)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 1)
     sizes = {"heads": (2, 1), "head_dim": 64, "page_size": 16, "tokens": 5}
     check(scene(rng, bits, "bfloat16", quarters=True, **sizes), interpret=True)
 

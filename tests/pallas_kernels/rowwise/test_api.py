@@ -12,7 +12,7 @@ import pytest
 from mpjax.kernels import (
     UnsupportedError,
     add_rms_norm,
-    backend,
+    device,
     gated_silu,
     matmul,
     quantize,
@@ -138,7 +138,7 @@ def test_unknown_implementations_are_refused(call, name):
 
 @each_operation
 def test_the_kernels_need_a_gpu(call, name, monkeypatch):
-    monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
     with pytest.raises(UnsupportedError, match=f"{name}: 'triton' can't run: there is no GPU"):
         call("bfloat16", None, implementation="triton")
 
@@ -151,7 +151,7 @@ def test_the_kernels_have_sixteen_bit_results(call, name, pretend_gpu):
 
 @each_operation
 def test_the_kernels_hold_float8_where_the_gpu_does(call, name, monkeypatch, pretend_gpu):
-    monkeypatch.setattr(backend, "compute_capability", lambda: 8.0)
+    monkeypatch.setattr(device, "compute_capability", lambda: 8.0)
     with pytest.raises(UnsupportedError, match=f"{name}: .*FP8 came with compute capability 8.9"):
         call("bfloat16", "float8:gK/float8", implementation="triton")
 
@@ -213,9 +213,9 @@ def test_the_implementation_that_is_chosen(
     dtype, capability, text, expected, chosen, monkeypatch, pretend_gpu
 ):
     """Without quantising, XLA fuses a gated activation as well as a kernel does."""
-    monkeypatch.setattr(backend, "compute_capability", lambda: capability)
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
     if capability is None:
-        monkeypatch.setattr(backend, "why_triton_cannot_run", lambda: "there is no GPU")
+        monkeypatch.setattr(device, "why_triton_cannot_run", lambda: "there is no GPU")
     call_norm(dtype, text)
     call_gated(dtype, text)
     assert chosen == expected

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend, mosaic, mosaic_decoding
 from mpjax.kernels.codes.look_up import InBoth, InSharedRows, LookUp
+from mpjax.kernels.mosaic import decoding, memory
+from mpjax.kernels.mosaic.launch import give_registers, launch, take_registers
+from mpjax.kernels.target import tracing_for
 
 WARPGROUPS, WIDTH, PLANES = 2, 64, 4
 
@@ -23,24 +25,24 @@ def look_up_kernel(
 
     @pl.when(warpgroup == WARPGROUPS)
     def _copy():
-        mosaic.give_registers()
-        mosaic.copy_in(words_ref, word_tiles, full)
+        give_registers()
+        memory.copy_in(words_ref, word_tiles, full)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
-        mosaic.take_registers(WARPGROUPS)
-        pairs = mosaic_decoding.Pairs(rows, filled, WARPGROUPS)
-        with backend.decoding_with(mosaic_decoding.WgmmaDecoding(WIDTH, pairs)):
-            prepared = way.prepare(table_ref, bits, dtype)
-            mosaic.wait(full)
-            words = mosaic.load(word_tiles.at[own, :], interpret=False)
+        take_registers(WARPGROUPS)
+        pairs = decoding.Pairs(rows, filled, WARPGROUPS)
+        with tracing_for(decoding.Warpgroups(pairs)):
+            prepared = way.prepare(table_ref, bits, dtype, WIDTH)
+            memory.wait(full)
+            words = memory.load(word_tiles.at[own, :])
             decode = way.decoder(lambda quad: words, prepared, dtype)
             for plane in range(PLANES):
                 tile = out_tiles.at[warpgroup]
-                mosaic.wait_for_stores()
-                mosaic.store_transposed(tile, decode(plane), interpret=False)
-                mosaic.copy_out(tile, out_ref.at[plane, :, own])
-            mosaic.wait_for_stores()
+                memory.wait_for_stores()
+                memory.store_transposed(tile, decode(plane))
+                memory.copy_out(tile, out_ref.at[plane, :, own])
+            memory.wait_for_stores()
 
 
 def look_up(
@@ -48,7 +50,7 @@ def look_up(
 ) -> jax.Array:
     """Values [PLANES, WIDTH, channels]."""
     channels = 64 * WARPGROUPS
-    return mosaic.launch(
+    return launch(
         functools.partial(look_up_kernel, way=way, bits=bits, dtype=dtype),
         words,
         table,
@@ -56,11 +58,11 @@ def look_up(
         grid={"one": 1},
         warpgroups=WARPGROUPS,
         scratch={
-            "word_tiles": mosaic.shared((channels, WIDTH), words.dtype),
-            "out_tiles": mosaic.shared((WARPGROUPS, WIDTH, 64), dtype),
-            "full": mosaic.Barrier(),
-            "rows": mosaic_decoding.shared_rows_of_pairs(bits),
-            "filled": mosaic.Barrier(num_arrivals=WARPGROUPS),
+            "word_tiles": memory.shared((channels, WIDTH), words.dtype),
+            "out_tiles": memory.shared((WARPGROUPS, WIDTH, 64), dtype),
+            "full": memory.Barrier(),
+            "rows": decoding.shared_rows_of_pairs(bits),
+            "filled": memory.Barrier(num_arrivals=WARPGROUPS),
         },
         name="look_up",
         interpret=False,

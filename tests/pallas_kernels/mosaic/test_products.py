@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import mosaic, mosaic_products
+from mpjax.kernels.mosaic import memory, products
+from mpjax.kernels.mosaic.launch import give_registers, launch, take_registers
 
 
 def multiply_kernel(
@@ -18,36 +19,36 @@ def multiply_kernel(
 
     @pl.when(jax.lax.axis_index("warpgroup") == 1)
     def _copy():
-        mosaic.give_registers()
-        mosaic.copy_in(x_ref, x_tiles, full)
-        mosaic.copy_in(weights_ref, weight_tiles, full)
+        give_registers()
+        memory.copy_in(x_ref, x_tiles, full)
+        memory.copy_in(weights_ref, weight_tiles, full)
 
     @pl.when(jax.lax.axis_index("warpgroup") == 0)
     def _compute():
-        mosaic.take_registers(1)
-        mosaic.wait(full)
+        take_registers(1)
+        memory.wait(full)
 
         def operand(first):
             halves = [weight_tiles.at[:, pl.ds(first + half, 32)] for half in (0, 32)]
-            loaded = [mosaic.load(half, interpret=False) for half in halves]
-            return mosaic_products.join(loaded, interpret=False)
+            loaded = [memory.load(half) for half in halves]
+            return products.join(loaded)
 
-        products = [
-            mosaic_products.Product(
+        both = [
+            products.Product(
                 [functools.partial(operand, first), functools.partial(operand, first + 64)],
                 [x_tiles.at[:, pl.ds(first, 64)], x_tiles.at[:, pl.ds(first + 64, 64)]],
             )
             for first in (0, 128)
         ]
-        sums = mosaic.zeros((64, 16), jnp.float32, interpret=False)
-        sums = add_products(sums, products, lambda sums, term, n: sums + (n + 1) * term)
-        mosaic.store_transposed(out_tiles, sums, interpret=False)
-        mosaic.copy_out(out_tiles, out_ref)
-        mosaic.wait_for_stores()
+        sums = memory.zeros((64, 16), jnp.float32)
+        sums = add_products(sums, both, lambda sums, term, n: sums + (n + 1) * term)
+        memory.store_transposed(out_tiles, sums)
+        memory.copy_out(out_tiles, out_ref)
+        memory.wait_for_stores()
 
 
 def multiply(x: jax.Array, weights: jax.Array, *, add_products) -> jax.Array:
-    return mosaic.launch(
+    return launch(
         functools.partial(multiply_kernel, add_products=add_products),
         x,
         weights,
@@ -55,10 +56,10 @@ def multiply(x: jax.Array, weights: jax.Array, *, add_products) -> jax.Array:
         grid={"one": 1},
         warpgroups=1,
         scratch={
-            "x_tiles": mosaic.shared((16, 256), jnp.bfloat16),
-            "weight_tiles": mosaic.shared((64, 256), jnp.bfloat16, columns=32),
-            "out_tiles": mosaic.shared((16, 64), jnp.float32),
-            "full": mosaic.Barrier(num_arrivals=2),
+            "x_tiles": memory.shared((16, 256), jnp.bfloat16),
+            "weight_tiles": memory.shared((64, 256), jnp.bfloat16, columns=32),
+            "out_tiles": memory.shared((16, 64), jnp.float32),
+            "full": memory.Barrier(num_arrivals=2),
         },
         name="multiply",
         interpret=False,
@@ -68,9 +69,9 @@ def multiply(x: jax.Array, weights: jax.Array, *, add_products) -> jax.Array:
 each_way = pytest.mark.parametrize(
     "add_products",
     [
-        mosaic_products.add_in_turn,
-        functools.partial(mosaic_products.add_products, now=True, scratch=None),
-        functools.partial(mosaic_products.add_products, now=False, scratch=None),
+        products.add_in_turn,
+        functools.partial(products.add_products, now=True, scratch=None),
+        functools.partial(products.add_products, now=False, scratch=None),
     ],
     ids=["in turn", "now", "later"],
 )

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,79 +11,27 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from mpjax.kernels import backend
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """`machine(platform, capability)` pretends to be another machine."""
-
-    def pretend(platform: str, capability: float | None) -> None:
-        device = SimpleNamespace(
-            platform=platform, compute_capability=str(capability), core_count=78
-        )
-        monkeypatch.setattr(backend, "default_device", lambda: device)
-
-    return pretend
-
-
-def test_without_a_gpu(machine):
-    machine("cpu", None)
-    assert not backend.on_gpu()
-    assert (backend.compute_capability(), backend.multiprocessors()) == (None, 132)
-    assert backend.why_triton_cannot_run() == (
-        "the default device is 'cpu', and kernels need a CUDA GPU"
-    )
-
-
-def test_with_an_old_gpu(machine):
-    machine("gpu", 7.5)
-    assert backend.on_gpu()
-    assert backend.why_triton_cannot_run() == "compute capability 7.5 is below 8.0"
-
-
-@pytest.mark.parametrize("capability", [8.0, 8.6, 9.0, 12.0])
-def test_with_a_gpu_since_ampere(machine, capability):
-    machine("gpu", capability)
-    assert backend.why_triton_cannot_run() is None
-    assert (backend.compute_capability(), backend.multiprocessors()) == (capability, 78)
-
-
-def test_eight_bit_arrays_that_offsets_cannot_count():
-    assert backend.why_too_large(2**31 - 1) is None
-    assert "2147483648 elements" in str(backend.why_too_large(2**31))
-
-
-def test_default_device():
-    """It is asked for at every call: a program may put a model on the CPU beside a GPU."""
-    cpu = jax.devices("cpu")[0]
-    for chosen in (cpu, "cpu"):
-        with jax.default_device(chosen):
-            assert backend.default_device() == cpu
-            assert not backend.on_gpu()
-            assert backend.compute_capability() is None
-
-
-@pytest.mark.gpu
-def test_this_gpu():
-    assert backend.on_gpu()
-    assert backend.multiprocessors() > 0
-    assert (backend.compute_capability() or 0) > 5
-
-
-def test_unsupported_is_a_value_error():
-    assert issubclass(backend.UnsupportedError, ValueError)
+from mpjax.kernels import device
+from mpjax.kernels.launch import (
+    first_program_id,
+    join,
+    launch,
+    load,
+    load_masked,
+    store,
+)
+from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
 
 
 def masked_copy(x: jax.Array, rows: int | None, interpret: bool) -> jax.Array:
     def kernel(x_ref, out_ref):
         row, column = jnp.arange(x.shape[0]), jnp.arange(x.shape[1])
         mask = None if rows is None else row < rows
-        tile = backend.load_masked(x_ref.at[row[:, None], column[None, :]], mask)
-        line = backend.load_masked(x_ref.at[row, 0], mask)
-        backend.store(out_ref.at[row[:, None], column[None, :]], tile + line[:, None])
+        tile = load_masked(x_ref.at[row[:, None], column[None, :]], mask)
+        line = load_masked(x_ref.at[row, 0], mask)
+        store(out_ref.at[row[:, None], column[None, :]], tile + line[:, None])
 
-    return backend.pallas_call(
+    return launch(
         kernel,
         x,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -106,11 +54,9 @@ def test_rows_that_are_masked_read_as_zero(rows):
 def add_in_place(x: jax.Array, total: jax.Array, interpret: bool) -> jax.Array:
     def kernel(x_ref, _, total_ref):
         place = jnp.arange(x.size)
-        backend.store(
-            total_ref.at[place], backend.load(x_ref.at[place]) + backend.load(total_ref.at[place])
-        )
+        store(total_ref.at[place], load(x_ref.at[place]) + load(total_ref.at[place]))
 
-    return backend.pallas_call(
+    return launch(
         kernel,
         x,
         total,
@@ -137,10 +83,10 @@ def divide_in_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
 
     def kernel(x_ref, y_ref, out_ref):
         place = pl.program_id(0) * tile + jnp.arange(tile)
-        quotient = backend.divide(backend.load(x_ref.at[place]), backend.load(y_ref.at[place]))
-        backend.store(out_ref.at[place], quotient)
+        quotient = current_target().divide(load(x_ref.at[place]), load(y_ref.at[place]))
+        store(out_ref.at[place], quotient)
 
-    return backend.pallas_call(
+    return launch(
         kernel,
         x,
         y,
@@ -168,14 +114,14 @@ def test_division_in_a_kernel_is_rounded_correctly(rng):
 def multiply_add_in_kernel(factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
     def kernel(factor_ref, other_ref, addend_ref, out_ref):
         row, column = jnp.arange(factor.shape[0])[:, None], jnp.arange(factor.shape[1])[None, :]
-        result = backend.multiply_add(
-            backend.load(factor_ref.at[row, column]),
-            backend.load(other_ref.at[row]),
-            backend.load(addend_ref.at[row, column]),
+        result = current_target().multiply_add(
+            load(factor_ref.at[row, column]),
+            load(other_ref.at[row]),
+            load(addend_ref.at[row, column]),
         )
-        backend.store(out_ref.at[row, column], result)
+        store(out_ref.at[row, column], result)
 
-    return backend.pallas_call(
+    return launch(
         kernel,
         factor,
         other,
@@ -218,13 +164,13 @@ write_out(weight, jnp.dtype("bfloat16"), interpret=True)
 
 
 @pytest.mark.parametrize("capability", [None, 8.0, 9.0])
-def test_kernels_let_the_next_one_be_launched_early(capability, machine, lower_for_cuda):
+def test_kernels_let_the_next_one_be_launched_early(capability, lower_for_cuda):
     def kernel(out_ref):
-        index = backend.first_program_id()
-        backend.store(out_ref.at[index + jnp.arange(1)], jnp.full(1, index))
+        index = first_program_id()
+        store(out_ref.at[index + jnp.arange(1)], jnp.full(1, index))
 
     def numbers(interpret: bool) -> jax.Array:
-        return backend.pallas_call(
+        return launch(
             kernel,
             out_shape=jax.ShapeDtypeStruct((3,), jnp.int32),
             grid=(3,),
@@ -234,11 +180,46 @@ def test_kernels_let_the_next_one_be_launched_early(capability, machine, lower_f
             interpret=interpret,
         )
 
-    machine("cpu" if capability is None else "gpu", capability)
-    module = lower_for_cuda(jax.jit(lambda: numbers(interpret=False)))
+    with device.described_as(compute_capability=capability):
+        module = lower_for_cuda(jax.jit(lambda: numbers(interpret=False)))
     assert ("griddepcontrol.launch_dependents" in module) == (capability == 9.0)
-    machine("cpu", None)
     np.testing.assert_array_equal(numbers(interpret=True), [0, 1, 2])
+
+
+def test_the_target_is_that_of_the_launch(lower_for_cuda):
+    """Of an interpreted kernel it is the one around the launch, which numpy's PTX relies on."""
+    found = []
+
+    def kernel(out_ref):
+        found.append(current_target())
+        store(out_ref.at[first_program_id() + jnp.arange(1)], jnp.zeros(1))
+
+    def run(interpret: bool) -> jax.Array:
+        out_shape = jax.ShapeDtypeStruct((1,), jnp.float32)
+        return launch(
+            kernel,
+            out_shape=out_shape,
+            grid=(1,),
+            name="empty",
+            warps=1,
+            stages=1,
+            interpret=interpret,
+        )
+
+    around = Target()
+    run(interpret=True)
+    with tracing_for(around):
+        run(interpret=True)
+        lower_for_cuda(lambda: run(interpret=False))
+        assert current_target() is around
+    assert found[:2] == [PLAIN, around]
+    assert [target.has_ptx for target in found[2:]] == [True]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_tiles_are_joined_side_by_side(count, rng):
+    tiles = [jnp.asarray(rng.standard_normal((2, 3))) for _ in range(count)]
+    np.testing.assert_array_equal(join(tiles), np.concatenate(tiles, 1))
 
 
 def test_kernels_count_in_32_bits_where_jax_counts_in_64():
@@ -254,8 +235,12 @@ def test_kernels_count_in_32_bits_where_jax_counts_in_64():
 
 
 def test_no_kernel_forgets_the_next_one():
-    package = Path(backend.__file__).parent
-    texts = {path.name: path.read_text() for path in package.rglob("*.py")}
-    assert [name for name, text in texts.items() if "program_id(0)" in text] == ["backend.py"]
+    package = Path(device.__file__).parent
+    texts = {
+        path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*.py")
+    }
+    assert [name for name, text in texts.items() if "program_id(0)" in text] == ["target.py"]
     for name, text in texts.items():
-        assert text.count("backend.pallas_call(") <= text.count("backend.first_program_id()"), name
+        if "from mpjax.kernels.launch import" in text:
+            launches = re.findall(r"(?<!def )\blaunch\(", text)
+            assert len(launches) <= text.count("first_program_id()"), name

@@ -1,8 +1,9 @@
 """An interpreter, in numpy, of the inline PTX with which kernels decode weights.
 
-It stands in for `backend.inline_ptx` and `backend.share_pairs`, so that what a decoder computes can
-be checked on any machine: the fixture `interpreted_ptx` puts it there. Written from NVIDIA's manual
-of the PTX ISA; whatever it doesn't know, it refuses.
+Its targets stand in for a GPU, so that what a decoder computes can be checked on any machine:
+inside `tracing_for(NumpyPTX())`, and in kernels that are interpreted there, inline PTX runs in
+numpy.
+Written from NVIDIA's manual of the PTX ISA; whatever it doesn't know, it refuses.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels.codes.look_up import ROW_BYTES, pair_rows
+from mpjax.kernels.target import Target
 
 U16, U32, U64 = np.uint16, np.uint32, np.uint64
 
@@ -62,46 +64,106 @@ class Half(NamedTuple):
 BFLOAT16, FLOAT16 = Half(8, 7), Half(5, 10)
 
 
-def inline_ptx(assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`backend.inline_ptx`, in traced code also."""
-    shape = arguments[0].shape
+class NumpyPTX(Target):
+    """An interpreter that has inline PTX, too; it counts the snippets that it was given."""
 
-    def compute(*arrays: jax.Array) -> np.ndarray:
-        operands = [register for array in arrays for register in registers(array, arrays[0])]
-        return run(assembly, operands).view(np.dtype(dtype)).reshape(shape)
+    has_ptx = True
 
-    for argument in arguments:
-        assert argument.shape == shape, f"shapes {argument.shape} and {shape} differ"
-    return jax.pure_callback(compute, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *arguments)
+    def __init__(self) -> None:
+        self.snippets = 0
+
+    def inline_ptx(
+        self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """In traced code also."""
+        self.snippets += 1
+        shape = arguments[0].shape
+
+        def compute(*arrays: jax.Array) -> np.ndarray:
+            operands = [register for array in arrays for register in registers(array, arrays[0])]
+            return run(assembly, operands).view(np.dtype(dtype)).reshape(shape)
+
+        for argument in arguments:
+            assert argument.shape == shape, f"shapes {argument.shape} and {shape} differ"
+        return jax.pure_callback(compute, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *arguments)
+
+    def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Beside each register, the first operand of several."""
+        return jnp.broadcast_to(x[:, None], shape)
+
+    def share_pairs(self, halves: Sequence[jax.Array]) -> jax.Array:
+        """A word for each pair of entries, and a copy of it for each lane."""
+
+        def compute(*words: jax.Array) -> np.ndarray:
+            global _shared
+            values = np.concatenate([np.asarray(word).reshape(-1) for word in words]).view(U16)
+            number = np.arange(256)
+            low, high = (values[i].astype(U32) for i in (number % 16, number // 16))
+            _shared = np.repeat(low | high << U32(16), LANES)
+            return np.full((1, 1), SHARED_ADDRESS, np.int32)
+
+        return jax.pure_callback(compute, jax.ShapeDtypeStruct((1, 1), jnp.int32), *halves)
 
 
-def dot(a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
-    """`backend.dot` of floats, in traced code also: as on the tensor cores, subnormals count."""
+class WithSubnormals(NumpyPTX):
+    """Floats beside PTX as on a GPU, where subnormals count: XLA takes them for zeros."""
 
-    def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return _wide(a) @ (_wide(b).T if trans_b else _wide(b))
+    def dot(self, a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
+        """A product of floats as the tensor cores make it."""
 
-    return _call(compute, (a.shape[0], b.shape[0 if trans_b else 1]), jnp.float32, a, b)
+        def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return _wide(a) @ (_wide(b).T if trans_b else _wide(b))
+
+        return _call(compute, (a.shape[0], b.shape[0 if trans_b else 1]), jnp.float32, a, b)
+
+    def narrow(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """To the nearest, subnormals among them."""
+        dtype = jnp.dtype(dtype)
+
+        def compute(x: np.ndarray) -> np.ndarray:
+            return _HALVES[dtype.name].bits(x.astype(float)).view(dtype)
+
+        return _call(compute, x.shape, dtype, x)
+
+    def widen(self, x: jax.Array) -> jax.Array:
+        """Exact."""
+        return _call(_wide, x.shape, jnp.float32, x)
+
+    def times_power(self, x: jax.Array, exponent: int) -> jax.Array:
+        """At once: of two factors XLA, unlike Triton, may make an infinite one."""
+        return _call(lambda x: np.ldexp(x.astype(float), exponent), x.shape, x.dtype, x)
 
 
-def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`backend.narrow`: float32 in 16 bits, to the nearest, subnormals among them."""
-    dtype = jnp.dtype(dtype)
+class SharedRows(NumpyPTX):
+    """A kernel with room for the rows of a table's pairs, whose tiles have so many rows."""
 
-    def compute(x: np.ndarray) -> np.ndarray:
-        return _HALVES[dtype.name].bits(x.astype(float)).view(dtype)
+    has_shared_rows = True
 
-    return _call(compute, x.shape, dtype, x)
+    def __init__(self, rows: int, *, has_spare_registers: bool = False) -> None:
+        super().__init__()
+        self.rows, self.has_spare_registers = rows, has_spare_registers
 
+    def table_bytes(
+        self, table: np.ndarray, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, ...]:
+        """Tiles of one word."""
+        halves = table.astype(operand).view(np.uint8).reshape(2**bits, 2).T
+        words = np.ascontiguousarray(halves).reshape(-1, 4).view(np.int32)
+        return tuple(jnp.full((self.rows, width), word, jnp.int32) for word in words.ravel())
 
-def widen(x: jax.Array) -> jax.Array:
-    """`backend.widen`: 16 bits in float32."""
-    return _call(_wide, x.shape, jnp.float32, x)
-
-
-def times_power(x: jax.Array, exponent: int) -> jax.Array:
-    """`arithmetic.times_power`; of its two factors XLA, unlike Triton, may make an infinite one."""
-    return _call(lambda x: np.ldexp(x.astype(float), exponent), x.shape, x.dtype, x)
+    def fill_rows(
+        self, table: np.ndarray, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """A word for each lane in each row; whatever else is read is no value of the table."""
+        global _shared
+        values, number = table.astype(operand).view(U16), np.arange(pair_rows(bits))
+        low, high = (values[i % len(table)].astype(U32) for i in (number % 16, number // 16))
+        rows = np.full((len(number), ROW_BYTES // 4), 0xDEADBEEF, U32)
+        rows[:, :LANES] = (low | high << U32(16))[:, None]
+        _shared = rows.reshape(-1)
+        register = np.arange(self.rows * width // 2, dtype=np.int32)
+        lanes = np.repeat(register % LANES * 4, 2).reshape(self.rows, width)
+        return jnp.asarray(lanes), jnp.full(lanes.shape, SHARED_ADDRESS, jnp.int32)
 
 
 _HALVES = {"bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -119,53 +181,6 @@ def _call(
         return compute(*map(np.asarray, arrays)).astype(dtype)
 
     return jax.pure_callback(cast, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), *arguments)
-
-
-def share_pairs(halves: Sequence[jax.Array]) -> jax.Array:
-    """`backend.share_pairs`: a word for each pair of entries, and a copy of it for each lane."""
-
-    def compute(*words: jax.Array) -> np.ndarray:
-        global _shared
-        values = np.concatenate([np.asarray(word).reshape(-1) for word in words]).view(U16)
-        number = np.arange(256)
-        low, high = (values[i].astype(U32) for i in (number % 16, number // 16))
-        _shared = np.repeat(low | high << U32(16), LANES)
-        return np.full((1, 1), SHARED_ADDRESS, np.int32)
-
-    return jax.pure_callback(compute, jax.ShapeDtypeStruct((1, 1), jnp.int32), *halves)
-
-
-class TableDecoding:
-    """A `backend.Decoding` for tables: rows of pairs, or bytes, as classes of `look_up` take them.
-
-    shape: of the words to decode, 16 bits each.
-    has_registers: what `Decoding` says by it.
-    """
-
-    def __init__(self, shape: tuple[int, ...], *, has_registers: bool = False) -> None:
-        self.shape, self.has_registers = shape, has_registers
-
-    def table_bytes(
-        self, table: np.ndarray, bits: int, operand: jnp.dtype
-    ) -> tuple[jax.Array, ...]:
-        """All entries' low bytes, four in a word, then all high bytes."""
-        halves = table.astype(operand).view(np.uint8).reshape(2**bits, 2).T
-        words = np.ascontiguousarray(halves).reshape(-1, 4).view(np.int32)
-        return tuple(jnp.full(self.shape, word, jnp.int32) for word in words.ravel())
-
-    def fill_rows(
-        self, table: np.ndarray, bits: int, operand: jnp.dtype
-    ) -> tuple[jax.Array, jax.Array]:
-        """A word for each lane in each row; whatever else is read is no value of the table."""
-        global _shared
-        values, number = table.astype(operand).view(U16), np.arange(pair_rows(bits))
-        low, high = (values[i % len(table)].astype(U32) for i in (number % 16, number // 16))
-        rows = np.full((len(number), ROW_BYTES // 4), 0xDEADBEEF, U32)
-        rows[:, :LANES] = (low | high << U32(16))[:, None]
-        _shared = rows.reshape(-1)
-        register = np.arange(np.prod(self.shape) // 2, dtype=np.int32)
-        lanes = np.repeat(register % LANES * 4, 2).reshape(self.shape)
-        return jnp.asarray(lanes), jnp.full(self.shape, SHARED_ADDRESS, jnp.int32)
 
 
 def registers(array: jax.Array, first: jax.Array) -> list[np.ndarray]:

@@ -14,8 +14,8 @@ from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mpjax.kernels import mosaic
-from mpjax.kernels.gemm.config import CHANNELS
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory
+from mpjax.kernels.target import current_target
 
 wait_for_products = plgpu.wgmma_wait
 
@@ -26,56 +26,57 @@ def accumulate(
     scratch: Any | None,
     dtype: jax.typing.DTypeLike,
 ) -> Any:
-    """Runs `body` with sums [CHANNELS, n] of 0 for each n of `rows`, which `multiply` adds to.
+    """Runs `body` with sums [64, n] of 0 for each n of `rows`, which `multiply` adds to.
 
     They are in the registers of a warpgroup.
 
-    scratch: [CHANNELS, all rows], where they are instead if a kernel is interpreted, else None.
+    scratch: [64, all rows], where they are instead if a kernel is interpreted, else None.
     """
     if scratch is None:
-        sums = [plgpu.WGMMAAccumulatorRef((CHANNELS, n), jnp.dtype(dtype)) for n in rows]
+        sums = [plgpu.WGMMAAccumulatorRef((WARPGROUP_OUTPUTS, n), jnp.dtype(dtype)) for n in rows]
         return pl.run_scoped(body, *sums)
-    scratch[...] = jnp.zeros((CHANNELS, sum(rows)), dtype)
+    scratch[...] = jnp.zeros((WARPGROUP_OUTPUTS, sum(rows)), dtype)
     ends = itertools.accumulate(rows)
     return body(*(scratch.at[:, pl.ds(end - n, n)] for end, n in zip(ends, rows, strict=True)))
 
 
-def multiply(sums: Any, operand: Any, x: Any, *, interpret: bool) -> None:
-    """Begins to add operand [CHANNELS, width] · x.T to the sums; x is a tile in shared memory.
+def multiply(sums: Any, operand: Any, x: Any) -> None:
+    """Begins to add operand [64, width] · x.T to the sums; x is a tile in shared memory.
 
     operand: in registers, or a tile in shared memory as well.
     """
-    if interpret:
+    if current_target().is_interpreted:
         sums[...] += jnp.dot(operand[...], x[...].T, preferred_element_type=sums.dtype)
         return
     plgpu.wgmma(sums, operand, x.transpose((1, 0)))
 
 
-def join(tiles: Sequence[jax.Array], *, interpret: bool) -> jax.Array:
-    """Operands [CHANNELS, width] beside each other as one: no register is moved."""
-    if len(tiles) == 1:
-        return tiles[0]
-    if interpret:
-        return jnp.concatenate(tiles, 1)
-    dtype, width = tiles[0].dtype, sum(tile.shape[1] for tile in tiles)
-    layout = mosaic.operand_layout(dtype)
+def join(operands: Sequence[jax.Array]) -> jax.Array:
+    """Operands [64, width] beside each other as one: no register is moved."""
+    if len(operands) == 1:
+        return operands[0]
+    if current_target().is_interpreted:
+        return jnp.concatenate(operands, 1)
+    dtype, width = operands[0].dtype, sum(operand.shape[1] for operand in operands)
+    layout = memory.operand_layout(dtype)
     beside = plgpu.inline_mgpu(
-        arg_types=(layout,) * len(tiles),
-        return_type=plgpu.ShapeDtypeStruct((CHANNELS, width), dtype, layout=layout),
+        arg_types=(layout,) * len(operands),
+        return_type=plgpu.ShapeDtypeStruct((WARPGROUP_OUTPUTS, width), dtype, layout=layout),
     )(_beside)
-    result: jax.Array = beside(*tiles)
+    result: jax.Array = beside(*operands)
     return result
 
 
-def _beside(context: Any, *tiles: mosaic_gpu.FragmentedArray) -> mosaic_gpu.FragmentedArray:
-    registers = np.concatenate([tile.registers for tile in tiles], 1)
+def _beside(context: Any, *operands: mosaic_gpu.FragmentedArray) -> mosaic_gpu.FragmentedArray:
+    registers = np.concatenate([operand.registers for operand in operands], 1)
+    first = operands[0]
     return mosaic_gpu.FragmentedArray(
-        _registers=registers, _layout=tiles[0].layout, _is_signed=tiles[0].is_signed
+        _registers=registers, _layout=first.layout, _is_signed=first.is_signed
     )
 
 
 class Product(NamedTuple):
-    """A sum of operands [CHANNELS, width] · x.T."""
+    """A sum of operands [64, width] · x.T."""
 
     operands: Sequence[Callable[[], jax.Array]]  # what makes each of them
     tiles: Sequence[Any]  # of x, in shared memory
@@ -87,24 +88,24 @@ Add = Callable[[jax.Array, jax.Array, int], jax.Array]  # to sums, a product, an
 def add_products(
     sums: jax.Array, products: Sequence[Product], add: Add, *, now: bool, scratch: Any
 ) -> jax.Array:
-    """Adds products to sums [CHANNELS, rows]. Each operand is made while the last is multiplied.
+    """Adds products to sums [64, rows]. Each operand is made while the last is multiplied.
 
     now: each warp multiplies for itself (`mma.sync`). There is nothing to wait for, so that the
         compiler can mix that with anything, but the instructions grow with the rows.
     scratch: see `accumulate`.
     """
-    interpret, rows = scratch is not None, sums.shape[1]
+    now = now and not current_target().is_interpreted
 
     def term(product: Product) -> jax.Array:
-        if now and not interpret:
-            nothing = mosaic.zeros((CHANNELS, rows), sums.dtype, interpret=False)
+        if now:
+            nothing = memory.zeros(sums.shape, sums.dtype)
             return _multiplied_now(product, nothing)
 
         def begin(accumulator: Any) -> Any:
-            _multiply_all(accumulator, product, interpret=interpret)
+            _multiply_all(accumulator, product)
             return accumulator[...]
 
-        result: jax.Array = accumulate((rows,), begin, scratch, sums.dtype)
+        result: jax.Array = accumulate(sums.shape[1:], begin, scratch, sums.dtype)
         return result
 
     for number, product in enumerate(products):
@@ -125,7 +126,7 @@ def add_in_turn(sums: jax.Array, products: Sequence[Product], add: Add) -> jax.A
 
         def begin(accumulator: Any) -> jax.Array:
             operands = [lambda: first, *product.operands[1:]]
-            _multiply_all(accumulator, Product(operands, product.tiles), interpret=False)
+            _multiply_all(accumulator, Product(operands, product.tiles))
             if number + 1 < len(products):
                 return go_on(number + 1, sums, accumulator)
             return add(sums, accumulator[...], number)
@@ -136,20 +137,20 @@ def add_in_turn(sums: jax.Array, products: Sequence[Product], add: Add) -> jax.A
     return go_on(0, sums, None)
 
 
-def _multiply_all(sums: Any, product: Product, *, interpret: bool) -> None:
+def _multiply_all(sums: Any, product: Product) -> None:
     for operand, x in zip(product.operands, product.tiles, strict=True):
-        multiply(sums, operand(), x, interpret=interpret)
+        multiply(sums, operand(), x)
 
 
 def _multiplied_now(product: Product, sums: jax.Array) -> jax.Array:
     x_dtype = product.tiles[0].dtype
     rows = _mma_rows(x_dtype)
     run = plgpu.inline_mgpu(
-        arg_types=(mosaic.layouts.WGMMA, mosaic.operand_layout(x_dtype), rows),
-        return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=mosaic.layouts.WGMMA),
+        arg_types=(memory.layouts.WGMMA, memory.operand_layout(x_dtype), rows),
+        return_type=plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=memory.layouts.WGMMA),
     )(_mma)
     for operand, x in zip(product.operands, product.tiles, strict=True):
-        sums = run(sums, operand(), mosaic.load(x, interpret=False, layout=rows))
+        sums = run(sums, operand(), memory.load(x, layout=rows))
     return sums
 
 
@@ -158,7 +159,7 @@ def _mma_rows(dtype: jnp.dtype) -> Any:
     elements = 4 // dtype.itemsize  # of a register
     tiling = fragmented_array.Tiling(((8, 4 * elements), (elements,)))
     warps = fragmented_array.Replicated(4)
-    return mosaic.layouts.TILED(tiling, warp_dims=(warps,), lane_dims=(-3, -2), vector_dim=-1)
+    return memory.layouts.TILED(tiling, warp_dims=(warps,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _mma(

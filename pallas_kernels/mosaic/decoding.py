@@ -1,4 +1,4 @@
-"""Decoding in Mosaic GPU: what decoders ask of a backend, on the registers of `wgmma`."""
+"""Kernels of Mosaic GPU as a target: decoding in the registers of `wgmma`'s operand."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
-from mpjax.kernels import mosaic
 from mpjax.kernels.codes.look_up import ROW_BYTES, pair_rows
-from mpjax.kernels.gemm.config import CHANNELS
+from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory
+from mpjax.kernels.target import Target
 
 _layouts = plgpu.Layout
 
@@ -33,25 +33,27 @@ class Pairs(NamedTuple):
     warpgroups: int  # that compute, the first ones of a program
 
 
-class WgmmaDecoding:
-    """Decoding in the registers of `wgmma`'s operand, for tiles [CHANNELS, width].
+class Warpgroups(Target):
+    """A kernel whose warpgroups have tiles [64, width], one row for each output channel.
 
     pairs: where those of a table go, if the codes index one.
-    has_registers: whether there are some to spare for a table of up to eight entries.
+    has_spare_registers: whether there are some for a table of up to eight entries.
     """
 
-    def __init__(
-        self, width: int, pairs: Pairs | None = None, *, has_registers: bool = False
-    ) -> None:
-        self.shape, self.pairs, self.has_registers = (CHANNELS, width), pairs, has_registers
+    is_interpreted = False
+    has_ptx = True
+    has_shared_rows = True
 
-    def column(self, x: jax.Array) -> jax.Array:
-        """A value for each channel [CHANNELS] as a tile: in a thread's registers they are alike."""
-        return jax.lax.broadcast_in_dim(x, self.shape, (0,))
+    def __init__(self, pairs: Pairs | None = None, *, has_spare_registers: bool = False) -> None:
+        self.pairs, self.has_spare_registers = pairs, has_spare_registers
 
-    def registers(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """32 bits for each channel [CHANNELS] as the four bytes of each of a tile's registers."""
-        layout = mosaic.operand_layout(jnp.uint8)
+    def column(self, x: jax.Array, width: int) -> jax.Array:
+        """The whole tile: in a thread's registers the values of a row are alike."""
+        return jax.lax.broadcast_in_dim(x, (WARPGROUP_OUTPUTS, width), (0,))
+
+    def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The 32 bits as the four bytes of each of a tile's registers."""
+        layout = memory.operand_layout(jnp.uint8)
         spread = plgpu.inline_mgpu(
             arg_types=(layout.reduce(1),),
             return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.uint8), layout=layout),
@@ -59,45 +61,50 @@ class WgmmaDecoding:
         result: jax.Array = spread(x)
         return result
 
-    def fill_rows(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
-        """Fills `pairs` together with the other warpgroups; see `look_up.InSharedRows`."""
+    def fill_rows(
+        self, table: Any, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Fills `pairs` together with the other warpgroups."""
         assert self.pairs is not None
+        shape = WARPGROUP_OUTPUTS, width
         fill = plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(self._uniform,) * 2
-        )(functools.partial(_fill, bits, operand, self.pairs.warpgroups, self.shape))
+            arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(_uniform(shape),) * 2
+        )(functools.partial(_fill, bits, operand, self.pairs.warpgroups, shape))
         lanes, address = fill(table, self.pairs.rows)
-        mosaic.arrive(self.pairs.filled)
-        mosaic.wait(self.pairs.filled)
+        memory.arrive(self.pairs.filled)
+        memory.wait(self.pairs.filled)
         return lanes, address
 
-    def table_bytes(self, table: Any, bits: int, operand: jnp.dtype) -> tuple[jax.Array, ...]:
-        """Low bytes of 2**bits entries, four in a register, then the high ones."""
-        count = 2**bits // 2
+    def table_bytes(
+        self, table: Any, bits: int, operand: jnp.dtype, width: int
+    ) -> tuple[jax.Array, ...]:
+        """Each thread loads all entries."""
+        count, shape = 2**bits // 2, (WARPGROUP_OUTPUTS, width)
         load = plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(),), return_type=(self._uniform,) * count
-        )(functools.partial(_table_bytes, bits, operand, self.shape))
+            arg_types=(plgpu.RefType(),), return_type=(_uniform(shape),) * count
+        )(functools.partial(_table_bytes, bits, operand, shape))
         result: tuple[jax.Array, ...] = tuple(load(table))
         return result
-
-    @property
-    def _uniform(self) -> Any:
-        """A tile's 32-bit value that is the same everywhere."""
-        layout = _layouts.WG_SPLAT(self.shape)
-        return plgpu.ShapeDtypeStruct(self.shape, jnp.dtype(jnp.int32), layout=layout)
 
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """PTX on registers of elements of 16 or 8 bits; see `backend.inline_ptx`."""
-        uniform, layout = _layouts.WG_SPLAT(self.shape), mosaic.operand_layout(dtype)
+        """PTX on the registers of tiles, each applied to in turn."""
+        shape, layout = arguments[0].shape, memory.operand_layout(dtype)
+        uniform = _layouts.WG_SPLAT(shape)
         apply = plgpu.inline_mgpu(
             arg_types=tuple(
                 uniform if argument.dtype.itemsize == 4 else layout for argument in arguments
             ),
-            return_type=plgpu.ShapeDtypeStruct(self.shape, jnp.dtype(dtype), layout=layout),
+            return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=layout),
         )(functools.partial(_apply_ptx, assembly, jnp.dtype(dtype)))
         result: jax.Array = apply(*arguments)
         return result
+
+
+def _uniform(shape: tuple[int, int]) -> Any:
+    """A tile's 32-bit value that is the same everywhere."""
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32), layout=_layouts.WG_SPLAT(shape))
 
 
 def _fill(

@@ -1,0 +1,228 @@
+"""Launching kernels of Pallas-Triton: the one module that knows this backend.
+
+Kernels take their loads, stores and launches from here, and ask the current target (`target`) for
+every operation with an instruction of its own: replacing the backend changes this file and the
+launchers, not the kernel mathematics. JAX deprecated the backend in 0.11 and still ships it in
+0.12; its warning is silenced here, where it is caused, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.pallas.triton import lowering
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from mpjax.kernels import device, manual_axes, ptx
+from mpjax.kernels.registers import (
+    MOST_REGISTERS,
+    limit_registers,
+    limit_registers_p,
+    lower_limit_registers,
+)
+from mpjax.kernels.target import Target, current_target, tracing_for
+
+warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+lowering.register_lowering(limit_registers_p)(lower_limit_registers)
+
+EARLY_LAUNCH_CAPABILITY = 9.0
+
+load, store = plgpu.load, plgpu.store
+
+
+def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """Loads a tile, of which what is masked out reads as zero.
+
+    mask: of the leading rows, or what broadcasts to the tile. Without one the load has none at all,
+        which lets the compiler use its widest copies.
+    """
+    if mask is None:
+        return load(ref)
+    if mask.ndim == 1:
+        mask = mask.reshape(-1, *[1] * (len(ref.shape) - 1))
+    return load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=jnp.zeros((), ref.dtype))
+
+
+def join(tiles: Sequence[jax.Array]) -> jax.Array:
+    """Concatenates tiles [n, k], a power of two of them, along k; in registers, nothing moves."""
+    while len(tiles) > 1:
+        tiles = [
+            jnp.stack(pair, -1).transpose(0, 2, 1).reshape(len(pair[0]), 2 * pair[0].shape[1])
+            for pair in zip(tiles[::2], tiles[1::2], strict=True)
+        ]
+    return tiles[0]
+
+
+def first_program_id() -> jax.Array:
+    """The program's index along the grid's first axis; each kernel asks for it once.
+
+    On a GPU this also limits the kernel's registers, and lets the next kernel be launched early:
+    see `Triton`.
+    """
+    return current_target().first_program_id()
+
+
+def launch(
+    kernel: Callable[..., None],
+    *arguments: Any,
+    out_shape: Any,
+    grid: tuple[int, ...],
+    name: str,
+    warps: int,
+    stages: int,
+    interpret: bool,
+    aliases: dict[int, int] | None = None,
+    registers: int | None = None,
+) -> Any:
+    """Launches a kernel over whole arrays in global memory.
+
+    The kernel gets a reference for each array in its arguments and outputs, in the same trees, and
+    does its own indexing. `aliases` maps an argument to the output that takes over its buffer.
+    `registers` is how many a thread of a kernel that asks for `first_program_id` may have; None
+    leaves it to the assembler, which keeps room for programs that may never come. With `interpret`,
+    the kernel runs as plain JAX on any device, traced for the target that is current. Raises
+    ValueError for more registers than there are.
+    """
+    if registers is not None and not 0 < registers <= MOST_REGISTERS:
+        raise ValueError(f"{name}: {registers} registers: expected 1 to {MOST_REGISTERS}")
+
+    def run(*references: Any) -> None:
+        with tracing_for(current_target() if interpret else Triton.here(registers)):
+            kernel(*references)
+
+    arguments = manual_axes.vary_alike(arguments)
+    call = pl.pallas_call(
+        run,
+        out_shape=manual_axes.varying_like(out_shape, arguments),
+        grid=grid,
+        input_output_aliases=aliases or {},
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=name,
+    )
+    with jax.enable_x64(False):  # kernels count in 32 bits
+        return call(*arguments)
+
+
+class Triton(Target):
+    """A kernel that Triton compiles for a GPU.
+
+    early: whether the next kernel may be launched as soon as all programs of this one have begun
+        ("programmatic dependent launch", compute capability 9.0). XLA has each kernel that it
+        launches so wait, before it reads anything, until the one before is done: what is saved is
+        a launch's time.
+    registers: how many a thread may have, or None for what the assembler finds.
+    """
+
+    is_interpreted = False
+    has_ptx = True
+
+    def __init__(self, *, early: bool = False, registers: int | None = None) -> None:
+        self.early, self.registers = early, registers
+
+    @classmethod
+    def here(cls, registers: int | None) -> Triton:
+        """A kernel for the default device."""
+        capability = device.compute_capability() or 0.0
+        return cls(early=capability >= EARLY_LAUNCH_CAPABILITY, registers=registers)
+
+    def first_program_id(self) -> jax.Array:
+        """The index, on its way through what limits registers and lets the next kernel begin."""
+        index = super().first_program_id()
+        if self.registers is not None:
+            index = limit_registers(index, self.registers)
+        if not self.early:
+            return index
+        # The index passes through the assembly, which the compiler would leave out otherwise.
+        tile = jnp.full((1,), index, jnp.int32)
+        assembly = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+        return self.inline_ptx(assembly, tile, dtype=jnp.int32).max()
+
+    def multiply_add(self, factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
+        """The one instruction that the compiler won't make of a product and a sum."""
+        return _float32_ptx("fma.rn.f32 $0, $1, $2, $3;", factor, other, addend)
+
+    def exp2(self, x: jax.Array) -> jax.Array:
+        """One instruction."""
+        return _float32_ptx("ex2.approx.ftz.f32 $0, $1;", x)
+
+    def log2(self, x: jax.Array) -> jax.Array:
+        """One instruction."""
+        return _float32_ptx("lg2.approx.ftz.f32 $0, $1;", x)
+
+    def reciprocal(self, x: jax.Array) -> jax.Array:
+        """One instruction."""
+        return _float32_ptx("rcp.approx.ftz.f32 $0, $1;", x)
+
+    def divide(self, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+        """Correctly rounded, where Triton's own division is approximate."""
+        return _float32_ptx("div.rn.f32 $0, $1, $2;", numerator, denominator)
+
+    def narrow(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Two values in one instruction."""
+        suffix = "bf16x2" if jnp.dtype(dtype) == jnp.bfloat16 else "f16x2"
+        [result] = plgpu.elementwise_inline_asm(
+            f"cvt.rn.{suffix}.f32 $0, $2, $1;",
+            args=[x],
+            constraints="=r,f,f",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
+        )
+        return result
+
+    def widen(self, x: jax.Array) -> jax.Array:
+        """One instruction for each value of bfloat16."""
+        if x.dtype != jnp.bfloat16:
+            return x.astype(jnp.float32)
+        [result] = plgpu.elementwise_inline_asm(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            args=[x],
+            constraints="=&f,=f,r",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+        return result
+
+    def round_to(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """A cast there and back, which Triton, unlike XLA, leaves in."""
+        return x.astype(dtype).astype(jnp.float32)
+
+    def inline_ptx(
+        self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
+    ) -> jax.Array:
+        """Triton's inline assembly."""
+        size = arguments[0].dtype.itemsize
+        constraints = ",".join(["=r", *["r"] * sum(a.dtype.itemsize // size for a in arguments)])
+        [result] = plgpu.elementwise_inline_asm(
+            assembly,
+            args=arguments,
+            constraints=constraints,
+            pack=4 // size,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(arguments[0].shape, dtype)],
+        )
+        return result
+
+    def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """A broadcast: of all elements beside a register, the first is an operand."""
+        return jnp.broadcast_to(x[:, None], shape)
+
+    def share_pairs(self, halves: Sequence[jax.Array]) -> jax.Array:
+        """An array of its own, apart from the shared memory that Triton allots."""
+        return self.inline_ptx(ptx.share_pairs(len(halves)), *halves, dtype=jnp.int32)
+
+
+def _float32_ptx(assembly: str, *arguments: jax.Array) -> jax.Array:
+    shape = jnp.broadcast_shapes(*(argument.shape for argument in arguments))
+    [result] = plgpu.elementwise_inline_asm(
+        assembly,
+        args=[jnp.broadcast_to(argument, shape) for argument in arguments],
+        constraints=",".join(["=f"] + ["f"] * len(arguments)),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
+    return result

@@ -1,0 +1,56 @@
+"""PTX that several kernels share."""
+
+from __future__ import annotations
+
+PAIR_BYTES = 128 * 16**2 + 1024  # of shared memory, what `share_pairs` takes
+
+
+def share_pairs(halves: int) -> str:
+    """PTX that fills shared memory with all pairs of a table's values; $0 is their address.
+
+    halves: of operands, each of two of the table's sixteen values of 16 bits. Word i + 16 · j holds
+    entry i, and entry j in its upper half. Each of a warp's 32 lanes has a copy of all words, in a
+    bank of its own, so that a warp looks up 32 words at a time whichever they are: that of lane l
+    is at address + 128 · word + 4 · l.
+    """
+    words = "".join(f" st.shared.b32 [table+{4 * i}], ${i + 1};" for i in range(halves))
+    # A lane begins at its own eighth of the 32 copies: lanes write to different banks.
+    copies = "".join(
+        f"""
+        add.u32 place, lane, {16 * eighth};
+        and.b32 place, place, 127;
+        add.u32 place, place, row;
+        st.shared.v4.b32 [place], {{low, low, low, low}};"""
+        for eighth in range(8)
+    )
+    # A whole number of kilobytes leaves Triton's own tiles where `wgmma` can read them.
+    return f"""{{
+        .shared .align 1024 .b8 pairs[{PAIR_BYTES - 1024}];
+        .shared .align 1024 .b8 values[1024];
+        .reg .b32 table, lane, pair, threads, row, place, low, high;
+        .reg .pred done;
+        mov.u32 table, values;{words}
+        bar.sync 0;
+        mov.u32 lane, %laneid;
+        shl.b32 lane, lane, 4;
+        mov.u32 pair, %tid.x;
+        mov.u32 threads, %ntid.x;
+    next:
+        setp.ge.u32 done, pair, 256;
+        @done bra end;
+        and.b32 place, pair, 15;
+        mad.lo.u32 place, place, 2, table;
+        ld.shared.u16 low, [place];
+        shr.u32 place, pair, 4;
+        and.b32 place, place, 15;
+        mad.lo.u32 place, place, 2, table;
+        ld.shared.u16 high, [place];
+        prmt.b32 low, low, high, 0x5410;
+        mov.u32 row, pairs;
+        mad.lo.u32 row, pair, 128, row;{copies}
+        add.u32 pair, pair, threads;
+        bra next;
+    end:
+        bar.sync 0;
+        mov.u32 $0, pairs;
+    }}"""

@@ -64,7 +64,9 @@ def assert_equals_oracle(
 @each_format
 def test_equals_the_oracle(text):
     weight = random_weight(len(text))
-    assert_equals_oracle(quick_quantize(weight, WeightFormat.parse(text)), weight)
+    of_one_sign = np.abs(weight) + np.float32(0.1)
+    for each in (weight, of_one_sign, -of_one_sign):
+        assert_equals_oracle(quick_quantize(each, WeightFormat.parse(text)), each)
 
 
 @pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK:sym", "table3:g64", "liquid4:g64"])

@@ -35,8 +35,9 @@ def test_is_the_product_with_the_dequantized_weight(text, channels, rng):
     assert relative_error(product, exact(x) @ dense(weight)) < 1e-6
 
 
-def test_products_are_rounded_once(rng):
-    weight = random_weight(rng, "uint4:g128", 256, 8)
+@pytest.mark.parametrize("text", ALL_FORMATS)
+def test_products_are_rounded_once(text, rng):
+    weight = random_weight(rng, text, 256, 8)
     x = random_activations(rng, weight, 4, "bfloat16")
     product = multiply(x, weight, jnp.dtype(jnp.bfloat16))
     rounded = multiply(x, weight, jnp.dtype(jnp.float32)).astype(jnp.bfloat16)

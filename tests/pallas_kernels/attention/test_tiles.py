@@ -116,7 +116,7 @@ def test_nothing_behind_a_table_is_looked_up(slots, monkeypatch):
         def __getitem__(self, index):
             return index
 
-    monkeypatch.setattr(backend, "load", lambda index: index[1])
+    monkeypatch.setattr(tiles, "load", lambda index: index[1])
     every = jnp.arange(tiles.LOOKED_UP) * 3
     entries = tiles.look_up(every, slots, 128, Indices(), jnp.int32(1))
     assert entries.max() == 19

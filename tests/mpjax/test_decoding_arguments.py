@@ -8,7 +8,8 @@ import pytest
 from mpjax import decoding
 from mpjax.decoding import generate_tokens
 from mpjax.kernels import KVFormat
-from mpjax.sampling import Sampling, row_keys
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
 
 HOT = Sampling(temperature=1.5)
 LENGTHS = (5, 1, 9)

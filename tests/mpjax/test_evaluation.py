@@ -236,9 +236,9 @@ def test_memory_is_asked_for_first(tiny, monkeypatch):
 
 def test_logits_must_fit_beside_the_cache(tiny, monkeypatch):
     """A window as long as a chunk takes one chunk's cache, though its tokens are one more."""
-    cache = tiny.model.create_cache(1, evaluate.MAXIMUM_CHUNK, tiny.kv_format)
+    cache = tiny.model.create_cache(1, evaluation.MAXIMUM_CHUNK, tiny.kv_format)
     monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: cache.nbytes)
-    sequence = np.ones(evaluate.MAXIMUM_CHUNK + 1, np.int32)
+    sequence = np.ones(evaluation.MAXIMUM_CHUNK + 1, np.int32)
     with pytest.raises(DeviceMemoryError, match="reading 1 windows of 128 tokens"):
         token_scores(tiny, [sequence])
 

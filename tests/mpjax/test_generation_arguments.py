@@ -8,7 +8,7 @@ import pytest
 
 import mpjax
 from mpjax import Sampling
-from mpjax import generation as module
+from mpjax import batch as module
 from mpjax.memory import DeviceMemoryError
 
 pytestmark = pytest.mark.usefixtures("exact_products")

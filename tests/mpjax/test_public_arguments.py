@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mpjax.evaluate import perplexity
 
 import mpjax
+from mpjax.evaluation import evaluate
 from mpjax.kernels import KVFormat
 from tests.refusals import require_a_result_or_its_name
 
@@ -54,15 +54,15 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
             mpjax.calibrate_cache,
             {"lm": calibrated, "documents": ["x = 1"], "window": 16, "max_tokens": 16},
         ),
-        "perplexity": (
-            perplexity,
+        "evaluate": (
+            evaluate,
             {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1, "page_size": 16},
         ),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["generate", "stream", "generate_tokens", "calibrate_cache", "perplexity"]
+    "name", ["generate", "stream", "generate_tokens", "calibrate_cache", "evaluate"]
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):
     """Never an AttributeError or a TypeError from somewhere below."""

@@ -103,7 +103,7 @@ WRONG_CONFIG = [
     ("qkv_bias", 1, "qkv_bias is 1: expected true or false"),
     ("qkv_bias", True, r"the array layers.0.attention.qkv.0.bias is missing"),
     ("tie_word_embeddings", True, "there is an array 'head', which such a model does not have"),
-    ("dtype", "int8", "dtype is 'int8': expected bfloat16 or float16 or float32"),
+    ("dtype", "int8", "DecoderConfig: dtype is 'int8': expected a dtype, such as bfloat16"),
     ("windows", [None, 0], "a window of windows is 0: expected an integer from 1"),
     ("windows", [], "windows is empty: expected one for each layer"),
     ("windows", [None] * 100_000, "there are 100000 layers and only"),

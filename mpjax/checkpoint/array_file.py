@@ -111,14 +111,14 @@ def _to_host(array: jax.Array) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _chunks(content: np.ndarray) -> Iterator[np.ndarray]:
+def _chunks(content: np.ndarray) -> Iterator[memoryview]:
+    """The memory of uint8 [bytes], in pieces."""
     for begin in range(0, content.size, CHUNK_BYTES):
-        yield content[begin : begin + CHUNK_BYTES]
+        yield content.data[begin : begin + CHUNK_BYTES]
 
 
-def _fill(piece: np.ndarray, stream: Any, info: TensorInfo) -> None:
-    """Reads as many bytes as `piece` has, which the system may give in several parts."""
-    view = memoryview(piece)
+def _fill(view: memoryview, stream: Any, info: TensorInfo) -> None:
+    """Reads as many bytes as `view` has, which the system may give in several parts."""
     while view:
         count = stream.readinto(view)
         if not count:

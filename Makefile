@@ -1,9 +1,11 @@
 # Targets for people and for CI. The environment lives in .venv and is rebuilt when pyproject.toml changes.
 #   make test PYTHON=python3.11 VENV=.venv-3.11    another interpreter, beside the first
 #   make test TESTS=tests/models                   a part of the tests
+#   make mutants FILES=mpjax/text_stream.py        bugs planted in one file
 
 VENV ?= .venv
 TESTS ?=
+FILES ?= mpjax/arguments.py mpjax/chat_template.py mpjax/sampling.py mpjax/text_stream.py models/config.py
 # A candidate must run: a pyenv shim of a version that is not activated exists, but fails.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -21,7 +23,7 @@ WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_ex
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types check clean
+.PHONY: help demo test mutants lint format types check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,6 +33,41 @@ demo: $(VENV)/.runtime ## let the bundled model write some Python
 
 test: $(VENV)/.development ## run the tests (GPU tests too, where there is a CUDA GPU)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG) $(TESTS)
+
+# Bugs that a file's tests should see: in a copy of the tree, as each stands in the file while its tests run.
+COPY = build/mutants
+mutants: $(VENV)/.mutants ## plant bugs in FILES, one by one, and show those that no test sees
+	@rm -rf $(COPY) && mkdir -p $(COPY)
+	@git ls-files -z --cached --others --exclude-standard | tar --null -T - -c | tar -x -C $(COPY)
+	@export PATH="$(abspath $(VENV))/bin:$$PATH" JAX_COMPILATION_CACHE_DIR=$(abspath $(COPY))/programs \
+		JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1; \
+	cd $(COPY) && for file in $(FILES); do \
+		tests="$(or $(TESTS),tests/$$(dirname $$file)/test_$$(basename $$file))"; \
+		echo "$$MUTANTS" | sed "s|FILE|$$file|; s|TESTS|$$tests|" > mutants.toml; \
+		rm -f mutants.sqlite; cosmic-ray init mutants.toml mutants.sqlite; \
+		cr-filter-operators mutants.sqlite mutants.toml; \
+		cosmic-ray baseline mutants.toml || { echo "$$tests must pass before bugs are planted." >&2; exit 1; }; \
+		echo "Planting bugs in $$file, which $$tests should see."; \
+		cosmic-ray exec mutants.toml mutants.sqlite; \
+		cr-report --surviving-only --show-diff mutants.sqlite; \
+	done
+
+# Of the ways to change an operator, the one that is nearest to a slip. `|` is left alone: most are of types.
+define MUTANTS
+[cosmic-ray]
+module-path = "FILE"
+test-command = "python -m pytest -x -q -m 'not slow' -o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true TESTS"
+timeout = 600
+excluded-modules = []
+distributor.name = "local"
+filters.operators-filter.exclude-operators = [
+  "core/ReplaceBinaryOperator_(?!(Add_Sub|Sub_Add|Mul_FloorDiv|FloorDiv_Mul|Mod_FloorDiv|Div_Mul|Pow_Mul|LShift_RShift|RShift_LShift|BitAnd_BitOr)$$)",
+  "core/ReplaceComparisonOperator_(?!(Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is)$$)",
+  "core/ReplaceUnaryOperator_.*_(Not|Invert)",
+  "core/ExceptionReplacer",
+]
+endef
+export MUTANTS
 
 lint: $(VENV)/.development ## check format and style
 	$(VENV)/bin/ruff format --check .
@@ -44,6 +81,11 @@ types: $(VENV)/.development ## check the types
 	$(VENV)/bin/mypy
 
 check: lint types test ## lint, types and test
+
+docs: $(VENV)/.created ## build the site in build/site; warnings are errors
+	@$(PIP) --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet --site-dir build/site
+	@echo "build/site/index.html"
 
 clean: ## remove environments, caches and build products
 	rm -rf .venv* build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
@@ -61,6 +103,10 @@ $(VENV)/.development: $(VENV)/.created
 	@$(PIP) --editable ".[test,dev,eval$(EXTRA:%=,%)]"
 	@[ -z "$(TORCH)" ] || $(PIP) $(TORCH) "accelerate>=1.0"
 	@touch $@ $(VENV)/.runtime
+
+$(VENV)/.mutants: $(VENV)/.development
+	@$(PIP) --editable ".[mutants]"
+	@touch $@
 
 $(VENV)/.created: pyproject.toml
 	@[ -n "$(PYTHON)" ] || { echo "mpjax needs Python 3.11 or newer, and none was found: install one, or name it with 'make PYTHON=/path/to/python'." >&2; exit 1; }

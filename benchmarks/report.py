@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md, and its plots, from the results that `mpjax bench` saved.
+"""Writes docs/benchmarks.md, the tables behind it and their plots, from saved results.
 
 python -m benchmarks.report
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import quantization
+from benchmarks import quantization, summary
 from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import WeightFormat
@@ -21,56 +21,100 @@ from mpjax.kernels.plans.tables import SHIPPED, file_name
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGE = HERE.parent / "docs" / "benchmarks.md"
+DOCS = HERE.parent / "docs"
 SHARES = 10  # kernels of a step that are named
 GPUS = {"NVIDIA H200": Limits(132, 9.0)}  # whose plans can be told here
+Results = list[dict[str, Any]]
 
 
 def main() -> None:
-    """Writes the page of this checkout."""
-    write(RESULTS, PAGE)
-    print(PAGE)
+    """Writes the pages of this checkout."""
+    write(RESULTS, DOCS)
+    print(DOCS / "benchmarks.md")
 
 
-def write(results: Path, page: Path) -> None:
-    """Writes a page from a folder of results, and its plots beside it; what is missing is left out.
+def write(results: Path, docs: Path) -> None:
+    """Writes benchmarks.md into a folder of docs, and pages of tables into benchmarks/ there.
 
     Of each benchmark there may be several files, `gemm*.json` for example, which were measured at
-    different times: each has its table and its source, and a plot shows the rows of all.
+    different times: each has its table and its source, and a plot shows the rows of all. What is
+    missing is left out.
     """
-    page.parent.mkdir(parents=True, exist_ok=True)
-    parts = [(HERE / "benchmarks_intro.md").read_text()]
-    for pattern, build in (
-        ("generate*.json", _generate),
-        ("gemm*.json", _gemm),
-        ("attention*.json", _attention),
-        ("quantization.json", _quantization),
-        ("perplexity*.json", _perplexity),
+    folder = docs / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    page = [(HERE / "overview.md").read_text()]
+    for name, patterns, build, summarise in (
+        ("generate", ("generate*.json",), _generate, _summary_of_generate),
+        ("gemm", ("gemm*.json",), _gemm, _summary_of_gemm),
+        ("attention", ("attention*.json",), _attention, _summary_of_attention),
+        ("quality", ("perplexity*.json", "quantization.json"), _quality, _summary_of_quality),
     ):
-        if found := [json.loads(path.read_text()) for path in sorted(results.glob(pattern))]:
-            parts += build(found, page.parent)
-    page.write_text("\n".join(parts))
+        paths = [path for pattern in patterns for path in sorted(results.glob(pattern))]
+        if found := [json.loads(path.read_text()) for path in paths]:
+            (folder / f"{name}.md").write_text("\n".join(build(found, folder)))
+            page += summarise(found)
+    page.append((HERE / "limits.md").read_text())
+    (docs / "benchmarks.md").write_text("\n".join(page))
+
+
+def _summary_of_generate(results: Results) -> list[str]:
+    rows = [generate.figures(row) for result in results for row in result.get("results", [result])]
+    return [
+        "## Whole models\n",
+        f"Qwen3-8B's shapes with random weights, decoding after {summary.CONTEXT} tokens.\n",
+        _plot("tokens per second below the memory roofline", "benchmarks/generate.svg"),
+        summary.generate(rows),
+    ]
+
+
+def _summary_of_gemm(results: Results) -> list[str]:
+    rows = [gemm.figures(row) for result in results for row in result["results"]]
+    return [
+        "## Products with packed weights\n",
+        "The largest matrix of a layer of Qwen3-8B, K4096 N24576. Activations of 8 bits are "
+        "rounded before, as by a model's norm.\n",
+        _plot("TFLOP/s over rows, below the rooflines", "benchmarks/gemm-qwen3-8b.svg"),
+        summary.gemm(rows),
+    ]
+
+
+def _summary_of_attention(results: Results) -> list[str]:
+    rows = [attention.figures(row) for result in results for row in result["results"]]
+    return [
+        "## Attention over the cache\n",
+        "One new token for each sequence; 32 query heads and 8 KV heads of 128 channels. Columns "
+        "are sequences × tokens.\n",
+        _plot("times as fast as cuDNN, below the rooflines", "benchmarks/attention.svg"),
+        summary.attention(rows),
+    ]
+
+
+def _summary_of_quality(results: Results) -> list[str]:
+    rows = [row for result in results if "rows" in result for row in result["rows"]]
+    return [
+        "## Quality\n",
+        "The bundled model, a small one that writes Python, rounded to nearest, on text that it "
+        "has not seen.\n",
+        summary.perplexity(rows),
+    ]
 
 
 def _source(result: dict[str, Any], command: str) -> str:
-    return (
-        f"`{command}` · {result['device']}, jax {result['versions']['jax']}, "
-        f"commit {result['commit'] or 'not recorded'}\n"
-    )
+    return f"`{command}` · {result['device']}, jax {result['versions']['jax']}\n"
 
 
 def _plot(text: str, name: str) -> str:
     return f"![{text}]({name})\n"
 
 
-def _generate(results: list[dict[str, Any]], folder: Path) -> list[str]:
+def _generate(results: Results, folder: Path) -> list[str]:
     # A file has the rows of a sweep, or is a row itself.
     sweeps = [result.get("results", [result]) for result in results]
     order = sorted(range(len(sweeps)), key=lambda i: _first_case(sweeps[i]))
     results, sweeps = [results[i] for i in order], [sweeps[i] for i in order]
     over_contexts = [row for rows in sweeps if _spans_contexts(rows) for row in rows]
     others = [row for rows in sweeps if not _spans_contexts(rows) for row in rows]
-    parts = ["## End to end: Qwen3-8B's shapes, random weights\n"]
+    parts = ["# Whole models: Qwen3-8B's shapes, random weights\n"]
     for rows, about, name in (
         (others, "tokens per second below the memory roofline", "generate.svg"),
         (over_contexts, "tokens per second over the context", "generate-context.svg"),
@@ -127,9 +171,9 @@ def _shares(result: dict[str, Any]) -> str:
     return "\n".join([title, tables.markdown(["kernel", "time", "share"], rows)])
 
 
-def _gemm(results: list[dict[str, Any]], folder: Path) -> list[str]:
+def _gemm(results: Results, folder: Path) -> list[str]:
     rows = [row for result in results for row in result["results"]]
-    parts = ["## Products with packed weights\n"]
+    parts = ["# Products with packed weights\n"]
     chosen_by_plans = [row for row in rows if not _is_partial(row)]
     for model in roofline.models(chosen_by_plans):
         name = f"gemm-{model}.svg"
@@ -193,8 +237,8 @@ def _models_or_shapes(rows: Sequence[dict[str, Any]]) -> str:
     return ",".join(parts)
 
 
-def _attention(results: list[dict[str, Any]], folder: Path) -> list[str]:
-    parts = ["## Paged attention\n"]
+def _attention(results: Results, folder: Path) -> list[str]:
+    parts = ["# Paged attention\n"]
     if decoding := [r for result in results for r in result["results"] if r.get("queries") == 1]:
         roofline.draw_attention(decoding, folder / "attention.svg")
         parts.append(_plot("times as fast as cuDNN, below the rooflines", "attention.svg"))
@@ -212,8 +256,17 @@ def _attention(results: list[dict[str, Any]], folder: Path) -> list[str]:
     return parts
 
 
-def _quantization(results: list[dict[str, Any]], folder: Path) -> list[str]:
-    [result] = results
+def _quality(results: Results, folder: Path) -> list[str]:
+    parts = ["# Quality\n"]
+    if evaluated := [result for result in results if "rows" in result]:
+        parts += _perplexity(evaluated)
+    for result in results:
+        if "rows" not in result:
+            parts += _quantization(result)
+    return parts
+
+
+def _quantization(result: dict[str, Any]) -> list[str]:
     return [
         "## What quantisation changes in attention\n",
         f"One query over {result['tokens']} random keys and values, of bfloat16, against exact "
@@ -231,7 +284,7 @@ def _distinct(rows: Sequence[dict[str, Any]], key: str) -> str:
     return ",".join(dict.fromkeys(str(row[key]) for row in rows))
 
 
-def _perplexity(results: list[dict[str, Any]], folder: Path) -> list[str]:
+def _perplexity(results: Results) -> list[str]:
     parts = [
         "## Perplexity of the bundled model\n",
         "On its held-out text, every token read through the cache; Δ against the first row.\n",

@@ -19,9 +19,9 @@ def attend(
     weights: Weights, x: jax.Array, counts: jax.Array, cache: PagedKVCache
 ) -> tuple[jax.Array, PagedKVCache]:
     """Maps x [batch, tokens, channels], of which counts[b] tokens are new in sequence b."""
-    positions = cache.lengths[:, None] + jnp.arange(x.shape[1])  # [batch, tokens]
+    positions = cache.lengths[:, None] + jnp.arange(x.shape[1])[None]  # [batch, tokens]
     frequencies = 1e4 ** -(jnp.arange(0.0, DIM, 2) / DIM)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     where = cache.block_tables, cache.lengths, counts
     # One kernel adds the splits of the product (here one), rotates, quantises and appends.
     queries, pages = rotate_and_append(

@@ -17,8 +17,9 @@ from mpjax.kernels import (
     prefill_attention,
     rotate_and_append,
 )
+from mpjax.kernels.checks import as_array
 from mpjax.models.config import DecoderConfig
-from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, rotate
+from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations, rotate
 
 
 @functools.partial(
@@ -75,6 +76,7 @@ class Attention(nnx.Module):
         pages and span come together: a layer's part of the cache and where the tokens go in it.
         Without them x is whole sequences from position 0.
         """
+        x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
         batch, tokens, _ = x.shape
         if pages is not None and span is not None and not span.fresh:
             where = (span.block_tables, span.starts, span.counts)
@@ -90,9 +92,10 @@ class Attention(nnx.Module):
                 transform_queries=True,
             )
             attended = paged_attention(query, pages, *where, window=self.window, transformed=True)
-            return attended.reshape(batch, tokens, -1), pages
+            return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
         query, key, value = (
-            part.reshape(batch, tokens, -1, self.head_dim) for part in self.qkv(x)
+            part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
+            for part in self.qkv(x)
         )  # [batch, tokens, heads, head dim]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -100,7 +103,7 @@ class Attention(nnx.Module):
         if pages is not None and span is not None:
             pages = append(pages, key, value, span.block_tables, span.starts, span.counts)
         attended = prefill_attention(query, key, value, window=self.window)
-        return attended.reshape(batch, tokens, -1), pages
+        return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
 
     def _norms(self) -> HeadNorms | None:
         if self.query_norm is None or self.key_norm is None:

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import KVFormat, KVPages, PagedKVCache
-from mpjax.kernels.checks import are_between
+from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.attention import Attention, Span
 from mpjax.models.config import DecoderConfig
@@ -81,6 +81,9 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        require_type("config", config, DecoderConfig)
+        require_type("rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
+        config.require_computable()
         self.config = config
         shape = (config.vocab_size, config.hidden_size)
         initial = nnx.initializers.normal(0.02)
@@ -99,7 +102,13 @@ class Decoder(nnx.Module):
         raise NotImplementedError(f"{cls.__name__} does not read config.json; its subclasses do")
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits float32 [batch, tokens, vocabulary] of every position of int [batch, tokens]."""
+        """Logits float32 [batch, tokens, vocabulary] of every position of int [batch, tokens].
+
+        Raises ValueError for another shape or dtype, for more tokens than the model has positions,
+        under `jit`, too, and, where values are known, for tokens that the vocabulary lacks.
+        """
+        tokens = self._read_tokens(tokens)
+        _require_positions(self.config, tokens.shape[1])
         starts = jnp.zeros(tokens.shape[0], jnp.int32)
         hidden, _ = self._hidden(tokens, starts, None, None)
         return self._logits(hidden)
@@ -123,17 +132,28 @@ class Decoder(nnx.Module):
         codes where a block ended between them, and in 16 bits else: what is predicted is that of
         single tokens as long as none of the steps goes past the end of a block.
 
-        Raises ValueError, where values are known, for more tokens than the cache has room for,
-        counts that tokens don't have, and a cache that is not fresh; under `jit` the caller sees to
-        that, and what doesn't fit is not written.
+        Raises ValueError for shapes and dtypes that don't fit and, where values are known, for
+        tokens that the vocabulary lacks, more of them than the cache has room for or the model
+        positions, counts that tokens don't have, and a cache that is not fresh; under `jit` the
+        caller sees to that, and what doesn't fit in the cache is not written.
 
         Returns logits float32 and the next cache. Logits are [batch, vocabulary], after the last
         real token, or with every_position [batch, tokens, vocabulary].
         """
+        tokens, counts = self._read_tokens(tokens), as_array("counts", counts)
+        require_type("cache", cache, PagedKVCache, hint=", as model.create_cache makes it")
+        if len(cache.layers) != self.config.num_layers:
+            raise ValueError(
+                f"the cache is of {len(cache.layers)} layers, and the model has "
+                f"{self.config.num_layers}: create it with model.create_cache"
+            )
+        _require_counts(counts, tokens)
         cache.require_room(counts)
-        _require_counts(counts, tokens.shape[1])
         if fresh:
             _require_empty(cache)
+        if is_known((cache.lengths, counts)):
+            ends = np.asarray(cache.lengths) + np.asarray(counts)
+            _require_positions(self.config, int(ends.max()))
         span = Span(cache.block_tables, cache.lengths, counts, fresh)
         hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
         if not every_position:
@@ -147,11 +167,14 @@ class Decoder(nnx.Module):
     ) -> PagedKVCache:
         """An empty cache that fits this model, with its scales if they are those of the format.
 
+        batch: sequences. max_tokens: of each, rounded up to whole pages. format, page_size: as for
+        PagedKVCache.create; page_size is the tokens in a page: 16, 32, 64, 128 or 256.
+
         Warns where a format of heads' scales finds those of channels: its own are 1 then.
         """
         config, scales, format = self.config, None, KVFormat.of(format)
         if self.cache_scales is not None:
-            found = self.cache_scales.get_value()
+            found = as_array("cache_scales", self.cache_scales.get_value())
             if found.ndim == {"head": 3, "static": 4}.get(format.scaling or ""):
                 scales = found
             elif format.scaling == "head":
@@ -172,6 +195,17 @@ class Decoder(nnx.Module):
             scales=scales,
         )
 
+    def _read_tokens(self, tokens: Any) -> jax.Array:
+        tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            hint = "; a single sequence is tokens[None]" if tokens.ndim == 1 else ""
+            raise ValueError(
+                f"tokens are {shown(tokens)}: expected integers of shape [batch, tokens]{hint}"
+            )
+        if not are_between(tokens, 0, vocabulary - 1):
+            raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
+        return tokens
+
     def _hidden(
         self,
         tokens: jax.Array,
@@ -180,9 +214,9 @@ class Decoder(nnx.Module):
         span: Span | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         config = self.config
-        positions = starts[:, None] + jnp.arange(tokens.shape[1])  # [batch, tokens]
+        positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]  # [batch, tokens]
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        angles = positions[..., None].astype(jnp.float32) * frequencies
+        angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
         terms = jnp.take(self.embedding.get_value(), tokens, axis=0)[None]
         residual = None
         written = []
@@ -204,10 +238,24 @@ class Decoder(nnx.Module):
             return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
 
 
-def _require_counts(counts: jax.Array, tokens: int) -> None:
-    if not are_between(counts, 0, tokens):
+def _require_positions(config: DecoderConfig, tokens: int) -> None:
+    if tokens > config.max_position_embeddings:
         raise ValueError(
-            f"counts are {np.asarray(counts).tolist()}; each must be from 0 to {tokens}, the tokens"
+            f"a sequence of {tokens} tokens would pass the {config.max_position_embeddings} "
+            "positions of this model: shorten it, or load the model with max_positions"
+        )
+
+
+def _require_counts(counts: jax.Array, tokens: jax.Array) -> None:
+    batch, most = tokens.shape
+    if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise ValueError(
+            f"counts are {shown(counts)}: expected integers of shape ({batch},), one for each "
+            "sequence"
+        )
+    if not are_between(counts, 0, most):
+        raise ValueError(
+            f"counts are {np.asarray(counts).tolist()}; each must be from 0 to {most}, the tokens"
         )
 
 

@@ -20,29 +20,62 @@ from mpjax.kernels import (
     rms_norm,
 )
 from mpjax.kernels import rotate as rotate_heads
+from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type, shown, whole_number
 from mpjax.models.config import DecoderConfig, RopeScaling
 
 Activations = jax.Array | QuantizedActivations
 
 
+def as_activations(name: str, x: Any) -> Activations:
+    """Quantised activations as they are, and else an array. Raises ValueError for anything else."""
+    return x if isinstance(x, QuantizedActivations) else as_array(name, x)
+
+
+def _as_array_or_shape(name: str, value: Any) -> Any:
+    """What has a shape as it is, also without numbers, and else an array."""
+    return value if hasattr(value, "shape") else as_array(name, value)
+
+
+class Packed(nnx.Variable):
+    """A QuantizedTensor in a module. Its codes have no derivative: it is no nnx.Param to train."""
+
+
 class Linear(nnx.Module):
-    """x · kernel + bias, with a kernel [in, out] in any weight format."""
+    """x · kernel + bias, with a kernel [in, out] in any weight format.
+
+    A packed kernel is a Packed variable, any other an nnx.Param.
+    """
 
     def __init__(self, kernel: jax.Array | QuantizedTensor, bias: jax.Array | None = None):
-        self.kernel = nnx.Param(kernel)
-        self.bias = None if bias is None else nnx.Param(bias)
+        self.kernel: nnx.Variable
+        if isinstance(kernel, QuantizedTensor):
+            self.kernel = Packed(kernel)
+        else:
+            self.kernel = nnx.Param(_as_array_or_shape("Linear: kernel", kernel))
+        self.bias = None if bias is None else nnx.Param(_as_array_or_shape("Linear: bias", bias))
 
     @classmethod
     def create(cls, shape: tuple[int, int], *, bias: bool, dtype: str, rngs: nnx.Rngs) -> Linear:
         """A randomly initialised map (normal, 0.02) of `shape` [in, out]."""
-        kernel = nnx.initializers.normal(0.02)(rngs.params(), shape, jnp.dtype(dtype))
-        return cls(kernel, jnp.zeros(shape[1], dtype) if bias else None)
+        require_type("Linear: rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
+        of = as_dtype("Linear: dtype", dtype)
+        if not isinstance(shape, tuple | list) or len(shape) != 2:
+            raise ValueError(f"Linear: shape is {shown(shape)}: expected [in, out]")
+        shape = whole_number("Linear: shape", shape[0]), whole_number("Linear: shape", shape[1])
+        kernel = nnx.initializers.normal(0.02)(rngs.params(), shape, of)
+        return cls(kernel, jnp.zeros(shape[1], of) if bias else None)
 
     def __call__(self, x: Activations) -> jax.Array:
         """Maps [..., in] to [..., out]."""
+        y = self.product(x)
+        if self.bias is None:
+            return y
+        return y + jax.lax.broadcast_to_rank(self.bias.get_value(), y.ndim)
+
+    def product(self, x: Activations) -> jax.Array:
+        """X · kernel, without the bias."""
         kernel: Any = self.kernel.get_value()
-        y = matmul(x, kernel)
-        return y if self.bias is None else y + self.bias.get_value()
+        return matmul(x, kernel)
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., out] whose sum is the map of x, for `RMSNorm.add` to add."""
@@ -97,11 +130,13 @@ class RMSNorm(nnx.Module):
     """x / √(mean(x²) + ε) · weight over the last axis, computed in float32."""
 
     def __init__(self, size: int, epsilon: float, dtype: str):
-        self.weight = nnx.Param(jnp.ones(size, dtype))
-        self.epsilon = epsilon
+        size = whole_number("RMSNorm: size", size)
+        self.weight = nnx.Param(jnp.ones(size, as_dtype("RMSNorm: dtype", dtype)))
+        self.epsilon = norm_epsilon("RMSNorm: epsilon", epsilon)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises x over its last axis; the same shape and dtype."""
+        x = as_array("RMSNorm: x", x)
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
     def add(
@@ -131,6 +166,7 @@ class GatedMLP(nnx.Module):
 
     def gated(self, x: Activations, format: WeightFormat | str | None = None) -> Activations:
         """SiLU(gate(x)) · up(x) [..., inner], quantised if a weight of `format` wants that."""
+        x = as_activations("GatedMLP: x", x)
         return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
 
     def __call__(self, x: Activations) -> jax.Array:
@@ -145,6 +181,8 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> j
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind != "llama3":
+        raise ValueError(f"RopeScaling: kind is {scaling.kind!r}: expected linear or llama3")
     # Share of the original frequency: 1 above the high-frequency bound, 0 below the low one.
     turns = scaling.original_context * frequencies / (2 * jnp.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor

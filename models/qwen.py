@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax.models.config import DecoderConfig, common_fields, layer_windows, require
+from mpjax.models.config import (
+    DecoderConfig,
+    common_fields,
+    integer,
+    layer_count,
+    layer_windows,
+    sliding_window,
+)
 from mpjax.models.decoder import Decoder
 
 
 def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Qwen's window holds from layer `max_window_layers` on, and only if use_sliding_window."""
-    layers = require(hf, "num_hidden_layers")
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    layers = layer_count(hf)
+    window = sliding_window(hf) if hf.get("use_sliding_window") else None
     if window is None:
         return (None,) * layers
     if hf.get("layer_types"):
         return layer_windows(hf, window)
-    full = hf.get("max_window_layers", 28)  # what a file without the key means
+    full = integer(hf, "max_window_layers", 28, minimum=0)  # 28: what a file without it means
     return tuple(None if layer < full else window for layer in range(layers))
 
 

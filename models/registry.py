@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpjax.kernels.checks import shown
 from mpjax.models.config import ConfigError
 from mpjax.models.decoder import Decoder
 from mpjax.models.llama import Llama
@@ -24,11 +25,18 @@ def family(hf: Mapping[str, Any]) -> type[Decoder]:
 
     Raises ConfigError, naming what was found and what is supported.
     """
+    if not isinstance(hf, Mapping):
+        raise ConfigError(f"config.json is {shown(hf)}: expected an object")
     names = hf.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"config.json: architectures is {names!r:.80}: expected a list of names, such as "
+            f"{[*FAMILIES][:1]}"
+        )
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
     found = ", ".join(map(repr, names)) or f"none (model_type {hf.get('model_type')!r})"
     raise ConfigError(
-        f"config.json: unsupported architecture: {found}; supported are {', '.join(FAMILIES)}"
+        f"config.json: unsupported architecture: {found:.200}; supported are {', '.join(FAMILIES)}"
     )

@@ -11,16 +11,21 @@ JAX is imported when one of the names below is first used, so that `mpjax --help
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from mpjax import plain_names
 
+TYPE_CHECKING = False  # importing `typing` takes as long as all else that `import mpjax` does
 if TYPE_CHECKING:
+    from typing import Any
+
     from mpjax.calibration import calibrate_cache
+    from mpjax.checkpoint.saving import save
     from mpjax.decoding import GeneratedTokens, generate_tokens
-    from mpjax.generation import Generation, generate, stream
+    from mpjax.evaluation import Evaluation, evaluate
+    from mpjax.generation import Generation, TextPiece, generate, stream, stream_batch
     from mpjax.language_model import LanguageModel
     from mpjax.loading import bundled_model, load
+    from mpjax.models import trainable
     from mpjax.precision import Precision
     from mpjax.sampling import Sampling
 
@@ -29,31 +34,43 @@ __version__ = "0.1.0"
 plain_names.install()
 
 __all__ = [
+    "Evaluation",
     "GeneratedTokens",
     "Generation",
     "LanguageModel",
     "Precision",
     "Sampling",
+    "TextPiece",
     "bundled_model",
     "calibrate_cache",
+    "evaluate",
     "generate",
     "generate_tokens",
     "load",
+    "save",
     "stream",
+    "stream_batch",
+    "trainable",
 ]
 
 _MODULES = {
+    "Evaluation": "evaluation",
     "GeneratedTokens": "decoding",
     "Generation": "generation",
     "LanguageModel": "language_model",
     "Precision": "precision",
     "Sampling": "sampling",
+    "TextPiece": "generation",
     "bundled_model": "loading",
     "calibrate_cache": "calibration",
+    "evaluate": "evaluation",
     "generate": "generation",
     "generate_tokens": "decoding",
     "load": "loading",
+    "save": "checkpoint.saving",
     "stream": "generation",
+    "stream_batch": "generation",
+    "trainable": "models",
 }
 
 

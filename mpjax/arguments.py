@@ -11,6 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax.kernels import files
+from mpjax.kernels.checks import as_dtype, shown
+from mpjax.precision import Precision
+
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
+
 
 def new_token_limits(minimum: Any, maximum: Any) -> tuple[Any, int]:
     """min_new_tokens and max_new_tokens as whole numbers; a traced minimum stays as it is.
@@ -35,6 +41,32 @@ def _whole(name: str, value: Any) -> int:
         raise ValueError(f"{name} is {value!r}; it must be a whole number") from error
 
 
+def compute_dtype(dtype: Any, precision: Precision | None) -> str | None:
+    """The name of the dtype that a model is to compute in; None for that of its checkpoint.
+
+    Raises ValueError for a dtype that no model computes in, and for another than float32 beside
+    a precision with A32.
+    """
+    name = None if dtype is None else as_dtype("dtype", dtype, kind=np.generic).name
+    if name not in (None, *COMPUTE_DTYPES):
+        raise ValueError(f"dtype is {name}: expected one of {', '.join(COMPUTE_DTYPES)}")
+    if precision is None or precision.bits == 16:
+        return name
+    if name not in (None, "float32"):
+        raise ValueError(
+            f"precision is {precision}, of a model in float32, and dtype is {name}: leave dtype "
+            "out, or ask for A16"
+        )
+    return "float32"
+
+
+def positive_whole(name: str, value: Any) -> int:
+    """A positive whole number as Python's. Raises ValueError for anything else."""
+    if (number := _whole(name, value)) < 1:
+        raise ValueError(f"{name} is {number}; it must be a positive whole number")
+    return number
+
+
 def require_known_ids(sequences: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> None:
     """Raises ValueError for an id, of those a tokenizer gave, that no embedding belongs to."""
     for ids in sequences:
@@ -50,9 +82,32 @@ def require_known_ids(sequences: Iterable[Sequence[int] | np.ndarray], vocabular
 
 
 def require_documents(documents: Iterable[str]) -> None:
-    """Raises ValueError for a text in the place of a list, which would be read by characters."""
+    """Raises ValueError for a text in the place of a list, and for what is no list of texts.
+
+    A text would be read by characters. What comes one by one is not looked at before it is used.
+    """
     if isinstance(documents, str):
         raise ValueError("documents is a text: pass a list, [text]")
+    known = documents if isinstance(documents, Sequence) else ()
+    if not _is_iterable(documents) or not all(isinstance(text, str) for text in known):
+        raise ValueError(f"documents is {shown(documents)}: expected a list of texts")
+
+
+def _is_iterable(value: Any) -> bool:
+    """Whether there may be texts in it; a scalar array has the method, too."""
+    return isinstance(value, Iterable) and not isinstance(value, jax.Array)
+
+
+def stop_strings(stop: Any) -> list[str]:
+    """The strings that end a text: of one, of several, or of None. ValueError for anything else."""
+    if stop is None:
+        return []
+    texts = list(stop) if _is_iterable(stop) and not isinstance(stop, str) else [stop]
+    if others := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(f"the stop string {shown(others[0])} is no text; expected some, or a list")
+    if "" in texts:
+        raise ValueError("an empty stop string would end every text before it begins")
+    return texts
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -60,10 +115,4 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
     Raises ValueError, naming the file and the byte, for another encoding.
     """
-    try:
-        return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not a text in UTF-8: byte {error.start} is "
-            f"0x{error.object[error.start]:02x}; save it in that encoding"
-        ) from error
+    return files.decode(Path(path).read_bytes(), str(path), ValueError)

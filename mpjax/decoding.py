@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,11 @@ import numpy as np
 
 from mpjax.arguments import new_token_limits
 from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, device
-from mpjax.kernels.checks import are_between
+from mpjax.kernels.checks import are_between, as_array, as_arrays, require_type, shown
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder
-from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
+from mpjax.random_keys import row_keys, step_keys
+from mpjax.sampling import Sampling, logprobs, sample
 
 STRIDE = 8
 STOP_IDS = 8  # their number is rounded up to a multiple
@@ -40,8 +41,8 @@ class Limits:
     maximum: jax.Array
 
     @classmethod
-    def of(cls, batch: int, stop_ids: Any, minimum: Any, maximum: int) -> Limits:
-        """The same limits for all rows."""
+    def of(cls, batch: int, stop_ids: Any, minimum: Any, maximum: Any) -> Limits:
+        """Limits of a batch; minimum and maximum are a number for all rows, or one for each."""
         ids = jnp.asarray(stop_ids, jnp.int32)
         # What no vocabulary has is never drawn: so one more stop token compiles nothing anew.
         padding = (0, -len(ids) % STOP_IDS)
@@ -90,7 +91,7 @@ class DecodingState:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "logprobs", "stopped"],
+    data_fields=["tokens", "lengths", "logprobs", "stopped", "finite"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +102,16 @@ class GeneratedTokens:
     lengths: int32 [batch], tokens that each row generated.
     logprobs: float32 [batch, max_new_tokens], of each token under the unmodified softmax.
     stopped: bool [batch], whether a stop token ended the row rather than its maximum.
+    finite: bool [batch], whether the model computed no NaN or infinite logits for the row. Where it
+        did, the tokens mean nothing: in float16 numbers beyond 65504 are infinite, and
+        `load(..., dtype="bfloat16")` has room for them.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     logprobs: jax.Array
     stopped: jax.Array
+    finite: jax.Array
 
 
 def prefill(
@@ -129,7 +134,7 @@ def prefill(
     logits, cache = model.step(tokens, lengths, cache, fresh=True)
     seen = None
     if sampling.repetition_penalty is not None:
-        real = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
         seen = jnp.zeros((batch, logits.shape[-1]), bool)
         seen = seen.at[jnp.arange(batch)[:, None], tokens].max(real)
     state = DecodingState(
@@ -195,7 +200,7 @@ def _draw(
     batch, vocabulary = logits.shape
     too_short = state.counts < limits.minimum
     is_stop = jnp.zeros(vocabulary, bool).at[limits.stop_ids].set(True)
-    allowed = jnp.where(too_short[:, None] & is_stop, -jnp.inf, logits)
+    allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
     drawn = sample(allowed, step_keys(state.keys, state.step), sampling, state.seen)
     chance = logprobs(logits, drawn)
     counts = state.counts + alive.astype(jnp.int32)
@@ -260,22 +265,25 @@ def generate_tokens(
     *,
     max_new_tokens: int,
     min_new_tokens: int = 0,
-    sampling: Sampling | None = None,
-    stop_ids: tuple[int, ...] | None = None,
+    sampling: Sampling | Mapping[str, Any] | None = None,
+    stop_ids: Sequence[int] | jax.Array | None = None,
     kv_format: KVFormat | str | None = None,
     page_size: int = 128,
 ) -> GeneratedTokens:
     """Continues a batch of prompts: pure, and jit-able with `max_new_tokens` and formats static.
 
     tokens: int [batch, tokens], prompts padded on the right to one length; lengths: int32 [batch].
-    seeds: integers [batch], one per row, which alone decide what a row draws; 0 … batch − 1 by
-        default. Greedy generation uses none.
+    seeds: integers [batch], or JAX's keys (typed [batch], raw uint32 [batch, 2]; of threefry2x32),
+        one per row, which alone decide what a row draws; 0 … batch − 1 by default. Greedy
+        generation uses none.
     stop_ids: tokens that end a row; by default those of the model's configuration, which are the
         eos_token_id of config.json. `generate` stops at `lm.tokenizer.stop_ids`: also at
         eos_token, and at those of generation_config.json in the place of config.json's. Pass these
         for the same ends.
+    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default.
     kv_format: of the cache, which is created here and dropped at the end, as PagedKVCache.create
-        takes it; KV16 by default.
+        takes it; KV16 by default. page_size: tokens in one of its pages, as for
+        PagedKVCache.create: 16, 32, 64, 128 or 256.
 
     A row's output does not depend on its neighbours, but for rounding: kernels choose their tiles,
     and with them the order of sums, by the batch's size.
@@ -283,7 +291,8 @@ def generate_tokens(
     Raises ValueError for shapes, dtypes and limits that don't fit, and, where values are known, for
     an empty prompt, a token out of range, or more tokens than the model has positions.
     """
-    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    require_type("model", model, Decoder, hint=", such as lm.model")
+    tokens, lengths = as_arrays("generate_tokens", tokens=tokens, lengths=lengths)
     if tokens.ndim != 2:
         raise ValueError(
             f"tokens have shape {tokens.shape}; expected [batch, tokens], also for one prompt"
@@ -301,24 +310,26 @@ def generate_tokens(
     vocabulary = model.config.vocab_size
     if not are_between(tokens, 0, vocabulary - 1):
         raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
+    stop_ids = as_array("stop_ids", stop_ids)
+    if stop_ids.ndim != 1 or (stop_ids.size and not jnp.issubdtype(stop_ids.dtype, jnp.integer)):
+        raise ValueError(f"stop_ids are {shown(stop_ids)}; expected a list of token ids")
     if not are_between(stop_ids, 0, 2**31 - 1):  # what the vocabulary lacks is never drawn
-        raise ValueError(f"stop_ids are {stop_ids}; each must be 0 or above")
+        raise ValueError(f"stop_ids are {stop_ids.tolist()}; each must be 0 or above")
     if not are_between(lengths, 1, padded):
         raise ValueError(f"lengths are {lengths.tolist()}; each must be from 1 to {padded}")
     positions = model.config.max_position_embeddings
     if not are_between(lengths, 1, positions - max_new_tokens):
         raise ValueError(
             f"lengths are {lengths.tolist()}, and {max_new_tokens} new tokens would pass the "
-            f"{positions} positions of this model: shorten the prompts or ask for fewer"
+            f"{positions} positions of this model: shorten the prompts, ask for fewer, or load the "
+            "model with max_positions"
         )
-    if seeds is not None and np.shape(seeds) != (batch,):
-        raise ValueError(
-            f"seeds have shape {np.shape(seeds)}; expected one for each of {batch} rows"
-        )
-    sampling = Sampling() if sampling is None else sampling
+    sampling = Sampling.of(sampling)
     limits = Limits.of(batch, stop_ids, min_new_tokens, max_new_tokens)
-    keys = row_keys(jnp.arange(batch) if seeds is None else seeds)
-    cache = model.create_cache(batch, padded + max_new_tokens, kv_format or KVFormat(), page_size)
+    keys = row_keys(np.arange(batch) if seeds is None else seeds, batch)
+    cache = model.create_cache(
+        batch, padded + max_new_tokens, KVFormat() if kv_format is None else kv_format, page_size
+    )
     lengths = lengths.astype(jnp.int32)
     state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits, room=max_new_tokens)
     run = decode_program(model, state)
@@ -329,5 +340,6 @@ def generate_tokens(
 def collect(state: DecodingState, limits: Limits) -> GeneratedTokens:
     """The tokens that a state has so far."""
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.counts - 1, 0)[:, None], 1)
-    stopped = (last == limits.stop_ids).any(-1) & (state.counts > 0)
-    return GeneratedTokens(state.tokens, state.counts, state.logprobs, stopped)
+    stopped = (last == limits.stop_ids[None]).any(-1) & (state.counts > 0)
+    finite = ~jnp.isnan(state.logprobs).any(-1)
+    return GeneratedTokens(state.tokens, state.counts, state.logprobs, stopped, finite)

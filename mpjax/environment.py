@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 REQUIRED = (
-    *("jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers", "safetensors"),
+    *("jax", "jaxlib", "flax", "tokenizers", "safetensors"),
     *("numpy", "ml-dtypes"),
 )
 # The CUDA libraries are here because JAX takes them from their wheels, not from the system.

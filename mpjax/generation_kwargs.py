@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mpjax.arguments import stop_strings
+from mpjax.kernels.checks import whole_number
 from mpjax.sampling import FILTERS, Sampling
 
 # What tasks call the number of new tokens; of several the first counts, as in lm_eval.
@@ -31,9 +33,10 @@ def parse(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments
     change the answers and that mpjax doesn't have.
     """
     rest = {name: value for name, value in kwargs.items() if value is not None}
-    until = rest.pop("until", ())
-    stop = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
-    lengths = [rest.pop(name) for name in NEW_TOKENS if name in rest]
+    until = rest.pop("until", None)
+    texts = [text for text in until if text] if isinstance(until, list | tuple) else until or None
+    stop = tuple(stop_strings(texts))
+    lengths = [_tokens(name, rest.pop(name)) for name in NEW_TOKENS if name in rest]
     temperature = rest.pop("temperature", None)
     if not rest.pop("do_sample", bool(temperature)):
         temperature = 0.0
@@ -44,11 +47,18 @@ def parse(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments
     if temperature == 0:  # greedy whatever the filters are, also where Sampling doesn't know them
         rest = {name: value for name, value in rest.items() if name not in FILTERS}
     names = (*FILTERS, "repetition_penalty")
-    sampling = Sampling(temperature, **{name: rest.pop(name) for name in names if name in rest})
+    given = {name: rest.pop(name) for name in names if name in rest}
+    sampling = Sampling.of({"temperature": temperature, **given})
     if rest.get("num_beams") == 1:
         del rest["num_beams"]  # what everybody does who has no beams
     if rest:
         unknown = ", ".join(f"{name}={rest[name]!r}" for name in sorted(rest))
         known = ", ".join(("until", "do_sample", "temperature", *names, *NEW_TOKENS))
         raise ValueError(f"generation_kwargs ask for {unknown}; mpjax knows {known}")
-    return GenerationArguments(int(lengths[0]) if lengths else max_new_tokens, stop, sampling)
+    return GenerationArguments(lengths[0] if lengths else max_new_tokens, stop, sampling)
+
+
+def _tokens(name: str, value: Any) -> int:
+    """A number of tokens, which some tasks write as 64.0."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return whole_number(name, int(value) if is_whole else value)

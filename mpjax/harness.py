@@ -15,9 +15,11 @@ import numpy as np
 import rich.console
 from rich.progress import track
 
-from mpjax.evaluate import document_tokens, token_scores
+from mpjax.evaluation import document_tokens, token_scores
+from mpjax.finite import NotFiniteError
 from mpjax.generation import generate
 from mpjax.generation_kwargs import GenerationArguments, parse
+from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import load
 
@@ -53,20 +55,21 @@ class HarnessLM(TemplateLM):
         max_new_tokens: int = 256,
     ) -> None:
         super().__init__()
-        if lm.tokenizer is None:
-            raise ValueError(f"{lm.source} has no tokenizer.json, which tasks of text need")
+        require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+        tokenizer = lm.require_tokenizer()
         positions = lm.config.max_position_embeddings
-        max_length = positions if max_length is None else max_length
-        if not 1 <= max_length <= positions or int(batch_size) < 1:
+        max_length = positions if max_length is None else whole_number("max_length", max_length)
+        if max_length > positions:
             raise ValueError(
-                f"max_length is {max_length} and batch_size {batch_size}; expected 1 to the "
-                f"{positions} positions of this model, and 1 or more"
+                f"max_length is {max_length}; expected one that fits into the {positions} "
+                "positions of this model"
             )
-        self.lm, self.tokenizer, self.batch_size = lm, lm.tokenizer, int(batch_size)
-        self.max_length, self.max_new_tokens = max_length, max_new_tokens
-        bos = lm.tokenizer.special_tokens.get("bos_token", "")
+        self.lm, self.tokenizer, self.max_length = lm, tokenizer, max_length
+        self.batch_size = whole_number("batch_size", batch_size)
+        self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+        bos = tokenizer.special_tokens.get("bos_token", "")
         self._template: str | None = None  # name of the chat template; by default the default one
-        self._added = bos if lm.tokenizer.encode("")[:1] == [lm.tokenizer.bos_id] else ""
+        self._added = bos if tokenizer.encode("")[:1] == [tokenizer.bos_id] else ""
 
     @classmethod
     def create_from_arg_obj(
@@ -92,7 +95,7 @@ class HarnessLM(TemplateLM):
                 f"batch_size is {size!r}; expected a whole number, as mpjax doesn't look for the "
                 "largest batch that fits: give one, such as 8"
             )
-        of_loading = ("precision", "dtype")
+        of_loading = ("precision", "dtype", "max_positions")
         _, *others = inspect.signature(cls).parameters  # the first is the model
         known = ("pretrained", *of_loading, *others)
         if unknown := given.keys() - known:
@@ -100,6 +103,8 @@ class HarnessLM(TemplateLM):
                 f"model_args has {', '.join(sorted(unknown))}, which mpjax doesn't know: expected "
                 + ", ".join(known)
             )
+        if "batch_size" in given:
+            given["batch_size"] = int(given["batch_size"])
         loading = {name: given.pop(name, None) for name in of_loading}
         return cls(load(given.pop("pretrained"), **loading), **given)
 
@@ -196,7 +201,7 @@ class HarnessLM(TemplateLM):
                 )
             ids = [*(context or [self.prefix_token_id]), *continuation]
             spans.append((ids[-self.max_length - 1 :], count))
-        return self._score(spans, disable_tqdm)
+        return self._score(spans, disable_tqdm, "request")
 
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
@@ -209,15 +214,19 @@ class HarnessLM(TemplateLM):
                 spans.append(([*seen, predicted[-1]], len(predicted)))
                 owners.append(owner)
         sums = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(owners, self._score(spans, disable_tqdm), strict=True):
+        for owner, (logprob, _) in zip(
+            owners, self._score(spans, disable_tqdm, "window"), strict=True
+        ):
             sums[owner] += logprob
         return sums
 
-    def _score(self, spans: list[tuple[list[int], int]], quiet: bool) -> list[tuple[float, bool]]:
+    def _score(
+        self, spans: list[tuple[list[int], int]], quiet: bool, kind: str
+    ) -> list[tuple[float, bool]]:
         """For (ids, count): the last `count` tokens' ln p, and whether all are the likeliest."""
         ids = [np.asarray(span, np.int32) for span, _ in spans]
         progress = False if quiet else None  # None: in a terminal
-        scores = token_scores(self.lm, ids, batch=self.batch_size, progress=progress)
+        scores = token_scores(self.lm, ids, batch=self.batch_size, progress=progress, kind=kind)
         return [
             (float(found.logprobs[-count:].sum(dtype="f8")), bool(found.greedy[-count:].all()))
             for found, (_, count) in zip(scores, spans, strict=True)
@@ -240,7 +249,11 @@ class HarnessLM(TemplateLM):
         hidden = disable_tqdm or not console.is_terminal
         for arguments, rows in track(batches, "Generating", console=console, disable=hidden):
             _, prompts, indices = zip(*rows, strict=True)
-            found = generate(self.lm, prompts, seeds=indices, **vars(arguments))
+            try:
+                found = generate(self.lm, prompts, seeds=indices, **vars(arguments))
+            except NotFiniteError as error:
+                index = indices[error.row]
+                raise NotFiniteError("request", index, self.lm.config.dtype) from None
             for index, text in zip(indices, found.text, strict=True):
                 texts[index] = text
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.checkpoint.layout import LinearPlace, array_places, linear_kernels, linear_places
-from mpjax.kernels import KVFormat, QuantizedTensor
+from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.models import Decoder, DecoderConfig
-from mpjax.precision import describe_weights
+from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
+from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
 
@@ -37,6 +38,15 @@ class LanguageModel:
         """The decoder's configuration."""
         return self.model.config
 
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ValueError, with what to do, where there is none."""
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{explain_missing(self.source)} Without it there is no text: generate_tokens "
+                "takes token ids."
+            )
+        return self.tokenizer
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in device memory."""
@@ -53,37 +63,60 @@ class LanguageModel:
 
     @property
     def precision(self) -> str:
-        """What is really there, such as `W4A16KV8`; `W4+W16A16KV8` where linear maps differ."""
-        names = weight_precisions(self.model)
-        activations = f"A{jnp.dtype(self.config.dtype).itemsize * 8}"
-        if not any("A" in name for name in names):
-            return f"{'+'.join(names)}{activations}{self.kv_format}"
-        each = [name if "A" in name else name + activations for name in names]
-        return f"{'+'.join(each)}{self.kv_format}"
+        """What is really there, such as `W4A16KV8`; `W16+W4A16KV8` where linear maps differ.
 
-    def describe(self) -> list[tuple[str, str]]:
-        """What `mpjax info` prints: labels and texts, in order."""
+        `load(path, precision=...)` takes it, of the checkpoint that the model came from.
+        """
+        bits = jnp.dtype(self.config.dtype).itemsize * 8
+        return str(Precision.mixed(weight_formats(self.model), self.kv_format, bits))
+
+    def summary(self) -> dict[str, Any]:
+        """What `mpjax info --json` prints, in JSON's types.
+
+        `linear_maps` has, for each kind of linear map, in how many layers it has which formats.
+        """
         config, places = self.config, linear_places(self.config)
-        counts: dict[str, collections.Counter[str]] = {}
+        counts: dict[str, dict[str, int]] = {}
         for place in places:
-            kind = place.path.split(".", 2)[2]
+            count = counts.setdefault(place.path.split(".", 2)[2], {})
             formats = " | ".join(_formats(self.model, place))
-            counts.setdefault(kind, collections.Counter())[formats] += 1
+            count[formats] = count.get(formats, 0) + 1
         kernels = [kernel for place in places for kernel in linear_kernels(self.model, place)]
         packed = sum(kernel.nbytes for kernel in kernels if isinstance(kernel, QuantizedTensor))
+        return {
+            "model": type(self.model).__name__,
+            "source": str(self.source),
+            "precision": self.precision,
+            "num_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "max_position_embeddings": config.max_position_embeddings,
+            "parameters": self.num_parameters,
+            "packed_bytes": packed,
+            "other_bytes": self.nbytes - packed,
+            "dtype": config.dtype,
+            "cache_scales": self._cache_scales(),
+            "linear_maps": counts,
+        }
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What `mpjax info` prints: the summary as labels and texts, in order."""
+        found = self.summary()
+        scales = {None: "none", "heads": "of heads, for KVfp8", "channels": "of channels, for KV8s"}
         rows = [
-            ("model", f"{type(self.model).__name__} from {self.source}"),
-            ("precision", self.precision),
-            ("layers", str(config.num_layers)),
-            ("hidden size", str(config.hidden_size)),
-            ("heads", f"{config.num_heads}, {config.num_kv_heads} for keys and values"),
-            ("longest context", str(config.max_position_embeddings)),
-            ("parameters", f"{self.num_parameters / 1e6:,.1f} million"),
-            ("packed weights", f"{packed / MEGABYTE:,.1f} MB"),
-            ("other weights", f"{(self.nbytes - packed) / MEGABYTE:,.1f} MB in {config.dtype}"),
-            ("cache scales", self._describe_cache_scales()),
+            ("model", f"{found['model']} from {found['source']}"),
+            ("precision", found["precision"]),
+            ("layers", str(found["num_layers"])),
+            ("hidden size", str(found["hidden_size"])),
+            ("heads", f"{found['num_heads']}, {found['num_kv_heads']} for keys and values"),
+            ("longest context", str(found["max_position_embeddings"])),
+            ("parameters", f"{found['parameters'] / 1e6:,.1f} million"),
+            ("packed weights", f"{found['packed_bytes'] / MEGABYTE:,.1f} MB"),
+            ("other weights", f"{found['other_bytes'] / MEGABYTE:,.1f} MB in {found['dtype']}"),
+            ("cache scales", scales[found["cache_scales"]]),
         ]
-        for kind, count in counts.items():
+        for kind, count in found["linear_maps"].items():
             text = ", ".join(
                 f"{name} in {layers} layer{'s' if layers > 1 else ''}"
                 for name, layers in count.items()
@@ -91,17 +124,19 @@ class LanguageModel:
             rows.append((kind, text))
         return rows
 
-    def _describe_cache_scales(self) -> str:
+    def _cache_scales(self) -> str | None:
         if self.model.cache_scales is None:
-            return "none"
-        of_heads = self.model.cache_scales.get_value().ndim == 3
-        return "of heads, for KVfp8" if of_heads else "of channels, for KV8s"
+            return None
+        return "heads" if self.model.cache_scales.get_value().ndim == 3 else "channels"
 
 
-def weight_precisions(model: Decoder) -> list[str]:
-    """The W parts of the precisions that occur among a model's linear maps, in text order."""
-    places = linear_places(model.config)
-    return sorted({name for place in places for name in _formats(model, place)})
+def weight_formats(model: Decoder) -> set[WeightFormat]:
+    """The formats that occur among a model's linear maps; bfloat16 for any that is not packed."""
+    return {
+        kernel.format if isinstance(kernel, QuantizedTensor) else WeightFormat("bfloat16")
+        for place in linear_places(model.config)
+        for kernel in linear_kernels(model, place)
+    }
 
 
 def _formats(model: Decoder, place: LinearPlace) -> list[str]:

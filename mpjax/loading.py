@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
 from pathlib import Path
 
 import jax
 
-from mpjax.checkpoint import CheckpointError, huggingface, orbax
+from mpjax.arguments import compute_dtype, positive_whole
+from mpjax.checkpoint import CheckpointError, foreign, huggingface, restoring, staging
+from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
 from mpjax.kernels import KVFormat
+from mpjax.kernels.checks import shown
 from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
 from mpjax.tokenizer import Tokenizer
@@ -24,40 +29,63 @@ def load(
     *,
     precision: str | Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    max_positions: int | None = None,
+    verify: bool = True,
     progress: bool | None = None,
 ) -> LanguageModel:
     """Loads a model, with its tokenizer if it has one, onto the default device.
 
     path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ or FP8) or
-        one that `mpjax.checkpoint.orbax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which
-        is fetched first.
-    precision: such as `W4A16KV8`. Linear maps of a 16-bit checkpoint are rounded to nearest where
-        it asks for fewer bits; a quantised checkpoint must agree with it, but for `sym`: integers
-        of one count as symmetric where its zero points are, whatever is asked for. By default
+        one that `mpjax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which is fetched
+        first.
+    precision: such as `W4A16KV8`; docs/precision.md lists them. Linear maps of a 16-bit checkpoint
+        are rounded to nearest where it asks for fewer bits; a quantised checkpoint must agree with
+        it, but for `sym`: integers of one count as symmetric where its zero points are, whatever is
+        asked for. Several W parts must be what is there: `lm.precision` is always taken. By default
         weights stay as they are, with a KV cache of 16 bits, or as saved. FP8 weights meet the
         activations that the checkpoint was made for, mostly FP8 too, unless the precision has a W
         part, which says what they meet: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
-    dtype: what the model computes in: bfloat16, float16 or float32; the checkpoint's by default.
+    dtype: what the model computes in: bfloat16, float16 or float32, also as bf16, fp16 and fp32 or
+        as a dtype of NumPy, JAX or PyTorch; float32 where precision has A32, else the checkpoint's
+        by default.
+    max_positions: tokens that a sequence may have, prompt and new ones together, in the place of
+        what the checkpoint says, or said when it was saved; nothing else of the model changes.
+    verify: whether the arrays of a model that `mpjax.save` wrote are compared with their checksums,
+        which finds what a disk or a copy has changed, and takes half a second for a gigabyte.
+        Checkpoints of others have none.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for what can't be loaded, ValueError for a precision or dtype that the
-    checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated,
-    where the device has not enough memory left.
+    checkpoint doesn't have and max_positions below 1, and mpjax.memory.DeviceMemoryError, before
+    anything is allocated, where the device has not enough memory left.
     """
-    if isinstance(precision, str):
-        precision = Precision.parse(precision)
+    precision = None if precision is None else Precision.of(precision)
+    dtype = compute_dtype(dtype, precision)
+    if max_positions is not None:
+        max_positions = positive_whole("max_positions", max_positions)
     folder = find_folder(path_or_id).resolve()
-    if (folder / orbax.DESCRIPTION_NAME).is_file():
-        return orbax.restore(folder, precision=precision, dtype=dtype, progress=progress)
-    if not (folder / huggingface.CONFIG_NAME).is_file():
-        raise CheckpointError(
-            f"{folder} has neither {huggingface.CONFIG_NAME} nor {orbax.DESCRIPTION_NAME}: "
-            "expected a Hugging Face checkpoint, or one that mpjax saved"
+    if is_saved(folder):
+        lm = restoring.restore(
+            folder, precision=precision, dtype=dtype, verify=verify, progress=progress
         )
-    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+        return _with_positions(lm, max_positions)
+    if not os.path.lexists(folder / huggingface.CONFIG_NAME):
+        raise CheckpointError(
+            f"{folder} has neither {huggingface.CONFIG_NAME} nor {DESCRIPTION_NAME}: "
+            f"expected a Hugging Face checkpoint, or one that mpjax saved{foreign.describe(folder)}"
+        )
+    has_tokenizer = os.path.lexists(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
     model = huggingface.load(folder, precision=precision, dtype=dtype, progress=progress)
     kv_format = KVFormat() if precision is None else precision.kv
-    return LanguageModel(model, tokenizer, kv_format, folder)
+    return _with_positions(LanguageModel(model, tokenizer, kv_format, folder), max_positions)
+
+
+def _with_positions(lm: LanguageModel, positions: int | None) -> LanguageModel:
+    """The model, whose configuration is given another limit in place."""
+    if positions is not None:
+        lm.model.config = dataclasses.replace(lm.config, max_position_embeddings=positions)
+    return lm
 
 
 def bundled_model() -> Path:
@@ -67,15 +95,21 @@ def bundled_model() -> Path:
 
 def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
     """The folder, fetched from the hub where it has to be."""
-    path = Path(path_or_id).expanduser()
+    if not isinstance(path_or_id, str | os.PathLike):
+        raise ValueError(f"the model is {shown(path_or_id)}: expected a folder's path or a hub id")
+    path = _parse_path(path_or_id)
+    if not path.exists():  # perhaps because a save that replaced it was killed
+        staging.clean_up(path)
     if path.is_dir():
         return path
-    if path.exists():
-        raise CheckpointError(f"{path} is a file: expected the folder of a checkpoint")
+    if os.path.lexists(path):
+        kind = "a file" if path.is_file() else "no folder"
+        remedy = f"; {foreign.REMEDIES['*.gguf']}" if path.suffix == ".gguf" else ""
+        raise CheckpointError(f"{path} is {kind}: expected the folder of a checkpoint{remedy}")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path_or_id)):
         raise CheckpointError(
-            f"{path} does not exist: expected a checkpoint folder, or a hub id such as "
-            "Qwen/Qwen3-8B-AWQ"
+            f"{path} does not exist: expected a checkpoint folder, or a hub id, which names an "
+            "owner, too, such as Qwen/Qwen3-8B-AWQ"
         )
     try:
         import huggingface_hub
@@ -93,3 +127,14 @@ def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
             f"{path_or_id} is no folder here, and the hub did not give it: {error}"
         ) from error
     return Path(fetched)
+
+
+def _parse_path(path_or_id: str | os.PathLike[str]) -> Path:
+    """A path, with ~ read as a home. Raises CheckpointError for one that nothing can have."""
+    try:
+        path = Path(path_or_id).expanduser()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~ of nobody, a null byte
+        raise CheckpointError(f"{path_or_id} can't be a folder: {error}") from error
+    return path

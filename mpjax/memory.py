@@ -35,6 +35,12 @@ def free_bytes(device: jax.Device | None = None) -> int | None:
     return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
 
 
+def has_free(needed_bytes: int, device: jax.Device | None = None) -> bool:
+    """Whether a device has `needed_bytes` left, or nobody knows."""
+    free = free_bytes(device or default_device())
+    return free is None or needed_bytes <= free
+
+
 def require_free(needed_bytes: int, what: str, device: jax.Device | None = None) -> None:
     """Raises DeviceMemoryError unless a device has `needed_bytes` left, or nobody knows.
 

@@ -8,13 +8,16 @@ the plain names are second names of the same module objects.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
+
+TYPE_CHECKING = False  # importing `typing` takes as long as all else that `import mpjax` does
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+    from typing import Any
 
 PLAIN_NAMES = {"models": "mpjax.models", "pallas_kernels": "mpjax.kernels"}
 
@@ -25,7 +28,7 @@ def install() -> None:
         sys.meta_path.insert(0, PlainNameFinder())
 
 
-class PlainNameFinder(importlib.abc.MetaPathFinder):
+class PlainNameFinder:
     """Finds `models.layers` as `mpjax.models.layers`, where `models` is not somebody else's."""
 
     def find_spec(
@@ -38,10 +41,11 @@ class PlainNameFinder(importlib.abc.MetaPathFinder):
         real = f"{PLAIN_NAMES[root]}.{rest}" if rest else PLAIN_NAMES[root]
         if importlib.util.find_spec(real) is None:
             return None
-        return importlib.machinery.ModuleSpec(name, _SecondName(real))
+        loader: Any = _SecondName(real)  # no importlib.abc.Loader, which takes long to import, too
+        return importlib.machinery.ModuleSpec(name, loader)
 
 
-class _SecondName(importlib.abc.Loader):
+class _SecondName:
     """Loads a module that has another name already."""
 
     def __init__(self, real: str) -> None:
@@ -69,5 +73,6 @@ def _is_ours(root: str, within: bool) -> bool:
         if found is None:
             return True
         origin = found.origin
-    floor = Path(__file__).parent / PLAIN_NAMES[root].rpartition(".")[2] / "__init__.py"
-    return origin is not None and Path(origin).resolve() == floor.resolve()
+    folder = os.path.join(os.path.dirname(__file__), PLAIN_NAMES[root].rpartition(".")[2])
+    floor = os.path.realpath(os.path.join(folder, "__init__.py"))
+    return origin is not None and os.path.realpath(origin) == floor

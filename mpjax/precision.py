@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterable, Iterator
 
 from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.kernels.checks import nearest, shown
+from mpjax.kernels.formats import can_be_symmetric, describe_sizes, group_sizes
 
 EXPECTED = (
-    "expected W{16|8|4|FP8|NF4|NF3|NF2}[gSIZE][sym]A{16|8|FP8}KV{16|8|8s|4|4t|4c|2|2t|fp8}, or "
-    "K…V… in place of KV…, for example W4A16KV8, WNF3g128A16KV4c, W4A8K8V4 or W8gKsymA16KVfp8"
+    "expected, for example, W4A16KV8, W16A16KV16, WNF3g128A16KV4c, W8A8K8V4, or A16KV8 for weights "
+    "as they are"
 )
 DEFAULT_GROUP_SIZE = 128  # of integers beside 16-bit activations
 # The weight format and its usual group size, by the W and the A part.
@@ -26,6 +30,10 @@ _FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
     ("4", "8"): ("liquid4", 64),
 }
 _ACTIVATIONS = {"16": None, "8": "int8", "FP8": "float8"}
+_W_PART = r"W([A-Z]*\d+)(?:g(\d+|K))?(sym)?"
+_A_PART = r"A([A-Z]*\d+)"
+# Where what somebody wrote is compared with what there is.
+_USUAL_CACHES = ("KV16", "KV8", "KV8s", "KV4", "KV4c", "KV2", "KVfp8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +44,33 @@ class Precision:
         16-bit format means the dtype that the model computes in; None means as they are in the
         checkpoint.
     kv: how keys and values are cached.
+    mixture: the formats that linear maps have, each of at least one, where they differ and stay as
+        they are in the checkpoint; `weights` is None then. Empty where nothing is said about that.
+    bits: of weights that aren't packed and of activations that aren't rounded: 16, or 32 for a
+        model in float32.
 
-    `str` writes what `parse` reads.
+    weights and kv may be given as texts, too. `str` writes what `parse` reads.
     """
 
     weights: WeightFormat | None = None
     kv: KVFormat = KVFormat()  # noqa: RUF009 (frozen)
+    mixture: tuple[WeightFormat, ...] = ()
+    bits: int = 16
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mixture, tuple | list):
+            raise ValueError(f"mixture is {shown(self.mixture)}: expected weight formats in a list")
+        mixture = tuple(sorted({WeightFormat.of(each) for each in self.mixture}, key=str))
+        object.__setattr__(self, "mixture", mixture)
+        if self.weights is not None:
+            object.__setattr__(self, "weights", WeightFormat.of(self.weights))
+        object.__setattr__(self, "kv", KVFormat.of(self.kv))
+        if mixture and (self.weights is not None or len(mixture) == 1):
+            raise ValueError("a mixture takes two formats or more, and no weights beside it")
+        if self.bits not in (16, 32):
+            raise ValueError(f"bits is {shown(self.bits)}: expected 16 or 32")
+        if self.formats and all(format.activations for format in self.formats):
+            object.__setattr__(self, "bits", 16)  # there is nothing of which it says something
 
     @classmethod
     def parse(cls, text: str) -> Precision:
@@ -49,39 +78,80 @@ class Precision:
 
         W is 16; 8 or 4 (integers); FP8 (e4m3); NF4, NF3 or NF2 (normal float). A is 16, or what
         activations are rounded to on the fly: 8 beside W8 (W8A8) and W4 (LiquidQuant), FP8 beside
-        WFP8. KV, or K and V apart as in K8V4, is 16, 8 or 4 (integers), fp8 (e4m3), 4c or 2
-        (integers whose keys have scales of channels, and in K4cV4c values, too), 2t (of tokens), 4t
-        (4 without a Hadamard transform of the keys) or 8s (static scales of channels, from a
-        calibration): see KVFormat. `gSIZE` is the number of input channels that share a scale, or K
-        for all; `sym` fixes an integer zero point in the middle. Without the W part, as in
-        `A16KV8`, linear maps stay as they are in the checkpoint, with the activations that it says
-        if it is FP8. Raises ValueError that names what can't be read.
+        WFP8. A32 in the place of A16, and W32A32, are a model in float32. KV, or K and V apart as
+        in K8V4, is 16, 8 or 4 (integers), fp8 (e4m3), 4c or 2 (integers whose keys have scales of
+        channels, and in K4cV4c values, too), 2t (of tokens), 4t (4 without a Hadamard transform of
+        the keys) or 8s (static scales of channels, from a calibration): see KVFormat. `gSIZE` is
+        the number of input channels that share a scale, or K for all; `sym` fixes an integer zero
+        point in the middle. Without the W part, as in `A16KV8`, linear maps stay as they are in
+        the checkpoint, with the activations that it says if it is FP8; several, as in
+        `W16+W4A16KV8` and `W16A16+W8A8KV8`, say what they are there.
+
+        Capitals and spaces around it don't matter. Raises ValueError that names what can't be
+        read, with the precision that was probably meant.
         """
-        match = re.fullmatch(r"(?:W([A-Z]*\d+)(?:g(\d+|K))?(sym)?)?A([A-Z]*\d+)(K\w*V\w+)", text)
-        if match is None:
-            raise ValueError(f"can't read the precision {text!r}: {EXPECTED}")
-        weights, size, symmetric, activations, kv = match.groups()
+        if not isinstance(text, str):
+            meant = _meant(str(text)) or "W4A16KV8"
+            raise ValueError(f"precision is {shown(text)}: expected a text, such as {meant!r}")
         try:
-            format = _parse_weights(weights, size, symmetric is not None, activations)
-            return cls(format, KVFormat.parse(kv))
+            found = _read(text)
         except ValueError as error:
             raise ValueError(f"precision {text!r}: {error}") from error
+        if found is None:
+            meant = _meant(text) or nearest(_compact(text), _usual())
+            hint = f"did you mean {meant!r}?" if meant else EXPECTED
+            raise ValueError(f"can't read the precision {text!r}: {hint}")
+        return found
+
+    @classmethod
+    def of(cls, precision: Precision | str) -> Precision:
+        """A precision as it is, or as `parse` reads it: what functions that take one accept."""
+        return precision if isinstance(precision, Precision) else cls.parse(precision)
+
+    @classmethod
+    def mixed(cls, formats: Iterable[WeightFormat], kv: KVFormat, bits: int) -> Precision:
+        """The precision in which linear maps have these formats, one or more."""
+        first, *others = formats = tuple(set(formats))
+        return cls(None, kv, formats, bits) if others else cls(first, kv, (), bits)
 
     @property
-    def activations(self) -> str:
-        """The A part: `16`, `8` or `FP8`."""
-        quantized = None if self.weights is None else self.weights.activations
-        return next(name for name, value in _ACTIVATIONS.items() if value == quantized)
+    def of_weights(self) -> Precision:
+        """The same but for the KV cache, KV16: equal where models can share their weights."""
+        return dataclasses.replace(self, kv=KVFormat())
+
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """The formats that linear maps are to have: one, those of the mixture, or none."""
+        return self.mixture if self.weights is None else (self.weights,)
+
+    def agrees_with(self, found: Iterable[WeightFormat]) -> bool:
+        """Whether linear maps that stay as they are may have the formats found.
+
+        Maps that a checkpoint left in 16 bits don't count beside a single W part, nor does
+        symmetry, which the zero points decide.
+        """
+        there, asked = _without_symmetry(found), _without_symmetry(self.formats)
+        if self.mixture or not asked:
+            return not asked or there == asked
+        return {format for format in there if format.is_packed} == {
+            format for format in asked if format.is_packed
+        }
 
     def __str__(self) -> str:
-        weights = "" if self.weights is None else describe_weights(self.weights)
-        return weights + ("A16" if self.activations == "16" else "") + str(self.kv)
+        names = sorted(describe_weights(format, self.bits) for format in self.formats)
+        rest = f"A{self.bits}"
+        if any("A" in name for name in names):
+            names, rest = [name if "A" in name else name + rest for name in names], ""
+        return f"{'+'.join(names)}{rest}{self.kv}"
 
 
-def describe_weights(format: WeightFormat) -> str:
-    """The W part of a precision, `W4`, `W4g32`, `WNF3`, `W16`; with an A part unless it is A16."""
+def describe_weights(format: WeightFormat, bits: int = 16) -> str:
+    """The W part of a precision, `W4`, `W4g32`, `WNF3`, `W16`; with an A part unless it is A16.
+
+    bits: of a format that isn't packed.
+    """
     if not format.is_packed:
-        return "W16"
+        return f"W{bits}"
     for (weights, activations), (codes, usual) in _FORMATS.items():
         if (codes, _ACTIVATIONS[activations]) == (format.codes, format.activations):
             size = "K" if format.group_size is None else format.group_size
@@ -91,22 +161,85 @@ def describe_weights(format: WeightFormat) -> str:
     raise AssertionError(f"unreachable: every format has a name, {format} too")
 
 
-def _parse_weights(
-    weights: str | None, size: str | None, symmetric: bool, activations: str
-) -> WeightFormat | None:
-    if activations not in _ACTIVATIONS:
-        raise ValueError(f"A{activations} is not implemented: activations can be A16, A8 or AFP8")
-    if weights is None:
-        if activations != "16":
-            raise ValueError(f"A{activations} needs a W part: it says what activations meet")
+def _without_symmetry(formats: Iterable[WeightFormat]) -> set[WeightFormat]:
+    return {dataclasses.replace(format, symmetric=False) for format in formats}
+
+
+def _read(text: str) -> Precision | None:
+    """The precision, or None for a text of another form. ValueError for parts that there aren't."""
+    *firsts, last = text.strip().split("+")
+    match = re.fullmatch(rf"(?:{_W_PART})?{_A_PART}(K\w*V\w+)", last, re.IGNORECASE)
+    others = [re.fullmatch(rf"{_W_PART}(?:{_A_PART})?", part, re.IGNORECASE) for part in firsts]
+    if match is None or None in others or (others and match[1] is None):
         return None
+    parts = [other.groups() for other in others if other is not None] + [match.groups()[:4]]
+    formats, bits = [], set()
+    for weights, size, symmetric, activations in parts:
+        activations = (activations or match[4]).upper()
+        if activations in ("16", "32"):
+            bits.add(int(activations))
+        if weights is not None:
+            formats.append(_format(weights.upper(), size, symmetric is not None, activations))
+        elif activations not in ("16", "32"):
+            raise ValueError(f"A{activations} needs a W part: it says what activations meet")
+    if len(bits) > 1:
+        raise ValueError("A16 and A32 can't be in one model: it computes in one dtype")
+    width = max(bits, default=16)
+    kv = KVFormat.parse(match[5])
+    return Precision.mixed(formats, kv, width) if formats else Precision(None, kv, (), width)
+
+
+def _format(weights: str, size: str | None, symmetric: bool, activations: str) -> WeightFormat:
+    if (weights, activations) == ("16", "32") or (weights == "32" and activations != "32"):
+        raise ValueError(
+            f"W{weights}A{activations} is not implemented: weights that aren't packed are in the "
+            "dtype that the model computes in, as in W16A16 and W32A32"
+        )
+    plain = {"32": "16"}
+    weights, activations = plain.get(weights, weights), plain.get(activations, activations)
+    if activations not in _ACTIVATIONS:
+        raise ValueError(
+            f"A{activations} is not implemented: activations can be A16 (A32 in float32), A8 or "
+            "AFP8"
+        )
     if (weights, activations) not in _FORMATS:
         possible = ", ".join(f"W{w}A{a}" for w, a in _FORMATS)
         raise ValueError(f"W{weights}A{activations} is not implemented: there are {possible}")
     codes, usual = _FORMATS[weights, activations]
     if codes == "bfloat16":
         if size or symmetric:
-            raise ValueError("16-bit weights take no group size and no sym")
+            raise ValueError("weights that aren't packed take no group size and no sym")
         return WeightFormat(codes)
-    group_size = usual if size is None else None if size == "K" else int(size)
+    group_size = usual if size is None else None if size in "kK" else int(size)
+    if group_size not in group_sizes(codes):
+        raise ValueError(
+            f"W{weights}g{size} is not implemented beside A{activations}: expected "
+            f"{describe_sizes(codes, prefix='g')}"
+        )
+    if symmetric and not can_be_symmetric(codes):
+        raise ValueError(f"W{weights}A{activations} has no zero point: leave sym out")
     return WeightFormat(codes, group_size, symmetric, _ACTIVATIONS[activations])
+
+
+def _meant(text: str) -> str | None:
+    """What a text is one part short of, or names otherwise: W4A16KV16 for W4, 4 and uint4:g128."""
+    with contextlib.suppress(ValueError):
+        return str(Precision(WeightFormat.parse(text)))
+    part = _compact(text).removeprefix("INT").removesuffix("BIT")
+    if not part:
+        return None
+    for whole in (part, f"{part}KV16", f"{part}A16KV16", f"W{part}A16KV16", f"A16{part}"):
+        with contextlib.suppress(ValueError):
+            if (found := _read(whole)) is not None:
+                return str(found)
+    return None
+
+
+def _compact(text: str) -> str:
+    return re.sub(r"[\s_,/-]+", "", text).upper()
+
+
+def _usual() -> Iterator[str]:
+    for cache in _USUAL_CACHES:
+        yield f"A16{cache}"
+        yield from (f"W{weights}A{activations}{cache}" for weights, activations in _FORMATS)

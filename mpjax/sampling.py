@@ -8,12 +8,14 @@ on the size of the batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from mpjax.kernels.checks import as_array, did_you_mean, nearest, shown
 
 FILTERS = ("top_k", "top_p", "min_p")
 # By less, logits could become infinite; and by this already, only the largest is ever drawn.
@@ -67,6 +69,27 @@ class Sampling:
                         "pass a temperature too (1.0 leaves the distribution as it is)."
                     )
 
+    @classmethod
+    def of(cls, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
+        """A Sampling as it is, of a mapping from its fields' names, or, of None, greedy.
+
+        Functions that take a Sampling take all of these. Raises ValueError for anything else.
+        """
+        if sampling is None:
+            return cls()
+        if isinstance(sampling, Sampling):
+            return sampling
+        if not isinstance(sampling, Mapping):
+            raise ValueError(
+                f"sampling is {shown(sampling)}: expected a Sampling, or a mapping such as "
+                "{'temperature': 0.7}"
+            )
+        for name in sampling:
+            if name not in _NAMES:
+                hint = did_you_mean(nearest(str(name), _NAMES))
+                raise ValueError(f"sampling has {name!r}{hint}: expected {', '.join(_NAMES)}")
+        return cls(**sampling)
+
     @property
     def greedy(self) -> bool:
         """True when every row takes its most likely token."""
@@ -92,6 +115,8 @@ def _canonical(name: str, value: Any) -> Any:
     if value is None:
         return None
     dtype = np.dtype(np.int32 if name == "top_k" else np.float32)
+    if not isinstance(value, jax.Array):
+        value = _read(name, value)
     if np.ndim(value) > 1:
         raise ValueError(
             f"{name} has shape {np.shape(value)}; it must be a number or an array [batch]."
@@ -109,6 +134,18 @@ def _canonical(name: str, value: Any) -> Any:
     if np.ndim(value):
         return np.asarray(value, dtype)
     return int(value) if name == "top_k" else float(value)
+
+
+def _read(name: str, value: Any) -> np.ndarray:
+    """The numbers of a field, which may be in lists. Raises ValueError for what is no number."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("this is no number, whatever NumPy makes of it")
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{name} is {shown(value)}; it must be a number or an array [batch]."
+        ) from error
 
 
 def _flatten(sampling: Sampling) -> tuple[tuple[Any, ...], None]:
@@ -135,7 +172,7 @@ jax.tree_util.register_pytree_with_keys(Sampling, _flatten_with_keys, _unflatten
 def sample(
     logits: jax.Array,
     keys: jax.Array,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Mapping[str, Any] | None = None,
     seen: jax.Array | None = None,
 ) -> jax.Array:
     """Draw one token per row.
@@ -153,7 +190,7 @@ def sample(
     Raises:
       ValueError: for shapes that do not match, or a repetition penalty without `seen`.
     """
-    sampling = Sampling() if sampling is None else sampling
+    logits, sampling = as_array("sample: logits", logits), Sampling.of(sampling)
     logits = _penalised(logits, sampling, seen)
     if sampling.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -173,7 +210,9 @@ def sample(
 
 
 def process_logits(
-    logits: jax.Array, sampling: Sampling, seen: jax.Array | None = None
+    logits: jax.Array,
+    sampling: Sampling | Mapping[str, Any],
+    seen: jax.Array | None = None,
 ) -> jax.Array:
     """The logits that `sample` draws from, float32 [batch, vocabulary]; what is removed is -inf.
 
@@ -181,6 +220,7 @@ def process_logits(
     min-p, each on what the one before it left. A greedy row gets the penalty alone. Arguments
     and errors are those of `sample`.
     """
+    logits, sampling = as_array("process_logits: logits", logits), Sampling.of(sampling)
     logits = _penalised(logits, sampling, seen)
     if sampling.greedy:
         return logits
@@ -254,26 +294,23 @@ def _per_row(value: Any, name: str, logits: jax.Array, dtype: Any = jnp.float32)
     return value.reshape(-1, 1)
 
 
-def row_keys(seeds: Any) -> jax.Array:
-    """One typed PRNG key per row from integer seeds [batch], each in [0, 2**32).
+def pad_sampling(sampling: Sampling, batch: int, rows: int) -> Sampling:
+    """The same for a batch that is padded to `rows`: arrays repeat their last number.
 
-    The generator is threefry whatever `jax_default_prng_impl` says: `vmap` over keys of the
-    hardware generators does not give a row the same numbers in another batch.
+    Raises ValueError for an array that is not [batch].
     """
-    if not isinstance(seeds, jax.core.Tracer):
-        found = np.asarray(seeds)
-        if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-            raise ValueError(f"seeds are {found.dtype} {found.shape}; expected integers [batch].")
-        if np.any(found < 0) or np.any(found >= 2**32):
-            raise ValueError(f"seeds are {found.tolist()}; each must be in [0, 2**32).")
-        seeds = found.astype(np.uint32)
-    return jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(jnp.asarray(seeds))
 
+    def pad(path: Any, value: Any) -> Any:
+        if np.ndim(value) == 0:
+            return value
+        if np.shape(value) != (batch,):
+            raise ValueError(
+                f"{path[0].name} has shape {np.shape(value)}; a batch of {batch} needs a number or "
+                f"an array of shape ({batch},)."
+            )
+        return np.pad(np.asarray(value), (0, rows - batch), "edge")
 
-def step_keys(keys: jax.Array, step: Any) -> jax.Array:
-    """The keys [batch] of one decoding step: `step` is a number, or one number per row [batch]."""
-    steps = jnp.broadcast_to(jnp.asarray(step, jnp.uint32), keys.shape)
-    return jax.vmap(jax.random.fold_in)(keys, steps)
+    return jax.tree_util.tree_map_with_path(pad, sampling)
 
 
 def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -284,8 +321,9 @@ def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
       tokens: integers [...].
 
     Returns:
-      float32 [...], natural logarithm.
+      float32 [...], natural logarithm; NaN where any of the logits is NaN or +inf.
     """
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(jnp.isposinf(total), jnp.nan, chosen - total)

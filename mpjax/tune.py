@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.bench import measure
-from mpjax.checkpoint import huggingface, orbax
+from mpjax.checkpoint import huggingface, restoring
+from mpjax.checkpoint.description import is_saved
 from mpjax.checkpoint.layout import linear_places
 from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
 from mpjax.kernels.device import limits
@@ -130,8 +131,8 @@ def _shapes(config: DecoderConfig) -> list[Shape]:
 
 
 def _read_config(folder: Path) -> DecoderConfig:
-    if (folder / orbax.DESCRIPTION_NAME).is_file():
-        return orbax.abstract(folder).config
+    if is_saved(folder):
+        return restoring.abstract(folder).config
     return huggingface.decoder_config(folder, huggingface.read_config(folder))[1]
 
 
@@ -185,7 +186,7 @@ def run(
     Raises TableError, before anything is measured, where the table is damaged.
     """
     try_plans = try_plans or try_on_gpu
-    known = TABLES.read(path, device).entries if path.is_file() else {}
+    known = TABLES.read(path, device).entries if os.path.lexists(path) else {}
     for job in jobs:
         if not again and (entry := known.get(job.key)) is not None:
             yield Outcome(job, entry)

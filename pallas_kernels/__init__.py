@@ -1,7 +1,8 @@
 """GPU kernels for mixed-precision inference: arrays in, arrays out.
 
 Packed weight formats and their fused dequantise-GEMM, the paged low-bit KV cache and attention
-over it. Everything here can be used alone, in any JAX program.
+over it. Everything here can be used alone, in any JAX program. Where an array is taken, so are
+NumPy's arrays, numbers, and lists of them; where a dtype is, short names such as `bf16`, too.
 """
 
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
@@ -14,11 +15,10 @@ from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.scales import cache_scales
 from mpjax.kernels.quantize import quantize
-from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, unpack
-from mpjax.kernels.rotary.api import rotate_and_append
-from mpjax.kernels.rotary.reference import HeadNorms, rotate
-from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows
-from mpjax.kernels.rowwise.reference import rms_norm
+from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
+from mpjax.kernels.rotary.api import rotate, rotate_and_append
+from mpjax.kernels.rotary.reference import HeadNorms
+from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows, rms_norm
 
 __all__ = [
     "HeadNorms",
@@ -41,6 +41,7 @@ __all__ = [
     "quantize",
     "quantize_activations",
     "quantize_rows",
+    "replace_scales",
     "rms_norm",
     "rotate",
     "rotate_and_append",

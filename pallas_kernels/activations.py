@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.arithmetic import largest_magnitude
+from mpjax.kernels.checks import as_array, as_dtype, require_floats
 from mpjax.kernels.codes import float8
-from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
 
 # Largest magnitudes below this count as zero: their reciprocals would overflow.
 NEARLY_ZERO = 1e-30
@@ -24,7 +25,8 @@ class QuantizedActivations:
     """x [..., K] = values · scales.
 
     values: int8 or float8_e4m3fn [..., K].
-    scales: float32 [..., 1], or [..., groups] where runs of K / groups channels share one.
+    scales: float32 [..., 1], or [..., groups] where runs of 128 channels share one (the last may
+        be cut): what FP8's blocks are multiplied with.
     dtype: name of the dtype that x had, and that products of it have.
     """
 
@@ -39,10 +41,10 @@ class QuantizedActivations:
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
         """X again, computed in float32."""
-        groups = self.scales.shape[-1]
-        runs = *self.shape[:-1], groups, self.shape[-1] // groups
-        values = self.values.astype(jnp.float32).reshape(runs)
-        return (values * self.scales[..., None]).reshape(self.shape).astype(dtype)
+        channels = self.shape[-1]
+        size = channels if self.scales.shape[-1] == 1 else FLOAT8_GROUP
+        values = _runs(self.values.astype(jnp.float32), size) * self.scales[..., None]
+        return _joined(values, channels).astype(as_dtype("dequantize: dtype", dtype))
 
 
 def quantize_activations(
@@ -52,14 +54,15 @@ def quantize_activations(
 
     The scale of a token is its largest magnitude over 127 (int8) or 448 (float8), and NaN where
     the token has NaN or infinities. Formats with FP8 weights in groups have one for each token and
-    group (DeepSeek-V3). A pure function of x: under `jit`, XLA fuses it into whatever produces x.
-    There may be no tokens.
+    group (DeepSeek-V3), of which the last may be cut. A pure function of x: under `jit`, XLA fuses
+    it into whatever produces x. There may be no tokens.
     format: a WeightFormat, or what WeightFormat.parse reads, such as "int8/int8".
     dtype: of products with the result; that of x where it is None.
 
-    Raises ValueError where the format has 16-bit activations, or groups that don't divide K, and
-    where x has no channels.
+    Raises ValueError where the format has 16-bit activations, and where x has no channels.
     """
+    x = as_array("quantize_activations: x", x)
+    require_floats("quantize_activations", x=x)
     format = WeightFormat.of(format)
     if format.activations is None:
         raise ValueError(f"{format} multiplies 16-bit activations: there is nothing to quantise")
@@ -67,11 +70,7 @@ def quantize_activations(
         raise ValueError(f"x has shape {x.shape}; expected [..., K] with one channel or more")
     channels = x.shape[-1]
     size = format.group_size if format.codes == "float8" and format.group_size else channels
-    if channels % size:
-        raise ValueError(
-            f"{channels} channels can't be split into the groups of {size} of {format}"
-        )
-    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], channels // size, size)
+    wide = _runs(x.astype(jnp.float32), size)
     top = 127.0 if format.activations == "int8" else float8.LARGEST
     peaks = largest_magnitude(wide, -1)
     peaks = jnp.where(peaks < NEARLY_ZERO, top, peaks)
@@ -81,5 +80,18 @@ def quantize_activations(
         values = jnp.round(scaled).astype(jnp.int8)  # at most 127: scaled exceeds it by rounding
     else:
         values = float8.to_float8(scaled)
-    name = jnp.dtype(x.dtype if dtype is None else dtype).name
-    return QuantizedActivations(values.reshape(x.shape), scales, name)
+    name = as_dtype("quantize_activations: dtype", x.dtype if dtype is None else dtype).name
+    return QuantizedActivations(_joined(values, channels), scales, name)
+
+
+def _runs(x: jax.Array, size: int) -> jax.Array:
+    """Channels [..., K] as [..., runs, size], with zeros at the end of a run that is cut."""
+    if missing := -x.shape[-1] % size:
+        x = jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, missing)))
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def _joined(runs: jax.Array, channels: int) -> jax.Array:
+    """The inverse of `_runs`."""
+    whole = runs.reshape(*runs.shape[:-2], runs.shape[-2] * runs.shape[-1])
+    return whole[..., :channels]

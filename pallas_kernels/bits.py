@@ -42,7 +42,9 @@ def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
 def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
     """Unpacks uint16 words [..., width] into codes [..., planes, width], uint8 up to 8 bits."""
     shifts = jnp.arange(planes_per_word(bits), dtype=jnp.uint16) * jnp.uint16(bits)
-    codes = (words[..., None, :] >> shifts[:, None]) & jnp.uint16(2**bits - 1)
+    words = words[..., None, :]
+    codes = words >> jax.lax.broadcast_to_rank(shifts[:, None], words.ndim)
+    codes &= jnp.uint16(2**bits - 1)
     return codes.astype(jnp.uint8)
 
 

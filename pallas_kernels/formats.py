@@ -7,7 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown, whole_number
+
 GROUP_SIZES = (32, 64, 128)
+FLOAT8_GROUP = 128  # input channels of a block of FP8 that shares a scale; the last may have fewer
 # Codes of one plane that lie side by side: 64 16-bit words are a full 128-byte cache line.
 MAXIMUM_PLANE_WIDTH = 64
 # Input channels of a block: K is padded to whole blocks, so they must not grow with the planes.
@@ -31,12 +34,31 @@ _RULES: Mapping[str, _Rule] = {
     "table4": _Rule(4, (*GROUP_SIZES, 256)),
     "table3": _Rule(3, (*GROUP_SIZES, 256)),
     "table2": _Rule(2, (*GROUP_SIZES, 256)),
-    "float8": _Rule(8, (128, None), (None, "float8")),
+    "float8": _Rule(8, (FLOAT8_GROUP, None), (None, "float8")),
     "int8": _Rule(8, (None,), ("int8",)),
     "liquid4": _Rule(4, (64,), ("int8",)),
     "bfloat16": _Rule(16, (None,)),
     "float16": _Rule(16, (None,)),
 }
+
+
+def group_sizes(codes: str) -> tuple[int | None, ...]:
+    """The numbers of input channels that can share parameters of a kind of codes; None is all."""
+    return _RULES[codes].group_sizes
+
+
+def can_be_symmetric(codes: str) -> bool:
+    """Whether codes have zero points, which may all be the middle."""
+    return _RULES[codes].can_be_symmetric
+
+
+def describe_sizes(codes: str, prefix: str = "") -> str:
+    """The group sizes of a kind of codes, for messages: `32, 64, 128 or K, all input channels`."""
+    *others, last = (
+        f"{prefix}K, all input channels" if size is None else f"{prefix}{size}"
+        for size in group_sizes(codes)
+    )
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,46 +84,57 @@ class WeightFormat:
     activations: str | None = None
 
     def __post_init__(self) -> None:
+        require_type("the codes of a weight format", self.codes, str)
         rule = _RULES.get(self.codes)
         if rule is None:
+            hint = did_you_mean(nearest(self.codes, _RULES))
             raise ValueError(
-                f"unknown weight format {self.codes!r}: expected one of {', '.join(_RULES)}"
+                f"unknown weight format {self.codes!r}{hint}: expected one of {', '.join(_RULES)}"
             )
+        if self.group_size is not None:
+            size = whole_number(f"{self.codes}: group_size", self.group_size, least=0)
+            object.__setattr__(self, "group_size", size)
         if self.group_size not in rule.group_sizes:
+            found = "K" if self.group_size is None else self.group_size
             raise ValueError(
-                f"{self.codes} with group size {self.group_size}: expected "
-                + " or ".join("K (None)" if s is None else str(s) for s in rule.group_sizes)
+                f"{self.codes} with group size {found}: expected {describe_sizes(self.codes)}"
             )
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(f"symmetric is {shown(self.symmetric)}: expected True or False")
         if self.symmetric and not rule.can_be_symmetric:
             raise ValueError(f"{self.codes} has no zero point, so that it can't be symmetric")
-        if self.activations is None and rule.activations[0] is not None:
+        if self.activations is None:
             object.__setattr__(self, "activations", rule.activations[0])
-        if self.activations not in rule.activations:
+        known = self.activations is None or isinstance(self.activations, str)
+        if not known or self.activations not in rule.activations:
             raise ValueError(
-                f"{self.codes} with activations {self.activations!r}: expected "
-                + " or ".join("16 bits (None)" if a is None else a for a in rule.activations)
+                f"{self.codes} with activations {shown(self.activations)}: expected "
+                + " or ".join(a or "none (16 bits)" for a in rule.activations)
             )
 
     @classmethod
     def parse(cls, text: str) -> WeightFormat:
         """Reads `codes[:gSIZE][:sym][/activations]`; SIZE is a number, or K (the default) for all.
 
-        Raises ValueError that says what is wrong with it.
+        Capitals and spaces around it don't matter. Raises ValueError that says what is wrong.
         """
-        match = re.fullmatch(r"(\w+?)(?::g(\d+|K))?(:sym)?(?:/(\w+))?", text)
+        require_type("the weight format", text, str, hint=", such as 'uint4:g128'")
+        lower = text.strip().lower()
+        match = re.fullmatch(r"(\w+?)(?::g(\d+|k))?(:sym)?(?:/(\w+))?", lower)
         if match is None:
+            hint = did_you_mean(nearest(lower, map(str, _formats())))
             raise ValueError(
-                f"can't read the weight format {text!r}: expected, for example, "
-                "uint4:g128, uint8:gK:sym, table3:g64, float8:g128/float8 or bfloat16"
+                f"can't read the weight format {text!r}{hint}: expected, for example, uint4:g128, "
+                "uint8:gK:sym, table3:g64, float8:g128/float8 or bfloat16"
             )
         codes, size, symmetric, activations = match.groups()
-        group_size = None if size in (None, "K") else int(size)
+        group_size = None if size in (None, "k") else int(size)
         return cls(codes, group_size, symmetric is not None, activations)
 
     @classmethod
     def of(cls, format: WeightFormat | str) -> WeightFormat:
         """A format as it is, or as `parse` reads it: what functions that take one accept."""
-        return format if isinstance(format, cls) else cls.parse(str(format))
+        return format if isinstance(format, WeightFormat) else cls.parse(format)
 
     def __str__(self) -> str:
         if not self.is_packed:
@@ -110,15 +143,22 @@ class WeightFormat:
         suffix = f"/{self.activations}" if self.activations else ""
         return f"{self.codes}:g{group}" + (":sym" if self.symmetric else "") + suffix
 
-    def require_matrix(self, shape: tuple[int, ...]) -> None:
-        """Raises ValueError for a shape that is not [K, N], or whose K is no whole groups."""
+    def require_matrix(self, shape: tuple[int, ...], name: str = "the matrix") -> None:
+        """Raises ValueError for a shape that is not [K, N], or whose K can't be split."""
         if len(shape) != 2 or 0 in shape:
-            raise ValueError(f"the shape is {shape}; {self} is the format of a matrix [K, N]")
-        if self.group_size is not None and shape[0] % self.group_size:
+            raise ValueError(
+                f"{name}: the shape is {shape}; {self} is the format of a matrix [K, N]"
+            )
+        if not self.can_split(shape[0]):
             raise ValueError(
                 f"{shape[0]} input channels can't be split into groups of {self.group_size}; "
                 "choose a group size that divides them, or gK for one group"
             )
+
+    def can_split(self, channels: int) -> bool:
+        """Whether input channels are whole groups; FP8's blocks may end within one."""
+        is_whole = self.group_size is None or channels % self.group_size == 0
+        return is_whole or self.codes == "float8"
 
     @property
     def is_packed(self) -> bool:
@@ -192,3 +232,14 @@ class WeightFormat:
         table = 4 * 2**self.bits if self.codes.startswith("table") else 0
         words = padded // (self.parameter_channels or padded)
         return outputs * (padded * self.bits // 8 + 4 * words + per_channel) + table
+
+
+def _formats() -> list[WeightFormat]:
+    """All that there are."""
+    return [
+        WeightFormat(codes, size, symmetric, activations)
+        for codes, rule in _RULES.items()
+        for size in rule.group_sizes
+        for symmetric in ((False, True) if rule.can_be_symmetric else (False,))
+        for activations in rule.activations
+    ]

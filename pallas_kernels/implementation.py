@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from mpjax.kernels import device
+from mpjax.kernels.checks import shown
 
 # Whose files no caller wrote who could do something about a warning.
 _INSIDE = tuple(os.path.dirname(file) + os.sep for file in (__file__, str(jax.__file__)))
@@ -33,10 +34,10 @@ def choose(
     what is wanted can't run.
     """
     name = default if wanted is None else wanted
-    if name not in choices:
+    if not isinstance(name, str) or name not in choices:
         raise ValueError(
-            f"{operation}: unknown implementation {name!r}: expected {', '.join(choices[:-1])} "
-            f"or {choices[-1]}"
+            f"{operation}: unknown implementation {shown(name)}: expected "
+            f"{', '.join(choices[:-1])} or {choices[-1]}"
         )
     reason = None if name == "reference" else why_not(name)
     if reason is None:

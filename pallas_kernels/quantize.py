@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels.checks import are_finite, is_known
+from mpjax.kernels.checks import are_finite, as_array, is_known
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from mpjax.kernels.codes.table import quantize_with_table
 from mpjax.kernels.formats import WeightFormat
@@ -37,19 +37,19 @@ def quantize(
     table: ascending values [2**bits] for `table…` formats, taken as float32; normal float where it
         is None.
 
-    Raises ValueError where K is not a multiple of the group size, the table does not fit, or
+    Raises ValueError where groups don't divide K (FP8's may be cut), the table does not fit, or
     weights are NaN, infinite, or too large or all too small for the scales. A group that is too
     small beside larger ones becomes zeros. Values are looked at where they are known: under
     `jit` they are not, and what can't be rounded gives weights that mean nothing, without a word.
     """
-    format = WeightFormat.of(format)
-    entries: Any = table
+    weight, format = as_array("quantize: weight", weight), WeightFormat.of(format)
+    entries: Any = None if table is None else as_array("quantize: table", table)
     if table is not None and is_known(table):
-        entries = np.asarray(table, np.float32)
-        if not (np.isfinite(entries).all() and (np.diff(entries) > 0).all()):
+        entries = np.asarray(entries, np.float32)
+        if not (np.isfinite(entries).all() and (np.diff(np.atleast_1d(entries)) > 0).all()):
             raise ValueError(f"table is {entries.tolist()}; expected finite values that ascend")
     elif table is not None:
-        entries = jnp.asarray(table, jnp.float32)
+        entries = entries.astype(jnp.float32)
     packed = _quantize(weight, format, entries)
     if is_known((weight, packed)):
         if not are_finite(weight):
@@ -67,7 +67,7 @@ def quantize(
 def _quantize(
     weight: jax.Array, format: WeightFormat, table: jax.Array | None
 ) -> QuantizedTensor | jax.Array:
-    format.require_matrix(weight.shape)
+    format.require_matrix(weight.shape, "weight")
     if table is not None and not format.codes.startswith("table"):
         raise ValueError(f"{format} has no table: leave `table` out, or choose a table format")
     if not format.is_packed:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels.checks import is_known
+from mpjax.kernels.checks import (
+    are_finite,
+    as_array,
+    as_arrays,
+    as_dtype,
+    is_known,
+    optional_array,
+    require_type,
+)
 from mpjax.kernels.codes.base import by_group
 from mpjax.kernels.formats import WeightFormat
 
@@ -87,12 +96,13 @@ class QuantizedTensor:
 
         Raises ValueError for another shape, and for `liquid4`, whose steps are integers.
         """
+        dtype = as_dtype("dequantize: dtype", dtype)
         if scales is None:
             scales = self.scales()[: self.format.groups(self.channels)]
         elif code_kinds.of(self.format).has_channel_scales:
             raise ValueError(f"{self.format} has integer steps, which other scales can't replace")
         else:
-            _check_scales(self, scales)
+            scales = _read_scales(self, scales)
         values = code_kinds.of(self.format).dequantize(unpack_codes(self), self, scales)
         if self.permutation is not None:
             values = jnp.zeros_like(values).at[self.permutation].set(values)
@@ -111,8 +121,8 @@ def pack(
 ) -> QuantizedTensor:
     """Packs plain codes into the layout that the kernels read; `unpack` is its exact inverse.
 
-    codes: [K, N], K a multiple of the group size: unsigned integers, int8 for `int8` and
-        float8_e4m3fn for `float8`.
+    codes: [K, N], K a multiple of the group size, but any for `float8`, whose last group may be
+        cut: unsigned integers, int8 for `int8` and float8_e4m3fn for `float8`.
     scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
         `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
@@ -126,6 +136,16 @@ def pack(
     looked at where they are known, as they are not under `jit`.
     """
     format = WeightFormat.of(format)
+    codes, scales = as_arrays("pack", codes=codes, scales=scales)
+    zeros, permutation, channel_scales, table = (
+        optional_array(f"pack: {name}", value)
+        for name, value in (
+            ("zeros", zeros),
+            ("permutation", permutation),
+            ("channel_scales", channel_scales),
+            ("table", table),
+        )
+    )
     _check(codes, scales, zeros, format, permutation, channel_scales, table)
     if code_kinds.of(format).code_dtype == jnp.uint8:
         _check_values("codes", codes, 2**format.bits - 1)
@@ -193,7 +213,6 @@ def unpack_codes(tensor: QuantizedTensor) -> jax.Array:
     return jax.lax.bitcast_convert_type(codes, code_kinds.of(format).code_dtype)
 
 
-@jax.jit
 def unpack(tensor: QuantizedTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Codes [K, N], scales [groups, N] and zeros uint16 [groups, N], bit for bit as packed.
 
@@ -201,19 +220,40 @@ def unpack(tensor: QuantizedTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
     Formats without zero points have zeros of 0, and symmetric ones the middle, which `pack` does
     not take.
     """
+    require_type("unpack: tensor", tensor, QuantizedTensor)
+    return _unpack(tensor)
+
+
+@jax.jit
+def _unpack(tensor: QuantizedTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
     groups = tensor.format.groups(tensor.channels)
     return unpack_codes(tensor), tensor.scales()[:groups], tensor.zeros()[:groups]
 
 
 def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
-    """The tensor with other scales [groups, N], rounded to its scale_dtype.
+    """The tensor with other scales [groups, N], such as learned ones, rounded to its scale_dtype.
 
-    Raises ValueError for another shape, and for `liquid4`, whose steps are integers.
+    `matmul(x, tensor, scales=scales)` rounds them so, too: the product is the same.
+
+    Raises ValueError for another shape, for `liquid4`, whose steps are integers, and, where values
+    are known, for scales that are NaN, infinite or beyond the range of the dtype.
     """
+    require_type("replace_scales: tensor", tensor, QuantizedTensor)
+    replaced = with_scales(tensor, scales)
+    if is_known(replaced) and not are_finite(replaced.scales()):
+        raise ValueError(
+            f"replace_scales: some scales are NaN, infinite or beyond the range of "
+            f"{tensor.scale_dtype}, in which {tensor.format} keeps them: expected finite ones"
+        )
+    return replaced
+
+
+def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
+    """`replace_scales` without a look at the values, which would wait for the device."""
     kind = code_kinds.of(tensor.format)
     if kind.has_channel_scales:
         raise ValueError(f"{tensor.format} has integer steps: replace its channel_scales instead")
-    _check_scales(tensor, scales)
+    scales = _read_scales(tensor, scales)
     padding = ((0, len(tensor.parameters) - len(scales)), (0, 0))
     scales = jnp.pad(scales.astype(tensor.scale_dtype), padding)
     return dataclasses.replace(tensor, parameters=kind.pack_parameters(scales, tensor.zeros()))
@@ -254,7 +294,7 @@ def _check(
 ) -> None:
     if not format.is_packed:
         raise ValueError(f"{format} is not packed: a plain array needs no packing")
-    format.require_matrix(codes.shape)
+    format.require_matrix(codes.shape, "codes")
     kind = code_kinds.of(format)
     unsigned = kind.code_dtype == jnp.uint8 and jnp.issubdtype(codes.dtype, jnp.unsignedinteger)
     if not unsigned and codes.dtype != kind.code_dtype:
@@ -319,7 +359,9 @@ def _check_permutation(permutation: jax.Array) -> None:
         )
 
 
-def _check_scales(tensor: QuantizedTensor, scales: jax.Array) -> None:
+def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:
+    scales = as_array("scales", scales)
     expected = (tensor.format.groups(tensor.channels), tensor.shape[1])
     if scales.shape != expected:
         raise ValueError(f"scales have shape {scales.shape}; {tensor.format} expects {expected}")
+    return scales

@@ -12,6 +12,8 @@ from typing import Any
 os.environ.setdefault("NPROC", "16")
 # Several test processes share one GPU: none may take most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The command line would keep compiled programs in the folder of whoever runs the tests.
+os.environ["MPJAX_COMPILATION_CACHE"] = "0"
 
 import hypothesis
 import jax
@@ -23,6 +25,7 @@ if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 # Hardly a program runs twice, and on a CPU most of a test's time would be LLVM's.
 # JAX_DISABLE_MOST_OPTIMIZATIONS=0 tests the programs that people run.
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:

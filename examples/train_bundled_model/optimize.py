@@ -204,7 +204,7 @@ def _train_interval(
 
     def step(state: State, inputs: tuple[jax.Array, ...]) -> tuple[State, jax.Array]:
         starts, rate, key = inputs
-        batch = data[starts[:, None] + jnp.arange(context + 1)].astype(jnp.int32)
+        batch = data[starts[:, None] + jnp.arange(context + 1)[None]].astype(jnp.int32)
         noisy = _add_noise(key, batch, data, noise)
 
         def mean_loss(model: Llama) -> jax.Array:

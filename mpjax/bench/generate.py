@@ -26,7 +26,8 @@ from mpjax.memory import require_free
 from mpjax.models import Decoder, DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
-from mpjax.sampling import Sampling, row_keys
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
 
 # In nats. Different kernels round differently, and a cache of two bits is off by one by itself; a
 # model whose cache is wrong is off by several.
@@ -63,7 +64,12 @@ class Sweep:
 
     def __post_init__(self) -> None:
         for text in self.precisions:
-            weights, kv = Precision.parse(text).weights, Precision.parse(text).kv
+            precision = Precision.parse(text)
+            weights, kv = precision.weights, precision.kv
+            if precision.mixture or precision.bits != 16:
+                raise ValueError(
+                    f"{text}: random weights are all in one format, and compute in 16 bits"
+                )
             if kv.scaling == "static":
                 raise ValueError(f"{text}: {kv} needs a calibration, which random weights have not")
             if self.from_disk and weights not in (AWQ, None):
@@ -151,7 +157,7 @@ def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> f
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
     """Measures every case of a sweep on the default device, and gives its row."""
     bandwidth = measure.read_bandwidth()
-    by_weights = itertools.groupby(sweep.precisions, lambda text: Precision.parse(text).weights)
+    by_weights = itertools.groupby(sweep.precisions, lambda text: Precision.parse(text).of_weights)
     for _, texts in by_weights:
         lm = None
         for text in texts:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax.environment
+from mpjax.atomic_write import atomic_write
 from mpjax.kernels import UnsupportedError, device
 
 ROTATED_BYTES = 200e6  # arrays read in turn, together several times the L2 cache of any GPU so far
@@ -175,5 +176,5 @@ def save(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
     folder = results_folder() if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(stamp() | result, indent=2) + "\n")
+    atomic_write(path, json.dumps(stamp() | result, indent=2) + "\n")
     return path

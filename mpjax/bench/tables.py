@@ -19,7 +19,14 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def show(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+class _Console(rich.console.Console):
+    """A console that leaves it to its caller what a reader's leaving means."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def show(title: str | None, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table to stdout, ruled where that is a terminal; empty columns are left out."""
     headers, rows = _filled(headers, rows)
     terminal = sys.stdout.isatty()
@@ -30,7 +37,7 @@ def show(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> N
         table.add_column(header, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = rich.console.Console(highlight=False)
+    console = _Console(highlight=False)
     console.width = max(console.width, MINIMUM_WIDTH)
     console.print(table)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mpjax.checkpoint import packed_module
 from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.linear import UniformLinear, unpack_words
+from mpjax.checkpoint.linear import UniformLinear, check_middle, unpack_words
 from mpjax.checkpoint.packed_module import TensorSpec
 
 SUFFIXES = ("qweight", "qzeros", "scales")
@@ -32,7 +32,7 @@ class AWQConfig:
     """The part of an AWQ `quantization_config` that decoding depends on.
 
     group_size: input channels per group; None means one group of all.
-    zero_point: whether the quantiser stored zero points.
+    zero_point: whether zero points differ; else the layout stores 8 for all of them.
 
     `modules_to_not_convert` is not needed: the tensors of a module say whether it is packed.
     """
@@ -67,7 +67,7 @@ class AWQConfig:
                 )
         return cls(
             packed_module.parse_group_size(config, ("group_size", "q_group_size"), SOURCE),
-            bool(config.get("zero_point", True)),
+            packed_module.parse_switch(config, "zero_point", SOURCE) is not False,
         )
 
 
@@ -104,6 +104,7 @@ def check(
             "qzeros": ((groups, columns // CODES_PER_WORD), ("int32",)),
             "scales": ((groups, columns), packed_module.SCALE_DTYPES),
         },
+        f"group_size {config.group_size or -1}",
     )
     return rows, columns
 
@@ -117,10 +118,13 @@ def decode(
     """Unpacks one module on the arrays' device; may be called inside `jax.jit`.
 
     tensors: the arrays as in the file, by suffix. name: the module, for messages.
-    shape: the (K, N) that the model expects, if known. Raises CheckpointError as `check` does.
+    shape: the (K, N) that the model expects, if known. Raises CheckpointError as `check` does, and
+    for zero points that contradict the config.
     """
     check(tensors, config, name, shape)
     codes, zeros = _unpack(jnp.asarray(tensors["qweight"]), jnp.asarray(tensors["qzeros"]))
+    if not config.zero_point:
+        check_middle(name, zeros, BITS, "zero_point: false")
     scales = jnp.asarray(tensors["scales"])
     return UniformLinear(codes, scales, zeros, None, BITS, config.group_size)
 

@@ -2,8 +2,8 @@
 
 With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and its scales: one
 for each block of output and input channels, `weight_scale_inv` or `weight_scale`
-[⌈N / block⌉, K / block]; for each output channel, `weight_scale` [N, 1]; or one, [1]. The weight is
-code · scale, in both ("inv" is the inverse of what the quantiser multiplied by). Source:
+[⌈N / block⌉, ⌈K / block⌉]; for each output channel, `weight_scale` [N, 1]; or one, [1]. The weight
+is code · scale, in both ("inv" is the inverse of what the quantiser multiplied by). Source:
 DeepSeek-V3 §3.3.2 and its README_WEIGHTS.md; compressed-tensors, compressors/quantized_compressors.
 """
 
@@ -48,13 +48,8 @@ def check(
         raise CheckpointError(f"{name} has no tensor weight that is a matrix: expected FP8 [N, K]")
     outputs, channels = specs["weight"].shape
     packed_module.check_weight_shape(name, (channels, outputs), shape, None)
-    size, group_size = config.block
-    if group_size is not None and channels % group_size:
-        raise CheckpointError(
-            f"{name} has {channels} input channels, which blocks of {group_size} don't divide: "
-            "load a 16-bit checkpoint of the model"
-        )
-    groups = config.format.groups(channels)
+    size = config.block[0]
+    groups = config.format.groups(channels)  # as of the outputs, the last may be cut
     # One scale for all is written as a vector.
     grid = (1,) if size is None else (-(-outputs // size), groups)
     packed_module.check_tensors(
@@ -64,6 +59,7 @@ def check(
             "weight": ((outputs, channels), ("float8_e4m3fn",)),
             config.scale_name: (grid, packed_module.SCALE_DTYPES),
         },
+        "quantization_config",
     )
     return channels, outputs
 
@@ -82,7 +78,8 @@ def decode(
     """
     channels, outputs = check(tensors, config, name, shape)
     scales = jnp.asarray(tensors[config.scale_name]).reshape(-1, config.format.groups(channels))
-    scales = _scales_of_channels(scales, size=config.block[0] or outputs, outputs=outputs)
+    size = min(config.block[0] or outputs, outputs)
+    scales = _scales_of_channels(scales, size=size, outputs=outputs)
     return jnp.asarray(tensors["weight"]).T, scales
 
 

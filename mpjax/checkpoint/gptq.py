@@ -19,7 +19,7 @@ import numpy as np
 from mpjax.checkpoint import packed_module
 from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.linear import WORD_BITS, UniformLinear, unpack_words
+from mpjax.checkpoint.linear import WORD_BITS, UniformLinear, check_middle, unpack_words
 from mpjax.checkpoint.packed_module import TensorSpec
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
@@ -51,7 +51,8 @@ def check(
             f"{name} has {columns} output channels: expected a multiple of {codes_per_word}, so "
             f"that zero points of {config.bits} bits fill whole words"
         )
-    packed_module.check_weight_shape(name, (rows, columns), shape, config.group_size)
+    said = f"bits {config.bits}"
+    packed_module.check_weight_shape(name, (rows, columns), shape, config.group_size, said)
     groups = 1 if config.group_size is None else rows // config.group_size
     expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
         "qweight": ((rows // codes_per_word, columns), ("int32",)),
@@ -61,7 +62,8 @@ def check(
     # Without act-order the groups are in order, and some writers leave g_idx out.
     if "g_idx" in specs or (config.desc_act and not config.static_groups):
         expected["g_idx"] = ((rows,), ("int32",))
-    packed_module.check_tensors(name, specs, expected)
+    said += f" and group_size {config.group_size or -1}"
+    packed_module.check_tensors(name, specs, expected, said)
     return rows, columns
 
 
@@ -76,7 +78,8 @@ def decode(
     tensors: the arrays as in the file, by suffix; `g_idx` must be concrete (a numpy array, not an
     argument of the jitted function), since the order of the channels is decided here.
     name: the module's path, which `dynamic` rules match. shape: the (K, N) that the model expects,
-    if known. Raises CheckpointError as `check` and `permutation_of` do.
+    if known. Raises CheckpointError as `check` and `permutation_of` do, and for zero points that
+    contradict the config.
     """
     rows, _ = check(tensors, config, name, shape)
     config = _module_config(config, name)
@@ -96,6 +99,10 @@ def decode(
         bits=config.bits,
         minus_one=config.checkpoint_format == "gptq",
     )
+    if config.symmetric is not False:
+        zeros = _centred(zeros, config)
+    if config.symmetric:
+        check_middle(name, zeros, config.bits, "sym: true")
     scales = jnp.asarray(tensors["scales"])
     return UniformLinear(codes, scales, zeros, permutation, config.bits, config.group_size)
 
@@ -119,6 +126,16 @@ def permutation_of(g_idx: np.ndarray, group_size: int, name: str) -> np.ndarray 
             f"{group_size} channels in each of the groups 0 to {channels // group_size - 1}"
         )
     return np.argsort(g_idx, kind="stable").astype(np.int32)
+
+
+def _centred(zeros: jax.Array, config: GPTQConfig) -> jax.Array:
+    """Zero points of a symmetric weight as they are meant, whichever storage config.json names.
+
+    Writers of v2 call it v1, and the reverse: then all of them are read one beside the middle.
+    """
+    middle = 2 ** (config.bits - 1)
+    beside = middle + (1 if config.checkpoint_format == "gptq" else -1)
+    return jnp.where(jnp.all(zeros == beside), jnp.uint16(middle), zeros)
 
 
 def _module_config(config: GPTQConfig, name: str) -> GPTQConfig:

@@ -19,7 +19,7 @@ SUPPORTED_FORMATS = ("gptq", "gptq_v2")
 class DynamicRule:
     """What GPTQModel did otherwise for modules whose path a pattern matches from its start.
 
-    bits, group_size: as in GPTQConfig, already completed from the checkpoint's own.
+    bits, group_size, symmetric: as in GPTQConfig, already completed from the checkpoint's own.
     quantized: False for modules that were left in 16 bits.
     """
 
@@ -27,6 +27,7 @@ class DynamicRule:
     quantized: bool
     bits: int
     group_size: int | None
+    symmetric: bool | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class GPTQConfig:
     checkpoint_format: `gptq` (v1, zero points stored minus 1) or `gptq_v2`.
     desc_act: whether channels were quantised in order of activation (act-order).
     static_groups: whether groups were fixed before act-order, and so stay in order.
+    symmetric: whether all zero points are 2**(bits − 1); None where the file does not say.
     dynamic: rules for single modules, of which the first that matches counts.
     """
 
@@ -45,6 +47,7 @@ class GPTQConfig:
     checkpoint_format: str = "gptq"
     desc_act: bool = False
     static_groups: bool = False
+    symmetric: bool | None = None
     dynamic: tuple[DynamicRule, ...] = ()
 
     @classmethod
@@ -59,7 +62,7 @@ class GPTQConfig:
         # GPTQModel writes the layout under both names; older writers under the first, or nowhere.
         keys = [k for k in ("checkpoint_format", "format") if config.get(k) is not None]
         formats = {str(config[key]).lower() for key in keys} or {"gptq"}
-        if config.get("is_marlin_format"):
+        if packed_module.parse_switch(config, "is_marlin_format", SOURCE):
             formats = {"marlin"}
         for unknown in sorted(formats - set(SUPPORTED_FORMATS)):
             raise CheckpointError(
@@ -77,17 +80,21 @@ class GPTQConfig:
             )
         bits = _parse_bits(config, SOURCE)
         group_size = packed_module.parse_group_size(config, ("group_size",), SOURCE)
+        symmetric = packed_module.parse_switch(config, "sym", SOURCE)
         meta = config.get("meta") or {}
         if not isinstance(meta, Mapping):
             raise CheckpointError(f"{SOURCE}: meta is {meta!r}: expected an object")
-        static_groups = config.get("static_groups", meta.get("static_groups", False))
+        static_groups = packed_module.parse_switch(config, "static_groups", SOURCE)
+        if static_groups is None:
+            static_groups = packed_module.parse_switch(meta, "static_groups", f"{SOURCE}, meta")
         return cls(
             bits,
             group_size,
             formats.pop(),
-            bool(config.get("desc_act", False)),
-            bool(static_groups),
-            _parse_dynamic(config.get("dynamic") or {}, bits, group_size),
+            packed_module.parse_switch(config, "desc_act", SOURCE) or False,
+            static_groups or False,
+            symmetric,
+            _parse_dynamic(config.get("dynamic") or {}, bits, group_size, symmetric),
         )
 
     def for_module(self, name: str) -> GPTQConfig | None:
@@ -100,7 +107,11 @@ class GPTQConfig:
                 if not rule.quantized:
                     return None
                 return dataclasses.replace(
-                    self, bits=rule.bits, group_size=rule.group_size, dynamic=()
+                    self,
+                    bits=rule.bits,
+                    group_size=rule.group_size,
+                    symmetric=rule.symmetric,
+                    dynamic=(),
                 )
         return self
 
@@ -112,28 +123,30 @@ def _parse_bits(config: Mapping[str, Any], source: str) -> int:
     return bits
 
 
-def _parse_dynamic(rules: Any, bits: int, group_size: int | None) -> tuple[DynamicRule, ...]:
+def _parse_dynamic(
+    rules: Any, bits: int, group_size: int | None, symmetric: bool | None
+) -> tuple[DynamicRule, ...]:
     """Reads `dynamic`: patterns with `-:` leave modules out, with `+:` or nothing change them."""
     if not isinstance(rules, Mapping):
         raise CheckpointError(f"{SOURCE}: dynamic is {rules!r}: expected a map of patterns")
     parsed = []
     for key, overrides in rules.items():
-        source = f"{SOURCE}, dynamic rule {key!r}"
+        source = f"{SOURCE}, dynamic rule {key!r:.80}"
         expression = key[2:] if key.startswith(("-:", "+:")) else key
         try:
             pattern = re.compile(expression)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{source} is not a regular expression: {error}") from error
         overrides = overrides or {}
         if not isinstance(overrides, Mapping):
             raise CheckpointError(f"{source} is {overrides!r}: expected a map of settings")
         if key.startswith("-:"):
-            parsed.append(DynamicRule(pattern, False, bits, group_size))
+            parsed.append(DynamicRule(pattern, False, bits, group_size, symmetric))
             continue
         for forbidden in ("method", "quant_method", "format", "checkpoint_format", "pack_dtype"):
             if forbidden in overrides:
                 raise CheckpointError(
-                    f"{source} sets {forbidden}: only bits and group_size may differ by module"
+                    f"{source} sets {forbidden}: only bits, group_size and sym may differ by module"
                 )
         parsed.append(
             DynamicRule(
@@ -143,6 +156,9 @@ def _parse_dynamic(rules: Any, bits: int, group_size: int | None) -> tuple[Dynam
                 packed_module.parse_group_size(overrides, ("group_size",), source)
                 if "group_size" in overrides
                 else group_size,
+                packed_module.parse_switch(overrides, "sym", source)
+                if "sym" in overrides
+                else symmetric,
             )
         )
     return tuple(parsed)

@@ -7,7 +7,6 @@ than the largest of them.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import kv_scales
 from mpjax.checkpoint.awq import BITS, AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
@@ -25,19 +25,16 @@ from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import assign_array, assign_linear
-from mpjax.checkpoint.plan import FLOAT_DTYPES, Packing, Plan, make_plan
-from mpjax.checkpoint.progress import loading_bar
+from mpjax.checkpoint.plan import Packing, Plan, make_plan
+from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.checkpoint.settle import is_packed, settle
+from mpjax.kernels import KVFormat, WeightFormat, files
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
-from mpjax.precision import DEFAULT_GROUP_SIZE, Precision
+from mpjax.precision import DEFAULT_GROUP_SIZE, Precision, describe_weights
 
 CONFIG_NAME = "config.json"
-POSITIVE_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"),
-    *("head_dim", "num_layers", "max_position_embeddings"),
-)
 
 
 def load(
@@ -53,27 +50,31 @@ def load(
         nearest, one by one on the device; a checkpoint that is quantised already must agree. An FP8
         checkpoint has the activations that it was made for, or those of a precision with a W part.
         Scales for an FP8 cache become the model's, and count where the precision has KVfp8.
-    dtype: what the model computes in; config.json's by default, or bfloat16 where that is float32
-        and a precision, which has 16-bit activations, is given.
+    dtype: what the model computes in; config.json's by default, or the embedding's where that says
+        none, or bfloat16 where that is float32 and a precision, which has 16-bit activations, is
+        given.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that it
     doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where the
     device has not enough memory left.
     """
-    folder = Path(folder)
+    folder, dtype = Path(folder), compute_dtype(dtype, precision)
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
-    if dtype is not None:
-        config = dataclasses.replace(config, dtype=_compute_dtype(dtype))
-    elif precision is not None and config.dtype == "float32":
-        config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
+    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
     packing = read_packing(folder, hf)
+    if not is_packed(checkpoint):
+        packing = None  # config.json is of a quantised checkpoint, and the tensors are not
     if isinstance(packing, FP8Config):
         packing = _with_activations(folder, packing, precision)
     quantize = _format_to_quantize(folder, hf, packing, precision)
-    checkpoint = Checkpoint.open(folder)
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=dtype)
+    elif precision is not None and config.dtype == "float32":
+        config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
     plan = make_plan(checkpoint, config, packing, quantize)
+    _require_mixture(folder, plan, precision)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     _fill(model, checkpoint, plan, progress)
@@ -83,56 +84,18 @@ def load(
 def read_config(folder: Path) -> dict[str, Any]:
     """A folder's config.json. Raises CheckpointError where it is missing or not a JSON object."""
     path = folder / CONFIG_NAME
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{folder} has no {CONFIG_NAME}: expected a checkpoint folder")
-    try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(hf, dict):
-        raise CheckpointError(f"{path} is a JSON {type(hf).__name__}: expected an object")
-    return hf
+    return files.read_object(path, CheckpointError)
 
 
 def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], DecoderConfig]:
     """The decoder's class and configuration. Raises CheckpointError where no class fits."""
-    path = folder / CONFIG_NAME
     try:
         decoder = family(hf)
-        config = decoder.config_from_hf(hf)
+        return decoder, decoder.config_from_hf(hf)
     except ConfigError as error:  # its messages begin with the file's name
         raise CheckpointError(f"{folder}{os.sep}{error}") from error
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{path} has a value of an unexpected type: {error}") from error
-    for field in POSITIVE_FIELDS:
-        value = getattr(config, field)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"{path}: {field} is {value!r}: expected a positive integer")
-    for window in config.windows:
-        if window is not None and (type(window) is not int or window < 1):
-            raise CheckpointError(
-                f"{path}: sliding_window is {window!r}: expected a positive integer, or null where "
-                "there is no window"
-            )
-    if not all(type(i) is int and 0 <= i < config.vocab_size for i in config.stop_ids):
-        raise CheckpointError(
-            f"{path}: eos_token_id is {hf['eos_token_id']!r}: expected token ids from 0 to "
-            f"{config.vocab_size - 1}"
-        )
-    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-        raise CheckpointError(
-            f"{path}: {config.num_heads} heads of {config.head_dim} channels for "
-            f"{config.num_kv_heads} KV heads: expected a multiple of the KV heads, and an even "
-            "number of channels"
-        )
-    return decoder, config
-
-
-def _compute_dtype(dtype: jax.typing.DTypeLike) -> str:
-    name = jnp.dtype(dtype).name
-    if name not in FLOAT_DTYPES:
-        raise ValueError(f"dtype is {name}: expected one of {', '.join(FLOAT_DTYPES)}")
-    return name
 
 
 def read_packing(folder: Path, hf: Mapping[str, Any]) -> Packing | None:
@@ -142,12 +105,13 @@ def read_packing(folder: Path, hf: Mapping[str, Any]) -> Packing | None:
         return None
     path = folder / CONFIG_NAME
     if not isinstance(written, Mapping):
-        raise CheckpointError(f"{path}: quantization_config is {written!r}: expected an object")
+        raise CheckpointError(f"{path}: quantization_config is {written!r:.80}: expected an object")
     method = written.get("quant_method", written.get("method"))
     if method not in ("awq", "gptq", *SCALE_NAMES):
         raise CheckpointError(
-            f"{path}: quant_method {method!r} is not supported: load an AWQ, GPTQ, FP8 or 16-bit "
-            "checkpoint of the model (a 16-bit one can be quantised with precision='W4A16KV8')"
+            f"{path}: quant_method {method!r:.80} is not supported: load an AWQ, GPTQ, FP8 or "
+            "16-bit checkpoint of the model (a 16-bit one can be quantised with "
+            "precision='W4A16KV8')"
         )
     try:
         if method in SCALE_NAMES:
@@ -161,7 +125,7 @@ def read_packing(folder: Path, hf: Mapping[str, Any]) -> Packing | None:
 def _with_activations(folder: Path, packing: FP8Config, precision: Precision | None) -> FP8Config:
     """The config with the activations to multiply with: those of the precision, or its own."""
     names = precision_names(packing, KVFormat() if precision is None else precision.kv)
-    if precision is None or precision.weights is None:
+    if precision is None or not precision.formats:
         if packing.unsupported is None:
             return packing
         raise CheckpointError(
@@ -170,7 +134,7 @@ def _with_activations(folder: Path, packing: FP8Config, precision: Precision | N
             "are"
         )
     for choice in _choices(packing):
-        if choice.format == precision.weights:
+        if choice.format in precision.formats:
             return choice
     raise ValueError(
         f"precision is {precision}, but {folder} is an FP8 checkpoint that can't be quantised "
@@ -217,10 +181,24 @@ def _format_to_quantize(
     return None
 
 
+def _require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> None:
+    """Raises ValueError where weights are to be a mixture that the checkpoint is not."""
+    if precision is None or not precision.mixture:
+        return
+    sources = [source for _, sources in plan.linears for source in sources]
+    found = {source.format or WeightFormat("bfloat16") for source in sources}
+    if not precision.agrees_with(found):
+        names = sorted(describe_weights(format, precision.bits) for format in found)
+        raise ValueError(
+            f"precision is {precision}, but the weights in {folder} are {'+'.join(names)}: ask for "
+            f"A{precision.bits}{precision.kv}, which leaves them as they are"
+        )
+
+
 def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | None) -> None:
     """Puts all weights in their places, waiting for each before the next tensor is mapped."""
     dtype = plan.config.dtype
-    with loading_bar(checkpoint.folder, progress, plan.file_bytes) as advance:
+    with bytes_bar("Loading", checkpoint.folder, progress, plan.file_bytes) as advance:
 
         def read(info: TensorInfo) -> np.ndarray:
             advance(info.nbytes)

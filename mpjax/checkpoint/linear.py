@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.checkpoint.errors import CheckpointError
+from mpjax.kernels.checks import is_known
 
 WORD_BITS = 32
 
@@ -81,6 +82,20 @@ def unpack_words(
         return codes.astype(jnp.uint8).reshape(-1, columns)
     codes = (unsigned[:, :, None] >> shifts[None, None, :]) & mask
     return codes.astype(jnp.uint8).reshape(rows, -1)
+
+
+def check_middle(name: str, zeros: jax.Array, bits: int, said: str) -> None:
+    """Raises CheckpointError unless all zero points are in the middle; of traced ones, nothing.
+
+    zeros: integers [groups, N]. said: what config.json says, such as `sym: true`.
+    """
+    middle = 2 ** (bits - 1)
+    if not is_known(zeros) or bool(jnp.all(zeros == middle)):
+        return
+    raise CheckpointError(
+        f"{name}.qzeros has zero points from {int(zeros.min())} to {int(zeros.max())}, but by "
+        f"config.json ({said}) all are {middle}: config.json is of another checkpoint"
+    )
 
 
 def check_scales(name: str, scales: jax.Array) -> None:

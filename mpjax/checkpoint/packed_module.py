@@ -78,33 +78,44 @@ def check_tensors(
     name: str,
     specs: Mapping[str, TensorSpec],
     expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]],
+    said: str = "",
 ) -> None:
     """Raises CheckpointError when a tensor is missing or of another shape or dtype than expected.
 
-    expected: for each suffix, the shape and the names of the dtypes that may be.
+    expected: for each suffix, the shape and the names of the dtypes that may be. said: what
+    config.json says that makes it so, such as `group_size 128`.
     """
+    reason = f", by {said} in config.json" if said else ""
     for suffix, (shape, dtypes) in expected.items():
         if suffix not in specs:
             raise CheckpointError(
                 f"{name} has no tensor {suffix}: expected {' or '.join(dtypes)} {list(shape)}"
+                f"{reason}"
             )
         spec = specs[suffix]
         if tuple(spec.shape) != shape or str(spec.dtype) not in dtypes:
             raise CheckpointError(
                 f"{name}.{suffix} is {describe(spec)}: expected {' or '.join(dtypes)} {list(shape)}"
+                f"{reason}"
             )
 
 
 def check_weight_shape(
-    name: str, found: tuple[int, int], expected: tuple[int, int] | None, group_size: int | None
+    name: str,
+    found: tuple[int, int],
+    expected: tuple[int, int] | None,
+    group_size: int | None,
+    said: str = "",
 ) -> None:
     """Raises CheckpointError when [K, N] isn't as the model expects, or K isn't whole groups.
 
     found: what the module's tensors hold. expected: what the model's config wants, None for any.
+    said: what config.json says of the tensors that makes it so, such as `bits 8`.
     """
     if expected is not None and found != tuple(expected):
+        reason = f", by {said} in config.json" if said else ""
         raise CheckpointError(
-            f"{name} holds a weight of {found[0]} input and {found[1]} output channels: "
+            f"{name} holds a weight of {found[0]} input and {found[1]} output channels{reason}: "
             f"the model expects {expected[0]} and {expected[1]}"
         )
     if group_size is not None and found[0] % group_size:
@@ -119,9 +130,19 @@ def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str)
     for key in keys:
         if key in config:
             if type(config[key]) is not int:
-                raise CheckpointError(f"{source}: {key} is {config[key]!r}: expected an integer")
+                raise CheckpointError(
+                    f"{source}: {key} is {config[key]!r:.80}: expected an integer"
+                )
             return config[key]
     raise CheckpointError(f"{source} has no {keys[0]}: expected an integer")
+
+
+def parse_switch(config: Mapping[str, Any], key: str, source: str) -> bool | None:
+    """What a quantization_config says of a key, true or false; None where it says nothing."""
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"{source}: {key} is {value!r:.80}: expected true or false")
+    return value
 
 
 def parse_group_size(config: Mapping[str, Any], keys: tuple[str, ...], source: str) -> int | None:

@@ -20,12 +20,12 @@ from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.layout import ArrayPlace, LinearPlace, array_places, linear_places
 from mpjax.checkpoint.packed_module import check_packing, describe
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.checkpoint.settle import EMBEDDING, FLOAT_DTYPES, HEAD
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.formats import GROUP_SIZES
 from mpjax.models import DecoderConfig
 
 Packing = AWQConfig | GPTQConfig | FP8Config
-FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 SHOWN_NAMES = 5
 # Bytes per weight that live beside a tensor's own while it is converted: codes of one byte and
 # their copies in other orders; float32 copies and codes while quantising.
@@ -116,10 +116,16 @@ def make_plan(
     maps to, None to leave them plain. Raises CheckpointError for tensors that are missing,
     unexpected, or of another shape, dtype or packing than the model and config.json say.
     """
+    if config.num_layers > len(checkpoint.tensors):  # before anything is made for each layer
+        raise CheckpointError(
+            f"config.json says that there are {config.num_layers} layers, and {checkpoint.folder} "
+            f"holds {_count(list(checkpoint.tensors))}: they are not of one checkpoint"
+        )
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
         module, _, suffix = name.rpartition(".")
         modules.setdefault(module, {})[suffix] = info
+    _require_plain_tables(modules)
     arrays = array_places(config)
     linears = [
         (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
@@ -138,7 +144,8 @@ def make_plan(
         expected |= {name for pair in kv_scales.names(config) for name in pair}
     _check_names(checkpoint, expected, config, ignored)
     for array in arrays:
-        _check_floats(array.name, checkpoint.tensors[array.name], array.shape)
+        info = checkpoint.tensors[array.name]
+        _check_floats(info.name, info, array.shape)
     return Plan(
         config,
         tuple((array, checkpoint.tensors[array.name]) for array in arrays),
@@ -154,6 +161,16 @@ def make_plan(
         ),
         kv_scales.check(checkpoint.tensors, config) if has_cache_scales else (),
     )
+
+
+def _require_plain_tables(modules: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    for name in (EMBEDDING.removesuffix(".weight"), HEAD.removesuffix(".weight")):
+        tensors = modules.get(name, {})
+        if "qweight" in tensors or fp8.matches(tensors):
+            raise CheckpointError(
+                f"{name} is quantised ({', '.join(sorted(tensors))}): only the linear maps of "
+                f"layers can be, so load a checkpoint of the model with {name} in 16 bits"
+            )
 
 
 def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> dict[str, TensorInfo]:
@@ -192,11 +209,11 @@ def _linear_source(
         return LinearSource(name, shape, tensors, packing, packing.format)
     if "weight" in tensors:
         _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
-        size = None if quantize is None else quantize.group_size
-        if size is not None and shape[0] % size:
+        if quantize is not None and not quantize.can_split(shape[0]):
             raise CheckpointError(
-                f"{name} has {shape[0]} input channels, which groups of {size} don't divide: "
-                "choose another group size or format in precision, such as W4g32 or W4gK"
+                f"{name} has {shape[0]} input channels, which groups of {quantize.group_size} "
+                "don't divide: choose another group size or format in precision, such as W4g32 or "
+                "W4gK"
             )
         return LinearSource(name, shape, tensors, None, quantize)
     if isinstance(packing, AWQConfig):
@@ -230,9 +247,10 @@ def _check_names(
     unexpected = sorted(
         name
         for name in checkpoint.tensors.keys() - wanted
-        # Constants that old files carry; and with tied embeddings the head is the embedding.
+        # Constants that old files carry; and with tied embeddings the head is the embedding, which
+        # `settle` makes sure of.
         if not name.endswith(("rotary_emb.inv_freq", *ignored))
-        and not (config.tie_word_embeddings and name == "lm_head.weight")
+        and not (config.tie_word_embeddings and name == HEAD)
     )
     problems = []
     if missing:
@@ -247,14 +265,16 @@ def _check_names(
 
 
 def _count(names: list[str]) -> str:
-    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
+    shown = [name if name.isprintable() else repr(name) for name in names[:SHOWN_NAMES]]
+    more = ", ..." if len(names) > SHOWN_NAMES else ""
+    return f"{len(names)} tensor{'' if len(names) == 1 else 's'} ({', '.join(shown)}{more})"
 
 
 def _check_floats(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
     if info.shape != shape or info.dtype.name not in FLOAT_DTYPES:
         raise CheckpointError(
-            f"{name} is {describe(info)}: expected {', '.join(FLOAT_DTYPES)} of shape {list(shape)}"
+            f"{info.file}: {name} is {describe(info)}: expected {', '.join(FLOAT_DTYPES)} of shape "
+            f"{list(shape)}, by config.json"
         )
 
 

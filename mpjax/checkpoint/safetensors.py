@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import mmap
 import os
 import types
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mpjax.checkpoint import foreign
 from mpjax.checkpoint.errors import CheckpointError
+from mpjax.kernels import files
 
 INDEX_NAME = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 # The format's own limit; a larger number means that the file is something else.
 MAXIMUM_HEADER_BYTES = 100_000_000
-GIT_LFS_PREFIX = b"version https://git-lfs"
+# Of numpy's arrays; of the numbers in one, where no dimension is 0.
+MAXIMUM_DIMENSIONS, MAXIMUM_NUMBERS = 64, 2**59
+SHOWN_NAMES = 5
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -80,35 +84,19 @@ class Checkpoint:
         """Reads and checks the headers of a folder's safetensors files, and nothing else of them.
 
         Takes `model.safetensors`, else the shards of `model.safetensors.index.json`, else the one
-        other `*.safetensors` file. Raises CheckpointError where a file is missing or damaged, or
-        where shards, index and headers disagree.
+        other `*.safetensors` file. What an index says decides: tensors that it does not map to the
+        shard that they are in are left out, with a warning. Raises CheckpointError where a file is
+        missing or damaged, or where a shard lacks what the index says of it.
         """
         root = Path(folder)
         if not root.is_dir():
             raise CheckpointError(f"{root} is not a folder: expected a folder of safetensors files")
-        weight_map: dict[str, str] = {}
-        if (root / "model.safetensors").is_file():
-            files = [root / "model.safetensors"]
-        elif (root / INDEX_NAME).is_file():
-            weight_map = _read_index(root / INDEX_NAME)
-            files = [root / shard for shard in sorted(set(weight_map.values()))]
+        if os.path.lexists(root / "model.safetensors"):
+            tensors = read_header(root / "model.safetensors")
+        elif os.path.lexists(root / INDEX_NAME):
+            tensors = _read_shards(root / INDEX_NAME)
         else:
-            files = [_only_safetensors_file(root)]
-        tensors: dict[str, TensorInfo] = {}
-        for file in files:
-            for name, info in read_header(file).items():
-                if name in tensors:
-                    raise CheckpointError(
-                        f"tensor {name!r} is in both {tensors[name].file.name} and {file.name} of "
-                        f"{root}: expected it in one shard"
-                    )
-                tensors[name] = info
-        for name, shard in weight_map.items():
-            if name not in tensors or tensors[name].file.name != shard:
-                raise CheckpointError(
-                    f"{root / INDEX_NAME} says that tensor {name!r} is in {shard}, which lacks it: "
-                    "the index and the shards are of different checkpoints, so fetch both again"
-                )
+            tensors = read_header(_only_safetensors_file(root))
         return cls(root, types.MappingProxyType(tensors))
 
     @property
@@ -133,7 +121,11 @@ class Checkpoint:
             empty.flags.writeable = False
             return empty
         page_offset = info.begin % mmap.ALLOCATIONGRANULARITY
-        with info.file.open("rb") as stream:
+        with files.open_regular(info.file, CheckpointError) as stream:
+            if os.fstat(stream.fileno()).st_size < info.end:
+                raise CheckpointError(
+                    f"{info.file} became shorter while it was read: load it again"
+                )
             mapping = mmap.mmap(
                 stream.fileno(),
                 page_offset + info.nbytes,
@@ -149,11 +141,10 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
     Raises CheckpointError when the file is truncated, not safetensors, or inconsistent.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(len(GIT_LFS_PREFIX))
-        if start == GIT_LFS_PREFIX:
-            raise _git_lfs_error(file)
+    with files.open_regular(file, CheckpointError) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        start = stream.read(files.LONGEST_PREFIX)
+        files.require_content(start, file, CheckpointError)
         if len(start) < LENGTH_BYTES:
             raise CheckpointError(
                 f"{file} has {size} bytes: a safetensors file begins with 8 bytes of header "
@@ -171,41 +162,20 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 f"bytes, found {size}; likely an interrupted download, so fetch it again"
             )
         stream.seek(LENGTH_BYTES)
-        text = stream.read(header_bytes)
-    header = _parse_object(text, f"the header of {file}")
-    _check_metadata(header.pop("__metadata__", {}), file)
+        data = stream.read(header_bytes)
+    source = f"the header of {file}"
+    text = files.decode(data, source, CheckpointError)
+    header = files.parse_object(text, source, CheckpointError, unique=True)
+    _check_metadata(header.pop("__metadata__", None), file)
     data_begin = LENGTH_BYTES + header_bytes
     tensors = {name: _parse_entry(name, e, file, data_begin) for name, e in header.items()}
     _check_layout(tensors, file, data_begin, size)
     return tensors
 
 
-def _git_lfs_error(file: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder"
-    )
-
-
-def _parse_object(text: bytes, source: str) -> dict[str, Any]:
-    """Parses a JSON object, in which no key may be repeated."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) < len(keys):
-            repeated = next(key for key in keys if keys.count(key) > 1)
-            raise CheckpointError(f"{source} names {repeated!r} twice")
-        return dict(pairs)
-
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{source} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{source} is a JSON {type(value).__name__}: expected an object")
-    return value
-
-
 def _check_metadata(metadata: Any, file: Path) -> None:
+    if metadata is None:  # null means none
+        return
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"__metadata__ in the header of {file} is not a map of strings")
 
@@ -215,27 +185,34 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
+def _is_shape(value: Any) -> bool:
+    """Whether a JSON value is the shape of an array that numpy can hold."""
+    if not _is_sizes(value) or len(value) > MAXIMUM_DIMENSIONS:
+        return False
+    return math.prod(max(size, 1) for size in value) < MAXIMUM_NUMBERS
+
+
 def _parse_entry(name: str, entry: Any, file: Path, data_begin: int) -> TensorInfo:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise CheckpointError(
-            f"tensor {name!r} in {file} is described by {entry!r}: "
+            f"tensor {name!r} in {file} is described by {entry!r:.80}: "
             "expected dtype, shape and data_offsets"
         )
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise CheckpointError(
-            f"tensor {name!r} in {file} has the dtype {entry['dtype']!r}: "
+            f"tensor {name!r} in {file} has the dtype {entry['dtype']!r:.80}: "
             f"expected one of {', '.join(DTYPES)}"
         )
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _is_sizes(shape):
+    if not _is_shape(shape):
         raise CheckpointError(
-            f"tensor {name!r} in {file} has the shape {shape!r}: "
-            "expected a list of non-negative integers"
+            f"tensor {name!r} in {file} has the shape {shape!r:.80}: "
+            f"expected at most {MAXIMUM_DIMENSIONS} non-negative integers of a product below 2**59"
         )
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
-            f"tensor {name!r} in {file} has the data_offsets {offsets!r}: "
+            f"tensor {name!r} in {file} has the data_offsets {offsets!r:.80}: "
             "expected [begin, end] with 0 <= begin <= end"
         )
     begin, end = offsets
@@ -274,43 +251,67 @@ def _check_layout(tensors: dict[str, TensorInfo], file: Path, data_begin: int, s
         )
 
 
+def _read_shards(index: Path) -> dict[str, TensorInfo]:
+    """The tensors of all shards: each from the shard that the index says it is in."""
+    weight_map = _read_index(index)
+    tensors, others = {}, []
+    for shard in sorted(set(weight_map.values())):
+        for name, info in read_header(index.parent / shard).items():
+            if weight_map.get(name) == shard:
+                tensors[name] = info
+            else:
+                others.append(f"{name!r} in {shard}")
+    for name, shard in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{index} says that tensor {name!r} is in {shard}, which lacks it: "
+                "the index and the shards are of different checkpoints, so fetch both again"
+            )
+    if others:
+        warnings.warn(
+            f"{index} does not name {len(others)} of the shards' tensors, which are left out: "
+            f"{_some(others)}",
+            stacklevel=3,
+        )
+    return tensors
+
+
 def _read_index(file: Path) -> dict[str, str]:
     """Reads which shard holds each tensor, and checks that every shard is there."""
-    text = file.read_bytes()
-    if text.startswith(GIT_LFS_PREFIX):
-        raise _git_lfs_error(file)
-    weight_map = _parse_object(text, str(file)).get("weight_map")
+    weight_map = files.read_object(file, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file} has no weight_map: expected a map from tensors to shards")
     for name, shard in weight_map.items():
         # A shard elsewhere than in the checkpoint's own folder is nothing that a hub writes.
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise CheckpointError(
-                f"{file} puts tensor {name!r} in {shard!r}: expected the name of a file beside it"
+                f"{file} puts tensor {name!r} in {shard!r:.80}: expected the name of a file beside "
+                "it"
             )
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not (file.parent / shard).is_file()]
+    missing = [shard for shard in shards if not os.path.lexists(file.parent / shard)]
     if missing:
         raise CheckpointError(
             f"{file} names {len(shards)} shards, of which {len(missing)} are missing: "
-            f"{', '.join(missing)}; fetch them into the same folder"
+            f"{_some(missing)}; fetch them into the same folder"
         )
     return weight_map
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+
+
 def _only_safetensors_file(folder: Path) -> Path:
     """The one safetensors file of a folder that has neither of the usual names."""
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return files[0]
-    if files:
+    # Those that begin with a dot are a file system's notes about others.
+    found = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
+    if len(found) == 1:
+        return found[0]
+    if found:
         raise CheckpointError(
-            f"{folder} has {len(files)} safetensors files ({', '.join(f.name for f in files)}) and "
+            f"{folder} has {len(found)} safetensors files ({_some([f.name for f in found])}) and "
             f"neither model.safetensors nor {INDEX_NAME} to say which belong together: fetch the "
             "index too"
         )
-    if any(folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} has PyTorch *.bin files and no *.safetensors: convert them to safetensors"
-        )
-    raise CheckpointError(f"{folder} has no *.safetensors file")
+    raise CheckpointError(f"{folder} has no *.safetensors file{foreign.describe(folder)}")

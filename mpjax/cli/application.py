@@ -10,11 +10,22 @@ import typer
 import typer.core
 
 import mpjax
-from mpjax.cli import bench, chat, convert, environment, evaluate, generate, info, tune
+from mpjax import disk
+from mpjax.cli import (
+    bench,
+    chat,
+    compilation,
+    convert,
+    environment,
+    evaluate,
+    generate,
+    info,
+    interrupts,
+    output,
+    tune,
+)
 
-# As shells report programs that a signal ends: SIGINT and SIGPIPE.
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+BROKEN_PIPE = 141  # as shells report a program that SIGPIPE ends
 EPILOG = """\b
 Examples:
   mpjax generate "def fibonacci(n):"
@@ -35,12 +46,29 @@ of the values have, too. KV8s has static scales of channels, from a calibration
 (mpjax evaluate --calibrate). A16KV8 leaves the weights as they are in the
 checkpoint.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. MPJAX_DEBUG=1 is --traceback.
+\b
+Compiled programs are kept in mpjax/compiled in XDG_CACHE_HOME or ~/.cache, up
+to 2 GiB, so that the next command need not compile them; in the folder that
+JAX_COMPILATION_CACHE_DIR names where it is set. MPJAX_COMPILATION_CACHE=0 is
+--no-compilation-cache, MPJAX_DEBUG=1 is --traceback.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 broken pipe.
 """
 
 
 class Commands(typer.core.TyperGroup):
     """Commands whose expected failures are one sentence on stderr instead of a traceback."""
+
+    def make_context(self, *arguments: Any, **keywords: Any) -> Any:
+        """Reads the command line; --help and --version write their text already here."""
+        try:
+            return super().make_context(*arguments, **keywords)
+        except BrokenPipeError:
+            output.discard(sys.stdout)
+            raise typer.Exit(BROKEN_PIPE) from None
+        except OSError as error:
+            output.note(f"mpjax: {error}")
+            raise typer.Exit(1) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command that was asked for."""
@@ -49,25 +77,29 @@ class Commands(typer.core.TyperGroup):
             sys.stdout.flush()  # here, where a reader that has gone can still be handled
             return result
         except KeyboardInterrupt:
-            typer.echo(err=True)
-            raise typer.Exit(INTERRUPTED) from None
+            if not sys.stderr.isatty():
+                output.end_line()
+            typer.echo(interrupts.message(), err=True, nl=False)
+            raise typer.Exit(interrupts.INTERRUPTED) from None
         except BrokenPipeError:
-            # Python flushes stdout once more as it ends, and would complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            output.discard(sys.stdout)
             raise typer.Exit(BROKEN_PIPE) from None
         except Exception as error:
             message = _explain(error)
             if message is None or ctx.params.get("traceback"):
                 raise
-            typer.echo(f"mpjax: {message}", err=True)
+            output.note(f"mpjax: {message}")
             raise typer.Exit(1) from None
 
 
 def _explain(error: Exception) -> str | None:
     """What to tell people; None for an error that nobody expected, which deserves a traceback."""
     text = str(error)
-    if "RESOURCE_EXHAUSTED" in text:  # XLA's, where the need could not be known before
-        return f"the device ran out of memory: {text.splitlines()[0]}"
+    if "RESOURCE_EXHAUSTED" in text and not isinstance(error, OSError):
+        # XLA's: of device memory, where the need could not be known before, or of a disk.
+        line = text.splitlines()[0]
+        full = any(os.strerror(code) in line for code in disk.FULL)
+        return f"a disk is full: {line}" if full else f"the device ran out of memory: {line}"
     # CheckpointError and UnsupportedError are ValueErrors, DeviceMemoryError is a MemoryError.
     if isinstance(error, (ValueError, OSError, MemoryError)):
         return text or type(error).__name__
@@ -102,15 +134,26 @@ def _options(
         bool,
         typer.Option("--traceback", envvar="MPJAX_DEBUG", help="Show where an error came from."),
     ] = False,
+    compilation_cache: Annotated[
+        bool,
+        typer.Option(
+            "--compilation-cache/--no-compilation-cache",
+            envvar=compilation.VARIABLE,
+            help="Keep compiled programs for the next command.",
+        ),
+    ] = True,
 ) -> None:
     pass
 
 
 for _module in (generate, chat, convert, info, evaluate, tune, environment):
-    app.command(_module.NAME, epilog=_module.EPILOG)(_module.command)
+    # What tuning compiles is for measuring, and would push out of the cache what is run again.
+    _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
+    app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)
 app.add_typer(bench.app, name=bench.NAME)
 
 
 def main() -> None:
     """Runs the command line of this process and exits."""
+    output.prepare_streams()
     app(prog_name="mpjax")

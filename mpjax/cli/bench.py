@@ -18,6 +18,9 @@ import rich.console
 import rich.progress
 import typer
 
+from mpjax.cli.compilation import CompilingCommand
+from mpjax.cli.output import is_live, note
+
 NAME = "bench"
 WEIGHT_FORMATS = (
     "uint4:g128,uint8:g128,float8:g128,int8/int8,liquid4:g64/int8,table4:g64,table3:g64,"
@@ -129,7 +132,7 @@ A case compiles for some ten seconds, and its prompt for as many again:
 """
 
 app = typer.Typer(
-    help="Measure the kernels and whole models on this GPU, beside what it could do.",
+    help="Measure kernels and whole models, beside what this GPU could do.",
     epilog=EPILOG,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -161,7 +164,7 @@ def _texts(metavar: str, help: str, show_default: bool = True) -> Any:
     return typer.Option(metavar=f"{metavar},...", help=help, show_default=show_default)
 
 
-@app.command("gemm", epilog=GEMM_EPILOG)
+@app.command("gemm", cls=CompilingCommand, epilog=GEMM_EPILOG)
 def gemm_command(
     formats: Annotated[
         str, _texts("FORMAT", "Weight formats; by default the eight below.", show_default=False)
@@ -219,7 +222,7 @@ def gemm_command(
     _check(gemm, measured)
 
 
-@app.command("attention", epilog=ATTENTION_EPILOG)
+@app.command("attention", cls=CompilingCommand, epilog=ATTENTION_EPILOG)
 def attention_command(
     formats: Annotated[str, _texts("FORMAT", "KV formats, or uncached.")] = "KV16,KV8,KV4",
     shapes: Annotated[
@@ -239,7 +242,7 @@ def attention_command(
     _check(attention, measured)
 
 
-@app.command("generate", epilog=GENERATE_EPILOG)
+@app.command("generate", cls=CompilingCommand, epilog=GENERATE_EPILOG)
 def generate_command(
     precision: Annotated[
         str, _texts("W4A16KV8", "Precisions, as `mpjax --help` explains them.")
@@ -325,7 +328,7 @@ def _measure(
         measured.append(row)
         # Each time, because a long sweep may be cut short.
         path = measure.save(name, {"results": measured}, folder)
-    typer.echo(f"saved {path}", err=True)
+    note(f"saved {path}")
     return measured, path
 
 
@@ -333,18 +336,18 @@ def _progress(name: str, rows: Iterable[T], total: int) -> Iterable[T]:
     """The rows, with a bar on stderr where that is a terminal."""
     console = rich.console.Console(stderr=True)
     return rich.progress.track(
-        rows, name, total=total, console=console, transient=True, disable=not console.is_terminal
+        rows, name, total=total, console=console, transient=True, disable=not is_live(console)
     )
 
 
 def _draw(function: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        typer.echo('no plot: matplotlib is missing (pip install "mpjax[bench]")', err=True)
+        note('no plot: matplotlib is missing (pip install "mpjax[bench]")')
         return
     from mpjax.bench import roofline
 
     getattr(roofline, function)(rows, path)
-    typer.echo(f"saved {path}", err=True)
+    note(f"saved {path}")
 
 
 def _check(benchmark: ModuleType, rows: Sequence[dict[str, Any]]) -> None:
@@ -352,5 +355,5 @@ def _check(benchmark: ModuleType, rows: Sequence[dict[str, Any]]) -> None:
     sys.stdout.flush()
     if failures := benchmark.failures(rows):
         for failure in failures:
-            typer.echo(f"mpjax: {failure}", err=True)
+            note(f"mpjax: {failure}")
         raise typer.Exit(1)

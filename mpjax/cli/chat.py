@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mpjax.cli import options
+from mpjax.cli import options, output
+from mpjax.cli.compilation import Shapes
 
 if TYPE_CHECKING:
     from mpjax.language_model import LanguageModel
@@ -43,10 +46,11 @@ def command(
     seed: options.Seed = 0,
     stop: options.Stop = None,
     dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
 ) -> None:
     """Talk with a model."""
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
-    lm = options.load(model, precision, dtype)
+    lm = options.load(model, precision, dtype, max_positions)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
         raise ValueError(
             f"{lm.source} has no chat template, like most base models: continue a text with "
@@ -75,6 +79,7 @@ class Conversation:
     ) -> None:
         self._lm, self._sampling, self._stop, self._seed = lm, sampling, stop, seed
         self._max_new_tokens = max_new_tokens
+        self._shapes = Shapes()
         self._start = start
         self.messages = list(start)
 
@@ -89,30 +94,55 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         tokenizer, positions = self._lm.tokenizer, self._lm.config.max_position_embeddings
         assert tokenizer is not None  # command() makes sure
-        room = positions - len(tokenizer.encode_chat(asked))
+        tokens = len(tokenizer.encode_chat(asked))
+        room = positions - tokens
         if room < 1:
             raise ValueError(
                 f"the conversation would pass the {positions} positions of this model: /reset it"
             )
-        said = ""
-        try:
-            for piece in mpjax.stream(
-                self._lm,
-                asked,
-                max_new_tokens=min(self._max_new_tokens, room),
-                sampling=self._sampling,
-                stop=self._stop,
-                seed=self._seed,
-            ):
-                if not said:
-                    piece = piece.lstrip()  # the space between a template's text and the answer
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-                said += piece
-        except KeyboardInterrupt:
-            typer.echo(" [stopped]", nl=False)
-        typer.echo()
+        new_tokens = min(self._max_new_tokens, room)
+        pieces = mpjax.stream(
+            self._lm,
+            asked,
+            max_new_tokens=new_tokens,
+            sampling=self._sampling,
+            stop=self._stop,
+            seed=self._seed,
+        )
+        # The second piece is the first that comes out of the decoding loop.
+        new = self._shapes.is_new(1, tokens, new_tokens)
+        said = _write_answer(pieces, "Compiling" if new else "Reading", 2 if new else 1)
         self.messages = [*asked, {"role": "assistant", "content": said}]
+
+
+def _write_answer(pieces: Iterator[str], activity: str, ahead: int) -> str:
+    """Writes an answer as it comes, and returns it; interrupted, what was written.
+
+    activity: what is going on until so many pieces (`ahead`) have come.
+    """
+    said = ""
+
+    def say(piece: str) -> None:
+        nonlocal said
+        if not said:
+            piece = piece.lstrip()  # the space between a template's text and the answer
+        output.write(piece)
+        said += piece
+
+    beginning: list[str] = []
+    try:
+        try:
+            with output.status(activity):
+                for piece in itertools.islice(pieces, ahead):
+                    beginning.append(piece)
+        finally:
+            say("".join(beginning))
+        for piece in pieces:
+            say(piece)
+    except KeyboardInterrupt:
+        output.write(" [stopped]")
+    output.write("\n")
+    return said
 
 
 def _converse(conversation: Conversation) -> None:
@@ -130,9 +160,9 @@ def _converse(conversation: Conversation) -> None:
         if text == "/reset":
             conversation.reset()
         elif text.startswith("/"):
-            typer.echo(f"unknown command {text}: there are /reset and /exit", err=True)
+            output.note(f"unknown command {text}: there are /reset and /exit")
         elif text:
             try:
                 conversation.answer(text)
             except (ValueError, MemoryError) as error:  # said too much: nothing is lost
-                typer.echo(f"mpjax: {error}", err=True)
+                output.note(f"mpjax: {error}")

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import rich.console
 import typer
 
 from mpjax.cli import options
+from mpjax.disk import size
 
 if TYPE_CHECKING:
     from mpjax.precision import Precision
@@ -32,6 +32,7 @@ def command(
     target: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
     precision: options.PrecisionText = None,
     dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -47,6 +48,10 @@ def command(
     ] = False,
 ) -> None:
     """Quantise and pack a checkpoint once, and save the result."""
+    import mpjax
+    from mpjax.checkpoint import staging
+
+    staging.clean_up(target)  # which may hold a model that a killed save has moved away
     if not overwrite and target.is_dir() and any(target.iterdir()):
         # `save` says so too, but only after the model has been loaded.
         raise ValueError(
@@ -56,35 +61,28 @@ def command(
     chosen = None if precision is None else options.parse_precision(precision)
     _check_scales(source, chosen, calibrate)
     documents = None if calibrate is None else options.read_documents(calibrate)
-    lm = options.load(source, chosen, dtype)
+    lm = options.load(source, chosen, dtype, max_positions)
     if documents is not None:
         from mpjax.calibration import calibrate_cache
 
         lm = calibrate_cache(lm, documents)
 
-    from mpjax.checkpoint import orbax
-
     before = _weight_bytes(lm.source)  # which may be the target
-    console = rich.console.Console(stderr=True)
-    if console.is_terminal:
-        with console.status(f"Saving {target}"):
-            orbax.save(lm, target, overwrite=overwrite)
-    else:
-        orbax.save(lm, target, overwrite=overwrite)
-    typer.echo(f"{lm.source}: {_size(before)} of weights")
+    mpjax.save(lm, target, overwrite=overwrite)
+    typer.echo(f"{lm.source}: {size(before)} of weights")
     typer.echo(
-        f"{target}: {_size(_weight_bytes(target))} of weights, {lm.precision}, "
-        f"{_size(lm.nbytes)} in device memory"
+        f"{target}: {size(_weight_bytes(target))} of weights, {lm.precision}, "
+        f"{size(lm.nbytes)} in device memory"
     )
     sys.stdout.flush()
 
 
 def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None) -> None:
     """Says before a model is loaded what `calibrate_cache` and `save` would say after."""
-    from mpjax.checkpoint import orbax
+    from mpjax.checkpoint.description import is_saved
 
-    is_saved = (Path(source) / orbax.DESCRIPTION_NAME).is_file()
-    if is_saved and chosen is None:
+    was_saved = is_saved(Path(source))
+    if was_saved and chosen is None:
         return  # it has a KV format of its own
     scaling = None if chosen is None else chosen.kv.scaling
     if calibrate is not None and scaling is None:
@@ -92,7 +90,7 @@ def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None)
             f"the cache of {chosen or 'KV16'} has no scales to measure: KV8s and KVfp8 have",
             param_hint="--calibrate",
         )
-    if calibrate is None and scaling == "static" and not is_saved:  # which may have scales
+    if calibrate is None and scaling == "static" and not was_saved:  # which may have scales
         raise typer.BadParameter(
             f"the cache of {chosen} needs scales: name a text to measure them on",
             param_hint="--calibrate",
@@ -101,12 +99,4 @@ def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None)
 
 def _weight_bytes(folder: Path) -> int:
     """Bytes of the files that hold a checkpoint's weights."""
-    from mpjax.checkpoint import orbax
-
-    saved = folder / orbax.WEIGHTS_NAME
-    files = saved.rglob("*") if saved.is_dir() else folder.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())

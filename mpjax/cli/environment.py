@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from mpjax.cli import output
+
 NAME = "env"
-EPILOG = "Paste it into bug reports."
+EPILOG = """\b
+Examples:
+  mpjax env
+  mpjax env --json > environment.json
+
+\b
+Paste it into bug reports. The keys of --json: system, packages, driver,
+devices, kernels, tuning_tables and variables; what could not be found out is
+a sentence that says why.
+"""
 
 
-def command() -> None:
+def command(
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
     """Show versions, driver, devices and settings."""
     from mpjax import environment
 
-    typer.echo(environment.report())
+    if json:
+        output.print_json(environment.collect())
+    else:
+        output.write(environment.report() + "\n")

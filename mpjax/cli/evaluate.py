@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import rich.box
 import rich.console
-import rich.table
 import typer
 
+from mpjax.bench import tables
 from mpjax.cli import options
+from mpjax.cli.output import print_json, to_json, write
 
 if TYPE_CHECKING:
     from mpjax.precision import Precision
@@ -35,6 +33,7 @@ Examples:
   mpjax evaluate
   mpjax evaluate --precision W16A16KV16 --precision W4A16KV8
   mpjax evaluate --format markdown --output results.json
+  mpjax evaluate --precision A16KV8 --json | python -m json.tool
   mpjax evaluate Qwen3-8B-AWQ --text wikitext.txt --window 2048
 
 \b
@@ -42,6 +41,12 @@ The text is read through the KV cache, as in decoding, so its format counts
 like that of the weights. Δ is the change against the first precision. The
 text by default is part of Python's standard library, which the bundled model
 was not trained on; perplexities compare only on the same text and windows.
+
+\b
+--json and --output give one JSON object: model, text, documents, bytes,
+calibration, batch, device, versions, and in rows, for each precision,
+precision, perplexity, nats_per_token, bits_per_byte, tokens, window and
+weights_bytes. A number that is none, as after an overflow, is null.
 """
 
 
@@ -84,6 +89,7 @@ def command(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows to read at a time.")] = 8,
     dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -95,14 +101,20 @@ def command(
         ),
     ] = None,
     format: Annotated[Format, typer.Option(help="How to print the results.")] = Format.table,
+    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write the results as JSON, too.")
     ] = None,
 ) -> None:
     """Measure the perplexity of a model in several precisions."""
     import mpjax
+    from mpjax.atomic_write import atomic_write, require_writable
     from mpjax.loading import find_folder
 
+    if json and format is Format.markdown:
+        raise typer.BadParameter("results are printed in one format", param_hint="--json")
+    if output is not None:
+        require_writable(output)
     folder = find_folder(mpjax.bundled_model() if source is None else source)
     chosen = [options.parse_precision(name) for name in precision or _defaults(folder)]
     if text is None:
@@ -114,25 +126,24 @@ def command(
             param_hint="--calibrate",
         )
     documents = options.read_documents(text)
-    rows = _measure(folder, chosen, dtype, documents, samples, window, batch)
+    rows = _measure(folder, chosen, dtype, max_positions, documents, samples, window, batch)
     result = _result(folder, text, documents, calibrate, batch, rows)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    if format is Format.json:
-        typer.echo(json.dumps(result, indent=1, ensure_ascii=False))
+        atomic_write(output, to_json(result, indent=1) + "\n")
+    if json or format is Format.json:
+        print_json(result)
     elif format is Format.markdown:
-        typer.echo(markdown(rows))
+        write(markdown(rows) + "\n")
     else:
-        _print_table(rows)
+        tables.show(None, HEADERS, _cells(rows))
 
 
 def _defaults(folder: Path) -> tuple[str, ...]:
     """Weights can be rounded only where the checkpoint has 16-bit ones."""
-    from mpjax.checkpoint import huggingface, orbax
+    from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.description import is_saved
 
-    saved = (folder / orbax.DESCRIPTION_NAME).is_file()
-    if saved or huggingface.read_config(folder).get("quantization_config") is not None:
+    if is_saved(folder) or huggingface.read_config(folder).get("quantization_config") is not None:
         return CACHE_PRECISIONS
     return WEIGHT_PRECISIONS + BOTH_PRECISIONS
 
@@ -141,6 +152,7 @@ def _measure(
     folder: Path,
     precisions: list[Precision],
     dtype: options.Dtype | None,
+    max_positions: int | None,
     documents: list[str],
     samples: list[str] | None,
     window: int | None,
@@ -148,23 +160,24 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """One row for each precision; each kind of weights is loaded once, in turn."""
     from mpjax.calibration import calibrate_cache
-    from mpjax.evaluate import perplexity
+    from mpjax.evaluation import evaluate
 
     console = rich.console.Console(stderr=True)
     rows: dict[int, dict[str, Any]] = {}
-    for weights in dict.fromkeys(precision.weights for precision in precisions):
+    for weights in dict.fromkeys(precision.of_weights for precision in precisions):
         lm = None
         for index, precision in enumerate(precisions):
-            if precision.weights != weights:
+            if precision.of_weights != weights:
                 continue
             if console.is_terminal:
-                console.print(f"{precision}", highlight=False)
+                # perplexity() has a bar of its own, which stands still at first.
+                console.print(f"{precision}, compiling first", highlight=False)
             if lm is None:
-                lm = options.load(str(folder), precision, dtype)
+                lm = options.load(str(folder), precision, dtype, max_positions)
             lm = dataclasses.replace(lm, kv_format=precision.kv)
             if samples is not None and precision.kv.scaling is not None:
                 lm = calibrate_cache(lm, samples)
-            found = perplexity(lm, documents, window=window, batch=batch)
+            found = evaluate(lm, documents, window=window, batch=batch)
             rows[index] = {
                 "precision": lm.precision,
                 **dataclasses.asdict(found),
@@ -219,14 +232,3 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     """A table in Markdown from the rows of a result."""
     table = [HEADERS, ("---", *["---:"] * (len(HEADERS) - 1)), *_cells(rows)]
     return "\n".join("| " + " | ".join(row) + " |" for row in table)
-
-
-def _print_table(rows: list[dict[str, Any]]) -> None:
-    terminal = sys.stdout.isatty()
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD if terminal else None)
-    for index, header in enumerate(HEADERS):
-        table.add_column(header, justify="right" if index else "left", no_wrap=True)
-    for row in _cells(rows):
-        table.add_row(*row)
-    # In a pipe there is no width to fit into.
-    rich.console.Console(width=None if terminal else 120).print(table)

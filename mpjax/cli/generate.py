@@ -1,42 +1,84 @@
-"""`mpjax generate`: completes one prompt on stdout as it comes."""
+"""`mpjax generate`: completes a prompt on stdout as it comes, or many prompts in batches."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mpjax.cli import options
+from mpjax.cli import batch, options, output
+from mpjax.cli.requests import Request, gather
 
 if TYPE_CHECKING:
     from mpjax.generation import Generation
 
 NAME = "generate"
+HEADER_LENGTH = 60
 EPILOG = """\b
 Examples:
   mpjax generate "def fibonacci(n):" --max-new-tokens 64
   mpjax generate "class Stack:" --precision W4A16KV8 --stop "class "
   mpjax generate --temperature 0.8 --top-p 0.95 --seed 7 "import "
   git diff | mpjax generate - --model Qwen3-8B-AWQ
+  mpjax generate "def f(x):" "import os" --json
+  mpjax generate --input prompts.jsonl --output results.jsonl
 
-The completion alone goes to stdout, so it can be piped. A line on stderr then tells how fast it
-was. So that compiling isn't in these figures, the beginning is generated once before.
+\b
+One completion comes alone on stdout as it is made, so it can be piped. A line
+on stderr then tells how fast it was. So that compiling isn't in these
+figures, the beginning is generated once before: the warm-up.
+
+\b
+Several prompts are generated together, and their completions come under
+headers. --input has one prompt a line, an object such as
+  {"prompt": "def f(x):"}
+  {"id": "q1", "messages": [{"role": "user", "content": "Why?"}], "seed": 7}
+with an "id", "max_new_tokens" and a "seed" of its own if you like.
+
+\b
+With --input, --output or --json, results are JSON Lines, in the order of the
+prompts, and nothing else is on stdout. Their keys:
+  id             that of the line, or the number of the line or prompt
+  text           the completion
+  finish_reason  stop (a stop token or --stop) or length
+  prompt_tokens  how many tokens the prompt has
+  tokens         ids of the new tokens
+  logprobs       of each, natural logarithms
+A file is replaced when all is done, or stays as it was.
 """
 
 
 def command(
     prompt: Annotated[
-        str | None,
-        typer.Argument(help="The text to continue; - reads it from stdin.", show_default=False),
+        list[str] | None,
+        typer.Argument(
+            help="Texts to continue; a single - reads one from stdin.", show_default=False
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file (UTF-8)."),
     ] = None,
+    input: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl", help="Read prompts from JSON Lines; - reads them from stdin."
+        ),
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            dir_okay=False,
+            metavar="FILE.jsonl",
+            help="Write results as JSON Lines; - is stdout.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print results as JSON Lines.")] = False,
     model: options.Model = None,
     precision: options.PrecisionText = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
@@ -48,63 +90,118 @@ def command(
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, max=2**32 - 1, help="Of the first prompt's draws; the next prompt has the next."
+        ),
+    ] = 0,
     stop: options.Stop = None,
     dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch", min=1, help="Prompts to generate together, at most.")
+    ] = 16,
     echo: Annotated[bool, typer.Option("--echo", help="Write the prompt first.")] = False,
 ) -> None:
-    """Continue a prompt, on stdout, as the text comes."""
-    text = options.read_prompt(prompt, prompt_file)
+    """Continue one prompt as the text comes, or many together."""
+    as_json = json or input is not None or output_file is not None
+    if as_json and echo:
+        raise typer.BadParameter("results in JSON have ids instead", param_hint="--echo")
+    if str(output_file) == "-":
+        output_file = None
+    if output_file is not None:
+        _check_output(output_file, input)
+    requests = gather(prompt or [], prompt_file, input, max_new_tokens, seed)
+    if few := [one for one in requests if one.max_new_tokens < min_new_tokens]:
+        raise typer.BadParameter(
+            f"{few[0].place} asks for at most {few[0].max_new_tokens} new tokens",
+            param_hint="--min-new-tokens",
+        )
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
-    lm = options.load(model, precision, dtype)
+    lm = options.load(model, precision, dtype, max_positions)
+    common: dict[str, Any] = {
+        "min_new_tokens": min_new_tokens,
+        "sampling": sampling,
+        "stop": stop or (),
+    }
 
     import mpjax
 
-    def pieces() -> Any:
-        return mpjax.stream(
-            lm,
-            text,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            sampling=sampling,
-            stop=stop or (),
-            seed=seed,
-        )
+    if len(requests) == 1 and not as_json:
+        text = str(requests[0].prompt)
+        settings = {"max_new_tokens": max_new_tokens, "seed": seed, **common}
+        _show_one(lambda: mpjax.stream(lm, text, **settings), text if echo else "")
+        return
+    begin = time.perf_counter()
+    results = batch.complete(lm, requests, batch_size, common)
+    if output_file is not None:
+        from mpjax.atomic_write import atomic_write
 
+        atomic_write(output_file, "".join(output.to_json(result) + "\n" for result in results))
+    elif as_json:
+        for result in results:
+            output.print_json(result, indent=None)
+    else:
+        _show_several(requests, results, echo)
+    output.note(batch.summary(results, begin))
+
+
+def _check_output(file: Path, input: Path | None) -> None:
+    """Raises before anything is generated where the results could not be written."""
+    from mpjax.atomic_write import require_writable
+
+    if input is not None and file.exists() and input.exists() and file.samefile(input):
+        raise typer.BadParameter(f"{file} is --input, too", param_hint="--output")
+    require_writable(file)
+
+
+def _show_one(pieces: Callable[[], Generator[str, None, Generation]], prompt: str) -> None:
+    """Writes a prompt and pieces of text to stdout as they come, and their speed to stderr."""
     # The same draws as below, so that the second piece comes out of the decoding loop if any does.
     begin = time.perf_counter()
     beginning = pieces()
-    for _ in itertools.islice(beginning, 2):
-        pass
+    with output.status("Compiling"):
+        for _ in itertools.islice(beginning, 2):
+            pass
     beginning.close()
-    compiling = time.perf_counter() - begin
+    warm_up = time.perf_counter() - begin
 
-    if echo:
-        sys.stdout.write(text)
+    output.write(prompt)
     generation = _write(pieces())
-    if sys.stdout.isatty():
-        typer.echo()
-    typer.echo(_summary(generation, compiling), err=True)
+    output.end_line()
+    output.note(_summary(generation, warm_up))
 
 
-def _write(pieces: Any) -> Generation:
+def _write(pieces: Generator[str, None, Generation]) -> Generation:
     """Writes pieces of text to stdout as they come; returns what the generator returns."""
     while True:
         try:
             piece = next(pieces)
         except StopIteration as end:
             return end.value
-        # Not typer.echo, which takes what looks like a terminal's escape codes out of the text.
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        output.write(piece)
 
 
-def _summary(generation: Generation, compiling: float) -> str:
+def _summary(generation: Generation, warm_up: float) -> str:
     [prompt], [tokens] = generation.prompt_tokens, generation.tokens
     line = (
-        f"{prompt} prompt tokens, {len(tokens)} new; first token after "
-        f"{generation.prefill_seconds:.3f} s"
+        f"{prompt} prompt tokens, {len(tokens)} new: first after {generation.prefill_seconds:.3f} s"
     )
     if len(tokens) > 1:
-        line += f", then {generation.tokens_per_second:,.1f} tokens/s"
-    return f"{line} (compiling and a first try took {compiling:.1f} s before that)"
+        line += f", {generation.tokens_per_second:,.1f} tokens/s"
+    return f"{line} (warm-up {warm_up:.1f} s)"
+
+
+def _show_several(
+    requests: Sequence[Request], results: Sequence[Mapping[str, Any]], echo: bool
+) -> None:
+    """Writes each completion under a line that begins its prompt, as `head` does with files."""
+    for index, (request, result) in enumerate(zip(requests, results, strict=True)):
+        prompt = str(request.prompt)
+        first, *others = prompt.strip().splitlines() or [""]
+        cut = others or len(first) > HEADER_LENGTH
+        header = first[:HEADER_LENGTH] + ("..." if cut else "")
+        text = (prompt if echo else "") + result["text"]
+        output.write(("\n" if index else "") + f"==> {header} <==\n")
+        output.write(text if text.endswith("\n") else text + "\n")

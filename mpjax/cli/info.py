@@ -1,14 +1,14 @@
-"""`mpjax info`: what a checkpoint holds, from its headers alone."""
+"""`mpjax info`: what a checkpoint holds, from its headers."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mpjax.cli import options
+from mpjax.cli import options, output
 
 if TYPE_CHECKING:
     from mpjax.checkpoint.plan import LinearSource
@@ -21,9 +21,10 @@ EPILOG = """\b
 Examples:
   mpjax info
   mpjax info Qwen3-8B-AWQ
+  mpjax info --json | python -m json.tool
 
-Of a folder only headers are read, so it answers at once and needs no GPU. A hub id is fetched
-whole first.
+Of a folder only headers are read, so it answers at once and needs no GPU, and of a tied model with
+a head of its own that head and the embedding. A hub id is fetched whole first.
 
 \b
 The last rows say how the linear maps of the layers are stored, and in how
@@ -31,16 +32,30 @@ many layers so. Maps of one input (query, key and value; gate and up) are one
 product where their formats agree. Where they don't, there is one for each
 format, as in `W4 | W4 | W16`. "cache scales" are what KV8s needs and KVfp8
 can have.
+
+\b
+The keys of --json: model, source, precision, num_layers, hidden_size,
+num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
+other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (for
+each kind, its formats and the number of layers), and activations (what to
+choose in an FP8 checkpoint, or null).
 """
 
 
-def command(source: options.Source = None) -> None:
+def command(
+    source: options.Source = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
     """Show the size, shape and precision of a checkpoint."""
     import mpjax
     from mpjax.loading import find_folder
 
     folder = find_folder(mpjax.bundled_model() if source is None else source)
-    rows = inspect(folder).describe() + _open_choices(folder)
+    lm, choice = inspect(folder), _open_choice(folder)
+    if json:
+        output.print_json(lm.summary() | {"activations": choice})
+        return
+    rows = lm.describe() + ([] if choice is None else [("activations", choice)])
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
         typer.echo(f"{label:{width}}  {text}")
@@ -57,37 +72,37 @@ def inspect(folder: Path) -> LanguageModel:
     """
     import jax
 
-    from mpjax.checkpoint import orbax
+    from mpjax.checkpoint import restoring
+    from mpjax.checkpoint.description import is_saved
 
     class Header(jax.ShapeDtypeStruct):
         @property
         def nbytes(self) -> int:
             return self.size * self.dtype.itemsize
 
-    lm = orbax.abstract(folder) if _is_saved(folder) else _from_headers(folder)
+    lm = restoring.abstract(folder) if is_saved(folder) else _from_headers(folder)
     model = jax.tree.map(lambda shape: Header(shape.shape, shape.dtype), lm.model)
     return dataclasses.replace(lm, model=model)
 
 
-def _is_saved(folder: Path) -> bool:
-    from mpjax.checkpoint import orbax
-
-    return (folder / orbax.DESCRIPTION_NAME).is_file()
-
-
-def _open_choices(folder: Path) -> list[tuple[str, str]]:
-    """A row about the activations of an FP8 checkpoint, where somebody has to choose them."""
+def _open_choice(folder: Path) -> str | None:
+    """A text about the activations of an FP8 checkpoint, where somebody has to choose them."""
     from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.description import is_saved
     from mpjax.checkpoint.fp8_config import FP8Config
+    from mpjax.checkpoint.safetensors import Checkpoint
+    from mpjax.checkpoint.settle import is_packed
     from mpjax.kernels import KVFormat
 
-    if _is_saved(folder):
-        return []
+    if is_saved(folder):
+        return None
     packing = huggingface.read_packing(folder, huggingface.read_config(folder))
     if not isinstance(packing, FP8Config) or packing.unsupported is None:
-        return []
+        return None
+    if not is_packed(Checkpoint.open(folder)):
+        return None
     names = huggingface.precision_names(packing, KVFormat())
-    return [("activations", f"made for {packing.unsupported}, not implemented: load it as {names}")]
+    return f"made for {packing.unsupported}, not implemented: load it as {names}"
 
 
 def _from_headers(folder: Path) -> LanguageModel:
@@ -100,13 +115,16 @@ def _from_headers(folder: Path) -> LanguageModel:
     from mpjax.checkpoint.layout import assign_linear
     from mpjax.checkpoint.plan import make_plan
     from mpjax.checkpoint.safetensors import Checkpoint
+    from mpjax.checkpoint.settle import is_packed, settle
     from mpjax.kernels import KVFormat
     from mpjax.language_model import LanguageModel
     from mpjax.models import CacheScales
 
     hf = huggingface.read_config(folder)
     decoder, config = huggingface.decoder_config(folder, hf)
-    plan = make_plan(Checkpoint.open(folder), config, huggingface.read_packing(folder, hf), None)
+    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
+    packing = huggingface.read_packing(folder, hf)
+    plan = make_plan(checkpoint, config, packing if is_packed(checkpoint) else None, None)
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     for place, sources in plan.linears:
         assign_linear(model, place, _parts(sources, config.dtype, place.bias))

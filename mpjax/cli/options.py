@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import io
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,6 +44,15 @@ PrecisionText = Annotated[
 ComputeDtype = Annotated[
     Dtype | None,
     typer.Option("--dtype", help="What to compute in; the checkpoint's by default."),
+]
+MaxPositions = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        show_default=False,
+        help="Tokens that a sequence may have, prompt and new ones together; by default as many as "
+        "the checkpoint says.",
+    ),
 ]
 Temperature = Annotated[
     float | None,
@@ -96,7 +103,10 @@ def sampling_options(
 
 
 def load(
-    source: str | None, precision: str | Precision | None, dtype: Dtype | None
+    source: str | None,
+    precision: str | Precision | None,
+    dtype: Dtype | None,
+    max_positions: int | None = None,
 ) -> LanguageModel:
     """The model that the options name."""
     import mpjax
@@ -108,33 +118,13 @@ def load(
         mpjax.bundled_model() if source is None else source,
         precision=precision,
         dtype=None if dtype is None else dtype.value,
+        max_positions=max_positions,
     )
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from one of its three places; a line break at the end of a file is dropped."""
-    if (prompt is None) == (file is None):
-        raise typer.BadParameter(
-            "give a prompt as an argument (- reads it from stdin) or with --prompt-file, not both",
-            param_hint="PROMPT",
-        )
-    if file is not None:
-        from mpjax.arguments import read_text
-
-        text = read_text(file)
-    elif prompt == "-":
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(newline="")  # or "\r\n" would become "\n"
-        text = sys.stdin.read()
-    else:
-        return prompt or ""
-    # Editors and echo end the last line, and people don't mean it as a part of the prompt.
-    return text.removesuffix("\r\n" if text.endswith("\r\n") else "\n")
 
 
 def read_documents(path: Path) -> list[str]:
     """The texts of a file: one, or for .jsonl one on each line, as {"text": ...}."""
     from mpjax.arguments import read_text
-    from mpjax.evaluate import read_held_out
+    from mpjax.evaluation import read_held_out
 
     return read_held_out(path) if path.suffix == ".jsonl" else [read_text(path)]

@@ -9,13 +9,14 @@ from typing import Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax.kernels import device
 from mpjax.kernels.attention import gathered, reference, triton, tuning
-from mpjax.kernels.checks import static_number
+from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_type, static_number
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
 from mpjax.kernels.kv_cache import hadamard
-from mpjax.kernels.kv_cache.api import int32_places, why_not_triton
+from mpjax.kernels.kv_cache.api import int32_places, require_pages, why_not_triton
 from mpjax.kernels.kv_cache.cache import PAGE_SIZES, KVPages
 from mpjax.kernels.kv_cache.formats import KVFormat
 
@@ -72,9 +73,13 @@ def paged_attention(
     Raises ValueError for shapes and numbers that don't fit, of starts and counts as `append` does,
     and UnsupportedError, with the reason, where a forced implementation can't run.
     """
+    require_pages("paged_attention", pages)
+    queries = as_array("attention: queries", queries)
+    require_floats("attention", queries=queries)
+    require_type("paged_attention: transformed", transformed, bool, np.bool)
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim)
     scale, masks = _options(queries, scale, window, softcap, sinks)
-    places = int32_places(
+    block_tables, starts, counts = int32_places(
         "paged_attention", pages, block_tables, starts, counts, queries.shape[:-2]
     )
     longest = static_number(
@@ -97,7 +102,7 @@ def paged_attention(
         ("triton", "cudnn", "reference"),
         lambda name: why_not_cudnn if name == "cudnn" else _why_not_triton(queries, pages),
     )
-    arguments = (queries, pages, *places)
+    arguments = (queries, pages, block_tables, starts, counts)
     if implementation == "reference":
         return reference.paged_attention(*arguments, scale=scale, transformed=transformed, **masks)
     if pages.format.key_codes.hadamard and not transformed:
@@ -137,6 +142,8 @@ def prefill_attention(
     Returns the shape and dtype of the queries. Raises ValueError for shapes and numbers that don't
     fit, and UnsupportedError, with the reason, where a forced implementation can't run.
     """
+    queries, keys, values = as_arrays("attention", queries=queries, keys=keys, values=values)
+    require_floats("attention", queries=queries, keys=keys, values=values)
     if keys.ndim != 4 or keys.shape != values.shape or keys.shape[:2] != queries.shape[:2]:
         raise ValueError(
             f"attention: keys of shape {keys.shape} and values of shape {values.shape} must be "
@@ -162,7 +169,7 @@ def prefill_attention(
 
     implementation = choose(
         "prefill_attention",
-        implementation or _choose_prefill(why_not),
+        _choose_prefill(why_not) if implementation is None else implementation,
         "reference",
         ("cudnn", "triton", "xla", "reference"),
         why_not,
@@ -264,10 +271,12 @@ def _options(
     window = static_number("attention: window", window, operator.index, "a number of keys")
     softcap = static_number("attention: softcap", softcap, float, "a positive number")
     heads, dim = queries.shape[-2:]
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(
-            f"attention: sinks have shape {sinks.shape}: expected ({heads},), one for each query "
-            "head"
-        )
+    if sinks is not None:
+        sinks = as_array("attention: sinks", sinks)
+        if sinks.shape != (heads,):
+            raise ValueError(
+                f"attention: sinks have shape {sinks.shape}: expected ({heads},), one for each "
+                "query head"
+            )
     scale = 1 / math.sqrt(dim) if scale is None else scale
     return scale, {"window": window, "softcap": softcap, "sinks": sinks}

@@ -114,7 +114,7 @@ def paged_attention(
         for x in kv_cache.gather(pages, block_tables, starts + counts, transformed=True)
     )  # [batch, capacity, KV heads, dim]
     # Past the capacity are only keys of padding, which no real token sees.
-    place = jnp.minimum(starts[:, None] + jnp.arange(tokens), keys.shape[1] - 1)
+    place = jnp.minimum(starts[:, None] + jnp.arange(tokens)[None], keys.shape[1] - 1)
     own_keys, own_values = (
         jnp.take_along_axis(x, place[:, :, None, None], 1) for x in (keys, values)
     )

@@ -40,10 +40,10 @@ def attention(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     key = jnp.arange(keys.shape[1])
-    visible = key <= positions[..., None]  # [batch, tokens, keys]
-    visible &= key < lengths[:, None, None]
+    visible = key[None, None] <= positions[..., None]  # [batch, tokens, keys]
+    visible &= key[None, None] < lengths[:, None, None]
     if window is not None:
-        visible &= key > positions[..., None] - window
+        visible &= key[None, None] > positions[..., None] - window
     visible = visible[:, None, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
@@ -83,7 +83,7 @@ def paged_attention(
         counts = tokens.is_real.astype(counts.dtype)
         queries = queries[:, None]
     keys, values = kv_cache.gather(pages, block_tables, lengths, rows)
-    positions = starts[:, None] + jnp.arange(queries.shape[1])
+    positions = starts[:, None] + jnp.arange(queries.shape[1])[None]
     dtype = queries.dtype
     if transformed and pages.format.key_codes.hadamard:
         queries = hadamard.transform(queries.astype(jnp.float32))  # back

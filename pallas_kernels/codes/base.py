@@ -53,7 +53,7 @@ class CodeKind(abc.ABC):
 
     @abc.abstractmethod
     def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
-        """Rounds float32 [K, N], K a multiple of the group size, to the nearest codes."""
+        """Rounds float32 [K, N], which the format can split, to the nearest codes."""
 
     @abc.abstractmethod
     def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:

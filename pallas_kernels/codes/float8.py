@@ -31,15 +31,26 @@ def to_float8(x: jax.Array) -> jax.Array:
     return narrow(jnp.clip(x, -LARGEST, LARGEST), jnp.float8_e4m3fn)
 
 
+def _whole_groups(values: jax.Array, format: WeightFormat) -> jax.Array:
+    """Values [K, N] with rows of zeros at the end of a group that is cut."""
+    missing = -values.shape[0] % (format.group_size or 1)
+    return jnp.pad(values, ((0, missing), (0, 0))) if missing else values
+
+
 class Float8(CodeKind):
-    """W = e4m3(code) · scale, the scale of an output channel or of 128 of its input channels."""
+    """W = e4m3(code) · scale, the scale of an output channel or of 128 of its input channels.
+
+    The last of these runs of 128 may be cut.
+    """
 
     code_dtype = jnp.dtype(jnp.float8_e4m3fn)
     scale_dtypes = ("float32",)
 
     def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
         """Scale = max|w| / 448 over a channel, or over a block of 128 × 128 (DeepSeek-V3)."""
-        groups = by_group(weight, format.groups(weight.shape[0]))
+        channels = weight.shape[0]
+        weight = _whole_groups(weight, format)
+        groups = by_group(weight, format.groups(channels))
         peak = jnp.abs(groups).max(1)  # [groups, N]
         if format.group_size is not None:
             outputs = peak.shape[1]
@@ -49,11 +60,12 @@ class Float8(CodeKind):
             peak = peak.reshape(len(groups), -1)[:, :outputs]
         scales = divisible(peak * (1 / LARGEST))
         codes = to_float8(groups / scales[:, None])
-        return Quantized(codes.reshape(weight.shape), scales)
+        return Quantized(codes.reshape(weight.shape)[:channels], scales)
 
     def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
         """e4m3(code) · scale."""
-        return scaled(codes, scales)
+        values = _whole_groups(codes.astype(jnp.float32), tensor.format)
+        return scaled(values, scales)[: codes.shape[0]]
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Plane 0 is the low byte of a word, plane 1 the high one."""

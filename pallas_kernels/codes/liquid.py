@@ -50,7 +50,7 @@ class Liquid(CodeKind):
         with a step that is rounded up.
         """
         channel_scales = divisible(jnp.abs(weight).max(0) * (1 / PROTECTED))
-        first = jnp.clip(jnp.round(weight / channel_scales), -PROTECTED, PROTECTED)
+        first = jnp.clip(jnp.round(weight / channel_scales[None]), -PROTECTED, PROTECTED)
         groups = by_group(first.astype(jnp.int32), format.groups(weight.shape[0]))
         low = groups.min(1)
         shifted = groups - low[:, None]

@@ -74,7 +74,7 @@ class Table(CodeKind):
         if self.bits == 2:
             quads = quads[..., 0::2, :, :] | (quads[..., 1::2, :, :] << jnp.uint8(2))
         if self.bits == 3:
-            top = (quads[..., 3:, :, :] >> _quads()) & jnp.uint8(1)
+            top = (quads[..., 3:, :, :] >> _quads(quads.ndim)) & jnp.uint8(1)
             quads = quads[..., :3, :, :] | (top << jnp.uint8(3))
         return _to_words(quads)
 
@@ -85,7 +85,9 @@ class Table(CodeKind):
             halves = jnp.stack([registers & jnp.uint8(3), registers >> jnp.uint8(2)], -3)
             registers = halves.reshape(*halves.shape[:-4], -1, *halves.shape[-2:])
         if self.bits == 3:
-            last = ((registers >> jnp.uint8(3)) << _quads()).sum(-3, keepdims=True, dtype=jnp.uint8)
+            last = ((registers >> jnp.uint8(3)) << _quads(registers.ndim)).sum(
+                -3, keepdims=True, dtype=jnp.uint8
+            )
             registers = jnp.concatenate([registers & jnp.uint8(7), last], -3)
         return _from_nibbles(registers)
 
@@ -171,12 +173,12 @@ def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Arra
     return Quantized(codes, scales.astype(jnp.float16), table=table.astype(jnp.float32))
 
 
-def _quads() -> jax.Array:
+def _quads(rank: int) -> jax.Array:
     """Of three bits: the numbers of the quads whose nibbles' top bits are those of the last.
 
     A kernel may not close over an array.
     """
-    return jnp.arange(3, dtype=jnp.uint8)[:, None, None]
+    return jax.lax.broadcast_to_rank(jnp.arange(3, dtype=jnp.uint8)[:, None, None], rank)
 
 
 def _to_nibbles(planes: jax.Array) -> jax.Array:
@@ -196,13 +198,17 @@ def _from_nibbles(quads: jax.Array) -> jax.Array:
 def _to_words(nibbles: jax.Array) -> jax.Array:
     """Nibbles [..., pairs, 8] as uint16 words [..., 2 · pairs]."""
     halves = nibbles.reshape(*nibbles.shape[:-1], 2, 4).astype(jnp.uint16)
-    shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)
-    words = (halves << shifts).sum(-1, dtype=jnp.uint16)
+    words = (halves << _nibble_shifts(halves.ndim)).sum(-1, dtype=jnp.uint16)
     return words.reshape(*nibbles.shape[:-2], -1)
 
 
 def _from_words(words: jax.Array) -> jax.Array:
     """The inverse of `_to_words`."""
-    shifts = jnp.arange(0, 16, 4, dtype=jnp.uint16)
-    nibbles = (words[..., None] >> shifts) & jnp.uint16(0xF)
-    return nibbles.reshape(*words.shape[:-1], -1, 8).astype(jnp.uint8)
+    words = words[..., None]
+    nibbles = (words >> _nibble_shifts(words.ndim)) & jnp.uint16(0xF)
+    return nibbles.reshape(*words.shape[:-2], -1, 8).astype(jnp.uint8)
+
+
+def _nibble_shifts(rank: int) -> jax.Array:
+    """By how many bits each nibble of a 16-bit word is shifted, uint16 [1, ..., 4]."""
+    return jax.lax.broadcast_to_rank(jnp.arange(0, 16, 4, dtype=jnp.uint16), rank)

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.kernels.gemm import dequantize, plans, reference, triton, xla
 from mpjax.kernels.gemm.gradient import differentiable
 from mpjax.kernels.gemm.plans import Implementation, Problem
 from mpjax.kernels.gemm.plans.limits import can_be_operand
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.manual_axes import vary_alike
-from mpjax.kernels.quantized_tensor import QuantizedTensor, replace_scales
+from mpjax.kernels.quantized_tensor import QuantizedTensor, with_scales
 from mpjax.kernels.rowwise.api import quantize_rows
 
 
@@ -55,6 +56,7 @@ def matmul(
     Raises ValueError where K differs or x does not suit the format, and UnsupportedError, with the
     reason, where a forced implementation can't do the call.
     """
+    x, weight = _read("matmul", x, weight)
     if isinstance(weight, QuantizedTensor):
         terms = matmul_terms(
             x, weight, implementation=implementation, out_dtype=out_dtype, scales=scales
@@ -62,7 +64,6 @@ def matmul(
         # XLA fuses this sum, in a fixed order, into whatever consumes the product.
         dtype = _out_dtype(x, out_dtype)
         return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(dtype)
-    _check_channels(x, weight)
     if isinstance(x, QuantizedActivations):
         raise ValueError("matmul: x is quantised, but the weight is a plain array")
     if scales is not None:
@@ -72,7 +73,8 @@ def matmul(
             f"matmul: implementation is {implementation!r}, but the weight is a plain array, "
             "whose product is XLA's: leave it out"
         )
-    return jnp.dot(x, weight, preferred_element_type=out_dtype)
+    wanted = None if out_dtype is None else _out_dtype(x, out_dtype)
+    return jnp.dot(x, weight, preferred_element_type=wanted)
 
 
 def matmul_terms(
@@ -87,9 +89,11 @@ def matmul_terms(
 
     For a consumer that adds them itself, as `add_rms_norm` does. Derivatives are those of the sum.
     """
+    x, weight = _read("matmul_terms", x, weight)
     if not isinstance(weight, QuantizedTensor):
         raise ValueError("matmul_terms: the weight is a plain array; use matmul")
-    _check_channels(x, weight)
+    if scales is not None:
+        scales = as_array("matmul: scales", scales)
     if not isinstance(x, QuantizedActivations) and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"matmul: x is {x.dtype}; expected floating point beside a packed weight")
     dtype = _out_dtype(x, out_dtype)
@@ -100,7 +104,7 @@ def matmul_terms(
     multiply = functools.partial(_multiply_rows, dtype=dtype, implementation=implementation)
     if isinstance(x, QuantizedActivations):
         if scales is not None:
-            weight = replace_scales(weight, scales)
+            weight = with_scales(weight, scales)
         terms = multiply(_as_rows(x), weight)
     else:
         rows = x.reshape(-1, x.shape[-1])  # [M, K]
@@ -108,23 +112,30 @@ def matmul_terms(
     return terms.reshape(-1, *outputs)
 
 
-def _check_channels(x: jax.Array | QuantizedActivations, weight: Any) -> None:
+def _read(operation: str, x: Any, weight: Any) -> tuple[Any, Any]:
+    """Both operands as arrays or quantised ones. Raises ValueError where they don't fit."""
+    if not isinstance(x, QuantizedActivations):
+        x = as_array(f"{operation}: x", x)
+    if not isinstance(weight, QuantizedTensor):
+        weight = as_array(f"{operation}: the weight", weight)
     for name, array, shape in (("x", x, "[..., K]"), ("the weight", weight, "[K, N]")):
-        if not getattr(array, "shape", ()):
-            found = "a scalar" if hasattr(array, "shape") else f"a {type(array).__name__}"
-            raise ValueError(f"matmul: {name} is {found}: expected an array {shape}")
+        if not array.shape:
+            raise ValueError(f"matmul: {name} is a scalar: expected an array {shape}")
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"matmul: x has {x.shape[-1]} channels in shape {x.shape}, "
             f"but the weight expects {weight.shape[0]} (shape {weight.shape})"
         )
+    return x, weight
 
 
 def _out_dtype(
     x: jax.Array | QuantizedActivations, wanted: jax.typing.DTypeLike | None
 ) -> jnp.dtype:
     if wanted is not None:
-        return jnp.dtype(wanted)
+        # Of plain integers the product may be integers.
+        kind = jnp.number if jnp.issubdtype(x.dtype, jnp.integer) else jnp.floating
+        return as_dtype("matmul: out_dtype", wanted, kind=kind)
     return jnp.dtype(x.dtype)
 
 
@@ -155,7 +166,7 @@ def _multiply_rows(
     name = choose(
         "matmul",
         implementation,
-        implementation or default,
+        default if implementation is None else implementation,
         get_args(Implementation),
         lambda name: _why_not(name, rows, weight),
     )

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpjax.kernels import device
 from mpjax.kernels.gemm.dequantize import write_out
-from mpjax.kernels.quantized_tensor import QuantizedTensor, replace_scales
+from mpjax.kernels.quantized_tensor import QuantizedTensor, with_scales
 
 Multiply = Callable[[jax.Array, QuantizedTensor], jax.Array]
 
@@ -32,7 +32,7 @@ def differentiable(
 
     scales: [groups, N] in the place of the weight's own, or None.
     """
-    return multiply(x, weight if scales is None else replace_scales(weight, scales))
+    return multiply(x, weight if scales is None else with_scales(weight, scales))
 
 
 def _forward(
@@ -97,7 +97,7 @@ def _times_transposed(
     gradient: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
 ) -> jax.Array:
     """Gradient [M, N] · W.T, [M, K] in the order of the input channels."""
-    weight = weight if scales is None else replace_scales(weight, scales)
+    weight = weight if scales is None else with_scales(weight, scales)
     if device.why_triton_cannot_run() or gradient.dtype not in (jnp.bfloat16, jnp.float16):
         return jnp.einsum("mn,kn->mk", gradient, weight.dequantize(gradient.dtype))
     # As forward: the copy of the matrix waits for its use.

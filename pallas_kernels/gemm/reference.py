@@ -26,7 +26,7 @@ def matmul(
             codes = kind.first_level(codes, weight)
         sums = jnp.dot(x.values, codes, preferred_element_type=jnp.int32)
         scales = weight.channel_scales if weight.channel_scales is not None else weight.scales()[0]
-        return (sums.astype(jnp.float32) * x.scales * scales).astype(out_dtype)
+        return (sums.astype(jnp.float32) * x.scales * scales[None]).astype(out_dtype)
     rows = x.dequantize() if isinstance(x, QuantizedActivations) else x.astype(jnp.float32)
     dense = weight.dequantize(jnp.float32)  # [K, N]
     return jnp.dot(rows, dense, precision=jax.lax.Precision.HIGHEST).astype(out_dtype)

@@ -47,7 +47,7 @@ def scaled_dot(
     )
     if narrow:
         return _scale(sums, x.scales, scales, interpret=interpret)
-    return (sums.astype(jnp.float32) * x.scales * scales).astype(out_dtype)
+    return (sums.astype(jnp.float32) * x.scales * scales[None]).astype(out_dtype)
 
 
 def _scale(

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpjax.kernels import device
 from mpjax.kernels import implementation as implementations
-from mpjax.kernels.checks import are_between, is_known
+from mpjax.kernels.checks import are_between, as_arrays, is_known, require_floats, require_type
 from mpjax.kernels.kv_cache import reference, residual, triton
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.codes import Float8
@@ -47,6 +47,8 @@ def append(
     numbers and, where values are known (which under `jit` they are not), negative starts and counts
     that the tokens don't have: an array is read back from the device for that, once.
     """
+    require_pages("append", pages)
+    keys, values = as_arrays("append", keys=keys, values=values)
     expected = (pages.keys.shape[1], pages.head_dim)
     if keys.shape != values.shape or keys.shape[-2:] != expected or keys.ndim not in (3, 4):
         raise ValueError(
@@ -54,10 +56,7 @@ def append(
             f"{expected[0]}, {expected[1]}], the KV heads and head dimension of the pages, or "
             "without the batch where sequences are packed"
         )
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (keys, values)):
-        raise ValueError(
-            f"append: keys are {keys.dtype} and values {values.dtype}: expected floating point"
-        )
+    require_floats("append", keys=keys, values=values)
     places = int32_places("append", pages, block_tables, starts, counts, keys.shape[:-2])
     if keys.size == 0:
         return pages
@@ -116,6 +115,11 @@ def _module(pages: KVPages, wanted: str | None) -> Any:
     return triton if name == "triton" else reference
 
 
+def require_pages(operation: str, pages: Any) -> None:
+    """Raises ValueError for anything but the pages of a layer, such as a whole cache."""
+    require_type(f"{operation}: pages", pages, KVPages, hint=", one of a PagedKVCache's layers")
+
+
 def int32_places(
     operation: str,
     pages: KVPages,
@@ -130,6 +134,9 @@ def int32_places(
 
     Raises ValueError unless they are integers that fit the tokens.
     """
+    block_tables, starts, counts = as_arrays(
+        operation, block_tables=block_tables, starts=starts, counts=counts
+    )
     sequences, *_ = (*block_tables.shape, 0)
     for name, array, shape in (
         ("block_tables", block_tables, "[batch, pages per sequence]"),

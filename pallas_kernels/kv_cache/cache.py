@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels.checks import is_known
+from mpjax.kernels.checks import as_array, as_dtype, is_known, shown, whole_number
 from mpjax.kernels.kv_cache import quantize
 from mpjax.kernels.kv_cache.codes import KVCodes
 from mpjax.kernels.kv_cache.formats import KVFormat
@@ -135,6 +135,9 @@ class PagedKVCache:
 
         Capacity is rounded up to whole pages.
         format: a KVFormat, or what KVFormat.parse reads, such as "K8V4".
+        page_size: tokens in a page: 16, 32, 64, 128 or 256, and a multiple of the format's groups
+            of tokens where it has some (KV4c, KV2). It says where tokens lie, and changes no result
+            but for rounding.
         dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
             beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
             (KVPages.parameter_dtype), and those of keys' channels float16: what is beyond ±65,504
@@ -148,13 +151,13 @@ class PagedKVCache:
 
         Raises ValueError for sizes and scales that there can't be.
         """
-        format = KVFormat.of(format)
+        format, dtype = KVFormat.of(format), as_dtype("PagedKVCache: dtype", dtype)
+        page_size = whole_number("page_size", page_size)
         if page_size not in PAGE_SIZES:
             raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
-        sizes = {"layers": layers, "batch": batch, "max_tokens": max_tokens, "kv_heads": kv_heads}
-        for name, size in (sizes | {"head_dim": head_dim}).items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}: expected 1 or more")
+        layers, batch = whole_number("layers", layers), whole_number("batch", batch)
+        max_tokens = whole_number("max_tokens", max_tokens)
+        kv_heads, head_dim = whole_number("kv_heads", kv_heads), whole_number("head_dim", head_dim)
         kinds = (format.key_codes, format.value_codes)
         if head_dim % (planes := max(codes.planes for codes in kinds)):
             raise ValueError(f"{format} needs a head dimension divisible by {planes}")
@@ -223,9 +226,17 @@ class PagedKVCache:
 
         Reads lengths back from the device. Under `jit` nothing is known, and nothing refused.
         """
-        if not is_known((self.lengths, tokens)):
+        added = as_array("require_room: tokens", tokens)
+        if added.shape not in ((), self.lengths.shape) or not jnp.issubdtype(
+            added.dtype, jnp.integer
+        ):
+            raise ValueError(
+                f"require_room: tokens is {shown(tokens)}: expected a whole number, or one for "
+                f"each of the {len(self.lengths)} sequences"
+            )
+        if not is_known((self.lengths, added)):
             return
-        needed = int(jnp.max(self.lengths + jnp.asarray(tokens, jnp.int32)))
+        needed = int(jnp.max(self.lengths + added.astype(jnp.int32)))
         if needed > self.capacity:
             raise ValueError(
                 f"the KV cache holds {self.capacity} tokens per sequence, but {needed} are "
@@ -247,7 +258,7 @@ def _broadcast_scales(
             f"there are scales, but {format} is given none: it stores keys and values as they are, "
             "or measures scales of its own; leave them out, or choose KV8s or KVfp8"
         )
-    scales = 1.0 if scales is None else scales
+    scales = as_array("PagedKVCache: scales", 1.0 if scales is None else scales)
     if is_known(scales):
         values = np.asarray(scales)
         if not ((values > 0) & np.isfinite(values)).all():

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Literal
 
+from mpjax.kernels.checks import require_type
 from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS, KVCodes
 
 KindName = str | int
@@ -43,8 +44,10 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if self.values is None:
+            require_type("KVFormat: keys", self.keys, str, int)
             object.__setattr__(self, "values", _values_beside(self.keys))
         for field in ("keys", "values"):  # "8" is 8
+            require_type(f"KVFormat: {field}", getattr(self, field), str, int)
             object.__setattr__(self, field, _kind_name(str(getattr(self, field))))
         for name, kinds in ((self.keys, KEY_KINDS), (self.values, VALUE_KINDS)):
             if str(name) not in kinds:
@@ -66,8 +69,12 @@ class KVFormat:
 
     @classmethod
     def parse(cls, text: str) -> KVFormat:
-        """Reads `KV16`, `KV8`, `KV8s`, `KV4`, `KV4t`, `KV4c`, `KV2`, `KV2t`, `KVfp8`; `K8V4`."""
-        match = re.fullmatch(rf"K(?:({_NAME})V({_NAME})|V({_NAME}))", text)
+        """Reads `KV16`, `KV8`, `KV8s`, `KV4`, `KV4t`, `KV4c`, `KV2`, `KV2t`, `KVfp8`; `K8V4`.
+
+        Capitals and spaces around it don't matter. Raises ValueError for anything else.
+        """
+        require_type("the KV format", text, str, hint=", such as 'KV8'")
+        match = re.fullmatch(rf"k(?:({_NAME})v({_NAME})|v({_NAME}))", text.strip().lower())
         if match is None:
             raise ValueError(f"can't read the KV format {text!r}: {EXPECTED}")
         keys, values, both = (name and _kind_name(name) for name in match.groups())
@@ -76,7 +83,7 @@ class KVFormat:
     @classmethod
     def of(cls, format: KVFormat | str) -> KVFormat:
         """A format as it is, or as `parse` reads it: what functions that take one accept."""
-        return format if isinstance(format, cls) else cls.parse(str(format))
+        return format if isinstance(format, KVFormat) else cls.parse(format)
 
     def __str__(self) -> str:
         is_usual = self.values == _values_beside(self.keys)

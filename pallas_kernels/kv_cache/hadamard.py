@@ -31,7 +31,7 @@ def transform(x: jax.Array) -> jax.Array:
     dim = x.shape[-1]
     count = order(dim)
     index = jnp.arange(count)
-    signs = 1 - 2 * (jax.lax.population_count(index[:, None] & index) & 1)
+    signs = 1 - 2 * (jax.lax.population_count(index[:, None] & index[None]) & 1)
     groups = x.astype(jnp.float32).reshape(*x.shape[:-1], count, dim // count)
     spread = jnp.einsum("...ns,nm->...ms", groups, signs.astype(jnp.float32), precision="highest")
     return (spread * (1 / math.sqrt(count))).astype(x.dtype).reshape(x.shape)

@@ -22,6 +22,7 @@ def encode(x: jax.Array, side: Side) -> tuple[jax.Array, jax.Array | None]:
     if codes.has_given_scales:
         given = side.parameters.reshape(len(side.parameters), -1)  # [heads, 1 or dim]
         wide = jnp.broadcast_to(given, (len(given), x.shape[-1]))
+        wide = jax.lax.broadcast_to_rank(wide, x.ndim)
         scales = jnp.split(wide, codes.planes, axis=-1)
     if codes.hadamard:
         [transformed] = hadamard.transform_pieces([x], x.shape[-1], x.dtype)
@@ -46,8 +47,8 @@ def append(
 ) -> KVPages:
     """See api.append; pages without a residual."""
     tokens = keys.shape[1]
-    position = starts[:, None] + jnp.arange(tokens)  # [batch, tokens]
-    valid = jnp.arange(tokens) < counts[:, None]
+    position = starts[:, None] + jnp.arange(tokens)[None]  # [batch, tokens]
+    valid = jnp.arange(tokens)[None] < counts[:, None]
     return _write(pages, (keys, values), block_tables, position, valid)
 
 
@@ -71,7 +72,8 @@ def flush(
     block, capacity = pages.residual.page_size, block_tables.shape[1] * pages.page_size
     lengths = jnp.minimum(starts + counts, capacity)
     first = residuals.begin(jnp.minimum(starts, capacity), block)[:, None]
-    position = first + jnp.arange(residuals.most_blocks(tokens, block) * block)  # [batch, tokens]
+    ahead = jnp.arange(residuals.most_blocks(tokens, block) * block)
+    position = first + ahead[None]  # [batch, tokens]
     full = position < residuals.begin(lengths, block)[:, None]
 
     def content(waiting: jax.Array, new: jax.Array | None) -> jax.Array:
@@ -151,7 +153,7 @@ def gather(
         stored = words[block_tables]  # [batch, pages, KV heads, page size, words]
         if parameters is not None:
             if codes.has_given_scales:
-                parameters = parameters.reshape(len(parameters), 1, -1)
+                parameters = parameters.reshape(1, 1, len(parameters), 1, -1)
             elif codes.scaling == "token":
                 parameters = parameters[block_tables][..., None]
             elif codes.group is not None:
@@ -168,7 +170,7 @@ def gather(
         raise ValueError("gather: pages with a residual need the lengths of the sequences")
     block, position = pages.residual.page_size, jnp.arange(keys.shape[1])
     lengths = jnp.minimum(lengths, keys.shape[1])
-    waits = (position >= residuals.begin(lengths, block)[:, None])[..., None, None]
+    waits = (position[None] >= residuals.begin(lengths, block)[:, None])[..., None, None]
     rows = jnp.arange(len(lengths)) if rows is None else rows
 
     def overlaid(x: jax.Array, waiting: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.arithmetic import largest_magnitude
+from mpjax.kernels.checks import as_array
 from mpjax.kernels.codes import float8
 from mpjax.kernels.kv_cache.formats import KVFormat
 
@@ -26,9 +27,14 @@ def cache_scales(x: jax.Array, format: KVFormat | str) -> jax.Array:
     scale, NaN where any of x is NaN or infinite: for keys and values of a layer what
     `PagedKVCache.create` takes stacked. Raises ValueError for formats that are given no scales.
     """
-    format = KVFormat.of(format)
+    x, format = as_array("cache_scales: x", x), KVFormat.of(format)
     if format.scaling is None:
         raise ValueError(f"{format} is given no scales: KV8s and KVfp8 are")
+    if x.ndim < 2 or x.size == 0:
+        raise ValueError(
+            f"cache_scales: x has shape {x.shape}: expected [..., KV heads, head dim] with one "
+            "token or more"
+        )
     is_static = format.scaling == "static"
     axes = tuple(range(x.ndim - 2)) + (() if is_static else (x.ndim - 1,))
     reach = LARGEST_CODE if is_static else float8.LARGEST

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from mpjax.kernels import files
 from mpjax.kernels.plans.plan import Entry, Plan
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
@@ -137,7 +138,7 @@ class Tables(abc.ABC, Generic[Problem]):
         The file is replaced at once, so that an interrupted process leaves the old or the new one.
         Raises TableError where what stands there is damaged.
         """
-        table = self.read(path, device) if path.is_file() else Table(device)
+        table = self.read(path, device) if os.path.lexists(path) else Table(device)
         stamps = table.stamps if stamp in table.stamps else (*table.stamps, stamp)
         entries = {**table.entries, **entries}
         self.write(path, dataclasses.replace(table, stamps=stamps, entries=entries))
@@ -172,10 +173,11 @@ class Tables(abc.ABC, Generic[Problem]):
         Raises TableError that says what is wrong in which file, and how to get rid of it.
         """
         try:
-            return self._parse(json.loads(path.read_text(encoding="utf-8")), device)
-        except (OSError, ValueError) as error:
+            return self._parse(files.read_object(path, ValueError), device)
+        except ValueError as error:
+            reason = str(error).replace(str(path), "it")
             raise TableError(
-                f"the tuning table {path} can't be used: {error}; mend it, or delete it and run "
+                f"the tuning table {path} can't be used: {reason}; mend it, or delete it and run "
                 "`mpjax tune` again"
             ) from error
 
@@ -232,7 +234,7 @@ class Tables(abc.ABC, Generic[Problem]):
 
 @functools.cache
 def _read_once(tables: Tables, path: Path, device: str) -> Table | None:
-    return tables.read(path, device) if path.is_file() else None
+    return tables.read(path, device) if os.path.lexists(path) else None
 
 
 def _to_json(value: Any, indent: str = "") -> str:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from mpjax.kernels.checks import (
+    as_arrays,
+    as_dtype,
+    norm_epsilon,
+    require_floats,
+    require_type,
+    shown,
+    whole_number,
+)
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.kv_cache import residual
-from mpjax.kernels.kv_cache.api import append, int32_places, make_room, why_not_triton
+from mpjax.kernels.kv_cache.api import (
+    append,
+    int32_places,
+    make_room,
+    require_pages,
+    why_not_triton,
+)
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.packed import as_single_tokens
@@ -53,8 +69,15 @@ def rotate_and_append(
     pages or one another, and for starts and counts as `append` does; and UnsupportedError, with the
     reason, where a forced implementation can't run.
     """
+    require_pages("rotate_and_append", pages)
+    terms, cosines, sines = as_arrays(
+        "rotate_and_append", terms=terms, cosines=cosines, sines=sines
+    )
+    require_floats("rotate_and_append", terms=terms, cosines=cosines, sines=sines)
+    require_type("rotate_and_append: transform_queries", transform_queries, bool, np.bool)
+    heads, norms = _heads(heads), _norms(norms)
     width = (heads[0] + 2 * heads[1]) * pages.head_dim
-    if terms.shape[-1] != width or heads[1] != pages.keys.shape[1]:
+    if terms.shape[-1:] != (width,) or heads[1] != pages.keys.shape[1]:
         raise ValueError(
             f"rotate_and_append: terms have shape {terms.shape}, and the pages "
             f"{pages.keys.shape[1]} heads of {pages.head_dim}; {heads[0]} query and {heads[1]} KV "
@@ -76,7 +99,7 @@ def rotate_and_append(
     places = int32_places(
         "rotate_and_append", pages, block_tables, starts, counts, terms.shape[1:-1]
     )
-    dtype = jnp.dtype(dtype)
+    dtype = as_dtype("rotate_and_append: dtype", dtype)
     reason = why_not_triton(pages)
     if dtype not in (jnp.bfloat16, jnp.float16):
         reason = f"queries are {dtype}, expected bfloat16 or float16"
@@ -129,3 +152,46 @@ def rotate_and_append(
     if is_packed:
         queries, keys, values = queries[0], keys[0], values[0]
     return queries, append(pages, keys, values, *places, implementation=implementation)
+
+
+def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
+    """Rotary embedding of x [batch, tokens, heads, dim], computed in float32 (RoFormer).
+
+    cosines, sines: float32 [batch, tokens, dim / 2], or with 1 in the place of the batch or the
+        tokens. Channel i turns with channel i + dim / 2, the convention of Hugging Face
+        checkpoints.
+
+    Raises ValueError for shapes that don't fit.
+    """
+    x, cosines, sines = as_arrays("rotate", x=x, cosines=cosines, sines=sines)
+    require_floats("rotate", x=x, cosines=cosines, sines=sines)
+    batch, tokens, _, dim = x.shape if x.ndim == 4 else (0, 0, 0, 1)
+    fitting = {(b, t, dim // 2) for b in (1, batch) for t in (1, tokens)}
+    if dim % 2 or not {cosines.shape, sines.shape} <= fitting:
+        raise ValueError(
+            f"rotate: x has shape {x.shape}, cosines {cosines.shape} and sines {sines.shape}: "
+            "expected [batch, tokens, heads, dim] and, of both, [batch, tokens, dim / 2]"
+        )
+    return reference.rotate(x, cosines, sines)
+
+
+def _heads(heads: Any) -> tuple[int, int]:
+    try:
+        queries, keys = heads
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"rotate_and_append: heads is {shown(heads)}: expected a pair, query heads and KV heads"
+        ) from error
+    return (
+        whole_number("rotate_and_append: query heads", queries),
+        whole_number("rotate_and_append: KV heads", keys),
+    )
+
+
+def _norms(norms: Any) -> HeadNorms | None:
+    if norms is None:
+        return None
+    require_type("rotate_and_append: norms", norms, HeadNorms, hint=", or None")
+    query, key = as_arrays("rotate_and_append: norms", query=norms.query, key=norms.key)
+    epsilon = norm_epsilon("rotate_and_append: norms: epsilon", norms.epsilon)
+    return HeadNorms(query, key, epsilon)

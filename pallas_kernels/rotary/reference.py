@@ -31,11 +31,7 @@ class HeadNorms:
 
 
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """Rotary embedding of x [batch, tokens, heads, dim], computed in float32 (RoFormer).
-
-    cosines, sines: float32 [batch, tokens, dim / 2]. Channel i turns with channel i + dim / 2, the
-    convention of Hugging Face checkpoints.
-    """
+    """See the public function."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = cosines[:, :, None], sines[:, :, None]
     turned = [first * cosines - second * sines, second * cosines + first * sines]

@@ -11,12 +11,35 @@ import jax.numpy as jnp
 
 from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
-from mpjax.kernels.checks import is_known
+from mpjax.kernels.checks import (
+    as_array,
+    as_arrays,
+    as_dtype,
+    is_known,
+    norm_epsilon,
+    require_floats,
+)
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.rowwise import reference, triton
 
 Implementation = Literal["triton", "reference"]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """The norm x [..., H] / √(mean(x²) + ε) · weight [H], in float32.
+
+    Raises ValueError for shapes that don't fit.
+    """
+    x, weight = as_arrays("rms_norm", x=x, weight=weight)
+    if not x.ndim or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: x has shape {x.shape} and the weight {weight.shape}; expected [..., H] and "
+            "[H]"
+        )
+    if is_known(epsilon):
+        epsilon = norm_epsilon("rms_norm: epsilon", epsilon)
+    return reference.rms_norm(x, weight, epsilon)
 
 
 def add_rms_norm(
@@ -43,6 +66,11 @@ def add_rms_norm(
     ValueError for shapes that don't fit, and UnsupportedError, with the reason, where a forced
     implementation can't run.
     """
+    terms, weight = as_arrays("add_rms_norm", terms=terms, weight=weight)
+    require_floats("add_rms_norm", terms=terms, weight=weight)
+    if residual is not None:
+        residual = as_array("add_rms_norm: residual", residual)
+        require_floats("add_rms_norm", residual=residual)
     if (
         terms.ndim < 2
         or weight.shape != terms.shape[-1:]
@@ -54,7 +82,8 @@ def add_rms_norm(
             f"{weight.shape}; expected [splits, ..., H], [..., H] and [H]"
         )
     format = None if format is None else WeightFormat.of(format)
-    epsilon = float(epsilon) if is_known(epsilon) else epsilon
+    if is_known(epsilon):
+        epsilon = norm_epsilon("add_rms_norm: epsilon", epsilon)
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format)
     plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format)
     reason = _why_not_triton(terms, weight.dtype, format)
@@ -83,12 +112,15 @@ def gated_silu(
     Returns [..., I]. Differentiable unless it quantises. Raises ValueError for an odd number of
     channels, and UnsupportedError, with the reason, where a forced implementation can't run.
     """
+    terms = as_array("gated_silu: terms", terms)
+    require_floats("gated_silu", terms=terms)
+    dtype = as_dtype("gated_silu: dtype", dtype)
     if terms.ndim < 2 or terms.shape[-1] % 2:
         raise ValueError(f"gated_silu: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
     format = None if format is None else WeightFormat.of(format)
-    kernel = functools.partial(triton.gated_silu, dtype=jnp.dtype(dtype), format=format)
-    plain = functools.partial(reference.gated_silu, dtype=jnp.dtype(dtype), format=format)
-    reason = _why_not_triton(terms, jnp.dtype(dtype), format)
+    kernel = functools.partial(triton.gated_silu, dtype=dtype, format=format)
+    plain = functools.partial(reference.gated_silu, dtype=dtype, format=format)
+    reason = _why_not_triton(terms, dtype, format)
     default = "triton" if terms.size and reference.quantizes(format) else "reference"
     if _choose("gated_silu", implementation, default, reason) == "reference":
         return plain(terms)
@@ -106,6 +138,8 @@ def quantize_rows(
     with 16-bit activations, and UnsupportedError, with the reason, where a forced implementation
     can't run.
     """
+    x = as_array("quantize_rows: x", x)
+    require_floats("quantize_rows", x=x)
     format = WeightFormat.of(format)
     default = "triton" if x.size and reference.quantizes(format) else "reference"
     reason = _why_not_triton(x, x.dtype, format)

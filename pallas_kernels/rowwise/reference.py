@@ -18,10 +18,10 @@ def quantizes(format: WeightFormat | None) -> bool:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """The norm x [..., H] / √(mean(x²) + ε) · weight, in float32."""
+    """The norm in float32; see the public function."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
-    return wide * weight.astype(jnp.float32)
+    return wide * jax.lax.broadcast_to_rank(weight.astype(jnp.float32), wide.ndim)
 
 
 def add_rms_norm(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -17,15 +18,16 @@ STAMP = {"device": "GPU", "commit": "abc1234", "versions": {"jax": "0.99"}}
 
 @pytest.fixture
 def page(tmp_path):
-    """`page(name=result, ...)`: the text of the page that is written from these files."""
+    """`page(name=result, ...)`: the texts of all pages of tables that are written from these."""
 
     def write(**results):
         folder = tmp_path / "results"
         folder.mkdir()
         for name, result in results.items():
             (folder / f"{name}.json").write_text(json.dumps(STAMP | result))
-        report.write(folder, tmp_path / "docs" / "page.md")
-        return (tmp_path / "docs" / "page.md").read_text()
+        report.write(folder, tmp_path / "docs")
+        pages = sorted((tmp_path / "docs" / "benchmarks").glob("*.md"))
+        return "\n".join(path.read_text() for path in pages)
 
     return write
 
@@ -52,7 +54,7 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     )
     assert "| 4000 × 5000 | uint4:g128 | 16 | 20.0 | 32.0 | 2.00 | 60.0 | 3.00 | 1.0e-03 |" in text
     assert "| 4000 × 5000 | uint8:g128 | 1 | 20.0 | 501 |" in text
-    source = "· GPU, jax 0.99, commit abc1234"
+    source = "· GPU, jax 0.99"
     command = "mpjax bench gemm --formats uint4:g128 --rows 1,16 --shapes model.map"
     assert f"`{command}` {source}" in text
     assert "--formats uint8:g128 --rows 1 --shapes model.map" in text
@@ -69,8 +71,8 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert f"`{command} {output}-calibrated.json` ·" in text
     for name in ("gemm-model.svg", "generate.svg", "attention.svg"):
         assert f"]({name})" in text
-        assert (tmp_path / "docs" / name).is_file()
-    svg = (tmp_path / "docs" / "gemm-model.svg").read_text()
+        assert (tmp_path / "docs" / "benchmarks" / name).is_file()
+    svg = (tmp_path / "docs" / "benchmarks" / "gemm-model.svg").read_text()
     assert "uint4:g128" in svg
     assert "uint8:g128" in svg
 
@@ -115,7 +117,7 @@ def test_a_command_names_what_was_measured(page, tmp_path):
     assert "--shapes llama3-70b.qkv --implementation dequantize` ·" in text
     assert f"`{command} --shapes llama3-70b.down --in-model` ·" in text
     assert "--shapes llama3-70b.down,qwen3-8b.down --rounded` ·" in text
-    names = {path.name for path in (tmp_path / "docs").glob("gemm-*.svg")}
+    names = {path.name for path in (tmp_path / "docs" / "benchmarks").glob("gemm-*.svg")}
     assert names == {"gemm-qwen3-8b.svg"}, "what was forced has no line, nor what is a part"
 
 
@@ -154,24 +156,34 @@ def test_sweeps_of_generation_have_a_table_and_a_plot_each(page, tmp_path):
     assert rows[-1][3] == ""
     assert text.count("Kernels of a decoding step") == 2
     assert "a cache of random keys and values" in text
-    assert "128K" in (tmp_path / "docs" / "generate-context.svg").read_text()
-    assert "batch 16" in (tmp_path / "docs" / "generate.svg").read_text()
+    assert "128K" in (tmp_path / "docs" / "benchmarks" / "generate-context.svg").read_text()
+    assert "batch 16" in (tmp_path / "docs" / "benchmarks" / "generate.svg").read_text()
 
 
 def test_what_was_not_measured_is_left_out(page, tmp_path):
     text = page(attention={"results": [attention_row(copies=5)]})
-    assert "## Paged attention" in text
-    assert "## Products" not in text
-    assert "## End to end" not in text
+    assert "# Paged attention" in text
+    assert "# Products" not in text
+    assert "# Whole models" not in text
     assert "without rotation" not in text
-    assert not list((tmp_path / "docs").glob("*.svg"))
+    assert not list((tmp_path / "docs" / "benchmarks").glob("*.svg"))
+    overview = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert "## Attention over the cache" in overview
+    assert "## Products" not in overview
 
 
-def test_the_page_in_the_docs_is_that_of_the_results(tmp_path):
-    report.write(report.RESULTS, tmp_path / "page.md")
-    assert (tmp_path / "page.md").read_text() == report.PAGE.read_text()
-    names = {path.name for path in tmp_path.glob("*.svg")}
-    assert names == {path.name for path in report.PAGE.parent.glob("*.svg")}
+def test_the_pages_in_the_docs_are_those_of_the_results(tmp_path):
+    report.write(report.RESULTS, tmp_path)
+    written = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")}
+    kept = {path.relative_to(report.DOCS) for path in (report.DOCS / "benchmarks").iterdir()}
+    assert written == kept | {Path("benchmarks.md")}
+    for path in written:
+        if path.suffix == ".md":
+            assert (tmp_path / path).read_text() == (report.DOCS / path).read_text(), path
+
+
+def test_the_overview_is_short():
+    assert len((report.DOCS / "benchmarks.md").read_text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,14 @@ def test_kernels(printed):
     assert "(2, 1, 8, 64)" in text
 
 
+def test_learned_scales(printed):
+    text = printed("learned_scales.py")
+    assert text.startswith("WNF2A16KV16: loss ")
+    before, learned, loaded, exact = (float(number) for number in re.findall(r"\d\.\d{3}", text))
+    assert exact < learned < before - 1
+    assert loaded == learned
+
+
 def test_modules(printed):
     assert "the sequences have [17, 10] tokens" in printed("modules.py")
 

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
-from mpjax.models import Decoder, DecoderConfig, Linear
+from mpjax.models import Decoder, DecoderConfig, Linear, Packed
 from tests.pallas_kernels.oracles import softmax_attention
 
 CONFIG = DecoderConfig(
@@ -63,7 +63,7 @@ def linear_layers(model: Decoder) -> list[Linear]:
 def quantize_kernels(model: Decoder, text: str) -> Decoder:
     """In place; returns the model."""
     for layer in linear_layers(model):
-        layer.kernel = nnx.Param(_quantize(layer.kernel.get_value(), WeightFormat.parse(text)))
+        layer.kernel = Packed(_quantize(layer.kernel.get_value(), WeightFormat.parse(text)))
     return model
 
 

@@ -17,7 +17,7 @@ from mpjax.kernels import (
     quantize,
     quantize_activations,
 )
-from mpjax.models import Attention
+from mpjax.models import Attention, Packed
 from mpjax.models.attention import Span
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array
@@ -68,7 +68,7 @@ def test_with_and_without_a_cache_fresh_or_not(window, rng):
 
 
 def test_calling_is_attending_and_the_output_projection(rng):
-    changes: dict[str, Any] = {"qk_norm": True, "output_bias": True}
+    changes: dict[str, Any] = {"qk_norm": True, "output_bias": True, "rms_norm_eps": 0.5}
     attention: Any = Attention(dataclasses.replace(CONFIG, **changes), None, nnx.Rngs(0))
     norms = attention.query_norm, attention.key_norm
     for parameter in (attention.output.bias, *(norm.weight for norm in norms)):
@@ -97,7 +97,7 @@ def test_attending_to_quantised_activations(fresh, rng):
     attention = Attention(CONFIG, None, nnx.Rngs(0))
     [fused] = attention.qkv.parts
     kernel: Any = fused.kernel.get_value()
-    fused.kernel = nnx.Param(quantize(kernel, WeightFormat.parse("int8/int8")))
+    fused.kernel = Packed(quantize(kernel, WeightFormat.parse("int8/int8")))
     x = random_array(rng, (2, 5, 64), "float32") * 30
     assert attention.qkv.format is not None
     ready = quantize_activations(x, attention.qkv.format)
@@ -134,7 +134,7 @@ def test_norms_make_the_size_of_queries_irrelevant(rng):
     [fused] = attention.qkv.parts
     scale = jnp.concatenate([jnp.full(64, 7.0), jnp.full(32, 0.5), jnp.ones(32)])
     kernel: Any = fused.kernel.get_value()
-    fused.kernel = nnx.Param(kernel * scale)
+    fused.kernel = nnx.Param(kernel * scale[None])
     after, _ = attention(x, angles, None, None)
     np.testing.assert_allclose(after, before, atol=1e-5)
 

@@ -286,10 +286,11 @@ def test_gradients_reach_every_weight_and_are_right(rng):
     assert (moved(1e-2) - moved(-1e-2)) / 2e-2 == pytest.approx(norm, rel=0.02)
 
 
-def test_gradients_pass_through_packed_kernels(rng):
+@pytest.mark.parametrize(("text", "error"), [("uint4:g32", 1e-4), ("int8/int8", 0.1)])
+def test_gradients_pass_through_packed_kernels(text, error, rng):
     """As with plain kernels of the same values; gemm/test_gradient.py has all formats."""
-    model = quantize_kernels(small_model(SHALLOW), "uint4:g32")
-    plain = dequantize_kernels(quantize_kernels(small_model(SHALLOW), "uint4:g32"))
+    model = quantize_kernels(small_model(SHALLOW), text)
+    plain = dequantize_kernels(quantize_kernels(small_model(SHALLOW), text))
     tokens = jnp.asarray(random_tokens(rng, 2, 8))
 
     def gradient(model):
@@ -304,7 +305,7 @@ def test_gradients_pass_through_packed_kernels(rng):
         return jax.jit(jax.grad(loss))(model.embedding.get_value())
 
     found, expected = gradient(model), wide(gradient(plain))
-    assert relative_error(found, expected) < 1e-4
+    assert relative_error(found, expected) < error
 
 
 def test_modules_hold_no_hidden_state(rng):
@@ -397,3 +398,24 @@ def test_a_step_that_does_not_fit_is_refused_first(count, length, fresh, message
         model.step(*arguments, fresh=fresh)
     with pytest.raises(NotImplementedError):  # where nothing is known
         jax.jit(model.step, static_argnames="fresh")(*arguments, fresh=fresh)
+
+
+def test_tokens_beyond_the_positions_are_refused(monkeypatch):
+    model = small_model(dataclasses.replace(SHALLOW, max_position_embeddings=8))
+    message = "a sequence of 9 tokens would pass the 8 positions of this model: shorten it, or load"
+    jax.eval_shape(model, jnp.ones((2, 8), jnp.int32))
+    for call in (model, jax.jit(model.__call__)):
+        with pytest.raises(ValueError, match=message):
+            call(jnp.ones((2, 9), jnp.int32))
+
+    def computed(*arguments):
+        raise NotImplementedError("reached")
+
+    monkeypatch.setattr(Decoder, "_hidden", computed)
+    cache = dataclasses.replace(model.create_cache(2, 64, "KV16"), lengths=jnp.array([2, 5]))
+    tokens = jnp.ones((2, 4), jnp.int32)
+    for counts, error in (([4, 3], NotImplementedError), ([0, 4], ValueError)):
+        with pytest.raises(error, match="reached" if error is NotImplementedError else message):
+            model.step(tokens, jnp.array(counts), cache)
+        with pytest.raises(NotImplementedError):  # where nothing is known
+            jax.jit(model.step)(tokens, jnp.array(counts), cache)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
+from mpjax.kernels import QuantizedActivations, WeightFormat, pack, quantize
 from mpjax.kernels.gemm.plans import Plan, TritonConfig, forced
-from mpjax.models import FusedLinear, GatedMLP, Linear, RMSNorm, RopeScaling
+from mpjax.models import FusedLinear, GatedMLP, Linear, Packed, RMSNorm, RopeScaling
 from mpjax.models.layers import rotary_frequencies, rotate
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
@@ -67,6 +67,16 @@ def test_terms_of_a_linear_map_add_up_to_it(text, bias, rng):
     terms = linear.terms(x)
     assert terms.shape[1:] == (2, 3, 6)
     np.testing.assert_allclose(terms.sum(0), linear(x), atol=1e-5)
+
+
+def test_a_kernel_with_a_permutation_has_no_format_to_quantise_for(rng):
+    """Its input channels are in another order than those of an input that comes quantised."""
+    format = WeightFormat.parse("uint4:g32")
+    codes, scales = jnp.zeros((64, 8), jnp.uint8), jnp.ones((2, 8), jnp.bfloat16)
+    zeros = jnp.zeros((2, 8), jnp.uint16)
+    assert Linear(pack(codes, scales, zeros, format)).format == format
+    order = jnp.asarray(rng.permutation(64).astype(np.int32))
+    assert Linear(pack(codes, scales, zeros, format, order)).format is None
 
 
 def test_a_kernel_leaves_its_terms_apart(rng, interpreted_triton):
@@ -162,7 +172,7 @@ def test_gated_activations_come_as_the_last_kernel_takes_them(text, rng):
     x = random_array(rng, (2, 64), "float32") * 20
     expected = wide(mlp.gated(x))
     kernel: Any = mlp.down.kernel.get_value()
-    mlp.down.kernel = nnx.Param(quantize(kernel, WeightFormat.parse(text)))
+    mlp.down.kernel = Packed(quantize(kernel, WeightFormat.parse(text)))
     gated = mlp.gated(x, mlp.down.format)
     assert isinstance(gated, QuantizedActivations)
     assert gated.dtype == "float32"

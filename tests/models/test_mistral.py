@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from mpjax.models import Mistral
+import pytest
+
+from mpjax.models import ConfigError, Mistral
 
 # Mistral 7B, as of version 0.1.
 MISTRAL = {
@@ -42,3 +44,8 @@ def test_a_file_without_the_key_means_4096():
 def test_some_layers_may_see_everything():
     kinds = ["sliding_attention", "full_attention"] * 16
     assert Mistral.config_from_hf(MISTRAL | {"layer_types": kinds}).windows == (4096, None) * 16
+
+
+def test_the_window_is_a_number():
+    with pytest.raises(ConfigError, match="sliding_window is '4096': expected a positive integer"):
+        Mistral.config_from_hf(MISTRAL | {"sliding_window": "4096"})

@@ -4,7 +4,56 @@ import math
 
 import pytest
 
-from mpjax.models import DecoderConfig, presets
+from mpjax.models import DecoderConfig, family, presets
+
+# What the published files say that a decoder's computation depends on.
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
 
 
 def parameters(config: DecoderConfig) -> int:
@@ -19,5 +68,9 @@ def test_presets_have_the_published_number_of_parameters(config, billions):
     assert parameters(config) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
-def test_presets_are_computed_in_bfloat16():
-    assert presets.QWEN3_8B.dtype == presets.LLAMA3_1_8B.dtype == "bfloat16"
+@pytest.mark.parametrize(
+    ("config", "file"), [(presets.QWEN3_8B, QWEN3_8B), (presets.LLAMA3_1_8B, LLAMA3_1_8B)]
+)
+def test_presets_are_what_the_published_files_say(config, file):
+    assert family(file).config_from_hf(file) == config
+    assert hash(config) == hash(family(file).config_from_hf(file))  # static in `jit`

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.models import Qwen2, Qwen3, presets
+from mpjax.models import ConfigError, Qwen2, Qwen3, presets
 
 # The config.json of Qwen3 8B.
 QWEN3_8B = {
@@ -88,3 +88,12 @@ def test_a_file_without_max_window_layers_means_28():
     hf = {key: value for key, value in QWEN3_8B.items() if key != "max_window_layers"}
     config = Qwen3.config_from_hf(hf | {"use_sliding_window": True, "sliding_window": 512})
     assert config.windows == (None,) * 28 + (512,) * 8
+
+
+def test_windows_that_are_used_are_numbers():
+    unused = QWEN3_8B | {"sliding_window": "x", "max_window_layers": "y"}
+    assert Qwen3.config_from_hf(unused).windows == (None,) * 36
+    used = QWEN3_8B | {"use_sliding_window": True, "sliding_window": 4}
+    for key in ("sliding_window", "max_window_layers"):
+        with pytest.raises(ConfigError, match=f"{key} is 'x': expected a"):
+            Qwen3.config_from_hf(used | {key: "x"})

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mpjax.models import FAMILIES, ConfigError, Decoder, Llama, Mistral, Qwen2, Qwen3, family
@@ -37,3 +39,12 @@ def test_every_family_is_a_decoder_that_reads_its_own_config():
 def test_what_is_not_supported_is_named_beside_what_is(hf, found):
     with pytest.raises(ConfigError, match=f"unsupported architecture: {found}.*Qwen3ForCausalLM"):
         family(hf)
+
+
+@pytest.mark.parametrize("names", ["LlamaForCausalLM", [["LlamaForCausalLM"]], 5, {"a": 1}, [None]])
+def test_names_are_a_list(names):
+    message = re.escape(
+        f"config.json: architectures is {names!r}: expected a list of names, such as"
+    )
+    with pytest.raises(ConfigError, match=message):
+        family({"architectures": names})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import mpjax
 
@@ -13,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
-def run(*arguments, text=None):
+def run(*arguments, text=None, **variables):
     """Runs Python; what it reads from stdin is empty unless given."""
     return subprocess.run(
         [sys.executable, *arguments],
@@ -21,7 +24,7 @@ def run(*arguments, text=None):
         capture_output=True,
         text=True,
         timeout=120,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | variables,
     )
 
 
@@ -42,7 +45,7 @@ from mpjax.cli import main
 try:
     main()
 except SystemExit as exit:
-    loaded = {"jax", "numpy", "flax", "orbax", "tokenizers"} & set(sys.modules)
+    loaded = {"jax", "numpy", "flax", "tokenizers"} & set(sys.modules)
     sys.exit(f"imported {loaded}" if loaded else exit.code)
 """
     done = run("-c", code)
@@ -61,8 +64,41 @@ def test_failures_have_codes_and_no_tracebacks(tmp_path):
     assert run("-m", "mpjax", "nonsense").returncode == 2
 
 
+def test_text_that_the_terminal_lacks_is_replaced_and_figures_have_a_line(tiny_folder, tiny):
+    prompt = "größer # Δ 中"
+    limits = ["--model", str(tiny_folder), "--max-new-tokens", "10"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mpjax", "generate", prompt, "--echo", *limits],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+        env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"},
+    )
+    text = prompt + mpjax.generate(tiny, prompt, max_new_tokens=10).text[0]
+    expected = text.encode("ascii", "replace").rstrip(b"\n")
+    assert done.returncode == 0
+    assert done.stdout.startswith(expected + b"\n")
+    assert re.fullmatch(rb"\d+ prompt tokens, 10 new: .*\n", done.stdout[len(expected) + 1 :])
+
+
+def test_help_is_for_any_terminal():
+    done = run("-m", "mpjax", "bench", "gemm", "--help", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n    ? floor    ?s over the time" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "gemm", "--help"]])
+def test_a_reader_that_leaves_help_is_no_failure(arguments):
+    assert leave(arguments) == (141, "")
+
+
 def test_a_reader_that_leaves_is_no_failure(tiny_folder):
     arguments = ["generate", "x", "--model", str(tiny_folder), "--max-new-tokens", "10"]
+    assert leave(arguments) == (141, "")
+
+
+def leave(arguments):
+    """The exit code and stderr of `mpjax` whose stdout nobody reads."""
     process = subprocess.Popen(
         [sys.executable, "-m", "mpjax", *arguments],
         stdout=subprocess.PIPE,
@@ -75,5 +111,4 @@ def test_a_reader_that_leaves_is_no_failure(tiny_folder):
     process.stdout.close()
     with process.stderr:
         message = process.stderr.read()
-    assert process.wait() == 141
-    assert message == ""
+    return process.wait(), message

@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.arguments import new_token_limits, read_text, require_documents, require_known_ids
+from mpjax.arguments import (
+    compute_dtype,
+    new_token_limits,
+    positive_whole,
+    read_text,
+    require_documents,
+    require_known_ids,
+    stop_strings,
+)
+from mpjax.precision import Precision
 
 
 @pytest.mark.parametrize("limits", [(0, 1), (4, 4), (np.int64(2), np.int32(3)), (0, jnp.int32(2))])
@@ -31,6 +40,18 @@ def test_limits_that_no_row_can_keep(limits, message):
         new_token_limits(*limits)
 
 
+def test_positive_whole_numbers():
+    assert positive_whole("n", np.int64(3)) == 3
+    for value, message in (
+        (0, "n is 0; it must be a positive whole number"),
+        (-1, "n is -1; it must be"),
+        (2.0, r"n is 2\.0; it must be a whole number"),
+        ("8", "n is '8'; it must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            positive_whole("n", value)
+
+
 def test_a_traced_minimum_is_left_alone():
     found = jax.jit(lambda minimum: new_token_limits(minimum, np.int64(4))[0])(jnp.int32(9))
     assert found == 9
@@ -38,16 +59,71 @@ def test_a_traced_minimum_is_left_alone():
 
 def test_ids_without_an_embedding_are_refused():
     require_known_ids([[0, 9], [], np.asarray([5])], 10)
-    for ids, wrong in (([3, 10], 10), (np.asarray([-1, 4]), -1)):
+    for ids, wrong in (([3, 10], 10), ([0, 10], 10), (np.asarray([-1, 4]), -1)):
         message = f"gave token {wrong}, and the model knows 0 to 9: .* not from the same"
         with pytest.raises(ValueError, match=message):
-            require_known_ids([[0], ids], 10)
+            require_known_ids([[0], [], ids], 10)
 
 
 def test_a_text_is_no_list_of_documents():
     require_documents(["a text"])
     with pytest.raises(ValueError, match=r"^documents is a text: pass a list, \[text\]$"):
         require_documents("a text")
+    for other in (None, 3, [b"bytes"], ["a", 1], jnp.ones(())):
+        with pytest.raises(ValueError, match=r"documents is .*: expected a list of texts"):
+            require_documents(other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [
+        (None, None, None),
+        ("bf16", None, "bfloat16"),
+        (jnp.float16, "W4A16KV8", "float16"),
+        ("fp32", "A16KV8", "float32"),  # activations that aren't rounded
+        (None, "A32KV8", "float32"),
+        (np.float32, "W32A32KV16", "float32"),
+    ],
+)
+def test_the_dtype_to_compute_in(dtype, precision, expected):
+    parsed = None if precision is None else Precision.parse(precision)
+    assert compute_dtype(dtype, parsed) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "message"),
+    [
+        ("int8", "A16KV8", "dtype is int8: expected one of bfloat16, float16, float32$"),
+        (float, "A16KV8", "dtype is float64: expected one of bfloat16"),
+        ("auto", "A16KV8", "dtype is 'auto': expected a dtype, such as bfloat16"),
+        (16, "A16KV8", "dtype is 16: expected a dtype"),
+        ("bf16", "W4A32KV8", "precision is W4A32KV8, of a model in float32, and dtype is bfloat16"),
+    ],
+)
+def test_dtypes_that_no_model_computes_in(dtype, precision, message):
+    with pytest.raises(ValueError, match=message):
+        compute_dtype(dtype, Precision.parse(precision))
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [(None, []), ((), []), ("end", ["end"]), (["a", "b"], ["a", "b"]), (iter("ab"), ["a", "b"])],
+)
+def test_stop_strings(stop, expected):
+    assert stop_strings(stop) == expected
+
+
+@pytest.mark.parametrize("stop", [3, b"end", [b"end"], ["a", 1], jnp.ones(()), object()])
+def test_stop_strings_are_texts(stop):
+    with pytest.raises(
+        ValueError, match=r"the stop string .* is no text; expected some, or a list"
+    ):
+        stop_strings(stop)
+
+
+def test_a_stop_string_is_not_empty():
+    with pytest.raises(ValueError, match="an empty stop string would end every text"):
+        stop_strings(["a", ""])
 
 
 def test_line_ends_stay_as_they_are(tmp_path):

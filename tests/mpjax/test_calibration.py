@@ -11,10 +11,12 @@ from flax import nnx
 
 import mpjax
 from mpjax import calibrate_cache
-from mpjax.evaluate import document_tokens
+from mpjax.evaluation import document_tokens
+from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.tokenizer import Tokenizer
+from tests.mpjax.odd_models import with_damaged_token
 
 DOCUMENTS = ["import os\nimport sys", "", "def f(x):\n    return x + 1\n" * 2]
 WINDOW = 16
@@ -53,6 +55,24 @@ def test_the_largest_keys_and_values_are_the_largest_codes(text, reach, tiny):
     )
 
 
+def test_neither_padding_nor_what_is_beyond_the_limit_counts(tiny):
+    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s"))
+
+    def scales(documents, **options):
+        return calibrate_cache(lm, documents, window=WINDOW, **options).model.cache_scales[...]
+
+    short, other = "import os", "def f(x):\n    return x"
+    count = len(document_tokens(tiny.tokenizer, short))
+    assert count < WINDOW
+    # With the padding's tokens in the place of the padding, their keys and values do count.
+    padding = tiny.tokenizer.backend.id_to_token(0)
+    assert (scales([short]) != scales([short + padding * (WINDOW - count)])).any()
+    alone = calibrate_cache(lm, [short], window=count).model.cache_scales[...]
+    np.testing.assert_allclose(scales([short]), alone, rtol=1e-4)
+    assert (scales([short, other]) != scales([short])).any()
+    np.testing.assert_array_equal(scales([short, other], max_tokens=count), scales([short]))
+
+
 def test_a_calibrated_model_generates(tiny):
     lm = dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s"))
     with pytest.raises(ValueError, match="KV8s needs scales of channels"):
@@ -83,9 +103,20 @@ def test_refusals(tiny):
         calibrate_cache(dataclasses.replace(lm, tokenizer=None), DOCUMENTS)
     with pytest.raises(ValueError, match=r"documents is a text: pass a list, \[text\]"):
         calibrate_cache(lm, DOCUMENTS[0])
-    for name, value in (("window", 0), ("window", -5), ("max_tokens", 0)):
-        with pytest.raises(ValueError, match=f"{name} is {value}: expected a positive number"):
+    for name, value in (("window", 0), ("window", -5), ("max_tokens", 0), ("max_tokens", 2.5)):
+        with pytest.raises(ValueError, match=f"{name} is {value}: expected 1 or more"):
             calibrate_cache(lm, DOCUMENTS, **{name: value})
+
+
+@pytest.mark.parametrize("text", ["KV8s", "KVfp8"])
+def test_what_is_not_finite_gives_no_scales(tiny, text):
+    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse(text))
+    token = tiny.tokenizer.encode(DOCUMENTS[2])[0]
+    assert token not in document_tokens(tiny.tokenizer, DOCUMENTS[0])
+    with pytest.raises(NotFiniteError, match=r"^document 2: the model computes NaN or infinite"):
+        calibrate_cache(with_damaged_token(lm, token), DOCUMENTS, window=WINDOW)
+    # What is not read does not count; nor does the padding behind what is.
+    calibrate_cache(with_damaged_token(lm, token), DOCUMENTS[:2], window=WINDOW)
 
 
 def test_a_tokenizer_of_another_checkpoint_is_noticed(tiny):

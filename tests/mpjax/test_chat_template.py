@@ -62,6 +62,13 @@ def test_llama_chat_reads_as_expected(llama_folder):
     assert f"Date: {today}\n" in ours.chat([{"role": "user", "content": "Hi"}])
 
 
+def test_tools_and_documents_are_none_unless_they_are_given():
+    template = "{{ tools is none }} {{ documents is none }} {{ other is defined }}"
+    ours = Tokenizer(sentencepiece(), chat_templates={"default": template})
+    assert ours.chat([{"role": "user"}]) == "True True False"
+    assert ours.chat([{"role": "user"}], documents=[], other=0) == "True False True"
+
+
 def test_tojson_does_not_escape_for_html():
     ours = Tokenizer(sentencepiece(), chat_templates={"default": "{{ messages | tojson }}"})
     messages = [{"role": "user", "content": "a < b & 'ü'"}]
@@ -99,8 +106,12 @@ def test_templates_and_variables_that_are_refused():
     with pytest.raises(ValueError, match="TemplateSyntaxError"):
         ours.chat(hello, chat_template="{% if %}")
     with pytest.raises(ValueError, match=r"tools\[0\] is function"):
-        ours.chat(hello, chat_template="x", tools=[lambda: None])
+        ours.chat(hello, chat_template="{{ x }}", tools=[lambda: None])
     with pytest.raises(ValueError, match="SecurityError"):
         ours.chat(hello, chat_template="{{ messages.append(1) }}")
     with pytest.raises(ValueError, match="SecurityError"):
         ours.chat(hello, chat_template="{{ ''.__class__.__mro__ }}")
+    for chosen in ("default", "tool_use", "", "{ name }"):
+        message = rf"'{chosen}' is neither a chat template of folder \(it has none\) nor Jinja"
+        with pytest.raises(ValueError, match=message):
+            ours.chat(hello, chat_template=chosen)

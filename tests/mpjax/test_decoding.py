@@ -16,7 +16,9 @@ from mpjax.bench.random_model import random_model
 from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
 from mpjax.kernels import KVFormat, WeightFormat, device
 from mpjax.models import DecoderConfig, Llama
-from mpjax.sampling import Sampling, row_keys
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
+from tests.mpjax.odd_models import with_damaged_token
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -132,7 +134,11 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on(run):
 
 
 def test_stop_tokens_are_held_back_until_the_minimum(run, prompts, full_logits):
-    stop = int(run().tokens[0, 2])
+    free = run().tokens[0].tolist()
+    stop = free[2]
+    for minimum in (free.index(stop), free.index(stop) + 1):
+        length = int(run(stop_ids=(stop,), min_new_tokens=minimum).lengths[0])
+        assert (length == free.index(stop) + 1) == (minimum == free.index(stop))
     found = run(stop_ids=(stop,), min_new_tokens=5)
     assert stop not in found.tokens[0, :5].tolist()
     assert found.lengths.min() >= 5
@@ -141,6 +147,18 @@ def test_stop_tokens_are_held_back_until_the_minimum(run, prompts, full_logits):
     assert np.argmax(logits) == stop
     logits[stop] = -np.inf
     assert found.tokens[0, 2] == np.argmax(logits)
+
+
+def test_stop_tokens_that_are_held_back_count_in_logprobs(run, prompts, full_logits):
+    logits = full_logits(prompt(prompts, 0))
+    ranked = np.argsort(-logits)
+    stops = ranked[: decoding.STOP_IDS]
+    expected = log_softmax(logits)
+    without = -np.log1p(-np.exp(expected[stops]).sum())
+    assert without > 1e-2, "the stop tokens are too unlikely to be missed: choose more"
+    found = run(stop_ids=tuple(stops.tolist()), min_new_tokens=1)
+    assert found.tokens[0, 0] == ranked[len(stops)]
+    np.testing.assert_allclose(found.logprobs[0, 0], expected[ranked[len(stops)]], rtol=1e-4)
 
 
 def test_what_a_row_draws_is_its_own_affair(run):
@@ -155,19 +173,42 @@ def test_what_a_row_draws_is_its_own_affair(run):
     assert not np.array_equal(other, alone)
 
 
+def test_keys_are_seeds(run):
+    """Typed ones and raw ones; they can be used again, as nothing that is donated is theirs."""
+    expected = run(seeds=[7, 8, 9], sampling=HOT).tokens
+    typed = jax.vmap(jax.random.key)(jnp.asarray([7, 8, 9]))
+    raw = jax.vmap(jax.random.PRNGKey)(jnp.asarray([7, 8, 9]))
+    for seeds in (typed, typed, raw, raw, list(raw), np.asarray(raw)):
+        np.testing.assert_array_equal(run(seeds=seeds, sampling=HOT).tokens, expected)
+    split = run(seeds=jax.random.split(jax.random.key(0), ROWS), sampling=HOT).tokens
+    assert not np.array_equal(split, expected)
+
+
+def test_rows_that_are_not_finite_can_be_told(run, tiny, prompts):
+    assert run().finite.all()
+    bad = run().tokens[0, 3]
+    others = np.concatenate([run().tokens[1:].ravel(), *(prompt(prompts, i) for i in range(ROWS))])
+    assert bad not in others
+    lm = with_damaged_token(tiny, bad)
+    for length, finite in ((4, True), (NEW, False)):
+        found = generate_tokens(lm.model, *prompts, max_new_tokens=length, stop_ids=(0,))
+        assert found.finite.tolist() == [finite, True, True]
+
+
 def test_it_can_be_jitted(run, tiny, prompts):
     jitted = jax.jit(
         functools.partial(generate_tokens, max_new_tokens=NEW, stop_ids=(0,)),
         static_argnames="kv_format",
     )
-    found = jitted(tiny.model, *prompts, sampling=HOT, kv_format=KVFormat(4))
+    keys = row_keys(range(ROWS))  # the seeds that are the default
+    found = jitted(tiny.model, *prompts, keys, sampling=HOT, kv_format=KVFormat(4))
     expected = run(sampling=HOT, kv_format=KVFormat(4))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_padding_does_not_matter(run, prompts):
     tokens, lengths = prompts
-    zeros = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    zeros = jnp.where(jnp.arange(tokens.shape[1])[None] < lengths[:, None], tokens, 0)
     np.testing.assert_array_equal(run(tokens=zeros).tokens, run().tokens)
 
 
@@ -185,8 +226,10 @@ def test_padding_does_not_matter(run, prompts):
         ({"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
         ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens is 5 and max_new_tokens 4"),
         ({"max_new_tokens": 250}, "250 new tokens would pass the 256 positions"),
-        ({"stop_ids": (3, -1)}, r"stop_ids are \(3, -1\); each must be 0 or above"),
-        ({"seeds": [1, 2]}, r"seeds have shape \(2,\); expected one for each of 3 rows"),
+        ({"stop_ids": (3, -1)}, r"stop_ids are \[3, -1\]; each must be 0 or above"),
+        ({"seeds": [1, 2]}, "there are 2 seeds for a batch of 3; expected one for each row"),
+        ({"seeds": jax.random.key(0)}, r"seeds are keys of threefry2x32 \(\); expected one of"),
+        ({"seeds": jax.random.PRNGKey(0)}, "there are 2 seeds for a batch of 3"),
         ({"seeds": [1, -2, 3]}, "seeds are"),
     ],
 )
@@ -198,11 +241,10 @@ def test_arguments_that_do_not_fit_are_refused(tiny, prompts, change, message):
         generate_tokens(tiny.model, tokens, lengths, **arguments)
 
 
-def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill):
+def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill, maximum=16):
     """The state after prefill in a cache of two pages for each row, and the limits."""
-    limits = Limits(
-        jnp.asarray([0], jnp.int32), jnp.zeros(rows, jnp.int32), jnp.full(rows, 16, jnp.int32)
-    )
+    most = jnp.broadcast_to(jnp.asarray(maximum, jnp.int32), (rows,))
+    limits = Limits(jnp.asarray([0], jnp.int32), jnp.zeros(rows, jnp.int32), most)
     state = program(
         model,
         jnp.ones((rows, 16), jnp.int32),
@@ -275,6 +317,19 @@ def test_strides_change_nothing_but_the_looks(tiny, stop_ids, stride, until):
     assert ends[0].counts.max() > 1
 
 
+def test_a_row_of_no_new_tokens_has_none_and_is_not_stopped(tiny):
+    """Its zeros are no token, though token 0 is a stop token."""
+    state, limits = begin(tiny.model, KVFormat(8), Sampling(), maximum=[0, 3])
+    state = jit_decode(tiny.model, state, Sampling(), limits, jnp.int32(16))
+    found = decoding.collect(state, limits)
+    assert found.lengths.tolist() == [0, 3]
+    assert found.stopped.tolist() == [False, False]
+    assert not found.tokens[0].any()
+    assert not found.logprobs[0].any()
+    one = dataclasses.replace(state, counts=jnp.asarray([1, 3], jnp.int32))
+    assert decoding.collect(one, limits).stopped.tolist() == [True, False]
+
+
 def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatch):
     """The two programs give the same tokens; inside of `jit` there is no choice."""
     quantized = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
@@ -292,6 +347,14 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
     # JAX names the options where a program with some is called inside of another.
     with pytest.raises(ValueError, match="'xla_gpu_enable_pdl': False"):
         jax.eval_shape(lambda *rest: in_turn(*rest), state, Sampling(), limits, jnp.int32(4))
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (128, 128)])
+def test_one_product_by_warpgroups_is_enough(shape, monkeypatch):
+    """Of weights of one format, that of any shape."""
+    model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
+    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda rows, weight: weight.shape == shape)
+    assert decoding._has_warpgroups(model, 1)
 
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):

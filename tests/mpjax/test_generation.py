@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import tokenizers
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mpjax
 from mpjax import Sampling, decoding
-from mpjax import generation as module
-from mpjax.kernels import KVFormat
-from mpjax.memory import DeviceMemoryError
+from mpjax.buckets import bucket_tokens
+from mpjax.finite import NotFiniteError
+from mpjax.kernels import KVFormat, PagedKVCache
+from mpjax.kernels.kv_cache.cache import PAGE_SIZES
 from mpjax.models import Llama
 from mpjax.tokenizer import Tokenizer
-from tests.mpjax.tokenizer_folders import byte_level, metaspace, sentencepiece
+from tests.mpjax.conftest import TINY
+from tests.mpjax.odd_models import write_overflowing_model
+from tests.mpjax.tokenizer_folders import metaspace, sentencepiece
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -69,7 +70,7 @@ def test_it_is_generate_tokens_with_a_tokenizer(tiny, hot):
         jnp.asarray(padded),
         jnp.asarray([len(tokens) for tokens in ids], jnp.int32),
         [1, 2, 3],
-        max_new_tokens=module.bucket(NEW),  # whose programs are compiled already
+        max_new_tokens=bucket_tokens(NEW),
         sampling=HOT,
         kv_format=tiny.kv_format,
     )
@@ -100,16 +101,6 @@ def test_pieces_of_a_stream_joined_are_the_text(tiny, alone):
     assert ["".join(pieces)] == returned.text == alone.text
     assert (returned.tokens, returned.finish_reasons) == (alone.tokens, alone.finish_reasons)
     np.testing.assert_allclose(returned.logprobs, alone.logprobs, rtol=1e-5)
-
-
-def test_time_between_pieces_is_not_decoding(tiny, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
-    stream = mpjax.stream(tiny, PROMPTS[2], max_new_tokens=NEW, sampling=HOT)
-    for _ in stream:
-        now += 1000
-    _, returned = drain(mpjax.stream(tiny, PROMPTS[2], max_new_tokens=NEW, sampling=HOT))
-    assert returned.decode_seconds == 0
 
 
 @pytest.mark.parametrize(("first", "last"), [(3, 3), (0, 1), (4, 5), (16, 17), (15, 18), (22, 23)])
@@ -147,44 +138,6 @@ def test_the_first_of_several_stop_strings_ends_its_row_alone(tiny, hot):
     assert found.text[1] == whole[: min(whole.index(stop) for stop in stops[1:])]
     assert found.finish_reasons == ["length", "stop", "length"]
     assert [found.text[row] for row in (0, 2)] == [hot.text[row] for row in (0, 2)]
-
-
-LETTERS = Tokenizer(byte_level([], 256))
-
-
-@given(
-    text=st.text("ab", max_size=30),
-    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
-)
-def test_a_row_ends_where_a_stop_string_first_came_to_its_end(text, stops):
-    row = module._Row(LETTERS, [], stops)
-    row.push(LETTERS.encode(text))
-    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
-    read = text[: min(ends)] if ends else text
-    starts = [read.index(stop) for stop in stops if stop in read]
-    assert row.finish() == (read[: min(starts)] if starts else text)
-    assert row.stopped == bool(ends)
-    assert len(row.tokens) == len(read)
-
-
-def test_no_text_is_searched_twice_for_stop_strings():
-    class Text(str):
-        """Records where searches in it begin, and what is added to it is one, too."""
-
-        searched: list[tuple[int, int]] = []  # noqa: RUF012 (of all of them)
-
-        def find(self, string, *begin):
-            self.searched.append((len(self), *begin))
-            return super().find(string, *begin)
-
-        def __add__(self, other):
-            return Text(super().__add__(other))
-
-    row = module._Row(LETTERS, [], ["ba", "bbb"])
-    row.text = Text()
-    row.push(LETTERS.encode("a" * 50))
-    assert len(Text.searched) == 100
-    assert all(length - begin <= 3 for length, begin in Text.searched)
 
 
 class Repeater(Llama):
@@ -228,6 +181,25 @@ def test_a_stream_holds_back_what_may_become_a_stop_string(tiny, alone):
     assert "".join(pieces) == whole
 
 
+def test_stop_strings_wait_for_the_minimum_as_stop_tokens_do(tiny, alone):
+    [whole], [tokens] = alone.text, alone.tokens
+    stop = tiny.tokenizer.decode(tokens[1:3])
+    options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": HOT, "stop": stop}
+    assert mpjax.generate(tiny, PROMPTS[2], seeds=[3], **options).text == [
+        whole[: whole.index(stop)]
+    ]
+    for minimum in (3, 4, NEW):
+        found = mpjax.generate(tiny, PROMPTS[2], seeds=[3], min_new_tokens=minimum, **options)
+        ends = minimum == 3  # whose third token is the end of the stop string
+        assert found.tokens == [tokens[:3] if ends else tokens]
+        assert found.text == [whole[: whole.index(stop)] if ends else whole]
+        pieces, returned = drain(
+            mpjax.stream(tiny, PROMPTS[2], seed=3, min_new_tokens=minimum, **options)
+        )
+        assert ["".join(pieces)] == found.text
+        assert returned.finish_reasons == found.finish_reasons == ["stop" if ends else "length"]
+
+
 def test_a_stop_token_ends_a_row_and_has_no_text(tiny, hot, monkeypatch):
     token = hot.tokens[1][4]
     monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token,))
@@ -260,39 +232,13 @@ def test_chats_go_through_the_template(tiny, monkeypatch):
     expected = mpjax.generate(tiny, PROMPTS[2], **options)
     for prompts in (chat, [chat]):  # one chat, and a batch of one
         assert mpjax.generate(tiny, prompts, **options).tokens == expected.tokens
-
-
-@pytest.fixture
-def counted(monkeypatch, trace_counter):
-    """Fresh jits in the place of the module's, which count how often they are traced."""
-    prefill, decode = trace_counter(decoding.prefill), trace_counter(decoding.decode)
-    jitted = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
-    monkeypatch.setattr(module, "jit_prefill", jitted)
-    jitted_decode = jax.jit(decode, donate_argnames="state")
-    monkeypatch.setattr(module, "decode_program", lambda model, state: jitted_decode)
-    return lambda: (prefill.count, decode.count)
-
-
-def test_the_same_shapes_are_never_traced_twice(tiny, counted):
-    def run(prompt, **options):
-        return mpjax.generate(tiny, prompt, **options)
-
-    run("import os", max_new_tokens=10, sampling=Sampling(temperature=1.0, top_p=0.9))
-    assert counted() == (1, 1)
-    # Another prompt and numbers of the same buckets, other values, seeds and stops.
-    other = Sampling(temperature=2, top_p=0.5)
-    run("def f(", max_new_tokens=16, min_new_tokens=3, sampling=other, seeds=[4], stop="zzz")
-    run("def f(", max_new_tokens=16, sampling=other, stop=["<|endoftext|>"])  # stops by its id
-    drain(mpjax.stream(tiny, "x", max_new_tokens=12, sampling=other, seed=9))
-    assert counted() == (1, 1)
-    run("x = 1\n" * 10, max_new_tokens=10, sampling=other)  # a longer bucket, the same state
-    assert counted()[0] == 2
-
-
-def test_buckets():
-    assert [module.bucket(n) for n in (1, 16, 17, 64, 65, 512, 513, 1024, 1025)] == [
-        *(16, 16, 32, 64, 128, 512, 1024, 1024, 1536)
-    ]
+    monkeypatch.delitem(tiny.tokenizer.chat_templates, "default")
+    found = mpjax.generate(tiny, chat, chat_template=template, **options)
+    assert found.tokens == expected.tokens
+    pieces, _ = drain(
+        mpjax.stream(tiny, chat, chat_template=template, max_new_tokens=NEW, sampling=HOT, seed=3)
+    )
+    assert ["".join(pieces)] == expected.text
 
 
 @pytest.mark.parametrize(
@@ -310,9 +256,13 @@ def test_buckets():
         ("x", {"stop": ["a", ""]}, "empty stop string"),
         ("x", {"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
         ("x", {"stop": [5]}, "stop string 5 is no text"),
-        (["x", "y"], {"seeds": [1]}, "1 seeds for 2 prompts"),
-        ("x", {"seeds": 5}, "seeds are 5; expected a list"),
-        ([[{"role": "user", "content": "x"}]], {}, "no chat template"),
+        (["x", "y"], {"seeds": [1]}, "there are 1 seeds for a batch of 2"),
+        ("x", {"seeds": 5}, r"seeds are int64 \(\); expected integers \[batch\]"),
+        ([[{"role": "user", "content": "x"}]], {}, "no chat template, .*: pass chat_template="),
+        ("x", {"chat_template": "default"}, "chat_template is for chats"),
+        ([[1, 2], [3, 2048]], {}, "prompt 1 has token 2048, and the model knows 0 to 2047"),
+        (["x", "y"], {"sampling": Sampling([1.0] * 4)}, r"temperature has shape \(4,\); a batch"),
+        ("x", {"page_size": 48}, r"page size 48: expected one of \(16, 32, 64, 128, 256\)"),
         (
             {"role": "user", "content": "x"},
             {},
@@ -347,25 +297,97 @@ def test_a_tokenizer_of_another_checkpoint_is_noticed(tiny):
         mpjax.generate(model, "import os")
 
 
-def test_a_cache_that_is_too_large_is_refused_before_it_is_allocated(tiny, monkeypatch):
-    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: 10_000)
-    lm = dataclasses.replace(tiny, kv_format=KVFormat(8))
-    allocated = []
-    create = type(lm.model).create_cache
+def test_token_ids_are_read_as_they_are(tiny, hot, alone):
+    ids = [tiny.tokenizer.encode(prompt) for prompt in PROMPTS]
+    options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": HOT}
+    found = mpjax.generate(
+        tiny, [ids[0], PROMPTS[1], np.asarray(ids[2])], seeds=[1, 2, 3], **options
+    )
+    assert (found.tokens, found.text) == (hot.tokens, hot.text)
+    for prompt in (ids[2], [ids[2]], jnp.asarray(ids[2]), np.asarray([ids[2]])):
+        assert mpjax.generate(tiny, prompt, seeds=[3], **options).tokens == alone.tokens
+    pieces, _ = drain(mpjax.stream(tiny, ids[2], seed=3, **options))
+    assert ["".join(pieces)] == alone.text
 
-    def watched(*args):
-        cache = create(*args)
-        if isinstance(cache.lengths, jax.core.Tracer):
-            return cache
-        allocated.append(cache)
-        return cache
 
-    monkeypatch.setattr(type(lm.model), "create_cache", watched)
-    with pytest.raises(
-        DeviceMemoryError, match="a KV8 cache for 2 × 144 tokens, with prefill, needs"
-    ):
-        mpjax.generate(lm, ["x", "y"])
-    assert not allocated
+def test_seeds_may_be_keys(tiny, hot, alone):
+    keys = jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(jnp.asarray([1, 2, 3]))
+    options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": HOT}
+    for seeds in (keys, jax.random.key_data(keys)):
+        assert mpjax.generate(tiny, PROMPTS, seeds=seeds, **options).tokens == hot.tokens
+        _, found = drain(mpjax.stream(tiny, PROMPTS[2], seed=seeds[2], **options))
+        assert found.tokens == alone.tokens
+
+
+def test_a_batch_streams_the_text_of_all_rows(tiny, hot, monkeypatch):
+    """Rows that end with a stop token, with a stop string and by their length."""
+    token = hot.tokens[1][4]
+    monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token,))
+    stop = hot.text[0][10:16]
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "sampling": HOT,
+        "seeds": [1, 2, 3],
+        "stop": stop,
+    }
+    expected = mpjax.generate(tiny, PROMPTS, **options)
+    assert expected.finish_reasons == ["stop", "stop", "length"]
+    pieces, found = drain(mpjax.stream_batch(tiny, PROMPTS, **options))
+    assert (found.text, found.tokens) == (expected.text, expected.tokens)
+    for row, text in enumerate(expected.text):
+        mine = [piece for piece in pieces if piece.row == row]
+        assert "".join(piece.text for piece in mine) == text
+        assert [piece.finish_reason for piece in mine] == [
+            *[None] * (len(mine) - 1),
+            expected.finish_reasons[row],
+        ]
+        assert all(piece.text for piece in mine[:-1])
+    ends = [place for place, piece in enumerate(pieces) if piece.finish_reason]
+    assert ends[0] < len(pieces) - 3, "a row that ends early says so early"
+
+
+def test_one_stream_is_of_one_prompt(tiny):
+    for prompts in (PROMPTS, [], [[1, 2]], None):
+        with pytest.raises(
+            ValueError, match=r"stream completes one prompt, .*: stream_batch takes"
+        ):
+            next(mpjax.stream(tiny, prompts))
+    assert [piece.row for piece in mpjax.stream_batch(tiny, "x", max_new_tokens=1)] == [0]
+
+
+def test_float16_that_overflows_is_told_of_bfloat16(tiny_folder, tmp_path):
+    folder = write_overflowing_model(tmp_path / "loud", tiny_folder, TINY)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "stop": "zzz"}
+    lm = mpjax.load(folder)
+    message = r'^prompt 0: .* 65504 are in float16: load it with dtype="bfloat16"$'
+    with pytest.raises(NotFiniteError, match=message):
+        mpjax.generate(lm, PROMPTS[0], **options)
+    for stream in (mpjax.stream, mpjax.stream_batch):
+        with pytest.raises(NotFiniteError, match=message):
+            next(stream(lm, PROMPTS[0], **options))
+    found, expected = (
+        mpjax.generate(mpjax.load(folder, dtype=dtype), PROMPTS[0], **options)
+        for dtype in ("bfloat16", "float32")
+    )
+    assert found.tokens[0][:4] == expected.tokens[0][:4]
+    np.testing.assert_allclose(found.logprobs[0][:4], expected.logprobs[0][:4], rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        mpjax.generate,
+        mpjax.generate_tokens,
+        mpjax.evaluate,
+        PagedKVCache.create,
+        Llama.create_cache,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_page_size_is_explained(function):
+    text = " ".join(function.__doc__.split())
+    assert "page_size: tokens in" in text or "page_size is the tokens in" in text
+    assert f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]}" in text
 
 
 def test_a_stop_string_that_is_a_special_token_stops_by_its_id(tiny, alone):

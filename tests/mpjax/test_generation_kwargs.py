@@ -67,6 +67,11 @@ def test_equal_arguments_are_one_key():
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": 1, "top_k": -2}, "top_k is .* must be 1 or above"),
         ({"temperature": 1, "top_p": 0.0}, "top_p is 0.0"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+        ({"until": 5}, "the stop string 5 is no text"),
+        ({"until": ["\n", 5]}, "the stop string 5 is no text"),
+        ({"max_gen_toks": "many"}, "max_gen_toks is 'many': expected 1 or more, a whole number"),
+        ({"max_new_tokens": 2.5}, r"max_new_tokens is 2\.5: expected 1 or more, a whole number"),
     ],
 )
 def test_what_it_can_not_do_is_refused(kwargs, message):

@@ -15,8 +15,10 @@ import pytest
 import tokenizers.processors
 
 import mpjax
-from mpjax import evaluate
+from mpjax import evaluation
+from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
+from tests.mpjax.odd_models import with_damaged_token
 
 CODE = "def add(x, y):\n    return x + y"
 # Contexts and continuations of several lengths.
@@ -99,13 +101,13 @@ def test_loglikelihood_is_that_of_the_full_forward_pass(model, tiny):
 
 
 def test_the_cache_counts_and_few_programs_do(harness, tiny, monkeypatch):
-    shapes, inner = set(), evaluate._score
+    shapes, inner = set(), evaluation._score
 
     def watched(model, tokens, counts, cache):
         shapes.add((tokens.shape, cache.layers[0].keys.shape))
         return inner(model, tokens, counts, cache)
 
-    monkeypatch.setattr(evaluate, "_score", watched)
+    monkeypatch.setattr(evaluation, "_score", watched)
     pairs = requests("loglikelihood", *PAIRS)
     expected = np.array(harness.HarnessLM(tiny, batch_size=2).loglikelihood(pairs))[:, 0]
     assert len(shapes) == 1  # though five requests in batches of two leave a part of one
@@ -152,7 +154,7 @@ def test_rolling_is_what_perplexity_sums(harness, tiny):
     sums = harness.HarnessLM(tiny).loglikelihood_rolling(
         requests("loglikelihood_rolling", *[(t,) for t in texts])
     )
-    expected = evaluate.perplexity(tiny, texts)
+    expected = evaluation.evaluate(tiny, texts)
     assert -sum(sums) == pytest.approx(expected.nats_per_token * expected.tokens, rel=1e-6)
 
 
@@ -170,6 +172,21 @@ def test_generation_is_that_of_generate(model, tiny):
     again = mpjax.generate(tiny, contexts[:1] * 2, max_new_tokens=12, sampling=hot, seeds=[3, 4])
     assert found[3:] == again.text
     assert found[3] != found[4]  # the same request twice is two draws
+
+
+def test_what_is_not_finite_is_no_answer(harness, tiny):
+    """Requests are counted as lm_eval gave them, not as batches have them."""
+    lm = harness.HarnessLM(with_damaged_token(tiny, tiny.tokenizer.encode("class")[0]), 2)
+    contexts = [CODE, "for i in", "class A", "import os"]
+    asked = requests("generate_until", *[(context, {"max_gen_toks": 3}) for context in contexts])
+    with pytest.raises(NotFiniteError, match=r"^request 2: the model computes NaN"):
+        lm.generate_until(asked)
+    pairs = requests("loglikelihood", *[(context, " x") for context in contexts])
+    with pytest.raises(NotFiniteError, match=r"^request 2: the model computes NaN"):
+        lm.loglikelihood(pairs)
+    texts = requests("loglikelihood_rolling", *[(context,) for context in contexts])
+    with pytest.raises(NotFiniteError, match=r"^window 2: the model computes NaN"):
+        lm.loglikelihood_rolling(texts)
 
 
 @pytest.fixture
@@ -281,9 +298,12 @@ def test_a_chat_template_can_be_named(harness, tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 257}, "max_length is 257 .* 256 positions"),
+        ({"max_length": 257}, "max_length is 257; .* 256 positions"),
         ({"max_length": 0}, "max_length is 0"),
-        ({"batch_size": 0}, "batch_size 0"),
+        ({"batch_size": 0}, "batch_size is 0: expected 1 or more"),
+        ({"batch_size": "eight"}, "batch_size is 'eight': expected 1 or more, a whole number"),
+        ({"max_length": 2.5}, r"max_length is 2\.5: expected 1 or more, a whole number"),
+        ({"max_new_tokens": None}, "max_new_tokens is None: expected 1 or more"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(harness, tiny, options, message):
@@ -354,7 +374,7 @@ def test_lm_eval_runs_tasks(harness, tiny, tiny_folder):
     ]
     right = [best == d["answer"] for best, d in zip(likeliest, DOCUMENTS, strict=True)]
     assert found["results"]["choice"]["acc,none"] == np.mean(right)
-    expected = evaluate.perplexity(tiny, [d["text"] for d in DOCUMENTS]).bits_per_byte
+    expected = evaluation.evaluate(tiny, [d["text"] for d in DOCUMENTS]).bits_per_byte
     assert found["results"]["roll"]["bits_per_byte,none"] == pytest.approx(expected, rel=1e-6)
     assert found["config"]["precision"] == tiny.precision
     written = [sample["resps"][0][0] for sample in found["samples"]["write"]]
@@ -380,6 +400,7 @@ def test_what_lm_eval_passes_is_read_or_refused(harness, tiny_folder, options, m
     usual = {"batch_size": "4", "max_batch_size": None, "device": None}
     create = harness.HarnessLM.create_from_arg_string
     assert create(f"pretrained={tiny_folder}", usual).batch_size == 4
+    assert create(f"pretrained={tiny_folder},max_positions=300", usual).max_length == 300
     with pytest.raises(ValueError, match=message):  # before anything is loaded
         create("precision=W4A16KV8,pretrained=no/such/folder", usual | options)
 
@@ -393,5 +414,5 @@ def test_without_the_extra(monkeypatch):
 
 
 def test_importing_mpjax_leaves_it_alone():
-    code = "import sys, mpjax, mpjax.evaluate; sys.exit('lm_eval' in sys.modules)"
+    code = "import sys, mpjax, mpjax.evaluation; sys.exit('lm_eval' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

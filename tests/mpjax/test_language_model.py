@@ -1,24 +1,34 @@
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+import mpjax
 from mpjax.checkpoint import huggingface
-from mpjax.kernels import KVFormat
-from mpjax.language_model import LanguageModel, weight_precisions
+from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.language_model import LanguageModel, weight_formats
 from mpjax.models import CacheScales
 from mpjax.precision import Precision
+from mpjax.tokenizer import Tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
+    FP8,
+    FP8_SIZES,
     GPTQ,
     linear_shapes,
+    pack_module_fp8,
     pack_random,
     random_tensors,
     write_checkpoint,
 )
+from tests.mpjax.tokenizer_folders import byte_level
 
 
 def load(folder, precision=None, dtype=None):
@@ -53,10 +63,95 @@ def test_precision_is_what_is_there(tmp_path, rng):
             pack_random(tensors, hf, name, rng)
     lm = load(write_checkpoint(tmp_path, hf, tensors), "A16KV8")
     assert lm.precision == "W16+W4g64A16KV8"
-    assert weight_precisions(lm.model) == ["W16", "W4g64"]
+    assert weight_formats(lm.model) == {WeightFormat("bfloat16"), WeightFormat("uint4", 64)}
     rows = dict(lm.describe())
     assert rows["attention.qkv"] == "W4g64 in 1 layer, W4g64 | W4g64 | W16 in 1 layer"
     assert rows["mlp.down"] == "W4g64 in 2 layers"
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "W16A16KV16",
+        "W32A32KV8",
+        "W4A16KV8",
+        "W4g32A32KV4",
+        "W4gKsymA16KV4t",
+        "W8g64A16K8V4",
+        "W8symA32KV16",
+        "WNF4A16KV4cg64",
+        "WNF3g128A16K4cV4c",
+        "WNF2g32A16KV2t",
+        "WFP8A16KVfp8",
+        "WFP8gKA16KV2",
+        "WFP8AFP8KV8",
+        "WFP8g128AFP8KV8s",
+        "W8A8K4cg32V8",
+        "W4A8KV4",
+    ],
+)
+def test_every_format_can_be_loaded_as_it_is_called(precision, tiny_folder, tmp_path):
+    """From a float32 checkpoint, and from what was saved."""
+    lm = mpjax.load(tiny_folder, precision=precision)
+    assert lm.precision == precision
+    assert lm.config.dtype == ("float32" if "A32" in precision else "bfloat16")
+    again = mpjax.load(tiny_folder, precision=lm.precision)
+    assert (again.precision, again.config) == (lm.precision, lm.config)
+    if lm.kv_format.scaling != "static":  # which needs a calibration to be saved
+        mpjax.save(lm, tmp_path / "saved")
+        assert mpjax.load(tmp_path / "saved", precision=lm.precision).precision == precision
+
+
+def gptq_mixture(folder, rng):
+    """Maps of 4 bits, of 8, and one that is not packed."""
+    written = GPTQ | {"group_size": 64, "dynamic": {"+:.*down_proj": {"bits": 8}}}
+    hf = CONFIGS["llama"] | {"quantization_config": written}
+    tensors = random_tensors(hf, rng, np.float16)
+    for name in linear_shapes(hf):
+        bits = 8 if name.endswith("down_proj") else 4
+        of_map = hf | {"quantization_config": written | {"bits": bits}}
+        if name != "model.layers.1.self_attn.v_proj":
+            pack_random(tensors, of_map, name, rng)
+    return write_checkpoint(folder, hf, tensors)
+
+
+def fp8_mixture(folder, rng):
+    """Maps in FP8, and one that is not packed."""
+    hf = CONFIGS["qwen3"] | FP8_SIZES | {"quantization_config": FP8}
+    tensors = random_tensors(hf, rng, ml_dtypes.bfloat16)
+    for name in linear_shapes(hf):
+        if name != "model.layers.1.mlp.down_proj":
+            pack_module_fp8(tensors, FP8, name)
+    return write_checkpoint(folder, hf, tensors)
+
+
+@pytest.mark.parametrize(
+    ("write", "asked", "precision", "others"),
+    [
+        (gptq_mixture, None, "W16+W4g64+W8g64A16KV16", ["W16+W4g64A16KV16", "W16+W4+W8A16KV8"]),
+        (gptq_mixture, "A32KV8", "W32+W4g64+W8g64A32KV8", ["W32+W4g64A32KV8", "W4g64+W8g64A32KV8"]),
+        (fp8_mixture, None, "W16A16+WFP8g128AFP8KV16", ["W4A16+WFP8g128AFP8KV16"]),
+        (fp8_mixture, "WFP8A16KV8", "W16+WFP8A16KV8", ["W16+W8A16KV8"]),
+    ],
+)
+def test_mixtures_can_be_loaded_as_they_are_called(write, asked, precision, others, tmp_path, rng):
+    folder = write(tmp_path / "mixture", rng)
+    lm = mpjax.load(folder, precision=asked)
+    assert lm.precision == precision
+    assert mpjax.load(folder, precision=precision.lower()).precision == precision
+    mpjax.save(lm, tmp_path / "saved")
+    assert mpjax.load(tmp_path / "saved", precision=precision).precision == precision
+    for other in others:
+        for place in (folder, tmp_path / "saved"):
+            with pytest.raises(ValueError, match=f"precision is {re.escape(other)}, but"):
+                mpjax.load(place, precision=other)
+
+
+def test_a_mixture_is_not_made_of_16_bits(tmp_path, rng):
+    folder = write_checkpoint(tmp_path, CONFIGS["llama"], random_tensors(CONFIGS["llama"], rng))
+    message = r"precision is W16\+W4g32A16KV8, but the weights in .* are W16: ask for A16KV8"
+    with pytest.raises(ValueError, match=message):
+        mpjax.load(folder, precision="W16+W4g32A16KV8")
 
 
 def test_float32_is_not_called_16_bits(tmp_path, rng):
@@ -99,3 +194,50 @@ def test_describe(tmp_path, rng):
     ):
         lm.model.cache_scales = CacheScales(jnp.ones(shape))
         assert dict(lm.describe())["cache scales"] == text
+        assert lm.summary()["cache_scales"] == text.split()[1].strip(",")
+
+
+def test_summary_is_json_with_figures(tmp_path, rng):
+    tensors = random_tensors(CONFIGS["llama"], rng)
+    lm = load(write_checkpoint(tmp_path, CONFIGS["llama"], tensors), "W4g32A16KV8")
+    found = lm.summary()
+    assert json.loads(json.dumps(found)) == found
+    assert found["packed_bytes"] > 0
+    assert found["packed_bytes"] + found["other_bytes"] == lm.nbytes
+    assert (
+        found
+        | {
+            "model": "Llama",
+            "source": "the/source",
+            "precision": "W4g32A16KV8",
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_position_embeddings": 256,
+            "parameters": lm.num_parameters,
+            "dtype": "bfloat16",
+            "cache_scales": None,
+        }
+        == found
+    )
+    assert found["linear_maps"]["attention.output"] == {"W4g32": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tokenizer.model", r"has tokenizer\.model but no tokenizer\.json: convert it once with"),
+        (
+            "config.json",
+            r"has no tokenizer\.json; it holds config\.json\. Without it there is no text",
+        ),
+    ],
+)
+def test_without_a_tokenizer_it_is_said_what_to_do(name, message, tmp_path):
+    (tmp_path / name).write_text("{}")
+    lm = LanguageModel(None, None, KVFormat(), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        lm.require_tokenizer()
+    tokenizer = Tokenizer(byte_level([], 256))
+    assert dataclasses.replace(lm, tokenizer=tokenizer).require_tokenizer() is tokenizer

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
 import types
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from mpjax.checkpoint import CheckpointError, orbax
+from mpjax.checkpoint import CheckpointError, staging
+from mpjax.checkpoint.saving import save
 from mpjax.loading import bundled_model, load
 from mpjax.precision import Precision
-from tests.mpjax.checkpoint.test_orbax import require_same_bits, write_tokenizer
+from tests.mpjax.checkpoint.saved_models import require_same_bits, write_tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
 
 
@@ -34,6 +41,35 @@ def test_precision_as_text_or_object(folder):
         load(folder, precision="int4")
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "f32", np.float32, jnp.float32, "float32"])
+def test_dtypes_by_their_usual_names(dtype, folder):
+    lm = load(folder, dtype=dtype)
+    assert lm.config.dtype == "float32"
+    assert lm.model.embedding.get_value().dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": 4}, "precision is 4: expected a text, such as 'W4A16KV16'"),
+        ({"precision": "W4A16"}, "can't read the precision 'W4A16': did you mean 'W4A16KV16'"),
+        ({"dtype": "bf17"}, "dtype is 'bf17': expected a dtype, such as bfloat16"),
+        ({"dtype": "auto"}, "dtype is 'auto': expected a dtype"),
+        (
+            {"dtype": "bf16", "precision": "W4A32KV8"},
+            "precision is W4A32KV8, of a model in float32",
+        ),
+        ({"path_or_id": 7}, "the model is 7: expected a folder's path or a hub id"),
+        ({"path_or_id": None}, "the model is None: expected a folder's path or a hub id"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, message, folder, tmp_path):
+    save(load(folder), tmp_path / "saved")
+    for place in (folder, tmp_path / "saved"):
+        with pytest.raises(ValueError, match=message):
+            load(**({"path_or_id": place} | arguments))
+
+
 def test_the_tokenizer_comes_along_and_comes_first(folder):
     write_tokenizer(folder)
     tokenizer = load(folder).tokenizer
@@ -47,15 +83,54 @@ def test_the_tokenizer_comes_along_and_comes_first(folder):
 
 def test_a_saved_model(folder, tmp_path):
     lm = load(folder, precision="W4g32A16KV8")
-    orbax.save(lm, tmp_path / "saved")
+    save(lm, tmp_path / "saved")
     require_same_bits(lm, load(tmp_path / "saved"))
     assert load(tmp_path / "saved", precision="A16KV16").precision == "W4g32A16KV16"
+
+
+def test_a_caller_sets_how_many_positions_there_are(folder, tmp_path):
+    tokens = jnp.ones((1, 300), jnp.int32)
+    assert load(folder).config.max_position_embeddings == 256
+    with pytest.raises(ValueError, match=r"300 tokens would pass the 256 .* with max_positions"):
+        load(folder).model(tokens)
+    lm = load(folder, max_positions=300)
+    assert jax.eval_shape(lm.model, tokens).shape == (1, 300, 96)
+    assert lm.config == dataclasses.replace(load(folder).config, max_position_embeddings=300)
+    require_same_bits(load(folder, max_positions=256), load(folder))
+    save(lm, tmp_path / "saved")
+    assert load(tmp_path / "saved").config == lm.config
+    assert load(tmp_path / "saved", max_positions=64).config.max_position_embeddings == 64
+    for value in (0, 1.5):
+        with pytest.raises(ValueError, match=f"max_positions is {value}; it must be a"):
+            load(folder, max_positions=value)
+
+
+def test_rotten_weights_are_found_unless_nobody_asks(folder, tmp_path):
+    save(load(folder), tmp_path / "saved")
+    path = tmp_path / "saved" / "weights.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-200:-136] = bytes(byte ^ 0xFF for byte in content[-200:-136])
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has other bytes than w"):
+        load(tmp_path / "saved")
+    assert load(tmp_path / "saved", verify=False).precision == "W16A16KV16"
+
+
+def test_a_model_that_a_killed_save_moved_away_is_put_back(folder, tmp_path):
+    lm = load(folder)
+    save(lm, tmp_path / "saved")
+    hidden = tmp_path / f".saved.saving-{staging._host()}-{staging._boot()}"
+    (hidden / "new").mkdir(parents=True)
+    (hidden / "lock").touch()
+    (tmp_path / "saved").rename(hidden / "previous")
+    require_same_bits(lm, load(tmp_path / "saved"))
+    assert not hidden.exists()
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_bar_shows_that_a_model_is_loaded(is_saved, folder, tmp_path, capfd):
     if is_saved:
-        orbax.save(load(folder), tmp_path / "saved")
+        save(load(folder), tmp_path / "saved")
         folder = tmp_path / "saved"
     for progress in (False, True):
         load(folder, progress=progress)
@@ -85,9 +160,51 @@ def test_what_is_no_checkpoint(tmp_path):
         CheckpointError, match=r"has neither config\.json nor mpjax\.json: expected"
     ):
         load(tmp_path)
+    (tmp_path / "model.bin").write_text("?")
+    with pytest.raises(
+        CheckpointError, match=r"model\.bin is a file: expected the folder of a .*t$"
+    ):
+        load(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "and found nothing$"),
+        (["b", "a"], "and found a, b$"),
+        (
+            ["model-Q4_K_M.gguf", "tokenizer.model"],
+            "found model-Q4_K_M.gguf; GGUF is not read: take",
+        ),
+        (["tokenizer.model"], "found tokenizer.model; a tokenizer is no model: fetch config.json"),
+        (["adapter_config.json", "adapter.safetensors"], "adapter is no model: merge it into its"),
+        (["consolidated.00.pth", "params.json", "tokenizer.model"], "in Hugging Face's format"),
+        (
+            ["model.safetensors", "tokenizer.json"],
+            r"found model.safetensors; config\.json is missing",
+        ),
+    ],
+)
+def test_what_a_folder_holds_in_the_place_of_a_checkpoint(names, message, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text("?")
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def test_a_file_of_another_format(tmp_path):
     (tmp_path / "model.gguf").write_text("GGUF")
-    with pytest.raises(CheckpointError, match=r"model\.gguf is a file: expected the folder"):
+    message = r"model\.gguf is a file: expected the folder of a checkpoint; GGUF is not read: take"
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B-AWQ", "gpt2"])
+def test_a_hub_id_has_an_owner(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = f"^{name} does not exist: .* a hub id, which names an owner, too, such as Qwen/Qwen3"
+    with pytest.raises(CheckpointError, match=message):
+        load(name)
 
 
 def hub(monkeypatch, download):
@@ -130,3 +247,23 @@ def test_without_the_hub_extra(monkeypatch):
 
 def test_the_bundled_model_has_a_folder():
     assert (bundled_model() / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("x" * 300, "can't be a folder: .*File name too long"),
+        ("~nobody-of-this-name/model", "can't be a folder: Could not determine home directory"),
+        ("loop", "loop is no folder: expected the folder of a checkpoint"),
+        ("gone", "gone is no folder: expected the folder of a checkpoint"),
+        ("pipe", "pipe is no folder: expected the folder of a checkpoint"),
+        ("null\0byte", "can't be a folder: embedded null byte"),
+    ],
+)
+def test_paths_that_can_be_no_folder(path, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("gone").symlink_to("nowhere")
+    os.mkfifo("pipe")
+    with pytest.raises(CheckpointError, match=message):
+        load(path)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from mpjax.memory import DeviceMemoryError, free_bytes, require_free
+from mpjax.memory import DeviceMemoryError, free_bytes, has_free, require_free
 
 
 @dataclasses.dataclass
@@ -28,14 +28,22 @@ def test_a_gpu_has_left_what_it_may_take_and_has_not():
 def test_nothing_is_refused_where_nobody_knows(statistics):
     assert free_bytes(FakeGPU(statistics)) is None
     require_free(10**18, "loading", FakeGPU(statistics))
+    assert has_free(10**18, FakeGPU(statistics))
 
 
 def test_too_much_is_refused_with_both_figures():
     device = FakeGPU({"bytes_limit": 24_000_000_000, "bytes_in_use": 1_500_000_000})
     require_free(22_500_000_000, "loading Qwen3-8B", device)
+    assert [has_free(size, device) for size in (22_500_000_000, 22_500_000_001)] == [True, False]
     message = r"^loading Qwen3-8B needs 22.51 GB on cuda:0, which has 22.50 GB free: choose"
     with pytest.raises(DeviceMemoryError, match=message):
         require_free(22_510_000_000, "loading Qwen3-8B", device)
+
+
+def test_linux_says_kibibytes(monkeypatch):
+    text = "MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:  500 kB\n"
+    monkeypatch.setattr("mpjax.memory.Path.read_text", lambda path: text)
+    assert free_bytes(jax.devices("cpu")[0]) == 500 * 1024
 
 
 def test_the_cpu_has_what_the_system_has():

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpjax import precision as precision_module
 from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.kernels.formats import can_be_symmetric, group_sizes
+from mpjax.kernels.kv_cache.codes import KEY_KINDS
 from mpjax.precision import Precision, describe_weights
 
 packed_formats = st.one_of(
@@ -28,13 +33,15 @@ packed_formats = st.one_of(
     ),
     st.sampled_from([WeightFormat("int8"), WeightFormat("liquid4", 64)]),
 )
-precisions = st.builds(
-    Precision,
-    st.one_of(st.none(), st.just(WeightFormat("bfloat16")), packed_formats),
-    st.one_of(
-        st.builds(KVFormat, *[st.sampled_from([16, 8, 4, "fp8"])] * 2),
-        st.builds(KVFormat, st.sampled_from(["4c", 2, "2t", "2g32"]), st.sampled_from([16, 4, 2])),
-    ),
+caches = st.one_of(
+    st.builds(KVFormat, *[st.sampled_from([16, 8, 4, "fp8"])] * 2),
+    st.builds(KVFormat, st.sampled_from(["4c", 2, "2t", "2g32"]), st.sampled_from([16, 4, 2])),
+)
+formats = st.one_of(st.just(WeightFormat("bfloat16")), packed_formats)
+bits = st.sampled_from([16, 32])
+precisions = st.one_of(
+    st.builds(Precision, st.one_of(st.none(), formats), caches, bits=bits),
+    st.builds(Precision.mixed, st.sets(formats, min_size=1, max_size=4), caches, bits),
 )
 
 
@@ -69,6 +76,135 @@ def test_parse(text, weights, kv):
     assert str(precision) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("W32A32KV16", Precision(WeightFormat("bfloat16"), bits=32)),
+        ("W4A32KV8", Precision(WeightFormat("uint4", 128), KVFormat(8), bits=32)),
+        ("A32KV16", Precision(bits=32)),
+        (
+            "W16+W4A16KV8",
+            Precision(None, KVFormat(8), (WeightFormat("uint4", 128), WeightFormat("bfloat16"))),
+        ),
+        (
+            "W16A16+WFP8AFP8KV16",
+            Precision(
+                mixture=(WeightFormat("bfloat16"), WeightFormat("float8", activations="float8"))
+            ),
+        ),
+        (
+            "W32A32+W8A8KV16",
+            Precision(mixture=(WeightFormat("int8"), WeightFormat("bfloat16")), bits=32),
+        ),
+    ],
+)
+def test_mixtures_and_float32(text, expected):
+    """What `LanguageModel.precision` says of models that are not of one 16-bit kind."""
+    assert Precision.parse(text) == expected
+    assert str(expected) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "usual"),
+    [
+        ("w4a16kv8", "W4A16KV8"),
+        (" W4A16KV8\n", "W4A16KV8"),
+        ("wfp8Afp8KVFP8", "WFP8AFP8KVfp8"),
+        ("wnf3G32a16k4CG64v4", "WNF3g32A16KV4cg64"),
+        ("w4gksyma16kv16", "W4gKsymA16KV16"),
+        ("w16+w4A16kv8", "W16+W4A16KV8"),
+        ("W8A16+W16A16KV8", "W16+W8A16KV8"),
+        ("W4+W4A16KV8", "W4A16KV8"),
+    ],
+)
+def test_capitals_spaces_and_order_do_not_matter(text, usual):
+    assert str(Precision.parse(text)) == usual
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("W4A16", "W4A16KV16"),
+        ("W8A8", "W8A8KV16"),
+        ("W4", "W4A16KV16"),
+        ("4", "W4A16KV16"),
+        ("8-bit", "W8A16KV16"),
+        ("int4", "W4A16KV16"),
+        ("nf4", "WNF4A16KV16"),
+        ("fp8", "WFP8A16KV16"),
+        ("KV8", "A16KV8"),
+        ("W4-A16-KV8", "W4A16KV8"),
+        ("W4 A16 KV8", "W4A16KV8"),
+        ("W4A16KV", "W4A16KV8"),
+        ("W4A16C8", "W4A16KV8"),
+        ("uint4:g32:sym", "W4g32symA16KV16"),
+        ("int8/int8", "W8A8KV16"),
+    ],
+)
+def test_what_was_probably_meant(text, meant):
+    with pytest.raises(ValueError, match=rf"the precision '{text}': did you mean '{meant}'\?$"):
+        Precision.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (4, "precision is 4: expected a text, such as 'W4A16KV16'"),
+        (None, "precision is None: expected a text, such as 'W4A16KV8'"),
+        (["W4A16KV8"], r"precision is \['W4A16KV8'\]: expected a text, such as 'W4A16KV8'"),
+    ],
+)
+def test_what_is_no_text(value, message):
+    with pytest.raises(ValueError, match=message):
+        Precision.of(value)
+
+
+def test_what_takes_a_precision_takes_it_as_text():
+    precision = Precision.parse("W4A16KV8")
+    assert Precision.of(precision) is precision
+    assert Precision.of("W4A16KV8") == Precision("uint4:g128", "KV8") == precision  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weights": "uint4:g99"}, "uint4 with group size 99"),
+        ({"kv": "KV9"}, "KV9 is not a KV format"),
+        ({"bits": 8}, "bits is 8: expected 16 or 32"),
+        ({"mixture": ("uint4:g32",)}, "a mixture takes two formats or more"),
+        ({"weights": "uint4:g32", "mixture": ("uint4:g32", "int8")}, "no weights beside it"),
+    ],
+)
+def test_fields_that_there_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Precision(**fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "agrees"),
+    [
+        ("A16KV8", "W4A16KV16", True),
+        ("W4A16KV8", "W4symA16KV16", True),
+        ("W4A16KV8", "W16+W4A16KV16", True),  # maps that a checkpoint left in 16 bits
+        ("W4A16KV8", "W4g32A16KV16", False),
+        ("W4A16KV8", "W4+W8A16KV16", False),
+        ("W4A16KV8", "W16A16KV16", False),
+        ("W16A16KV8", "W16A16KV16", True),
+        ("W16A16KV8", "W4A16KV16", False),
+        ("W16+W4A16KV8", "W16+W4symA16KV16", True),
+        ("W16+W4A16KV8", "W4A16KV16", False),
+        ("W16+W4A16KV8", "W16+W4+W8A16KV16", False),
+    ],
+)
+def test_agreement_with_what_is_there(text, found, agrees):
+    assert Precision.parse(text).agrees_with(Precision.parse(found).formats) == agrees
+
+
+def test_precisions_that_can_share_their_weights():
+    one, other = (Precision.parse(f"W16+W4A16{kv}") for kv in ("KV8", "KV4"))
+    assert one.of_weights == other.of_weights != Precision.parse("A16KV8").of_weights
+
+
 def test_the_default_group_size_can_be_written():
     assert Precision.parse("W4g128A16KV16") == Precision.parse("W4A16KV16")
 
@@ -81,19 +217,24 @@ def test_parse_inverts_str(precision):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("W4", "can't read the precision 'W4': expected W"),
-        ("w4a16kv8", "can't read the precision"),
-        ("W4A16KV8 ", "can't read the precision"),
-        ("", "can't read the precision ''"),
-        ("W4A4KV4", "'W4A4KV4': A4 is not implemented: activations can be A16, A8 or AFP8"),
+        ("", "can't read the precision '': expected, for example, W4A16KV8"),
+        ("AWQ", "can't read the precision 'AWQ': expected, for example, W4A16KV8"),
+        ("W4+A16KV8", "can't read the precision"),
+        (
+            "W4A4KV4",
+            r"'W4A4KV4': A4 is not implemented: activations can be A16 \(A32 in f.*\), A8 or AFP8",
+        ),
         ("W3A16KV8", "W3A16 is not implemented: there are W16A16, W8A16"),
         ("W16A8KV8", "W16A8 is not implemented"),
         ("A8KV8", "A8 needs a W part"),
-        ("W4g48A16KV8", "group size 48: expected 32 or 64 or 128 or K"),
-        ("W4g128A8KV8", "liquid4 with group size 128: expected 64"),
-        ("WNF4symA16KV8", "table4 has no zero point"),
-        ("W16g32A16KV8", "16-bit weights take no group size"),
-        ("W16symA16KV8", "16-bit weights take no group size and no sym"),
+        ("W4g48A16KV8", "W4g48 is not implemented beside A16: expected g32, g64, g128 or gK, all"),
+        ("W4g128A8KV8", "W4g128 is not implemented beside A8: expected g64$"),
+        ("WNF4symA16KV8", "WNF4A16 has no zero point: leave sym out"),
+        ("W16g32A16KV8", "weights that aren't packed take no group size"),
+        ("W16symA16KV8", "weights that aren't packed take no group size and no sym"),
+        ("W32A16KV8", "W32A16 is not implemented: .* as in W16A16 and W32A32"),
+        ("W16A32KV8", "W16A32 is not implemented"),
+        ("W4A16+W8A32KV8", "A16 and A32 can't be in one model"),
         ("W4A16KV3", "KV3 is not a KV format: expected KV16, KV8, KV8s, KV4"),
         ("W4A16K8V", "can't read the precision"),
         ("W4A16KxV8", "can't read the KV format 'KxV8'"),
@@ -104,6 +245,42 @@ def test_what_cannot_be_read_is_named(text, message):
         Precision.parse(text)
 
 
+def rows_of_docs(heading: str) -> list[list[str]]:
+    """The cells of a table in docs/precision.md, below a heading and without the table's own."""
+    text = (Path(__file__).parents[2] / "docs" / "precision.md").read_text(encoding="utf-8")
+    section = text.split(f"## {heading}")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip().strip("`") for cell in row] for row in rows]
+
+
+def test_the_docs_name_every_weight_format():
+    rows = rows_of_docs("W and A")
+    for name, format, bits, activations, sizes, sym, _ in rows:
+        weights = Precision.parse(f"{name}KV16").weights
+        assert (str(weights), f"{name}KV16") == (format, str(Precision(weights)))
+        assert weights is not None
+        assert weights.bits == int(bits)
+        assert (
+            activations.split(",")[0]
+            == {None: "16 bits", "float8": "e4m3", "int8": "int8"}[weights.activations]
+        )
+        found = ["K" if size is None else str(size) for size in group_sizes(weights.codes)]
+        assert sizes == (", ".join(found) if weights.is_packed else "")
+        assert sym == ("yes" if can_be_symmetric(weights.codes) else "")
+    assert {name for name, *_ in rows} == {f"W{w}A{a}" for w, a in precision_module._FORMATS}
+
+
+def test_the_docs_name_every_kv_format():
+    rows = rows_of_docs("KV:")
+    for name, bits, _ in rows:
+        kv = KVFormat.parse(name)
+        assert str(kv) == name
+        assert bits == f"{kv.key_codes.bits}, {kv.value_codes.bits}"
+    of_tokens = {f"KV{kind}" for kind in KEY_KINDS if "g" not in kind}
+    assert {name for name, *_ in rows} == of_tokens
+
+
 def test_describe_weights():
     assert describe_weights(WeightFormat("float16")) == "W16"
+    assert describe_weights(WeightFormat("bfloat16"), 32) == "W32"
     assert describe_weights(WeightFormat("uint8", None)) == "W8gK"

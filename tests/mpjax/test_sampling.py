@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mpjax import sampling as module
-from mpjax.sampling import Sampling, logprobs, row_keys, sample, step_keys
+from mpjax.random_keys import row_keys, step_keys
+from mpjax.sampling import Sampling, logprobs, pad_sampling, sample
 
 process_logits = jax.jit(module.process_logits)  # compiled once, not operation by operation
 
@@ -227,26 +228,17 @@ def test_a_row_draws_the_same_token_alone_in_a_batch_and_in_another_order():
         assert int(alone[0]) == int(together[row])
 
 
-def test_step_keys_take_one_step_or_one_per_row():
-    keys = row_keys([1, 2])
-    rows = jax.random.key_data(step_keys(keys, jnp.asarray([3, 4])))
-    for row, step in enumerate((3, 4)):
-        np.testing.assert_array_equal(rows[row], jax.random.key_data(step_keys(keys, step))[row])
-    assert not np.array_equal(rows[0], jax.random.key_data(step_keys(keys, 4))[0])
-
-
-def test_row_keys_take_every_32_bit_seed_and_any_default_generator():
-    seeds = [0, 1, 2**31, 2**32 - 1]
-    data = jax.random.key_data(row_keys(seeds))
-    assert len({tuple(row) for row in np.asarray(data).tolist()}) == 4
-    with jax.default_prng_impl("rbg"):
-        np.testing.assert_array_equal(jax.random.key_data(row_keys(seeds)), data)
-    np.testing.assert_array_equal(
-        jax.random.key_data(jax.jit(row_keys)(jnp.asarray(seeds, jnp.uint32))), data
-    )
-    for bad in ([-1], [2**32], [0.5], 3):
-        with pytest.raises(ValueError, match="seeds are"):
-            row_keys(bad)
+def test_sampling_of_a_batch_that_is_padded():
+    sampling = Sampling([1.0, 0.0], top_k=jnp.asarray([3, 4]), min_p=0.5)
+    found = pad_sampling(sampling, 2, 4)
+    assert np.asarray(found.temperature).tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert np.asarray(found.top_k).tolist() == [3, 4, 4, 4]
+    assert (found.min_p, found.top_p, found.repetition_penalty) == (0.5, None, None)
+    assert [found.temperature.dtype, found.top_k.dtype] == [np.float32, np.int32]
+    assert pad_sampling(Sampling(), 2, 4) == Sampling()
+    message = r"^top_k has shape \(4,\); a batch of 2 needs a number or an array of shape \(2,\)"
+    with pytest.raises(ValueError, match=message):
+        pad_sampling(Sampling(1.0, top_k=[1, 2, 3, 4]), 2, 4)
 
 
 def test_jit_traces_again_only_when_a_feature_is_switched():
@@ -330,6 +322,7 @@ def test_arguments_that_do_not_fit_are_errors():
 
 def test_top_k_beyond_the_vocabulary_and_full_top_p_keep_everything():
     logits = jnp.asarray(random_logits(2, 5000, spread=0.01))
+    assert Sampling(temperature=1.0, top_k=100_000).top_k == 100_000
     for top_k in (3 * 10**9, [2**32 + 2], jnp.asarray([7.0])):
         assert np.all(np.asarray(Sampling(temperature=1.0, top_k=top_k).top_k) > 5)
     sampling = Sampling(temperature=1.0, top_k=10**9, top_p=1.0, min_p=0.0)
@@ -362,6 +355,22 @@ def test_tokens_that_tie_with_the_last_one_kept_stay():
         assert kept.tolist() == [[True, True, True, True, False]]
 
 
+def test_tokens_that_sum_to_top_p_need_no_other():
+    logits = jnp.log(jnp.asarray([[0.5, 0.25, 0.125, 0.125]]))
+    with jax.default_device(jax.devices("cpu")[0]):
+        probabilities = jax.nn.softmax(logits)[0].tolist()
+        assert probabilities == [0.5, 0.25, 0.125, 0.125], "choose others that are exact"
+        for top_p, count in ((0.5, 1), (0.75, 2)):
+            kept = np.isfinite(process_logits(logits, Sampling(temperature=1.0, top_p=top_p)))
+            assert kept.sum() == count
+
+
+def test_a_top_k_leaf_of_zero_keeps_the_most_likely_token():
+    sampling = jax.tree.map(lambda leaf: leaf if leaf == 1.0 else 0, Sampling(1.0, top_k=5))
+    kept = np.isfinite(process_logits(jnp.asarray(random_logits(2, 20)), sampling))
+    assert kept.sum(1).tolist() == [1, 1]
+
+
 def test_tokens_ruled_out_by_the_model_are_never_drawn():
     logits = jnp.full((64, 50), -jnp.inf).at[:, 2:4].set(0.0)
     for fields in ({}, {"top_k": 5}, {"top_p": 0.99}, {"top_k": 5, "top_p": 1.0, "min_p": 0.5}):
@@ -378,3 +387,81 @@ def test_logprobs_are_of_the_unmodified_distribution():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     pairs = logprobs(jnp.asarray(logits)[None, :2], jnp.asarray(tokens)[None, :2])
     np.testing.assert_allclose(pairs[0], expected[:2], rtol=1e-5)
+    rounded = jnp.asarray(logits, jnp.bfloat16)
+    expected = [math.log(softmax(row)[token]) for row, token in zip(rounded, tokens, strict=True)]
+    found = logprobs(rounded, jnp.asarray(tokens))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, Sampling()),
+        ({}, Sampling()),
+        (Sampling(temperature=0.5), Sampling(temperature=0.5)),
+        ({"temperature": 1}, Sampling(temperature=1.0)),
+        (types.MappingProxyType({"temperature": 0.7, "top_k": 5}), Sampling(0.7, top_k=5)),
+        ({"temperature": None, "repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+    ],
+)
+def test_a_sampling_may_come_as_a_mapping(given, expected):
+    assert Sampling.of(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (0.7, r"sampling is 0\.7: expected a Sampling, or a mapping such as {'temperature': 0\.7}"),
+        ("greedy", "sampling is 'greedy': expected a Sampling"),
+        ([("temperature", 1)], r"sampling is \[\('temperature', 1\)\]: expected a Sampling"),
+        ({"temprature": 1}, r"has 'temprature' \(did you mean 'temperature'\?\): expected temp"),
+        (
+            {"do_sample": True},
+            "sampling has 'do_sample': expected temperature, top_k, top_p, min_p",
+        ),
+        ({1: 2}, "sampling has 1: expected temperature"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number or an array"),
+        ({"temperature": 1, "top_k": "5"}, "top_k is '5'; it must be a number or an array"),
+        ({"temperature": [[1]]}, r"temperature has shape \(1, 1\)"),
+        ({"temperature": [1, [2]]}, r"temperature is \[1, \[2\]\]; it must be a number"),
+        ({"temperature": {}}, "temperature is {}; it must be a number"),
+        ({"temperature": 10**400}, r"temperature is 1000.*; it must be a number"),
+        ({"temperature": -1}, r"temperature is -1\.0; it must be finite and 0 or above"),
+    ],
+)
+def test_what_is_no_sampling_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling.of(given)
+
+
+def test_a_mapping_draws_as_a_sampling_does():
+    """Also in a program whose argument it is: `jit` takes mappings apart."""
+    logits, keys = random_logits(4, 32), row_keys([1, 2, 3, 4])
+    given = {"temperature": 0.8, "top_p": 0.9}
+    expected = sample(jnp.asarray(logits), keys, Sampling(**given))
+    np.testing.assert_array_equal(sample(logits.tolist(), keys, given), expected)
+    np.testing.assert_array_equal(jax.jit(sample)(jnp.asarray(logits), keys, given), expected)
+    np.testing.assert_array_equal(
+        process_logits(jnp.asarray(logits), given),
+        process_logits(jnp.asarray(logits), Sampling(**given)),
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 7])
+def test_logprobs_are_nan_where_logits_are_no_numbers(value, place):
+    """Of every token; the rows beside it are as they were."""
+    logits = np.repeat(random_logits(1, 20), 2, 0)
+    logits[1, place] = value
+    found = np.asarray(
+        [[float(logprobs(jnp.asarray(row), jnp.int32(i))) for i in (0, 7, 19)] for row in logits]
+    )
+    assert np.isfinite(found[0]).all()
+    assert np.isnan(found[1]).all()
+
+
+def test_what_a_model_rules_out_is_a_number():
+    logits = jnp.asarray([[0.0, -jnp.inf, 0.0]])
+    np.testing.assert_allclose(logprobs(logits, jnp.asarray([0])), np.log(0.5), rtol=1e-6)
+    assert logprobs(logits, jnp.asarray([1])).tolist() == [-np.inf]

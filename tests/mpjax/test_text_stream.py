@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpjax.text_stream import TextStream
 from mpjax.tokenizer import Tokenizer
 from tests.mpjax.tokenizer_folders import TEXTS, byte_level, metaspace, sentencepiece
 
@@ -122,6 +123,18 @@ def test_a_finished_stream_starts_anew():
         assert stream.finish() == ""
 
 
+def test_a_finished_stream_has_forgotten_the_bytes_of_a_character():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    stream = tokenizer.stream()
+    ids = tokenizer.encode("☃")[-3:]
+    stream.push(ids[:1])
+    assert stream.finish() == "\ufffd"
+    assert [stream.push(ids[:2]), stream.push(ids[2:]), stream.finish()] == ["", "", "☃"]
+    assert stream.push(tokenizer.encode("ab é a.")) + stream.finish() == "ab é a."
+    letter = tokenizer.backend.token_to_id("<0x41>")  # it may yet be of a run that is no text
+    assert (stream.push([letter]), stream.finish()) == ("", "A")
+
+
 def continued(tokenizer, context, ids, skip_special=True):
     stream = tokenizer.stream(skip_special, context)
     return "".join([*(stream.push([index]) for index in ids), stream.finish()])
@@ -169,6 +182,23 @@ def test_a_character_that_a_context_began_comes_whole():
         # One that the prompt wrote is no unfinished one; nor can it be taken back.
         assert continued(tokenizer, tokenizer.encode("a\ufffd"), tokenizer.encode("b")[-1:]) == "b"
         assert set(continued(tokenizer, ids, more)) == {"\ufffd"}
+
+
+@pytest.mark.parametrize("character", ["\x80", "¿", "à", "日"])
+def test_a_long_context_is_cut_between_characters(character):
+    """Of these, the last byte is the first or the last that continues one, or in between."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+    ids, size = tokenizer.encode(character * 10 + "a"), len(character.encode())
+    for new in range(size + 1):  # bytes
+        context, more = ids[: -new - 1], ids[-new - 1 :]
+        assert continued(tokenizer, context, more) == character * (new > 0) + "a"
+
+
+def test_a_stream_skips_special_tokens_unless_it_is_told_not_to():
+    tokenizer = TOKENIZERS["sentencepiece"]
+    ids = [tokenizer.backend.token_to_id(name) for name in ("</s>", "ab")]
+    for options, expected in (({}, "ab"), ({"skip_special": False}, "</s>ab")):
+        assert TextStream(tokenizer, **options).push(ids) == expected
 
 
 def test_a_long_context_is_not_decoded(monkeypatch):

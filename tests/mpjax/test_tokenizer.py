@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
+
 import pytest
+import tokenizers
 
 from mpjax.checkpoint import CheckpointError
 from mpjax.tokenizer import Tokenizer
@@ -101,6 +104,78 @@ def test_tokens_of_tokenizer_config_that_tokenizer_json_lacks_are_added(tmp_path
         Tokenizer.from_folder(tmp_path)
 
 
+def test_added_tokens_follow_in_order_of_their_numbers(tmp_path):
+    backend = sentencepiece()
+    backend.add_tokens([f"<{index}>" for index in range(backend.get_vocab_size(), 999)])
+    entries = {index: {"content": f"<{index}>", "normalized": False} for index in (1001, 1000, 999)}
+    added = {str(index): entry for index, entry in entries.items()}
+    write(tmp_path, backend, tokenizer_config={"added_tokens_decoder": added})
+    assert Tokenizer.from_folder(tmp_path).encode("<999><1001><1000>") == [999, 1001, 1000]
+
+
+def test_added_tokens_keep_their_flags(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    backend = sentencepiece()
+    start, plain = backend.get_vocab_size(), {"normalized": False, "special": False}
+    flags = [{"lstrip": True}, {"rstrip": True}, {"single_word": True}]
+    added = {
+        str(start + place): {"content": f"<{name}>", **plain, **flag}
+        for place, (name, flag) in enumerate(zip("abc", flags, strict=True))
+    }
+    write(tmp_path, backend, tokenizer_config={"added_tokens_decoder": added})
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    for text in ("a <a> a", "a <b> a", "a<c>a <c> a"):
+        assert ours.encode(text) == reference(text)["input_ids"]
+
+
+def test_tokens_are_special_by_being_named(tmp_path):
+    """Added ones that were plain, and pieces, which stand within words too, under any name."""
+    backend = sentencepiece()
+    backend.add_tokens([tokenizers.AddedToken("<img>", normalized=False)])
+    known, piece = backend.token_to_id("<img>"), backend.token_to_id("<0x00>")
+    for names, named in (
+        ({"eos_token": "<img>", "pad_token": "<0x00>"}, {}),
+        ({"additional_special_tokens": ["<img>", {"content": "<0x00>"}]}, {}),
+        ({"extra_special_tokens": ["<img>", "<0x00>", "<of another model>"]}, {}),
+        (
+            {"extra_special_tokens": {"image_token": "<img>", "end": {"content": "<0x00>"}}},
+            {"image_token": "<img>", "end": "<0x00>"},
+        ),
+    ):
+        write(tmp_path, backend, tokenizer_config=names)
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        assert tokenizer.special_ids == {0, 1, 2, known, piece}
+        ids = tokenizer.encode("a<img>b<0x00>c")
+        assert [index for index in ids if index in (known, piece)] == [known, piece]
+        assert tokenizer.decode(ids) == "a b c"
+        assert named.items() <= tokenizer.special_tokens.items()
+
+
+def test_a_map_of_special_tokens_counts_where_the_config_lists_none(tmp_path):
+    for added, expected in (({}, 2), ({"added_tokens_decoder": {}}, 1)):
+        config = {"eos_token": "<s>", **added}
+        write(
+            tmp_path,
+            sentencepiece(),
+            tokenizer_config=config,
+            special_tokens_map={"eos_token": "</s>"},
+        )
+        assert Tokenizer.from_folder(tmp_path).stop_ids == (expected,)
+
+
+def test_what_a_tokenizer_was_trained_with_neither_cuts_nor_fills_prompts():
+    backend = sentencepiece()
+    ids = backend.encode("ab ab ab").ids
+    for prepare in (
+        lambda: backend.enable_truncation(2),
+        lambda: backend.enable_padding(length=20),
+    ):
+        prepare()
+        assert backend.encode("ab ab ab").ids != ids
+        assert Tokenizer(backend).encode("ab ab ab") == ids
+
+
 def test_templates_by_name_and_in_files(tmp_path, qwen_folder):
     backend = Tokenizer.from_folder(qwen_folder).backend
     hello = [{"role": "user", "content": "hello"}]
@@ -143,25 +218,6 @@ def test_a_folder_without_tokenizer_json_says_what_there_is(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", "{", r"tokenizer\.json can't be read as a tokenizer"),
-        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
-        ("config.json", "[]", r"config\.json holds a list; expected a JSON object"),
-        ("config.json", '{"eos_token_id": "</s>"}', r"eos_token_id in .*config\.json is '</s>'"),
-        ("generation_config.json", '{"eos_token_id": -1}', r"generation_.* is -1; .* 0 or above"),
-        ("config.json", '{"eos_token_id": [3, true]}', r"is \[3, True\]; .* or a list of ids"),
-        ("tokenizer_config.json", '{"chat_template": [1]}', "is not a str or a list of"),
-    ],
-)
-def test_damaged_files_are_named(tmp_path, name, content, message):
-    write(tmp_path, sentencepiece())
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises(CheckpointError, match=message):
-        Tokenizer.from_folder(tmp_path)
-
-
 @pytest.mark.parametrize("sizes", [{"vocab_size": 9}, {"text_config": {"vocab_size": 9}}])
 def test_stop_ids_are_of_the_vocabulary(tmp_path, sizes):
     for ids in (8, [0, 8]):
@@ -187,3 +243,26 @@ def test_text_has_no_halves_of_surrogate_pairs():
 def test_encode_takes_a_text():
     with pytest.raises(ValueError, match="text is list; encode takes a str"):
         Tokenizer(sentencepiece()).encode(["a"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"model": {"unk_token": "<nowhere>"}},
+            "encode this text: Unk token `<nowhere>` not found",
+        ),
+        ({"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 2**63}}, "decode these"),
+    ],
+)
+def test_a_tokenizer_that_contradicts_itself(part, message, tmp_path):
+    """The backend raises bare Exceptions, and panics, only when it is used."""
+    write(tmp_path, sentencepiece())
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for key, changes in part.items():
+        content[key] = {**(content[key] if key == "model" else {}), **changes}
+    content["model"]["byte_fallback"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    with pytest.raises(CheckpointError, match=f"tokenizer.json of {tmp_path} can't {message}"):
+        tokenizer.decode(tokenizer.encode("é日a"))

@@ -208,8 +208,8 @@ class PlainWeight:
 
     def values(self) -> np.ndarray:
         """float64 [K, N], rounded once to float32 as the last product is."""
-        size = len(self.codes) // len(self.scales)
-        scales = np.repeat(wide(self.scales), size, axis=0)
+        size = self.format.group_size or len(self.codes)
+        scales = np.repeat(wide(self.scales), size, axis=0)[: len(self.codes)]
         if self.format.codes.startswith("table"):
             assert self.table is not None
             product = wide(self.table)[self.codes] * scales

@@ -29,7 +29,7 @@ def oracle(weight: np.ndarray, format: WeightFormat, table: np.ndarray | None = 
     if format.codes == "liquid4":
         return liquid_oracle(weight)
     size = format.group_size or weight.shape[0]
-    groups = np.split(weight, weight.shape[0] // size)
+    groups = np.split(weight, range(size, weight.shape[0], size))
     if format.codes == "float8":
         return join([float8_oracle(group, format.group_size) for group in groups])
     if format.codes == "int8":

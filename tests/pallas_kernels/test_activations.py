@@ -27,7 +27,7 @@ def oracle(x: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
     """Values [..., K] and scales [..., groups], one token and group at a time, in float32."""
     size = FORMATS[text] or x.shape[-1]
     values = np.empty(x.shape, np.int8 if text.endswith("int8") else E4M3)
-    scales = np.empty((*x.shape[:-1], x.shape[-1] // size), np.float32)
+    scales = np.empty((*x.shape[:-1], -(-x.shape[-1] // size)), np.float32)
     top = np.float32(127 if text.endswith("int8") else 448)
     for place in np.ndindex(scales.shape):
         channels = (*place[:-1], slice(place[-1] * size, (place[-1] + 1) * size))
@@ -44,7 +44,11 @@ def oracle(x: np.ndarray, text: str) -> tuple[np.ndarray, np.ndarray]:
 
 @each_format
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((384,), "float16"), ((5, 256), "bfloat16"), ((2, 3, 128), "float32")]
+    ("shape", "dtype"),
+    [
+        *(((384,), "float16"), ((5, 256), "bfloat16"), ((2, 3, 128), "float32")),
+        *(((5, 200), "bfloat16"), ((2, 3, 64), "float32")),
+    ],
 )
 def test_equals_the_oracle(text, dtype, shape, rng):
     x = random_array(rng, shape, dtype)
@@ -54,6 +58,9 @@ def test_equals_the_oracle(text, dtype, shape, rng):
     np.testing.assert_array_equal(np.asarray(found.values).view(np.uint8), values.view(np.uint8))
     np.testing.assert_array_equal(found.scales, scales)
     assert found.shape == shape
+    size = FORMATS[text] or shape[-1]
+    expected = values.astype(np.float32) * np.repeat(scales, size, -1)[..., : shape[-1]]
+    np.testing.assert_array_equal(found.dequantize(), expected)
 
 
 @pytest.mark.parametrize("text", ["float8:gK/float8", "float8:g128/float8"])

@@ -56,39 +56,42 @@ def test_parse(text, expected):
     assert hash(WeightFormat.parse(text)) == hash(expected)
 
 
-SIZES = "expected 32 or 64 or 128 or "
+SIZES = "expected 32, 64, 128 or "
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", r"can't read the weight format ''.*uint4:g128"),
-        ("uint4:128", "can't read the weight format 'uint4:128'.*for example"),
+        ("uint4:128", r"format 'uint4:128' \(did you mean 'uint4:g128'\?\): expected, for example"),
+        ("UINT8-gK", r"format 'UINT8-gK' \(did you mean 'uint8:gK'\?\): expected, for example"),
         ("uint4:g128:sym:sym", "can't read"),
         ("uint4:sym:g128", "can't read"),
         ("uint4:g128/", "can't read"),
-        (" uint4:g128", "can't read"),
         ("uint4:g-1", "can't read"),
-        ("int4", "unknown weight format 'int4': expected one of uint4, uint8, table4"),
+        (
+            "int4",
+            r"unknown weight format 'int4' \(did you mean 'uint4'\?\): expected one of uint4",
+        ),
         ("uint2:g64", "unknown weight format 'uint2'.*liquid4, bfloat16, float16"),
-        ("uint4:g16", rf"uint4 with group size 16: {SIZES}K \(None\)"),
-        ("uint8:g0", rf"uint8 with group size 0: {SIZES}K \(None\)"),
-        ("uint4:g256", rf"uint4 with group size 256: {SIZES}K \(None\)"),
-        ("table4", f"table4 with group size None: {SIZES}256"),
-        ("table2:g512", f"table2 with group size 512: {SIZES}256"),
-        ("float8:g64", r"float8 with group size 64: expected 128 or K \(None\)"),
-        ("int8:g128", r"int8 with group size 128: expected K \(None\)"),
-        ("liquid4", "liquid4 with group size None: expected 64"),
-        ("bfloat16:g128", r"bfloat16 with group size 128: expected K \(None\)"),
+        ("uint4:g16", rf"uint4 with group size 16: {SIZES}K, all input channels"),
+        ("uint8:g0", rf"uint8 with group size 0: {SIZES}K, all input channels"),
+        ("uint4:g256", rf"uint4 with group size 256: {SIZES}K, all input channels"),
+        ("table4", "table4 with group size K: expected 32, 64, 128 or 256"),
+        ("table2:g512", "table2 with group size 512: expected 32, 64, 128 or 256"),
+        ("float8:g64", r"float8 with group size 64: expected 128 or K, all input channels"),
+        ("int8:g128", r"int8 with group size 128: expected K, all input channels"),
+        ("liquid4", "liquid4 with group size K: expected 64$"),
+        ("bfloat16:g128", r"bfloat16 with group size 128: expected K, all input channels"),
         ("float16:sym", "float16 has no zero point, so that it can't be symmetric"),
         ("table4:g64:sym", "table4 has no zero point"),
         ("liquid4:g64:sym", "liquid4 has no zero point"),
         ("int8:sym", "int8 has no zero point"),
-        ("uint4:g128/int8", r"uint4 with activations 'int8': expected 16 bits \(None\)"),
-        ("float8:gK/int8", r"float8 with activations 'int8': expected 16 bits \(None\) or float8"),
+        ("uint4:g128/int8", r"uint4 with activations 'int8': expected none \(16 bits\)"),
+        ("float8:gK/int8", r"float8 with activations 'int8': expected none \(16 bits\) or float8"),
         ("int8/float8", "int8 with activations 'float8': expected int8"),
         ("liquid4:g64/float8", "liquid4 with activations 'float8': expected int8"),
-        ("bfloat16/int8", r"bfloat16 with activations 'int8': expected 16 bits \(None\)"),
+        ("bfloat16/int8", r"bfloat16 with activations 'int8': expected none \(16 bits\)"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -175,10 +178,46 @@ def test_groups(text, expected):
     assert WeightFormat.parse(text).groups(127) == expected
 
 
+def test_only_blocks_of_float8_may_be_cut():
+    for text, channels, expected in (
+        ("uint4:g128", 256, True),
+        ("uint4:g128", 200, False),
+        ("liquid4:g64", 96, False),
+        ("uint4:gK", 99, True),
+        ("float8:g128", 200, True),
+        ("float8:g128/float8", 1, True),
+    ):
+        assert WeightFormat.parse(text).can_split(channels) == expected
+    assert WeightFormat.parse("float8:g128").groups(200) == 2
+    # Two blocks of each output's channels, and two scales.
+    assert WeightFormat.parse("float8:g128").nbytes((200, 3)) == 3 * (256 + 8)
+
+
 def test_a_format_may_come_as_text():
     format = WeightFormat.parse("uint4:g128")
     assert WeightFormat.of(format) is format
     assert WeightFormat.of("uint4:g128") == format
-    for other in (4, None, "uint5"):
-        with pytest.raises(ValueError, match=f"unknown weight format '{other}'"):
+    with pytest.raises(ValueError, match="unknown weight format 'uint5'"):
+        WeightFormat.of("uint5")
+    for other in (4, None):
+        with pytest.raises(ValueError, match=f"weight format is {other}: expected a text, such as"):
             WeightFormat.of(other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["UINT4:G128", " uint4:g128", "uint4:g128\n"])
+def test_capitals_and_spaces_do_not_matter(text):
+    assert str(WeightFormat.parse(text)) == "uint4:g128"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"codes": 4}, "the codes of a weight format is 4: expected a text"),
+        ({"group_size": 32.0}, "uint4: group_size is 32.0: expected 0 or more"),
+        ({"symmetric": "yes"}, "symmetric is 'yes': expected True or False"),
+        ({"activations": 8}, "uint4 with activations 8: expected none"),
+    ],
+)
+def test_fields_of_the_wrong_type(fields, message):
+    with pytest.raises(ValueError, match=message):
+        WeightFormat(**({"codes": "uint4", "group_size": 32} | fields))

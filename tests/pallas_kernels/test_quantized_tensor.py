@@ -85,6 +85,18 @@ def test_packs_bit_for_bit(text, rng):
     assert_packed(plain.pack(), plain)
 
 
+@pytest.mark.parametrize("channels", [100, 300])
+@pytest.mark.parametrize("text", ["float8:g128", "float8:g128/float8"])
+def test_packs_blocks_that_are_cut(text, channels, rng):
+    plain = PlainWeight.random(rng, WeightFormat.parse(text), channels, 5)
+    assert_packed(plain.pack(), plain)
+    tensor = plain.pack()
+    scales = 2 * tensor.scales()
+    doubled = np.asarray(replace_scales(tensor, scales).dequantize())
+    np.testing.assert_array_equal(doubled, 2 * plain.values())
+    np.testing.assert_array_equal(np.asarray(tensor.dequantize(scales=scales)), doubled)
+
+
 @st.composite
 def weights(draw) -> tuple[PlainWeight, np.ndarray | None]:
     format = WeightFormat.parse(draw(st.sampled_from(PACKED_FORMATS)))
@@ -114,7 +126,9 @@ def test_a_format_knows_the_bytes(text, shape):
     assert format.nbytes(shape) == found
 
 
-@pytest.mark.parametrize("text", ["uint4:gK", "float8:gK", "int8/int8"])
+@pytest.mark.parametrize(
+    "text", ["uint4:gK", "float8:gK", "int8/int8", "float8:g128", "float8:g128/float8"]
+)
 @pytest.mark.parametrize("channels", [1, 127, 300])
 def test_a_format_knows_the_bytes_of_any_number_of_channels(text, channels):
     format = WeightFormat.parse(text)
@@ -153,6 +167,19 @@ def test_replace_scales_replaces_nothing_else(text, rng):
     # The same values come from the scales given to dequantize.
     given = jax.jit(lambda tensor, scales: tensor.dequantize(scales=scales))(tensor, rounded)
     np.testing.assert_array_equal(given, read(replaced)[1])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
+def test_replaced_scales_are_finite_in_their_dtype(value, rng):
+    tensor = quantize(jnp.asarray(rng.standard_normal((256, 8)), jnp.float32), "uint4:g32")
+    assert tensor.scale_dtype == "float16"
+    scales = tensor.scales().astype(jnp.float32)
+    bad = scales.at[1, 3].set(value)
+    with pytest.raises(ValueError, match=r"replace_scales: some scales are .* range of float16"):
+        replace_scales(tensor, bad)
+    jax.eval_shape(replace_scales, tensor, bad)  # what is not known is not refused
+    as_lists = replace_scales(tensor, np.asarray(scales * 2).tolist())
+    np.testing.assert_array_equal(as_lists.scales(), tensor.scales() * 2)
 
 
 def test_replace_scales_needs_one_scale_for_each_group(rng):
@@ -224,13 +251,13 @@ FLOAT8 = INT8 | {
         (
             UINT4,
             {"zeros": np.full((2, 4), 300.0)},
-            "zeros: the dtype is float64; expected integers",
+            "zeros: the dtype is float32; expected integers",
         ),
         (UINT4, {"zeros": np.full((2, 4), -3.5, np.float16)}, "zeros: the dtype is float16"),
         (
             UINT4,
             {"permutation": np.arange(64.0)},
-            "permutation: the dtype is float64; expected int",
+            "permutation: the dtype is float32; expected int",
         ),
         (
             UINT4,

@@ -71,6 +71,8 @@ def test_decoding_that_disagrees_with_reading_fails():
     ("arguments", "message"),
     [
         ({"precisions": ("W3",)}, "can't read the precision 'W3'"),
+        ({"precisions": ("W16+W4A16KV8",)}, "random weights are all in one format, and compute in"),
+        ({"precisions": ("W4A32KV8",)}, "random weights are all in one format, and compute in 16"),
         ({"precisions": ("W8A16KV8",), "from_disk": True}, "W8A16KV8: the checkpoint on disk"),
         ({"batches": (1, 0)}, "positive"),
         ({"new": 1}, "two new ones"),

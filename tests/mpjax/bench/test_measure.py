@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from types import SimpleNamespace
 
@@ -116,6 +117,19 @@ def test_results_are_stamped(tmp_path, monkeypatch):
     path = measure.save("name", {"x": 1}, tmp_path / "new")
     assert path == tmp_path / "new" / "name.json"
     assert json.loads(path.read_text()) == {"device": "GPU", "commit": "abc", "x": 1}
+
+
+def test_results_before_stay_where_saving_is_interrupted(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "stamp", dict)
+    path = measure.save("name", {"x": 1}, tmp_path)
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure.save("name", {"x": 2}, tmp_path)
+    assert json.loads(path.read_text()) == {"x": 1}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_stamp_says_where_and_with_what(monkeypatch):

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import io
+
+import pytest
+
 from mpjax.bench import tables
 
 HEADERS = ("format", "µs", "GB/s")
@@ -27,3 +31,13 @@ def test_a_printed_table_has_a_title_and_cuts_nothing(capsys, monkeypatch):
     assert lines[2].split() == ["x" * 60, "1", "2"]
     assert lines[3].split() == ["b", "30"]
     assert lines[3].index("30") + 2 == lines[2].index("1 ") + 1  # to the right
+
+
+def test_a_reader_that_leaves_is_the_callers_business(monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        tables.show(None, HEADERS, [["a", "1", "2"]])

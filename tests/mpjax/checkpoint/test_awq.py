@@ -199,3 +199,16 @@ def test_without_zero_points():
     del tensors["qzeros"]
     with pytest.raises(CheckpointError, match="zero_point: false: AWQ's gemm layout always stores"):
         awq.decode(tensors, config(zero_point=False), NAME)
+
+
+def test_zero_points_that_contradict_the_config():
+    tensors = random_module()
+    with pytest.raises(
+        CheckpointError, match=r"from 0 to 15, but .* \(zero_point: false\) all are 8"
+    ):
+        awq.decode(tensors, config(zero_point=False), NAME)
+    tensors["qzeros"] = np.full_like(tensors["qzeros"], np.uint32(0x88888888).view(np.int32))
+    zeros = awq.decode(tensors, config(zero_point=False), NAME).zeros
+    np.testing.assert_array_equal(zeros, np.full(zeros.shape, 8))
+    with pytest.raises(CheckpointError, match="zero_point is 'no': expected true or false"):
+        config(zero_point="no")

@@ -26,7 +26,7 @@ def random_module(config, outputs=200, channels=256, scale_dtype=np.float32, see
     codes = rng.integers(0, 256, (outputs, channels), np.uint8)
     codes[codes % 128 == 127] = 0
     rows, columns = config.block
-    shape = (1,) if rows is None else (-(-outputs // rows), channels // (columns or channels))
+    shape = (1,) if rows is None else (-(-outputs // rows), -(-channels // (columns or channels)))
     scales = rng.uniform(0.01, 0.1, shape).astype(scale_dtype)
     return {"weight": codes.view(E4M3), config.scale_name: scales}
 
@@ -45,9 +45,12 @@ def dequantized(tensors, config):
 
 
 @pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
-@pytest.mark.parametrize("config", [BLOCKS, CHANNELS, TENSOR])
-def test_the_packed_weight_equals_the_format_description(config, scale_dtype):
-    tensors = random_module(config, scale_dtype=scale_dtype)
+@pytest.mark.parametrize(
+    ("config", "channels"),
+    [*((config, 256) for config in (BLOCKS, CHANNELS, TENSOR)), (BLOCKS, 200), (BLOCKS, 96)],
+)
+def test_the_packed_weight_equals_the_format_description(config, channels, scale_dtype):
+    tensors = random_module(config, channels=channels, scale_dtype=scale_dtype)
     codes, scales = fp8.decode(tensors, config, NAME)
     np.testing.assert_array_equal(codes.view(np.uint8), tensors["weight"].view(np.uint8).T)
     assert scales.dtype == np.float32
@@ -56,10 +59,10 @@ def test_the_packed_weight_equals_the_format_description(config, scale_dtype):
 
 
 @settings(max_examples=15)
-@given(st.integers(1, 300), st.integers(1, 3), st.integers(1, 300))
-def test_every_output_channel_has_the_scale_of_its_block(outputs, groups, size):
+@given(st.integers(1, 300), st.integers(1, 400), st.integers(1, 300))
+def test_every_output_channel_has_the_scale_of_its_block(outputs, channels, size):
     config = FP8Config("fp8", (size, 128), "float8")
-    tensors = random_module(config, outputs, groups * 128)
+    tensors = random_module(config, outputs, channels)
     _, scales = fp8.decode(tensors, config, NAME)
     rows = np.arange(outputs) // size
     np.testing.assert_array_equal(scales, tensors["weight_scale_inv"][rows].T)
@@ -91,7 +94,7 @@ def test_matches():
         (BLOCKS, "weight_scale_inv", np.zeros((2, 2), np.int8), r"weight_scale_inv is int8"),
         (BLOCKS, "weight", np.zeros((200, 256), np.float16), r"expected float8_e4m3fn \[200, 256"),
         (BLOCKS, "weight", np.zeros((200, 256), ml_dtypes.float8_e5m2), r"is float8_e5m2 \[200"),
-        (BLOCKS, "weight", np.zeros((200, 200), E4M3), "200 input channels, which blocks of 128"),
+        (BLOCKS, "weight", np.zeros((200, 384), E4M3), r"is float32 \[2, 2\]: expected .* \[2, 3"),
         (BLOCKS, "weight", np.zeros(200, E4M3), "no tensor weight that is a matrix"),
         (CHANNELS, "weight_scale", np.zeros(200, np.float32), r"expected .* \[200, 1\]"),
         (TENSOR, "weight_scale", np.zeros((200, 1), np.float32), r"expected .* \[1\]"),
@@ -125,3 +128,9 @@ def test_weights_that_are_not_numbers(byte):
     codes[3] = byte
     with pytest.raises(CheckpointError, match=f"{NAME}.weight has weights that are NaN"):
         fp8.check_codes(NAME, jnp.asarray(codes.view(E4M3)))
+
+
+def test_blocks_that_are_larger_than_any_matrix_take_no_memory():
+    tensors = random_module(FP8Config("fp8", (10**12, 128), "float8"))
+    _, scales = fp8.decode(tensors, FP8Config("fp8", (10**12, 128), "float8"), NAME)
+    np.testing.assert_array_equal(scales, np.tile(tensors["weight_scale_inv"].T, (1, 200)))

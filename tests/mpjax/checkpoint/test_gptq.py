@@ -109,6 +109,66 @@ def test_symmetric_zero_points_of_v1():
     np.testing.assert_array_equal(linear.zeros, np.full((4, COLUMNS), 8))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("said", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("stored", [1, 2])
+@pytest.mark.parametrize("sym", [True, None])
+def test_the_zero_points_of_a_symmetric_weight_say_how_they_are_stored(bits, said, stored, sym):
+    tensors = random_module(bits)
+    word = {4: "77777777", 8: "7f7f7f7f"} if stored == 1 else {4: "88888888", 8: "80808080"}
+    fields = np.frombuffer(bytes.fromhex(word[bits]), np.int32)
+    tensors["qzeros"] = np.broadcast_to(fields, tensors["qzeros"].shape)
+    parsed = config(bits=bits, checkpoint_format=said, sym=sym)
+    decode = jax.jit(lambda arrays: gptq.decode(arrays | {"g_idx": g_idx}, parsed, NAME).zeros)
+    g_idx = tensors.pop("g_idx")
+    middle = np.full((4, COLUMNS), 2 ** (bits - 1))
+    np.testing.assert_array_equal(decode(tensors), middle)
+    linear = gptq.decode(tensors | {"g_idx": g_idx}, parsed, NAME)
+    np.testing.assert_array_equal(linear.zeros, middle)
+    # Where the file says that they are not symmetric, they are what it says.
+    parsed = config(bits=bits, checkpoint_format=said, sym=False)
+    beside = {("gptq", 2): 1, ("gptq_v2", 1): -1}.get((said, stored), 0)
+    linear = gptq.decode(tensors, parsed, NAME)
+    np.testing.assert_array_equal(linear.zeros, middle + beside)
+
+
+@pytest.mark.parametrize("said", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_that_contradict_a_symmetric_config(said, bits):
+    tensors = random_module(bits)
+    usual = np.full((4, COLUMNS), 2 ** (bits - 1))
+    for zeros in (np.where(np.arange(COLUMNS) == 3, 5, usual), usual + 2, 0 * usual):
+        codes, scales = np.zeros((ROWS, COLUMNS)), tensors["scales"]
+        written = pack_gptq(codes, scales, zeros, None, bits, 1 if said == "gptq" else 2)
+        parsed = config(bits=bits, checkpoint_format=said, sym=True)
+        message = (
+            f"{NAME}.qzeros has zero points from {zeros.min()} to {zeros.max()}, but by "
+            rf"config.json \(sym: true\) all are {2 ** (bits - 1)}"
+        )
+        with pytest.raises(CheckpointError, match=message):
+            gptq.decode(written, parsed, NAME)
+        np.testing.assert_array_equal(
+            gptq.decode(written, config(bits=bits, checkpoint_format=said, sym=None), NAME).zeros,
+            zeros,
+        )
+
+
+def test_a_dynamic_rule_says_that_a_module_is_not_symmetric():
+    parsed = config(sym=True, dynamic={"+:.*down_proj": {"sym": False}})
+    tensors = random_module()
+    linear = gptq.decode(tensors, parsed, NAME)
+    np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 4, 1))
+    with pytest.raises(CheckpointError, match="sym: true"):
+        gptq.decode(tensors, parsed, NAME.replace("down", "up"))
+
+
+def test_g_idx_counts_whatever_the_config_calls_the_order():
+    tensors = random_module(act_order=True)
+    for said in (True, False):
+        linear = gptq.decode(tensors, config(desc_act=said), NAME)
+        np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 4, 1))
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([4, 8]), st.sampled_from([1, 2]), st.booleans())
 def test_decode_inverts_the_packer(seed, bits, version, act_order):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.checkpoint import CheckpointError, huggingface
+from mpjax.checkpoint import huggingface
 from mpjax.checkpoint.layout import array_places, find, linear_kernels, linear_parts, linear_places
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
@@ -171,7 +171,9 @@ def test_modules_that_were_left_in_16_bits(tmp_path, rng):
     assert logits.shape == (1, 5, 96)
 
 
-@pytest.mark.parametrize("text", ["W4g32A16KV16", "W8gKsymA16KV16", "W16A16KV16", "A16KV4"])
+@pytest.mark.parametrize(
+    "text", ["W4g32A16KV16", "W8gKsymA16KV16", "W16A16KV16", "A16KV4", "WFP8A16KV16"]
+)
 def test_rounding_on_load(text, tmp_path, rng):
     hf = LLAMA | SQUARE
     tensors = random_tensors(hf, rng, ml_dtypes.bfloat16)
@@ -281,95 +283,8 @@ def read_error(folder, **keywords):
     return caught
 
 
-BAD_CONFIGS = [
-    ({"architectures": ["MambaForCausalLM"]}, "config.json: unsupported architecture: 'Mamba"),
-    ({"architectures": None}, "config.json: unsupported architecture: none (model_type 'llama')"),
-    ({"hidden_size": None}, "config.json has no 'hidden_size', which this architecture needs"),
-    ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu'"),
-    ({"tie_word_embeddings": 1}, "config.json: tie_word_embeddings is 1: expected true or false"),
-    ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5': expected a positive number"),
-    *(
-        ({key: value}, f"config.json: {key} is {value!r}: expected a positive number")
-        for key in ("rope_theta", "rms_norm_eps")
-        for value in (-5, 0, True, float("inf"))
-    ),
-    ({"rope_scaling": "linear"}, "config.json: rope_scaling is 'linear': expected an object"),
-    ({"rope_scaling": {"type": "linear", "factor": 0}}, "rotary scaling: factor is 0: expected a"),
-    *(
-        (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": value},
-            f"config.json: sliding_window is {value!r}: expected a positive integer, or null where",
-        )
-        for value in (-1, 0, True, "8", 8.0)
-    ),
-    (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "use_sliding_window": True,
-            "sliding_window": -1,
-            "max_window_layers": 0,
-        },
-        "config.json: sliding_window is -1: expected a positive integer",
-    ),
-    ({"num_key_value_heads": 0}, "config.json: num_kv_heads is 0: expected a positive integer"),
-    ({"head_dim": 0}, "config.json: head_dim is 0: expected a positive integer"),
-    *(
-        ({key: "false"}, f"config.json: {key} is 'false': expected true or false")
-        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-    ),
-    ({"eos_token_id": -1}, "eos_token_id is -1: expected token ids from 0 to"),
-    ({"rope_scaling": {"rope_type": "yarn"}}, "config.json: rotary scaling 'yarn' is not"),
-    ({"num_hidden_layers": "two"}, "config.json has a value of an unexpected type: can't multiply"),
-    ({"num_attention_heads": 0}, "config.json: num_heads is 0: expected a positive integer"),
-    ({"num_hidden_layers": 0}, "config.json: num_layers is 0: expected a positive integer"),
-    ({"hidden_size": 64.0}, "config.json: hidden_size is 64.0: expected a positive integer"),
-    ({"vocab_size": -1}, "config.json: vocab_size is -1: expected a positive integer"),
-    ({"num_key_value_heads": 3}, "config.json: 4 heads of 16 channels for 3 KV heads: expected"),
-    ({"torch_dtype": "int8"}, "config.json: dtype 'int8' is not supported"),
-    ({"quantization_config": []}, "config.json: quantization_config is []: expected an object"),
-    ({"quantization_config": {}}, "config.json: quant_method None is not supported: load an AWQ"),
-    *(
-        ({"quantization_config": {"quant_method": name}}, f"quant_method '{name}' is not supported")
-        for name in ("fbgemm_fp8", "bitsandbytes", "mxfp4", "higgs")
-    ),
-    ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size is None: expected [128"),
-    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "format is None: expected"),
-    ({"quantization_config": GPTQ | {"bits": 3}}, "bits is 3: only 4 and 8 bits are supported"),
-    ({"quantization_config": GPTQ | {"meta": "x"}}, "meta is 'x': expected an object"),
-    ({"quantization_config": AWQ | {"bits": 8}}, "config.json: quantization_config of an AWQ"),
-    ({"quantization_config": AWQ | {"version": "gemv"}}, "layout 'gemv' (AWQ version) is not"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
-def test_configurations_that_cannot_be_loaded(changes, message, tmp_path, rng):
-    write_checkpoint(tmp_path, LLAMA | changes, random_tensors(LLAMA, rng))
-    caught = read_error(tmp_path)
-    assert caught.type is CheckpointError
-    assert str(caught.value).startswith(f"{tmp_path}/config.json")
-    assert message in str(caught.value)
-
-
 def test_a_folder_without_config(tmp_path):
     assert f"{tmp_path} has no config.json" in str(read_error(tmp_path).value)
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[]", "a JSON list")])
-def test_a_config_that_is_not_an_object(text, message, tmp_path):
-    (tmp_path / "config.json").write_text(text)
-    assert message in str(read_error(tmp_path).value)
-
-
-def test_damaged_files(tmp_path, rng):
-    write_checkpoint(tmp_path, LLAMA, random_tensors(LLAMA, rng))
-    file = tmp_path / "model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[:-1])
-    assert "is truncated" in str(read_error(tmp_path).value)
-    file.write_bytes(b"\0" * len(data))
-    read_error(tmp_path)
-    file.unlink()
-    assert "has no *.safetensors file" in str(read_error(tmp_path).value)
 
 
 def test_other_dtypes_are_refused(tmp_path, rng):

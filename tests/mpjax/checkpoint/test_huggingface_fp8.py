@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 
@@ -13,15 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.checkpoint import CheckpointError, huggingface, orbax
+from mpjax.checkpoint import CheckpointError, huggingface
 from mpjax.checkpoint.layout import linear_kernels, linear_places
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.cli import info
 from mpjax.cli.application import app
 from tests.models.small import forward
+from tests.mpjax.checkpoint.saved_models import require_same_bits
 from tests.mpjax.checkpoint.test_huggingface import nbytes, require_weights
-from tests.mpjax.checkpoint.test_orbax import require_same_bits
 from tests.mpjax.checkpoint.write_checkpoint import (
     CACHE,
     CONFIGS,
@@ -42,6 +43,8 @@ QUANTIZED = {
     "block": (compressed_fp8("block", "group"), "WFP8g128AFP8"),
     "weights only": (compressed_fp8("channel", None), "WFP8gKA16"),
 }
+# No map's input or output channels are whole blocks.
+CUT = {"hidden_size": 200, "intermediate_size": 328, "head_dim": 24}
 each = pytest.mark.parametrize("name", QUANTIZED)
 # One for each format on the device.
 distinct = pytest.mark.parametrize("name", ["fine-grained", "dynamic", "weights only"])
@@ -59,11 +62,16 @@ def write(folder, written, rng, model="qwen3", plain=(), **changes):
     return write_checkpoint(folder, hf, tensors), tensors, weights
 
 
-@each
-@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
-def test_every_weight_is_what_the_file_says(name, model, tmp_path, rng):
+@pytest.mark.parametrize(
+    ("name", "model", "sizes"),
+    [
+        *((name, model, {}) for name in QUANTIZED for model in ("qwen2", "qwen3")),
+        *((name, "qwen2", CUT) for name in ("fine-grained", "block")),
+    ],
+)
+def test_every_weight_is_what_the_file_says(name, model, sizes, tmp_path, rng):
     written, precision = QUANTIZED[name]
-    folder, tensors, weights = write(tmp_path, written, rng, model)
+    folder, tensors, weights = write(tmp_path, written, rng, model, **sizes)
     lm = mpjax.load(folder)
     assert lm.precision == f"{precision}KV16"
     require_weights(lm.model, tensors, weights)
@@ -80,13 +88,16 @@ def test_every_weight_is_what_the_file_says(name, model, tmp_path, rng):
     assert info.inspect(folder).describe() == lm.describe()
 
 
-@distinct
-def test_the_logits_are_those_of_the_weights(name, tmp_path, rng):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("fine-grained", {}), ("fine-grained", CUT), ("dynamic", {}), ("weights only", {})],
+)
+def test_the_logits_are_those_of_the_weights(name, sizes, tmp_path, rng):
     # FP8 activations have errors of up to 1/16, which average out; 16-bit ones here have none.
-    folder, tensors, weights = write(tmp_path / "fp8", QUANTIZED[name][0], rng)
+    folder, tensors, weights = write(tmp_path / "fp8", QUANTIZED[name][0], rng, **sizes)
     plain = {key: array for key, array in tensors.items() if not key.endswith(("scale", "_inv"))}
     plain |= {f"{name}.weight": weight.T for name, weight in weights.items()}
-    hf = CONFIGS["qwen3"] | FP8_SIZES
+    hf = CONFIGS["qwen3"] | FP8_SIZES | sizes
     plain = {key: np.ascontiguousarray(array, np.float32) for key, array in plain.items()}
     expected_lm = mpjax.load(write_checkpoint(tmp_path / "plain", hf, plain), dtype="float32")
     tokens = rng.integers(0, 96, (2, 8))
@@ -118,8 +129,8 @@ def test_scales_of_the_cache_reach_it(shape, tmp_path, rng):
     np.testing.assert_array_equal(cache.layers[1].key_parameters, expected[1, 0])
     assert info.inspect(folder).nbytes == lm.nbytes
     if shape == (1,):
-        orbax.save(lm, tmp_path / "saved")
-        require_same_bits(lm, orbax.restore(tmp_path / "saved"))
+        mpjax.save(lm, tmp_path / "saved")
+        require_same_bits(lm, mpjax.load(tmp_path / "saved"))
 
 
 def test_scales_of_the_cache_must_be_there_and_positive(tmp_path, rng):
@@ -194,6 +205,8 @@ def test_static_scales_of_activations_need_a_choice(tmp_path, rng):
         rows,
         re.MULTILINE,
     )
+    found = json.loads(CliRunner().invoke(app, ["info", str(folder), "--json"]).stdout)
+    assert found["activations"].endswith("load it as WFP8gKA16KV16 or WFP8AFP8KV16")
     for precision in (None, "A16KV16"):
         with pytest.raises(CheckpointError, match=re.escape(message)):
             mpjax.load(folder, precision=precision)
@@ -269,7 +282,8 @@ def test_damaged_numbers(tmp_path, rng):
 
 @distinct
 def test_convert_and_back(name, tmp_path, rng):
-    folder, *_ = write(tmp_path / "original", QUANTIZED[name][0], rng)
+    sizes = CUT if name == "fine-grained" else {}
+    folder, *_ = write(tmp_path / "original", QUANTIZED[name][0], rng, **sizes)
     lm = mpjax.load(folder)
     target = tmp_path / "converted"
     result = CliRunner().invoke(app, ["convert", str(folder), str(target)])

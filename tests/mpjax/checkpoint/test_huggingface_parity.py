@@ -28,6 +28,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
 )
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)  # for such small products, more threads only wait for each other
@@ -58,7 +59,10 @@ MODELS: dict[str, tuple[str, dict]] = {
     ),
     "llama-linear-scaling": (
         "Llama",
-        {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}},
+        {  # of more tokens than there are positions before the scaling
+            "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0},
+            "max_position_embeddings": 20,
+        },
     ),
     "mistral-window": ("Mistral", {"sliding_window": 8}),
     "qwen2": ("Qwen2", {}),
@@ -83,6 +87,17 @@ def build(family: str, changes: dict):
             elif parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
     return model
+
+
+def edit_config(folder, **changes):
+    hf = huggingface.read_config(folder) | changes
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+def as_transformers_reads(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def reference_logits(model, tokens):
@@ -141,6 +156,41 @@ def test_plain_checkpoints(name, tmp_path, request):
     compare(model, tmp_path, request)
 
 
+@pytest.mark.parametrize(
+    "added", [{"type": "linear", "factor": 4.0}, LLAMA3_SCALING], ids=["linear", "llama3"]
+)
+def test_scaling_that_was_added_to_a_newer_file(added, tmp_path, request):
+    model = build("Llama", {})
+    model.save_pretrained(tmp_path)
+    assert huggingface.read_config(tmp_path)["rope_parameters"]["rope_type"] == "default"
+    edit_config(tmp_path, rope_scaling=added)
+    scaled = as_transformers_reads(tmp_path)
+    tokens = np.arange(40)[None]
+    assert np.abs(reference_logits(scaled, tokens) - reference_logits(model, tokens)).max() > 0.1
+    compare_logits(scaled, tmp_path, request)
+
+
+def test_a_tied_model_with_another_head(tmp_path, request):
+    model = build("Qwen2", {"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][::-1].copy()
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.warns(UserWarning, match="but lm_head.weight is not model.embed_tokens.weight"):
+        compare_logits(as_transformers_reads(tmp_path), tmp_path, request)
+
+
+def test_a_tied_model_that_safetensors_saved(tmp_path, request):
+    model = build("Qwen2", {"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path)
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    names = safetensors.numpy.load_file(tmp_path / "model.safetensors").keys()
+    assert "lm_head.weight" in names
+    assert "model.embed_tokens.weight" not in names
+    compare_logits(model, tmp_path, request)
+
+
 def test_shards_of_transformers(tmp_path, request):
     model = build("Qwen3", {"head_dim": 32})
     model.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -148,23 +198,24 @@ def test_shards_of_transformers(tmp_path, request):
     compare_logits(model, tmp_path, request)
 
 
-QUANTIZED: dict[str, dict] = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
-    "gptq-v1-act-order": {
-        **{"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
-        "checkpoint_format": "gptq",
-    },
-    "gptq-v2-8-bits": {
-        **{"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": False},
-        "checkpoint_format": "gptq_v2",
-    },
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+V1, V2 = {"checkpoint_format": "gptq"}, {"checkpoint_format": "gptq_v2"}
+# What config.json says, how GPTQ's zero points are stored, and whether channels are out of order.
+QUANTIZED: dict[str, tuple[dict, int, bool]] = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, 0, False),
+    "gptq-v1-act-order": (GPTQ | V1 | {"desc_act": True}, 1, True),
+    "gptq-v2-8-bits": (GPTQ | V2 | {"bits": 8, "group_size": -1}, 2, False),
+    "gptq-symmetric": (GPTQ | V1 | {"sym": True}, 1, False),
+    "gptq-symmetric-v2-called-v1": (GPTQ | V1 | {"sym": True}, 2, False),
+    "gptq-symmetric-v1-called-v2": (GPTQ | V2 | {"sym": True}, 1, False),
+    "gptq-act-order-not-called-so": (GPTQ | V1 | {"sym": True}, 1, True),
 }
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_checkpoints(name, tmp_path, request):
     # The reference gets the dequantised weights, which float32 holds exactly. Qwen2 has biases.
-    model, written = build("Qwen2", {}), QUANTIZED[name]
+    model, (written, version, shuffled) = build("Qwen2", {}), QUANTIZED[name]
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors, rng = safetensors.numpy.load_file(file), np.random.default_rng(1)
@@ -175,36 +226,38 @@ def test_quantized_checkpoints(name, tmp_path, request):
         channels = weight.shape[0]
         size = channels if written["group_size"] == -1 else written["group_size"]
         g_idx = np.arange(channels) // size
-        if written.get("desc_act"):
+        if shuffled:
             g_idx = rng.permutation(g_idx)
         order = np.argsort(g_idx, kind="stable")
-        codes, scales, zeros = round_to_nearest(weight[order], size, written["bits"])
+        symmetric = written.get("sym", False)
+        codes, scales, zeros = round_to_nearest(weight[order], size, written["bits"], symmetric)
         codes = codes[np.argsort(order)]
         if written["quant_method"] == "awq":
             packed = pack_awq(codes, scales, zeros)
         else:
-            version = 1 if written["checkpoint_format"] == "gptq" else 2
             packed = pack_gptq(codes, scales, zeros, g_idx, written["bits"], version)
         replace_module(tensors, module_name, packed)
         values = (codes.astype(np.float32) - zeros[g_idx]) * scales[g_idx].astype(np.float32)
         with torch.no_grad():
             module.weight.copy_(torch.from_numpy(values.T.copy()))
     safetensors.numpy.save_file(tensors, file)
-    hf = huggingface.read_config(tmp_path) | {"quantization_config": written}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
-    compare(model, tmp_path, request)
+    edit_config(tmp_path, quantization_config=written)
+    (compare_logits if written.get("sym") else compare)(model, tmp_path, request)
 
 
-FP8_CHECKPOINTS = {
-    "fine-grained": (FP8, "WFP8A16KV16"),
-    "dynamic": (compressed_fp8("channel", "token"), "WFP8gKA16KV16"),
+# Of the last, no map's input or output channels are whole blocks.
+FP8_CHECKPOINTS: dict[str, tuple[dict, str, dict]] = {
+    "fine-grained": (FP8, "WFP8A16KV16", FP8_SIZES),
+    "dynamic": (compressed_fp8("channel", "token"), "WFP8gKA16KV16", FP8_SIZES),
+    "cut": (FP8, "WFP8A16KV16", {"hidden_size": 200, "intermediate_size": 328, "head_dim": 24}),
 }
 
 
 @pytest.mark.parametrize("name", FP8_CHECKPOINTS)
 def test_fp8_checkpoints(name, tmp_path, request):
     # With 16-bit activations, which leave only the weights to differ.
-    model, (written, precision) = build("Qwen2", FP8_SIZES), FP8_CHECKPOINTS[name]
+    written, precision, sizes = FP8_CHECKPOINTS[name]
+    model = build("Qwen2", sizes)
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = safetensors.numpy.load_file(file)
@@ -214,8 +267,7 @@ def test_fp8_checkpoints(name, tmp_path, request):
             with torch.no_grad():
                 module.weight.copy_(torch.from_numpy(values.T.copy()))
     safetensors.numpy.save_file(tensors, file)
-    hf = huggingface.read_config(tmp_path) | {"quantization_config": written}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    edit_config(tmp_path, quantization_config=written)
     compare(model, tmp_path, request, precision)
 
 
@@ -232,8 +284,7 @@ def test_fp8_as_transformers_reads_it(tmp_path):
         if isinstance(module, torch.nn.Linear) and module_name != "lm_head":
             pack_module_fp8(tensors, FP8, module_name)
     safetensors.numpy.save_file(tensors, file)
-    hf = huggingface.read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(hf | {"quantization_config": FP8}))
+    edit_config(tmp_path, quantization_config=FP8)
     config = transformers.FineGrainedFP8Config(modules_to_not_convert=["lm_head"], dequantize=True)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, quantization_config=config

@@ -30,6 +30,16 @@ def test_one_number_is_for_all_heads(tmp_path):
     np.testing.assert_array_equal(scales, np.full((2, 2, 2), 0.25))
 
 
+def test_each_layer_has_scales_of_keys_and_of_values(tmp_path):
+    names = [name for pair in kv_scales.names(CONFIG) for name in pair]
+    tensors = {name: np.full(1, 1 + i, np.float32) for i, name in enumerate(names)}
+    found = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors))
+    scales = kv_scales.read(
+        kv_scales.check(found.tensors, CONFIG), 2, lambda info: found.read(info.name)
+    )
+    np.testing.assert_array_equal(scales, [[[1, 1], [2, 2]], [[3, 3], [4, 4]]])
+
+
 @pytest.mark.parametrize("value", [np.ones(3, np.float32), np.ones(1, np.int32)])
 def test_other_shapes_and_dtypes_are_refused(value, tmp_path):
     found = checkpoint(tmp_path, value)

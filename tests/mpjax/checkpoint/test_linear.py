@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.linear import UniformLinear, check_scales, unpack_words
+from mpjax.checkpoint.linear import UniformLinear, check_middle, check_scales, unpack_words
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -71,3 +71,19 @@ def test_check_scales(dtype):
     damaged = scales.at[0, 1].set(jnp.nan).at[2, 3].set(jnp.inf).at[3, 5].set(-jnp.inf)
     with pytest.raises(CheckpointError, match=r"^model\.layers\.0\.mlp\.up_proj: 3 of the 24"):
         check_scales("model.layers.0.mlp.up_proj", damaged)
+
+
+def test_zero_points_in_the_middle():
+    zeros = jnp.full((2, 8), 8, jnp.uint16)
+    check_middle("up_proj", zeros, 4, "sym: true")
+    message = r"up_proj\.qzeros has zero points from 8 to 8, but by .* \(sym: true\) all are 128"
+    with pytest.raises(CheckpointError, match=message):
+        check_middle("up_proj", zeros, 8, "sym: true")
+    with pytest.raises(CheckpointError, match="zero points from 8 to 9"):
+        check_middle("up_proj", zeros.at[1, 7].set(9), 4, "sym: true")
+
+    def traced(zeros):
+        check_middle("up_proj", zeros, 8, "sym: true")
+        return zeros
+
+    jax.jit(traced)(zeros)  # where no value is known

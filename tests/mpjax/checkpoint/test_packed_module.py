@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.packed_module import check_packing, describe, packing
+from mpjax.checkpoint.packed_module import check_packing, describe, packing, parse_switch
 
 
 def specs(rows, columns):
@@ -53,3 +53,12 @@ def test_check_packing(tensors, method, message):
 def test_check_packing_accepts_what_the_config_says():
     check_packing("mlp.up_proj", specs(4096, 512), "awq")
     check_packing("mlp.up_proj", specs(512, 4096), "gptq")
+
+
+def test_switches():
+    for value in (True, False, None):
+        assert parse_switch({"sym": value}, "sym", "config") is value
+    assert parse_switch({}, "sym", "config") is None
+    for value in ("true", 1, [], 0.0):
+        with pytest.raises(CheckpointError, match=r"config: sym is .*: expected true or false"):
+            parse_switch({"sym": value}, "sym", "config")

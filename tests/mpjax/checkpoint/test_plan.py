@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -96,8 +98,28 @@ def test_tensors_that_carry_no_information_are_left_out(rng):
     tensors = random_tensors(CONFIGS["llama-tied"], rng)
     bytes_ = planned(tensors, CONFIGS["llama-tied"]).file_bytes
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
-    tensors["lm_head.weight"] = np.ones((3, 3), np.int64)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     assert planned(tensors, CONFIGS["llama-tied"]).file_bytes == bytes_
+
+
+def test_device_bytes_count_permutations_and_scales_of_a_cache(rng):
+    tensors, hf = packed_checkpoint(rng, GPTQ)
+    found = planned(tensors, hf)
+    ordered = {name: array for name, array in tensors.items() if not name.endswith("g_idx")}
+    channels = sum(shape[0] for shape in linear_shapes(hf).values())
+    assert found.device_bytes - planned(ordered, hf).device_bytes == 4 * channels
+    [array, *_] = (info for _, info in found.arrays)
+    scaled = dataclasses.replace(found, cache_scales=(array,) * 4)
+    assert scaled.device_bytes - found.device_bytes == 4 * 4 * hf["num_key_value_heads"]
+    assert scaled.file_bytes - found.file_bytes == 4 * array.nbytes
+
+
+def test_maps_that_become_one_wait_for_each_other(rng):
+    """Of the two, the second one's tensor is in the way too."""
+    hf = LLAMA | {"intermediate_size": 4096}
+    one = 2 * hf["hidden_size"] * hf["intermediate_size"]  # bytes on the device
+    tensors = random_tensors(hf, rng, np.float16)
+    assert planned(tensors, hf).working_bytes == 3 * one
 
 
 def expect(message, tensors, hf=LLAMA, quantize=None):
@@ -141,10 +163,18 @@ def test_missing_and_unexpected_tensors_come_in_one_sentence(rng):
     expect("and holds 21 tensors (language_lm_head.weight, ", tensors)
 
 
-def test_a_quantized_head_is_refused(rng):
+def test_a_quantized_table_is_refused(rng):
     tensors, hf = packed_checkpoint(rng, GPTQ)
-    tensors["lm_head.qweight"] = tensors.pop("lm_head.weight")
-    expect("lacks 1 tensor (lm_head.weight) and holds 1 tensor (lm_head.qweight)", tensors, hf)
+    head = tensors.pop("lm_head.weight")
+    message = ": only the linear maps of layers can be, so load a checkpoint of the model with"
+    packed = {"lm_head.qweight": head, "lm_head.scales": head}
+    quantized = f"lm_head is quantised (qweight, scales){message} lm_head in 16 bits"
+    for tied in (False, True):
+        expect(quantized, tensors | packed, hf | {"tie_word_embeddings": tied})
+    tensors["lm_head.weight"] = head
+    expect("is quantised (weight, weight_scale)", tensors | {"lm_head.weight_scale": head}, hf)
+    codes = {"model.embed_tokens.weight": head.astype(ml_dtypes.float8_e4m3fn)}
+    expect(f"model.embed_tokens is quantised (weight){message} model.emb", tensors | codes, hf)
 
 
 @pytest.mark.parametrize("name", [f"{DOWN}.weight", "model.norm.weight", "lm_head.weight"])
@@ -191,8 +221,9 @@ def test_a_group_size_to_quantize_to_must_divide_the_channels(rng):
     expect(
         f"{DOWN} has 96 input channels, which groups of 64 don't divide", tensors, hf, "uint4:g64"
     )
-    formats = {s.format for _, ss in planned(tensors, hf, "uint4:g32").linears for s in ss}
-    assert formats == {WeightFormat("uint4", 32)}
+    for text in ("uint4:g32", "float8:g128"):  # the blocks of FP8 may be cut
+        formats = {s.format for _, ss in planned(tensors, hf, text).linears for s in ss}
+        assert formats == {WeightFormat.parse(text)}
 
 
 def temporary_bytes(function, *arguments, **keywords):
@@ -236,3 +267,18 @@ def test_converting_takes_no_more_than_planned():
     order = jax.ShapeDtypeStruct((channels,), jnp.int32)
     used = temporary_bytes(gptq._unpack, words, zeros, order, bits=4, minus_one=True)
     assert used <= math.prod(shape)
+
+
+def test_more_layers_than_tensors_are_refused_before_any_is_looked_for(rng, monkeypatch):
+    tensors = random_tensors(LLAMA, rng)
+    monkeypatch.setattr(plan, "array_places", None)
+    names = ", ".join(list(tensors)[:5])
+    message = (
+        f"there are 22 layers, and folder holds 21 tensors ({names}, ...): they are not of one"
+    )
+    expect(message, tensors, LLAMA | {"num_hidden_layers": 22})
+
+
+def test_names_that_are_no_single_line_are_quoted(rng):
+    tensors = random_tensors(LLAMA, rng) | {"a\nb": np.ones(1, np.float32)}
+    expect(r"holds 1 tensor ('a\nb') that the model has no place for", tensors)

@@ -86,12 +86,18 @@ def random_tensors(hf: dict[str, Any], rng: np.random.Generator, dtype: Any = np
     return tensors
 
 
-def round_to_nearest(weight: np.ndarray, group_size: int, bits: int) -> tuple[np.ndarray, ...]:
-    """Codes [K, N], scales float16 [G, N] and zeros [G, N] of a weight [K, N]; asymmetric."""
+def round_to_nearest(
+    weight: np.ndarray, group_size: int, bits: int, symmetric: bool = False
+) -> tuple[np.ndarray, ...]:
+    """Codes [K, N], scales float16 [G, N] and zeros [G, N] of a weight [K, N]."""
     groups = weight.astype(np.float32).reshape(-1, group_size, weight.shape[1])
     low, high = np.minimum(groups.min(1), 0), np.maximum(groups.max(1), 0)
+    if symmetric:
+        high = np.maximum(high, -low)
+        low = -high
     scales = np.maximum((high - low) / (2**bits - 1), 1e-4).astype(np.float16)
     zeros = np.clip(np.rint(-low / scales), 0, 2**bits - 1)
+    zeros = np.full_like(zeros, 2 ** (bits - 1)) if symmetric else zeros
     codes = np.rint(groups / scales[:, None].astype(np.float32)) + zeros[:, None]
     codes = np.clip(codes, 0, 2**bits - 1).reshape(weight.shape)
     return codes.astype(np.uint8), scales, zeros.astype(np.uint8)
@@ -120,6 +126,8 @@ def pack_random(
     size = channels if size == -1 else size
     codes = rng.integers(0, 2**bits, (channels, outputs), np.uint8)
     zeros = rng.integers(0, 2**bits, (channels // size, outputs), np.uint8)
+    if written.get("sym"):
+        zeros[:] = 2 ** (bits - 1)
     scales = rng.uniform(0.001, 0.01, zeros.shape).astype(np.float16)
     if g_idx is None:
         g_idx = np.arange(channels) // size

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import io
+import itertools
+import shlex
+import sys
+from pathlib import Path
+
 import pytest
+import typer.core
 from typer.testing import CliRunner
 
 import mpjax
 from mpjax.checkpoint import CheckpointError
-from mpjax.cli import main
+from mpjax.cli import application, bench, main
 from mpjax.cli.application import app
 from mpjax.memory import DeviceMemoryError
 
@@ -46,6 +53,54 @@ def test_each_command_explains_itself(command):
     assert result.stderr == ""
 
 
+def test_each_line_about_a_command_is_whole():
+    for arguments in ([], ["bench"]):
+        text = CliRunner().invoke(app, [*arguments, "--help"]).stdout
+        assert "..." not in text.partition("Commands:")[2].partition("Examples:")[0]
+
+
+def examples():
+    """The commands in the examples of all help texts, without what pipes and files they go to."""
+    commands = (*app.registered_commands, *bench.app.registered_commands)
+    for epilog in (application.EPILOG, bench.EPILOG, *(command.epilog for command in commands)):
+        listed = epilog.partition("Examples:\n")[2].partition("\n\n")[0].replace("\\\n", "")
+        for line in listed.splitlines():
+            words = shlex.split(line.partition(" > ")[0])
+            parts = [list(part) for _, part in itertools.groupby(words, "|".__ne__)]
+            yield from (part[1:] for part in parts if part[0] == "mpjax")
+
+
+def test_all_commands_have_examples():
+    assert {example[0] for example in examples()} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("example", list(examples()), ids=" ".join)
+def test_examples_are_right_usage(example, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(typer.core.TyperCommand, "invoke", lambda self, ctx: ran.append(self.name))
+    monkeypatch.chdir(tmp_path)
+    for name in ("book.txt", "wikitext.txt"):
+        Path(name).write_text("text")
+    result = CliRunner().invoke(app, example)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert ran == [example[1] if example[0] == "bench" else example[0]]
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["env"], ["info", "--help"]])
+def test_a_full_disk_is_one_sentence(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("mpjax.environment.report", lambda: "text")
+    monkeypatch.setattr("sys.stdout", Full())
+    with pytest.raises(SystemExit) as exit:
+        app(arguments)
+    assert exit.value.code == 1
+    assert capsys.readouterr().err == "mpjax: [Errno 28] No space left on device\n"
+
+
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"mpjax {mpjax.__version__}\n")
@@ -73,6 +128,24 @@ def test_running_out_of_memory_is_an_expected_failure(failing):
     assert result.stderr == "mpjax: the device ran out of memory: RESOURCE_EXHAUSTED: 3 GB wanted\n"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("RESOURCE_EXHAUSTED: writing /tmp/x"),
+        ValueError("RESOURCE_EXHAUSTED: writing /tmp/x [OS error 28: No space left on device]"),
+        RuntimeError("RESOURCE_EXHAUSTED: /tmp/x; No space left on device"),
+        RuntimeError("RESOURCE_EXHAUSTED: /tmp/x; Disk quota exceeded"),
+    ],
+)
+def test_what_else_is_exhausted_is_not_the_device(failing, error):
+    result = failing(error)
+    assert result.exit_code == 1
+    assert "the device ran out of memory" not in result.stderr
+    assert "/tmp/x" in result.stderr
+    assert result.stderr.startswith("mpjax: ")
+    assert ("a disk is full: " in result.stderr) == (not isinstance(error, OSError))
+
+
 def test_an_unexpected_failure_keeps_its_traceback(failing):
     result = failing(ZeroDivisionError("a bug"))
     assert isinstance(result.exception, ZeroDivisionError)
@@ -88,7 +161,7 @@ def test_tracebacks_can_be_asked_for(failing, options, settings):
 
 def test_an_interrupt_is_quiet(failing):
     result = failing(KeyboardInterrupt())
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "mpjax: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +176,8 @@ def test_wrong_usage(arguments):
 
 def test_main_is_the_application_under_its_own_name(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["/somewhere/__main__.py", "generate"])
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr("sys.unraisablehook", sys.unraisablehook)
     with pytest.raises(SystemExit) as exit:
         main()
     assert exit.value.code == 2

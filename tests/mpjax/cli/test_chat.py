@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
+from mpjax.cli import chat
 from mpjax.cli.application import app
 
 
@@ -89,6 +90,8 @@ def test_an_answer_gets_what_room_is_left(talk, heard):
     assert len(heard) == 2  # the second was refused, and is not part of the conversation
     assert 0 < heard[0][1]["max_new_tokens"] < 200
     assert [m["content"] for m in heard[1][0]][1:] == ["A", "short"]
+    result = talk("y " * 300 + "\n", "--max-positions", "900")
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_a_base_model_can_not_chat(tiny_folder):
@@ -96,3 +99,18 @@ def test_a_base_model_can_not_chat(tiny_folder):
     assert (result.exit_code, result.stdout) == (1, "")
     assert "has no chat template, like most base models" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+def test_an_answer_is_written_as_it_comes_after_its_beginning(ahead, capsys):
+    shown = []
+
+    def pieces():
+        for piece in (" ", "a", "b", "c"):
+            shown.append(capsys.readouterr().out)
+            yield piece
+
+    assert chat._write_answer(pieces(), "Compiling", ahead) == "abc"
+    expected = {1: ["", "", "a", "b"], 2: ["", "", "a", "b"], 9: ["", "", "", ""]}
+    assert shown == expected[ahead]
+    assert capsys.readouterr().out == ("abc\n" if ahead == 9 else "c\n")

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +17,8 @@ from flax import nnx
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.checkpoint import orbax
+from mpjax import disk
+from mpjax.checkpoint import saving, staging
 from mpjax.cli.application import app
 
 
@@ -21,7 +28,7 @@ def convert(*arguments):
 
 def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
     target = tmp_path / "converted"
-    options = ("--precision", "W4A16KV8", "--dtype", "bfloat16")
+    options = ("--precision", "W4A16KV8", "--dtype", "bfloat16", "--max-positions", "300")
     result = convert(tiny_folder, target, *options)
     assert (result.exit_code, result.stderr) == (0, "")
     before, after = result.stdout.splitlines()
@@ -31,6 +38,7 @@ def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
     )
     saved = mpjax.load(target)
     assert saved.precision == "W4A16KV8"
+    assert saved.config.max_position_embeddings == 300
     expected = mpjax.load(tiny_folder, precision="W4A16KV8", dtype="bfloat16")
     words = [
         leaf
@@ -53,14 +61,14 @@ def test_the_target_is_the_source_in_another_precision(tiny_folder, tmp_path):
 
 def test_the_size_of_a_source_is_that_before_it_is_replaced(tiny_folder, tmp_path, monkeypatch):
     convert(tiny_folder, tmp_path, "--dtype", "bfloat16")
-    size = sum(file.stat().st_size for file in (tmp_path / "weights").rglob("*") if file.is_file())
-    save = orbax.save
+    size = (tmp_path / "weights.safetensors").stat().st_size
+    save = saving.save
 
     def save_more(lm, folder, **options):
         save(lm, folder, **options)
-        (folder / "weights" / "more").write_bytes(bytes(10**6))
+        (folder / "more.safetensors").write_bytes(bytes(10**6))
 
-    monkeypatch.setattr(orbax, "save", save_more)
+    monkeypatch.setattr(mpjax, "save", save_more)
     before, after = convert(tmp_path, tmp_path, "--overwrite").stdout.splitlines()
     assert before == f"{tmp_path}: {size / 1e6:.2f} MB of weights"
     assert not after.startswith(before)
@@ -117,3 +125,77 @@ def test_wrong_usage(tiny_folder, tmp_path):
     file = tmp_path / "file"
     file.write_text("x")
     assert convert(tiny_folder, file).exit_code == 2
+
+
+ROOT = Path(mpjax.__file__).resolve().parents[1]
+# Stops for long as soon as the weights are written.
+SLOW = "import os, time; os.fsync = lambda file: time.sleep(60); from mpjax.cli import main; main()"
+
+
+def kill_while_saving(source, target, number):
+    """Runs `mpjax convert --overwrite`; its result after it got a signal."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "convert", str(source), str(target), "--overwrite"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    while not list(target.parent.glob(".*/new/mpjax.json")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    return process.returncode, out, error
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")
+    }
+
+
+def test_ctrl_c_while_saving_leaves_what_was_there(tiny_folder, tmp_path):
+    for _ in range(2):  # where nothing was there, and where a model was
+        before = contents(tmp_path)
+        result = kill_while_saving(tiny_folder, tmp_path / "saved", signal.SIGINT)
+        assert result == (130, "", "mpjax: interrupted\n")
+        assert contents(tmp_path) == before
+        convert(tiny_folder, tmp_path / "saved")
+
+
+def test_what_a_killed_process_left_is_cleaned_by_the_next(tiny_folder, tmp_path):
+    convert(tiny_folder, tmp_path / "saved")
+    before = contents(tmp_path)
+    result = kill_while_saving(tiny_folder, tmp_path / "saved", signal.SIGKILL)
+    assert result[0] == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    # Even a command that writes nothing cleans up.
+    assert "--overwrite" in convert(tiny_folder, tmp_path / "saved").stderr
+    assert contents(tmp_path) == before
+
+
+def test_a_model_that_was_moved_away_is_there_again(tiny_folder, tmp_path):
+    """The process was killed just between the two renames, and the target is the source, too."""
+    target = tmp_path / "saved"
+    convert(tiny_folder, target)
+    before = contents(tmp_path)
+    hidden = tmp_path / f".saved.saving-{staging._host()}-{staging._boot()}"
+    (hidden / "new").mkdir(parents=True)
+    (hidden / "lock").touch()
+    target.rename(hidden / "previous")
+    assert convert(target, target, "--overwrite").exit_code == 0
+    assert contents(tmp_path).keys() == before.keys()
+
+
+def test_a_full_disk_is_one_sentence(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1_000_000)
+    result = convert(tiny_folder, tmp_path / "saved")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(
+        rf"mpjax: saving {tmp_path}/saved needs 2\.94 MB on the disk at /.*, which has 1\.00 MB "
+        "free: make room there, or choose a folder on another disk\n",
+        result.stderr,
+    )
+    assert list(tmp_path.iterdir()) == []

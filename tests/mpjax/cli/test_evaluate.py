@@ -10,7 +10,7 @@ import mpjax
 from mpjax.cli import evaluate as command
 from mpjax.cli import options
 from mpjax.cli.application import app
-from mpjax.evaluate import Perplexity, perplexity
+from mpjax.evaluation import Evaluation, evaluate
 
 DOCUMENTS = ["import os\nimport sys\n", "def f(x):\n    return x + 1\n"]
 ROWS = [
@@ -61,8 +61,8 @@ def test_each_precision_is_measured(run, tiny_folder, tmp_path, monkeypatch):
     assert written["calibration"] is None
     for row in written["rows"]:
         lm = mpjax.load(tiny_folder, precision=row["precision"], dtype="bfloat16")
-        expected = perplexity(lm, DOCUMENTS, batch=2)
-        assert Perplexity(*(row[name] for name in Perplexity.__dataclass_fields__)) == expected
+        expected = evaluate(lm, DOCUMENTS, batch=2)
+        assert Evaluation(*(row[name] for name in Evaluation.__dataclass_fields__)) == expected
         assert row["weights_bytes"] == lm.nbytes
         assert row["perplexity"] == pytest.approx(math.exp(row["nats_per_token"]))
     lines = result.stdout.splitlines()
@@ -81,19 +81,50 @@ def test_scales_are_measured_on_another_text(run, text, tiny_folder):
     assert written["calibration"] == str(text)
     [row] = written["rows"]
     lm = mpjax.load(tiny_folder, precision="W16A16KV8s", dtype="bfloat16")
-    expected = perplexity(mpjax.calibrate_cache(lm, DOCUMENTS), DOCUMENTS, batch=2)
+    expected = evaluate(mpjax.calibrate_cache(lm, DOCUMENTS), DOCUMENTS, batch=2)
     assert row["perplexity"] == expected.perplexity
 
 
-@pytest.mark.parametrize("format", ["markdown", "json"])
-def test_formats(run, monkeypatch, format):
+@pytest.mark.parametrize("options", [("--format", "markdown"), ("--format", "json"), ("--json",)])
+def test_formats(run, monkeypatch, options):
     monkeypatch.setattr(command, "_measure", lambda *arguments: ROWS)
-    result = run("--format", format)
+    result = run(*options)
     assert result.exit_code == 0
-    if format == "markdown":
+    if "markdown" in options:
         assert result.stdout == MARKDOWN + "\n"
     else:
         assert json.loads(result.stdout)["rows"] == ROWS
+
+
+def test_json_holds_no_number_that_is_none(run, monkeypatch):
+    rows = [ROWS[0] | {"perplexity": math.nan, "bits_per_byte": math.inf}]
+    monkeypatch.setattr(command, "_measure", lambda *arguments: rows)
+    [row] = json.loads(run("--json").stdout, parse_constant=pytest.fail)["rows"]
+    assert (row["perplexity"], row["bits_per_byte"]) == (None, None)
+
+
+def test_help_names_the_keys(run, monkeypatch):
+    monkeypatch.setattr(command, "_measure", lambda *arguments: ROWS)
+    text = CliRunner().invoke(app, ["evaluate", "--help"]).stdout.split("--json and --output")[1]
+    assert all(key in text for key in json.loads(run("--json").stdout))
+    assert all(key in text for key in (*ROWS[0], *Evaluation.__dataclass_fields__))
+
+
+def test_an_output_that_can_not_be_written_is_refused_first(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "_measure", lambda *arguments: pytest.fail("measured"))
+    result = run("--output", "/dev/null/results.json")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+
+
+def test_results_before_stay_unless_all_is_measured(run, monkeypatch, tmp_path):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_measure", interrupted)
+    path = tmp_path / "results.json"
+    path.write_text("old")
+    assert run("--output", path).exit_code == 130
+    assert path.read_text() == "old"
 
 
 def test_markdown_can_be_made_from_what_was_written():
@@ -125,8 +156,8 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
     path.write_text("größer\n\nx", encoding="utf-8")
     CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path), "--window", "7"])
     CliRunner().invoke(app, ["evaluate", str(tiny_folder)])
-    assert seen[0][3:] == (["größer\n\nx"], None, 7, 8)
-    assert len(seen[1][3]) == 17
+    assert seen[0][4:] == (["größer\n\nx"], None, 7, 8)
+    assert len(seen[1][4]) == 17
 
 
 @pytest.mark.parametrize(
@@ -135,7 +166,9 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
         (["--precision", "W3"], 2, "can't read the precision"),
         (["--window", "0"], 2, "--window"),
         (["--window", "300", "--precision", "A16KV16"], 1, "256 positions"),
+        (["--window", "9", "--max-positions", "8", "--precision", "A16KV16"], 1, "8 positions"),
         (["--text", "/nowhere"], 2, "does not exist"),
+        (["--json", "--format", "markdown"], 2, "one format"),
     ],
 )
 def test_failures(run, arguments, code, message):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from typing import Any
 
@@ -13,8 +14,8 @@ from mpjax.cli.application import app
 from mpjax.kernels import KVFormat
 
 SUMMARY = (
-    r"\d+ prompt tokens, (\d+) new; first token after [\d.]+ s(?:, then [\d.,]+ tokens/s)? "
-    r"\(compiling and a first try took [\d.]+ s before that\)\n"
+    r"\d+ prompt tokens, (\d+) new: first after [\d.]+ s(?:, [\d.,]+ tokens/s)? "
+    r"\(warm-up [\d.]+ s\)\n"
 )
 HOT = mpjax.Sampling(temperature=1.2, top_k=40)
 HOT_OPTIONS = ["--temperature", "1.2", "--top-k", "40", "--seed", "3"]
@@ -120,10 +121,15 @@ def test_compiling_is_not_in_the_figures(run, tiny, monkeypatch):
     [
         (["", "--temperature", "1"], "prompt 0 is empty"),
         (["x", "--max-new-tokens", "300"], "256 positions"),
+        (["x", "--max-new-tokens", "300", "--max-positions", "280"], "280 positions"),
+        (["x", "--max-positions", "0"], None),
         (["x", "--precision", "W16A16KV8", "--dtype", "float64"], None),
         (["x", "--precision", "W4"], None),
         (["x", "--top-p", "7", "--temperature", "1"], None),
         (["x", "--max-new-tokens", "0"], None),
+        (["x", "--min-new-tokens", "30"], None),
+        (["x", "--json", "--echo"], None),
+        (["x", "--batch", "0"], None),
     ],
 )
 def test_failures(run, arguments, message):
@@ -144,3 +150,92 @@ def test_a_folder_that_is_none():
 
 def test_echo_writes_the_prompt_first(run, expected):
     assert run("def f", *HOT_OPTIONS, "--echo").stdout == "def f" + expected
+
+
+KEYS = ["id", "text", "finish_reason", "prompt_tokens", "tokens", "logprobs"]
+
+
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_json_is_a_line_with_what_generate_returns(run, tiny):
+    result = run("def f", *HOT_OPTIONS, "--json")
+    assert result.exit_code == 0
+    [line] = lines(result.stdout)
+    assert list(line) == KEYS
+    found = mpjax.generate(tiny, "def f", max_new_tokens=20, sampling=HOT, seeds=[3])
+    assert line == {
+        "id": 1,
+        "text": found.text[0],
+        "finish_reason": "length",
+        "prompt_tokens": found.prompt_tokens[0],
+        "tokens": found.tokens[0],
+        "logprobs": pytest.approx(found.logprobs[0]),
+    }
+    assert re.fullmatch(r"1 prompt, \d+ tokens, 20 new: [\d.]+ s with compiling\n", result.stderr)
+
+
+def test_several_prompts_come_under_headers(run, tiny, expected):
+    other = "import os\n" + "x" * 60
+    result = run("def f", other, *HOT_OPTIONS, "--echo")
+    text = mpjax.generate(tiny, other, max_new_tokens=20, sampling=HOT, seeds=[4]).text[0]
+    assert result.stdout == (
+        f"==> def f <==\ndef f{expected}\n\n==> import os... <==\n{other}{text}\n"
+    )
+    assert result.stderr.startswith("2 prompts, ")
+
+
+def test_a_file_of_prompts_becomes_a_file_of_results(run, expected, tmp_path):
+    asked, written = tmp_path / "prompts.jsonl", tmp_path / "new" / "results.jsonl"
+    asked.write_text(
+        '{"id": "größer", "prompt": "import os", "max_new_tokens": 3}\n\n'
+        '{"prompt": "def f", "seed": 3}\n',
+        encoding="utf-8",
+    )
+    result = run("--input", str(asked), "--output", str(written), *HOT_OPTIONS)
+    assert (result.exit_code, result.stdout) == (0, "")
+    first, second = lines(written.read_text(encoding="utf-8"))
+    assert (first["id"], len(first["tokens"])) == ("größer", 3)
+    assert (second["id"], second["text"]) == (3, expected)
+    assert [path.name for path in written.parent.iterdir()] == ["results.jsonl"]
+
+    piped = run("--input", "-", *HOT_OPTIONS, input=asked.read_bytes())
+    assert [line["text"] for line in lines(piped.stdout)] == [first["text"], second["text"]]
+    asked.write_text('{"prompt": "def f", "seed": 3}\n')
+    assert lines(run("--input", str(asked), "--output", "-", *HOT_OPTIONS).stdout) == [
+        second | {"id": 1}
+    ]
+
+
+def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
+    asked, written = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    asked.write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    written.write_text("old")
+    arguments = ("--input", str(asked), "--output", str(written))
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"mpjax: {asked}, line 2 is empty")
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    asked.write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(mpjax, "generate", interrupted)
+    assert run(*arguments).exit_code == 130
+    assert written.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "results.jsonl"]
+
+
+def test_a_result_that_can_not_be_written_is_refused_before_a_model_is_loaded(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.delattr(mpjax, "load")
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text('{"prompt": "a"}\n')
+    result = run("x", "--output", "/dev/null/results.jsonl")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    result = run("--input", str(asked), "--output", str(asked))
+    assert result.exit_code == 2
+    assert "is --input, too" in result.stderr
+    assert asked.read_text() == '{"prompt": "a"}\n'

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mpjax
-from mpjax.checkpoint import orbax, safetensors
+from mpjax.checkpoint import array_file, description, safetensors
 from mpjax.cli import info
 from mpjax.cli.application import app
 from mpjax.models import CacheScales
@@ -50,12 +50,12 @@ def write(folder, name, method):
 def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method):
     folder = write(tmp_path / "model", name, method)
     lm = mpjax.load(folder)
-    expected = lm.describe()
+    expected, summary = lm.describe(), lm.summary()
     saved = tmp_path / "saved"
     if method is not None:
         shape = (lm.config.num_layers, 2, lm.config.num_kv_heads)
         lm.model.cache_scales = CacheScales(jnp.ones(shape))
-    orbax.save(lm, saved)
+    mpjax.save(lm, saved)
     saved_rows = mpjax.load(saved).describe()
     if method is not None:
         text = "\n".join(line for _, line in expected)
@@ -63,7 +63,7 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
         assert "layers" not in text.replace("2 layers", "")
 
     monkeypatch.setattr(safetensors.Checkpoint, "read", lambda *args: pytest.fail("read a tensor"))
-    monkeypatch.setattr(orbax, "_read_arrays", lambda *args: pytest.fail("read the arrays"))
+    monkeypatch.setattr(array_file, "read", lambda *args: pytest.fail("read an array"))
     assert info.inspect(folder).describe() == expected
     assert info.inspect(saved).describe() == saved_rows
 
@@ -72,21 +72,51 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     width = max(len(label) for label, _ in expected) + 2
     assert [(line[:width].strip(), line[width:]) for line in result.stdout.splitlines()] == expected
 
+    result = CliRunner().invoke(app, ["info", str(folder), "--json"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == summary | {"activations": None}
 
-def test_help_explains_the_rows():
+
+def test_help_explains_the_rows_and_the_keys():
+    result = CliRunner().invoke(app, ["info", "--json"])
+    text = CliRunner().invoke(app, ["info", "--help"]).stdout
+    keys = text.split("keys of --json: ")[1]
+    assert all(f"{key}" in keys for key in json.loads(result.stdout))
     text = " ".join(CliRunner().invoke(app, ["info", "--help"]).stdout.split())
     assert "where their formats agree" in text
     assert "`W4 | W4 | W16`" in text
     assert '"cache scales" are what KV8s needs' in text
 
 
-def test_a_damaged_description_is_one_sentence(tmp_path):
-    description = {"format": "mpjax checkpoint", "version": orbax.VERSION, "config": {}}
-    (tmp_path / "mpjax.json").write_text(json.dumps(description))
-    result = CliRunner().invoke(app, ["info", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rms_norm_eps", "0.1", "rms_norm_eps is '0.1': expected a positive number"),
+        ("windows", [None] * 1_000_000, "there are 1000000 layers and only"),
+    ],
+)
+def test_a_damaged_description_is_one_sentence(key, value, message, tiny, tmp_path):
+    mpjax.save(tiny, tmp_path / "saved")
+    path = tmp_path / "saved" / "mpjax.json"
+    content = json.loads(path.read_text())
+    content["config"][key] = value
+    path.write_text(json.dumps(content))
+    result = CliRunner().invoke(app, ["info", str(tmp_path / "saved")])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "mpjax.json is damaged (KeyError: 'windows'): convert the" in result.stderr
+    assert result.stderr.startswith(f"mpjax: {path} is damaged: {message}")
     assert result.stderr.count("\n") == 1
+
+
+def test_an_older_format_is_one_sentence(tmp_path):
+    content = {"format": description.FORMAT, "version": 3, "decoder": "Llama"}
+    (tmp_path / "mpjax.json").write_text(json.dumps(content))
+    (tmp_path / "weights").mkdir()  # where that version had its arrays
+    for command in ("info", "generate"):
+        arguments = [str(tmp_path)] if command == "info" else ["x", "--model", str(tmp_path)]
+        result = CliRunner().invoke(app, [command, *arguments])
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert "has the format version 3: this mpjax reads version 4; install the" in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 def test_a_folder_that_can_not_be_loaded(tmp_path):

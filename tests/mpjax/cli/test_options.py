@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import io
-
 import pytest
 import typer
 
@@ -30,10 +28,11 @@ def test_load_passes_on_what_was_said(monkeypatch):
     seen = []
     monkeypatch.setattr(mpjax, "load", lambda *args, **keywords: seen.append((args, keywords)))
     options.load(None, None, None)
-    options.load("folder", "W4A16KV8", options.Dtype.float16)
+    options.load("folder", "W4A16KV8", options.Dtype.float16, 99)
+    keywords = {"precision": Precision.parse("W4A16KV8"), "dtype": "float16", "max_positions": 99}
     assert seen == [
-        ((mpjax.bundled_model(),), {"precision": None, "dtype": None}),
-        (("folder",), {"precision": Precision.parse("W4A16KV8"), "dtype": "float16"}),
+        ((mpjax.bundled_model(),), {"precision": None, "dtype": None, "max_positions": None}),
+        (("folder",), keywords),
     ]
 
 
@@ -41,35 +40,3 @@ def test_a_precision_is_read_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(mpjax, "load", lambda *args, **keywords: pytest.fail("loaded"))
     with pytest.raises(typer.BadParameter):
         options.load("folder", "W5", None)
-
-
-def test_the_prompt_comes_from_one_place(tmp_path, monkeypatch):
-    file = tmp_path / "prompt.txt"
-    file.write_text("größer\n\n", encoding="utf-8")
-    assert options.read_prompt("def f", None) == "def f"
-    assert options.read_prompt("", None) == ""
-    assert options.read_prompt("typed\n", None) == "typed\n"
-    assert options.read_prompt(None, file) == "größer\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO("piped\n"))
-    assert options.read_prompt("-", None) == "piped"
-    for both in (("x", file), (None, None)):
-        with pytest.raises(typer.BadParameter, match="not both"):
-            options.read_prompt(*both)
-
-
-@pytest.mark.parametrize(
-    ("written", "prompt"), [(b"a\r\nb\r\n", "a\r\nb"), (b"a\rb\r", "a\rb\r"), (b"a\r\n\n", "a\r\n")]
-)
-def test_a_prompt_keeps_its_line_ends(written, prompt, tmp_path, monkeypatch):
-    file = tmp_path / "prompt.txt"
-    file.write_bytes(written)
-    assert options.read_prompt(None, file) == prompt
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(written), encoding="utf-8"))
-    assert options.read_prompt("-", None) == prompt
-
-
-def test_a_prompt_file_of_another_encoding_is_named(tmp_path):
-    file = tmp_path / "prompt.txt"
-    file.write_text("größer", encoding="latin-1")
-    with pytest.raises(ValueError, match=r"prompt\.txt is not a text in UTF-8"):
-        options.read_prompt(None, file)

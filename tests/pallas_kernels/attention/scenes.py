@@ -123,6 +123,11 @@ class Scene:
             row[:count] = np.asarray(out)[end - count : end]
         return jnp.asarray(result)
 
+    def alone(self, row: int) -> Scene:
+        """One sequence of the batch."""
+        fields = "queries", "block_tables", "starts", "counts", "keys", "values"
+        return dataclasses.replace(self, **{n: getattr(self, n)[row : row + 1] for n in fields})
+
     def error(self, out: jax.Array, scale: float | None = None, **masks: Any) -> float:
         """mean|Δ| / mean|reference| over the real rows; infinite where any row is no number.
 

@@ -24,9 +24,9 @@ def plain(queries, keys, values, lengths, scale):
     scores = jnp.einsum("bthd,bshd->bths", q, k) * scale
     key = jnp.arange(k.shape[1])
     if lengths is None:
-        seen = (key <= jnp.arange(q.shape[1])[:, None])[None]  # [1, tokens, keys]
+        seen = (key[None] <= jnp.arange(q.shape[1])[:, None])[None]  # [1, tokens, keys]
     else:
-        seen = (key < lengths[:, None])[:, None]  # [batch, 1, keys]
+        seen = (key[None] < lengths[:, None])[:, None]  # [batch, 1, keys]
     scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
     out = jnp.einsum("bths,bshd->bthd", jax.nn.softmax(scores), v)
     return out.astype(queries.dtype), jax.nn.logsumexp(scores, -1)

@@ -29,6 +29,40 @@ def test_softcap_and_sinks(text, dtype, splits, softcap, has_sinks, window, leng
     assert test.error(out, **masks) < GATES[dtype]
 
 
+# Around the ends of tiles of 32, 64 and 128 keys, and around their middles.
+EDGES = [0, 1, 30, 31, 32, 62, 63, 64, 126, 127, 128]
+
+
+@pytest.mark.parametrize(
+    ("text", "heads", "tokens", "splits", "window"),
+    [
+        ("KV16", (1, 2), 1, 1, None),
+        ("KV16", (1, 2), 1, 2, 64),
+        ("KV16", (1, 2), 20, 1, None),  # wide tiles, of which the first need no mask
+        ("KV16", (1, 2), 20, 2, 64),
+        ("KV8", (1, 12), 1, 3, None),
+        ("KV2", (1, 2), 1, 1, None),  # a packed block, and one that waits
+    ],
+)
+def test_rows_see_each_key_up_to_their_own_around_the_ends_of_tiles(
+    text, heads, tokens, splits, window, rng
+):
+    starts = EDGES if tokens == 1 else EDGES[-6:]
+    test = scene(rng, text, "bfloat16", heads=heads, starts=starts, counts=[tokens] * len(starts))
+    out = kernel(*test.arguments, splits=splits, window=window)
+    for row, start in enumerate(starts):  # one key too many would hardly count in the mean of all
+        error = test.alone(row).error(out[row : row + 1], window=window)
+        assert error < GATES["bfloat16"], f"{tokens} tokens from position {start} on"
+
+
+def test_a_table_that_ends_within_a_tile_has_no_keys_behind_it(rng):
+    """Positions go on: a row sees the three pages that there are, of the four in a tile."""
+    test = scene(rng, "KV16", "bfloat16", starts=[44, 46], counts=[4, 2], page_size=16)
+    longer = dataclasses.replace(test, starts=test.starts + 2)
+    assert test.keys.shape[1] == 48
+    assert longer.error(kernel(*longer.arguments, splits=1)) < GATES["bfloat16"]
+
+
 def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
     test = scene(rng, "KV16", "bfloat16", **DECODE)
     sinks = jnp.array([1e5, -1e5, 0.0, 60.0])

@@ -109,3 +109,23 @@ def test_gradients_are_numbers_even_where_nothing_is_visible(rng):
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[0], 0)
     assert np.abs(gradient[1]).max() > 0
+
+
+def test_gradients_beside_a_large_sink_are_numbers(rng):
+    """e to the power of a sink of 200 is beyond float32, and leaves its head's keys no weight."""
+    queries, keys, values = (random_array(rng, (1, 5, 2, 8), "float32") for _ in range(3))
+    positions, lengths = jnp.arange(5)[None], jnp.array([5])
+
+    def total(queries, keys, values, sinks=None):
+        out = reference.attention(
+            queries, keys, values, positions, lengths, scale=1.0, window=None, sinks=sinks
+        )
+        return (out @ jnp.arange(8.0)).sum()
+
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))
+    *found, of_sinks = gradients(queries, keys, values, jnp.array([200.0, -200.0]))
+    without = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(queries, keys, values)
+    for gradient, expected in zip(found, without, strict=True):
+        np.testing.assert_array_equal(gradient[:, :, 0], 0)
+        np.testing.assert_allclose(gradient[:, :, 1], expected[:, :, 1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(of_sinks, 0)

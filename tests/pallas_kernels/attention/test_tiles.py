@@ -103,3 +103,20 @@ def test_pages_that_are_looked_up_at_once_are_those_of_their_tiles(slots, rng):
     )
     entry = (1 + 3 * np.arange(tiles.LOOKED_UP)) // (page_size // slots)
     np.testing.assert_array_equal(found, tables[1, np.minimum(entry, entries - 1)])
+
+
+@pytest.mark.parametrize("slots", [64, 128])
+def test_nothing_behind_a_table_is_looked_up(slots, monkeypatch):
+    """Interpreted, a kernel moves the index back into the table; a GPU reads what is there."""
+
+    class Indices:
+        shape = (2, 20)
+        at = property(lambda self: self)
+
+        def __getitem__(self, index):
+            return index
+
+    monkeypatch.setattr(tiles, "load", lambda index: index[1])
+    every = jnp.arange(tiles.LOOKED_UP) * 3
+    entries = tiles.look_up(every, slots, 128, Indices(), jnp.int32(1))
+    assert entries.max() == 19

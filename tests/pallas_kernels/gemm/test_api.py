@@ -90,12 +90,14 @@ def test_channels_must_agree(text, rng):
         matmul(jnp.ones((2, 96)), weight)
 
 
-@pytest.mark.parametrize(("x", "found"), [([1.0], "a list"), (np.float32(3), "a scalar")])
+@pytest.mark.parametrize(("x", "found"), [("text", "'text'"), (np.float32(3), "a scalar")])
 def test_x_and_the_weight_are_arrays(x, found, rng):
     weight = random_weight(rng, "uint4:g32", 64, 10)
     for arguments, name in (((x, weight), "x"), ((jnp.ones((2, 64)), x), "the weight")):
         with pytest.raises(ValueError, match=f"matmul: {name} is {found}: expected an array"):
             matmul(*arguments)
+    lists = matmul([[1.0] * 64] * 2, weight)
+    np.testing.assert_array_equal(lists, matmul(jnp.ones((2, 64)), weight))
 
 
 def test_terms_are_of_packed_weights():

@@ -59,9 +59,15 @@ def test_two_levels_are_multiplied_as_int8_is(outputs, kernel, pretend_gpu):
 
 
 # Decoding tables is slow without a GPU, and groups are the same for all codes.
-@pytest.mark.parametrize("text", [t for t in ALL_FORMATS if "table" not in t or t in TABLES])
-def test_write_out_is_exact(text, rng):
-    channels, outputs = channels_of(text), int(rng.choice([7, 65, 130]))
+@pytest.mark.parametrize(
+    ("text", "channels"),
+    [
+        *((t, channels_of(t)) for t in ALL_FORMATS if "table" not in t or t in TABLES),
+        *(("float8:g128", 200), ("float8:g128/float8", 200)),
+    ],
+)
+def test_write_out_is_exact(text, channels, rng):
+    outputs = int(rng.choice([7, 65, 130]))
     weight = random_weight(rng, text, channels, outputs)
     dtype = "float16" if text in ALL_FORMATS[::2] else "bfloat16"
     matrix = np.asarray(written(weight, dtype))
@@ -100,7 +106,16 @@ def multiplied(x: jax.Array, weight: QuantizedTensor, dtype: str) -> jax.Array:
     ],
 )
 def test_against_float64(text, dtype, rng, interpreted_triton):
-    weight = random_weight(rng, text, channels_of(text), 70)
+    require_right(rng, text, channels_of(text), dtype)
+
+
+@pytest.mark.parametrize("text", ["float8:g128", "float8:g128/float8"])
+def test_blocks_that_are_cut(text, rng, interpreted_triton):
+    require_right(rng, text, 200, "bfloat16")
+
+
+def require_right(rng, text, channels, dtype):
+    weight = random_weight(rng, text, channels, 70)
     x = random_activations(rng, weight, 5, dtype)
     product = multiplied(x, weight, dtype)
     assert product.dtype == dtype

@@ -55,6 +55,18 @@ def test_of_the_activations(text, rng):
     assert relative_error(gradient, cotangent @ dense(weight).T) < 1e-6
 
 
+@pytest.mark.parametrize("text", ["float8:g128", "float8:g128/float8"])
+def test_where_blocks_are_cut(text, rng):
+    x, weight, cotangent = operands(rng, text, 200)
+    gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
+    assert relative_error(gradient, cotangent @ dense(weight).T) < 1e-6
+    codes = dense(weight) / np.repeat(wide(weight.scales()), 128, 0)[:200]
+    of_weight = (wide(x).T @ cotangent) * codes
+    expected = np.stack([of_weight[:128].sum(0), of_weight[128:].sum(0)])
+    gradient = product_gradient("scales", x, weight, as_array(cotangent, "float32"))
+    assert relative_error(gradient, expected) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [

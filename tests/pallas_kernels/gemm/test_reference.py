@@ -17,19 +17,27 @@ from tests.pallas_kernels.gemm.weights import (
 )
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
+CUT = ("float8:g128", "float8:g128/float8")  # formats whose last group may be
 multiply = jax.jit(reference.matmul, static_argnums=2)
 
 
-@pytest.mark.parametrize("text", ALL_FORMATS)
-def test_is_the_product_with_the_dequantized_weight(text, rng):
-    weight = random_weight(rng, text, 256, 8)
+@pytest.mark.parametrize(
+    ("text", "channels"),
+    [
+        *((text, 256) for text in ALL_FORMATS),
+        *((text, channels) for text in CUT for channels in (100, 200)),
+    ],
+)
+def test_is_the_product_with_the_dequantized_weight(text, channels, rng):
+    weight = random_weight(rng, text, channels, 8)
     x = random_activations(rng, weight, 4, "bfloat16")
     product = multiply(x, weight, jnp.dtype(jnp.float32))
     assert relative_error(product, exact(x) @ dense(weight)) < 1e-6
 
 
-def test_products_are_rounded_once(rng):
-    weight = random_weight(rng, "uint4:g128", 256, 8)
+@pytest.mark.parametrize("text", ALL_FORMATS)
+def test_products_are_rounded_once(text, rng):
+    weight = random_weight(rng, text, 256, 8)
     x = random_activations(rng, weight, 4, "bfloat16")
     product = multiply(x, weight, jnp.dtype(jnp.bfloat16))
     rounded = multiply(x, weight, jnp.dtype(jnp.float32)).astype(jnp.bfloat16)

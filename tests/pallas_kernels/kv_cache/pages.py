@@ -97,7 +97,7 @@ def appended(
         for b, count in enumerate(counts):
             for t in range(count):
                 entry, slot = divmod(int(starts[b]) + t, pages.page_size)
-                if entry >= block_tables.shape[1]:
+                if not 0 <= entry < block_tables.shape[1]:
                     continue
                 page = block_tables[b, entry]
                 stored[page, :, slot] = side.words[b, t]
@@ -147,6 +147,12 @@ class Append:
 
     def oracle(self, pages: KVPages) -> KVPages:
         return appended(pages, *(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+
+def append_from_before_the_pages(rng: np.random.Generator, pages: KVPages, dtype: str) -> Append:
+    """As `ragged_append`'s five tokens, but the first sequence starts two positions before 0."""
+    new = ragged_append(rng, pages, 5, dtype)
+    return dataclasses.replace(new, starts=new.starts - np.array([5, 0, 0, 0], np.int32))
 
 
 def ragged_append(rng: np.random.Generator, pages: KVPages, tokens: int, dtype: str) -> Append:

@@ -27,7 +27,7 @@ def encode(x: jax.Array, codes: KVCodes, pieces: int) -> tuple[jax.Array, jax.Ar
     if codes.has_given_scales:
         given = SCALE if codes.scaling == "head" else CHANNEL_SCALE
         scales = np.split(np.broadcast_to(given, CHANNEL_SCALE.shape), pieces, -1)
-        scales = [jnp.asarray(scale) for scale in scales]
+        scales = [jnp.asarray(scale)[None] for scale in scales]
     kept = jnp.float16 if x.dtype == jnp.float32 else x.dtype
     slices, parameters = codes.encode(jnp.split(x, pieces, -1), scales, kept)
     assert len(slices) == pieces // codes.planes
@@ -63,7 +63,7 @@ def test_encode_bit_for_bit_and_decode(kind, dtype, pieces, rng):
     assert (parameters is None) == (side.parameters is None)
     if parameters is not None:
         np.testing.assert_array_equal(parameters[..., 0], side.parameters)
-    given = jnp.asarray(GIVEN[kind]) if kind in GIVEN else parameters
+    given = jnp.asarray(GIVEN[kind])[None] if kind in GIVEN else parameters
     kept = "float16" if dtype == "float32" else dtype
     decoded = decode(VALUE_KINDS[kind], words, given, kept)
     assert decoded.dtype == jnp.float32
@@ -124,7 +124,7 @@ def test_what_codes_have_in_common_is_taken_away_or_summed_apart():
 @settings(max_examples=20)
 @given(st.floats(-448, 448, width=32), st.sampled_from([2.0**-6, 1.0, 2.0**7]))
 def test_float8_is_off_by_a_sixteenth_or_half_of_its_smallest_step(value, scale):
-    scales = jnp.full((1, 1), scale, jnp.float32)
+    scales = jnp.full((1, 1, 1), scale, jnp.float32)
     x = jnp.full((1, 1, 2), value * scale, jnp.float32)
     [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), [scales] * 2, None)
     error = np.abs(wide(VALUE_KINDS["fp8"].decode(words, scales, None)) / scale - value).max()
@@ -133,7 +133,7 @@ def test_float8_is_off_by_a_sixteenth_or_half_of_its_smallest_step(value, scale)
 
 def test_float8_beyond_the_range_is_its_end():
     x = jnp.asarray(np.array([[[1e9, -1e9, 449.0, -460.0]]], np.float32))
-    scale = jnp.ones((1, 1))
+    scale = jnp.ones((1, 1, 1))
     [words], _ = VALUE_KINDS["fp8"].encode(jnp.split(x, 2, -1), [scale] * 2, None)
     np.testing.assert_array_equal(
         VALUE_KINDS["fp8"].decode(words, scale, None), [[[448, -448, 448, -448]]]

@@ -36,11 +36,19 @@ def test_values_are_stored_as_keys_are_unless_said_otherwise():
 
 
 @pytest.mark.parametrize(
-    "text", ["KV", "kv8", "8", "KV8 ", "KVx", "KV-8", "K8", "K8KV8", "KVFP8", "K8V4C"]
+    "text", ["KV", "8", "KV8 .", "KVx", "KV-8", "K8", "K8KV8", "KFP8", "K8V4C4"]
 )
 def test_parse_refuses_other_words(text):
     with pytest.raises(ValueError, match=f"can't read the KV format '{text}'"):
         KVFormat.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "usual"),
+    [("kv8", "KV8"), ("KV8 ", "KV8"), ("KVFP8", "KVfp8"), ("\tk8v4CG64", "K8V4cg64")],
+)
+def test_capitals_and_spaces_do_not_matter(text, usual):
+    assert str(KVFormat.parse(text)) == usual
 
 
 @pytest.mark.parametrize(
@@ -113,6 +121,10 @@ def test_a_format_may_come_as_text():
     format = KVFormat.parse("K8V4")
     assert KVFormat.of(format) is format
     assert KVFormat.of("K8V4") == format
-    for other in (8, None, "K8"):
-        with pytest.raises(ValueError, match=f"can't read the KV format '{other}': expected KV16"):
+    with pytest.raises(ValueError, match="can't read the KV format 'K8': expected KV16"):
+        KVFormat.of("K8")
+    for other in (8, None):
+        with pytest.raises(
+            ValueError, match=f"KV format is {other}: expected a text, such as 'KV8'"
+        ):
             KVFormat.of(other)  # type: ignore[arg-type]

@@ -33,3 +33,12 @@ def test_single_tokens_have_the_page_and_slot_of_their_position(rng):
     assert pages[:4, 0].tolist() == [tables[0, 1], tables[0, 1], tables[0, 2], tables[1, 3]]
     assert starts[:4].tolist() == [14, 15, 0, 15]
     assert counts.tolist() == [1, 1, 1, 1, 0, 0]
+
+
+def test_tokens_at_negative_positions_are_no_sequences(rng):
+    tables = jnp.asarray(rng.permutation(4).astype(np.int32).reshape(1, 4))
+    starts, counts = jnp.array([-2]), jnp.array([4])
+    pages, starts, counts = packed.as_single_tokens(tables, starts, counts, 4, 16)
+    assert counts.tolist() == [0, 0, 1, 1]
+    assert starts[2:].tolist() == [0, 1]
+    assert pages[2:, 0].tolist() == [int(tables[0, 0])] * 2

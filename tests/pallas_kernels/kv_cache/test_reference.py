@@ -11,6 +11,7 @@ from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache import reference
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
+    append_from_before_the_pages,
     assert_same_bits,
     given_scale,
     ragged_append,
@@ -45,6 +46,13 @@ def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
         dtype=dtype,
     )
     new = ragged_append(rng, pages, tokens, dtype)
+    assert_same_bits(append(pages, *new.arrays()), new.oracle(pages))
+
+
+def test_tokens_at_negative_positions_are_not_written(rng):
+    sizes = {"pages": 11, "kv_heads": 2, "page_size": 64, "head_dim": 128, "dtype": "float16"}
+    pages = random_pages(rng, KVFormat(8), **sizes)
+    new = append_from_before_the_pages(rng, pages, "float16")
     assert_same_bits(append(pages, *new.arrays()), new.oracle(pages))
 
 

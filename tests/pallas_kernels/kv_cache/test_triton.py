@@ -12,6 +12,7 @@ from mpjax.kernels import KVFormat, KVPages, PagedKVCache, device
 from mpjax.kernels.kv_cache import reference, triton
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
+    append_from_before_the_pages,
     assert_same_bits,
     ragged_append,
     random_pages,
@@ -46,6 +47,13 @@ def test_append_bit_for_bit(text, dtype, head_dim, page_size, tokens, rng):
     new = ragged_append(rng, pages, tokens, dtype)
     written = interpreted(pages, *new.arrays())
     assert_same_bits(written, new.oracle(pages))
+
+
+def test_tokens_at_negative_positions_are_not_written(rng):
+    sizes = {"pages": 11, "kv_heads": 2, "page_size": 64, "head_dim": 64, "dtype": "float16"}
+    pages = random_pages(rng, KVFormat.parse("K8V4"), **sizes)
+    new = append_from_before_the_pages(rng, pages, "float16")
+    assert_same_bits(interpreted(pages, *new.arrays()), new.oracle(pages))
 
 
 @pytest.mark.parametrize("text", ["KV16", "KV4"])

@@ -11,6 +11,7 @@ import pytest
 
 from mpjax.kernels import (
     HeadNorms,
+    PagedKVCache,
     UnsupportedError,
     append,
     device,
@@ -297,3 +298,43 @@ def test_implementations_agree_on_the_gpu(bits, dtype, rng):
             )
             for name in ("triton", "reference"):
                 test.check(*test.run(functools.partial(rotate_and_append, implementation=name)))
+
+
+def test_rotate_is_the_reference_with_its_shapes_checked(rng):
+    x = jnp.asarray(rng.standard_normal((2, 3, 4, 16)), jnp.bfloat16)
+    angles = jnp.asarray(rng.standard_normal((2, 3, 8)), jnp.float32)
+    found = rotate(x, jnp.cos(angles), jnp.sin(angles))
+    np.testing.assert_array_equal(found, reference.rotate(x, jnp.cos(angles), jnp.sin(angles)))
+    same = rotate(x, jnp.cos(angles[:1]), jnp.sin(angles[:1]))  # the same positions in all rows
+    np.testing.assert_array_equal(same[0], found[0])
+    for heads, turns in (((2, 3, 16), (2, 3, 8)), ((2, 3, 4, 15), (2, 3, 7)), (x.shape, (2, 4, 8))):
+        with pytest.raises(
+            ValueError, match=r"rotate: x has shape .*: expected \[batch, tokens, he"
+        ):
+            rotate(jnp.ones(heads), jnp.ones(turns), jnp.ones(turns))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 4}, "heads is 4: expected a pair, query heads and KV heads"),
+        ({"heads": (4.0, 2)}, r"query heads is 4\.0: expected 1 or more, a whole number"),
+        ({"norms": (1, 2)}, r"norms is \(1, 2\): expected a HeadNorms, or None"),
+        ({"norms": HeadNorms([1.0] * 64, [1.0] * 64, -1)}, "norms: epsilon is -1: expected a fin"),
+        ({"dtype": "int8"}, "dtype is 'int8': expected a dtype, such as bfloat16"),
+        ({"transform_queries": "no"}, "transform_queries is 'no': expected a bool"),
+        (
+            {"pages": "cache"},
+            "pages is 'cache': expected a KVPages, one of a PagedKVCache's layers",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(change, message):
+    cache = PagedKVCache.create(layers=1, batch=1, max_tokens=16, kv_heads=2, head_dim=64)
+    angles = jnp.ones((1, 1, 32))
+    arguments = {"terms": jnp.ones((1, 1, 1, 512)), "pages": cache.layers[0], "cosines": angles}
+    arguments |= {"sines": angles, "block_tables": cache.block_tables, "starts": [0], "counts": [1]}
+    arguments |= {"dtype": "bf16", "heads": (4, 2)}
+    rotate_and_append(**arguments, norms=HeadNorms([1.0] * 64, [1.0] * 64, 1e-6))
+    with pytest.raises(ValueError, match=f"rotate_and_append: {message}"):
+        rotate_and_append(**arguments | change)

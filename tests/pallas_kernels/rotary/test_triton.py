@@ -9,7 +9,7 @@ import pytest
 
 from mpjax.kernels import HeadNorms, KVFormat, PagedKVCache, device
 from mpjax.kernels.rotary import reference, triton
-from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
+from tests.pallas_kernels.oracles import NUMPY_DTYPES, random_array, wide
 from tests.pallas_kernels.rotary.heads import (
     CODING,
     ROUNDING,
@@ -78,6 +78,16 @@ def test_few_programs_rotate_many_tokens(bits, rng, monkeypatch):
 def test_with_norms_by_any_angle(bits, dtype, heads, head_dim, tokens, splits, rng):
     sizes = {"heads": heads, "head_dim": head_dim, "tokens": tokens, "splits": splits}
     check(scene(rng, bits, dtype, normed=True, **sizes), interpret=True)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(16, "bfloat16"), (8, "float16")])
+def test_a_product_is_rounded_before_anything_else(bits, dtype, rng):
+    test = scene(rng, bits, dtype, normed=True)
+    _, *others = test.arrays
+    terms = random_array(rng, test.terms.shape, "float32")
+    kernel = functools.partial(triton.rotate_and_append, interpret=True)
+    wide_terms, rounded = (test.run(kernel, (x, *others)) for x in (terms, terms.astype(dtype)))
+    jax.tree.map(np.testing.assert_array_equal, wide_terms, rounded)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

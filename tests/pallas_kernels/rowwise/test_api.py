@@ -16,6 +16,7 @@ from mpjax.kernels import (
     gated_silu,
     matmul,
     quantize,
+    rms_norm,
 )
 from mpjax.kernels.rowwise import reference, triton
 from mpjax.kernels.rowwise.api import quantize_rows
@@ -362,3 +363,19 @@ def test_the_format_may_be_text(implementation, rng, interpreted_triton):
         expected = run(function, *arrays, format=parsed(text), **keywords, **chosen)
         found = run(function, *arrays, format=text, **keywords, **chosen)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_norm_is_the_reference_with_its_shapes_checked(rng):
+    x = jnp.asarray(rng.standard_normal((2, 3, 16)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal(16), jnp.bfloat16)
+    found = rms_norm(x, weight, 1e-5)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, reference.rms_norm(x, weight, 1e-5))
+    for shape in ((), (15,), (2, 16)):
+        with pytest.raises(
+            ValueError, match=r"rms_norm: x has shape .* and the weight .*; expected"
+        ):
+            rms_norm(x, jnp.ones(shape), 1e-5)
+    with pytest.raises(ValueError, match="rms_norm: epsilon is nan: expected a finite number"):
+        rms_norm(x, weight, np.nan)
+    jax.jit(rms_norm)(x, weight, 1e-5)  # a traced epsilon is XLA's

@@ -162,8 +162,9 @@ def with_plan(fields, format="uint4:g128", shape="4096x6144", rows="16"):
     ("damaged", "reason"),
     [
         ('{"device": ', "Expecting value"),
-        (b"\xff\xfe", "can't decode"),
-        ([], "the file: expected an object, found list"),
+        (b"\xff\xfe", "it is not a text in UTF-8: byte 0 is 0xff"),
+        ([], "can't be used: it is a JSON list: expected an object"),
+        ("[" * 99_999, "it is nested deeper than 64 levels"),
         ({"device": DEVICE, "gemm": {}}, "the file: missing field 'stamps'"),
         (json.loads(TEXT) | {"more": 1}, "the file: unknown field 'more'"),
         (json.loads(TEXT) | {"device": "NVIDIA Test 2"}, "for the device 'NVIDIA Test 2'"),
@@ -204,6 +205,25 @@ def test_damage_is_told_with_file_and_reason(own, damaged, reason):
     assert str(path) in str(error.value)
     assert "mpjax tune" in str(error.value)
     with pytest.raises(TableError, match=reason):  # and is not written over
+        TABLES.record(path, DEVICE, {SMALL: FUSED}, STAMP)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "it is a named pipe: expected a regular file"),
+        (os.mkdir, "it is a folder: expected a regular file"),
+        (lambda path: path.symlink_to(path), "it can't be read: Too many levels of symbolic links"),
+        (lambda path: path.symlink_to("gone"), "it is a link to gone, which does not exist"),
+    ],
+)
+def test_what_is_no_file_is_no_table(own, make, reason):
+    path = own / tables.file_name(DEVICE)
+    own.mkdir()
+    make(path)
+    with pytest.raises(TableError, match=reason):
+        TABLES.look_up(DEVICE, SMALL)
+    with pytest.raises(TableError, match=reason):
         TABLES.record(path, DEVICE, {SMALL: FUSED}, STAMP)
 
 

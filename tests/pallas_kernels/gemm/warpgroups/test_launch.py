@@ -54,6 +54,7 @@ CASES = [
     ("uint8:g32", 8, 96, 128, WarpgroupConfig(8, 2, 1), "bfloat16", "bfloat16"),
     ("uint8:g64:sym", 5, 192, 128, WarpgroupConfig(8, 2, 1), "float16", "float16"),
     ("float8:g128", 16, 384, 128, WarpgroupConfig(16, 4, 2, 2), "bfloat16", "float32"),
+    ("float8:g128", 5, 200, 64, WarpgroupConfig(8, 2, 2), "float16", "float32"),
     ("uint4:gK", 9, 700, 192, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
     ("uint8:gK:sym", 5, 300, 64, WarpgroupConfig(8, 2, 3, 2), "float16", "bfloat16"),
     ("uint8:g32", 8, 672, 64, WarpgroupConfig(8, 4, 1, 4), "bfloat16", "float16"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,9 @@ import rich.console
 import rich.progress
 
 from mpjax.arguments import read_text, require_documents, require_known_ids
-from mpjax.kernels import PagedKVCache
+from mpjax.finite import NotFiniteError
+from mpjax.kernels import PagedKVCache, files
+from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.memory import require_free
 from mpjax.models import Decoder
@@ -30,7 +31,7 @@ LOGITS_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Perplexity:
+class Evaluation:
     """How well a model predicts a text.
 
     perplexity: exp of nats_per_token, the mean of −ln p over `tokens` predicted tokens.
@@ -60,7 +61,7 @@ class TokenScores:
     greedy: np.ndarray
 
 
-def perplexity(
+def evaluate(
     lm: LanguageModel,
     documents: Iterable[str],
     *,
@@ -68,7 +69,7 @@ def perplexity(
     batch: int = 8,
     page_size: int = 128,
     progress: bool | None = None,
-) -> Perplexity:
+) -> Evaluation:
     """Predicts each token of the documents from those before it, as decoding would.
 
     Every token is appended to a paged cache in `lm.kv_format` and attends the cache, itself
@@ -79,36 +80,39 @@ def perplexity(
     empty context, and with the last token of the one before, so that every token is predicted once.
 
     window: tokens that a prediction can see; 1024 by default, or the model's longest context.
-    batch: windows that are read at a time. page_size: of the cache.
+    batch: windows that are read at a time.
+    page_size: tokens in a page of the cache, as for PagedKVCache.create: 16, 32, 64, 128 or 256.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises ValueError for a model without a tokenizer, documents that are no list or without a token
-    to predict, or a window that the model can't see; DeviceMemoryError, before anything is
+    to predict, or a window that the model can't see; mpjax.finite.NotFiniteError, a ValueError, for
+    a model that computes NaN or infinite logits; DeviceMemoryError, before anything is
     allocated, where the cache and the logits are too large.
     """
+    require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     require_documents(documents)
-    if lm.tokenizer is None:
-        raise ValueError(f"{lm.source} has no tokenizer.json, which perplexity of a text needs")
+    tokenizer = lm.require_tokenizer()
     positions = lm.config.max_position_embeddings
-    window = min(DEFAULT_WINDOW, positions) if window is None else window
-    if not 1 <= window <= positions or batch < 1:
+    window = min(DEFAULT_WINDOW, positions) if window is None else whole_number("window", window)
+    batch = whole_number("batch", batch)
+    if window > positions:
         raise ValueError(
-            f"window is {window} and batch {batch}; expected a window from 1 to the {positions} "
-            "positions of this model, and a batch of 1 or more"
+            f"window is {window}; expected one that fits into the {positions} positions of this "
+            "model"
         )
     documents = list(documents)
     windows = [
-        piece
-        for text in documents
-        for piece in _windows(document_tokens(lm.tokenizer, text), window)
+        piece for text in documents for piece in _windows(document_tokens(tokenizer, text), window)
     ]
     tokens = sum(len(piece) - 1 for piece in windows)
     if not tokens:
         raise ValueError("there is no token to predict: the documents are empty")
-    scores = token_scores(lm, windows, batch=batch, page_size=page_size, progress=progress)
+    scores = token_scores(
+        lm, windows, batch=batch, page_size=page_size, progress=progress, kind="window"
+    )
     nats = -math.fsum(np.sum(found.logprobs, dtype=np.float64) for found in scores)
     characters = sum(len(text.encode()) for text in documents)
-    return Perplexity(
+    return Evaluation(
         perplexity=math.exp(nats / tokens),
         nats_per_token=nats / tokens,
         bits_per_byte=nats / math.log(2) / characters,
@@ -126,14 +130,11 @@ def read_held_out(path: str | os.PathLike[str]) -> list[str]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            texts.append(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{path}, line {number}: expected a JSON object with a "text" ({error!r})'
-            ) from error
-        if not isinstance(texts[-1], str):
-            raise ValueError(f'{path}, line {number}: "text" is {texts[-1]!r:.40}, not a string')
+        where = f"{path}, line {number},"
+        text = files.parse_object(line, where, ValueError).get("text")
+        if not isinstance(text, str):
+            raise ValueError(f'{where} has the "text" {text!r:.40}: expected a string')
+        texts.append(text)
     return texts
 
 
@@ -160,14 +161,16 @@ def token_scores(
     batch: int = 8,
     page_size: int = 128,
     progress: bool | None = None,
+    kind: str = "sequence",
 ) -> list[TokenScores]:
-    """Predicts each token of the sequences but the first, as `perplexity` does each window's.
+    """Predicts each token of the sequences but the first, as `evaluate` does each window's.
 
     sequences: int [tokens] each, with at most one token more than the model has positions. They
         may come in any order; those of near lengths share a batch.
-    batch, page_size, progress: as for `perplexity`.
+    batch, page_size, progress: as for `evaluate`. kind: what errors call a sequence.
 
-    Raises ValueError for tokens that the model doesn't know; DeviceMemoryError as `perplexity`.
+    Raises ValueError for tokens that the model doesn't know; NotFiniteError and DeviceMemoryError
+    as `evaluate`.
     """
     if not sequences:
         return []
@@ -211,6 +214,8 @@ def token_scores(
             for row, index in enumerate(group):
                 end = counts[row]  # padding follows
                 scores[index] = TokenScores(chances[row, :end], greedy[row, :end])
+                if np.isnan(chances[row, :end]).any():
+                    raise NotFiniteError(kind, index, lm.config.dtype)
             bar.advance(task, int(counts.sum()))
     return [scores[index] for index in range(len(sequences))]
 

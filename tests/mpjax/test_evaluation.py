@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax import evaluate
-from mpjax.evaluate import perplexity, read_held_out, token_scores
+from mpjax import evaluation
+from mpjax.evaluation import evaluate, read_held_out, token_scores
+from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError
+from tests.mpjax.odd_models import with_damaged_token
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -46,9 +48,9 @@ def nats_of(logits, targets):
 
 @pytest.fixture
 def chunked(tiny, monkeypatch):
-    """`perplexity` of the documents, read in chunks of 8 tokens: windows take three of them."""
-    monkeypatch.setattr(evaluate, "MAXIMUM_CHUNK", 8)
-    return lambda lm=tiny: perplexity(lm, DOCUMENTS, window=WINDOW, batch=BATCH, page_size=64)
+    """`evaluate` on the documents, read in chunks of 8 tokens: windows take three of them."""
+    monkeypatch.setattr(evaluation, "MAXIMUM_CHUNK", 8)
+    return lambda lm=tiny: evaluate(lm, DOCUMENTS, window=WINDOW, batch=BATCH, page_size=64)
 
 
 @jax.jit
@@ -103,13 +105,13 @@ def test_it_reads_the_cache_as_decoding_does(tiny, chunked, bits):
 
 def test_batches_and_chunks_do_not_matter(tiny, chunked, monkeypatch):
     expected = chunked()
-    monkeypatch.setattr(evaluate, "MAXIMUM_CHUNK", 128)
-    found = perplexity(tiny, DOCUMENTS, window=WINDOW, batch=100)
+    monkeypatch.setattr(evaluation, "MAXIMUM_CHUNK", 128)
+    found = evaluate(tiny, DOCUMENTS, window=WINDOW, batch=100)
     assert found.nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-5)
 
 
 def test_each_token_has_a_score_in_the_order_given(tiny, monkeypatch):
-    monkeypatch.setattr(evaluate, "MAXIMUM_CHUNK", 8)
+    monkeypatch.setattr(evaluation, "MAXIMUM_CHUNK", 8)
     sequences = [np.asarray(tiny.tokenizer.encode(text), np.int32) for text in DOCUMENTS[::2]]
     sequences = [sequences[0][:1], *sequences]  # nothing to predict in the first
     found = token_scores(tiny, sequences, batch=BATCH, page_size=64)
@@ -138,17 +140,17 @@ def test_an_empty_sequence_has_no_score(tiny):
 
 def test_large_vocabularies_get_short_chunks(tiny, chunked, monkeypatch):
     shapes = []
-    score = evaluate._score
+    score = evaluation._score
 
     def watched(model, tokens, counts, cache):
         shapes.append((tokens.shape[0], tokens.shape[1] - 1))
         return score(model, tokens, counts, cache)
 
-    monkeypatch.setattr(evaluate, "_score", watched)
+    monkeypatch.setattr(evaluation, "_score", watched)
     expected = chunked()
     assert set(shapes) == {(BATCH, 8)}
     shapes.clear()
-    monkeypatch.setattr(evaluate, "LOGITS_BYTES", BATCH * tiny.config.vocab_size * 4 * 7)
+    monkeypatch.setattr(evaluation, "LOGITS_BYTES", BATCH * tiny.config.vocab_size * 4 * 7)
     assert chunked().nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-5)
     assert set(shapes) == {(BATCH, 4)}
 
@@ -156,7 +158,7 @@ def test_large_vocabularies_get_short_chunks(tiny, chunked, monkeypatch):
 def test_the_window_is_by_default_what_the_model_can_see(tiny):
     text = ["x = [1, 2]\n" * 60]
     assert tiny.config.max_position_embeddings == 256
-    assert perplexity(tiny, text) == perplexity(tiny, text, window=256)
+    assert evaluate(tiny, text) == evaluate(tiny, text, window=256)
 
 
 @pytest.mark.parametrize("special", [{"bos_token": None}, {"bos_token": "<|none|>"}])
@@ -164,18 +166,18 @@ def test_without_bos_a_document_begins_with_eos(tiny, special, monkeypatch):
     tokenizer = tiny.tokenizer
     tokens = tokenizer.special_tokens | special
     assert tokens["eos_token"] == "<|endoftext|>"
-    expected = evaluate.document_tokens(tokenizer, "import")
+    expected = evaluation.document_tokens(tokenizer, "import")
     monkeypatch.setattr(tokenizer, "bos_id", None)
     monkeypatch.setattr(tokenizer, "special_tokens", tokens)
     assert (
-        evaluate.document_tokens(tokenizer, "import")
+        evaluation.document_tokens(tokenizer, "import")
         == expected
         == [0, *tokenizer.encode("import")]
     )
-    assert evaluate.document_tokens(tokenizer, "<|endoftext|>x")[0] == 0
-    assert len(evaluate.document_tokens(tokenizer, "<|endoftext|>x")) == 2
+    assert evaluation.document_tokens(tokenizer, "<|endoftext|>x")[0] == 0
+    assert len(evaluation.document_tokens(tokenizer, "<|endoftext|>x")) == 2
     monkeypatch.setattr(tokenizer, "special_tokens", {})
-    assert evaluate.document_tokens(tokenizer, "import") == tokenizer.encode("import")
+    assert evaluation.document_tokens(tokenizer, "import") == tokenizer.encode("import")
 
 
 @pytest.mark.parametrize(
@@ -184,32 +186,61 @@ def test_without_bos_a_document_begins_with_eos(tiny, special, monkeypatch):
         ("import os", {}, r"documents is a text: pass a list, \[text\]"),
         ([], {}, "no token to predict"),
         (["", ""], {}, "no token to predict"),
-        (["x"], {"window": 257}, "window is 257 .* 256 positions"),
+        (["x"], {"window": 257}, "window is 257; .* 256 positions"),
         (["x"], {"window": 0}, "window is 0"),
-        (["x"], {"batch": 0}, "batch 0"),
+        (["x"], {"batch": 0}, "batch is 0: expected 1 or more"),
+        (["x"], {"batch": "8"}, "batch is '8': expected 1 or more, a whole number"),
+        (["x"], {"window": 16.0}, r"window is 16\.0: expected 1 or more, a whole number"),
+        (7, {}, "documents is 7: expected a list of texts"),
+        ([b"x"], {}, r"documents is \[b'x'\]: expected a list of texts"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tiny, documents, options, message):
     with pytest.raises(ValueError, match=message):
-        perplexity(tiny, documents, **options)
+        evaluate(tiny, documents, **options)
 
 
 def test_it_needs_a_tokenizer_that_fits(tiny):
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
-        perplexity(dataclasses.replace(tiny, tokenizer=None), ["x"])
+        evaluate(dataclasses.replace(tiny, tokenizer=None), ["x"])
     small = dataclasses.replace(tiny.config, vocab_size=10)
     other = dataclasses.replace(tiny)
     object.__setattr__(other, "model", type("Model", (), {"config": small})())
     with pytest.raises(ValueError, match="not from the same checkpoint"):
-        perplexity(other, ["import os"])
+        evaluate(other, ["import os"])
     with pytest.raises(ValueError, match="gave token -1, and the model knows 0 to 2047"):
         token_scores(tiny, [np.asarray([3, -1])])
+
+
+def test_what_is_not_finite_is_no_perplexity(tiny, chunked):
+    """The windows are those of the documents, in their order; sequences have their own name."""
+    [*_, target] = windows_of(tiny.tokenizer)
+    token = target[0][-1]  # of the last window's context
+    windows = [i for i, (context, _) in enumerate(windows_of(tiny.tokenizer)) if token in context]
+    lm = with_damaged_token(tiny, token)
+    message = rf"^window {windows[0]}: the model computes NaN .* in float32, .* are damaged"
+    with pytest.raises(NotFiniteError, match=message):
+        chunked(lm)
+    other = next(i for i in range(2048) if i != token)
+    sequences = [np.asarray([other] * 3), np.asarray([other, token]), np.asarray([token] * 2)]
+    assert len(token_scores(lm, sequences[:2], batch=BATCH, page_size=64)) == 2
+    with pytest.raises(NotFiniteError, match=r"^sequence 2: "):
+        token_scores(lm, sequences, batch=BATCH, page_size=64)
 
 
 def test_memory_is_asked_for_first(tiny, monkeypatch):
     monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: 100)
     with pytest.raises(DeviceMemoryError, match="reading 1 windows of 128 tokens with KV16 needs"):
-        perplexity(tiny, ["x = 1"])
+        evaluate(tiny, ["x = 1"])
+
+
+def test_logits_must_fit_beside_the_cache(tiny, monkeypatch):
+    """A window as long as a chunk takes one chunk's cache, though its tokens are one more."""
+    cache = tiny.model.create_cache(1, evaluation.MAXIMUM_CHUNK, tiny.kv_format)
+    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: cache.nbytes)
+    sequence = np.ones(evaluation.MAXIMUM_CHUNK + 1, np.int32)
+    with pytest.raises(DeviceMemoryError, match="reading 1 windows of 128 tokens"):
+        token_scores(tiny, [sequence])
 
 
 def test_the_held_out_text_can_be_read(tmp_path):
@@ -219,15 +250,15 @@ def test_the_held_out_text_can_be_read(tmp_path):
     path = tmp_path / "texts.jsonl"
     # A line separator inside a text is no end of a line.
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("é\u2028\x85", "")]
-    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    path.write_text("\n \n".join(lines) + "\n\n", encoding="utf-8")
     assert read_held_out(path) == ["é\u2028\x85", ""]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"txt": "a"}', '{"text": 3}', "3"])
+@pytest.mark.parametrize("line", ["{", "[]", '{"txt": "a"}', '{"text": 3}', "3", "[" * 99_999])
 def test_a_line_of_another_form_is_named(tmp_path, line):
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "fine"}\n' + line, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"texts\.jsonl, line 2: "):
+    with pytest.raises(ValueError, match=r"texts\.jsonl, line 2, (is|has) "):
         read_held_out(path)
 
 

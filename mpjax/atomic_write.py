@@ -1,0 +1,46 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def require_writable(path: Path) -> None:
+    """Raises OSError, naming the path, where `atomic_write` could not write it; makes its folder.
+
+    To be called before the work whose result is written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = path.resolve()
+    if target.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; expected the name of a file to write")
+    # A regular file is replaced, which its folder must allow; a device or a pipe is written to.
+    changed = target if _is_special(target) else target.parent
+    if not os.access(changed, os.W_OK):
+        raise PermissionError(f"{path} can't be written: {changed} allows no changes by this user")
+
+
+def atomic_write(path: Path, text: str) -> None:
+    """Replaces a file by one that holds the text in UTF-8, or leaves it as it was.
+
+    The text goes to a hidden file beside the target first. A link keeps pointing to its target,
+    which is replaced, with the mode that it had; a device or a pipe is written to.
+    """
+    target = path.resolve()
+    if _is_special(target):
+        target.write_text(text, encoding="utf-8")
+        return
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8", newline="\n")
+        if target.exists():
+            shutil.copymode(target, unfinished)
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _is_special(target: Path) -> bool:
+    return target.exists() and not target.is_file()

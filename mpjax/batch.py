@@ -1,0 +1,191 @@
+"""A batch of prompts on its way through prefill and decoding, seen from the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.arguments import new_token_limits, require_known_ids, stop_strings
+from mpjax.buckets import bucket_rows, bucket_tokens
+from mpjax.decoding import DecodingState, Limits, decode_program, jit_prefill
+from mpjax.finite import NotFiniteError
+from mpjax.kernels.checks import require_type
+from mpjax.language_model import LanguageModel
+from mpjax.memory import has_free, require_free
+from mpjax.prompts import Prompts, encode
+from mpjax.random_keys import row_keys
+from mpjax.row_text import RowText
+from mpjax.sampling import Sampling, pad_sampling
+from mpjax.tokenizer import Tokenizer
+
+# Tokens between two looks at the text, where somebody watches it: each look costs a round trip to
+# the device, and a stop string can only be noticed then.
+CHUNK = 8
+
+
+@dataclasses.dataclass
+class Batch:
+    """A batch in the middle of generation.
+
+    state: on the device, where padding rows follow those of the prompts. rows: tokens and text of
+    the prompts' rows, as of the last `read`. logprobs: float32 [rows, room], of their tokens.
+    stop_ids: tokens that end a row. prompt_tokens: tokens of each prompt. dtype: of the model.
+    """
+
+    state: DecodingState
+    rows: list[RowText]
+    stop_ids: tuple[int, ...]
+    prompt_tokens: list[int]
+    dtype: str
+    prefill_seconds: float
+    decode_seconds: float = 0.0
+    logprobs: np.ndarray = dataclasses.field(init=False)
+
+    def read(self) -> None:
+        """Brings the rows up to the state on the device, in one round trip.
+
+        Raises NotFiniteError for a row whose logits were NaN or infinite.
+        """
+        state = self.state
+        tokens, self.logprobs, counts, finished = jax.device_get(
+            (state.tokens, state.logprobs, state.counts, state.finished)
+        )
+        for index, row in enumerate(self.rows):
+            row.push(tokens[index, len(row.tokens) : counts[index]].tolist())
+            if np.isnan(self.logprobs[index, : len(row.tokens)]).any():
+                raise NotFiniteError("prompt", index, self.dtype)
+            if finished[index]:
+                row.finish()
+
+    def stop_rows(self) -> None:
+        """Ends, on the device, the rows that a stop string has ended."""
+        stopped = np.zeros(self.state.finished.shape, bool)
+        stopped[: len(self.rows)] = [row.stopped for row in self.rows]
+        if stopped.any():
+            finished = self.state.finished | stopped
+            self.state = dataclasses.replace(self.state, finished=finished)
+
+    def finish_reason(self, row: int) -> str:
+        """Why a row has ended: `stop` (a stop token or string) or `length`."""
+        found = self.rows[row]
+        return "stop" if found.stopped or found.tokens[-1] in self.stop_ids else "length"
+
+
+def run(
+    lm: LanguageModel,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    min_new_tokens: int,
+    sampling: Sampling | Mapping[str, Any] | None,
+    stop: str | Sequence[str] | None,
+    seeds: Any,
+    chat_template: str | None,
+    page_size: int,
+    watch: bool,
+) -> Iterator[Batch]:
+    """Yields a batch, the same one, after prefill and then after each chunk or all of decoding.
+
+    watch: in chunks also without stop strings. Other arguments and errors: those of `generate`.
+    """
+    require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+    stop = stop_strings(stop)
+    min_new_tokens, max_new_tokens = new_token_limits(min_new_tokens, max_new_tokens)
+    tokenizer = lm.require_tokenizer()
+    encoded = encode(tokenizer, prompts, lm.config.vocab_size, chat_template)
+    _check_lengths(lm, encoded, max_new_tokens)
+    sampling = Sampling.of(sampling)
+    padded, room = bucket_tokens(max(map(len, encoded))), bucket_tokens(max_new_tokens)
+    rows = _choose_rows(lm, len(encoded), padded, room, page_size)
+    sampling = pad_sampling(sampling, len(encoded), rows)
+    keys = row_keys(np.arange(len(encoded)) if seeds is None else seeds, len(encoded), rows)
+    tokens, lengths = _pad(encoded, rows, padded)
+    stop_ids = _stop_ids(lm, tokenizer, stop)
+    maximum = np.where(np.arange(rows) < len(encoded), max_new_tokens, 0)
+    limits = Limits.of(rows, stop_ids, min_new_tokens, maximum)
+
+    begin = time.perf_counter()
+    state = jit_prefill(
+        lm.model,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        lm.model.create_cache(rows, padded + room, lm.kv_format, page_size),
+        keys,
+        sampling,
+        limits,
+        room=room,
+    )
+    texts = [RowText(tokenizer, ids, stop, min_new_tokens) for ids in encoded]
+    state.tokens.block_until_ready()
+    seconds = time.perf_counter() - begin
+    batch = Batch(state, texts, stop_ids, [len(ids) for ids in encoded], lm.config.dtype, seconds)
+    batch.read()
+    yield batch
+    decode = decode_program(lm.model, state)
+    chunk = CHUNK if watch or stop else max_new_tokens
+    done = 1
+    while done < max_new_tokens and not all(row.ended for row in batch.rows):
+        batch.stop_rows()
+        # The clock stands while the caller has the text: that time is not decoding's.
+        begin = time.perf_counter()
+        done = min(done + chunk, max_new_tokens)
+        batch.state = decode(lm.model, batch.state, sampling, limits, jnp.int32(done))
+        batch.read()  # waits for the device
+        batch.decode_seconds += time.perf_counter() - begin
+        yield batch
+
+
+def _stop_ids(lm: LanguageModel, tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
+    """Tokens that end a row: also a special one that is a stop string, for it has no text."""
+    named = (tokenizer.backend.token_to_id(text) for text in stop)
+    special = [i for i in named if i is not None and i in tokenizer.special_ids]
+    return (*(tokenizer.stop_ids or lm.config.stop_ids), *special)
+
+
+def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_tokens: int) -> None:
+    positions = lm.config.max_position_embeddings
+    for index, ids in enumerate(encoded):
+        if len(ids) + new_tokens > positions:
+            raise ValueError(
+                f"prompt {index} has {len(ids)} tokens, and with {new_tokens} new ones it would "
+                f"pass the {positions} positions of this model: shorten it, ask for fewer, or load "
+                "the model with max_positions"
+            )
+    require_known_ids(encoded, lm.config.vocab_size)
+
+
+def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int, page_size: int) -> int:
+    """Rows that a batch is padded to; none is added where the device lacks the memory for them."""
+    needed = functools.partial(_needed_bytes, lm, padded=padded, room=room, page_size=page_size)
+    rows = bucket_rows(batch)
+    rows = rows if has_free(needed(rows)) else batch
+    require_free(
+        needed(rows), f"a {lm.kv_format} cache for {rows} × {padded + room} tokens, with prefill,"
+    )
+    return rows
+
+
+def _needed_bytes(lm: LanguageModel, rows: int, *, padded: int, room: int, page_size: int) -> int:
+    """What the cache takes, and a layer's activations at their widest, inside the MLP."""
+    shapes = jax.eval_shape(
+        lambda: lm.model.create_cache(rows, padded + room, lm.kv_format, page_size)
+    )
+    cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    wide = 3 * lm.config.intermediate_size + 3 * lm.config.hidden_size
+    return cache + rows * padded * wide * jnp.dtype(lm.config.dtype).itemsize
+
+
+def _pad(encoded: Sequence[Sequence[int]], rows: int, padded: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int32 [rows, padded] and lengths int32 [rows]; a padding row has one token."""
+    tokens, lengths = np.zeros((rows, padded), np.int32), np.ones(rows, np.int32)
+    for row, ids in enumerate(encoded):
+        tokens[row, : len(ids)] = ids
+        lengths[row] = len(ids)
+    return tokens, lengths

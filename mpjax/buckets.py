@@ -1,0 +1,20 @@
+"""Sizes that are rounded up, so that near ones share a compiled program."""
+
+from __future__ import annotations
+
+
+def bucket_tokens(tokens: int) -> int:
+    """The length that so many tokens are padded to: 16, 32, … 512, or a multiple of 512."""
+    return _bucket(tokens, 16, 512)
+
+
+def bucket_rows(rows: int) -> int:
+    """The batch that so many rows are padded to: 1, 2, 4, or a multiple of 8."""
+    return _bucket(rows, 1, 8)
+
+
+def _bucket(size: int, smallest: int, step: int) -> int:
+    """The next power of two from `smallest` to `step`, or the next multiple of `step` beyond."""
+    if size > step:
+        return -(-size // step) * step
+    return max(smallest, 1 << (size - 1).bit_length())

@@ -1,0 +1,129 @@
+"""A safetensors file that is written and read array by array, with a checksum of each.
+
+Host memory holds one array at a time. A checksum is the CRC-32 of an array's bytes, as `zlib` and
+`gzip` compute it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.safetensors import DTYPES, LENGTH_BYTES, TensorInfo
+
+# Bytes that are written or read at a time: between two, progress is shown and Ctrl-C is answered.
+CHUNK_BYTES = 16 << 20
+# Bytes after which the disk must have what was written: an interrupt has to wait for that.
+SYNC_BYTES = 256 << 20
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Advance = Callable[[int], None]
+
+
+def file_bytes(arrays: Mapping[str, Any]) -> int:
+    """Bytes of the file that `write` makes of arrays, or of their shapes."""
+    return len(_header(_in_order(arrays))) + sum(nbytes(array) for array in arrays.values())
+
+
+def nbytes(array: Any) -> int:
+    """Bytes of an array, or of what has its shape and dtype."""
+    return array.size * array.dtype.itemsize
+
+
+def write(file: Path, arrays: Mapping[str, jax.Array], advance: Advance) -> dict[str, int]:
+    """Writes arrays to a new file; their checksums, by name.
+
+    advance: is called with the bytes of an array that were written.
+    """
+    arrays = _in_order(arrays)
+    checksums, waiting = {}, 0
+    with file.open("xb") as stream:
+        stream.write(_header(arrays))
+        for name, array in arrays.items():
+            checksum = 0
+            for piece in _chunks(_to_host(array)):
+                stream.write(piece)
+                checksum = zlib.crc32(piece, checksum)
+                advance(piece.nbytes)
+                waiting += piece.nbytes
+                if waiting >= SYNC_BYTES:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                    waiting = 0
+            checksums[name] = checksum
+    return checksums
+
+
+def read(info: TensorInfo, checksum: int | None, advance: Advance) -> np.ndarray:
+    """Reads one array. Raises CheckpointError where it can't be read, or has another checksum.
+
+    checksum: what to expect; None: whatever it is.
+    """
+    found, content = 0, np.empty(info.nbytes, np.uint8)
+    try:
+        with info.file.open("rb", buffering=0) as stream:
+            stream.seek(info.begin)
+            for piece in _chunks(content):
+                _fill(piece, stream, info)
+                if checksum is not None:
+                    found = zlib.crc32(piece, found)
+                advance(piece.nbytes)
+    except OSError as error:
+        raise CheckpointError(f"{info.name} in {info.file} can't be read: {error}") from error
+    if checksum is not None and found != checksum:
+        raise CheckpointError(
+            f"{info.name} in {info.file} has other bytes than were saved (checksum {found:08x}, "
+            f"expected {checksum:08x}): copy the saved model again, or convert the original again"
+        )
+    return content.view(info.dtype).reshape(info.shape)
+
+
+def _in_order(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Wide numbers first, so that each array begins at a multiple of its numbers' size."""
+    return dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def _header(arrays: Mapping[str, Any]) -> bytes:
+    entries, begin = {}, 0
+    for name, array in arrays.items():
+        end = begin + nbytes(array)
+        dtype = DTYPE_NAMES[np.dtype(array.dtype)]
+        entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _to_host(array: jax.Array) -> np.ndarray:
+    """The bytes of an array, uint8 [bytes]."""
+    if isinstance(array, jax.Array) and array.is_fully_replicated:
+        # JAX keeps the copy that it makes with the array object: this object is thrown away.
+        array = array.addressable_data(0)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _chunks(content: np.ndarray) -> Iterator[memoryview]:
+    """The memory of uint8 [bytes], in pieces."""
+    for begin in range(0, content.size, CHUNK_BYTES):
+        yield content.data[begin : begin + CHUNK_BYTES]
+
+
+def _fill(view: memoryview, stream: Any, info: TensorInfo) -> None:
+    """Reads as many bytes as `view` has, which the system may give in several parts."""
+    while view:
+        count = stream.readinto(view)
+        if not count:
+            raise CheckpointError(
+                f"{info.file} has become shorter while {info.name} was read from it: copy the "
+                "saved model again"
+            )
+        view = view[count:]

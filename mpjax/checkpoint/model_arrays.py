@@ -1,0 +1,169 @@
+"""The arrays of a decoder by name, as a saved model holds them: taken out, checked, put in.
+
+A plain array has the name of its place, such as `layers.0.mlp_norm.weight`. Those of a linear map
+have the number of its part, too: `layers.0.attention.qkv.0.kernel`, or one name for each array of a
+packed kernel, such as `layers.0.attention.qkv.0.words`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.checkpoint.layout import (
+    LinearPlace,
+    array_places,
+    assign_array,
+    assign_linear,
+    find,
+    linear_kernels,
+    linear_parts,
+    linear_places,
+)
+from mpjax.kernels import QuantizedTensor, WeightFormat
+from mpjax.kernels.packed_shapes import packed_shapes
+from mpjax.models import CacheScales, Decoder, DecoderConfig, Linear
+from mpjax.models.config_checks import DTYPES
+
+# The arrays of a QuantizedTensor; those that a format has no use for are None.
+PACKED_ARRAYS = ("words", "parameters", "permutation", "channel_scales", "table")
+CACHE_SCALES = "cache_scales"
+
+
+class PackedPart(NamedTuple):
+    """What the arrays of a packed kernel mean; see QuantizedTensor."""
+
+    format: WeightFormat
+    scale_dtype: str
+
+
+# Of each linear map by its path, its parts: None for a plain kernel.
+Parts = Mapping[str, Sequence[PackedPart | None]]
+
+
+class _Expected(NamedTuple):
+    shapes: tuple[tuple[int, ...], ...]  # one of them
+    dtypes: tuple[str, ...]
+
+
+def take(model: Decoder) -> dict[str, jax.Array]:
+    """All arrays of a model, by name."""
+    arrays = {
+        place.path: find(model, place.path).get_value() for place in array_places(model.config)
+    }
+    for place in linear_places(model.config):
+        for index, part in enumerate(linear_parts(model, place)):
+            path = f"{place.path}.{index}"
+            kernel = part.kernel.get_value()
+            if isinstance(kernel, QuantizedTensor):
+                for name in PACKED_ARRAYS:
+                    if (array := getattr(kernel, name)) is not None:
+                        arrays[f"{path}.{name}"] = array
+            else:
+                arrays[f"{path}.kernel"] = kernel
+            if part.bias is not None:
+                arrays[f"{path}.bias"] = part.bias.get_value()
+    if model.cache_scales is not None:
+        arrays[CACHE_SCALES] = model.cache_scales.get_value()
+    return arrays
+
+
+def take_parts(model: Decoder) -> dict[str, list[PackedPart | None]]:
+    """What a model's linear maps are made of."""
+    return {
+        place.path: [
+            PackedPart(kernel.format, kernel.scale_dtype)
+            if isinstance(kernel, QuantizedTensor)
+            else None
+            for kernel in linear_kernels(model, place)
+        ]
+        for place in linear_places(model.config)
+    }
+
+
+def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts) -> None:
+    """Puts arrays, or their shapes, in their places; the inverse of `take` and `take_parts`."""
+    for place in array_places(model.config):
+        assign_array(model, place, arrays[place.path])
+    for linear_place in linear_places(model.config):
+        linears = []
+        for index, part in enumerate(parts[linear_place.path]):
+            path = f"{linear_place.path}.{index}"
+            if part is None:
+                kernel = arrays[f"{path}.kernel"]
+            else:
+                stored: dict[str, Any] = {
+                    name: arrays.get(f"{path}.{name}") for name in PACKED_ARRAYS
+                }
+                kernel = QuantizedTensor(
+                    format=part.format,
+                    channels=linear_place.shapes[0][0],
+                    scale_dtype=part.scale_dtype,
+                    **stored,
+                )
+            linears.append(Linear(kernel, arrays.get(f"{path}.bias")))
+        assign_linear(model, linear_place, linears)
+    if (scales := arrays.get(CACHE_SCALES)) is not None:
+        model.cache_scales = CacheScales(scales)
+
+
+def require_fitting(config: DecoderConfig, parts: Parts, arrays: Mapping[str, Any]) -> None:
+    """Raises ValueError unless arrays, or what has their shapes and dtypes, are a whole model's."""
+    if config.num_layers > len(arrays):  # before anything is made for each of them
+        raise ValueError(f"there are {config.num_layers} layers and only {len(arrays)} arrays")
+    expected = _expected(config, parts, arrays)
+    for name in sorted(expected.keys() ^ arrays.keys()):
+        if name in expected:
+            raise ValueError(f"the array {name} is missing")
+        raise ValueError(f"there is an array {name!r:.80}, which such a model does not have")
+    for name, (shapes, dtypes) in expected.items():
+        array = arrays[name]
+        dtype = jnp.dtype(array.dtype).name
+        if tuple(array.shape) not in shapes or dtype not in dtypes:
+            raise ValueError(
+                f"the array {name} is {dtype} {list(array.shape)}: expected {' or '.join(dtypes)} "
+                + " or ".join(str(list(shape)) for shape in shapes)
+            )
+
+
+def _expected(
+    config: DecoderConfig, parts: Parts, arrays: Mapping[str, Any]
+) -> dict[str, _Expected]:
+    expected = {place.path: _Expected((place.shape,), DTYPES) for place in array_places(config)}
+    places = linear_places(config)
+    if (paths := {place.path for place in places}) != parts.keys():
+        wrong = sorted(paths ^ parts.keys())[0]
+        raise ValueError(f"linear maps: {wrong!r:.80} is missing, or no model has it")
+    for place in places:
+        expected |= _expected_of_linear(place, parts[place.path], arrays)
+    if CACHE_SCALES in arrays:
+        of_heads = (config.num_layers, 2, config.num_kv_heads)
+        expected[CACHE_SCALES] = _Expected((of_heads, (*of_heads, config.head_dim)), ("float32",))
+    return expected
+
+
+def _expected_of_linear(
+    place: LinearPlace, parts: Sequence[PackedPart | None], arrays: Mapping[str, Any]
+) -> dict[str, _Expected]:
+    outputs = [shape[1] for shape in place.shapes]
+    if len(parts) == 1:
+        outputs = [sum(outputs)]
+    elif len(parts) != len(outputs):
+        raise ValueError(f"{place.path} has {len(parts)} parts: expected 1 or {len(outputs)}")
+    expected: dict[str, _Expected] = {}
+    for index, (part, size) in enumerate(zip(parts, outputs, strict=True)):
+        path, shape = f"{place.path}.{index}", (place.shapes[0][0], size)
+        if part is None:
+            expected[f"{path}.kernel"] = _Expected((shape,), DTYPES)
+        else:
+            permuted = f"{path}.permutation" in arrays
+            packed = packed_shapes(shape, part.format, part.scale_dtype, permuted=permuted)
+            for name in PACKED_ARRAYS:
+                if (array := getattr(packed, name)) is not None:
+                    expected[f"{path}.{name}"] = _Expected((array.shape,), (array.dtype.name,))
+        if place.bias:
+            expected[f"{path}.bias"] = _Expected(((size,),), DTYPES)
+    return expected

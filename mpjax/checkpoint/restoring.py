@@ -1,0 +1,107 @@
+"""Restores what `saving.save` wrote, array by array."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.arguments import compute_dtype
+from mpjax.checkpoint import array_file, model_arrays
+from mpjax.checkpoint.description import WEIGHTS_NAME, Description
+from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.progress import bytes_bar
+from mpjax.checkpoint.safetensors import TensorInfo, read_header
+from mpjax.kernels.device import default_device
+from mpjax.language_model import LanguageModel, weight_formats
+from mpjax.memory import require_free
+from mpjax.models import Decoder
+from mpjax.precision import Precision, describe_weights
+from mpjax.tokenizer import Tokenizer
+
+
+def restore(
+    folder: str | os.PathLike[str],
+    *,
+    precision: Precision | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    verify: bool = True,
+    progress: bool | None = None,
+) -> LanguageModel:
+    """Loads what `save` wrote onto the default device, every array bit for bit.
+
+    precision, dtype: what the weights must be in, if given; of the precision, the KV format may
+        differ from the saved one and replaces it.
+    verify: whether to compare each array with the checksum that it had when it was saved.
+    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+
+    Raises CheckpointError for a folder that `save` did not write, or that is damaged, ValueError
+    where precision or dtype differ, and mpjax.memory.DeviceMemoryError where the device has not
+    enough memory left.
+    """
+    folder = Path(folder).resolve()
+    description = Description.read(folder)
+    lm = description.abstract(folder)
+    _require_agreement(folder, lm.model, precision, dtype)
+    infos = _read_header(folder, description)
+    has_tokenizer = os.path.lexists(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+    total = sum(info.nbytes for info in infos.values())
+    require_free(total, f"restoring {folder}")
+    device, arrays = default_device(), {}
+    with bytes_bar("Loading", folder, progress, total) as advance:
+        for name, info in infos.items():
+            checksum = description.arrays[name].checksum if verify else None
+            content = array_file.read(info, checksum, advance)
+            # Waiting for each leaves no more than one array in host memory.
+            arrays[name] = jax.block_until_ready(jax.device_put(content, device))
+    model_arrays.put(lm.model, arrays, description.parts)
+    kv_format = precision.kv if precision else lm.kv_format
+    return dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
+
+
+def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
+    """What `restore` gives, from mpjax.json alone: shapes for arrays, and no tokenizer.
+
+    Raises CheckpointError for a folder that `save` did not write, or whose mpjax.json is damaged.
+    """
+    folder = Path(folder)
+    return Description.read(folder).abstract(folder)
+
+
+def _read_header(folder: Path, description: Description) -> dict[str, TensorInfo]:
+    """The places of all arrays. Raises CheckpointError where the file is not the described one."""
+    path = folder / WEIGHTS_NAME
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{folder} has no {WEIGHTS_NAME}: copy the saved model again")
+    infos = read_header(path)
+    for name in sorted(infos.keys() | description.arrays.keys()):
+        info, array = infos.get(name), description.arrays.get(name)
+        if info is None or array is None or (info.dtype, info.shape) != array[:2]:
+            raise CheckpointError(
+                f"{path} and the mpjax.json beside it are of different models, or damaged: they "
+                f"disagree about the array {name!r:.80}; copy the saved model again"
+            )
+    return infos
+
+
+def _require_agreement(
+    folder: Path, model: Decoder, precision: Precision | None, dtype: jax.typing.DTypeLike | None
+) -> None:
+    saved, dtype = model.config.dtype, compute_dtype(dtype, precision)
+    if dtype not in (None, saved):
+        raise ValueError(
+            f"dtype is {dtype}, but {folder} was saved in {saved}: convert the original checkpoint "
+            "again"
+        )
+    if precision is None or precision.agrees_with(found := weight_formats(model)):
+        return
+    bits = jnp.dtype(saved).itemsize * 8
+    names = sorted(describe_weights(format, bits) for format in found)
+    raise ValueError(
+        f"precision is {precision}, but the weights in {folder} are {'+'.join(names)}: ask for "
+        f"A{bits}{precision.kv}, which leaves them as they are, or convert the original again"
+    )

@@ -1,0 +1,148 @@
+"""Saves a converted model in a folder of mpjax's own, from which it is restored bit for bit.
+
+The folder holds the arrays, in weights.safetensors, the files of the tokenizer, and mpjax.json,
+which says what the arrays mean. The checkpoint that the model came from is needed no more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from mpjax.checkpoint import array_file, model_arrays
+from mpjax.checkpoint.description import (
+    DECODERS,
+    DESCRIPTION_NAME,
+    WEIGHTS_NAME,
+    Description,
+    is_saved,
+)
+from mpjax.checkpoint.progress import bytes_bar
+from mpjax.checkpoint.staging import clean_up, staged
+from mpjax.disk import naming_a_full_disk, require_room
+from mpjax.language_model import LanguageModel
+from mpjax.models import Decoder
+from mpjax.models.config_checks import require_sound
+
+# What the tokenizer reads; config.json is there for its stop tokens.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+    *("generation_config.json", "config.json"),
+)
+
+
+def save(
+    lm: LanguageModel,
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> None:
+    """Writes a model and its tokenizer into a folder: all of it, or on failure nothing.
+
+    `mpjax.load` restores every array bit for bit, and compares it with the checksum that it has
+    now. Until all is written, it is in a hidden folder beside `folder`. Where the process is killed
+    that one is left, and the next save to the same folder cleans it up.
+
+    overwrite: replace what an earlier save left there. That stays whole until the new one is, so
+        that the disk must have room for both.
+    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+
+    Raises ValueError where the folder holds anything else, or another process is saving there;
+    where the model or its tokenizer can't be saved, or holds what the format doesn't, such as
+    adapters; and for a KV format that needs scales which the model lacks. Raises
+    mpjax.disk.DiskSpaceError where the disk has not enough room, before anything is written if
+    that can be known.
+    """
+    folder = Path(os.path.realpath(Path(folder).expanduser()))
+    clean_up(folder)  # which may put a model there that a killed save has moved away
+    _require_writable(folder, overwrite)
+    arrays = _take_arrays(lm)
+    sources = [lm.source / name for name in TOKENIZER_FILES]
+    longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()
+    needed = array_file.file_bytes(arrays) + sum(map(_file_bytes, sources)) + len(longest)
+    what = f"saving {folder}"
+    with naming_a_full_disk(needed, what, folder.parent), staged(folder) as new:
+        require_room(needed, what, folder.parent)
+        for source in sources:
+            _copy(source, new / source.name)
+        total = sum(map(array_file.nbytes, arrays.values()))
+        with bytes_bar("Saving", folder, progress, total) as advance:
+            checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
+        text = Description.of(lm, checksums).to_json()
+        (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
+        _require_writable(folder, overwrite)  # again: writing has taken its time
+
+
+def _require_writable(folder: Path, overwrite: bool) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() and not is_saved(folder):
+        raise ValueError(f"{folder} exists and is no saved model: choose another folder")
+    if folder.exists() and not overwrite:
+        raise ValueError(f"{folder} holds a saved model: replace it with overwrite=True")
+
+
+def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
+    """The arrays to write, by name. Raises ValueError for a model that could not be restored."""
+    name = type(lm.model).__name__
+    if DECODERS.get(name) is not type(lm.model):
+        raise ValueError(
+            f"models of the class {name} can't be saved: expected one of {', '.join(DECODERS)}"
+        )
+    if lm.tokenizer is not None and not (lm.source / "tokenizer.json").is_file():
+        raise ValueError(
+            f"the tokenizer's files are no longer in {lm.source}: set the model's source to a "
+            "folder with its tokenizer.json, or its tokenizer to None"
+        )
+    arrays = model_arrays.take(lm.model)
+    _require_all_held(lm.model, arrays)
+    _require_scales(lm)
+    try:
+        require_sound(lm.config)
+        model_arrays.require_fitting(lm.config, model_arrays.take_parts(lm.model), arrays)
+    except ValueError as error:
+        raise ValueError(f"the model can't be saved: {error}") from error
+    return arrays
+
+
+def _require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
+    """Raises ValueError where a model has arrays besides those that are written."""
+    held = {id(array) for array in arrays.values()}
+    for path, array in jax.tree.leaves_with_path(nnx.state(model)):
+        if id(array) not in held:
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise ValueError(
+                f"the model can't be saved with {name}, which a {type(model).__name__} does not "
+                "have: put learned scales back with mpjax.kernels.replace_scales, and save "
+                "adapters and the like apart"
+            )
+
+
+def _require_scales(lm: LanguageModel) -> None:
+    """Raises ValueError for a cache that can't be made: other formats' scales have a default."""
+    scales = lm.model.cache_scales
+    given = None if scales is None else scales.get_value().ndim
+    if lm.kv_format.scaling == "static" and given != 4:
+        raise ValueError(
+            f"{lm.kv_format} needs scales of channels, which the model lacks: measure them first, "
+            "with mpjax.calibrate_cache or `mpjax convert --calibrate`, or choose another KV format"
+        )
+
+
+def _file_bytes(path: Path) -> int:
+    if path.is_dir():
+        return sum(_file_bytes(child) for child in path.iterdir())
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.is_file():
+        shutil.copyfile(source, target)

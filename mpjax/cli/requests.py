@@ -1,0 +1,190 @@
+"""What `mpjax generate` is asked: prompts from the command line, a file or JSON Lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from mpjax.cli import output
+
+if TYPE_CHECKING:
+    from mpjax.language_model import LanguageModel
+
+SEEDS = 2**32
+KEYS = ("id", "prompt", "messages", "max_new_tokens", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, a text or the messages of a chat, and how much to generate from which seed.
+
+    id: what its result is called: any JSON value, by default the number of its prompt or line.
+    place: how errors name it.
+    """
+
+    id: Any
+    prompt: str | list[dict[str, Any]]
+    max_new_tokens: int
+    seed: int
+    place: str
+
+
+def gather(
+    prompts: Sequence[str],
+    prompt_file: Path | None,
+    input: Path | None,
+    max_new_tokens: int,
+    seed: int,
+) -> list[Request]:
+    """A request for each prompt of the one place that has some; wrong usage for other places.
+
+    prompts: texts, or a single `-` for stdin. prompt_file: one text. input: JSON Lines, on stdin
+        for `-`; see `read_lines`.
+    seed: the first request's; the next has the next.
+    """
+    if (len(prompts) > 0) + (prompt_file is not None) + (input is not None) != 1:
+        raise typer.BadParameter(
+            "give prompts in one way: as arguments (a single - reads one from stdin), with "
+            "--prompt-file or with --input",
+            param_hint="PROMPT",
+        )
+    if input is not None:
+        if str(input) != "-" and not input.is_file():
+            raise typer.BadParameter(f"there is no file {input}", param_hint="--input")
+        return read_lines(input, max_new_tokens, seed)
+    texts = list(prompts) if prompt_file is None else [_read_file(prompt_file)]
+    if prompt_file is None and texts == ["-"]:
+        texts = [_read_stdin()]
+    return [
+        Request(index + 1, text, max_new_tokens, (seed + index) % SEEDS, f"prompt {index + 1}")
+        for index, text in enumerate(texts)
+    ]
+
+
+def _read_file(file: Path) -> str:
+    from mpjax.arguments import read_text
+
+    return _without_line_end(read_text(file))
+
+
+def _read_stdin() -> str:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="")  # or "\r\n" would become "\n"
+    return _without_line_end(sys.stdin.read())
+
+
+def _without_line_end(text: str) -> str:
+    # Editors and echo end the last line, and people don't mean it as a part of the prompt.
+    return text.removesuffix("\r\n" if text.endswith("\r\n") else "\n")
+
+
+def read_lines(path: Path, max_new_tokens: int, seed: int) -> list[Request]:
+    """A request for each line of a JSON Lines file, or of stdin where the path is `-`.
+
+    A line is an object with a "prompt" or "messages", and if it likes an "id", and "max_new_tokens"
+    and a "seed" in the place of those given; blank lines are skipped. Raises ValueError that names
+    the line, for one of another form and for a file without any.
+    """
+    from mpjax.arguments import read_text
+
+    is_stdin = str(path) == "-"
+    name, text = ("stdin", _read_json_stdin()) if is_stdin else (str(path), read_text(path))
+    requests: list[Request] = []
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        if line.strip():
+            place, default = f"{name}, line {number}", (seed + len(requests)) % SEEDS
+            requests.append(_parse(line, number, place, max_new_tokens, default))
+    if not requests:
+        raise ValueError(f'{name} has no lines: expected one like {{"prompt": "def f(x):"}}')
+    return requests
+
+
+def _read_json_stdin() -> str:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # JSON is UTF-8, whatever the terminal's encoding is.
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    return sys.stdin.read()
+
+
+def _parse(line: str, number: int, place: str, max_new_tokens: int, seed: int) -> Request:
+    try:
+        found = json.loads(line, parse_constant=_refuse_constant)
+        output.to_json(found)  # so that its id can be written with its result
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply to be read") from error
+    except ValueError as error:
+        raise ValueError(f"{place} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{place} holds a {type(found).__name__}; expected a JSON object")
+    if unknown := [key for key in found if key not in KEYS]:
+        raise ValueError(
+            f"{place} has the key {unknown[0]!r}; there are {', '.join(KEYS)}, and an id may be "
+            "any value, an object too"
+        )
+    if ("prompt" in found) == ("messages" in found):
+        raise ValueError(f'{place} needs either a "prompt" or "messages"')
+    if not isinstance(found.get("prompt", ""), str):
+        raise ValueError(f'{place}: "prompt" is {found["prompt"]!r:.40}, not a text')
+    messages = found.get("messages", [{}])
+    if not (isinstance(messages, list) and messages and all(map(_is_object, messages))):
+        raise ValueError(f'{place}: "messages" is {messages!r:.40}, not a list of objects')
+    return Request(
+        found.get("id", number),
+        found.get("prompt", messages),
+        _integer(found, "max_new_tokens", max_new_tokens, 1, None, place),
+        _integer(found, "seed", seed, 0, SEEDS - 1, place),
+        place,
+    )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _integer(
+    found: Mapping[str, Any], key: str, default: int, least: int, most: int | None, place: str
+) -> int:
+    value = found.get(key, default)
+    if type(value) is not int or value < least or (most is not None and value > most):
+        bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise ValueError(f'{place}: "{key}" is {value!r:.40}; expected a whole number {bounds}')
+    return value
+
+
+def count_tokens(lm: LanguageModel, request: Request) -> int:
+    """The tokens of a request's prompt.
+
+    Raises ValueError that names the request where the model can't take it: no tokens, messages
+    that its chat template doesn't take, or more tokens than it has positions.
+    """
+    if lm.tokenizer is None:
+        raise ValueError(f"{lm.source} has no tokenizer.json, so there is no text: add one")
+    try:
+        if isinstance(request.prompt, str):
+            tokens = len(lm.tokenizer.encode(request.prompt))
+        else:
+            tokens = len(lm.tokenizer.encode_chat(request.prompt))
+    except ValueError as error:
+        raise ValueError(f"{request.place}: {error}") from error
+    positions = lm.config.max_position_embeddings
+    if not tokens:
+        raise ValueError(
+            f"{request.place} is empty: it has no tokens, and a model continues at least one"
+        )
+    if tokens + request.max_new_tokens > positions:
+        raise ValueError(
+            f"{request.place} has {tokens} tokens, and with {request.max_new_tokens} new ones it "
+            f"would pass the {positions} positions of this model: shorten it or ask for fewer"
+        )
+    return tokens

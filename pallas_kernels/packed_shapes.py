@@ -1,0 +1,47 @@
+"""The shapes and dtypes of a packed weight, from its format alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
+
+
+@functools.lru_cache
+def packed_shapes(
+    shape: tuple[int, int], format: WeightFormat, scale_dtype: str, *, permuted: bool = False
+) -> QuantizedTensor:
+    """What `pack` makes of a matrix, with `jax.ShapeDtypeStruct`s in the place of arrays.
+
+    shape: [K, N]. permuted: whether there is a permutation.
+
+    Raises ValueError for a shape or a scale dtype that the format can't have.
+    """
+    if not format.is_packed:
+        raise ValueError(f"{format} is not packed: expected a packed format such as uint4:g128")
+    kind = code_kinds.of(format)
+    if scale_dtype not in kind.scale_dtypes:
+        raise ValueError(
+            f"scale_dtype is {scale_dtype!r:.80}: expected {' or '.join(kind.scale_dtypes)}"
+        )
+    channels, outputs = shape
+    groups = format.groups(channels), outputs
+
+    def array(shape: tuple[int, ...], dtype: Any, wanted: bool = True) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if wanted else None
+
+    return jax.eval_shape(
+        functools.partial(pack, format=format),
+        array(shape, kind.code_dtype),
+        array(groups, scale_dtype),
+        array(groups, "uint16", kind.has_zeros),
+        permutation=array((channels,), "int32", permuted),
+        channel_scales=array((outputs,), "float32", kind.has_channel_scales),
+        table=array((2**format.bits,), "float32", kind.has_table),
+    )

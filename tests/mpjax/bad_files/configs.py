@@ -1,0 +1,165 @@
+"""Values of config.json, one case a line."""
+
+from __future__ import annotations
+
+from tests.mpjax.bad_files.ways import Case, Way, config
+from tests.mpjax.checkpoint.write_checkpoint import AWQ, GPTQ, compressed_fp8
+
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+
+
+def quantized(written: object, **changes: object) -> Way:
+    """config.json with a quantization_config."""
+    return config(quantization_config=written, **changes)
+
+
+def not_a(kind: str, key: str, *values: object, **others: object) -> list[tuple[Way, str]]:
+    """A key of config.json with values that are not of a kind."""
+    return [
+        (config(**{key: value}, **others), f"{key} is {value!r:.80}: expected {kind}")
+        for value in values
+    ]
+
+
+CONFIGS: list[Case] = [
+    (f"{said}", way, f"config.json: {said}")
+    for way, said in [
+        *not_a("a list of names, such as", "architectures", [[1]], "LlamaForCausalLM", 5, {"a": 1}),
+        (config(architectures=["Mamba"]), "unsupported architecture: 'Mamba'; supported are Llama"),
+        (config(architectures=None), "unsupported architecture: none (model_type 'llama')"),
+        (config(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is supported"),
+        *(
+            row
+            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+            for row in not_a("a positive integer", key, 0, -2, 1.0, "2", True, [2], {"a": 1})
+        ),
+        *(
+            row
+            for key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+            for row in not_a("a positive integer", key, 0, -2, 4.0, "2", True, [2], {"a": 1})
+        ),
+        *not_a("a positive integer", "head_dim", 0, -16, 16.0, "16"),
+        *not_a("a positive, even number", "head_dim", 15),
+        *not_a("at most 10000", "num_hidden_layers", 100_000_000, 10**30, 10**4000),
+        (
+            config(head_dim=None, hidden_size=60),
+            "head_dim (hidden_size / num_attention_heads) is 15",
+        ),
+        (
+            config(head_dim=None, num_attention_heads=128),
+            "head_dim (hidden_size / num_attention_hea",
+        ),
+        (
+            config(num_key_value_heads=3),
+            "num_attention_heads is 4 and num_key_value_heads 3: expect",
+        ),
+        *(
+            row
+            for key in ("rope_theta", "rms_norm_eps")
+            for row in not_a("a positive number", key, -5, 0, True, "1e-5", float("inf"), 10**400)
+        ),
+        *(
+            row
+            for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+            for row in not_a("true or false", key, 1, "false", [])
+        ),
+        (
+            config(torch_dtype="int8"),
+            "dtype 'int8' is not supported: expected bfloat16, float16 or",
+        ),
+        (config(torch_dtype=[1]), "dtype '[1]' is not supported: expected"),
+        *not_a("token ids from 0 to 95", "eos_token_id", -1, 96, [2, "a"], True, "</s>", {"a": 1}),
+        *not_a("an object", "rope_scaling", "linear", [1], 3),
+        (config(rope_scaling={"rope_type": "yarn"}), "rotary scaling 'yarn' is not supported"),
+        (config(rope_scaling={"rope_type": [1]}), "rotary scaling [1] is not supported"),
+        *(
+            row
+            for value in (-1, 0, True, "8", 8.0)
+            for row in not_a("a positive integer, or null", "sliding_window", value, **MISTRAL)
+        ),
+        *not_a("a positive integer, or null", "sliding_window", -1, **QWEN),
+        *not_a("an integer from 0 on", "max_window_layers", "a", -1, 1.5, sliding_window=8, **QWEN),
+        (config(layer_types=["chunked"] * 2, **MISTRAL), "layer_types must list 2 of ['full_"),
+        (config(layer_types=["full_attention"], **MISTRAL), "layer_types must list 2 of ['full_"),
+        (
+            config(layer_types=5, **MISTRAL),
+            "layer_types must list 2 of ['full_attention', 'sliding",
+        ),
+        (config(layer_types=[[1], [1]], **MISTRAL), "layer_types must list 2 of ['full_attention'"),
+        (
+            config(layer_types={"full_attention": 1, "sliding_attention": 1}, **MISTRAL),
+            "layer_types must list 2 of ['full_attention', 'sliding_attention'], got {'full_",
+        ),
+        *not_a("an object", "quantization_config", [], "awq", 4),
+        (quantized({}), "quant_method None is not supported: load an AWQ"),
+        (quantized({"quant_method": ["awq"]}), "quant_method ['awq'] is not supported"),
+        *(
+            (quantized({"quant_method": name}), f"quant_method '{name}' is not supported: load an")
+            for name in ("fbgemm_fp8", "bitsandbytes", "mxfp4", "higgs")
+        ),
+        *(
+            (quantized(written), f"quantization_config of {said}")
+            for written, said in [
+                (GPTQ | {"bits": 3}, "a GPTQ checkpoint: bits is 3: only 4 and 8 bits are"),
+                (GPTQ | {"bits": "4"}, "a GPTQ checkpoint: bits is '4': expected an integer"),
+                (GPTQ | {"meta": "x"}, "a GPTQ checkpoint: meta is 'x': expected an object"),
+                (GPTQ | {"group_size": 0}, "a GPTQ checkpoint: group_size is 0: expected a posi"),
+                (GPTQ | {"desc_act": "false"}, "a GPTQ checkpoint: desc_act is 'false': expected"),
+                (GPTQ | {"static_groups": 1}, "a GPTQ checkpoint: static_groups is 1: expected t"),
+                (GPTQ | {"is_marlin_format": "no"}, "a GPTQ checkpoint: is_marlin_format is 'no'"),
+                (GPTQ | {"dynamic": [1]}, "a GPTQ checkpoint: dynamic is [1]: expected a map of"),
+                (GPTQ | {"dynamic": {"a": 3}}, "a GPTQ checkpoint, dynamic rule 'a' is 3: expect"),
+                (GPTQ | {"dynamic": {"a(": {}}}, "a GPTQ checkpoint, dynamic rule 'a(' is not a"),
+                (
+                    GPTQ | {"dynamic": {"a{99999999999}": {}}},
+                    "a GPTQ checkpoint, dynamic rule 'a{99999999999}' is not a regular expression",
+                ),
+                (GPTQ | {"dynamic": {"(" * 9999 + ")" * 9999: {}}}, "a GPTQ checkpoint, dynamic"),
+                (AWQ | {"bits": 8}, "an AWQ checkpoint: bits is 8: only 4 bits are supported"),
+                (
+                    AWQ | {"version": "gemv"},
+                    "an AWQ checkpoint: the layout 'gemv' (AWQ version) is",
+                ),
+                (AWQ | {"zero_point": "true"}, "an AWQ checkpoint: zero_point is 'true': expected"),
+                ({"quant_method": "fp8"}, "an FP8 checkpoint: weight_block_size is None: expected"),
+                ({"quant_method": "compressed-tensors"}, "an FP8 checkpoint: format is None: expe"),
+                (
+                    compressed_fp8("channel", "token") | {"config_groups": {"a": []}},
+                    "an FP8 checkpoint, group 'a' is []: expected an object",
+                ),
+            ]
+        ),
+    ]
+]
+# Sentences without the colon after the file's name.
+CONFIGS += [
+    (said, way, f"config.json{said}")
+    for way, said in [
+        *((config(**{key: None}), f" has no '{key}'") for key in ("hidden_size", "vocab_size")),
+        (
+            config(rope_scaling={"type": "linear"}),
+            ", rotary scaling has no 'factor': expected a pos",
+        ),
+        (config(rope_scaling=LLAMA3), ", rotary scaling has no 'high_freq_factor': expected a pos"),
+        (
+            config(rope_scaling={"type": "linear", "factor": 0}),
+            ", rotary scaling: factor is 0: exp",
+        ),
+    ]
+]
+
+# What config.json says, and the files don't hold.
+LIES: list[Case] = [
+    ("layers", config(num_hidden_layers=9_999), "config.json says that there are 9999 layers, and"),
+    (
+        "vocabulary",
+        config(vocab_size=2**31 - 1),
+        "embed_tokens.weight is float32 [96, 64]: expecte",
+    ),
+    ("hidden", config(hidden_size=2**30), "of shape [96, 1073741824]"),
+    ("inner", config(intermediate_size=10**9), "of shape [1000000000, 64]"),
+    ("heads", config(num_attention_heads=2**28), "of shape [4294967296, 64]"),
+    ("head_dim", config(head_dim=10**9), "q_proj.weight is float32 [64, 64]: expected"),
+]

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from mpjax.checkpoint import CheckpointError
+from mpjax.checkpoint.description import Description, is_saved
+from mpjax.checkpoint.saving import save
+from mpjax.models import RopeScaling
+from tests.mpjax.checkpoint.saved_models import load, mixed, plain
+
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory):
+    """A saved model that no test changes."""
+    folder = tmp_path_factory.mktemp("master")
+    changes = {"rope_scaling": SCALING | {"original_max_position_embeddings": 32}}
+    lm = load(plain(folder / "original", np.random.default_rng(1), **changes), "W4g32A16KV8")
+    save(lm, folder / "saved")
+    return folder / "saved"
+
+
+@pytest.fixture
+def saved(master, tmp_path):
+    return shutil.copytree(master, tmp_path / "saved")
+
+
+def change(saved, change):
+    """Writes a folder's description again, after `change` has changed it in place."""
+    path = saved / "mpjax.json"
+    description = json.loads(path.read_text())
+    change(description)
+    path.write_text(json.dumps(description))
+
+
+def expect(message, folder):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Description.read(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_it_says_what_the_model_is(tmp_path, rng):
+    lm = load(mixed(tmp_path / "original", rng))
+    save(lm, tmp_path / "saved")
+    assert is_saved(tmp_path / "saved")
+    assert not is_saved(tmp_path / "original")
+    found = Description.read(tmp_path / "saved")
+    assert (found.decoder, found.config) == (type(lm.model), lm.config)
+    assert found.kv_format == lm.kv_format
+    formats = [part and str(part.format) for part in found.parts["layers.0.attention.qkv"]]
+    assert formats == ["uint4:g32", "uint4:g32", None]
+    again = Description.of(
+        lm, {name: array.checksum for name, array in found.arrays.items()}
+    ).to_json()
+    assert again == (tmp_path / "saved" / "mpjax.json").read_text() == found.to_json()
+
+
+def test_rotary_scaling_comes_back(master):
+    assert Description.read(master).config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+
+
+def test_foreign_folders(saved, tmp_path):
+    expect("nowhere has no mpjax.json: mpjax did not save a model there", tmp_path / "nowhere")
+    for text in ("{}", '{"format": "another"}'):
+        (saved / "mpjax.json").write_text(text)
+        expect("mpjax.json does not describe a model that mpjax saved", saved)
+
+
+@pytest.mark.parametrize("version", [3, 5, None, "4"])
+def test_other_versions(version, saved):
+    change(saved, lambda d: d.update(version=version))
+    message = f"mpjax.json has the format version {version!r}: this mpjax reads version 4; install"
+    expect(message, saved)
+
+
+KEYS = ("decoder", "config", "kv_format", "linears", "arrays")
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("value", [None, 3, [], {}, "nonsense", True, "missing"])
+def test_keys_of_another_type(key, value, saved):
+    change(saved, lambda d: d.pop(key) if value == "missing" else d.update({key: value}))
+    expect(r"mpjax\.json is damaged: .*; convert the original again$", saved)
+
+
+WRONG_CONFIG = [
+    ("rms_norm_eps", "0.1", "rms_norm_eps is '0.1': expected a positive number"),
+    ("rms_norm_eps", 0, "rms_norm_eps is 0: expected a positive number"),
+    ("rope_theta", float("nan"), "rope_theta is nan: expected a positive number"),
+    ("rope_theta", float("inf"), "rope_theta is inf: expected a positive number"),
+    ("hidden_size", 64.0, "hidden_size is 64.0: expected an integer from 1"),
+    ("hidden_size", True, "hidden_size is True: expected an integer from 1"),
+    ("vocab_size", -1, "vocab_size is -1: expected an integer from 1"),
+    ("max_position_embeddings", 2**31, "max_position_embeddings is 2147483648: expected an int"),
+    ("num_kv_heads", 3, "there are 4 heads of 16 channels for 3 KV heads: expected a multiple"),
+    ("head_dim", 17, "there are 4 heads of 17 channels"),
+    ("qkv_bias", 1, "qkv_bias is 1: expected true or false"),
+    ("qkv_bias", True, r"the array layers.0.attention.qkv.0.bias is missing"),
+    ("tie_word_embeddings", True, "there is an array 'head', which such a model does not have"),
+    ("dtype", "int8", "DecoderConfig: dtype is 'int8': expected a dtype, such as bfloat16"),
+    ("windows", [None, 0], "a window of windows is 0: expected an integer from 1"),
+    ("windows", [], "windows is empty: expected one for each layer"),
+    ("windows", [None] * 100_000, "there are 100000 layers and only"),
+    ("windows", "nonsense", "windows is 'nonsense': expected a JSON list"),
+    ("stop_ids", [1 << 20], r"stop_ids is \[1048576\]: expected token ids from 0 to"),
+    ("stop_ids", ["</s>"], r"stop_ids is \['</s>'\]: expected token ids from 0 to"),
+    ("vocab_size", 512, r"the array embedding is bfloat16 \[\d+, 64\]: expected .* \[512, 64\]"),
+    ("intermediate_size", 96, r"the array layers.0.mlp.*: expected"),
+    ("rope_scaling", {}, "rope_scaling has no 'factor'"),
+    ("rope_scaling", [3], r"rope_scaling is \[3\]: expected a JSON object"),
+    ("speed", 3, "config has an unknown key 'speed'"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), WRONG_CONFIG)
+def test_values_that_no_model_has(key, value, message, saved):
+    change(saved, lambda d: d["config"].update({key: value}))
+    expect(rf"mpjax\.json is damaged: {message}.*; convert the original again$", saved)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("kind", "yarn", "kind of rope_scaling is 'yarn': expected linear or llama3"),
+        ("factor", "8", "factor is '8': expected a positive number"),
+        ("low_frequency_factor", 4.0, "high_frequency_factor is 4.0: expected more than low_f"),
+    ],
+)
+def test_scalings_that_no_model_has(key, value, message, saved):
+    change(saved, lambda d: d["config"]["rope_scaling"].update({key: value}))
+    expect(message, saved)
+
+
+DOWN = "layers.1.mlp.down"
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (3, f"{DOWN} is 3: expected a JSON list"),
+        ([], f"{DOWN} has 0 parts: expected 1 or 1"),
+        ([None], f"the array {DOWN}.0.kernel is missing"),
+        (["uint4"], f"{DOWN} is 'uint4': expected a JSON object"),
+        ([{"scale_dtype": "float16"}], "there is no 'format'"),
+        ([{"format": "uint4:g32"}], "there is no 'scale_dtype'"),
+        ([{"format": "uint5", "scale_dtype": "float16"}], "unknown weight format 'uint5'"),
+        ([{"format": "bfloat16", "scale_dtype": "float16"}], "bfloat16 is not packed"),
+        ([{"format": "uint4:g32", "scale_dtype": "float64"}], "scale_dtype is 'float64': expected"),
+        (
+            [{"format": "uint8:g32", "scale_dtype": "float16"}],
+            rf"the array {DOWN}.0.words is uint16 .*: expected uint16 \[",
+        ),
+        (
+            [{"format": "table4:g32", "scale_dtype": "float16"}],
+            f"the array {DOWN}.0.table is missing",
+        ),
+    ],
+)
+def test_parts_that_no_map_has(parts, message, saved):
+    change(saved, lambda d: d["linears"].update({DOWN: parts}))
+    expect(message, saved)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (None, "norm.weight is None: expected a JSON object"),
+        ({"dtype": "complex128"}, "norm.weight has the dtype 'complex128'"),
+        ({"dtype": "int32"}, r"norm.weight is int32 \[64\]: expected bfloat16 or float16 or float"),
+        ({"shape": [-64]}, r"norm.weight has the shape \[-64\]"),
+        ({"shape": [64.0]}, r"norm.weight has the shape \[64.0\]"),
+        ({"shape": 64}, "shape is 64: expected a JSON list"),
+        ({"crc32": "abc"}, "crc32 is 'abc': expected a JSON integer"),
+        ({"crc32": None}, "crc32 is None: expected a JSON integer"),
+    ],
+)
+def test_arrays_that_no_model_has(array, message, saved):
+    def damage(description):
+        whole = description["arrays"]["norm.weight"]
+        description["arrays"]["norm.weight"] = array and whole | array
+
+    change(saved, damage)
+    expect(message, saved)
+    change(saved, lambda d: d["arrays"].pop("norm.weight"))
+    expect("the array norm.weight is missing", saved)

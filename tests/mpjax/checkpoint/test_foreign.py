@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from mpjax.checkpoint.foreign import describe
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([], ", and found nothing"),
+        (["README.md", "LICENSE"], ", and found LICENSE, README.md"),
+        (["b.gguf", "a.gguf", "x.safetensors"], ", and found a.gguf; GGUF is not read: take the"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            ", and found adapter_config.json; an",
+        ),
+        (
+            ["x.safetensors.part"],
+            ", and found x.safetensors.part; this download did not end: fetch",
+        ),
+        (
+            ["refs/main", "snapshots/12/config.json"],
+            ", and found snapshots/12/config.json; load the",
+        ),
+        (["4bit/config.json", "8bit/config.json"], ", and found 4bit/config.json; load the folder"),
+        (["pytorch_model.bin", "vocab.json"], ", and found pytorch_model.bin; PyTorch's files are"),
+        (["tokenizer.model"], ", and found tokenizer.model; a tokenizer is no model: fetch"),
+    ],
+)
+def test_what_a_folder_holds(files, expected, tmp_path):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert describe(tmp_path).startswith(expected)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from mpjax.cli import requests
+from mpjax.cli.requests import Request, count_tokens, gather, read_lines
+
+
+def texts(*prompts, file=None, input=None):
+    return [request.prompt for request in gather(prompts, file, input, 20, 0)]
+
+
+def test_prompts_come_from_one_place(tmp_path, monkeypatch):
+    file, lines = tmp_path / "prompt.txt", tmp_path / "prompts.jsonl"
+    file.write_text("größer\n\n", encoding="utf-8")
+    lines.write_text('{"prompt": "a"}')
+    assert texts("def f") == ["def f"]
+    assert texts("") == [""]
+    assert texts("typed\n", "-") == ["typed\n", "-"]
+    assert texts(file=file) == ["größer\n"]
+    assert texts(input=lines) == ["a"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("piped\n"))
+    assert texts("-") == ["piped"]
+    for wrong in ({"file": file, "input": lines}, {}):
+        with pytest.raises(typer.BadParameter, match="in one way"):
+            texts(**wrong)
+    with pytest.raises(typer.BadParameter, match="in one way"):
+        texts("x", file=file)
+    with pytest.raises(typer.BadParameter, match="there is no file /nowhere"):
+        texts(input=Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("written", "prompt"), [(b"a\r\nb\r\n", "a\r\nb"), (b"a\rb\r", "a\rb\r"), (b"a\r\n\n", "a\r\n")]
+)
+def test_a_prompt_keeps_its_line_ends(written, prompt, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(written)
+    assert texts(file=file) == [prompt]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(written), encoding="utf-8"))
+    assert texts("-") == [prompt]
+
+
+def test_a_prompt_file_of_another_encoding_is_named(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("größer", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"prompt\.txt is not a text in UTF-8"):
+        texts(file=file)
+
+
+def test_each_prompt_draws_from_a_seed_of_its_own():
+    found = gather(["a", "b"], None, None, 20, requests.SEEDS - 1)
+    assert found == [
+        Request(1, "a", 20, requests.SEEDS - 1, "prompt 1"),
+        Request(2, "b", 20, 0, "prompt 2"),
+    ]
+
+
+def test_lines_say_what_to_generate(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "Why?"}]
+    rows = [
+        {"prompt": "ä"},
+        {"id": {"of": ["any", "kind"]}, "messages": chat, "seed": 7},
+        {"id": None, "prompt": "", "max_new_tokens": 1},
+    ]
+    # With the byte order mark and line ends of Windows, and a blank line.
+    text = "\ufeff" + "\r\n".join([json.dumps(rows[0]), " ", *map(json.dumps, rows[1:])])
+    path.write_text(text, encoding="utf-8", newline="")
+    assert read_lines(path, 20, 5) == [
+        Request(1, "ä", 20, 5, f"{path}, line 1"),
+        Request({"of": ["any", "kind"]}, chat, 20, 7, f"{path}, line 3"),
+        Request(None, "", 1, 7, f"{path}, line 4"),
+    ]
+
+
+def test_lines_on_stdin_are_utf_8_whatever_the_terminal_says(monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO('{"prompt": "é"}'.encode()), encoding="ascii")
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert texts(input=Path("-")) == ["é"]
+
+
+DEEP = '{"id": ' + "[" * 99_999 + "]" * 99_999 + ', "prompt": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("def f", "is not valid JSON"),
+        ('{"prompt": "a"', "is not valid JSON"),
+        ('{"prompt": "a", "id": NaN}', "NaN is no number in JSON"),
+        (DEEP, "is nested too deeply"),
+        ('"a"', "holds a str; expected a JSON object"),
+        ('{"prompt": "a", "temperature": 1}', "has the key 'temperature'; there are id, prompt"),
+        ('{"id": 1}', 'needs either a "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'needs either a "prompt" or "messages"'),
+        ('{"prompt": null}', '"prompt" is None, not a text'),
+        ('{"messages": []}', r'"messages" is \[\], not a list of objects'),
+        ('{"messages": ["a"]}', r"\"messages\" is \['a'\], not a list of objects"),
+        ('{"messages": "a"}', "\"messages\" is 'a', not a list of objects"),
+        ('{"prompt": "a", "seed": -1}', '"seed" is -1; expected a whole number from 0 to'),
+        ('{"prompt": "a", "seed": 4294967296}', '"seed" is 4294967296; expected'),
+        ('{"prompt": "a", "max_new_tokens": 0}', "is 0; expected a whole number of 1 or more"),
+        ('{"prompt": "a", "max_new_tokens": true}', "is True; expected a whole number"),
+        ('{"prompt": "a", "max_new_tokens": 1.0}', r"is 1\.0; expected a whole number"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_line_that_can_not_be_read_is_named(line, message, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n\n' + line)
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl, line 3.*{message}"):
+        read_lines(path, 20, 0)
+
+
+def test_a_file_without_lines(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl has no lines"):
+        read_lines(path, 20, 0)
+
+
+def test_tokens_are_counted_as_generate_does(tiny, chat_folder):
+    import mpjax
+
+    chat = [{"role": "user", "content": "Why?"}]
+    lm = mpjax.load(chat_folder)
+    assert lm.tokenizer is not None
+    text = lm.tokenizer.chat(chat)
+    assert count_tokens(lm, Request(1, chat, 20, 0, "prompt 1")) == len(lm.tokenizer.encode(text))
+    assert count_tokens(tiny, Request(1, "x", 255, 0, "prompt 1")) == 1
+    for prompt, new_tokens, message in (
+        ("", 1, "line 7 is empty"),
+        ("x", 256, "line 7 has 1 tokens, and with 256 new ones it would pass the 256 positions"),
+        ("\udcff", 1, "line 7: character 0 of the text"),
+        (chat, 1, "line 7: .* has no chat template"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            count_tokens(tiny, Request(1, prompt, new_tokens, 0, "line 7"))
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        count_tokens(dataclasses.replace(tiny, tokenizer=None), Request(1, "x", 1, 0, "line 7"))

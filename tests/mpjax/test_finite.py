@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from mpjax.finite import NotFiniteError
+
+
+def test_float16_is_told_of_bfloat16():
+    error = NotFiniteError("prompt", 3, "float16")
+    assert error.row == 3
+    assert str(error) == (
+        "prompt 3: the model computes NaN or infinite numbers, as those beyond 65504 are in "
+        'float16: load it with dtype="bfloat16"'
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_types_with_more_room_are_not_to_blame(dtype):
+    text = str(NotFiniteError("window", 0, dtype))
+    assert text.startswith(
+        f"window 0: the model computes NaN or infinite numbers in {dtype}, which"
+    )
+    assert "its weights are damaged" in text
+    assert "load it with" not in text
+
+
+def test_the_command_line_says_it_in_a_sentence():
+    assert issubclass(NotFiniteError, ValueError)

@@ -1,0 +1,116 @@
+"""What people may pass to what generates, measures and calibrates; what is wrong is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax.evaluation import evaluate
+from mpjax.kernels import KVFormat
+from tests.refusals import require_a_result_or_its_name
+
+TOKENS = [[5, 6, 7, 8], [9, 10, 0, 0]]
+ODD = {
+    "text": "text",
+    "bytes": b"x",
+    "number": 2.5,
+    "negative": -1,
+    "object": object(),
+    "mapping": {"x": 1},
+    "nested": [[[1]]],
+    "ragged": [[1], [1, 2]],
+    "complex": np.ones((1, 2), complex),
+}
+# Other words that messages name an argument by.
+NAMED = {"kv_format": ["KV format"], "documents": ["text is"]}
+# Other tests have the seeds and the prompts, whose kinds are many.
+ELSEWHERE = ("seeds", "seed", "prompts", "prompt", "progress")
+
+
+def stream(**arguments: Any) -> str:
+    return "".join(mpjax.stream(**arguments))
+
+
+def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Calls that are right, by name."""
+    of_text = {"max_new_tokens": 2, "min_new_tokens": 0, "sampling": None, "stop": "zz"}
+    calibrated = dataclasses.replace(lm, kv_format=KVFormat("8s"))
+    return {
+        "generate": (mpjax.generate, {"lm": lm, "prompts": "x =", "page_size": 16} | of_text),
+        "stream": (stream, {"lm": lm, "prompt": "x =", "page_size": 16} | of_text),
+        "generate_tokens": (
+            mpjax.generate_tokens,
+            {"model": lm.model, "tokens": TOKENS, "lengths": [4, 2], "max_new_tokens": 2}
+            | {"min_new_tokens": 0, "sampling": None, "stop_ids": [1], "kv_format": "KV16"}
+            | {"page_size": 16},
+        ),
+        "calibrate_cache": (
+            mpjax.calibrate_cache,
+            {"lm": calibrated, "documents": ["x = 1"], "window": 16, "max_tokens": 16},
+        ),
+        "evaluate": (
+            evaluate,
+            {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1, "page_size": 16},
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["generate", "stream", "generate_tokens", "calibrate_cache", "evaluate"]
+)
+def test_what_is_wrong_is_named_or_taken(name, tiny):
+    """Never an AttributeError or a TypeError from somewhere below."""
+    call, arguments = calls(tiny)[name]
+    call(**arguments)
+    for argument in arguments:
+        if argument in ELSEWHERE:
+            continue
+        for odd in ODD.values():
+            words = argument.replace("_", " "), *NAMED.get(argument, ())
+            require_a_result_or_its_name(call, arguments, argument, odd, *words)
+
+
+def test_lists_are_arrays(tiny):
+    _, arguments = calls(tiny)["generate_tokens"]
+    arrays = {name: jnp.asarray(arguments[name]) for name in ("tokens", "lengths")}
+    found, expected = (mpjax.generate_tokens(**given) for given in (arguments, arguments | arrays))
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("name", ["generate", "stream", "generate_tokens"])
+def test_sampling_may_be_a_mapping(name, tiny):
+    call, arguments = calls(tiny)[name]
+    given = {"temperature": 5.0, "top_k": 100}
+    arguments |= {"max_new_tokens": 8}
+    results = [
+        call(**(arguments | {"sampling": sampling}))
+        for sampling in (given, mpjax.Sampling(**given), None)
+    ]
+    texts = [
+        result.tokens.tolist()
+        if isinstance(result, mpjax.GeneratedTokens)
+        else getattr(result, "tokens", result)
+        for result in results
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    with pytest.raises(ValueError, match=r"'temprature' \(did you mean 'temperature'\?\)"):
+        call(**(arguments | {"sampling": {"temprature": 1.0}}))
+    with pytest.raises(ValueError, match=r"sampling is 0\.7: expected a Sampling, or a mapping"):
+        call(**(arguments | {"sampling": 0.7}))
+
+
+def test_a_model_in_the_place_of_the_other_is_told_apart(tiny):
+    """A LanguageModel has the Decoder in `model`; it is easy to pass the wrong one."""
+    with pytest.raises(ValueError, match=r"model is .*: expected a Decoder, such as lm\.model"):
+        mpjax.generate_tokens(tiny, TOKENS, [4, 2], max_new_tokens=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"lm is .*: expected a LanguageModel, as mpjax\.load"):
+        mpjax.generate(tiny.model, "x =")
+    with pytest.raises(ValueError, match="lm is 'Qwen3-8B-AWQ/': expected a LanguageModel"):
+        mpjax.generate("Qwen3-8B-AWQ/", "x =")  # type: ignore[arg-type]

@@ -1,0 +1,156 @@
+"""What people may pass to the public functions: lists for arrays; all else that is wrong is named.
+
+Every call below is right. With one argument replaced by something odd it still gives a result, or
+a ValueError of the library's own, in one sentence that names the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax import kernels
+from tests.refusals import require_a_result_or_its_name
+
+WEIGHT = jnp.linspace(-1, 1, 64 * 16).reshape(64, 16)
+PACKED = kernels.quantize(WEIGHT, "uint4:g32")
+CACHE = kernels.PagedKVCache.create(
+    layers=1, batch=2, max_tokens=32, kv_heads=2, head_dim=32, format="KV8", page_size=16
+)
+HEADS = jnp.linspace(-1, 1, 2 * 8 * 2 * 32).reshape(2, 8, 2, 32)
+PLACES = {
+    "block_tables": CACHE.block_tables,
+    "starts": jnp.zeros(2, jnp.int32),
+    "counts": jnp.full(2, 8, jnp.int32),
+}
+ANGLES = {"cosines": jnp.ones((2, 8, 16)), "sines": jnp.zeros((2, 8, 16))}
+QUERIES = HEADS[:, :, [0, 0, 1, 1]]
+X = jnp.linspace(-1, 1, 3 * 64).reshape(3, 64)
+CODES, SCALES, ZEROS = kernels.unpack(PACKED)
+NORMS = kernels.HeadNorms(jnp.ones(32), jnp.ones(32), 1e-6)
+
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "append": (
+        kernels.append,
+        {"pages": CACHE.layers[0], "keys": HEADS, "values": HEADS, **PLACES}
+        | {"implementation": "reference"},
+    ),
+    "paged_attention": (
+        kernels.paged_attention,
+        {"queries": QUERIES, "pages": CACHE.layers[0], **PLACES, "scale": 0.1, "window": 4}
+        | {"softcap": 2.0, "sinks": jnp.ones(4), "longest": None, "transformed": False}
+        | {"implementation": "reference"},
+    ),
+    "prefill_attention": (
+        kernels.prefill_attention,
+        {"queries": QUERIES, "keys": HEADS, "values": HEADS, "scale": 0.1, "window": 4}
+        | {"softcap": 2.0, "sinks": jnp.ones(4), "implementation": "reference"},
+    ),
+    "rotate_and_append": (
+        kernels.rotate_and_append,
+        {"terms": jnp.ones((1, 2, 8, 256)), "pages": CACHE.layers[0], **ANGLES, **PLACES}
+        | {"dtype": "float32", "heads": (4, 2), "norms": NORMS, "transform_queries": False}
+        | {"implementation": "reference"},
+    ),
+    "rotate": (kernels.rotate, {"x": HEADS, **ANGLES}),
+    "matmul": (
+        kernels.matmul,
+        {"x": X, "weight": PACKED, "implementation": "reference", "out_dtype": None}
+        | {"scales": SCALES},
+    ),
+    "matmul of a plain weight": (kernels.matmul, {"x": X, "weight": WEIGHT, "out_dtype": "fp32"}),
+    "matmul_terms": (kernels.matmul_terms, {"x": X, "weight": PACKED, "scales": SCALES}),
+    "quantize": (
+        kernels.quantize,
+        {"weight": WEIGHT, "format": "table2:g32", "table": [0, 1, 2, 3]},
+    ),
+    "pack": (
+        kernels.pack,
+        {"codes": CODES, "scales": SCALES, "zeros": ZEROS, "format": "uint4:g32"}
+        | {"permutation": None, "channel_scales": None, "table": None},
+    ),
+    "unpack": (kernels.unpack, {"tensor": PACKED}),
+    "replace_scales": (kernels.replace_scales, {"tensor": PACKED, "scales": SCALES}),
+    "dequantize": (PACKED.dequantize, {"dtype": "bf16", "scales": SCALES}),
+    "quantize_activations": (
+        kernels.quantize_activations,
+        {"x": X, "format": "int8", "dtype": "half"},
+    ),
+    "quantize_rows": (kernels.quantize_rows, {"x": X, "format": "int8", "implementation": None}),
+    "add_rms_norm": (
+        kernels.add_rms_norm,
+        {"terms": X[None], "residual": X, "weight": jnp.ones(64), "epsilon": 1e-5}
+        | {"format": None, "implementation": "reference"},
+    ),
+    "rms_norm": (kernels.rms_norm, {"x": X, "weight": jnp.ones(64), "epsilon": 1e-5}),
+    "gated_silu": (
+        kernels.gated_silu,
+        {"terms": X[None], "dtype": "f32", "format": None, "implementation": "reference"},
+    ),
+    "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
+    "PagedKVCache.create": (
+        kernels.PagedKVCache.create,
+        {"layers": 1, "batch": 2, "max_tokens": 8, "kv_heads": 2, "head_dim": 32, "page_size": 16}
+        | {"format": "KVfp8", "dtype": "bf16", "scales": jnp.ones((1, 2, 2))},
+    ),
+    "require_room": (CACHE.require_room, {"tokens": jnp.ones(2, jnp.int32)}),
+    "WeightFormat": (
+        kernels.WeightFormat,
+        {"codes": "uint4", "group_size": 32, "symmetric": False, "activations": None},
+    ),
+    "WeightFormat.of": (kernels.WeightFormat.of, {"format": "uint4:g32"}),
+    "KVFormat": (kernels.KVFormat, {"keys": 8, "values": 8}),
+    "KVFormat.of": (kernels.KVFormat.of, {"format": "KV8"}),
+}
+ODD = {
+    "None": None,
+    "text": "text",
+    "bytes": b"x",
+    "number": 2.5,
+    "negative": -1,
+    "bool": True,
+    "object": object(),
+    "mapping": {},
+    "list": [1, 2],
+    "ragged": [[1], [1, 2]],
+    "scalar": jnp.float32(1),
+    "texts": np.array(["a", "b"]),
+    "complex": jnp.ones((2, 2), complex),
+}
+# How a field that is a name is called in messages, which tell it from others by its value.
+NAMED = {"WeightFormat": "unknown weight format 'text'", "KVFormat": "is not a KV format"}
+each_call = pytest.mark.parametrize("name", CALLS)
+
+
+@each_call
+def test_what_is_wrong_is_named_or_taken(name):
+    call, arguments = CALLS[name]
+    for argument in arguments:
+        for odd in ODD.values():
+            words = NAMED.get(name, argument)
+            require_a_result_or_its_name(call, arguments, argument, odd, words)
+
+
+@each_call
+def test_lists_are_arrays(name):
+    """Also NumPy's arrays, as they come from files: in 64 bits."""
+    call, arguments = CALLS[name]
+    expected = jax.tree.leaves(call(**arguments))
+    for argument, value in arguments.items():
+        if not isinstance(value, jax.Array) or (name, argument) in EXACT:
+            continue
+        lists = np.asarray(value).tolist()
+        for other in (lists, np.asarray(lists)):
+            found = jax.tree.leaves(call(**arguments | {argument: other}))
+            for one, two in zip(found, expected, strict=True):
+                assert one.dtype == two.dtype
+                np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+
+
+# What is packed as it is must come in the dtype that is stored.
+EXACT = {("pack", "codes"), ("pack", "scales")}

@@ -353,7 +353,9 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
 def test_one_product_by_warpgroups_is_enough(shape, monkeypatch):
     """Of weights of one format, that of any shape."""
     model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
-    monkeypatch.setattr(decoding, "runs_by_warpgroups", lambda rows, weight: weight.shape == shape)
+    monkeypatch.setattr(
+        decoding, "runs_by_warpgroups", lambda problem: (problem.channels, problem.outputs) == shape
+    )
     assert decoding._has_warpgroups(model, 1)
 
 

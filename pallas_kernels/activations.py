@@ -1,4 +1,4 @@
-"""Activations that are quantised on the fly, for products of two 8-bit operands."""
+"""Activations that are quantised to 8 bits when a product reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpjax.kernels.checks import as_array, as_dtype, require_floats
 from mpjax.kernels.codes import float8
 from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
 
-# Largest magnitudes below this count as zero: their reciprocals would overflow.
+# A token whose largest magnitude is below this counts as zero: its reciprocal could overflow.
 NEARLY_ZERO = 1e-30
 
 
@@ -22,12 +22,12 @@ NEARLY_ZERO = 1e-30
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedActivations:
-    """x [..., K] = values · scales.
+    """Activations x [..., K] ≈ values · scales.
 
     values: int8 or float8_e4m3fn [..., K].
-    scales: float32 [..., 1], or [..., groups] where runs of 128 channels share one (the last may
-        be cut): what FP8's blocks are multiplied with.
-    dtype: name of the dtype that x had, and that products of it have.
+    scales: float32 [..., 1], one for each token; or [..., groups], one for each 128 input channels
+        of a token (the last group may be shorter), for FP8 weights in groups.
+    dtype: the name of the dtype that x had and that products with it have.
     """
 
     values: jax.Array
@@ -40,7 +40,7 @@ class QuantizedActivations:
         return self.values.shape
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """X again, computed in float32."""
+        """X [..., K] = values · scales, computed in float32 and converted to `dtype`."""
         channels = self.shape[-1]
         size = channels if self.scales.shape[-1] == 1 else FLOAT8_GROUP
         values = _runs(self.values.astype(jnp.float32), size) * self.scales[..., None]
@@ -50,16 +50,17 @@ class QuantizedActivations:
 def quantize_activations(
     x: jax.Array, format: WeightFormat | str, dtype: jax.typing.DTypeLike | None = None
 ) -> QuantizedActivations:
-    """Rounds x [..., K] to what `format` multiplies with.
+    """Quantises activations x [..., K] for a product with a weight of `format`.
 
-    The scale of a token is its largest magnitude over 127 (int8) or 448 (float8), and NaN where
-    the token has NaN or infinities. Formats with FP8 weights in groups have one for each token and
-    group (DeepSeek-V3), of which the last may be cut. A pure function of x: under `jit`, XLA fuses
-    it into whatever produces x. There may be no tokens.
-    format: a WeightFormat, or what WeightFormat.parse reads, such as "int8/int8".
-    dtype: of products with the result; that of x where it is None.
+    The scale of a token is its largest magnitude over 127 (int8) or 448 (float8), or NaN if the
+    token has NaN or infinities. For FP8 weights in groups there is a scale for each token and group
+    of input channels (DeepSeek-V3); the last group may be shorter. There may be no tokens. Under
+    `jit`, XLA fuses this function into the operation that produces x.
 
-    Raises ValueError where the format has 16-bit activations, and where x has no channels.
+    format: a WeightFormat, or a text that WeightFormat.parse reads, such as "int8/int8".
+    dtype: the dtype of products with the result; x's if it is None.
+
+    Raises ValueError for a format with 16-bit activations, and for x without channels.
     """
     x = as_array("quantize_activations: x", x)
     require_floats("quantize_activations", x=x)
@@ -75,9 +76,9 @@ def quantize_activations(
     peaks = largest_magnitude(wide, -1)
     peaks = jnp.where(peaks < NEARLY_ZERO, top, peaks)
     scales = peaks * (1 / top)
-    scaled = wide * (top / peaks)[..., None]  # one division for each scale
+    scaled = wide * (top / peaks)[..., None]  # one division for each scale, not for each value
     if format.activations == "int8":
-        values = jnp.round(scaled).astype(jnp.int8)  # at most 127: scaled exceeds it by rounding
+        values = jnp.round(scaled).astype(jnp.int8)  # at most 127: rounding errors are below 1/2
     else:
         values = float8.to_float8(scaled)
     name = as_dtype("quantize_activations: dtype", x.dtype if dtype is None else dtype).name
@@ -85,13 +86,13 @@ def quantize_activations(
 
 
 def _runs(x: jax.Array, size: int) -> jax.Array:
-    """Channels [..., K] as [..., runs, size], with zeros at the end of a run that is cut."""
+    """Splits x [..., K] into runs of channels [..., runs, size]; the last is padded with zeros."""
     if missing := -x.shape[-1] % size:
         x = jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, missing)))
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _joined(runs: jax.Array, channels: int) -> jax.Array:
-    """The inverse of `_runs`."""
+    """Joins runs [..., runs, size] to [..., channels]: the inverse of `_runs`."""
     whole = runs.reshape(*runs.shape[:-2], runs.shape[-2] * runs.shape[-1])
     return whole[..., :channels]

@@ -11,16 +11,19 @@ LOG2_E = math.log2(math.e)
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Parts of 12 bits whose sum is x: products of two such parts need no rounding (Dekker)."""
+    """Two parts with 12-bit significands whose sum is x.
+
+    Products of two such parts are exact in float32 (Dekker's splitting).
+    """
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11)
     return high, x - high
 
 
 def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """float32 division, correctly rounded wherever a 16-bit dtype holds the denominator.
+    """Divides float32 values; correctly rounded where a 16-bit dtype holds the denominator exactly.
 
-    Others may be a unit in the last place off, a few times in a million. XLA's own division may be
-    two off on a GPU, which moves codes at ties.
+    For other denominators a few quotients in a million are one unit in the last place off. XLA's
+    own division may be two units off on a GPU, which changes how ties between codes are rounded.
     """
     quotient = jnp.divide(numerator, denominator)
     (high, low), (large, small) = _halves(quotient), _halves(denominator)
@@ -30,20 +33,21 @@ def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 
 
 def largest_magnitude(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """max|x| of float32 along axes; NaN where any of these is NaN or infinite.
+    """max|x| of float32 along axes; NaN where an element along them is NaN or infinite.
 
-    As integers, magnitudes have the same order, and NaN is the largest: on a CPU, XLA's maximum of
-    floats passes over it.
+    Magnitudes are compared as integers, which order them as floats do, with NaN above all others.
+    On a CPU, XLA's maximum of floats ignores NaN.
     """
     order = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
     peaks = jax.lax.bitcast_convert_type(order.max(axis), jnp.float32)
-    return peaks + (peaks - peaks)  # an infinity, beside which no other has a code, becomes NaN
+    return peaks + (peaks - peaks)  # turns infinity into NaN: no scale represents it
 
 
 def power_above(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A power of two above x, float32 and not negative, and its inverse; x over it is at least 1/2.
+    """The smallest power of two above x ≥ 0, and its inverse, both float32.
 
-    So it is from 2**-112 to 2**126. The power of what is less is 2**-111, and that of zero 1.
+    So x / power is in [1/2, 1). Powers are clipped to 2**-111 … 2**126: x / power is below 1/2 for
+    x below 2**-112, and 1 or more for x from 2**126 on. The power of zero is 1.
     """
     exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(23)
     exponent = jnp.clip(exponent, jnp.uint32(15), jnp.uint32(252)) + jnp.uint32(1)

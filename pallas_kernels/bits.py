@@ -1,10 +1,14 @@
 """Codes in 16-bit words: packing, unpacking, and the decoding that kernels do in registers.
 
-A word holds 16 / bits codes, its *planes*: plane j is bits j·bits … (j+1)·bits − 1. Words form
-arrays of the shape and element size of a 16-bit matrix operand, so the compiler moves them as it
-moves bfloat16, and a decoded plane is already laid out for the tensor cores: the idea of
-TurboMind's hardware-aware packing (section 4.1) in Triton's terms. Each decoder is inline PTX where
-the target has any, and its twin in jnp elsewhere.
+A word holds 16 / bits codes, one of each *plane*: plane j is bits j·bits … (j+1)·bits − 1. An array
+of words has the shape and the element size of a 16-bit matrix operand. So the compiler moves words
+as it moves bfloat16, and a decoded plane already lies as the tensor cores read it: the idea of
+TurboMind's hardware-aware packing (section 4.1) in Triton's terms.
+
+Each decoder is inline PTX where the current target has PTX, and an equivalent in jnp elsewhere. In
+PTX, some decoders return values that are scaled by a power of two, which saves instructions; a
+function next to each (`plane_exponent`, `exponent_in_place`, `exponent_scaled`) gives the exponent,
+by which the caller scales the sums back.
 """
 
 from __future__ import annotations
@@ -16,20 +20,23 @@ from mpjax.kernels.target import current_target
 
 WORD_BITS = 16
 
-# 1024 + q in float16: its ten lowest bits can be replaced by a code.
+# The bits of 1024 in float16, and 1024. Replacing its ten lowest bits by a code gives 1024 + code.
 _MAGIC, _OFFSET = 0x6400, 1024.0
 
-# What the lowest bit of a subnormal is worth, as a power of two.
+# The exponent of the smallest subnormal, 2**exponent, of each dtype.
 _LOWEST_EXPONENT = {jnp.dtype(jnp.bfloat16): -133, jnp.dtype(jnp.float16): -24}
 
 
 def planes_per_word(bits: int) -> int:
-    """How many codes of `bits` bits a word holds."""
+    """The number of codes of `bits` bits in a word."""
     return WORD_BITS // bits
 
 
 def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
-    """Packs unsigned codes [..., planes, width] into uint16 words [..., width]."""
+    """Packs unsigned codes [..., planes, width] into uint16 words [..., width].
+
+    Raises ValueError for another number of planes than words of `bits`-bit codes hold.
+    """
     planes = planes_per_word(bits)
     if codes.shape[-2] != planes:
         raise ValueError(f"codes have {codes.shape[-2]} planes; {bits}-bit words hold {planes}")
@@ -40,7 +47,7 @@ def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
-    """Unpacks uint16 words [..., width] into codes [..., planes, width], uint8 up to 8 bits."""
+    """Unpacks uint16 words [..., width] into uint8 codes [..., planes, width]; bits: at most 8."""
     shifts = jnp.arange(planes_per_word(bits), dtype=jnp.uint16) * jnp.uint16(bits)
     words = words[..., None, :]
     codes = words >> jax.lax.broadcast_to_rank(shifts[:, None], words.ndim)
@@ -49,7 +56,10 @@ def unpack_planes(words: jax.Array, bits: int) -> jax.Array:
 
 
 def pack_pair(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Two 16-bit arrays as one uint32 array: narrower loads are not pipelined on the GPU."""
+    """Packs two 16-bit arrays into one uint32 array of the same shape.
+
+    The compiler does not pipeline loads of less than 32 bits a thread.
+    """
     low, high = (
         jax.lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in (low, high)
     )
@@ -59,7 +69,7 @@ def pack_pair(low: jax.Array, high: jax.Array) -> jax.Array:
 def unpack_pair(
     pair: jax.Array, low: jax.typing.DTypeLike, high: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """The halves of `pack_pair` as arrays of the 16-bit dtypes `low` and `high`."""
+    """The two arrays that `pack_pair` packed, in the 16-bit dtypes `low` and `high`."""
 
     def half(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.dtype(dtype))
@@ -68,24 +78,30 @@ def unpack_pair(
 
 
 def widen_pair(pair: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """The halves of `pack_pair`, both of a 16-bit dtype, in float32."""
+    """The two arrays that `pack_pair` packed, both of the 16-bit `dtype`, converted to float32."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         low, high = unpack_pair(pair, dtype, dtype)
         return low.astype(jnp.float32), high.astype(jnp.float32)
-    # A bfloat16 is the upper half of a float32.
+    # The bits of a bfloat16 are the upper half of those of the same float32.
     halves = pair << jnp.uint32(16), pair & jnp.uint32(0xFFFF0000)
     low, high = (jax.lax.bitcast_convert_type(half, jnp.float32) for half in halves)
     return low, high
 
 
 def decode_plane(words: jax.Array, plane: int, bits: int, zero: jax.Array) -> jax.Array:
-    """(Code − zero) · 2**`plane_exponent` of one plane, exact, in the dtype of `zero`.
+    """Decodes one plane to (code − zero) · 2**`plane_exponent`, exact, in the dtype of `zero`.
 
-    words: uint16 tile; bits: a divisor of 8; zero: bfloat16 or float16, broadcastable to the tile,
-    integers in 0 … 2**bits (exact in both dtypes). Runs inside a kernel. The PTX works on pairs of
-    words: it leaves a code where it is in its byte, and makes up for its place in the multiply-add
-    that subtracts the zero point. In float16 an exponent is set above the code (TurboMind section
-    4.3), in bfloat16, which has no room for that, a code is a subnormal.
+    Runs inside a kernel.
+
+    words: a tile of uint16.
+    bits: of a code, a divisor of 8.
+    zero: the zero points, integers in 0 … 2**bits in bfloat16 or float16 (both hold them exactly),
+        broadcastable to the tile.
+
+    The PTX works on two words at a time. It leaves a code at its place in the byte; the
+    multiply-add that subtracts the zero point also scales by the inverse of that place. In float16
+    the bits of 1024 are set above the code (TurboMind section 4.3). In bfloat16, whose mantissa is
+    too short for that, the code is read as a subnormal.
     """
     dtype = jnp.dtype(zero.dtype)
     target = current_target()
@@ -112,9 +128,12 @@ def decode_plane(words: jax.Array, plane: int, bits: int, zero: jax.Array) -> ja
 
 
 def _pick(plane: int, bits: int, above: int = 0) -> str:
-    """PTX: t is a plane of $1, where it stands in its byte, beneath the upper byte of `above`."""
+    """PTX that sets t to one plane of two words in $1, each code at its place in its byte.
+
+    above: the constant whose upper byte becomes the upper byte of each half of t.
+    """
     byte, shift = divmod(plane * bits, 8)
-    if bits == 8:  # one instruction, where a shift and a mask are two
+    if bits == 8:  # one instruction instead of a shift and a mask
         return f"prmt.b32 t, $1, 0x{above:04X}{above:04X}, 0x{0x5250 + 0x0101 * byte:04X};"
     mask = (2**bits - 1) << shift
     return f"""shr.b32 t, $1, {8 * byte};
@@ -122,8 +141,8 @@ def _pick(plane: int, bits: int, above: int = 0) -> str:
 
 
 def plane_exponent(dtype: jax.typing.DTypeLike) -> int:
-    """Of two: what one is worth in `decode_plane`."""
-    # No factor is larger than 2**127, and a code of one, in bfloat16, is 2**-133.
+    """The power of two by which `decode_plane` scales its result, as an exponent."""
+    # In bfloat16 a code of 1 is read as 2**-133, and the largest factor is 2**127.
     return -6 if jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
@@ -136,26 +155,27 @@ def decode_in_place(
     offset: float = 0,
     copy: int = 0,
 ) -> jax.Array:
-    """(Code − offset) · 2**`exponent_in_place` of one plane, exact, in 16 bits.
+    """Decodes one plane to (code − offset) · 2**`exponent_in_place`, exact, in the 16-bit `dtype`.
 
-    A code is left where it is in its byte, and the byte is read as a float: from zero to the end
-    of the first normal binade, floats are multiples of the smallest subnormal, which the tensor
-    cores keep. So a code costs one logical operation for each pair, and in float16 another
-    instruction if there is an offset (`offset`). Runs inside a kernel.
+    Runs inside a kernel. The PTX leaves a code at its place in the byte and reads the byte as a
+    float: from zero to the end of the first normal binade, floats are multiples of the smallest
+    subnormal, and tensor cores do not flush subnormals to zero. So two codes cost one logical
+    operation, and in float16 a second instruction if there is an offset.
 
-    offset: a multiple of a half.
-    copy: another number for each product that the tile is in. Triton takes what two products share
-    through shared memory; what the assembler finds to be alike it computes once.
+    offset: a multiple of a half; see the function `offset`.
+    copy: a different number for each product that uses the tile. Triton passes a tile that two
+        products share through shared memory. The number makes the assembly differ, so that Triton
+        sees two tiles; the assembler recognises the same instructions and computes them once.
     """
     target = current_target()
     byte, shift = divmod(plane * bits, 8)
     mask = (2**bits - 1) << shift
-    if not target.has_ptx:  # XLA takes subnormals for zeros on the CPU
+    if not target.has_ptx:  # integers, not subnormals, which XLA flushes to zero on the CPU
         codes = ((words >> jnp.uint16(8 * byte)) & jnp.uint16(mask)).astype(dtype)
         if not offset:
             return codes
         return codes * jnp.asarray(2.0**-shift, dtype) - jnp.asarray(offset, dtype)
-    # In halves of codes, so that their middle is a number of them.
+    # The result counts in halves of a code, because the middle of all codes is a multiple of 1/2.
     factor, less = (16 - shift) << 10, 0x8000 | int(2 * offset)
     centre = f"""
         mov.b32 factor, 0x{factor:04X}{factor:04X};
@@ -170,11 +190,11 @@ def decode_in_place(
 
 
 def offset(bits: int, dtype: jax.typing.DTypeLike) -> float:
-    """What is better subtracted from codes of which many are summed: their middle, or none.
+    """The number to subtract from codes before many are summed: their middle in float16, else 0.
 
-    Tensor cores cut what they sum off, towards zero, where others round. What all codes have in
-    common makes sums larger, and gives what is cut off one sign: too much for float16, in means of
-    131,072 values, which all but cancel.
+    Tensor cores truncate their sums towards zero instead of rounding them. Codes that are not
+    centred have a common part that makes sums larger, so that truncation errors are larger, and all
+    of one sign. In float16 the mean of many values that nearly cancel would lose too much.
     """
     return (2**bits - 1) / 2 if jnp.dtype(dtype) == jnp.float16 else 0
 
@@ -182,9 +202,9 @@ def offset(bits: int, dtype: jax.typing.DTypeLike) -> float:
 def exponent_in_place(
     plane: int, bits: int, dtype: jax.typing.DTypeLike, *, offset: float = 0
 ) -> int:
-    """Of two: what a code of one is worth in `decode_in_place`."""
+    """The power of two by which `decode_in_place` scales a code, as an exponent."""
     has_ptx = current_target().has_ptx
-    # The instruction that takes the offset away makes up for the place in the byte.
+    # The instruction that subtracts the offset also undoes the code's place in its byte.
     place = int(has_ptx) if offset else plane * bits % 8
     return place + (_LOWEST_EXPONENT[jnp.dtype(dtype)] if has_ptx else 0)
 
@@ -192,10 +212,15 @@ def exponent_in_place(
 def decode_scaled(
     words: jax.Array, plane: int, bits: int, step: jax.Array, zero: jax.Array
 ) -> jax.Array:
-    """Code · step · 2**`exponent_scaled` + zero of one plane, rounded once.
+    """Decodes one plane to code · step · 2**`exponent_scaled` + zero, rounded once.
 
-    words: uint16 tile; step, zero: broadcastable to it, bfloat16 or float16. Runs inside a kernel.
-    What rounding takes above float16 stays at its end.
+    Runs inside a kernel.
+
+    words: a tile of uint16.
+    step, zero: bfloat16 or float16, broadcastable to the tile. `zero` is not scaled here: the
+        caller scales it by the same power of two.
+
+    The result has the dtype of `step`, and in float16 is at most the largest finite value.
     """
     target, dtype = current_target(), jnp.dtype(step.dtype)
     if not target.has_ptx:
@@ -208,8 +233,9 @@ def decode_scaled(
         codes = decode_in_place(words, plane, bits, dtype)
         step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
         return target.inline_ptx("fma.rn.bf16x2 $0, $1, $2, $3;", codes, step, zero, dtype=dtype)
-    # Steps have no room in float16 for such an exponent. So the code itself is made first: step
-    # times a bias, or zero with one, would be rounded.
+    # The range of float16 is too small to scale steps by such a power of two. So one multiply-add
+    # first removes the 1024 from the code. Folding its removal into step · 1024 or into the zero
+    # would round those.
     step, zero = (jnp.broadcast_to(x, words.shape) for x in (step, zero))
     shift = plane * bits % 8
     factor, bias = (15 - shift) << 10, 0xE400 - (shift << 10)
@@ -227,16 +253,18 @@ def decode_scaled(
 
 
 def exponent_scaled(dtype: jax.typing.DTypeLike) -> int:
-    """Of two: what one is worth in `decode_scaled`."""
+    """The power of two by which `decode_scaled` scales code · step, as an exponent."""
     return -64 if current_target().has_ptx and jnp.dtype(dtype) == jnp.bfloat16 else 0
 
 
 def multiply(
     tile: jax.Array, scale: jax.Array, plus: jax.Array | None = None, *, copy: int = 0
 ) -> jax.Array:
-    """Tile · scale, plus what is given, rounded once to the dtype of the tile.
+    """Tile · scale, or tile · scale + `plus`, rounded once to the dtype of the tile.
 
-    Two elements per instruction; runs inside a kernel. copy: as in `decode_in_place`.
+    Runs inside a kernel, two elements per instruction.
+
+    scale, plus: broadcastable to the tile. copy: as in `decode_in_place`.
     """
     target = current_target()
     operands = [scale] if plus is None else [scale, plus]
@@ -245,7 +273,8 @@ def multiply(
         wide, *rest = (x.astype(jnp.float32) for x in operands)
         return sum(rest, tile.astype(jnp.float32) * wide).astype(tile.dtype)
     suffix = "bf16x2" if tile.dtype == jnp.bfloat16 else "f16x2"
-    # Adding −0 changes nothing; the plain product of bfloat16 needs compute capability 9.0.
+    # Without `plus`, a multiply-add of −0, which changes no value: a plain product of bfloat16
+    # needs compute capability 9.0.
     assembly = f"""{{  // copy {copy}
         .reg .b32 zero;
         mov.b32 zero, 0x80008000;
@@ -255,10 +284,10 @@ def multiply(
 
 
 def multiply_exactly(tile: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """Tile · scale as the sum of two terms in the dtype of the tile; runs inside a kernel.
+    """Tile · scale as a list of two terms in the dtype of the tile, whose sum is the exact product.
 
-    The terms are the rounded product, and what rounding took away, which 16 bits hold unless the
-    product is close to the dtype's subnormals.
+    Runs inside a kernel. The first term is the rounded product, the second its rounding error,
+    which 16 bits hold exactly unless the product is close to the dtype's subnormals.
     """
     target = current_target()
     product = multiply(tile, scale)

@@ -1,4 +1,4 @@
-"""Checks of arguments that operations share; of values that are traced, as under `jit`, none."""
+"""Checks of arguments that operations share. The values of traced arrays are not checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 LONGEST_SHOWN = 60
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
-# What people call dtypes whose names NumPy reads otherwise, or not at all.
+# Common names of dtypes that NumPy does not know, or reads as another dtype.
 _SHORT_NAMES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -26,17 +26,17 @@ _SHORT_NAMES = {
 
 
 def nearest(text: str, choices: Iterable[str]) -> str | None:
-    """The choice that is most like a text, or None where none is much like it."""
+    """The choice that is most similar to a text, or None if none is similar."""
     return next(iter(difflib.get_close_matches(text, choices, n=1)), None)
 
 
 def did_you_mean(choice: str | None) -> str:
-    """What stands in a message behind something unknown; nothing where no choice is like it."""
+    """The suggestion that ends a message about an unknown name: empty for None."""
     return "" if choice is None else f" (did you mean {choice!r}?)"
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: short, and on one line."""
+    """The text of a value in a message: short, and on one line."""
     if isinstance(value, jax.Array | np.ndarray) and value.ndim:
         return f"{value.dtype} of shape {value.shape}"
     text = " ".join(repr(value).split())
@@ -44,10 +44,10 @@ def shown(value: Any) -> str:
 
 
 def as_array(name: str, value: Any) -> jax.Array:
-    """A JAX array as it is, or what `jnp.asarray` makes of NumPy's arrays, numbers and lists.
+    """Returns a JAX array unchanged, and converts NumPy arrays, numbers and lists to one.
 
-    Raises ValueError for what holds no real numbers, such as None, a text, complex numbers, and
-    lists of unequal lengths.
+    Raises ValueError for a value that is not an array of real numbers, such as None, a text,
+    complex numbers, and lists of unequal lengths.
     """
     try:
         if value is None or isinstance(value, str | bytes):
@@ -61,9 +61,9 @@ def as_array(name: str, value: Any) -> jax.Array:
 
 
 def _make_array(value: Any) -> jax.Array:
-    """`jnp.asarray`; in its place, inside of a `jit`, NumPy's array of the same dtype.
+    """`jnp.asarray(value)`, or inside a `jit` a NumPy array of the same dtype and values.
 
-    What JAX makes there is traced, and its values are not known.
+    There, JAX's array would be traced, and checks could not read its values.
     """
     array = jnp.asarray(value)
     if not is_known(value):
@@ -75,17 +75,17 @@ def _make_array(value: Any) -> jax.Array:
 
 
 def as_arrays(operation: str, **values: Any) -> tuple[jax.Array, ...]:
-    """`as_array` of several arguments of an operation, in their order."""
+    """Converts several arguments of an operation as `as_array` does, in their order."""
     return tuple(as_array(f"{operation}: {name}", value) for name, value in values.items())
 
 
 def optional_array(name: str, value: Any) -> jax.Array | None:
-    """None, or `as_array`."""
+    """Returns None unchanged, and converts other values as `as_array` does."""
     return None if value is None else as_array(name, value)
 
 
 def require_floats(operation: str, **arrays: jax.Array) -> None:
-    """Raises ValueError unless all are of real floating-point dtypes."""
+    """Raises ValueError unless all arrays are of real floating-point dtypes."""
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(
@@ -94,16 +94,16 @@ def require_floats(operation: str, **arrays: jax.Array) -> None:
 
 
 def require_type(name: str, value: Any, *kinds: type, hint: str = "") -> None:
-    """Raises ValueError for a value of none of these types; `hint` ends its message."""
+    """Raises ValueError for a value of none of the types `kinds`; `hint` ends its message."""
     if not isinstance(value, kinds):
         expected = " or ".join("a text" if kind is str else f"a {kind.__name__}" for kind in kinds)
         raise ValueError(f"{name} is {shown(value)}: expected {expected}{hint}")
 
 
 def as_dtype(name: str, value: Any, *, kind: Any = jnp.floating) -> jnp.dtype:
-    """A dtype of what NumPy and JAX take for one, short names (`bf16`, `fp16`) and PyTorch's.
+    """Converts a dtype or its name to a dtype; names may be short (`bf16`) or PyTorch's.
 
-    Raises ValueError for anything else, and for a dtype that is not of the kind.
+    Raises ValueError for anything else, and for a dtype that is not a subtype of `kind`.
     """
     text = str(value).strip().lower().removeprefix("torch.")
     is_name = isinstance(value, str) or str(value).startswith("torch.")
@@ -121,15 +121,15 @@ def as_dtype(name: str, value: Any, *, kind: Any = jnp.floating) -> jnp.dtype:
 
 
 def is_known(values: Any) -> bool:
-    """Whether no leaf of a tree is traced."""
+    """Whether no leaf of a tree is traced, so that its values can be read."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(values))
 
 
 def are_between(values: Any, smallest: int, largest: int) -> bool:
-    """Whether all numbers are; True where tracing hides them.
+    """Whether all numbers of `values` are from `smallest` to `largest`; True for traced values.
 
-    Reads an array back from the device, once: it keeps what was read, so that calls for all layers
-    wait together no longer than one.
+    Copies an array from the device. JAX keeps the copy with the array, so that a check in each
+    layer of the same array waits for the device once.
     """
     if not is_known(values):
         return True
@@ -138,10 +138,10 @@ def are_between(values: Any, smallest: int, largest: int) -> bool:
 
 
 def static_number(name: str, value: Any, read: Callable[[Any], Any], expected: str) -> Any:
-    """A positive, finite number that kernels are compiled for, as Python's; None for None.
+    """Converts a number that kernels are compiled for to a Python number; None stays None.
 
-    read: `float`, or `operator.index` for whole numbers. Raises ValueError for another number, and
-    for a traced one.
+    read: `float`, or `operator.index` for whole numbers. expected: the end of the error message.
+    Raises ValueError for a number that is not positive and finite, and for a traced one.
     """
     if value is None:
         return None
@@ -152,9 +152,9 @@ def static_number(name: str, value: Any, read: Callable[[Any], Any], expected: s
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """A whole number that shapes depend on, as Python's.
+    """Converts a whole number that shapes depend on to a Python int.
 
-    Raises ValueError for another one, one below `least`, and one that is traced.
+    Raises ValueError for a value that is not a whole number, is below `least`, or is traced.
     """
     number = _python_number(name, value, operator.index)
     if not number >= least:
@@ -163,9 +163,9 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 
 
 def norm_epsilon(name: str, value: Any) -> float:
-    """The number that a norm adds to a mean square, as Python's.
+    """Converts the number that a norm adds to a mean square to a Python float.
 
-    Raises ValueError for what is no finite number, one below 0, and one that is traced.
+    Raises ValueError for a value that is not a finite number, is below 0, or is traced.
     """
     number = _python_number(name, value, float)
     if not 0 <= number < math.inf:
@@ -174,7 +174,10 @@ def norm_epsilon(name: str, value: Any) -> float:
 
 
 def _python_number(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
-    """What `read` makes of a number; NaN of what it can't read, of texts and of bools."""
+    """Converts a value with `read`; NaN for values that it can't convert, texts and bools.
+
+    Raises ValueError for a traced value.
+    """
     if not is_known(value):
         raise ValueError(
             f"{name} is traced, and programs are compiled for its value: pass a Python number, or "
@@ -188,10 +191,11 @@ def _python_number(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
 
 @jax.jit
 def are_finite(x: jax.Array) -> jax.Array:
-    """Whether no number of x is NaN or infinite; takes no memory beside x.
+    """Whether all numbers of x are finite, as a bool array []; allocates no copy of x.
 
-    Zero times any of these is NaN. In float32 a maximum would not do: on a CPU, XLA's passes over
-    NaN. In float16 it does not, and a sum would first write all of x out in float32.
+    The sum of x · 0 is NaN if any number is NaN or infinite. A maximum would miss NaN in float32,
+    which XLA's maximum ignores on a CPU. In float16 XLA's maximum keeps NaN, and there the sum
+    would first write a float32 copy of x.
     """
     if x.dtype == jnp.float16:
         return jnp.isfinite(x.max()) & jnp.isfinite(x.min())

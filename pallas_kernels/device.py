@@ -1,4 +1,4 @@
-"""The default device: what it is, and what kernels can do there."""
+"""The default device: its kind, its limits, and reasons why kernels can't run on it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import jax
 MINIMUM_COMPUTE_CAPABILITY = 8.0  # cp.async, bf16 tensor cores and lop3 arrived with Ampere
 FLOAT8_COMPUTE_CAPABILITY = 8.9
 
-# Of shared memory that one program can have, by compute capability (CUDA programming guide).
+# Most shared memory of a program, by compute capability (CUDA programming guide).
 SHARED_KIBIBYTES = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227}
-LEAST_SHARED_KIBIBYTES = 99  # of every GPU since Ampere
+LEAST_SHARED_KIBIBYTES = 99  # every GPU since Ampere has at least this
 
 
 class UnsupportedError(ValueError):
-    """An implementation was asked for something that it cannot do; the message says what."""
+    """A requested implementation cannot run; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a GPU allows a kernel: how many programs run at once, and what each can have.
+    """The properties of a GPU that plans depend on.
 
-    kind: as JAX names it, for which plans may have been measured; None for any such GPU.
+    kind: the GPU's name in JAX, by which measured plans are looked up; None to use the rule alone.
     """
 
     multiprocessors: int
@@ -33,13 +33,13 @@ class Limits:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one program can have."""
+        """The most bytes of shared memory of a program."""
         return shared_memory(self.compute_capability)
 
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What choices between kernels depend on; `compute_capability` is None where it is no GPU."""
+    """A device as kernels are chosen for it; `compute_capability` is None if it is not a GPU."""
 
     kind: str
     compute_capability: float | None
@@ -47,11 +47,11 @@ class Description:
 
     @property
     def platform(self) -> str:
-        """The name that JAX has for the kind of platform."""
+        """The platform's name in JAX, `cpu` or `gpu`."""
         return "cpu" if self.compute_capability is None else "gpu"
 
 
-_description: Description | None = None  # of the device to choose for, in place of the default one
+_description: Description | None = None  # set by `pretend`: stands in for the default device
 
 
 @contextlib.contextmanager
@@ -61,11 +61,13 @@ def described_as(
     compute_capability: float | None = 9.0,
     multiprocessors: int = 132,
 ) -> Iterator[None]:
-    """Inside, this process chooses kernels as on another device; nothing runs there.
+    """Chooses kernels as on the described device while the context is open, in this process.
 
-    For tests and tools, which lower kernels for a GPU that is not there.
-    kind: as JAX names it; tables of plans are looked up by it.
-    compute_capability: None for a device that is no GPU.
+    For tests and tools that lower kernels for a GPU that is not there. Arrays stay on the default
+    device.
+
+    kind: the device's name in JAX, by which tables of plans are looked up.
+    compute_capability: None for a device that is not a GPU.
     """
     global _description
     before = _description
@@ -82,7 +84,7 @@ def pretend(
     compute_capability: float | None = 9.0,
     multiprocessors: int = 132,
 ) -> None:
-    """`described_as` for the rest of the process."""
+    """Chooses kernels as on the described device for the rest of the process: `described_as`."""
     global _description
     _description = Description(kind, compute_capability, multiprocessors)
 
@@ -94,41 +96,41 @@ def default_device() -> jax.Device:
 
 
 def platform() -> str:
-    """The platform of the default device, `gpu` or another, as JAX names it."""
+    """The platform of the default device as JAX names it, such as `gpu` or `cpu`."""
     return _description.platform if _description else default_device().platform
 
 
 def kind() -> str:
-    """The kind of the default device, such as `NVIDIA H200`, as JAX names it."""
+    """The kind of the default device as JAX names it, such as `NVIDIA H200`."""
     return _description.kind if _description else default_device().device_kind
 
 
 def on_gpu() -> bool:
-    """Whether arrays are put on a GPU by default."""
+    """Whether the default device is a GPU."""
     return platform() == "gpu"
 
 
 def compute_capability() -> float | None:
-    """Compute capability of the default device, or None where it is no GPU."""
+    """The compute capability of the default device, or None if it is not a GPU."""
     if _description:
         return _description.compute_capability
     return float(default_device().compute_capability) if on_gpu() else None
 
 
 def multiprocessors() -> int:
-    """Streaming multiprocessors of the default device (132, an H200's, where it is no GPU)."""
+    """The number of streaming multiprocessors of the default device; 132, an H200's, on others."""
     if _description:
         return _description.multiprocessors
     return int(default_device().core_count) if on_gpu() else 132
 
 
 def limits() -> Limits:
-    """The limits of the default device; those of an H200 where it is no GPU."""
+    """The limits of the default device; if it is not a GPU, an H200's but for the kind."""
     return Limits(multiprocessors(), compute_capability() or 9.0, kind())
 
 
 def shared_memory(capability: float) -> int:
-    """Bytes of shared memory that one program can have on a GPU of a compute capability."""
+    """The most bytes of shared memory of a program on a GPU of compute capability `capability`."""
     return 1024 * SHARED_KIBIBYTES.get(capability, LEAST_SHARED_KIBIBYTES)
 
 
@@ -145,7 +147,7 @@ def why_triton_cannot_run() -> str | None:
 def why_not_float8(capability: float | None = None) -> str | None:
     """The reason why kernels can't hold FP8 values, or None if they can.
 
-    capability: a GPU's; that of the default device unless given.
+    capability: the compute capability of a GPU; the default device's unless given.
     """
     capability = capability or compute_capability()
     if capability is None or capability >= FLOAT8_COMPUTE_CAPABILITY:
@@ -154,9 +156,10 @@ def why_not_float8(capability: float | None = None) -> str | None:
 
 
 def why_too_large(elements: int) -> str | None:
-    """The reason why a kernel can't index an 8-bit array of so many elements, or None if it can.
+    """The reason why a kernel can't index an 8-bit array of `elements`, or None if it can.
 
-    Pallas counts 32-bit signed offsets up to 2**32 bytes, which is right for wider elements alone.
+    Offsets are signed 32-bit numbers of elements. Pallas uses them for arrays of up to 2**32 bytes,
+    which is correct only for elements of 16 bits or more.
     """
     if elements < 2**31:
         return None

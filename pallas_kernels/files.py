@@ -1,6 +1,7 @@
-"""Reads files that somebody else wrote: regular ones alone, of bounded size, as UTF-8 and JSON.
+"""Reads untrusted files: only regular ones, of bounded size, as UTF-8 text and JSON.
 
-Every function raises `error`, a class of the caller's, with one sentence that names the file.
+Every function takes the exception class `error`, and raises it with one sentence that names the
+file.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ Error = type[ValueError]
 
 @contextlib.contextmanager
 def open_regular(path: Path, error: Error) -> Iterator[BinaryIO]:
-    """Opens a regular file for reading bytes; a pipe or a device would be waited for forever.
+    """Opens a regular file for reading bytes, in a context.
 
-    Raises `error` for anything else, a file that is missing, and a read in the body that fails.
+    Raises `error` for a missing file, for an OSError inside the context, and for a pipe, a device
+    or anything else that is not a regular file, which might block forever.
     """
     try:
         mode = os.stat(path).st_mode
@@ -54,22 +56,22 @@ def open_regular(path: Path, error: Error) -> Iterator[BinaryIO]:
 
 
 def read_text(path: Path, error: Error, maximum_bytes: int = MAXIMUM_BYTES) -> str:
-    """The text of a file in UTF-8, line ends as they are.
+    """Reads the text of a UTF-8 file, with its line ends unchanged.
 
-    Raises `error` as `open_regular` does, and for a larger file, another encoding, and a git-lfs
-    pointer in the file's place.
+    Raises `error` as `open_regular` does, and for a file of more than `maximum_bytes`, in another
+    encoding, or with a git-lfs pointer or a web page in its place.
     """
     with open_regular(path, error) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > maximum_bytes:
             raise error(f"{path} has {size} bytes: expected at most {maximum_bytes}")
-        data = stream.read(size + 1)  # one in /proc says that it has no bytes
+        data = stream.read(size + 1)  # files in /proc have bytes although their size is 0
     require_content(data, path, error)
     return decode(data, str(path), error)
 
 
 def decode(data: bytes, source: str, error: Error) -> str:
-    """The text that bytes are in UTF-8. Raises `error`, naming the first byte that is not."""
+    """Decodes UTF-8. Raises `error`, which names `source` and the first byte that is not UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as problem:
@@ -80,9 +82,9 @@ def decode(data: bytes, source: str, error: Error) -> str:
 
 
 def require_content(start: bytes, path: Path, error: Error) -> None:
-    """Raises `error` where a file begins like what git or a web server gives in its place.
+    """Raises `error` for a file that is a git-lfs pointer or a web page.
 
-    start: its first bytes, LONGEST_PREFIX of them or more.
+    start: the first bytes of the file, LONGEST_PREFIX or more.
     """
     if start.startswith(GIT_LFS_PREFIX):
         raise error(
@@ -93,22 +95,24 @@ def require_content(start: bytes, path: Path, error: Error) -> None:
 
 
 def read_object(path: Path, error: Error) -> dict[str, Any]:
-    """The JSON object in a file. Raises `error` as `read_text` and `parse_object` do."""
+    """Reads the JSON object in a file. Raises `error` as `read_text` and `parse_object` do."""
     return parse_object(read_text(path, error), str(path), error)
 
 
 def parse_object(text: str, source: str, error: Error, *, unique: bool = False) -> dict[str, Any]:
-    """Parses a JSON object; a mark of the byte order before it is no part of it.
+    """Parses a JSON object, which a byte order mark may precede.
 
-    source: its file, for messages. unique: whether no key may be repeated; else one may be, with
-    the same value.
-    Raises `error` for what is no JSON or no object, is nested deeper than MAXIMUM_DEPTH, has a key
-    with two values, or has half of a surrogate pair in a string, which no text has.
+    source: the name of its file, for messages.
+    unique: whether to refuse every repeated key; else a key may be repeated with the same value.
+
+    Raises `error` for a text that is not JSON, is not an object, is nested deeper than
+    MAXIMUM_DEPTH, has a key with two values, or has half of a surrogate pair in a string, which
+    UTF-8 cannot encode.
     """
     try:
         value = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=_object_maker(unique))
         _require_shallow(value)
-        if re.search(r"\\u[dD][89a-fA-F]", text):  # an escape is the only way to write one
+        if re.search(r"\\u[dD][89a-fA-F]", text):  # half a pair can only be written as an escape
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as problem:
         raise error(f"{source} is not valid JSON: {problem}") from problem
@@ -121,7 +125,7 @@ def parse_object(text: str, source: str, error: Error, *, unique: bool = False) 
             f"{source} has {problem.object[problem.start]!r} in a string, half of a surrogate "
             "pair: expected text"
         ) from problem
-    except ValueError as problem:  # a repeated key, and numbers of thousands of digits
+    except ValueError as problem:  # a repeated key, or a number of thousands of digits
         raise error(f"{source} {problem}") from problem
     if not isinstance(value, dict):
         raise error(f"{source} is a JSON {type(value).__name__}: expected an object")
@@ -148,7 +152,10 @@ def _check_repeated(pairs: list[tuple[str, Any]], unique: bool) -> None:
 
 
 def _require_shallow(value: Any) -> None:
-    """Raises RecursionError, as the parser itself does at a depth that depends on Python."""
+    """Raises RecursionError for a value nested deeper than MAXIMUM_DEPTH.
+
+    The parser raises the same error, at a depth that depends on the version of Python.
+    """
     level = [value]
     for _ in range(MAXIMUM_DEPTH + 1):
         level = [

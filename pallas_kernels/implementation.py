@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs, and a word to the caller where it is a slow one."""
+"""Chooses the implementation of an operation, and warns callers about a slow one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 from mpjax.kernels import device
 from mpjax.kernels.checks import shown
 
-# Whose files no caller wrote who could do something about a warning.
+# Folders of this package and of JAX: a warning is attributed to the first caller outside of them.
 _INSIDE = tuple(os.path.dirname(file) + os.sep for file in (__file__, str(jax.__file__)))
 
 
@@ -24,14 +24,15 @@ def choose(
     choices: Sequence[str],
     why_not: Callable[[str], str | None],
 ) -> Any:
-    """The name of the implementation that runs.
+    """The name of the implementation of an operation that runs.
 
-    wanted: by the caller, one of `choices`, or None for the default or, where that can't run, the
-        reference, of which a warning says so on a GPU.
-    why_not: the reason why one can't run, or None if it can. The reference always can.
+    wanted: the caller's choice, one of `choices`. None means the default; where that can't run,
+        the reference runs instead, with a warning on a GPU.
+    why_not: gives the reason why an implementation can't run, or None if it can. The reference
+        always can.
 
-    Raises ValueError for a name that is no choice, and UnsupportedError, with the reason, where
-    what is wanted can't run.
+    Raises ValueError for a name that is not among the choices, and UnsupportedError, with the
+    reason, where the caller's choice can't run.
     """
     name = default if wanted is None else wanted
     if not isinstance(name, str) or name not in choices:
@@ -49,13 +50,13 @@ def choose(
 
 
 def warn_of_reference(operation: str, reason: str) -> None:
-    """Says, on a GPU, that an operation runs as plain JAX there, and why."""
+    """Warns, on a GPU, that an operation runs as plain JAX there, and why."""
     if device.on_gpu():
         warn(f"{operation} runs as plain JAX on this GPU, which is slow: {reason}")
 
 
 def warn(message: str) -> None:
-    """Warns about the line that called this package, be it under transformations of JAX."""
+    """Warns about the line that called this package, also through JAX's transformations."""
     frame, level = sys._getframe(), 1
     while frame.f_code.co_filename.startswith(_INSIDE) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1

@@ -1,9 +1,9 @@
-"""Launching kernels of Pallas-Triton: the one module that knows this backend.
+"""Launches kernels of Pallas-Triton; this is the only module that imports that backend.
 
-Kernels take their loads, stores and launches from here, and ask the current target (`target`) for
-every operation with an instruction of its own: replacing the backend changes this file and the
-launchers, not the kernel mathematics. JAX deprecated the backend in 0.11 and still ships it in
-0.12; its warning is silenced here, where it is caused, and nowhere else.
+Kernels take their loads, stores and launches from here, and call the current target (`target`) for
+operations that have a special instruction. So another backend would change this file and the
+callers of `launch`, but not the mathematics of kernels. JAX deprecated the backend in 0.11 and
+still ships it in 0.12; importing this module silences its warning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax._src.pallas.triton import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from mpjax.kernels import device, manual_axes, ptx
+from mpjax.kernels import device, ptx, varying_axes
 from mpjax.kernels.registers import (
     MOST_REGISTERS,
     limit_registers,
@@ -30,15 +30,15 @@ from mpjax.kernels.target import Target, current_target, tracing_for
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 lowering.register_lowering(limit_registers_p)(lower_limit_registers)
 
-EARLY_LAUNCH_CAPABILITY = 9.0
+EARLY_LAUNCH_CAPABILITY = 9.0  # the first with programmatic dependent launch
 
 load, store = plgpu.load, plgpu.store
 
 
 def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
-    """Loads a tile, of which what is masked out reads as zero.
+    """Loads a tile; masked-out elements read as zero.
 
-    mask: of the leading rows, or what broadcasts to the tile. Without one the load has none at all,
+    mask: bools, one for each row of the tile, or broadcastable to it. None loads without a mask,
         which lets the compiler use its widest copies.
     """
     if mask is None:
@@ -49,7 +49,7 @@ def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
 
 
 def join(tiles: Sequence[jax.Array]) -> jax.Array:
-    """Concatenates tiles [n, k], a power of two of them, along k; in registers, nothing moves."""
+    """Concatenates a power of two of tiles [n, k] along k, without moving values in registers."""
     while len(tiles) > 1:
         tiles = [
             jnp.stack(pair, -1).transpose(0, 2, 1).reshape(len(pair[0]), 2 * pair[0].shape[1])
@@ -59,10 +59,10 @@ def join(tiles: Sequence[jax.Array]) -> jax.Array:
 
 
 def first_program_id() -> jax.Array:
-    """The program's index along the grid's first axis; each kernel asks for it once.
+    """The program's index along the grid's first axis; each kernel calls this once.
 
-    On a GPU this also limits the kernel's registers, and lets the next kernel be launched early:
-    see `Triton`.
+    On a GPU this also limits the kernel's registers and allows the next kernel to be launched
+    early: see `Triton`.
     """
     return current_target().first_program_id()
 
@@ -81,12 +81,18 @@ def launch(
 ) -> Any:
     """Launches a kernel over whole arrays in global memory.
 
-    The kernel gets a reference for each array in its arguments and outputs, in the same trees, and
-    does its own indexing. `aliases` maps an argument to the output that takes over its buffer.
-    `registers` is how many a thread of a kernel that asks for `first_program_id` may have; None
-    leaves it to the assembler, which keeps room for programs that may never come. With `interpret`,
-    the kernel runs as plain JAX on any device, traced for the target that is current. Raises
-    ValueError for more registers than there are.
+    The kernel gets a reference to each array of its arguments and outputs, in the same trees, and
+    indexes them itself.
+
+    out_shape: a tree of `jax.ShapeDtypeStruct`s.
+    warps, stages: the compiler's `num_warps` and `num_stages`.
+    interpret: run as plain JAX on any device, traced for the current target.
+    aliases: from the number of an argument's array to that of the output that takes its buffer.
+    registers: the most that a thread may have, in a kernel that calls `first_program_id`. None
+        leaves the choice to the assembler, which limits them for more programs than may ever share
+        a multiprocessor.
+
+    Raises ValueError for a number of registers that a thread cannot have.
     """
     if registers is not None and not 0 < registers <= MOST_REGISTERS:
         raise ValueError(f"{name}: {registers} registers: expected 1 to {MOST_REGISTERS}")
@@ -95,28 +101,28 @@ def launch(
         with tracing_for(current_target() if interpret else Triton.here(registers)):
             kernel(*references)
 
-    arguments = manual_axes.vary_alike(arguments)
+    arguments = varying_axes.vary_alike(arguments)
     call = pl.pallas_call(
         run,
-        out_shape=manual_axes.varying_like(out_shape, arguments),
+        out_shape=varying_axes.varying_like(out_shape, arguments),
         grid=grid,
         input_output_aliases=aliases or {},
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
     )
-    with jax.enable_x64(False):  # kernels count in 32 bits
+    with jax.enable_x64(False):  # the indices of kernels are int32
         return call(*arguments)
 
 
 class Triton(Target):
-    """A kernel that Triton compiles for a GPU.
+    """The target of kernels that Triton compiles for a GPU.
 
     early: whether the next kernel may be launched as soon as all programs of this one have begun
-        ("programmatic dependent launch", compute capability 9.0). XLA has each kernel that it
-        launches so wait, before it reads anything, until the one before is done: what is saved is
-        a launch's time.
-    registers: how many a thread may have, or None for what the assembler finds.
+        ("programmatic dependent launch", compute capability 9.0). XLA makes a kernel that is
+        launched early wait for the end of the one before it reads anything, so that this hides the
+        time of a launch.
+    registers: the most that a thread may have; None leaves the choice to the assembler.
     """
 
     is_interpreted = False
@@ -127,44 +133,44 @@ class Triton(Target):
 
     @classmethod
     def here(cls, registers: int | None) -> Triton:
-        """A kernel for the default device."""
+        """The target of a kernel for the default device; registers: as for the class."""
         capability = device.compute_capability() or 0.0
         return cls(early=capability >= EARLY_LAUNCH_CAPABILITY, registers=registers)
 
     def first_program_id(self) -> jax.Array:
-        """The index, on its way through what limits registers and lets the next kernel begin."""
+        """The program's index; limits registers and allows the next kernel to be launched."""
         index = super().first_program_id()
         if self.registers is not None:
             index = limit_registers(index, self.registers)
         if not self.early:
             return index
-        # The index passes through the assembly, which the compiler would leave out otherwise.
+        # Without the index as its operand, the compiler would drop the assembly as dead code.
         tile = jnp.full((1,), index, jnp.int32)
         assembly = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
         return self.inline_ptx(assembly, tile, dtype=jnp.int32).max()
 
     def multiply_add(self, factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
-        """The one instruction that the compiler won't make of a product and a sum."""
+        """Factor · other + addend as one `fma`, which the compiler doesn't make of `*` and `+`."""
         return _float32_ptx("fma.rn.f32 $0, $1, $2, $3;", factor, other, addend)
 
     def exp2(self, x: jax.Array) -> jax.Array:
-        """One instruction."""
+        """2**x in one instruction."""
         return _float32_ptx("ex2.approx.ftz.f32 $0, $1;", x)
 
     def log2(self, x: jax.Array) -> jax.Array:
-        """One instruction."""
+        """The log2 of x in one instruction."""
         return _float32_ptx("lg2.approx.ftz.f32 $0, $1;", x)
 
     def reciprocal(self, x: jax.Array) -> jax.Array:
-        """One instruction."""
+        """1 / x in one instruction."""
         return _float32_ptx("rcp.approx.ftz.f32 $0, $1;", x)
 
     def divide(self, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-        """Correctly rounded, where Triton's own division is approximate."""
+        """The correctly rounded quotient; Triton's own division is approximate."""
         return _float32_ptx("div.rn.f32 $0, $1, $2;", numerator, denominator)
 
     def narrow(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Two values in one instruction."""
+        """Converts two float32 values to `dtype` with one instruction."""
         suffix = "bf16x2" if jnp.dtype(dtype) == jnp.bfloat16 else "f16x2"
         [result] = plgpu.elementwise_inline_asm(
             f"cvt.rn.{suffix}.f32 $0, $2, $1;",
@@ -176,7 +182,7 @@ class Triton(Target):
         return result
 
     def widen(self, x: jax.Array) -> jax.Array:
-        """One instruction for each value of bfloat16."""
+        """Converts x to float32, each bfloat16 with one instruction."""
         if x.dtype != jnp.bfloat16:
             return x.astype(jnp.float32)
         [result] = plgpu.elementwise_inline_asm(
@@ -189,13 +195,13 @@ class Triton(Target):
         return result
 
     def round_to(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """A cast there and back, which Triton, unlike XLA, leaves in."""
+        """Casts x to `dtype` and back to float32; Triton, unlike XLA, keeps both casts."""
         return x.astype(dtype).astype(jnp.float32)
 
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """Triton's inline assembly."""
+        """Applies PTX to the registers of tiles as Triton's inline assembly."""
         size = arguments[0].dtype.itemsize
         constraints = ",".join(["=r", *["r"] * sum(a.dtype.itemsize // size for a in arguments)])
         [result] = plgpu.elementwise_inline_asm(
@@ -208,11 +214,11 @@ class Triton(Target):
         return result
 
     def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """A broadcast: of all elements beside a register, the first is an operand."""
+        """Broadcasts the values along rows; a register's first element is the first operand."""
         return jnp.broadcast_to(x[:, None], shape)
 
     def share_pairs(self, halves: Sequence[jax.Array]) -> jax.Array:
-        """An array of its own, apart from the shared memory that Triton allots."""
+        """Fills an array that the PTX declares, in addition to Triton's own shared memory."""
         return self.inline_ptx(ptx.share_pairs(len(halves)), *halves, dtype=jnp.int32)
 
 

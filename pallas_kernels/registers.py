@@ -1,8 +1,9 @@
-"""How many registers a thread of a Triton kernel may have, which Pallas has no parameter for.
+"""Limits the registers of a thread in a Triton kernel, for which Pallas has no parameter.
 
-The compiler takes as many as make a program fast, which may leave room for fewer programs beside it
-than make them all fast. Triton's own launcher has `maxnreg` for that, an attribute of the module,
-and XLA passes it on; a primitive that computes nothing sets it where `launch` has it lowered.
+The compiler gives a thread as many registers as make a single program fast. With fewer, more
+programs may fit a multiprocessor, and all of them together finish sooner. Triton has an attribute
+of the module for that limit, `ttg.maxnreg`, and XLA passes it on. A primitive that returns its
+operand unchanged sets the attribute when it is lowered; `launch` registers its lowering.
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ import jax
 from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 
-# A multiprocessor's registers are divided between its four schedulers, and so are its warps.
-SCHEDULERS, OF_SCHEDULER = 4, 16384
-MOST_REGISTERS = 255  # that a thread can have
-UNIT = 8  # of a thread's, as they are given out
+# Each of a multiprocessor's four schedulers has a quarter of its registers and of its warps.
+SCHEDULERS, REGISTERS_PER_SCHEDULER = 4, 16384
+MOST_REGISTERS = 255  # of a thread
+ALLOCATION_UNIT = 8  # a thread's registers are allocated in multiples of this
 WARP = 32  # threads
 
 
 def registers_for(programs: int, warps: int) -> int:
-    """Registers of a thread with which so many programs fit a multiprocessor beside each other."""
-    share = math.ceil(programs * warps / SCHEDULERS)
-    return min(MOST_REGISTERS, OF_SCHEDULER // (share * WARP) // UNIT * UNIT)
+    """The most registers of a thread with which a multiprocessor holds `programs` at a time.
+
+    warps: of each program.
+    """
+    threads = math.ceil(programs * warps / SCHEDULERS) * WARP
+    available = REGISTERS_PER_SCHEDULER // threads // ALLOCATION_UNIT * ALLOCATION_UNIT
+    return min(MOST_REGISTERS, available)
 
 
 def limit_registers(index: jax.Array, registers: int) -> jax.Array:
-    """The index as it is; a thread of the kernel that uses it has no more registers.
+    """Returns `index` unchanged, and limits each thread of the kernel to so many registers.
 
-    index: of a program; inside a kernel for a GPU.
+    Runs inside a kernel that Triton compiles. The kernel has to use the result, a program's index,
+    or the compiler drops the limit.
     """
     result: jax.Array = limit_registers_p.bind(index, registers=registers)
     return result
@@ -41,7 +47,7 @@ limit_registers_p.def_abstract_eval(lambda index, registers: index)
 
 
 def lower_limit_registers(context: Any, index: Any, *, registers: int) -> Any:
-    """What `limit_registers_p` becomes in Triton's own language: an attribute of the module."""
+    """Lowers `limit_registers_p` for Triton: sets `ttg.maxnreg` of the module around the kernel."""
     operation: Any = ir.InsertionPoint.current.block.owner
     while operation.parent is not None:
         operation = operation.parent

@@ -1,4 +1,4 @@
-"""Rounding float32 values to a narrower dtype, so that XLA can't leave it out."""
+"""Rounds float32 values to a narrower dtype in a way that XLA cannot optimise away."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ import jax.numpy as jnp
 
 
 def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Float32 x in `dtype`, and rounded to it also where XLA takes it back to float32.
+    """Converts float32 x to `dtype`, so that later conversions to float32 see the rounded values.
 
-    XLA removes a cast there and back, so that what follows would see more than is stored.
+    After a plain cast they may not: XLA removes a cast to `dtype` and back, and then the kernel
+    that reads the value uses more precision than is stored.
     """
     return round_to(x, dtype).astype(dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The float32 values of `x`, each rounded to the nearest of a floating-point `dtype`.
+    """Rounds float32 values to the nearest value of a floating-point `dtype`; returns float32.
 
-    What casts there and back compute, and under `jit` do not: XLA removes the pair. Beyond the
-    range of a dtype without infinities (e4m3fn) it is not defined. Differentiates as the identity,
-    as casts do.
+    Two casts, to `dtype` and back, mean the same, but under `jit` XLA removes the pair. The result
+    is undefined for values beyond the range of a dtype without infinities (float8_e4m3fn). The
+    derivative is the identity's, as for casts.
     """
     info = jnp.finfo(dtype)
     exponent_bits = info.nexp
     if info.maxexp > 2 ** (info.nexp - 1):
-        # e4m3fn has numbers where reduce_precision has infinities.
+        # float8_e4m3fn has finite values where reduce_precision would have infinities.
         exponent_bits = jnp.finfo(jnp.float32).nexp
     rounded = jax.lax.reduce_precision(x, exponent_bits, info.nmant)
     if info.nexp == jnp.finfo(jnp.float32).nexp:  # bfloat16, or float32 itself
         return rounded
-    # reduce_precision flushes subnormals, which the scales of small values need, to zero.
+    # reduce_precision flushes subnormals to zero, but scales of small values are subnormal.
     spacing = float(info.smallest_subnormal)
     subnormal = jnp.round(x / spacing) * spacing
     return jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, rounded)

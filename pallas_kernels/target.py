@@ -1,8 +1,8 @@
-"""What a kernel is traced for: the interpreter, Triton, or the warpgroups of Mosaic GPU.
+"""The target that a kernel is traced for: plain jnp, Triton, or the warpgroups of Mosaic GPU.
 
-Kernel mathematics is functions of jnp values, the same for every target. What a target does with
-an instruction of its own, these functions ask of `current_target()`. A launcher sets the target of
-its kernel while the kernel is traced. Everywhere else, and in kernels that are interpreted, the
+The mathematics of kernels are functions of jnp values, written once for all targets. Where a target
+has a special instruction, they call a method of `current_target()`. The launch functions set the
+target while their kernel is traced. Outside of kernels, and in kernels that are interpreted, the
 target is plain jnp.
 """
 
@@ -21,14 +21,15 @@ from mpjax.kernels import arithmetic, rounding
 
 
 class Target:
-    """Plain jnp: every operation as a reader would write it. Other targets override it.
+    """The operations of kernels in plain jnp. Subclasses override them for a GPU.
 
     is_interpreted: whether the kernel runs as plain JAX, on any device.
-    has_ptx: whether there is inline PTX. What has both PTX and a twin in jnp is its twin without.
-    has_shared_rows: whether a kernel has room in shared memory for the rows of all pairs of a
-        table's values (`codes.look_up.InSharedRows`).
-    has_spare_registers: whether a kernel with such rows has registers for a table of up to eight
-        entries, too.
+    has_ptx: whether `inline_ptx` works. Functions with PTX use it if so, else their equivalent in
+        jnp.
+    has_shared_rows: whether a kernel has room in shared memory for rows with all pairs of a table's
+        values (`codes.look_up.InSharedRows`).
+    has_spare_registers: whether a kernel with such rows also has registers for a table of up to
+        eight entries (`codes.look_up.InBoth`).
     """
 
     is_interpreted = True
@@ -37,21 +38,21 @@ class Target:
     has_spare_registers = False
 
     def first_program_id(self) -> jax.Array:
-        """The program's index along the grid's first axis; each kernel asks for it once."""
+        """The program's index along the grid's first axis; each kernel calls this once."""
         return pl.program_id(0)
 
     def dot(self, a: jax.Array, b: jax.Array, *, trans_b: bool = False) -> jax.Array:
-        """A [n, k] · b [k, m] (or [m, k]), summed in int32 for int8 operands, else in float32."""
+        """A [n, k] · b [k, m], or b [m, k] with `trans_b`: [n, m], int32 for int8, else float32."""
         sum_dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
         dimensions = (((1,), (1 if trans_b else 0,)), ((), ()))
         return jax.lax.dot_general(a, b, dimensions, preferred_element_type=sum_dtype)
 
     def multiply_add(self, factor: jax.Array, other: jax.Array, addend: jax.Array) -> jax.Array:
-        """Factor · other + addend in float32, broadcast."""
+        """Factor · other + addend in float32; the operands are broadcast."""
         return factor * other + addend
 
     def exp2(self, x: jax.Array) -> jax.Array:
-        """2**x in float32; on a GPU to two units in the last place, and subnormals are zero."""
+        """2**x in float32; on a GPU to two units in the last place, with subnormals as zero."""
         return jnp.exp2(x)
 
     def log2(self, x: jax.Array) -> jax.Array:
@@ -59,76 +60,80 @@ class Target:
         return jnp.log2(x)
 
     def reciprocal(self, x: jax.Array) -> jax.Array:
-        """1 / x in float32; on a GPU to one unit in the last place, and subnormals are zero."""
+        """1 / x in float32; on a GPU to one unit in the last place, with subnormals as zero."""
         return 1 / x
 
     def divide(self, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-        """Numerator / denominator in float32, rounded as `arithmetic.divide` says, or correctly."""
+        """Numerator / denominator in float32, at least as exact as `arithmetic.divide`."""
         return arithmetic.divide(numerator, denominator)
 
     def times_power(self, x: jax.Array, exponent: int) -> jax.Array:
-        """X · 2**exponent in float32, also where the power itself is beyond float32's range."""
+        """X · 2**exponent in float32, also where 2**exponent itself is out of range."""
         half = exponent // 2
         return x * 2.0**half * 2.0 ** (exponent - half) if exponent else x
 
     def narrow(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Float32 x in `dtype`, bfloat16 or float16."""
+        """Converts float32 x to `dtype`, bfloat16 or float16."""
         return x.astype(dtype)
 
     def widen(self, x: jax.Array) -> jax.Array:
-        """X, bfloat16 or float16, in float32."""
+        """Converts x, bfloat16 or float16, to float32."""
         return x.astype(jnp.float32)
 
     def round_to(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Float32 x, each value rounded to the nearest of a floating-point `dtype`."""
+        """Rounds float32 x to the nearest values of a floating-point `dtype`; returns float32."""
         return rounding.round_to(x, dtype)
 
     def column(self, x: jax.Array, width: int) -> jax.Array:
-        """A value for each output channel [tile_n] as what broadcasts to a tile [tile_n, width]."""
+        """Reshapes values of output channels [tile_n] to broadcast to a tile [tile_n, width]."""
         return x[:, None]
 
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """Applies PTX to 32-bit registers of neighbouring elements; a tile like the first argument.
+        """Applies PTX to tiles, one 32-bit register of neighbouring elements at a time.
 
-        A register of the first argument, and of the result in `dtype`, holds two elements of 16
-        bits or four of 8. An argument of wider elements than the first fills as many more operands.
+        $0 is a register of the result, which has the shape of the first argument and `dtype`; $1
+        is a register of the first argument. Either holds two elements of 16 bits or four of 8. An
+        argument whose elements are n times as wide as those of the first takes n operands.
         """
         self._missing("inline PTX")
 
     def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """32 bits for each output channel [tile_n] as an argument of `inline_ptx` beside words.
+        """Converts 32-bit values of output channels [tile_n] to an argument of `inline_ptx`.
 
-        shape: of the tile of words, the first argument. The argument's first operand holds them.
+        shape: of the first argument of `inline_ptx`, a tile of words [tile_n, width]. Of the
+        operands that the converted argument fills, the first holds the channel's value.
         """
         self._missing("registers")
 
     def share_pairs(self, halves: Sequence[jax.Array]) -> jax.Array:
-        """Fills shared memory with all pairs of a table's values: `codes.look_up.InSharedMemory`.
+        """Fills shared memory with all pairs of a table's values for `look_up.InSharedMemory`.
 
-        halves: the table's sixteen values of 16 bits, two in each uint32 [1, 1]. Returns the
-        address, int32 [1, 1]. A kernel calls this once, before its loop.
+        halves: the table's sixteen 16-bit values, two in each uint32 [1, 1]. Returns the address,
+        int32 [1, 1]. A kernel calls this once, before its loop.
         """
         self._missing("shared memory for pairs of values")
 
     def fill_rows(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Fills rows in shared memory with all pairs of a table: `codes.look_up.InSharedRows`.
+        """Fills rows of shared memory with all pairs of a table's values for `InSharedRows`.
 
-        table: a reference to float32 [2**bits]. Returns each lane's place in a row, and the address
-        of the rows, as tiles [tile_n, width] of int32.
+        table: a reference to float32 [2**bits]. operand: the 16-bit dtype of the values. Returns
+        two int32 tiles [tile_n, width]: the byte offset of the thread's lane in a row, and the
+        address of the rows.
         """
         self._missing("shared memory for rows of pairs")
 
     def table_bytes(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, ...]:
-        """The bytes of up to eight entries of a table in `operand`: `codes.look_up.InBoth`.
+        """Loads a table of up to eight entries into registers, byte by byte, for `InBoth`.
 
-        Returns tiles [tile_n, width] of one int32 each: the low bytes of the entries, four in a
-        word, then the high bytes.
+        table: a reference to float32 [2**bits]. operand: the 16-bit dtype of the values. Returns
+        int32 tiles [tile_n, width], each of one value: first the low bytes of the entries, four in
+        a word, then the high bytes.
         """
         self._missing("registers for a table")
 
@@ -141,13 +146,13 @@ _current = contextvars.ContextVar("target", default=PLAIN)
 
 
 def current_target() -> Target:
-    """What the code that runs now is traced for."""
+    """The target of the code that is being traced in this thread."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def tracing_for(target: Target) -> Iterator[None]:
-    """Inside, in this thread, kernel mathematics is traced for `target`."""
+    """Makes `target` the current target in this thread while the context is open."""
     token = _current.set(target)
     try:
         yield

@@ -18,9 +18,9 @@ from mpjax.kernels.gemm.gradient import differentiable
 from mpjax.kernels.gemm.plans import Implementation, Problem
 from mpjax.kernels.gemm.plans.limits import can_be_operand
 from mpjax.kernels.implementation import choose
-from mpjax.kernels.manual_axes import vary_alike
 from mpjax.kernels.quantized_tensor import QuantizedTensor, with_scales
 from mpjax.kernels.rowwise.api import quantize_rows
+from mpjax.kernels.varying_axes import vary_alike
 
 
 def matmul(

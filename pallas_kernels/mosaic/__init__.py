@@ -1,8 +1,9 @@
-"""All that is known of Pallas' Mosaic GPU, which Hopper's warpgroups are programmed with.
+"""Building blocks for kernels of Pallas' Mosaic GPU, which programs Hopper's warpgroups.
 
-It has what Triton hides: warpgroups with tasks of their own, copies that they wait for, and `wgmma`
-whose operand is in registers and which runs on while the next one is made. The modules here take a
-while to import; this package itself does not.
+Mosaic GPU gives control that Triton does not: each warpgroup has a task of its own, copies and
+barriers are explicit, and `wgmma` takes an operand from registers and runs asynchronously, while
+the warpgroup decodes the next operand. The modules of this package are slow to import; the package
+itself is not, and imports none of them.
 """
 
-WARPGROUP_OUTPUTS = 64  # output channels of a warpgroup: the tall side of `wgmma`
+WARPGROUP_OUTPUTS = 64  # output channels of a warpgroup's tile: the M of `wgmma`

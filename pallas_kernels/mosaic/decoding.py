@@ -1,4 +1,4 @@
-"""Kernels of Mosaic GPU as a target: decoding in the registers of `wgmma`'s operand."""
+"""The target of Mosaic GPU's kernels, which decode codes in the registers of `wgmma`'s operand."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _layouts = plgpu.Layout
 
 
 def shared_rows_of_pairs(bits: int) -> Any:
-    """Rows in shared memory for all pairs of a table's 2**bits values."""
+    """The scratch type of rows in shared memory for all pairs of a table's 2**bits values."""
     return plgpu.SMEM((pair_rows(bits), ROW_BYTES // 4), jnp.uint32)
 
 
 class Pairs(NamedTuple):
-    """Shared memory for all pairs of a table's values, as `look_up.InSharedRows` has them."""
+    """Shared memory for all pairs of a table's values, as `look_up.InSharedRows` reads them."""
 
-    rows: Any  # of `shared_rows_of_pairs`
-    filled: Any  # a barrier, at which each warpgroup that computes arrives
-    warpgroups: int  # that compute, the first ones of a program
+    rows: Any  # a reference to memory of the type `shared_rows_of_pairs`
+    filled: Any  # a barrier at which each consumer warpgroup arrives
+    warpgroups: int  # the number of consumer warpgroups, which are a program's first
 
 
 class Warpgroups(Target):
-    """A kernel whose warpgroups have tiles [64, width], one row for each output channel.
+    """The target of kernels whose warpgroups have tiles [64, width], a row for each output channel.
 
-    pairs: where those of a table go, if the codes index one.
-    has_spare_registers: whether there are some for a table of up to eight entries.
+    pairs: shared memory for the pairs of a table, if the codes index one.
+    has_spare_registers: whether there are registers for a table of up to eight entries, too.
     """
 
     is_interpreted = False
@@ -48,11 +48,11 @@ class Warpgroups(Target):
         self.pairs, self.has_spare_registers = pairs, has_spare_registers
 
     def column(self, x: jax.Array, width: int) -> jax.Array:
-        """The whole tile: in a thread's registers the values of a row are alike."""
+        """Broadcasts values [64] to a whole tile [64, width]; registers of a row are the same."""
         return jax.lax.broadcast_in_dim(x, (WARPGROUP_OUTPUTS, width), (0,))
 
     def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The 32 bits as the four bytes of each of a tile's registers."""
+        """Spreads 32-bit values [64] to tiles of uint8, with the same 4 bytes in each register."""
         layout = memory.operand_layout(jnp.uint8)
         spread = plgpu.inline_mgpu(
             arg_types=(layout.reduce(1),),
@@ -64,7 +64,7 @@ class Warpgroups(Target):
     def fill_rows(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Fills `pairs` together with the other warpgroups."""
+        """Fills `pairs` together with the other consumer warpgroups, and waits for them."""
         assert self.pairs is not None
         shape = WARPGROUP_OUTPUTS, width
         fill = plgpu.inline_mgpu(
@@ -78,7 +78,7 @@ class Warpgroups(Target):
     def table_bytes(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, ...]:
-        """Each thread loads all entries."""
+        """Loads all entries of the table in each thread."""
         count, shape = 2**bits // 2, (WARPGROUP_OUTPUTS, width)
         load = plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(),), return_type=(_uniform(shape),) * count
@@ -89,7 +89,7 @@ class Warpgroups(Target):
     def inline_ptx(
         self, assembly: str, *arguments: jax.Array, dtype: jax.typing.DTypeLike
     ) -> jax.Array:
-        """PTX on the registers of tiles, each applied to in turn."""
+        """Applies PTX to the registers of tiles, one register of each tile at a time."""
         shape, layout = arguments[0].shape, memory.operand_layout(dtype)
         uniform = _layouts.WG_SPLAT(shape)
         apply = plgpu.inline_mgpu(
@@ -103,7 +103,7 @@ class Warpgroups(Target):
 
 
 def _uniform(shape: tuple[int, int]) -> Any:
-    """A tile's 32-bit value that is the same everywhere."""
+    """The type of an int32 tile of one value, which takes one register of each thread."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.int32), layout=_layouts.WG_SPLAT(shape))
 
 
@@ -116,7 +116,7 @@ def _fill(
     table: ir.Value,
     rows: ir.Value,
 ) -> tuple[mosaic_gpu.FragmentedArray, mosaic_gpu.FragmentedArray]:
-    # Eight threads write a row, four words each. The last rows are written more than once.
+    # Eight threads write a row, each four copies of its word. The last rows may be written twice.
     word, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     constant = functools.partial(mosaic_gpu.c, ty=word)
     value_type = mosaic_gpu.utils.dtype_to_ir_type(operand)
@@ -139,7 +139,8 @@ def _fill(
 
     lane = arith.shli(arith.andi(thread, constant(31)), constant(2))
     address = llvm.ptrtoint(word, mosaic_gpu.utils.memref_ptr(rows))
-    # What each lane has of its own passes for what is alike in all of them.
+    # A splat should be the same in all threads. Here each thread's register holds its own value,
+    # which is safe because only `_apply_ptx` reads it.
     return _splat(shape, lane), _splat(shape, address)
 
 
@@ -190,9 +191,10 @@ def _apply_ptx(
 ) -> mosaic_gpu.FragmentedArray:
     word = ir.IntegerType.get_signless(32)
     words = ir.VectorType.get((1,), word)
-    elements = 4 // dtype.itemsize  # of a register
+    elements = 4 // dtype.itemsize  # elements of a register
     register = ir.VectorType.get((elements,), mosaic_gpu.utils.dtype_to_ir_type(dtype))
-    # As for Triton, what is the same in all threads fills as many operands as it has elements.
+    # As with Triton's inline assembly, an argument of 32-bit elements fills one operand for each
+    # element of a register; here all of these are the splat's one register.
     uniform = [isinstance(t.layout, mosaic_gpu.WGSplatFragLayout) for t in tiles]
     copies = [elements if is_uniform else 1 for is_uniform in uniform]
     constraints = ",".join(["=r"] + ["r"] * sum(copies))

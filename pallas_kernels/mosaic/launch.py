@@ -1,4 +1,8 @@
-"""Launching kernels of Mosaic GPU, and how their warpgroups divide the registers."""
+"""Launches kernels of Mosaic GPU, and divides registers between their warpgroups.
+
+A program has some consumer warpgroups, which compute, and one producer warpgroup more, which only
+begins copies.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,32 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mpjax.kernels.manual_axes import vary_alike
 from mpjax.kernels.mosaic.decoding import Warpgroups
 from mpjax.kernels.target import current_target, tracing_for
+from mpjax.kernels.varying_axes import vary_alike
 
-COPYING_REGISTERS = 32  # of a thread that only begins copies
-_REGISTERS = 65536 // 128  # of a multiprocessor, for each thread of a warpgroup
-_MOST_REGISTERS = 248  # of a thread, in whole eights
+PRODUCER_REGISTERS = 32  # of each thread of the producer
+_REGISTERS = 65536 // 128  # of a multiprocessor, over the threads of a warpgroup
+_MOST_REGISTERS = 248  # of a thread: 255, rounded down to the multiple of 8 that `setmaxnreg` takes
 
 
 def registers_per_thread(warpgroups: int) -> int:
-    """Registers that a thread can have where so many warpgroups compute, and another one copies.
+    """The registers of a thread of each of `warpgroups` consumers, beside one producer.
 
-    All begin with as many, and the one that copies gives most of its own away.
+    At the launch all threads get the same number. Then the producer keeps PRODUCER_REGISTERS and
+    gives the rest of its own to the consumers.
     """
     each = _REGISTERS // (warpgroups + 1) // 8 * 8
     return min(
-        _MOST_REGISTERS, (each * (warpgroups + 1) - COPYING_REGISTERS) // warpgroups // 8 * 8
+        _MOST_REGISTERS, (each * (warpgroups + 1) - PRODUCER_REGISTERS) // warpgroups // 8 * 8
     )
 
 
 def why_slow(version: tuple[int, ...] = jax.__version_info__) -> str | None:
-    """Why threads may not get the registers that they take below; None if they do.
+    """The reason why `take_registers` may have no effect, or None if it works.
 
-    version: of JAX. Since 0.12 nvJitLink compiles kernels, each as one compilation unit of several,
-        where `setmaxnreg` is ignored, and sums are spilled (docs/compiler.md, Warpgroups).
+    version: of JAX. Since 0.12, JAX compiles kernels with nvJitLink as one of several compilation
+        units. Then `setmaxnreg` is ignored, and sums spill to memory (docs/kernels/warpgroups.md).
     """
     if version < (0, 12):
         return None
@@ -53,14 +58,17 @@ def launch(
     interpret: bool,
     cluster: Mapping[str, int] | None = None,
 ) -> jax.Array:
-    """Runs a kernel, in each program once in each of `warpgroups` and in one more, which copies.
+    """Launches a kernel, which runs once in each of a program's `warpgroups` + 1 warpgroups.
 
-    The kernel gets a reference for each argument and the output, and those of `scratch` by name; it
-    asks for the axis "warpgroup" which one it is in. With `interpret` it runs as plain JAX, traced
-    for the target that is current.
+    The kernel gets references to the arguments and the output by position, and those of `scratch`
+    by name. The index of the axis "warpgroup" says which warpgroup it runs in.
 
-    cluster: axes beside those of the grid, whose programs run at the same time, and can write to
-        each other's shared memory. Not with `interpret`.
+    grid: the number of programs along each named axis.
+    warpgroups: the number of consumers; the producer is one more.
+    scratch: types of references to shared memory and barriers.
+    interpret: run as plain JAX, traced for the current target.
+    cluster: further named axes. Programs that differ only along these are a cluster: they run at
+        the same time and can write to each other's shared memory. Not with `interpret`.
     """
 
     def run(*references: Any, **shared: Any) -> None:
@@ -85,25 +93,25 @@ def launch(
         kernel_name=name,
         **options,
     )
-    with jax.enable_x64(False):  # kernels count in 32 bits
+    with jax.enable_x64(False):  # the indices of kernels are int32
         result: jax.Array = call(*arguments)
-    # Under `shard_map`, Mosaic forgets which axes of a mesh the arguments vary along.
+    # Under `shard_map`, Mosaic's output does not vary along the mesh axes of its arguments.
     return vary_alike((result, *arguments))[0]
 
 
 def _interpreter() -> Any:
-    # It has no public name before JAX 0.11.
+    # The class has no public name before JAX 0.11.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    # What a copy reads outside of an array is never stored.
+    # Copies may read outside of an array; the values that they read there are never stored.
     return InterpretGPUParams(out_of_bounds_reads="uninitialized")
 
 
 def give_registers() -> None:
-    """In the warpgroup that copies, first: leaves registers to those that compute."""
-    plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+    """Gives registers to the consumers; the producer calls this first."""
+    plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
 
 def take_registers(warpgroups: int) -> None:
-    """In each of the warpgroups that compute, first: takes what the other one leaves."""
+    """Takes the producer's registers; each of `warpgroups` consumers calls this first."""
     plgpu.set_max_registers(registers_per_thread(warpgroups), action="increase")

@@ -1,4 +1,4 @@
-"""Tiles of a kernel of Mosaic GPU in shared memory and registers, copies of them, and barriers."""
+"""Tiles of Mosaic GPU's kernels: their memory and layouts, loads, stores, copies and barriers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 from mpjax.kernels.target import current_target
 
-SWIZZLED_BYTES = 128  # of a row of a tile that `wgmma` reads, at most
+SWIZZLED_BYTES = 128  # the longest row of a swizzled tile that `wgmma` reads
 
 Barrier = plgpu.Barrier
 wait = plgpu.barrier_wait
@@ -21,7 +21,7 @@ arrive = plgpu.barrier_arrive
 copy_in = plgpu.copy_gmem_to_smem
 
 layouts = plgpu.Layout
-# Until JAX 0.10 an index comes apart from its reference.
+# Up to JAX 0.10, `plgpu.load` takes the index as an argument of its own.
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _is_old = _index is not None and _index.default is inspect.Parameter.empty
 
@@ -29,9 +29,9 @@ _is_old = _index is not None and _index.default is inspect.Parameter.empty
 def shared(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike, *, columns: int | None = None
 ) -> Any:
-    """Tiles [..., rows, columns] in shared memory, swizzled as `wgmma` reads them.
+    """The scratch type of tiles [..., rows, columns] in shared memory, swizzled for `wgmma`.
 
-    columns: of a part that is read at a time; all unless given.
+    columns: the number of columns that are read at a time; all unless given.
     """
     size = jnp.dtype(dtype).itemsize
     row = math.gcd(SWIZZLED_BYTES, (columns or shape[-1]) * size)
@@ -41,26 +41,26 @@ def shared(
 
 
 def shared_rows(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
-    """Rows in shared memory, as they lie in global memory."""
+    """The scratch type of an array in shared memory that is laid out row by row, not swizzled."""
     return plgpu.SMEM(shape, dtype)
 
 
 def load_row(ref: Any) -> jax.Array:
-    """Values [64], one for each of a tile's channels, in the threads that have these.
+    """Loads values [64], one for each output channel of a tile [64, columns].
 
-    Of any memory: each thread loads its own.
+    ref: in shared or global memory. Each thread loads the values of the channels that it holds.
     """
     return _load(ref, layouts.WGMMA.reduce(1), optimized=False)
 
 
 def load_column(ref: Any) -> jax.Array:
-    """Values [rows] as sums [64, rows] of a warpgroup: those of a row are alike."""
+    """Loads values [rows] and broadcasts them to [64, rows], in the layout of `wgmma`'s sums."""
     values = _load(ref, layouts.WGMMA.reduce(0), optimized=False)
     return jax.lax.broadcast_in_dim(values, (WARPGROUP_OUTPUTS, *values.shape), (1,))
 
 
 def load(ref: Any, *, layout: Any = None) -> jax.Array:
-    """A tile [64, columns] in registers, as `wgmma` has operand and sums; or in `layout`."""
+    """Loads a tile [64, columns] into registers, in `wgmma`'s layout unless `layout` is given."""
     return _load(ref, layout or operand_layout(ref.dtype))
 
 
@@ -75,12 +75,15 @@ def _load(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
 
 
 def operand_layout(dtype: jax.typing.DTypeLike) -> Any:
-    """How a tile [64, columns] lies in registers: a thread's are four bytes of a channel."""
+    """The layout of an operand [64, columns] of `wgmma` in registers.
+
+    A register holds four neighbouring bytes of one output channel.
+    """
     return layouts.WGMMA_8BIT if jnp.dtype(dtype).itemsize == 1 else layouts.WGMMA
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Sums [64, rows] of nothing, in the registers of a warpgroup."""
+    """Zeros [64, rows] in the layout of `wgmma`'s sums."""
     tile = jnp.zeros(shape, dtype)
     return tile if current_target().is_interpreted else plgpu.layout_cast(tile, layouts.WGMMA)
 
@@ -90,7 +93,8 @@ def send(
 ) -> None:
     """Writes sums [64, rows] to shared memory, and arrives at a barrier when they are there.
 
-    axis: of a cluster, of whose `program` memory and barrier are meant; without it, this one's.
+    ref, received: the memory and the barrier; of this program, or, if a cluster's `axis` is given,
+        of the cluster's program at the index `program`.
     """
     if axis is None:
         ref[...] = tile
@@ -103,7 +107,7 @@ def send(
 
 
 def store_transposed(ref: Any, tile: jax.Array) -> None:
-    """Writes sums [channels, rows] to a tile [rows, channels] in shared memory."""
+    """Writes sums [outputs, rows] to a tile [rows, outputs] in shared memory."""
     if current_target().is_interpreted:
         ref[...] = tile.T
         return
@@ -111,14 +115,14 @@ def store_transposed(ref: Any, tile: jax.Array) -> None:
 
 
 def copy_out(tile: Any, target: Any) -> None:
-    """Begins to write a tile in shared memory, which was stored to before, to global memory.
+    """Begins to copy a tile that this warpgroup has written in shared memory to global memory.
 
-    What of it lies outside of the array is left out.
+    Elements outside of the target array are not written.
     """
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, target)
 
 
 def wait_for_stores() -> None:
-    """Waits until all tiles of this warpgroup have been read from shared memory."""
+    """Waits until all copies that this warpgroup began have read their tiles from shared memory."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

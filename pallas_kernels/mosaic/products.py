@@ -1,4 +1,4 @@
-"""Products of a warpgroup in Pallas' Mosaic GPU: waited for, or by each warp for itself."""
+"""Products of a warpgroup in Mosaic GPU: asynchronous ones by `wgmma`, or by warps' `mma.sync`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ def accumulate(
     scratch: Any | None,
     dtype: jax.typing.DTypeLike,
 ) -> Any:
-    """Runs `body` with sums [64, n] of 0 for each n of `rows`, which `multiply` adds to.
+    """Runs `body` with references to zeroed sums [64, n], one for each n of `rows`.
 
-    They are in the registers of a warpgroup.
+    `multiply` adds to the sums, which are in registers of the warpgroup. Returns the result of
+    `body`.
 
-    scratch: [64, all rows], where they are instead if a kernel is interpreted, else None.
+    scratch: None; in a kernel that is interpreted, a reference [64, sum of rows] that holds the
+        sums instead.
     """
     if scratch is None:
         sums = [plgpu.WGMMAAccumulatorRef((WARPGROUP_OUTPUTS, n), jnp.dtype(dtype)) for n in rows]
@@ -41,9 +43,10 @@ def accumulate(
 
 
 def multiply(sums: Any, operand: Any, x: Any) -> None:
-    """Begins to add operand [64, width] · x.T to the sums; x is a tile in shared memory.
+    """Begins to add operand [64, width] · x.T to sums [64, rows].
 
-    operand: in registers, or a tile in shared memory as well.
+    operand: in registers, or a tile in shared memory.
+    x: a tile [rows, width] in shared memory.
     """
     if current_target().is_interpreted:
         sums[...] += jnp.dot(operand[...], x[...].T, preferred_element_type=sums.dtype)
@@ -52,22 +55,22 @@ def multiply(sums: Any, operand: Any, x: Any) -> None:
 
 
 def join(operands: Sequence[jax.Array]) -> jax.Array:
-    """Operands [64, width] beside each other as one: no register is moved."""
+    """Concatenates operands [64, width] along their width, without moving registers."""
     if len(operands) == 1:
         return operands[0]
     if current_target().is_interpreted:
         return jnp.concatenate(operands, 1)
     dtype, width = operands[0].dtype, sum(operand.shape[1] for operand in operands)
     layout = memory.operand_layout(dtype)
-    beside = plgpu.inline_mgpu(
+    concatenate = plgpu.inline_mgpu(
         arg_types=(layout,) * len(operands),
         return_type=plgpu.ShapeDtypeStruct((WARPGROUP_OUTPUTS, width), dtype, layout=layout),
-    )(_beside)
-    result: jax.Array = beside(*operands)
+    )(_concatenate)
+    result: jax.Array = concatenate(*operands)
     return result
 
 
-def _beside(context: Any, *operands: mosaic_gpu.FragmentedArray) -> mosaic_gpu.FragmentedArray:
+def _concatenate(context: Any, *operands: mosaic_gpu.FragmentedArray) -> mosaic_gpu.FragmentedArray:
     registers = np.concatenate([operand.registers for operand in operands], 1)
     first = operands[0]
     return mosaic_gpu.FragmentedArray(
@@ -76,30 +79,31 @@ def _beside(context: Any, *operands: mosaic_gpu.FragmentedArray) -> mosaic_gpu.F
 
 
 class Product(NamedTuple):
-    """A sum of operands [64, width] · x.T."""
+    """The sum over i of operands[i] [64, width] · tiles[i].T, which is [64, rows]."""
 
-    operands: Sequence[Callable[[], jax.Array]]  # what makes each of them
-    tiles: Sequence[Any]  # of x, in shared memory
+    operands: Sequence[Callable[[], jax.Array]]  # functions that decode an operand
+    tiles: Sequence[Any]  # tiles of x [rows, width] in shared memory
 
 
-Add = Callable[[jax.Array, jax.Array, int], jax.Array]  # to sums, a product, and its number
+# Adds a product [64, rows] to sums, given the sums, the product and its index.
+Add = Callable[[jax.Array, jax.Array, int], jax.Array]
 
 
 def add_products(
-    sums: jax.Array, products: Sequence[Product], add: Add, *, now: bool, scratch: Any
+    sums: jax.Array, products: Sequence[Product], add: Add, *, mma_sync: bool, scratch: Any
 ) -> jax.Array:
-    """Adds products to sums [64, rows]. Each operand is made while the last is multiplied.
+    """Adds products to sums [64, rows]; an operand is decoded while the one before is multiplied.
 
-    now: each warp multiplies for itself (`mma.sync`). There is nothing to wait for, so that the
-        compiler can mix that with anything, but the instructions grow with the rows.
+    mma_sync: whether warps multiply with `mma.sync` instead of `wgmma`. It is synchronous, so that
+        the compiler can interleave it with other instructions, but there are more of it the more
+        rows there are.
     scratch: see `accumulate`.
     """
-    now = now and not current_target().is_interpreted
+    mma_sync = mma_sync and not current_target().is_interpreted
 
     def term(product: Product) -> jax.Array:
-        if now:
-            nothing = memory.zeros(sums.shape, sums.dtype)
-            return _multiplied_now(product, nothing)
+        if mma_sync:
+            return _multiply_by_mma_sync(product, memory.zeros(sums.shape, sums.dtype))
 
         def begin(accumulator: Any) -> Any:
             _multiply_all(accumulator, product)
@@ -113,15 +117,18 @@ def add_products(
     return sums
 
 
-def add_in_turn(sums: jax.Array, products: Sequence[Product], add: Add) -> jax.Array:
-    """As `add_products`; each is added while the next one is at work. Not interpreted."""
+def add_products_overlapped(sums: jax.Array, products: Sequence[Product], add: Add) -> jax.Array:
+    """Adds products to sums [64, rows] by `wgmma`, each while the next one is multiplied.
+
+    Not for kernels that are interpreted.
+    """
 
     def go_on(number: int, sums: jax.Array, before: Any) -> jax.Array:
         product = products[number]
-        first = product.operands[0]()  # while the one before is at work
+        first = product.operands[0]()  # decoded while the product before is multiplied
         if before is not None:
-            # To read a product waits for all that have begun. So this comes before the next one
-            # begins, and the compiler moves what follows from it to after that.
+            # Reading a product waits for all products that have begun. So it is read before the
+            # next one begins; the compiler moves the addition to after that.
             sums = add(sums, before[...], number - 1)
 
         def begin(accumulator: Any) -> jax.Array:
@@ -142,7 +149,7 @@ def _multiply_all(sums: Any, product: Product) -> None:
         multiply(sums, operand(), x)
 
 
-def _multiplied_now(product: Product, sums: jax.Array) -> jax.Array:
+def _multiply_by_mma_sync(product: Product, sums: jax.Array) -> jax.Array:
     x_dtype = product.tiles[0].dtype
     rows = _mma_rows(x_dtype)
     run = plgpu.inline_mgpu(
@@ -155,8 +162,8 @@ def _multiplied_now(product: Product, sums: jax.Array) -> jax.Array:
 
 
 def _mma_rows(dtype: jnp.dtype) -> Any:
-    """The layout of rows [8 · n, channels], alike in all warps, as columns for `_mma`."""
-    elements = 4 // dtype.itemsize  # of a register
+    """The layout of x's rows [8 · n, width] as `_mma` takes them, replicated in all four warps."""
+    elements = 4 // dtype.itemsize  # elements of a register
     tiling = fragmented_array.Tiling(((8, 4 * elements), (elements,)))
     warps = fragmented_array.Replicated(4)
     return memory.layouts.TILED(tiling, warp_dims=(warps,), lane_dims=(-3, -2), vector_dim=-1)
@@ -168,7 +175,8 @@ def _mma(
     operand: mosaic_gpu.FragmentedArray,
     rows: mosaic_gpu.FragmentedArray,
 ) -> mosaic_gpu.FragmentedArray:
-    # Both lie in registers as `mma.sync` takes them, but in another order, or by another name.
+    # Each thread already holds the values that `mma.sync` takes from it. Only the order of its
+    # registers, and the name of the layout, differ.
     layouts = mosaic_gpu.MMALayouts(operand.mlir_dtype)
     count, width = rows.shape
     columns = rows.registers.reshape(count // 8, -1, 2).transpose(1, 0, 2)

@@ -1,7 +1,7 @@
-"""From a problem to a plan: which implementation computes an operation here, with which tiles.
+"""Planning, shared by operations: from a problem to the implementation and the tiles that run it.
 
-An operation has a type for its problems (shapes, formats, the limits of a GPU), a rule that plans
-any of them, and tables of plans that were measured on one kind of GPU, which go before the rule.
+An operation has a type of problems (shapes, formats, the limits of a GPU), a rule that plans any of
+them, and tables of plans that were measured on one kind of GPU. A measured plan overrides the rule.
 """
 
 from mpjax.kernels.plans.plan import Entry, Plan

@@ -1,4 +1,4 @@
-"""A plan, and how fast it was."""
+"""A plan, and an entry of a table: a plan with its measured time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """An implementation of an operation, by the name that `implementation=` has for it.
+    """An implementation of an operation, and its configuration.
 
-    config: what its kernel is launched with, a frozen dataclass; None where it has no choice.
+    implementation: its name, as the operation's argument `implementation` takes it.
+    config: the parameters of its kernel's launch, a frozen dataclass; None if it has none.
     """
 
     implementation: str
@@ -18,7 +19,7 @@ class Plan:
 
 
 class Entry(NamedTuple):
-    """The fastest plan that was measured for a problem, and the time of one call with it."""
+    """The fastest measured plan of a problem, and the time of one call with it."""
 
     plan: Plan
     microseconds: float

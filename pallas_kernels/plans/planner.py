@@ -1,4 +1,4 @@
-"""Which plan an operation runs with: one that is forced, else a measured one, else the rule's."""
+"""Chooses the plan of an operation: a forced one, else a measured one, else the rule's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.plan import Plan
 
 _NOTHING: Mapping[str, Plan] = MappingProxyType({})
-# Plans that are forced in this thread, by the name of the operation.
+# Forced plans of this thread, by the name of the operation.
 _forced = contextvars.ContextVar("forced plans", default=_NOTHING)
 
 
 class OnGpu(Protocol):
-    """A problem: what is to be computed on a GPU with these limits."""
+    """A problem of any operation: it has the limits of the GPU that it is planned for."""
 
     @property
     def limits(self) -> Limits:
@@ -31,7 +31,7 @@ Problem = TypeVar("Problem", bound=OnGpu)
 class Planner(Generic[Problem]):
     """The planner of one operation.
 
-    measured: the operation's tables. rule: plans any problem without a measurement.
+    measured: the operation's tables of measured plans. rule: gives a plan for any problem.
     """
 
     def __init__(self, measured: tables.Tables[Problem], rule: Callable[[Problem], Plan]) -> None:
@@ -40,8 +40,8 @@ class Planner(Generic[Problem]):
     def plan_of(self, problem: Problem) -> Plan:
         """The plan of a problem.
 
-        Only looks at static values, so that it can be called while tracing. Raises TableError for a
-        damaged table.
+        A problem has static values only, so that this can be called while tracing. Raises
+        TableError for a damaged table.
         """
         if (forced := _forced.get().get(self.measured.operation)) is not None:
             return forced
@@ -54,9 +54,9 @@ class Planner(Generic[Problem]):
 
     @contextlib.contextmanager
     def forced(self, plan: Plan | None) -> Iterator[None]:
-        """Inside, in this thread, `plan` is the plan of every problem.
+        """Makes `plan` the plan of every problem, in this thread while the context is open.
 
-        None: each problem has the plan again that it has outside of all `forced`.
+        None cancels an outer `forced`: each problem has its measured plan or the rule's.
         """
         others = {name: p for name, p in _forced.get().items() if name != self.measured.operation}
         token = _forced.set(others if plan is None else {**others, self.measured.operation: plan})
@@ -67,5 +67,8 @@ class Planner(Generic[Problem]):
 
 
 def conditions() -> Hashable:
-    """What plans depend on besides their problems: for the key of whoever keeps traced programs."""
-    return frozenset(_forced.get().items()), tables.reading()
+    """A hashable value that changes whenever the plan of a problem may: forced plans and tables.
+
+    A cache of traced programs needs it in its keys.
+    """
+    return frozenset(_forced.get().items()), tables.generation()

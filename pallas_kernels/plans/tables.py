@@ -1,8 +1,8 @@
-"""Tables of measured plans: where they lie, and how they are read, looked up and written.
+"""Tables of measured plans: their folders, and how they are read, looked up and written.
 
-A table is a JSON file for one kind of GPU, `nvidia_h200.json`, made by `mpjax tune`, with a section
-for each operation. A person's own table goes before the one that ships with the project, plan by
-plan.
+A table is a JSON file for one kind of GPU, such as `nvidia_h200.json`, made by `mpjax tune`, with a
+section for each operation. An entry of a user's own table overrides the entry for the same key in
+the table that ships with the project.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from mpjax.kernels.plans.plan import Entry, Plan
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
-OPERATIONS = ("gemm",)  # that have a section
+OPERATIONS = ("gemm",)  # the operations that have a section
 
 Problem = TypeVar("Problem")
 
 
 class TableError(ValueError):
-    """A table that can't be read; the message names the file, the place in it and the reason."""
+    """A damaged table; the message names the file, the place in it and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
     """The plans of one operation in a file.
 
-    device: the GPU as JAX names it, such as `NVIDIA H200`.
-    stamps: what plans were measured with (commit, versions, driver), one for each differing run.
-    entries: by the operation's keys, tuples that can be sorted.
-    others: sections of other operations, as they are in the file.
+    device: the kind of GPU as JAX names it, such as `NVIDIA H200`.
+    stamps: the commits, versions and drivers that plans were measured with, without repetition.
+    entries: the measured plans by the operation's keys, tuples that can be sorted.
+    others: the sections of other operations, as they are in the file.
     """
 
     device: str
@@ -48,14 +48,15 @@ class Table:
 
 
 def file_name(device: str) -> str:
-    """The file of a device's table: `nvidia_h200.json` for `NVIDIA H200`."""
+    """The name of a device's table: `nvidia_h200.json` for `NVIDIA H200`."""
     return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_") + ".json"
 
 
 def own_folder() -> Path | None:
-    """Where a person's own tables are; None where MPJAX_TUNED is empty, so that none are used.
+    """The folder of the user's own tables, or None if MPJAX_TUNED is empty.
 
-    The folder that MPJAX_TUNED names, else `mpjax/tuned` in XDG_CACHE_HOME or `~/.cache`.
+    This is the folder that MPJAX_TUNED names, else `mpjax/tuned` in XDG_CACHE_HOME or `~/.cache`.
+    With an empty MPJAX_TUNED no tables are used, not even those that ship with the project.
     """
     named = os.environ.get(VARIABLE)
     if named is not None:
@@ -64,27 +65,27 @@ def own_folder() -> Path | None:
     return Path(cache, "mpjax", "tuned")
 
 
-_reading = 0
+_generation = 0
 
 
-def reading() -> tuple[int, Path | None]:
-    """A value that changes when files are read again, and with the folder of own tables."""
-    return _reading, own_folder()
+def generation() -> tuple[int, Path | None]:
+    """A value that changes whenever lookups may find other tables: after `forget`, or by folder."""
+    return _generation, own_folder()
 
 
 def forget() -> None:
-    """Lets the next lookup read the files again; programs compiled before stay as they are."""
-    global _reading
-    _reading += 1
+    """Makes the next lookup read the files again; compiled programs keep their plans."""
+    global _generation
+    _generation += 1
     _read_once.cache_clear()
 
 
 class Tables(abc.ABC, Generic[Problem]):
-    """The measured plans of one operation, and how they are written.
+    """The measured plans of one operation in all tables, and their form in a file.
 
-    operation: its name, under which its section stands in a file.
-    levels: how many objects lie in each other there; their names, from outside in, are a key.
-    configs: its implementations, and the dataclass of what each is launched with, or None.
+    operation: its name, which is also the name of its section.
+    levels: the depth of nested objects in the section. Their names, from outside in, are a key.
+    configs: from the names of implementations to the dataclass of their configurations, or None.
     """
 
     operation: str
@@ -93,7 +94,7 @@ class Tables(abc.ABC, Generic[Problem]):
 
     @abc.abstractmethod
     def key_of(self, problem: Problem) -> Any:
-        """The key of a problem: problems that are alike enough to share a plan have one."""
+        """The key of a problem; similar problems, which share a plan, have the same key."""
 
     @abc.abstractmethod
     def names(self, key: Any) -> tuple[str, ...]:
@@ -101,27 +102,33 @@ class Tables(abc.ABC, Generic[Problem]):
 
     @abc.abstractmethod
     def key(self, names: tuple[str, ...]) -> Any:
-        """The inverse of `names`; raises ValueError for what is no key."""
+        """The inverse of `names`; raises ValueError for names that are not a key's."""
 
     @abc.abstractmethod
     def check(self, key: Any, implementation: str, config: Mapping[str, Any]) -> None:
-        """Raises ValueError for the fields of a configuration that there can't be."""
+        """Raises ValueError for a configuration that its kernel can't run with.
+
+        config: the fields of the configuration, as they are in the file.
+        """
 
     def find(self, table: Table, key: Any) -> Entry | None:
-        """The entry that serves a key, or None."""
+        """The entry of a table that a key's problems use, or None."""
         return table.entries.get(key)
 
     def look_up(self, device: str, key: Any) -> Entry | None:
-        """The plan measured for a key on a device, or None; raises TableError for a bad table."""
+        """The measured plan of a key on a kind of device, or None.
+
+        Raises TableError for a damaged table.
+        """
         for _, table in self.in_use(device):
             if (entry := self.find(table, key)) is not None:
                 return entry
         return None
 
     def in_use(self, device: str) -> list[tuple[Path, Table]]:
-        """The files for a device and their tables, what is looked up first coming first.
+        """The paths and tables for a kind of device, in the order in which they are looked up.
 
-        A file is read once a process. Raises TableError for a damaged one.
+        Each file is read once in a process. Raises TableError for a damaged one.
         """
         own = own_folder()
         if own is None:
@@ -133,10 +140,10 @@ class Tables(abc.ABC, Generic[Problem]):
     def record(
         self, path: Path, device: str, entries: Mapping[Any, Entry], stamp: Mapping[str, Any]
     ) -> None:
-        """Adds entries to a file, in the place of older ones, and keeps everything else in it.
+        """Adds entries to a file; they replace entries of the same keys, and all others are kept.
 
-        The file is replaced at once, so that an interrupted process leaves the old or the new one.
-        Raises TableError where what stands there is damaged.
+        The file is replaced atomically, so that an interrupted process leaves the old or the new
+        one. Raises TableError if the old file is damaged.
         """
         table = self.read(path, device) if os.path.lexists(path) else Table(device)
         stamps = table.stamps if stamp in table.stamps else (*table.stamps, stamp)
@@ -145,7 +152,7 @@ class Tables(abc.ABC, Generic[Problem]):
         forget()
 
     def write(self, path: Path, table: Table) -> None:
-        """Writes a table as sorted JSON, a line for each plan."""
+        """Writes a table as sorted JSON, with a line for each entry."""
         section: dict[str, Any] = {}
         for key, entry in sorted(table.entries.items()):
             *outer, last = self.names(key)
@@ -168,9 +175,9 @@ class Tables(abc.ABC, Generic[Problem]):
             unfinished.unlink(missing_ok=True)
 
     def read(self, path: Path, device: str) -> Table:
-        """The table in a file, which must be that of `device`.
+        """Reads the table in a file, which must be for `device`.
 
-        Raises TableError that says what is wrong in which file, and how to get rid of it.
+        Raises TableError, which names the file, what is wrong in it, and what to do.
         """
         try:
             return self._parse(files.read_object(path, ValueError), device)
@@ -196,7 +203,7 @@ class Tables(abc.ABC, Generic[Problem]):
         return Table(device, tuple(stamps), entries, others)
 
     def _entries(self, value: Any, names: tuple[str, ...]) -> Iterator[tuple[Any, Entry]]:
-        """What stands below some names, by keys."""
+        """The keys and entries in `value`, the object at `names` in the section."""
         where = " ".join(names) or self.operation
         if len(names) == self.levels:
             key = self.key(names)

@@ -1,1 +1,4 @@
-"""What stands between two products in a decoder: operations on whole rows."""
+"""The operations between two products in a decoder: norms, gated activations, quantisation.
+
+Each reads whole rows of activations, one for each token.
+"""

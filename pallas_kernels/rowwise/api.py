@@ -1,4 +1,4 @@
-"""Residual sum and norm, gated activation, rounding to 8 bits: one operation each."""
+"""Residual sum with norm, gated activation, and quantisation to 8 bits, each as one operation."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Implementation = Literal["triton", "reference"]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """The norm x [..., H] / √(mean(x²) + ε) · weight [H], in float32.
+    """Normalises x [..., H] to x / √(mean(x²) + ε) · weight [H], in float32.
 
-    Raises ValueError for shapes that don't fit.
+    Raises ValueError for shapes that don't match.
     """
     x, weight = as_arrays("rms_norm", x=x, weight=weight)
     if not x.ndim or weight.shape != x.shape[-1:]:
@@ -54,17 +54,16 @@ def add_rms_norm(
     """Adds terms to the residual stream, and normalises it: x / √(mean(x²) + ε) · weight.
 
     terms: [splits, ..., H], from `matmul_terms`, or any x as x[None].
-    residual: [..., H], or None for none.
-    weight: [H]; its dtype is that of the results.
-    epsilon: a number that the kernel is compiled for; one that is traced is left to XLA.
-    format: of the weight that the result is multiplied with, a WeightFormat or what
-        WeightFormat.parse reads: where its activations have 8 bits and one scale per token, the
-        result is quantised here.
+    residual: the stream before [..., H], or None if there is none.
+    weight: [H]; its dtype is that of both results.
+    epsilon: ε, a number that the kernel is compiled for; with a traced one, the reference runs.
+    format: of the next product's weight, a WeightFormat or a text that WeightFormat.parse reads. If
+        its activations have 8 bits and one scale per token, the normalised rows are quantised here.
 
-    Returns the stream x [..., H], rounded to its dtype before it is normalised, and the result.
-    On the GPU one kernel reads every term once. Differentiable unless it quantises. Raises
-    ValueError for shapes that don't fit, and UnsupportedError, with the reason, where a forced
-    implementation can't run.
+    Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
+    normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel reads every term
+    once. Differentiable unless it quantises. Raises ValueError for shapes that don't match, and
+    UnsupportedError, with the reason, if a requested implementation can't run.
     """
     terms, weight = as_arrays("add_rms_norm", terms=terms, weight=weight)
     require_floats("add_rms_norm", terms=terms, weight=weight)
@@ -102,15 +101,17 @@ def gated_silu(
     format: WeightFormat | str | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QuantizedActivations:
-    """SiLU(gate) · up in `dtype`, of terms [splits, ..., 2 · I] that hold gate before up.
+    """SiLU(gate) · up in `dtype`, where the sum of terms is gate and up side by side.
 
-    format: of the weight that the result is multiplied with, a WeightFormat or what
-        WeightFormat.parse reads: where its activations have 8 bits and one scale per token, the
-        result is quantised here, and by default in a kernel; else XLA makes one fusion of it as
-        well.
+    terms: [splits, ..., 2 · I], from `matmul_terms`, or any x as x[None].
+    format: of the next product's weight, a WeightFormat or a text that WeightFormat.parse reads. If
+        its activations have 8 bits and one scale per token, the result is quantised here, by
+        default in a kernel. Without quantisation the default is the reference, which XLA compiles
+        to one fusion.
 
-    Returns [..., I]. Differentiable unless it quantises. Raises ValueError for an odd number of
-    channels, and UnsupportedError, with the reason, where a forced implementation can't run.
+    Returns [..., I], an array or QuantizedActivations. Differentiable unless it quantises. Raises
+    ValueError for an odd number of channels, and UnsupportedError, with the reason, if a requested
+    implementation can't run.
     """
     terms = as_array("gated_silu: terms", terms)
     require_floats("gated_silu", terms=terms)
@@ -130,13 +131,15 @@ def gated_silu(
 def quantize_rows(
     x: jax.Array, format: WeightFormat | str, *, implementation: Implementation | None = None
 ) -> QuantizedActivations:
-    """Rounds x [..., K] to what `format` multiplies with: `quantize_activations`, as one kernel.
+    """Quantises x [..., K] for a product with a weight of `format`, on a GPU in one kernel.
 
-    format: a WeightFormat, or what WeightFormat.parse reads, such as "int8/int8".
+    Computes the same as `quantize_activations`, which runs instead where scales belong to groups of
+    channels.
 
-    Where scales belong to groups of channels, XLA's fusions do it. Raises ValueError for a format
-    with 16-bit activations, and UnsupportedError, with the reason, where a forced implementation
-    can't run.
+    format: a WeightFormat, or a text that WeightFormat.parse reads, such as "int8/int8".
+
+    Raises ValueError for a format with 16-bit activations, and UnsupportedError, with the reason,
+    if a requested implementation can't run.
     """
     x = as_array("quantize_rows: x", x)
     require_floats("quantize_rows", x=x)

@@ -1,4 +1,4 @@
-"""What the operations between two products compute, in plain jnp."""
+"""The operations between two products in plain jnp, computed in float32."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpjax.kernels.rounding import narrow
 
 
 def quantizes(format: WeightFormat | None) -> bool:
-    """Whether a weight's format wants activations of 8 bits with one scale per token."""
+    """Whether a weight's format has activations of 8 bits with one scale per token."""
     if format is None or format.activations is None:
         return False
     return format.codes != "float8" or format.group_size is None
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """The norm in float32; see the public function."""
+    """The norm of x [..., H] in float32; see the public function."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
     return wide * jax.lax.broadcast_to_rank(weight.astype(jnp.float32), wide.ndim)
@@ -31,7 +31,7 @@ def add_rms_norm(
     epsilon: float,
     format: WeightFormat | None = None,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
-    """The stream and the result, computed in float32; see the public function."""
+    """The stream and its norm; see the public function."""
     wide = terms.astype(jnp.float32).sum(0)
     if residual is not None:
         wide += residual.astype(jnp.float32)
@@ -42,7 +42,7 @@ def add_rms_norm(
 def gated_silu(
     terms: jax.Array, dtype: jnp.dtype, format: WeightFormat | None = None
 ) -> jax.Array | QuantizedActivations:
-    """SiLU(gate) · up, computed in float32; see the public function."""
+    """SiLU(gate) · up; see the public function."""
     gate, up = jnp.split(terms.astype(jnp.float32).sum(0), 2, axis=-1)
     return _rounded(gate * jax.nn.sigmoid(gate) * up, format, dtype)
 

@@ -1,4 +1,4 @@
-"""The operations between two products as kernels: a program owns a row."""
+"""The operations between two products as Triton kernels, with one program for each row."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from mpjax.kernels.launch import first_program_id, launch, load_masked, store
 from mpjax.kernels.rowwise.reference import quantizes
 from mpjax.kernels.target import current_target
 
-NEIGHBOURS = 4  # channels of a thread: 16 bytes of float32
-CHANNELS_PER_WARP = 256  # eight a thread: of a few rows, all loads are on their way at once
+NEIGHBOURS = 4  # neighbouring channels that a thread reads at once: 16 bytes of float32
+# Eight for each thread. With few rows, so many warps have all loads of a row in flight at once.
+CHANNELS_PER_WARP = 256
 
 
 class _Operands(NamedTuple):
-    """What the norm's kernel reads; references, inside of it."""
+    """The inputs of the norm's kernel: arrays outside of it, references inside."""
 
     terms: Any  # [splits, rows, H]
     residual: Any  # [rows, H]
     weight: Any  # [H]
 
 
-# Each is compiled once, also where nobody's `jit` is around it.
+# These functions have a `jit` of their own, so that calls outside of any `jit` compile once.
 @functools.partial(jax.jit, static_argnames=("epsilon", "format", "interpret"))
 def add_rms_norm(
     terms: jax.Array,
@@ -40,7 +41,7 @@ def add_rms_norm(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
-    """The stream and the result; see the public function."""
+    """The stream and its norm; see the public function."""
     splits, *shape, channels = terms.shape
     rows = terms.size // (splits * channels)
     operands = _Operands(
@@ -78,7 +79,7 @@ def gated_silu(
 def quantize_rows(
     x: jax.Array, format: WeightFormat, *, interpret: bool = False
 ) -> QuantizedActivations:
-    """X rounded to 8 bits; see the public function."""
+    """X [..., K] quantised to 8 bits; see the public function."""
     *shape, channels = x.shape
     rows = x.reshape(-1, channels)
     kernel = functools.partial(_quantize_kernel, size=pl.next_power_of_2(channels))
@@ -91,7 +92,7 @@ def quantize_rows(
 
 
 def _result(rows: int, channels: int, dtype: jnp.dtype, format: WeightFormat | None) -> Any:
-    """Shapes of a result: rows in `dtype`, or quantised for a weight of `format`."""
+    """The shapes of a result: rows in `dtype`, or rows quantised for a weight of `format`."""
     if format is None or not quantizes(format):
         return jax.ShapeDtypeStruct((rows, channels), dtype)
     values = jnp.int8 if format.activations == "int8" else jnp.float8_e4m3fn
@@ -121,7 +122,8 @@ def _norm_kernel(
 ) -> None:
     channels = operands.terms.shape[2]
     row, channel, mask = _row(channels, size)
-    weight = _load(operands.weight.at[channel], mask)  # early: it can't move up past the sum
+    # Loaded first, because the compiler does not move the load up past the sum of the row.
+    weight = _load(operands.weight.at[channel], mask)
     wide = _sum(operands.terms, row, channel, mask)
     if operands.residual is not None:
         wide += _load(operands.residual.at[row, channel], mask)
@@ -149,11 +151,14 @@ def _quantize_kernel(x_ref: Any, result_ref: Any, *, size: int) -> None:
 
 
 def _row(channels: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """A program's row, its channels, and which of `size` of these there are, if not all."""
+    """The program's row, the indices of its channels, and their mask, or None if none is needed.
+
+    size: `channels`, rounded up to a power of two.
+    """
     row = first_program_id()
-    # The compiler has a thread hold as many neighbours as fill 16 bytes of the narrowest operand,
-    # and with those of bytes it would read float32 in strides of 64. Hence a zero that it takes for
-    # any multiple of NEIGHBOURS, which is then all it knows of where a row begins.
+    # The compiler lets a thread hold as many neighbours as fill 16 bytes of the narrowest operand.
+    # With 8-bit results these are 16, and threads would read float32 in strides of 64 bytes. So a
+    # zero is added that the compiler only knows to be a multiple of NEIGHBOURS.
     channel = jnp.arange(size) + (row >> 31) * NEIGHBOURS
     return row, channel, None if channels == size else channel < channels
 
@@ -180,8 +185,8 @@ def _store(
     peak = jnp.where(peak < NEARLY_ZERO, top, peak)
     values = wide * (top / peak)
     if is_int8:
-        # Beside 1.5 · 2²³ nothing below 1 has room, and the low bits are those of the integer: one
-        # sum, where to round and to convert are the slowest instructions there are.
+        # Adding 1.5 · 2²³ rounds to an integer, which the low bits of the sum then hold. One
+        # addition replaces the instructions to round and to convert, which are slow.
         values = jax.lax.bitcast_convert_type(values + 1.5 * 2.0**23, jnp.int32)
     values_ref: Any = ref.values
     scales_ref: Any = ref.scales

@@ -82,11 +82,11 @@ class Consumer:
 
     def _of_few_rows(self) -> jax.Array:
         call, config = self.call, self.call.config
-        now = config.multiplies_now(looks_up=call.kind.has_table)
-        in_turn = not now and config.multiplies_in_turn(call.format.bits)
-        add_products: Any = functools.partial(products.add_products, now=now, scratch=self.scratch)
+        mma_sync = config.multiplies_now(looks_up=call.kind.has_table)
+        in_turn = not mma_sync and config.multiplies_in_turn(call.format.bits)
+        add_products: Any = functools.partial(products.add_products, mma_sync=mma_sync, scratch=self.scratch)
         if in_turn and not current_target().is_interpreted:
-            add_products = products.add_in_turn
+            add_products = products.add_products_overlapped
 
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
             block = self._load(number)

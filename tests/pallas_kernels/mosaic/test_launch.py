@@ -12,7 +12,7 @@ from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.warpgroups.launch import matmul_terms
 from mpjax.kernels.mosaic import memory
 from mpjax.kernels.mosaic.decoding import Warpgroups
-from mpjax.kernels.mosaic.launch import COPYING_REGISTERS, launch, registers_per_thread, why_slow
+from mpjax.kernels.mosaic.launch import PRODUCER_REGISTERS, launch, registers_per_thread, why_slow
 from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
 from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
 from tests.pallas_kernels.gemm.weights import weight_struct
@@ -24,7 +24,7 @@ REGISTERS_OF_A_MULTIPROCESSOR = 65536
 def test_no_thread_waits_for_registers_that_are_not_there(warpgroups):
     threads = 128 * (warpgroups + 1)
     given = REGISTERS_OF_A_MULTIPROCESSOR // threads // 8 * 8  # by the launch, to each thread
-    taken = warpgroups * registers_per_thread(warpgroups) + COPYING_REGISTERS
+    taken = warpgroups * registers_per_thread(warpgroups) + PRODUCER_REGISTERS
     assert taken <= given * (warpgroups + 1)
     assert registers_per_thread(warpgroups) % 8 == 0, "as `setmaxnreg` takes them"
     assert registers_per_thread(warpgroups) <= 256, "likewise"

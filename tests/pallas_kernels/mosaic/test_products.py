@@ -69,9 +69,9 @@ def multiply(x: jax.Array, weights: jax.Array, *, add_products) -> jax.Array:
 each_way = pytest.mark.parametrize(
     "add_products",
     [
-        products.add_in_turn,
-        functools.partial(products.add_products, now=True, scratch=None),
-        functools.partial(products.add_products, now=False, scratch=None),
+        products.add_products_overlapped,
+        functools.partial(products.add_products, mma_sync=True, scratch=None),
+        functools.partial(products.add_products, mma_sync=False, scratch=None),
     ],
     ids=["in turn", "now", "later"],
 )

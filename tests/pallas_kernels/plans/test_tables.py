@@ -202,9 +202,9 @@ def test_damage_is_told_with_file_and_reason(own, change, reason):
 
 
 def test_forgetting_and_another_folder_change_what_is_read(own, monkeypatch, tmp_path):
-    seen = [tables.reading()]
+    seen = [tables.generation()]
     tables.forget()
-    seen.append(tables.reading())
+    seen.append(tables.generation())
     monkeypatch.setenv(tables.VARIABLE, str(tmp_path))
-    seen.append(tables.reading())
+    seen.append(tables.generation())
     assert len(set(seen)) == 3

@@ -226,7 +226,7 @@ def test_registers_are_used_where_there_are_some(
 
         monkeypatch.setattr(owner, name, record)
 
-    spy(products, "add_in_turn")
+    spy(products, "add_products_overlapped")
     spy(decoding.Warpgroups, "table_bytes")
     config, dtype = WarpgroupConfig(*fields), jnp.dtype(jnp.bfloat16)
     # Of a shape that no other test traces, since what is traced is kept.
@@ -235,7 +235,7 @@ def test_registers_are_used_where_there_are_some(
     multiply = functools.partial(launch.matmul_terms, config=config, out_dtype=dtype)
     lower_for_cuda(multiply, x, weight)
     assert used == {
-        *(["add_in_turn"] if in_turn else []),
+        *(["add_products_overlapped"] if in_turn else []),
         *(["table_bytes"] if in_registers else []),
     }
 

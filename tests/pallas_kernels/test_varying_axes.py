@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import add_rms_norm, manual_axes, matmul
+from mpjax.kernels import add_rms_norm, matmul, varying_axes
 from mpjax.kernels.launch import launch
 from tests.pallas_kernels.gemm.weights import random_weight
 from tests.pallas_kernels.oracles import random_array
@@ -29,10 +29,10 @@ def test_all_vary_where_one_does(spec):
     found = []
 
     def function(x, y):
-        tree = manual_axes.vary_alike({"x": x, "y": [y, None]})
+        tree = varying_axes.vary_alike({"x": x, "y": [y, None]})
         shapes = {"z": jax.ShapeDtypeStruct((3,), jnp.int8)}
         found.extend(map(varies, jax.tree.leaves(tree)))
-        found.append(manual_axes.varying_like(shapes, tree)["z"].manual_axis_type)
+        found.append(varying_axes.varying_like(shapes, tree)["z"].manual_axis_type)
         return tree["x"]
 
     mapped(function, spec, WHOLE, out_specs=spec)(jnp.ones(2), jnp.ones(2, jnp.int32))
@@ -42,10 +42,10 @@ def test_all_vary_where_one_does(spec):
 
 def test_elsewhere_nothing_changes():
     tree = (np.ones(2), None, jnp.ones(3))
-    assert manual_axes.vary_alike(tree) is tree
-    assert manual_axes.varying_like(tree, tree) is tree
-    assert manual_axes.vary_alike(()) == ()
-    assert manual_axes.varying_like("shapes", ()) == "shapes"
+    assert varying_axes.vary_alike(tree) is tree
+    assert varying_axes.varying_like(tree, tree) is tree
+    assert varying_axes.vary_alike(()) == ()
+    assert varying_axes.varying_like("shapes", ()) == "shapes"
 
 
 def test_a_kernel_varies_like_its_arguments():

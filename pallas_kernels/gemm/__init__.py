@@ -1,1 +1,1 @@
-"""Fused dequantise-GEMM."""
+"""Products of activations and packed weights, x [M, K] · W [K, N]."""

@@ -1,4 +1,4 @@
-"""Writing a packed matrix out, for products that have better kernels without its codes."""
+"""Products that first write the packed weight out as a plain matrix: faster for many rows."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from mpjax.kernels.gemm import plans, triton, xla
 from mpjax.kernels.launch import first_program_id, join, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
-TILE = 64  # output channels that one program writes out
-JOINED_CHANNELS = 256  # input channels that it writes at a time, in rows of 512 bytes
+TILE_OUTPUTS = 64  # output channels of a program
+CHANNELS_PER_STORE = 256  # input channels that are stored at a time: rows of 512 bytes in 16 bits
 
 
 def matmul(
     x: jax.Array | QuantizedActivations, weight: QuantizedTensor, out_dtype: jnp.dtype
 ) -> jax.Array:
-    """The product x [M, K] · W [K, N] in `out_dtype`, over a copy of W that lives for this call.
+    """The product x [M, K] · W [K, N] in `out_dtype`, with a plain copy of W for this call.
 
-    The copy is in the dtype of x, or `out_dtype` where x is FP8, and the product is cuBLAS'. Of
-    `liquid4` it is the int8 of its first level, and the product that of `int8`, to the bit.
+    The copy has the dtype of x, or `out_dtype` if x is FP8, and cuBLAS multiplies it. For `liquid4`
+    the copy is the int8 weight of its first level, which the kernels of `int8` multiply with the
+    same result to the bit.
     """
-    # The barrier ties the scratch copy to its use: without it XLA may write out the weights of
-    # several layers ahead of time, and hold them all.
+    # Without the barrier XLA may write out the weights of several layers ahead of their products,
+    # and hold all copies at the same time.
     words, x = jax.lax.optimization_barrier((weight.words, x))
     weight = dataclasses.replace(weight, words=words)
     if weight.format.activations == "int8":
         assert isinstance(x, QuantizedActivations)
         if weight.channel_scales is None:
-            return xla.matmul(x, weight, out_dtype)  # a plain matrix already
+            return xla.matmul(x, weight, out_dtype)  # an int8 weight is a plain matrix already
         plain = first_level(weight)
         problem = plans.Problem.of(len(x.values), plain)
-        with plans.forced(None):  # what is forced is a plan for codes
+        with plans.forced(None):  # a forced plan is for the packed weight, not for its copy
             plan = plans.plan_of(problem)
             if plan.implementation == "mosaic" and plans.why_not_warpgroups(problem) is None:
-                from mpjax.kernels.gemm.warpgroups import launch as warpgroups  # takes a while
+                from mpjax.kernels.gemm.warpgroups import launch as warpgroups  # slow to import
 
                 terms = warpgroups.matmul_terms(x, plain, plan.config, out_dtype)
                 return terms.sum(0).astype(out_dtype)
@@ -51,12 +52,12 @@ def matmul(
     rows = x.dequantize(out_dtype) if isinstance(x, QuantizedActivations) else x
     scratch = write_out(weight, rows.dtype)
     rows = jnp.pad(rows, ((0, 0), (0, scratch.shape[1] - rows.shape[1])))
-    wide = out_dtype if out_dtype == jnp.float32 else None  # without rounding in between
+    wide = out_dtype if out_dtype == jnp.float32 else None  # else rounded to 16 bits on the way
     return jnp.einsum("mk,nk->mn", rows, scratch, preferred_element_type=wide).astype(out_dtype)
 
 
 def first_level(weight: QuantizedTensor) -> QuantizedTensor:
-    """The `int8` weight that one of two levels, `liquid4`, stands for: the same numbers."""
+    """The `int8` weight with the same values as a `liquid4` weight: codes of its first level."""
     assert weight.channel_scales is not None
     words = write_out(weight, jnp.dtype(jnp.int8))
     scales = jax.lax.bitcast_convert_type(weight.channel_scales, jnp.uint32)
@@ -67,10 +68,14 @@ def first_level(weight: QuantizedTensor) -> QuantizedTensor:
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def write_out(weight: QuantizedTensor, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
-    """The packed matrix as [N, K padded] in `dtype`, rows in packed order of input channels."""
+    """The weight as a plain matrix [N, K padded] in `dtype`.
+
+    Input channels are in the packed order. If `dtype` is int8, the matrix holds the codes of
+    `liquid4`'s first level, without channel scales.
+    """
     format = weight.format
     if format.is_flat:
-        # A word is a code: XLA does this in one pass.
+        # Each word is a code, which XLA scales in one pass.
         groups = weight.parameters.shape[0]
         values = weight.words[0].astype(jnp.float32)  # [N, K padded]
         scaled = values.reshape(len(values), groups, -1) * weight.scales().T[:, :, None]
@@ -83,7 +88,7 @@ def write_out(weight: QuantizedTensor, dtype: jnp.dtype, *, interpret: bool = Fa
         functools.partial(_kernel, format=format, scale_dtype=weight.scale_dtype),
         (weight.words, weight.parameters, weight.table),
         out_shape=jax.ShapeDtypeStruct((outputs, blocks * format.block), dtype),
-        grid=(pl.cdiv(outputs, TILE), blocks),
+        grid=(pl.cdiv(outputs, TILE_OUTPUTS), blocks),
         name=f"dequantize_{format.codes}",
         warps=4,
         stages=1,
@@ -100,10 +105,10 @@ def _kernel(
 ) -> None:
     words_ref, parameters_ref, table_ref = operands
     kind, width = code_kinds.of(format), format.plane_width
-    output = first_program_id() * TILE + jnp.arange(TILE)
+    output = first_program_id() * TILE_OUTPUTS + jnp.arange(TILE_OUTPUTS)
     block = pl.program_id(1)
     lane = jnp.arange(width)
-    mask = None if words_ref.shape[1] % TILE == 0 else output < words_ref.shape[1]
+    mask = None if words_ref.shape[1] % TILE_OUTPUTS == 0 else output < words_ref.shape[1]
     columns = [
         load_masked(words_ref.at[block, output[:, None], (column * width + lane)[None, :]], mask)
         for column in range(format.columns)
@@ -111,7 +116,7 @@ def _kernel(
     shared = kind.shared(table_ref, out_ref.dtype, width)
     size = format.parameter_channels
     run = format.planes if size is None else min(format.planes, size // width)
-    joined = min(format.planes, JOINED_CHANNELS // width)
+    joined = min(format.planes, CHANNELS_PER_STORE // width)
     for first in range(0, format.planes, joined):
         tiles = []
         for plane in range(first, first + joined):

@@ -1,4 +1,4 @@
-"""What the product of activations and a packed weight is, in plain jnp."""
+"""The product of activations and a packed weight in plain jnp."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor, unpack_codes
 def matmul(
     x: jax.Array | QuantizedActivations, weight: QuantizedTensor, out_dtype: jnp.dtype
 ) -> jax.Array:
-    """The product x [M, K] · W [K, N] in `out_dtype`: float32 over exact operands.
+    """The product x [M, K] · W [K, N] in `out_dtype`, computed in float32 over exact operands.
 
-    Of two int8 operands the sums are exact integers. Rows of W and channels of x are in packed
-    order where x is quantised, else in the order of the input channels.
+    Sums of int8 products are exact integers. The input channels of a quantised x are in the packed
+    order of W, those of any other x in their own order.
     """
     if isinstance(x, QuantizedActivations) and x.values.dtype == jnp.int8:
         codes = unpack_codes(weight)

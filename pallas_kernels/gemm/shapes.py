@@ -1,4 +1,4 @@
-"""Named GEMM shapes of real models: the same for tests, benchmarks and tuning."""
+"""Named weight shapes of real models, shared by tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class GemmShape:
-    """A weight matrix of a model: K input channels, N output channels."""
+    """The shape of a weight: `channels` is K, the input channels, `outputs` N, the output ones."""
 
     name: str
     channels: int
@@ -29,10 +29,10 @@ LLAMA3_70B = (
     GemmShape("llama3-70b.down", 28672, 8192),
 )
 
-# Lists by the name that their shapes' names begin with.
+# Shapes by the name of their model.
 MODELS = {"qwen3-8b": QWEN3_8B, "llama3-70b": LLAMA3_70B}
 
-# Small enough for interpret mode; N and K that no tile divides.
+# Small enough for interpret mode; no tile divides K and N of the second.
 SMALL = (
     GemmShape("small.even", 512, 128),
     GemmShape("small.ragged", 384, 200),
@@ -40,9 +40,9 @@ SMALL = (
 
 
 def named(names: Iterable[str]) -> tuple[GemmShape, ...]:
-    """The shapes that names stand for, each once: a model's (`qwen3-8b`) or one (`qwen3-8b.qkv`).
+    """The shapes of names, each once: a model's (`qwen3-8b`) or a single one (`qwen3-8b.qkv`).
 
-    Raises ValueError, listing the names there are, for one that is unknown.
+    Raises ValueError, which lists the known names, for an unknown one.
     """
     known = {shape.name: (shape,) for model in MODELS.values() for shape in model} | MODELS
     found: dict[GemmShape, None] = {}

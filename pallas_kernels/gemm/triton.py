@@ -1,13 +1,15 @@
-"""Fused dequantise-GEMM: one main loop for every packed weight format.
+"""Fused dequantise-GEMM in Triton: one main loop for every packed weight format.
 
-out.T = W · x.T, so that the weight is the operand that stays in registers and the batch is the
-narrow side of the tensor-core instruction. A program owns `tile_n` output channels, `tile_m` rows
-of x and one of `splits` ranges of K. Each tile of words that it loads becomes, plane by plane, an
-operand of the tensor cores; how is the only thing that the loop leaves to the kind of codes.
+The kernel computes out.T = W.T · x.T, so that the weight is the operand in registers and rows of x
+are the narrow side of the tensor-core instruction. A program owns a tile of `tile_n` output
+channels and `tile_m` rows of x, and one of `splits` ranges of K. It loads words of codes, decodes
+them plane by plane to operands of the tensor cores, and multiplies. Only the decoder depends on the
+kind of codes.
 
-Scales go where they are cheapest: those of an output channel or a row into the epilogue, those of
-a group to the sum over the group (one operation per output, no precision lost) or to the decoded
-weight (one per weight, rounded to 16 bits; cheaper once there are more outputs than weights).
+Scales are applied where they are cheapest. Scales of output channels and of rows are left to the
+epilogue. Scales of groups multiply the sum over the group (one operation per output and group, no
+loss of precision), or the decoded weights (one per weight, rounded to 16 bits, which is cheaper for
+tiles of many rows).
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from mpjax.kernels.launch import first_program_id, join, launch, load_masked, st
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.target import current_target
 
-# Channels of one product: a whole step of them is one that the compiler splits, and then waits for
-# both halves (docs/compiler.md).
-JOINED_CHANNELS = 128
+# Input channels of one product. The compiler would split a product of all channels of a step in
+# two, and wait for both halves before it decodes the next step (docs/kernels/products.md).
+CHANNELS_PER_PRODUCT = 128
 
 
 class _Operands(NamedTuple):
-    """What the kernel reads; references, inside of it."""
+    """The inputs of the kernel: arrays outside of it, references inside; None if there are none."""
 
     x: Any  # [M, K padded]
-    x_scales: Any  # [M, 1 or groups], of quantised activations
+    x_scales: Any  # [M, 1 or groups], for quantised activations
     words: Any  # [K blocks, N, columns · plane width], or [1, N, K padded]
     parameters: Any  # [groups, N]
     channel_scales: Any  # [N]
@@ -55,11 +57,11 @@ def matmul(
 ) -> jax.Array:
     """The product x [M, K] · W [K, N] in `out_dtype`; see `matmul_terms`."""
     terms = matmul_terms(x, weight, config, out_dtype, interpret=interpret)
-    # XLA fuses this sum, in a fixed order, into whatever consumes the product.
+    # XLA fuses this sum, whose order is fixed, into the operation that reads the product.
     return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(out_dtype)
 
 
-# Compiled once for each configuration, also where nobody's `jit` is around it.
+# This function has a `jit` of its own, so that calls outside of any `jit` compile once.
 @functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
 def matmul_terms(
     x: jax.Array | QuantizedActivations,
@@ -69,11 +71,12 @@ def matmul_terms(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Terms [splits, M, N] whose sum is x [M, K] · W [K, N]: float32, a single one in `out_dtype`.
+    """Terms [splits, M, N] whose sum over the first axis is x [M, K] · W [K, N].
 
-    x is bfloat16 or float16, or QuantizedActivations where the format asks for them. K is padded
-    to whole blocks of W. Where the configuration leaves some output channels unsplit, there is a
-    single term.
+    Several terms are float32; a single term has `out_dtype`. With `config.unsplit` there is a
+    single term. x is padded with zeros to whole blocks of K.
+
+    x: bfloat16 or float16, or QuantizedActivations if the format has 8-bit activations.
     """
     run = functools.partial(_launch, x, weight, out_dtype=out_dtype, interpret=interpret)
     if config.unsplit is None:
@@ -82,7 +85,7 @@ def matmul_terms(
     if config.unsplit >= weight.shape[1]:
         return whole
     rest = run(config, first=config.unsplit).sum(0, keepdims=True).astype(out_dtype)
-    # One fusion, which sums in place, as nothing else reads the whole; `.at[].set` would be three.
+    # XLA compiles this to one fusion, which writes in place; `.at[].set` would take three.
     return jax.lax.dynamic_update_slice(whole, rest, (0, 0, config.unsplit))
 
 
@@ -96,9 +99,10 @@ def _launch(
     first: int = 0,
     outputs: int | None = None,
 ) -> jax.Array:
-    """Terms [splits, M, N − first] of the output channels from `first` on; a tile at a time.
+    """Launches the kernel for the output channels from `first` on: terms [splits, M, N − first].
 
-    With `outputs`, only those of so many channels are computed, and others hold anything.
+    outputs: the number of channels to compute; the values of the others are undefined. None
+        computes all.
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
     rows, columns = values.shape[0], weight.shape[1] - first
@@ -157,12 +161,12 @@ def _kernel(
     x_ref, x_scales_ref = operands.x, operands.x_scales
     rows, outputs = x_ref.shape[0], operands.words.shape[1]
     tile_m, tile_n, width = config.tile_m, config.tile_n, _width(format, config)
-    parts = format.plane_width // width  # steps that share a block
+    parts = format.plane_width // width  # the number of steps of a block
     row = first_program_id() * tile_m + jnp.arange(tile_m)
     output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
     split = pl.program_id(2)
     lane = jnp.arange(width)
-    # Masks only where a tile can stick out of the matrix.
+    # There are masks only if a tile may reach beyond the matrix.
     row_mask = None if rows % tile_m == 0 else row < rows
     output_mask = None if outputs % tile_n == 0 else output < outputs
     shared = kind.shared(operands.table, x_ref.dtype, width)
@@ -186,27 +190,28 @@ def _kernel(
 
     def load_x(first: jax.Array, planes: int) -> jax.Array:
         number = jnp.arange(planes * width)
-        if parts > 1:  # in a form in which the compiler sees that lanes are neighbours
+        if parts > 1:  # written so that the compiler sees that lanes are neighbours in memory
             plane, lane = jax.lax.div(number, width), jax.lax.rem(number, width)
             number = plane * format.plane_width + lane
         return load_masked(x_ref.at[row[:, None], (first + number)[None, :]], row_mask)
 
-    # A run of planes lies in one group; where all channels are one group, it is loaded here.
+    # `run` neighbouring planes lie in one group of `size` input channels. If one group has all
+    # input channels, its parameters are loaded here, before the loop.
     size = format.parameter_channels
     run = format.planes if size is None else min(format.planes, size // format.plane_width)
     whole = load_group(jnp.int32(0)) if size is None else None
-    # A scale becomes an operand only where the operand's dtype has its range.
+    # Decoded weights are scaled only if the operands' dtype has the range of scales.
     fits = can_be_operand(scale_dtype, x_ref.dtype)
     has_scale = whole is None and kind.has_group_scales
     scale_weight = has_scale and config.scaling == "weight" and fits
     scale_sum = has_scale and not scale_weight
     sum_dtype = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
-    # Rows of FP8 have a scale for each group of the weight, also where there is only one.
+    # FP8 rows of x have a scale for each group of the weight, even if K is a single group.
     x_by_group = size is not None and x_ref.dtype == jnp.float8_e4m3fn
 
-    # Of the products in a step, the tensor cores work on the last one while the next step decodes:
-    # the compiler waits for every other, because a register can't be written while it is read.
-    joined = min(run if scale_sum else format.planes, max(1, JOINED_CHANNELS // width))
+    # Only the last product of a step runs while the next step decodes. The compiler waits for every
+    # other, because the next decoded planes overwrite the registers that it reads.
+    joined = min(run if scale_sum else format.planes, max(1, CHANNELS_PER_PRODUCT // width))
 
     def step(number: jax.Array, accumulator: jax.Array) -> jax.Array:
         block, part = number, jnp.int32(0)
@@ -228,7 +233,7 @@ def _kernel(
                 weights.append(decode(plane))
             tile = load_x(block * format.block + first * format.plane_width + part, joined)
             if scale_sum and first % run == 0:
-                total = zeros  # what is scaled before it is added is a sum of its own
+                total = zeros  # the sum over a group, which is scaled before it is accumulated
             total += target.dot(join(weights), tile, trans_b=True)
             if scale_sum and (first + joined) % run == 0:
                 assert group.scale is not None

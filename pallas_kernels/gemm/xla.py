@@ -1,4 +1,4 @@
-"""Products of 8-bit operands that XLA does best itself."""
+"""Products of two 8-bit matrices by XLA's own product, which calls cuBLAS."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.launch import first_program_id, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
-TILE_ROWS, TILE_CHANNELS = 8, 512  # of the sums that one program scales
+TILE_ROWS, TILE_OUTPUTS = 8, 512  # rows and output channels of the sums that a program scales
 
 
 def matmul(x: QuantizedActivations, weight: QuantizedTensor, out_dtype: jnp.dtype) -> jax.Array:
-    """The product x [M, K] · W [K, N] in `out_dtype`, W being a plain 8-bit matrix."""
+    """The product x [M, K] · W [K, N] in `out_dtype`, for a weight whose words are 8-bit codes."""
     return scaled_dot(x, weight.words[0], weight.scales()[0], out_dtype)
 
 
@@ -29,11 +29,11 @@ def scaled_dot(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """(x [M, K] · matrix [N, K].T) · scales [N], scaled by x's row scales, in `out_dtype`.
+    """(x [M, K] · matrix [N, K].T) · scales [N] · x's scales [M, 1], in `out_dtype`.
 
-    Stored [N, K], the matrix is read as it lies. On a GPU, sums of FP8 products leave cuBLAS in
-    bfloat16 if that is the output's dtype, and are rounded once more when they are scaled: far less
-    than what rounding x to FP8 costs, for half the bytes.
+    The matrix is multiplied without a transposition, as it is stored. On a GPU, if `out_dtype` is
+    bfloat16, cuBLAS writes sums of FP8 products in bfloat16, which are rounded once more when they
+    are scaled. That halves the bytes, and its error is far smaller than that of rounding x to FP8.
     """
     values = jnp.pad(x.values, ((0, 0), (0, matrix.shape[1] - x.values.shape[1])))
     wide = jnp.int32 if values.dtype == jnp.int8 else jnp.float32
@@ -53,28 +53,28 @@ def scaled_dot(
 def _scale(
     sums: jax.Array, row_scales: jax.Array, scales: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Sums [M, N] times row_scales [M, 1] and scales [N]: faster than XLA's own loop."""
+    """Sums [M, N] · row_scales [M, 1] · scales [N], in a kernel that is faster than XLA's loop."""
     return launch(
         _scale_kernel,
         (sums, row_scales, scales),
         out_shape=jax.ShapeDtypeStruct(sums.shape, sums.dtype),
-        grid=(pl.cdiv(sums.shape[0], TILE_ROWS), pl.cdiv(sums.shape[1], TILE_CHANNELS)),
+        grid=(pl.cdiv(sums.shape[0], TILE_ROWS), pl.cdiv(sums.shape[1], TILE_OUTPUTS)),
         name="scale",
         warps=4,
         stages=1,
         interpret=interpret,
-        aliases={0: 0},  # half the bytes in the L2 cache
+        aliases={0: 0},  # in place, which takes half the L2 cache
     )
 
 
 def _scale_kernel(operands: tuple[Any, Any, Any], out_ref: Any) -> None:
     sums_ref, row_scales_ref, scales_ref = operands
     row = first_program_id() * TILE_ROWS + jnp.arange(TILE_ROWS)
-    channel = pl.program_id(1) * TILE_CHANNELS + jnp.arange(TILE_CHANNELS)
-    inside = (row < out_ref.shape[0])[:, None] & (channel < out_ref.shape[1])[None, :]
-    at = row[:, None], channel[None, :]
+    output = pl.program_id(1) * TILE_OUTPUTS + jnp.arange(TILE_OUTPUTS)
+    inside = (row < out_ref.shape[0])[:, None] & (output < out_ref.shape[1])[None, :]
+    at = row[:, None], output[None, :]
     values = load_masked(sums_ref.at[*at], inside)
     row_scales = load_masked(row_scales_ref.at[row, 0], row < out_ref.shape[0])
-    scales = load_masked(scales_ref.at[channel], channel < out_ref.shape[1])
+    scales = load_masked(scales_ref.at[output], output < out_ref.shape[1])
     scaled = values.astype(jnp.float32) * row_scales[:, None] * scales[None, :]
     store(out_ref.at[*at], scaled.astype(out_ref.dtype), mask=inside)

@@ -1,8 +1,9 @@
 """Plans of products: from a `Problem`, the implementation and the tiles that multiply it.
 
 `plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
-(`tables`), and asks the rule for what is not there (`rule`; `triton_rule` and `warpgroup_rule` for
-tiles, with a `cost_model` of the latter). `limits` and `shared_memory` say what a GPU allows.
+(`tables`). A problem that no table has gets the plan of the rule: `rule` chooses the
+implementation, `triton_rule` and `warpgroup_rule` the tiles, the latter with a `cost_model`.
+`limits` and `shared_memory` say which configurations a GPU can run.
 """
 
 from mpjax.kernels.gemm.plans.candidates import candidates

@@ -1,4 +1,4 @@
-"""The plans of a product that are worth measuring."""
+"""The plans of a product that `mpjax tune` measures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 
-from mpjax.kernels.gemm.plans.configuration import ROWS, SCALINGS, TritonConfig
+from mpjax.kernels.gemm.plans.configuration import ROW_MULTIPLE, SCALINGS, TritonConfig
 from mpjax.kernels.gemm.plans.limits import (
     why_not_triton,
     why_not_warpgroups,
@@ -19,23 +19,24 @@ from mpjax.kernels.gemm.plans.triton_rule import most_splits, triton_by_rule
 from mpjax.kernels.gemm.plans.warpgroup_rule import ranked
 from mpjax.kernels.plans.plan import Plan
 
-WARPGROUP_SHARE = 3  # of so many candidates one is for the warpgroups' kernel
+WARPGROUP_SHARE = 3  # one candidate in three is for the warpgroups' kernel
 
 
 def candidates(problem: Problem, most: int = 40) -> list[Plan]:
-    """Sound plans for a problem: the fused kernels', and what many rows run with.
+    """At most `most` plans that a problem can run with, the most promising first.
 
-    Those of the kernel that the rule chooses come first, nearest to the rule's configuration, and
-    what many rows run with comes last.
+    Plans of the kernel that the rule chooses come first, in the order of their distance from the
+    rule's configuration, then those of the other fused kernel. The last is always the unfused
+    implementation for many rows.
 
-    problem: its rows are a bucket.
+    problem: its rows are one of BUCKETS.
     """
-    # What many rows run with has no tiles to choose, and is a bound that no product may miss.
+    # It has no tiles to choose, and its time is an upper bound for any plan.
     other = Plan(unfused(problem))
     if why_not_triton(problem):
         return [other]
     plans = [Plan("triton", config) for config in _triton_configs(problem)]
-    can_have_warpgroups = problem.rows >= ROWS or problem.has_table
+    can_have_warpgroups = problem.rows >= ROW_MULTIPLE or problem.has_table
     if can_have_warpgroups and why_not_warpgroups(problem) is None:
         best = ranked(problem)[: most // WARPGROUP_SHARE]
         plans = [*plans[: most - len(best) - 1], *(Plan("mosaic", config) for config in best)]
@@ -45,10 +46,11 @@ def candidates(problem: Problem, most: int = 40) -> list[Plan]:
 
 
 def _triton_configs(problem: Problem) -> list[TritonConfig]:
-    """Sound configurations, the nearest to the rule's first.
+    """Sound configurations of Triton's kernel, the nearest to the rule's first.
 
-    Nearness counts doublings of a tile's sides, of the outputs of a warp, the width and the warps
-    in flight, and stages.
+    The distance of two configurations is the sum of the differences in the base-2 logarithms of
+    tile_m, tile_n, outputs per warp, width and the number of warps in all programs, and in stages;
+    plus 1 if they scale differently.
     """
     center = triton_by_rule(problem)
 

@@ -1,4 +1,4 @@
-"""Which plan a product runs with, and its configurations for kernels that are forced."""
+"""The planner of products, and configurations for a kernel that the caller requests."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ plan_of, forced = PLANNER.plan_of, PLANNER.forced
 
 
 def runs_by_warpgroups(problem: Problem) -> bool:
-    """Whether the default device multiplies a problem by warpgroups, if x is bfloat16."""
+    """Whether the warpgroups' kernel multiplies a problem on the default device, for bfloat16 x."""
     if device.why_triton_cannot_run() is not None:
         return False
     return plan_of(problem).implementation == "mosaic" and why_not_warpgroups(problem) is None
 
 
 def triton_config_of(problem: Problem) -> TritonConfig:
-    """The plan's configuration of Triton's kernel, or the rule's where that has another kernel.
+    """The configuration of Triton's kernel: the plan's, or the rule's if it plans another kernel.
 
-    Raises UnsupportedError, with the reason, where the GPU can't multiply the format.
+    Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
     """
     config = plan_of(problem).config
     return config if isinstance(config, TritonConfig) else triton_by_rule(problem)
 
 
 def warpgroup_config_of(problem: Problem) -> WarpgroupConfig:
-    """The plan's configuration of the warpgroups' kernel, or the rule's, likewise."""
+    """The warpgroups' configuration: the plan's, or the rule's if it plans another kernel."""
     config = plan_of(problem).config
     return config if isinstance(config, WarpgroupConfig) else warpgroups_by_rule(problem)

@@ -1,4 +1,4 @@
-"""What the fused kernels of a product are launched with."""
+"""Configurations of the fused kernels: the tiles and settings that they are launched with."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Literal, get_args
 
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
-ROWS = 8  # that tiles of warpgroups come in: Pallas tiles whole arrays in memory by so many
-INTEGER_ROWS = 16  # likewise, of more than 32, as `wgmma` multiplies int8
-PRODUCT_ROWS = {2: 256, 3: 128, 4: 128}  # that one `wgmma` can multiply, by a program's warpgroups
-FEW_ROWS = 32  # of a tile of theirs: to so many, sums are scaled rather than weights
-TURN_ROWS = 16  # likewise, one group's while the next group is multiplied
-# Likewise, each warp multiplies for itself: of codes that are computed, and of those looked up.
-LEAST_ROWS, LEAST_ROWS_OF_TABLES = 16, 8
+# Rows of x in a tile of the warpgroups' kernel.
+ROW_MULTIPLE = 8  # a tile's rows are a multiple: Pallas tiles arrays in memory by 8 rows
+INT8_ROW_MULTIPLE = 16  # with more than FEW_ROWS rows, the multiple that `wgmma` has for int8
+WGMMA_ROWS = {2: 256, 3: 128, 4: 128}  # the most rows of one `wgmma`, by a program's warpgroups
+FEW_ROWS = 32  # up to so many rows, sums are scaled instead of weights
+OVERLAP_ROWS = 16  # up to so many, the sums of a group can be scaled during the next product
+# Up to so many, warps multiply by `mma.sync`: with computed codes, and with codes of a table.
+MMA_SYNC_ROWS, MMA_SYNC_ROWS_OF_TABLES = 16, 8
 
 Implementation = Literal["triton", "mosaic", "dequantize", "xla", "reference"]
 Scaling = Literal["accumulator", "weight"]
@@ -25,17 +26,19 @@ class TritonConfig:
     """Tile sizes and compiler settings of one launch of Triton's kernel.
 
     tile_m, tile_n: rows of x and output channels of a program's tile.
-    splits: programs that share a tile, each with a part of K.
-    warps, stages: the compiler's; stages is how many steps of K are in flight.
+    splits: the number of programs that share a tile, each with a part of K.
+    warps, stages: the compiler's `num_warps` and `num_stages`; stages is the number of steps of K
+        whose loads are in flight.
     scaling: where the scale of a group is applied: to the float32 `accumulator`, once per output
-        and group, or to each decoded `weight`, rounded to 16 bits; which is fewer instructions
-        depends on tile_m, and only formats with group scales and 16-bit activations have a choice.
-    width: lanes of each plane that a step takes, a divisor of the format's plane width, or None for
-        all: fewer, where the tile of x for a whole block would not fit shared memory.
-    unsplit: output channels, a multiple of tile_n, whose tiles are not split, but computed before
-        the others, in a launch of their own; None to split all. As many tiles as multiprocessors
-        work off at once need no splits; those that are left over would keep only a few of them
-        busy.
+        and group, or to each decoded `weight`, which is then rounded to 16 bits. It depends on
+        tile_m which takes fewer instructions. Only formats with group scales and 16-bit activations
+        have a choice.
+    width: the lanes of each plane that a step takes, a divisor of the format's plane width; None
+        for all. Fewer are for tiles of x that would not fit shared memory with a whole block.
+    unsplit: the first so many output channels, a multiple of tile_n, are not split; they are
+        computed in a launch of their own before the others. None splits all. Tiles that fill all
+        multiprocessors for whole rounds need no splits; the remaining ones would leave most
+        multiprocessors idle without.
     """
 
     tile_m: int
@@ -61,10 +64,10 @@ class WarpgroupConfig:
     """Tile sizes of one launch of the warpgroups' kernel.
 
     tile_m: rows of x in a program's tile.
-    warpgroups: that compute, 64 output channels each.
-    splits: programs that share a tile, each with a part of K.
-    shares: warpgroups of a program that share 64 output channels, each with a part of K; a divisor
-        of `warpgroups`.
+    warpgroups: the number of a program's consumers, each with 64 output channels.
+    splits: the number of programs that share a tile, each with a part of K.
+    shares: the number of a program's consumers that share the same 64 output channels, each with a
+        part of the program's K; a divisor of `warpgroups`.
     """
 
     tile_m: int
@@ -74,47 +77,51 @@ class WarpgroupConfig:
 
     @property
     def has_few_rows(self) -> bool:
-        """Whether sums are scaled rather than weights, as they are fewer."""
+        """Whether a tile has so few rows that scaling sums is cheaper than scaling weights."""
         return self.tile_m <= FEW_ROWS
 
-    def multiplies_now(self, *, looks_up: bool) -> bool:
-        """Whether tiles are so low that nothing is gained by products that can be waited for.
+    def uses_mma_sync(self, *, has_table: bool) -> bool:
+        """Whether warps multiply by `mma.sync`: tiles have so few rows that `wgmma` gains nothing.
 
-        looks_up: whether codes are, in the shared memory that each warp would read all of x from.
+        has_table: whether decoding reads a table in shared memory. Each warp also reads all of x
+            from there, so that the limit is lower.
         """
-        return self.tile_m <= (LEAST_ROWS_OF_TABLES if looks_up else LEAST_ROWS)
+        return self.tile_m <= (MMA_SYNC_ROWS_OF_TABLES if has_table else MMA_SYNC_ROWS)
 
-    def multiplies_in_turn(self, bits: int) -> bool:
-        """Whether a group's sums are scaled while the next group is multiplied, in other registers.
+    def overlaps_groups(self, bits: int) -> bool:
+        """Whether a group's sums are scaled while `wgmma` adds the next group's to other registers.
 
-        Where products are waited for, as those of tables are.
-        bits: of a code. Tables of fewer than four are in registers, too: four warpgroups lack some.
+        bits: of a code. Tables with codes of fewer than four bits are also held in registers, which
+            four warpgroups have too few of.
         """
-        return self.tile_m <= TURN_ROWS and (bits == 4 or self.warpgroups < 4)
+        return self.tile_m <= OVERLAP_ROWS and (bits == 4 or self.warpgroups < 4)
 
     @property
-    def products(self) -> tuple[int, ...]:
-        """Rows of x of each product, where x is of 8 bits.
+    def product_rows(self) -> tuple[int, ...]:
+        """The rows of x in each `wgmma` of a tile, for 8-bit x: one product, or two halves.
 
-        The sums of one instruction have to fit the registers that threads are launched with, before
-        those that copy have given theirs away.
+        The sums of one instruction must fit the registers that a thread has at the launch, before
+        the producer has given its registers away.
         """
-        fits = self.tile_m <= PRODUCT_ROWS[self.warpgroups]
+        fits = self.tile_m <= WGMMA_ROWS[self.warpgroups]
         return (self.tile_m,) if fits else (self.tile_m // 2,) * 2
 
     @property
     def is_cluster(self) -> bool:
-        """Whether splits are added on the chip.
+        """Whether the programs that share a tile are a cluster, which adds their sums on the chip.
 
-        Programs of a cluster run at the same time, close to each other. With more than two of them
-        not all multiprocessors of an H200 can be in one.
+        Programs of a cluster run at the same time, on neighbouring multiprocessors. Clusters are of
+        two: larger ones cannot use all multiprocessors of an H200.
         """
         return self.splits == 2 and self.has_few_rows
 
     @property
     def finished_rows(self) -> int:
-        """Rows that a program finishes: in a cluster half, if that is a multiple of ROWS."""
-        is_halved = self.is_cluster and self.tile_m % (2 * ROWS) == 0
+        """The rows whose sums a program writes out.
+
+        In a cluster each program writes half, unless half is not a multiple of ROW_MULTIPLE.
+        """
+        is_halved = self.is_cluster and self.tile_m % (2 * ROW_MULTIPLE) == 0
         return self.tile_m // 2 if is_halved else self.tile_m
 
     @property

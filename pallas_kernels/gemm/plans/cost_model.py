@@ -1,9 +1,11 @@
-"""Models of what a product by warpgroups takes, fitted to measurements on an H200.
+"""Models of the time of a product by warpgroups, fitted to measurements on an H200.
 
-All have the same parts: the launch; the beginning of each round of programs; each block of K, of
-which every warpgroup waits for something and the tensor cores or the L2 cache may be what counts;
-and the sum of splits. More rows than ROWS that are no multiple of it pay for copies, which are not
-counted.
+The time is the sum of: the launch; the beginning of each round of programs, which is the time of
+their first loads; the blocks of K, each of which takes the longest of decoding, multiplying and
+reading the L2 cache; and the addition of splits. There is one set of constants for each main loop.
+All times are in microseconds.
+
+Rows above ROW_MULTIPLE that are not a multiple of it are copied first; that time is not counted.
 """
 
 from __future__ import annotations
@@ -16,28 +18,27 @@ from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
-MEGABYTE_OF_SUMS = 0.38  # microseconds to write and read it
-CHANNELS_OF_BLOCK = 256  # of uint4:g128: what few rows wait for was fitted to its blocks
+MEGABYTE_OF_SUMS = 0.38  # to write and read a megabyte of partial sums
+FITTED_BLOCK = 256  # input channels in a block of uint4:g128, to which `FewRows.wait` was fitted
 
 
 class ManyRows(NamedTuple):
-    """Microseconds of decoded weights with many rows.
+    """Times for tiles of many rows, whose weights are decoded to 16 bits.
 
-    259 products with uint4:g128 are within 5 %, and their best configuration is missed by 0.4 %
-    (all of `gemm.shapes` but llama3-70b.down, with this loop from 16 rows on).
+    The defaults were fitted to uint4:g128.
     """
 
     launch: float = 1.35
-    beginning: float = 1.97
-    wait: float = 0.0447  # of a plane's product, for all warpgroups
-    plane: float = 0.0544  # for each of them
-    warpgroup: float = 0.0  # likewise, of 64 channels
-    row_wait: float = 0.00067  # likewise, for each row
-    row_product: float = 0.00118  # likewise, where the tensor cores take longer
-    sum: float = 0.83  # of splits: a kernel
+    beginning: float = 1.97  # of each round
+    wait: float = 0.0447  # of each plane
+    plane: float = 0.0544  # of each plane and warpgroup
+    warpgroup: float = 0.0  # of each plane and warpgroup, for 64 input channels
+    row_wait: float = 0.00067  # the same, for each row of the tile
+    row_product: float = 0.00118  # the same, if the tensor cores take longer than decoding
+    sum: float = 0.83  # of the kernel that adds splits
 
-    def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
-        """Of a block, in each round."""
+    def block(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
+        """The time of a block of K in each round."""
         share, warpgroups = format.plane_width / WARPGROUP_OUTPUTS, config.warpgroups
         wait = self.wait + warpgroups * (
             self.plane + share * (self.warpgroup + self.row_wait * config.tile_m)
@@ -47,76 +48,62 @@ class ManyRows(NamedTuple):
 
 
 class FewRows(NamedTuple):
-    """Microseconds of decoded weights with few rows.
-
-    211 products of 8, 16 and 32 rows of all of `gemm.shapes` with uint4:g128 are within 6 % in the
-    mean and 21 % at worst; their best configuration is missed by 0.5 %. Of these, 96 had two
-    barriers for a block, and count as 3 % less; some had five to seven blocks on their way. What a
-    cluster takes was fitted again, to five products, when its programs came to share its rows.
-    """
+    """Times for tiles of few rows, whose weights are decoded to 16 bits."""
 
     launch: float
-    beginning: float
-    # Of a block: for all, for each warpgroup, and for each of its rows.
-    wait: float
-    warpgroup: float
-    row: float
-    megabyte: float  # of words and x, that all programs read of the L2 cache
-    cluster: float  # to add its splits, in each round
-    share: float  # to add what a warpgroup sends
-    sum: float
+    beginning: float  # of each round
+    wait: float  # of each block
+    warpgroup: float  # of each block and warpgroup
+    row: float  # of each block, warpgroup and row of the tile
+    megabyte: float  # to read a megabyte of words and x from the L2 cache
+    cluster: float  # to add the sums of a cluster's programs, in each round
+    share: float  # to add the sums that one warpgroup sends to another
+    sum: float  # of the kernel that adds splits
 
-    def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
-        """Of as many blocks as warpgroups share, in each round."""
+    def block(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
+        """The time of one block of K for each of `config.shares` warpgroups, in each round."""
         wait = self.wait + config.warpgroups * (self.warpgroup + self.row * config.tile_m)
-        wait *= max(1, format.block / CHANNELS_OF_BLOCK)
+        wait *= max(1, format.block / FITTED_BLOCK)
         nbytes = format.block * (config.tile_n * format.bits / 8 + 2 * config.tile_m)
         return max(wait, self.megabyte * config.shares * nbytes * programs * 1e-6)
 
 
 class EightBits(NamedTuple):
-    """Microseconds of products of 8 bits.
+    """Times for products of two 8-bit operands.
 
-    The defaults are those of matrices that are not decoded: 115 products with int8 of 64 to 4096
-    rows of five of `gemm.shapes` are within 6 % in the mean and 22 % at worst; their best
-    configuration is missed by 0.5 %, and by 8 % with 512 rows of K4096 N24576.
+    The defaults were fitted to int8/int8, a plain matrix that is not decoded.
     """
 
     launch: float = 0.0
-    beginning: float = 3.54
-    wait: float = 0.0416  # of a block of 128 channels
-    warpgroup: float = 0.0  # likewise, for each of them
-    product: float = 0.00114  # for each row of theirs
-    megabyte: float = 0.0665
-    megabyte_of_words: float = 0.252  # of the whole matrix, in memory
-    sum: float = 1.76
+    beginning: float = 3.54  # of each round
+    wait: float = 0.0416  # of each block
+    warpgroup: float = 0.0  # of each block and warpgroup
+    product: float = 0.00114  # of each block, warpgroup and row of the tile
+    megabyte: float = 0.0665  # to read a megabyte of words and x from the L2 cache
+    megabyte_of_words: float = 0.252  # to read a megabyte of the matrix from memory
+    sum: float = 1.76  # of the kernel that adds splits
 
-    def blocks(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
-        """Of a block, in each round."""
+    def block(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
+        """The time of a block of K in each round."""
         product = self.wait + config.warpgroups * (self.warpgroup + self.product * config.tile_m)
         nbytes = format.block * (config.tile_n * format.bits / 8 + config.tile_m)
         return max(product, self.megabyte * nbytes * programs * 1e-6)
 
 
-MANY_ROWS, MATRIX = ManyRows(), EightBits()
-# Of `liquid4`: 204 products of 64 to 4096 rows of Qwen3-8B's shapes are within 5 % in the mean and
-# 29 % at worst; their best configuration is missed by 0.9 %, by 11 % with 128 rows of K12288 N4096.
-LEVELS = EightBits(1.48, 2.21, 0.128, 0.024, 0.00097, 0.123, 0.348, 0.84)
-FEW_ROWS = FewRows(0.8, 2.27, 0.17, 0.077, 0.0056, 0.105, 1.07, 0.0, 1.46)
-LEAST_ROWS = FewRows(0.89, 2.13, 0.029, 0.208, 0.0034, 0.139, 0.7, 0.074, 1.84)
-# Of codes that are looked up, three and four bits: 74 products of 64 rows and more are within 3 %
-# in the mean and 11 % at worst; their best configuration is missed by 0.5 %. With two bits as
-# well, 195 of 16 and 32 rows are within 4 % and 23 %, their best missed by 0.1 %. Of 8 rows
-# LEAST_ROWS is true of their order, which is what counts (missed by 0.1 %), but 15 % too fast.
-# Few rows have gained since, three bits the most. What is chosen takes, of three and four bits, in
-# tiles of 16 rows up to 14 % less than this says, and of 8 up to 19 % more; of 16 rows of K8192
-# N10240 and three bits, three configurations are in the right order.
-MANY_ROWS_OF_TABLES = ManyRows(0.8, 2.99, 0.0134, 0.0146, 0.0628, 0.0007, 0.0013, 1.01)
-FEW_ROWS_OF_TABLES = FewRows(0.8, 2.5, 0.323, 0.176, 0.0033, 0.107, 1.08, 0.0, 1.8)
+# Fitted to uint4:g128, int8/int8 and liquid4.
+TIMES_OF_MANY_ROWS, TIMES_OF_INT8 = ManyRows(), EightBits()
+TIMES_OF_LIQUID4 = EightBits(1.48, 2.21, 0.128, 0.024, 0.00097, 0.123, 0.348, 0.84)
+TIMES_OF_FEW_ROWS = FewRows(0.8, 2.27, 0.17, 0.077, 0.0056, 0.105, 1.07, 0.0, 1.46)
+TIMES_BY_MMA_SYNC = FewRows(0.89, 2.13, 0.029, 0.208, 0.0034, 0.139, 0.7, 0.074, 1.84)
+# Fitted to tables: many rows with codes of three and four bits, few rows also with two bits. With 8
+# rows, TIMES_BY_MMA_SYNC is used for tables, too: it is too fast for them, but ranks their
+# configurations in the right order, and only the order matters for the choice.
+TIMES_OF_MANY_ROWS_OF_TABLES = ManyRows(0.8, 2.99, 0.0134, 0.0146, 0.0628, 0.0007, 0.0013, 1.01)
+TIMES_OF_FEW_ROWS_OF_TABLES = FewRows(0.8, 2.5, 0.323, 0.176, 0.0033, 0.107, 1.08, 0.0, 1.8)
 
 
 def microseconds(config: WarpgroupConfig, problem: Problem) -> float:
-    """What a product takes, about; of another GPU than the H200, what counts is the order."""
+    """The estimated time of a product; on GPUs other than the H200 only the order is meaningful."""
     format, rows, outputs = problem.format, problem.rows, problem.outputs
     programs = math.ceil(rows / config.tile_m) * math.ceil(outputs / config.tile_n) * config.splits
     rounds = math.ceil(programs / problem.limits.multiprocessors)
@@ -124,12 +111,12 @@ def microseconds(config: WarpgroupConfig, problem: Problem) -> float:
     blocks = math.ceil(math.ceil(problem.blocks / config.splits) / config.shares)
     times = _times(config, problem)
     time = times.launch + rounds * (
-        times.beginning + blocks * times.blocks(config, format, programs)
+        times.beginning + blocks * times.block(config, format, programs)
     )
     if isinstance(times, EightBits):
         words = problem.channels * outputs * format.bits / 8 * 1e-6
         memory = times.launch + times.beginning + times.megabyte_of_words * words
-        time = (time**6 + memory**6) ** (1 / 6)  # the larger one, and something of the other
+        time = (time**6 + memory**6) ** (1 / 6)  # a smooth maximum of both
     if isinstance(times, FewRows):
         time += times.share * (config.shares - 1) + rounds * times.cluster * config.is_cluster
     if config.splits > 1 and not config.is_cluster:
@@ -138,14 +125,14 @@ def microseconds(config: WarpgroupConfig, problem: Problem) -> float:
 
 
 def _times(config: WarpgroupConfig, problem: Problem) -> ManyRows | FewRows | EightBits:
-    """The model that a configuration's loop was fitted with."""
+    """The constants for the main loop that a configuration selects."""
     has_table = problem.has_table
     if problem.format.is_flat:
-        return MATRIX
+        return TIMES_OF_INT8
     if not config.has_few_rows:
         if problem.format.activations:
-            return LEVELS
-        return MANY_ROWS_OF_TABLES if has_table else MANY_ROWS
-    if config.multiplies_now(looks_up=has_table):
-        return LEAST_ROWS
-    return FEW_ROWS_OF_TABLES if has_table else FEW_ROWS
+            return TIMES_OF_LIQUID4
+        return TIMES_OF_MANY_ROWS_OF_TABLES if has_table else TIMES_OF_MANY_ROWS
+    if config.uses_mma_sync(has_table=has_table):
+        return TIMES_BY_MMA_SYNC
+    return TIMES_OF_FEW_ROWS_OF_TABLES if has_table else TIMES_OF_FEW_ROWS

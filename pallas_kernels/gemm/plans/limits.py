@@ -1,4 +1,4 @@
-"""Which kernels can multiply a problem on its GPU, and with which configurations."""
+"""Reasons why a fused kernel can't multiply a problem on its GPU, or not with a configuration."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.shared_memory import triton_bytes
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS
 
-# Of a thread's 255 registers; the rest holds words, decoded weights and addresses.
+# The most of a thread's 255 registers for sums; others hold words, decoded weights and addresses.
 ACCUMULATOR_REGISTERS = 128
 
 
 def why_not_triton(problem: Problem) -> str | None:
-    """Why Triton's kernel can't multiply a problem's format on its GPU; None if it can."""
+    """The reason why Triton's kernel can't multiply a problem on its GPU, or None if it can."""
     if problem.format.activations != "float8":
         return None
     return device.why_not_float8(problem.limits.compute_capability)
 
 
 def why_no_wgmma(limits: Limits) -> str | None:
-    """Why a GPU has not the instruction that warpgroups multiply with; None if it has."""
+    """The reason why a GPU lacks `wgmma`, the instruction of warpgroups, or None if it has it."""
     if int(limits.compute_capability) == 9:
         return None
     return f"compute capability {limits.compute_capability} has no `wgmma`, which only 9.0 has"
 
 
 def why_not_warpgroups(problem: Problem) -> str | None:
-    """Why the warpgroups' kernel can't multiply a problem on its GPU; None if it can."""
+    """The reason why the warpgroups' kernel can't multiply a problem, or None if it can."""
     if reason := why_no_wgmma(problem.limits):
         return reason
     format, outputs = problem.format, problem.outputs
@@ -45,23 +45,23 @@ def why_not_warpgroups(problem: Problem) -> str | None:
 
 
 def widths(format: WeightFormat) -> tuple[int | None, ...]:
-    """Lanes of a plane that a step may take: all, or half of them if rows stay 64 bytes long."""
+    """The lanes of a plane that a step may take: all (None), or half if rows stay 64 bytes long."""
     half = format.plane_width // 2
     return (None, half) if half * format.word_bits >= 64 * 8 else (None,)
 
 
 def can_scale_weights(format: WeightFormat) -> bool:
-    """Whether `scaling="weight"` is a choice: only 16-bit operands can hold a group's scale."""
+    """Whether `scaling="weight"` is possible: group scales, and 16-bit operands to hold them."""
     return format.group_size is not None and format.activations is None
 
 
 def can_be_operand(scale_dtype: str, operand: jnp.dtype) -> bool:
-    """Whether the dtype of a product's operands has the range of scales."""
+    """Whether `operand`, the dtype of a product's operands, has the range of the scales' dtype."""
     return operand == jnp.bfloat16 or scale_dtype == operand.name
 
 
 def why_unsound(config: TritonConfig, problem: Problem) -> str | None:
-    """Why Triton's kernel can't run well, or at all, with a configuration; None if it can."""
+    """The reason why Triton's kernel can't run (well) with a configuration, or None if it can."""
     if reason := why_not_triton(problem):
         return reason
     format, available = problem.format, problem.limits.shared_memory
@@ -79,8 +79,11 @@ def why_unsound(config: TritonConfig, problem: Problem) -> str | None:
 
 
 def accumulator_registers(config: TritonConfig, format: WeightFormat) -> int:
-    """Registers of a thread that hold sums: those of a group apart, where they are scaled later."""
-    # The groups of liquid4 become int8, so that one sum runs over all of K.
+    """The registers of a thread that hold sums.
+
+    Twice as many if the sum of a group is scaled before it is added to the sum over K.
+    """
+    # The groups of liquid4 are decoded to int8 with their scales, so it needs a single sum.
     apart = format.group_size is not None and code_kinds.of(format).has_group_scales
     sums = 2 if apart and config.scaling == "accumulator" else 1
     return sums * config.tile_m * config.tile_n // (32 * config.warps)

@@ -1,4 +1,4 @@
-"""What a program has in shared memory at a time, and whether there is room for it."""
+"""The shared memory of the fused kernels' programs: what it holds, and whether it is enough."""
 
 from __future__ import annotations
 
@@ -12,55 +12,59 @@ from mpjax.kernels import device
 from mpjax.kernels.codes.look_up import ROW_BYTES, pair_rows
 from mpjax.kernels.device import Limits
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm.plans.configuration import ROWS, TritonConfig, WarpgroupConfig
+from mpjax.kernels.gemm.plans.configuration import ROW_MULTIPLE, TritonConfig, WarpgroupConfig
 
-CAPABILITY = 9.0  # of the GPUs that have `wgmma`
-BARRIER_BYTES = 2048  # at most, with what the start of each array is rounded up by
-BLOCKS = 2  # of words on their way or in use, where there are many rows
-MOST_STAGES = 8  # tiles of x, likewise
-LEAST_STAGES = 2  # of them: a tile is free when the product of the next one has begun
-LEAST_PLANES = 4  # likewise of tiles for a plane: with two, products wait for copies
-MOST_OUT_ROWS = 64  # of a tile on its way out
+WGMMA_CAPABILITY = 9.0  # the compute capability of GPUs with `wgmma`
+BARRIER_BYTES = 2048  # the most bytes of all barriers, and of the padding between arrays
+WORD_BLOCKS = 2  # slots for blocks of words, if x is copied plane by plane
+MOST_X_TILES = 8
+# A slot for a tile of x is free once the next tile's product has begun, so there are two at least.
+# With two slots for tiles of a plane, products would wait for copies.
+LEAST_X_TILES, LEAST_X_TILES_OF_PLANES = 2, 4
+MOST_OUT_ROWS = 64  # rows of an output tile
 
 
 class Stages(NamedTuple):
-    """What is in shared memory of the blocks that one warpgroup goes through."""
+    """The slots in shared memory of one share of a program's K, for copies in flight or in use."""
 
-    blocks: int  # of words
-    x: int  # tiles of x
-    parts: int  # tiles of x for a block: 1, which comes with its words, or one for each plane
-    out_rows: int  # of a tile on its way out
+    blocks: int  # slots for blocks of words
+    x: int  # slots for tiles of x
+    parts: int  # tiles of x in a block: 1, copied together with its words, or one for each plane
+    out_rows: int  # rows of an output tile, from which sums are copied to global memory
 
 
 def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> Stages:
-    """As many as there is room for, or none; a power of two where x comes plane by plane.
+    """The slots that shared memory has room for; `x` is 0 if it has room for none.
 
-    dtype: of the output. Tiles of few rows or of 8 bits are small: they are for whole blocks, and
-        as many.
+    With few rows or 8-bit activations, a tile of x is small: it is for a whole block, and there are
+    as many slots for x as for words. Else a tile of x is for a plane, and the number of slots is a
+    power of two.
+
+    dtype: of the output.
     """
     width = format.plane_width * format.word_bits // 8
     words = config.tile_n * (format.columns * width + 4 * format.parameters_of_block)
     plane = config.tile_m * width
-    out_rows = math.gcd(*config.products, config.finished_rows, MOST_OUT_ROWS)
+    out_rows = math.gcd(*config.product_rows, config.finished_rows, MOST_OUT_ROWS)
     row = config.tile_n * dtype.itemsize
     pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
-    room = device.shared_memory(CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
+    room = device.shared_memory(WGMMA_CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
     if config.has_few_rows or format.activations:
         room = (room - out_rows * row) // config.shares
-        count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))
-        # Five and six were measured to be slower than four, and four slower than eight.
-        count = 4 if 4 < count < MOST_STAGES else count
+        count = max(0, min(MOST_X_TILES // config.shares, room // (words + format.planes * plane)))
+        # Measured: five to seven slots are slower than four, and four slower than eight.
+        count = 4 if 4 < count < MOST_X_TILES else count
         return Stages(count, count, 1, out_rows)
-    room -= BLOCKS * words
-    if room - out_rows * row < LEAST_PLANES * plane:
-        out_rows = max(ROWS, out_rows // 2)  # parts of a tile take turns
-    most = max(0, min(MOST_STAGES, (room - out_rows * row) // plane))
-    # Its place is then found without a division.
-    return Stages(BLOCKS, 1 << most.bit_length() - 1 if most else 0, format.planes, out_rows)
+    room -= WORD_BLOCKS * words
+    if room - out_rows * row < LEAST_X_TILES_OF_PLANES * plane:
+        out_rows = max(ROW_MULTIPLE, out_rows // 2)  # the tile is written out in more parts
+    most = max(0, min(MOST_X_TILES, (room - out_rows * row) // plane))
+    # With a power of two, the slot of a tile is computed without a division.
+    return Stages(WORD_BLOCKS, 1 << most.bit_length() - 1 if most else 0, format.planes, out_rows)
 
 
 def sent_bytes(config: WarpgroupConfig) -> int:
-    """Bytes for sums that warpgroups send to others, 32 bits each; see `warpgroup_program`."""
+    """The bytes of 32-bit sums that warpgroups send to others of their program or cluster."""
     rows = (config.shares - 1) * config.tile_m
     if config.is_cluster:
         rows += config.finished_rows
@@ -68,22 +72,25 @@ def sent_bytes(config: WarpgroupConfig) -> int:
 
 
 def why_no_room(format: WeightFormat, config: WarpgroupConfig) -> str | None:
-    """Why a configuration can't run, whatever the output's dtype; None if it can."""
+    """The reason why shared memory is too small for a configuration, or None if it is enough.
+
+    The output's dtype is taken to be float32, the widest.
+    """
     staged = stages(format, config, jnp.dtype(jnp.float32))
-    least = LEAST_STAGES if staged.parts == 1 else LEAST_PLANES
+    least = LEAST_X_TILES if staged.parts == 1 else LEAST_X_TILES_OF_PLANES
     if staged.x < least:
         return f"shared memory has no room for {least} tiles of x of each warpgroup"
     return None
 
 
 def triton_bytes(config: TritonConfig, format: WeightFormat, limits: Limits) -> int:
-    """Bytes of shared memory that a program of Triton's kernel has, or a few more.
+    """An upper bound of the bytes of shared memory of a program of Triton's kernel.
 
-    A load that is `stages` − 1 steps ahead of its use has so many buffers, and one more where
-    `wgmma` (compute capability 9.0, four warps or more) still reads the last: it takes x from
-    shared memory, and also the weight where words are codes and nothing is decoded.
+    A load is `stages` − 1 steps ahead of its use, and has as many buffers. It has one more if
+    `wgmma` (compute capability 9.0, four warps or more) still reads the last buffer: that is x, and
+    also the weight if its words are not decoded.
     """
-    channels = format.planes * (config.width or format.plane_width)  # of a step
+    channels = format.planes * (config.width or format.plane_width)  # input channels of a step
     words = config.tile_n * channels * format.bits // 8
     x = config.tile_m * channels * format.word_bits // 8
     groups = 0 if format.group_size is None else format.parameters_of_block
@@ -92,5 +99,7 @@ def triton_bytes(config: TritonConfig, format: WeightFormat, limits: Limits) -> 
     loop = (config.stages - 1) * (words + x + parameters)
     if reads_shared:
         loop += x + (words if format.is_flat else 0)
-    transposed = config.tile_m * config.tile_n * 4  # on the way out, when the loop's are free
+    transposed = (
+        config.tile_m * config.tile_n * 4
+    )  # the output tile, which reuses the loop's memory
     return max(loop, transposed) + code_kinds.of(format).shared_bytes

@@ -1,4 +1,4 @@
-"""The measured plans of products: what a plan is measured for, and which plans there can be."""
+"""Tables of measured plans of products: their keys, and the checks of their entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.plans.configuration import (
-    ROWS,
+    ROW_MULTIPLE,
     SCALINGS,
     TritonConfig,
     WarpgroupConfig,
@@ -18,14 +18,18 @@ from mpjax.kernels.gemm.plans.warpgroup_rule import why_unsound
 from mpjax.kernels.plans.plan import Entry
 from mpjax.kernels.plans.tables import Table, Tables
 
-# A plan measured for so many rows serves all numbers of rows down to the next smaller one. Of few
-# rows, multiples of ROWS have buckets of their own: others, above ROWS, are padded for warpgroups.
+# The numbers of rows for which plans are measured. A problem with other rows uses the next larger
+# bucket. Up to 32 rows, multiples of ROW_MULTIPLE have their own buckets, because the warpgroups'
+# kernel pads other numbers of rows above ROW_MULTIPLE.
 BUCKETS = (7, 8, 15, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-POWERS_OF_TWO = {"tile_m", "tile_n", "warps", "width"}  # of Triton's tiles
+POWERS_OF_TWO = {"tile_m", "tile_n", "warps", "width"}  # fields of a TritonConfig
 
 
 class Key(NamedTuple):
-    """What a plan is for: a format's text, the weight's shape [K, N], and a bucket of rows."""
+    """The key of a plan.
+
+    format: the weight format's text. channels, outputs: K and N. rows: one of BUCKETS.
+    """
 
     format: str
     channels: int
@@ -34,13 +38,17 @@ class Key(NamedTuple):
 
 
 def bucket(rows: int) -> int:
-    """The smallest of BUCKETS that holds `rows`; above the last, the last."""
+    """The bucket of a number of rows: the next of BUCKETS, or the last for more rows.
+
+    Up to 32 rows, a multiple of ROW_MULTIPLE has the next bucket that is a multiple, too: 24 rows
+    have the bucket 32, but 23 rows the bucket 31.
+    """
     size = next((size for size in BUCKETS if rows <= size), BUCKETS[-1])
-    return size + 1 if rows % ROWS == 0 and size % ROWS else size
+    return size + 1 if rows % ROW_MULTIPLE == 0 and size % ROW_MULTIPLE else size
 
 
 class ProductTables(Tables[Problem]):
-    """Plans by format, shape such as `4096x24576` (K × N) and bucket of rows."""
+    """The measured plans of products, by format, shape `KxN`, such as `4096x24576`, and bucket."""
 
     operation = "gemm"
     levels = 3
@@ -57,11 +65,11 @@ class ProductTables(Tables[Problem]):
         return Key(str(problem.format), problem.channels, problem.outputs, rows)
 
     def names(self, key: Key) -> tuple[str, ...]:
-        """Such as `uint4:g128`, `4096x24576` and `64`."""
+        """The names of a key, such as `uint4:g128`, `4096x24576` and `64`."""
         return key.format, f"{key.channels}x{key.outputs}", str(key.rows)
 
     def key(self, names: tuple[str, ...]) -> Key:
-        """The inverse of `names`; raises ValueError for another text than a table has."""
+        """The inverse of `names`; raises ValueError for names that a table can't have."""
         text, shape, rows = names
         format = WeightFormat.parse(text)
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
@@ -74,17 +82,18 @@ class ProductTables(Tables[Problem]):
         return Key(text, int(match[1]), int(match[2]), int(rows))
 
     def find(self, table: Table, key: Key) -> Entry | None:
-        """The entry of a key.
+        """The entry of a key, or None.
 
-        Without one, that of the next multiple of ROWS will do, but for one of warpgroups.
+        A bucket without an entry uses the one for the next multiple of ROW_MULTIPLE rows, unless
+        that entry's plan is the warpgroups' kernel.
         """
-        if key in table.entries or not key.rows % ROWS:
+        if key in table.entries or not key.rows % ROW_MULTIPLE:
             return table.entries.get(key)
         other = table.entries.get(key._replace(rows=key.rows + 1))
         return None if other is None or other.plan.implementation == "mosaic" else other
 
     def check(self, key: Key, implementation: str, config: Mapping[str, Any]) -> None:
-        """Raises ValueError for tiles that a kernel of the format can't have."""
+        """Raises ValueError for a configuration that a kernel can't multiply the format with."""
         _check_numbers(config)
         format = WeightFormat.parse(key.format)
         if implementation == "triton":

@@ -1,4 +1,7 @@
-"""The rule for Triton's kernel: which tiles a product is cut into, and how K is divided."""
+"""The rule for Triton's kernel: the tiles of a product, and the splits of K.
+
+Costs are compared in steps: the time in which a multiprocessor multiplies one block of K of a tile.
+"""
 
 from __future__ import annotations
 
@@ -13,45 +16,46 @@ from mpjax.kernels.gemm.plans.problem import Problem
 
 
 class Tile(NamedTuple):
-    """Rows and output channels that a program multiplies, and its warps."""
+    """The rows and output channels of a program's tile, and its warps."""
 
     rows: int
     outputs: int
     warps: int
 
 
-# For more and more rows, measured on the H200.
+# For more and more rows; measured on an H200, as all constants here.
 TILES = tuple(Tile(rows, 64, 4) for rows in (8, 16, 32, 64, 128))
-WIDE_TILE = Tile(64, 128, 4)  # where a table in shared memory leaves registers for it
-# For many rows: it reads each operand least often, and decodes a weight for the most rows, but
-# wants tiles for most multiprocessors.
+WIDE_TILE = Tile(64, 128, 4)  # for a table in shared memory, which leaves registers for its sums
+# For many rows. With it operands are read least often, and a decoded weight serves the most rows,
+# but a product needs many rows and outputs to have tiles for all multiprocessors.
 LARGEST_TILE = Tile(128, 128, 8)
 LARGEST_TILES = {"int8": Tile(128, 128, 4), "liquid4": Tile(256, 64, 4)}
-# LARGEST_TILE has twice the outputs of a tile for fewer rows, and steps that take so much longer;
-# where there are fewer steps, the time of the first loads and of the partial sums is what counts.
+# A step of LARGEST_TILE takes 1.6 times as long as one of the tile below it, for twice the outputs.
+# With fewer steps than FEW_STEPS, first loads and partial sums dominate, and the smaller tile wins.
 LONGER_STEPS, FEW_STEPS = 1.6, 12
-# Programs that keep the memory pipeline of a multiprocessor full, by a tile's rows. Where one has
-# more to multiply it needs less company, and the partial sums of a split are dearer.
+# The number of programs that keep the memory pipeline of a multiprocessor full, by a tile's rows.
+# The more rows, the more a program multiplies for each load, and the larger its partial sums are.
 PROGRAMS_PER_MULTIPROCESSOR = {8: 4, 16: 4, 32: 3, 64: 2, 128: 1, 256: 1}
-# Where more share one than this, two warps do for each.
+# With more programs than this on a multiprocessor, two warps are enough for each.
 PROGRAMS_OF_FOUR_WARPS = 3
-# In steps of LARGEST_TILE, of which a multiprocessor runs one at a time: what a program takes to
-# begin, and what one tile's partial sum costs, which is written and read back.
+# In steps of LARGEST_TILE, of which a multiprocessor runs one program at a time: the time before a
+# program's first step, and the time to write a tile's partial sum and read it back.
 BEGINNING, PARTIAL_SUM = 1, 0.03
-# Where one multiprocessor has so much more to do than the mean, smaller programs are spread better.
+# If the busiest multiprocessor has this many times the mean work, programs get two warps, so that
+# more of them run at once.
 UNEVEN = 1.2
-# Each split adds a partial sum to write and read back, and pays for a pipeline of its own.
+# A split has at least so many blocks of K, because it adds a partial sum, and a pipeline to fill.
 BLOCKS_PER_SPLIT = 4
 MAXIMUM_SPLITS = 8
 
 
 def triton_by_rule(problem: Problem) -> TritonConfig:
-    """A sound configuration of Triton's kernel for any problem.
+    """The rule's configuration of Triton's kernel, which is sound, for any problem.
 
-    Raises UnsupportedError, with the reason, where the GPU can't multiply the format at all.
+    Raises UnsupportedError, with the reason, if the GPU can't multiply the format at all.
     """
-    # Where shared memory does not hold it all, less of a large tile is still better than a smaller
-    # one.
+    # If shared memory is too small, a large tile with fewer stages or lanes is better than a
+    # smaller tile.
     for tile, stages, width in itertools.product(
         _tiles(problem), _stages(problem), _widths(problem)
     ):
@@ -65,8 +69,8 @@ def triton_by_rule(problem: Problem) -> TritonConfig:
     raise device.UnsupportedError(f"the fused kernel can't multiply {problem.format}: {reason}")
 
 
-def _is_dear(problem: Problem) -> bool:
-    """Whether weights cost so much to decode that it should not be done often."""
+def _is_slow_to_decode(problem: Problem) -> bool:
+    """Whether decoding is so slow that each weight should be decoded for few tiles of rows."""
     return problem.format.bits <= 4 and problem.format.activations is None
 
 
@@ -74,32 +78,32 @@ def _largest_tile(problem: Problem) -> Tile:
     return LARGEST_TILES.get(problem.format.codes, LARGEST_TILE)
 
 
-def _count(problem: Problem, tile: Tile) -> int:
-    """Tiles that the product is cut into."""
+def _tile_count(problem: Problem, tile: Tile) -> int:
+    """The number of tiles of a product."""
     return -(-problem.rows // tile.rows) * -(-problem.outputs // tile.outputs)
 
 
 def _rounds(problem: Problem, programs: int) -> int:
-    """Programs of the busiest multiprocessor."""
+    """The number of programs that the busiest multiprocessor runs, out of `programs` in all."""
     return -(-programs // problem.limits.multiprocessors)
 
 
 def _tiles(problem: Problem) -> list[Tile]:
-    """The best tile, and smaller ones for where it does not fit."""
+    """The tiles to try in turn: the best one, then smaller ones in case it does not fit."""
     rows, limits, largest = problem.rows, problem.limits, _largest_tile(problem)
     size = next((size for size in range(4) if rows <= TILES[size].rows), 4)
     tiles = list(reversed(TILES[: size + 1]))
     if rows <= 16 and not problem.has_table:
         splits = _divide(problem, tiles[0]).splits
-        programs = splits * _count(problem, tiles[0])
+        programs = splits * _tile_count(problem, tiles[0])
         many = splits > 1 and programs > PROGRAMS_OF_FOUR_WARPS * limits.multiprocessors
         if many or _rounds(problem, programs) * limits.multiprocessors > UNEVEN * programs:
             tiles = [tile._replace(warps=tile.warps // 2) for tile in tiles]
-    # What is cheap to decode can be decoded more often, in smaller tiles that fill the GPU better.
-    fills = 3 * _count(problem, largest) >= 2 * limits.multiprocessors
-    if rows > (128 if _is_dear(problem) else 256) and fills:
+    # Weights that are fast to decode use smaller tiles for longer: these fill the GPU better.
+    fills = 3 * _tile_count(problem, largest) >= 2 * limits.multiprocessors
+    if rows > (128 if _is_slow_to_decode(problem) else 256) and fills:
         tiles.insert(0, largest)
-    elif rows > 64 and _is_dear(problem) and not problem.has_table:
+    elif rows > 64 and _is_slow_to_decode(problem) and not problem.has_table:
         longer, shorter = _divide(problem, largest).steps, _divide(problem, tiles[0]).steps
         if FEW_STEPS <= longer <= shorter / LONGER_STEPS:
             tiles.insert(0, largest)
@@ -109,39 +113,42 @@ def _tiles(problem: Problem) -> list[Tile]:
 
 
 def _stages(problem: Problem) -> tuple[int, ...]:
-    """Steps of K in flight, the best number first."""
+    """The numbers of steps in flight to try in turn, the best first."""
     rows, format = problem.rows, problem.format
     if problem.has_table and (rows > 16 if format.bits == 4 else 8 < rows <= 32):
-        return 2, 3  # looking up waits: rather the company of other programs
+        return 2, 3  # look-ups have a long latency, which more programs hide better than stages
     if 64 < rows <= 128 and format.bits == 8 and format.activations is None:
-        # With less read ahead, two programs find room on a multiprocessor, where there are so many.
-        beside = _count(problem, _tiles(problem)[0]) >= 2 * problem.limits.multiprocessors
-        return (2, 3) if beside else (3, 2)
+        # With two stages two programs fit a multiprocessor, if there are so many programs.
+        has_two = _tile_count(problem, _tiles(problem)[0]) >= 2 * problem.limits.multiprocessors
+        return (2, 3) if has_two else (3, 2)
     if rows <= 32 and (format.activations or format.group_size is None):
         return 4, 3, 2
     return 3, 2
 
 
 def _widths(problem: Problem) -> tuple[int | None, ...]:
-    """Lanes of a plane that a step takes, the best number first."""
+    """The numbers of lanes of a plane to try in turn for a step, the best first."""
     lanes = widths(problem.format)
     shares = code_kinds.of(problem.format).shared_bytes > 0 and problem.rows > 32
     return lanes[::-1] if shares else lanes
 
 
 def _scaling(problem: Problem, tile: Tile) -> Scaling:
-    """Where the scale is applied.
+    """Where the scale of a group is applied.
 
-    It costs an operation for each output and group in the accumulator, and one for every two
-    weights otherwise. With four warps, which means `wgmma`, the compiler also loads it ahead only
-    if it is part of an operand. Symmetric weights in bfloat16 take it for free.
+    To the accumulator it costs an instruction for each output and group, to weights one for every
+    two weights, or none for symmetric weights in bfloat16. With four warps, which multiply by
+    `wgmma`, the compiler prefetches the scale only if it is part of an operand.
     """
-    pays = tile.rows >= 64 or problem.has_table or problem.format.symmetric
-    return "weight" if pays and can_scale_weights(problem.format) else "accumulator"
+    scales_weights = tile.rows >= 64 or problem.has_table or problem.format.symmetric
+    return "weight" if scales_weights and can_scale_weights(problem.format) else "accumulator"
 
 
 class _Division(NamedTuple):
-    """How many programs share a tile past the `unsplit` channels, and what `_steps` says of it."""
+    """The division of a product's K: `splits` and `unsplit` as in TritonConfig, and its cost.
+
+    steps: the cost, from `_steps`.
+    """
 
     splits: int
     unsplit: int | None
@@ -149,21 +156,22 @@ class _Division(NamedTuple):
 
 
 def _divide(problem: Problem, tile: Tile) -> _Division:
-    """Programs that share a tile: all run at once, and the longest and busiest are waited for."""
-    multiprocessors, tiles = problem.limits.multiprocessors, _count(problem, tile)
+    """The best division of K for a tile: the one whose busiest multiprocessor is done first."""
+    multiprocessors, tiles = problem.limits.multiprocessors, _tile_count(problem, tile)
     sizes = range(1, most_splits(problem) + 1)
 
-    if tile == LARGEST_TILE:  # which a multiprocessor runs one of at a time
+    if tile == LARGEST_TILE:  # a multiprocessor runs one such program at a time
         divisions = [_Division(size, None, _steps(problem, size, tiles)) for size in sizes]
         tiles_m = -(-problem.rows // tile.rows)
         tiles_n = tiles // multiprocessors * multiprocessors // tiles_m
-        if tiles_n:  # of whole rounds first, and then what is left over
+        if tiles_n:  # whole rounds of unsplit tiles first, then the remaining tiles, split
             whole = _steps(problem, 1, tiles_m * tiles_n) + BEGINNING
             for size in sizes[1:]:
                 steps = whole + _steps(problem, size, tiles - tiles_m * tiles_n)
                 divisions.append(_Division(size, tiles_n * tile.outputs, steps))
         return min(divisions, key=lambda division: division.steps)
-    # Programs hide each other's waits: twice as many are worth 1.4 times the steps.
+    # More programs on a multiprocessor hide each other's latencies. Twice as many are worth √2
+    # times the steps: so steps² / splits is compared.
     wanted = multiprocessors * PROGRAMS_PER_MULTIPROCESSOR[tile.rows] // tiles
     splits = min(
         sizes[: max(1, wanted)], key=lambda splits: _busiest(problem, splits, tiles) ** 2 / splits
@@ -172,17 +180,17 @@ def _divide(problem: Problem, tile: Tile) -> _Division:
 
 
 def _steps(problem: Problem, splits: int, tiles: int) -> float:
-    """`_busiest`, and what programs take to begin and partial sums to be added, in steps, too."""
+    """The cost in steps: `_busiest`, the beginnings of programs, and the partial sums."""
     sums = PARTIAL_SUM * tiles * splits if splits > 1 else 0
     beginnings = _rounds(problem, splits * tiles) * BEGINNING
     return _busiest(problem, splits, tiles) + beginnings + sums
 
 
 def _busiest(problem: Problem, splits: int, tiles: int) -> int:
-    """Steps of K that the busiest multiprocessor works off, one program after another."""
+    """The steps of the busiest multiprocessor, over all programs that it runs in turn."""
     return _rounds(problem, splits * tiles) * -(-problem.blocks // splits)
 
 
 def most_splits(problem: Problem) -> int:
-    """The most programs that may share a tile."""
+    """The most splits of a problem."""
     return max(1, min(problem.blocks // BLOCKS_PER_SPLIT, MAXIMUM_SPLITS))

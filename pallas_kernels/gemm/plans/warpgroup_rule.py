@@ -1,28 +1,34 @@
-"""The rule of thumb for the warpgroups' kernel: which tiles a product is cut into."""
+"""The rule for the warpgroups' kernel: the sound configuration that the cost model ranks first."""
 
 from __future__ import annotations
 
 import itertools
 
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.gemm.plans.configuration import FEW_ROWS, INTEGER_ROWS, ROWS, WarpgroupConfig
+from mpjax.kernels.gemm.plans.configuration import (
+    FEW_ROWS,
+    INT8_ROW_MULTIPLE,
+    ROW_MULTIPLE,
+    WarpgroupConfig,
+)
 from mpjax.kernels.gemm.plans.cost_model import microseconds
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.shared_memory import why_no_room
 
-# A program has a multiprocessor to itself: its threads begin with all registers. With three
-# computing warpgroups these are 160 for each thread, and less than half of them can be sums, where
-# weights are decoded into others.
-MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}  # of a tile, by warpgroups
-MOST_ROWS_OF_MATRIX = {2: 256, 3: 256, 4: FEW_ROWS}
-MOST_ROWS_OF_LEVELS = {2: 256, 3: 192, 4: FEW_ROWS}  # decoded into 8 bits: half the registers
-HALVED_ROWS = 32  # what tiles of two products are a multiple of
+# The most rows of a tile, by the number of consumers. One program has all registers of its
+# multiprocessor. With three consumers a thread has 160 of them. If weights are decoded into
+# registers, less than half can be sums. A plain int8 matrix is not decoded, and liquid4 is decoded
+# to 8 bits, which takes half the registers.
+MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}
+MOST_ROWS_OF_INT8 = {2: 256, 3: 256, 4: FEW_ROWS}
+MOST_ROWS_OF_LIQUID4 = {2: 256, 3: 192, 4: FEW_ROWS}
+TWO_PRODUCTS_ROW_MULTIPLE = 32  # with 8-bit activations, of tiles above MOST_ROWS: two products
 MOST_SPLITS = 8
-LEAST_BLOCKS = 2  # of K in a program's part
+LEAST_BLOCKS = 2  # the fewest blocks of K in a split
 
 
 def warpgroups_by_rule(problem: Problem) -> WarpgroupConfig:
-    """The configuration that the cost model finds the fastest."""
+    """The sound configuration that the cost model ranks first."""
     return ranked(problem)[0]
 
 
@@ -41,18 +47,22 @@ def ranked(problem: Problem) -> list[WarpgroupConfig]:
 
 
 def _row_step(rows: int, format: WeightFormat) -> int:
-    """What the rows of a tile are a multiple of."""
-    return INTEGER_ROWS if format.activations == "int8" and rows > FEW_ROWS else ROWS
+    """The number that the rows of a tile are a multiple of.
+
+    rows: of the tile or the problem.
+    """
+    is_int8 = format.activations == "int8"
+    return INT8_ROW_MULTIPLE if is_int8 and rows > FEW_ROWS else ROW_MULTIPLE
 
 
 def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
-    """Why a configuration can't run; None if it can."""
+    """The reason why the warpgroups' kernel can't run with a configuration, or None if it can."""
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
     if format.activations and config.tile_m > most:
-        rows = MOST_ROWS_OF_MATRIX if format.is_flat else MOST_ROWS_OF_LEVELS
-        step, most = HALVED_ROWS, rows[config.warpgroups]
+        by_warpgroups = MOST_ROWS_OF_INT8 if format.is_flat else MOST_ROWS_OF_LIQUID4
+        step, most = TWO_PRODUCTS_ROW_MULTIPLE, by_warpgroups[config.warpgroups]
     if config.tile_m % step or config.tile_m > most:
         return (
             f"{config.tile_m} rows in a tile of {config.warpgroups} warpgroups; there can be a "

@@ -1,1 +1,1 @@
-"""The product by warpgroups, in Mosaic GPU: Hopper's tensor cores don't wait for codes."""
+"""The product by Hopper's warpgroups, in Mosaic GPU: weights are decoded during products."""

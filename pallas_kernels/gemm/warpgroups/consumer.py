@@ -1,7 +1,8 @@
-"""What a warpgroup does that computes: it decodes planes of codes, and multiplies them with x.
+"""The consumer warpgroups of a program: each decodes planes of codes and multiplies them with x.
 
-A plane, or of few rows several beside each other, is decoded while what comes before is multiplied.
-Sums are of 64 output channels, and of the blocks of K that come in this warpgroup's share.
+An operand is a plane, or with few rows several planes side by side. It is decoded while the one
+before is multiplied. A consumer has the sums of 64 output channels over its share of the program's
+blocks of K.
 """
 
 from __future__ import annotations
@@ -21,71 +22,78 @@ from mpjax.kernels.target import current_target
 
 
 class Block(NamedTuple):
-    """What a warpgroup has of a block of K in its registers."""
+    """A block of K in the registers of a consumer."""
 
-    slot: jax.Array
+    slot: jax.Array  # of the block's words in shared memory
     words: list[jax.Array]  # tiles [64, plane width]
-    parameters: list[jax.Array]  # a row [64] for each group
+    parameters: list[jax.Array]  # [64] for each group of input channels in the block
 
 
 class Consumer:
-    """The sums of one warpgroup.
+    """A consumer warpgroup.
 
-    column: of 64 outputs, which of the program's it has.
-    share: of K, which of the column's it has.
+    column: the index of its 64 output channels in the program's tile.
+    share: the index of its share of K, among the consumers of this column.
     """
 
     def __init__(self, program: Program, column: Any, share: Any) -> None:
         call, arguments, shared = program.call, program.arguments, program.shared
         self.program, self.call, self.share = program, call, share
-        self.outputs = pl.ds(column * WARPGROUP_OUTPUTS, WARPGROUP_OUTPUTS)  # of the program's
+        # Its output channels in the program's tile.
+        self.outputs = pl.ds(column * WARPGROUP_OUTPUTS, WARPGROUP_OUTPUTS)
         self.scratch = None
         if shared.interpreted_sums is not None:
             self.scratch = shared.interpreted_sums.at[program.warpgroup]
         self.count = pl.cdiv(program.last - program.first - share, call.config.shares)
-        # What sticks out reads what it does not need.
+        # Columns beyond the matrix read the scales of other channels, and nothing stores their
+        # sums.
         output = program.first_output + column * WARPGROUP_OUTPUTS
         output = jnp.minimum(output, arguments.words.shape[1] - WARPGROUP_OUTPUTS)
-        of_channels = arguments.channel_scales
+        # Parameters [N] of whole output channels, if there are any.
+        of_outputs = arguments.channel_scales
         if not call.has_groups:
-            of_channels = arguments.parameters.at[0]
-        self.channel_row = None
-        if of_channels is not None:
-            of_outputs = of_channels.at[pl.ds(output, WARPGROUP_OUTPUTS)]
-            self.channel_row = memory.load_row(of_outputs)
+            of_outputs = arguments.parameters.at[0]
+        self.output_parameters = None
+        if of_outputs is not None:
+            of_column = of_outputs.at[pl.ds(output, WARPGROUP_OUTPUTS)]
+            self.output_parameters = memory.load_row(of_column)
         width = call.format.plane_width
-        self.of_table = call.kind.shared(arguments.table, call.operand, width)
+        # The table, in the form that `kind.decoder` takes.
+        self.table = call.kind.shared(arguments.table, call.operand, width)
 
     def run(self) -> list[jax.Array]:
-        """Sums [64, rows], of one product after the other."""
+        """Multiplies its share of K: sums [64, rows], one for each of `config.product_rows`."""
         call, exponent = self.call, 0
         config = call.config
         accumulate = functools.partial(products.accumulate, dtype=call.sum_dtype)
         if config.has_few_rows and not call.format.is_flat:
             sums = [self._of_few_rows()]
         elif call.stages.parts == 1:
-            sums = accumulate(config.products, self._of_blocks, self.scratch)
+            sums = accumulate(config.product_rows, self._of_blocks, self.scratch)
         else:
             sums = accumulate((config.tile_m,), self._of_planes, self.scratch)
             if call.scales_groups:
                 exponent = call.kind.scaled_exponent(call.operand)
         return [part * 2.0**-exponent for part in sums] if exponent else sums
 
-    def scaled(self, sums: jax.Array, row: jax.Array) -> jax.Array:
-        """Sums times the scales that a row of parameters, or of channels, says."""
+    def scaled(self, sums: jax.Array, parameters: jax.Array) -> jax.Array:
+        """Scales sums [64, rows] by `parameters` [64], those of a group or of output channels."""
         call, rows = self.call, sums.shape[1]
         if call.kind.has_channel_scales:
-            return sums * current_target().column(row, rows)
-        scale = call.kind.load(row, call.scale_dtype, call.operand, rows).scale
+            return sums * current_target().column(parameters, rows)
+        scale = call.kind.load(parameters, call.scale_dtype, call.operand, rows).scale
         assert scale is not None
         return sums * scale
 
     def _of_few_rows(self) -> jax.Array:
+        """The main loop for few rows, which adds the products of a block to sums [64, tile_m]."""
         call, config = self.call, self.call.config
-        mma_sync = config.multiplies_now(looks_up=call.kind.has_table)
-        in_turn = not mma_sync and config.multiplies_in_turn(call.format.bits)
-        add_products: Any = functools.partial(products.add_products, mma_sync=mma_sync, scratch=self.scratch)
-        if in_turn and not current_target().is_interpreted:
+        mma_sync = config.uses_mma_sync(has_table=call.kind.has_table)
+        overlaps = not mma_sync and config.overlaps_groups(call.format.bits)
+        add_products: Any = functools.partial(
+            products.add_products, mma_sync=mma_sync, scratch=self.scratch
+        )
+        if overlaps and not current_target().is_interpreted:
             add_products = products.add_products_overlapped
 
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
@@ -101,11 +109,14 @@ class Consumer:
             return sums
 
         shape = WARPGROUP_OUTPUTS, config.tile_m
-        nothing = memory.zeros(shape, call.sum_dtype)
-        return jax.lax.fori_loop(0, self.count, go_on, nothing)
+        zeros = memory.zeros(shape, call.sum_dtype)
+        return jax.lax.fori_loop(0, self.count, go_on, zeros)
 
     def _products(self, block: Block) -> list[products.Product]:
-        """Those of few rows: planes beside each other; of one group, if that has a scale."""
+        """The products of a block with few rows: one for each group with a scale, else one in all.
+
+        An operand has the input channels of planes side by side, `call.operand_width` in all.
+        """
         call, width = self.call, self.call.operand_width
         planes = self._decoders(block, scaled=False)
         joined = width // call.format.plane_width
@@ -126,6 +137,7 @@ class Consumer:
         ]
 
     def _of_planes(self, sums: Any) -> list[jax.Array]:
+        """The main loop for many rows of 16 bits, which are copied plane by plane."""
         call, shared = self.call, self.program.shared
 
         def go_on(number: jax.Array, _: None) -> None:
@@ -144,6 +156,10 @@ class Consumer:
         return [sums[...]]
 
     def _of_blocks(self, *sums: Any) -> list[jax.Array]:
+        """The main loop for many rows of 8 bits, which are copied block by block.
+
+        sums: one for each of `config.product_rows`.
+        """
         call, shared = self.call, self.program.shared
         width = call.format.plane_width
 
@@ -171,14 +187,17 @@ class Consumer:
         products.wait_for_products(0)
         return [part[...] for part in sums]
 
-    def _free_before(self, step: jax.Array, barriers: Any, slots: int, at_work: int = 1) -> None:
-        # Those of the step before are done when no more than this one's are at work.
-        products.wait_for_products(at_work)
+    def _free_before(self, step: jax.Array, barriers: Any, slots: int, running: int = 1) -> None:
+        """Frees the slot of the step before `step`, after its products are done.
+
+        running: the number of products that the current step has begun.
+        """
+        products.wait_for_products(running)
         before = self.program.slot(self.share, step + slots - 1, slots)
         pl.when(step > 0)(lambda: memory.arrive(barriers.at[before]))
 
     def _load(self, number: jax.Array) -> Block:
-        """The share's block of a number, when it is there."""
+        """Waits for the block `number` of this share, and loads it into registers."""
         call, shared = self.call, self.program.shared
         format, width = call.format, call.format.plane_width
         place = self.program.slot(self.share, number, call.stages.blocks)
@@ -190,8 +209,8 @@ class Consumer:
             for first in range(0, format.columns * width, width)
         ]
         if not call.has_groups:
-            assert self.channel_row is not None
-            return Block(place, words, [self.channel_row])
+            assert self.output_parameters is not None
+            return Block(place, words, [self.output_parameters])
         rows = [
             memory.load_row(shared.parameter_tiles.at[place, word, self.outputs])
             for word in range(format.parameters_of_block)
@@ -199,15 +218,18 @@ class Consumer:
         return Block(place, words, rows)
 
     def _decoders(self, block: Block, *, scaled: bool) -> list[Callable[[], jax.Array]]:
-        """What decodes each plane."""
+        """Functions that decode each plane of a block to an operand [64, plane width].
+
+        scaled: whether the operand is multiplied with the group's scale.
+        """
         call, kind, operand = self.call, self.call.kind, self.call.operand
         planes, groups = call.format.planes, len(block.parameters)
 
         def of_group(row: jax.Array) -> code_kinds.Decoder:
             group = kind.load(row, call.scale_dtype, operand, call.format.plane_width)
             if scaled:
-                return kind.scaled_decoder(block.words, group, self.of_table, operand)
-            return kind.decoder(block.words, group.arguments, self.of_table, operand)
+                return kind.scaled_decoder(block.words, group, self.table, operand)
+            return kind.decoder(block.words, group.arguments, self.table, operand)
 
         decode = [of_group(row) for row in block.parameters]
         return [

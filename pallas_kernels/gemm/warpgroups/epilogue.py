@@ -1,8 +1,9 @@
-"""What follows the sums of warpgroups: those of the same outputs meet, and one writes them out.
+"""The epilogue: adds the sums of consumers with the same outputs, scales them and writes them out.
 
-Warpgroups of a program that share outputs send theirs to the first one of them. Of two programs
-that are a cluster, each then finishes half of the rows, and sends the sums of the other half
-across, both at the same time; of 8 and 24 rows, which have no such halves, the first finishes all.
+Consumers of a program that share outputs send their sums to the first of them. Then the two
+programs of a cluster exchange sums: each sends half of the rows to the other, both at the same
+time, and finishes the other half. Tiles of 8 and 24 rows have no halves that are multiples of 8;
+there the first program finishes all rows.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The end of a warpgroup's work.
+    """The epilogue of a consumer warpgroup.
 
-    consumer: what its sums came from, which knows their scales.
-    column: of 64 outputs, which of the program's it has.
-    share: of K, which of the column's it has.
+    consumer: the one that computed the sums; it has the scales of output channels.
+    column, share: as for Consumer.
     """
 
     program: Program
@@ -36,9 +36,9 @@ class Epilogue:
     share: Any
 
     def run(self, sums: Sequence[jax.Array]) -> None:
-        """Joins sums [64, rows] with those of other warpgroups, scales them and writes them out.
+        """Adds sums [64, rows] of other warpgroups, scales the total and writes it out.
 
-        sums: of one product after the other; a single one where there is anything to join.
+        sums: one for each of `config.product_rows`; a single one if there are others to add.
         """
         shared = self.program.shared
         if shared.shared_sums is None:
@@ -61,6 +61,7 @@ class Epilogue:
             self._cross([total])
 
     def _cross(self, sums: Sequence[jax.Array]) -> None:
+        """Exchanges sums with the other program of a cluster, if there is one, and finishes."""
         call, shared = self.program.call, self.program.shared
         if shared.crossed_sums is None:
             self._finish(sums, 0)
@@ -83,12 +84,12 @@ class Epilogue:
             pl.when(self.program.split == rank)(functools.partial(exchange, rank))
 
     def _finish(self, sums: Sequence[jax.Array], row: int) -> None:
-        """Scales and writes out, from a row of the program's tile on."""
-        x_scales, channel_row = self.program.arguments.x_scales, self.consumer.channel_row
+        """Scales sums and writes them out; row: of the program's tile, the first of the sums."""
+        x_scales, parameters = self.program.arguments.x_scales, self.consumer.output_parameters
         for part in sums:
             part = part.astype(jnp.float32)
-            if channel_row is not None:
-                part = self.consumer.scaled(part, channel_row)
+            if parameters is not None:
+                part = self.consumer.scaled(part, parameters)
             if x_scales is not None:
                 of_rows = x_scales.at[pl.ds(self.program.first_row + row, part.shape[1])]
                 part *= memory.load_column(of_rows)
@@ -97,6 +98,7 @@ class Epilogue:
         memory.wait_for_stores()
 
     def _store(self, sums: jax.Array, row: int) -> None:
+        """Writes sums [64, rows] out through a tile in shared memory, some rows at a time."""
         program, call = self.program, self.program.call
         tile, out = program.shared.out_tiles.at[self.column], program.arguments.out
         for start in range(0, sums.shape[1], tile.shape[0]):

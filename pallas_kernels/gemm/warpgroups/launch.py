@@ -1,13 +1,14 @@
-"""Fused dequantise-GEMM by warpgroups: the tensor cores don't wait for codes.
+"""Fused dequantise-GEMM by warpgroups, in which tensor cores multiply while weights are decoded.
 
-One warpgroup of a program only begins copies (`producer`). The others own 64 output channels each:
-they decode a plane of codes into the registers that the tensor cores read, begin its product and
-decode the next plane while the tensor cores are at work on this one or on another warpgroup's
-(LiquidGEMM §5.2; `consumer`). They read the same tiles of x. Where outputs are few, warpgroups or
-programs share them, each with a part of K and of x, and their sums meet on the chip (`epilogue`).
+A program has one producer warpgroup, which only begins copies (`producer`), and some consumers
+(`consumer`), each with 64 output channels. A consumer decodes a plane of codes into the registers
+that tensor cores read, begins its product, and decodes the next plane while the tensor cores
+multiply this one or another consumer's (LiquidGEMM §5.2). All consumers read the same tiles of x.
+If there are few outputs, several consumers or programs share them, each with a part of K and of x,
+and their sums are added on the chip (`epilogue`).
 
-The scale of a group is applied to whichever are fewer: to the sums of few rows, or to decoded
-weights, which are rounded to 16 bits. Those of whole output channels are left to the epilogue.
+With few rows the scale of a group multiplies the sums, else the decoded weights, which are rounded
+to 16 bits: whichever are fewer. Scales of whole output channels are left to the epilogue.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels.activations import QuantizedActivations
-from mpjax.kernels.gemm.plans.configuration import ROWS, WarpgroupConfig
+from mpjax.kernels.gemm.plans.configuration import ROW_MULTIPLE, WarpgroupConfig
 from mpjax.kernels.gemm.plans.shared_memory import stages
 from mpjax.kernels.gemm.plans.warpgroup_rule import why_unsound
 from mpjax.kernels.gemm.warpgroups.consumer import Consumer
@@ -31,8 +32,9 @@ from mpjax.kernels.mosaic.launch import give_registers, launch, take_registers
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.target import tracing_for
 
-# Of x, which the programs of a band of rows read again and again: a third of Hopper's L2 cache, for
-# words and products pass through it, too. Twice as many are not worth reading the words twice.
+# The bytes of x in a band of rows, which its programs read again and again from the L2 cache. This
+# is a third of Hopper's cache, which words and products pass through as well. Every band reads all
+# words once more; therefore a band may have up to twice as many bytes before it is divided.
 BAND_BYTES = 2**24
 
 
@@ -45,23 +47,27 @@ def matmul_terms(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Terms [splits, M, N] whose sum is x [M, K] · W [K, N]: float32, a single one in `out_dtype`.
+    """Terms [splits, M, N] whose sum over the first axis is x [M, K] · W [K, N].
 
-    x is bfloat16 or float16, or QuantizedActivations where the format asks for them.
-    `limits.why_not_warpgroups` says which weights W can't be. Programs that are a cluster add their
-    splits themselves: there is one term.
+    Several terms are float32; a single term has `out_dtype`. If the programs of a tile are a
+    cluster, they add their splits, and there is a single term.
+
+    x: bfloat16 or float16, or QuantizedActivations if the format has 8-bit activations.
+    weight: one that `limits.why_not_warpgroups` does not refuse.
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
     format, outputs = weight.format, weight.shape[1]
     rows, padding = values.shape[0], weight.padded_channels - values.shape[1]
-    missing = -rows % ROWS if rows > ROWS else 0  # a single tile may stick out
+    # Pallas tiles arrays in memory by ROW_MULTIPLE rows. A single tile may reach beyond x instead.
+    missing = -rows % ROW_MULTIPLE if rows > ROW_MULTIPLE else 0
     blocks = weight.padded_channels // format.block
     splits = min(config.splits, blocks)
     is_one_term = splits == 1 or config.is_cluster
-    is_cluster = splits > 1 and config.is_cluster and not interpret  # which has no clusters
-    # A warpgroup can turn tiles of floats alone, of 16 and 32 bits.
-    is_turned = jnp.issubdtype(out_dtype, jnp.floating) and jnp.dtype(out_dtype).itemsize in (2, 4)
-    dtype = jnp.dtype(out_dtype if is_turned and (splits == 1 or is_cluster) else jnp.float32)
+    is_cluster = splits > 1 and config.is_cluster and not interpret  # there are none in interpret
+    # A warpgroup can transpose only tiles of 16-bit and 32-bit floats, to write them out.
+    is_floating = jnp.issubdtype(out_dtype, jnp.floating)
+    can_write = is_floating and jnp.dtype(out_dtype).itemsize in (2, 4)
+    dtype = jnp.dtype(out_dtype if can_write and (splits == 1 or is_cluster) else jnp.float32)
     assert why_unsound(config, format) is None
     tiles = pl.cdiv(rows, config.tile_m)
     bands = rows * weight.padded_channels * values.dtype.itemsize // BAND_BYTES
@@ -78,7 +84,7 @@ def matmul_terms(
         band_tiles=band_tiles if band_tiles < tiles else None,
         interpret=interpret,
     )
-    # The last one changes first: tiles that share words run at about the same time.
+    # The last axis varies fastest, so that programs that read the same words run at the same time.
     grid = {"column": pl.cdiv(outputs, config.tile_n), "row": band_tiles}
     if band_tiles < tiles:
         grid = {"band": pl.cdiv(tiles, band_tiles), **grid}

@@ -1,4 +1,4 @@
-"""What the warpgroup does that only begins copies: it brings a program's operands, in turn."""
+"""The producer warpgroup of a program: it begins the copies of all operands to shared memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from mpjax.kernels.mosaic import memory
 
 
 def produce(program: Program) -> None:
-    """Copies all blocks of a program to shared memory, each as soon as there is a slot for it."""
+    """Copies all blocks of a program to shared memory, each as soon as a slot for it is free."""
     shares = program.call.config.shares
 
-    def copy_of_all(number: jax.Array, _: None) -> None:
-        _copy_block(program, number, 0)  # the first share has the most
+    def copy_for_all_shares(number: jax.Array, _: None) -> None:
+        _copy_block(program, number, 0)  # no share has more blocks than the first
         for share in range(1, shares):
-            is_there = program.first + number * shares + share < program.last
-            pl.when(is_there)(functools.partial(_copy_block, program, number, share))
+            exists = program.first + number * shares + share < program.last
+            pl.when(exists)(functools.partial(_copy_block, program, number, share))
 
-    jax.lax.fori_loop(0, pl.cdiv(program.last - program.first, shares), copy_of_all, None)
+    jax.lax.fori_loop(0, pl.cdiv(program.last - program.first, shares), copy_for_all_shares, None)
 
 
 def _copy_block(program: Program, number: jax.Array, share: int) -> None:
-    """Words, their parameters and x of a share's block; x all at once, or plane by plane."""
+    """Copies the words, parameters and x of the block `number` of a share.
+
+    x is copied at once together with the words, or plane by plane with barriers of its own.
+    """
     call, arguments, shared = program.call, program.arguments, program.shared
     format, config, staged = call.format, call.config, call.stages
     block = program.first + number * config.shares + share

@@ -1,4 +1,4 @@
-"""What a program of the warpgroups' kernel is given, has in shared memory, and has to multiply."""
+"""A program of the warpgroups' kernel: its static facts, arguments, shared memory and tile."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from mpjax.kernels.target import Target, current_target
 
 
 class Call(NamedTuple):
-    """What is static in a product.
+    """The static facts of a product, the same for all programs.
 
-    axis: of the cluster whose programs add their splits, or None where there is none.
-    band_tiles: of rows, whose programs come before those of the next band; None in a single band.
+    stages: the slots in shared memory.
+    operand: the dtype of x, and of decoded weights.
+    axis: the name of the cluster's axis, or None if programs are not in clusters.
+    band_tiles: the number of tiles of rows in a band; all programs of a band come before those of
+        the next one. None if there is a single band.
     """
 
     format: WeightFormat
@@ -36,30 +39,32 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> code_kinds.CodeKind:
-        """That of the codes."""
+        """The kind of the weight's codes."""
         return code_kinds.of(self.format)
 
     @property
     def columns(self) -> int:
-        """Of 64 outputs, in a program's tile."""
+        """The number of columns of a program's tile, of 64 output channels each."""
         return self.config.warpgroups // self.config.shares
 
     @property
     def has_groups(self) -> bool:
-        """Whether groups of channels have parameters of their own, which come with the words."""
+        """Whether groups of input channels have parameters, which are copied with the words."""
         return self.format.group_size is not None
 
     @property
     def scales_groups(self) -> bool:
-        """Whether these are scales, of sums or of decoded weights."""
+        """Whether the parameters of groups are scales, which multiply sums or decoded weights."""
         return self.kind.has_group_scales and self.has_groups
 
     @property
     def operand_width(self) -> int:
-        """Channels of an operand: a plane's; of few rows, of as many as fill rows of x's tiles.
+        """The input channels of an operand.
 
-        Copies take as long for a row of 64 bytes as for one of 128, and few rows wait for them.
-        Only planes of one group are multiplied at a time where its sum is scaled.
+        With many rows these are the channels of a plane. With few rows they are those of as many
+        planes as fill the 128 bytes of a row of x's tile: a copy takes as long for rows of 64 bytes
+        as for 128, and few rows wait for copies. If the sum over a group is scaled, an operand does
+        not reach beyond a group.
         """
         format, width = self.format, memory.SWIZZLED_BYTES // self.operand.itemsize
         if not self.config.has_few_rows:
@@ -75,7 +80,7 @@ class Arguments(NamedTuple):
 
     x: Any  # [M, K padded]
     words: Any  # [K blocks, N, columns · plane width], or a plain matrix [1, N, K padded]
-    parameters: Any  # [words of parameters, N]
+    parameters: Any  # [groups of parameters, N]
     table: Any  # [2**bits], or None
     channel_scales: Any  # [N], or None
     x_scales: Any  # [M], or None
@@ -83,34 +88,37 @@ class Arguments(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """References to shared memory: tiles, and the barriers that say what they hold."""
+    """References to shared memory: tiles, and barriers for when they are full and free.
 
-    x_tiles: Any  # [slots, tile_m, channels of a block, or of a plane]
+    The names of the fields decide the order in which they lie in memory.
+    """
+
+    x_tiles: Any  # [slots, tile_m, input channels of a block or of a plane]
     word_tiles: Any  # [slots, tile_n, columns · plane width]
     out_tiles: Any  # [columns of 64 outputs, rows, 64]
-    full: Any  # for each slot of words, and of x that comes with them
-    free: Any
-    parameter_tiles: Any = None  # [slots, words of a block, tile_n], where there are groups
-    x_full: Any = None  # for each slot of x, where a tile of it is less than a block
-    x_free: Any = None
-    shared_sums: Any = None  # [senders, columns, 64, tile_m], where warpgroups share outputs
-    shared_full: Any = None  # for each column
+    full: Any  # barriers [slots]: words have arrived, with their parameters, and x if of a block
+    free: Any  # barriers [slots]: all consumers have read the words
+    parameter_tiles: Any = None  # [slots, parameters of a block, tile_n], if groups have any
+    x_full: Any = None  # barriers [slots of x], if x is copied plane by plane
+    x_free: Any = None  # barriers [slots of x], if x is copied plane by plane
+    shared_sums: Any = None  # [senders, columns, 64, tile_m], if consumers share outputs
+    shared_full: Any = None  # barriers [columns]: all senders' sums have arrived
     crossed_sums: Any = None  # [columns, 64, rows that a program finishes], in a cluster
-    crossed_full: Any = None  # one for all columns: see `memory.send`
-    pair_rows: Any = None  # where codes index a table
-    filled: Any = None
-    interpreted_sums: Any = None  # [warpgroups, 64, tile_m], where the kernel is interpreted
+    crossed_full: Any = None  # a single barrier for all columns: see `memory.send`
+    pair_rows: Any = None  # rows with the pairs of a table's values, if codes index a table
+    filled: Any = None  # a barrier: the rows are filled
+    interpreted_sums: Any = None  # [warpgroups, 64, tile_m], if the kernel is interpreted
 
 
 def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any]:
-    """The fields of `Shared` that a product needs, as `mosaic.launch.launch` takes them.
+    """The scratch types of the fields of `Shared` that a product needs, for `mosaic.launch.launch`.
 
-    words, out: the dtypes of words and output.
+    words, out: the dtypes of the words and of the output tiles.
     """
     format, config, staged = call.format, call.config, call.stages
     columns, shares = call.columns, config.shares
     slots, x_slots = staged.blocks * shares, staged.x * shares
-    copies = 1 + call.has_groups + (staged.parts == 1)  # of words, their parameters, and x
+    copies = 1 + call.has_groups + (staged.parts == 1)  # copies of words, parameters and x
     arrays: dict[str, Any] = {
         "x_tiles": memory.shared(
             (x_slots, config.tile_m, format.block // staged.parts),
@@ -151,12 +159,15 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One of them: a tile of outputs, and the blocks of K from `first` to `last`."""
+    """A program: the tile at `first_row` and `first_output`, and its blocks of K, first … last − 1.
+
+    warpgroup: the index of the warpgroup that runs this code.
+    """
 
     call: Call
     arguments: Arguments
     shared: Shared
-    warpgroup: jax.Array  # that runs this
+    warpgroup: jax.Array
     split: jax.Array
     first_row: jax.Array
     first_output: jax.Array
@@ -165,7 +176,7 @@ class Program:
 
     @classmethod
     def here(cls, call: Call, arguments: Arguments, shared: Shared) -> Program:
-        """The program that runs this, by its place in the grid."""
+        """The program that runs this code, by its index in the grid."""
         warpgroup, split = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("split")
         tile = jax.lax.axis_index("row")
         if call.band_tiles is not None:
@@ -178,15 +189,15 @@ class Program:
 
     @property
     def target(self) -> Target:
-        """What decoders are traced for: where codes index a table, one that knows its memory."""
+        """The target of the consumers; if codes index a table, it has the table's shared memory."""
         shared, config = self.shared, self.call.config
         if shared.pair_rows is None:
             return current_target()
         pairs = decoding.Pairs(shared.pair_rows, shared.filled, config.warpgroups)
-        # The sums of many rows are in all registers.
+        # With many rows, sums take all registers that there are.
         return decoding.Warpgroups(pairs, has_spare_registers=config.has_few_rows)
 
     def slot(self, share: Any, number: jax.Array, count: int) -> jax.Array:
-        """Where a share has its block, or tile of x, of a number, of `count` that there are."""
+        """The slot of a share's block (or tile of x) `number`; each share has `count` slots."""
         place = jax.lax.rem(number, count)
         return place if self.call.config.shares == 1 else share * count + place

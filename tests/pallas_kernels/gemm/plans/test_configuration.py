@@ -46,7 +46,7 @@ def test_programs_of_a_cluster_finish_whole_rows(rows, splits, expected):
 
 
 def test_sums_are_scaled_in_turn_where_registers_have_room():
-    assert WarpgroupConfig(16, 4, 1).multiplies_in_turn(bits=4)
-    assert WarpgroupConfig(16, 3, 2, 3).multiplies_in_turn(bits=3)
-    assert not WarpgroupConfig(16, 4, 2, 2).multiplies_in_turn(bits=3)
-    assert not WarpgroupConfig(24, 2, 1).multiplies_in_turn(bits=4)
+    assert WarpgroupConfig(16, 4, 1).overlaps_groups(bits=4)
+    assert WarpgroupConfig(16, 3, 2, 3).overlaps_groups(bits=3)
+    assert not WarpgroupConfig(16, 4, 2, 2).overlaps_groups(bits=3)
+    assert not WarpgroupConfig(24, 2, 1).overlaps_groups(bits=4)

@@ -44,7 +44,7 @@ def test_a_tile_on_its_way_out_is_a_whole_part(rows, expected):
 
 def test_a_tile_on_its_way_out_is_of_one_product():
     config, format = WarpgroupConfig(192, 3, 1), WeightFormat.parse("int8/int8")
-    assert config.products == (96, 96)
+    assert config.product_rows == (96, 96)
     assert stages(format, config, jnp.dtype(jnp.bfloat16)).out_rows == 32
 
 

@@ -39,7 +39,7 @@ def test_every_ranked_configuration_is_sound(rows, text, groups, tiles):
         # Sums beside a plane of operands, in what the launch gives to each thread; and beside the
         # addresses of both operands, in what is left by those that copy.
         launched = 65536 // (128 * (config.warpgroups + 1))
-        assert max(config.products) // 2 + 32 <= launched
+        assert max(config.product_rows) // 2 + 32 <= launched
         assert config.tile_m // 2 + 32 <= registers_per_thread(config.warpgroups)
         for dtype in (jnp.bfloat16, jnp.float32):
             staged = stages(format, config, jnp.dtype(dtype))
@@ -112,7 +112,7 @@ def test_a_reason_says_what_there_can_be(config, words):
 
 def test_a_matrix_has_tiles_of_two_products():
     format = WeightFormat.parse("float8:gK/float8")
-    assert WarpgroupConfig(256, 3, 1).products == (128, 128)
+    assert WarpgroupConfig(256, 3, 1).product_rows == (128, 128)
     assert why_unsound(WarpgroupConfig(256, 3, 1), format) is None
     reason = why_unsound(WarpgroupConfig(144, 3, 1), format)
     assert "multiple of 32, to 256" in (reason or "")

@@ -19,7 +19,7 @@ def sums_of(weight, x, config, *, scaled=False):
         summing = Consumer(program, column, share)
         [sums] = summing.run()
         if scaled:
-            sums = summing.scaled(sums, summing.channel_row)
+            sums = summing.scaled(sums, summing.output_parameters)
         program.arguments.out[share, column] = sums.astype(jnp.float32)
 
     shape = (config.shares, columns, WARPGROUP_OUTPUTS, config.tile_m)

@@ -1,7 +1,8 @@
-"""Ways for a kernel to look up the codes that lie in the nibbles of 32-bit registers.
+"""Ways for a kernel to look up values in a table, by codes in the nibbles of 32-bit registers.
 
-Nibble n of a register is the code of lane n % 2 of two, in plane n // 2 of four: so a byte is two
-neighbouring lanes' codes of one plane, and their values are one register of an operand.
+A register holds the codes of two neighbouring lanes in four planes: nibble n is the code of lane
+n % 2 in plane n // 2. So a byte holds two lanes' codes of one plane, and their two 16-bit values
+are one register of an operand.
 """
 
 from __future__ import annotations
@@ -18,41 +19,48 @@ from mpjax.kernels.launch import load
 from mpjax.kernels.ptx import PAIR_BYTES
 from mpjax.kernels.target import current_target
 
-Nibbles = Callable[[int], jax.Array]  # of planes 4 · i … 4 · i + 3: tiles of 16-bit words
+# From i to the codes of planes 4 · i … 4 · i + 3: a tile of 16-bit words, two in a register.
+Nibbles = Callable[[int], jax.Array]
 
 
 class LookUp(abc.ABC):
-    """How the values of a table are found, in PTX. It holds no state."""
+    """A way to look up values of a table in PTX. Instances have no state."""
 
-    shared_bytes = 0  # of shared memory, apart from Triton's own
+    shared_bytes = 0  # bytes of shared memory, in addition to Triton's own
 
     @abc.abstractmethod
     def prepare(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, ...]:
-        """Before the loop: what `decoder` takes, from a reference to float32 [2**bits].
+        """Prepares the table for `decoder`; a kernel calls this once, before its loop.
 
-        width: of tiles of words [tile_n, width].
+        table: a reference to float32 [2**bits].
+        operand: the 16-bit dtype of decoded values.
+        width: the width of tiles of words [tile_n, width].
         """
 
     @abc.abstractmethod
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """A function from a plane to the values of its codes, in `operand`."""
+        """A function from a plane's number to the values of its codes, a tile of dtype `operand`.
+
+        prepared: the result of `prepare`.
+        """
 
 
 class InRegisters(LookUp):
-    """Tables of up to eight entries: `prmt` picks bytes by the nibbles of a selector.
+    """Looks up tables of up to eight entries with `prmt`, in registers.
 
-    Codes that lie in nibbles are selectors already. One `prmt` looks up a byte of four codes in the
-    eight bytes of two registers; a 16-bit value takes two.
+    `prmt` selects four bytes out of the eight bytes of two registers, by the nibbles of a selector.
+    Codes in nibbles are such a selector. So one `prmt` looks up a byte of each of four values; the
+    two bytes of 16-bit values take two.
     """
 
     def prepare(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, ...]:
-        """All entries' low bytes, four in a register, then all high bytes: tiles of one value."""
+        """Tiles [1, 1] with the low bytes of all entries, four in each, then their high bytes."""
         halves = _halves(table, bits, operand)
         return tuple(
             current_target().inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", *pair, dtype=jnp.int32)
@@ -63,7 +71,7 @@ class InRegisters(LookUp):
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """The look-up of two planes is shared between them."""
+        """Looks up two planes at a time, and then selects the bytes of one of them."""
         middle = len(prepared) // 2
 
         @functools.cache
@@ -71,7 +79,7 @@ class InRegisters(LookUp):
             quad, half = divmod(pair, 2)
             indices = nibbles(quad)
             words = [jnp.broadcast_to(word, indices.shape) for word in prepared]
-            # A 32-bit argument fills two operands of the assembly, of which the first is used.
+            # A 32-bit argument fills two operands of the assembly. Here the first of them is used.
             second = 4 if middle == 2 else 2
             assembly = f"""{{
                 .reg .b32 indices;
@@ -92,10 +100,10 @@ class InRegisters(LookUp):
 
 
 class InSharedMemory(LookUp):
-    """Tables of sixteen entries: one load finds two values (FLUTE's vectorised table, §3.2).
+    """Looks up tables of sixteen entries in shared memory, two values with each load.
 
-    All pairs of entries lie in shared memory once for each lane of a warp, so that no two lanes
-    ever ask the same bank.
+    This is FLUTE's vectorised table (§3.2). Each lane of a warp has its own copy of all pairs of
+    entries, in its own bank, so that loads have no bank conflicts. See `ptx.share_pairs`.
     """
 
     shared_bytes = PAIR_BYTES
@@ -103,19 +111,20 @@ class InSharedMemory(LookUp):
     def prepare(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, ...]:
-        """The address of the pairs, a tile [1, 1]."""
+        """The address of the pairs, an int32 tile [1, 1]."""
         return (current_target().share_pairs(_halves(table, bits, operand)),)
 
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """A byte of codes is the number of a pair."""
+        """Loads the pair whose number is a byte of codes."""
         [address] = prepared
 
         def decode(plane: int) -> jax.Array:
             quad, byte = divmod(plane, 4)
             codes = nibbles(quad)
-            # A lane's own copy; until here, all threads have to hold the same.
+            # The address of the lane's own copy. It is computed here, because Triton takes values
+            # of `address` to be the same in all threads.
             own = current_target().inline_ptx(
                 "{ .reg .b32 lane; mov.u32 lane, %laneid; mad.lo.u32 $0, lane, 4, $1; }",
                 jnp.broadcast_to(address, codes.shape),
@@ -132,37 +141,37 @@ class InSharedMemory(LookUp):
         return decode
 
 
-# Of a pair of entries: four for each lane of a warp, and as many unused, so that the place of a row
-# is its number moved up by a byte.
+# Bytes of a pair's row: four for each lane of a warp, and 128 unused, so that the offset of a row
+# is its number shifted by a byte.
 ROW_BYTES = 256
 
 
 def pair_rows(bits: int) -> int:
-    """How many rows there are for the pairs of a table: entries i and j are row i + 16 · j."""
+    """The number of rows of a table's pairs; the pair of entries i and j is row i + 16 · j."""
     return 17 * (2**bits - 1) + 1
 
 
 class InSharedRows(LookUp):
-    """Tables of any size, where a kernel has room for rows of ROW_BYTES.
+    """Looks up tables of any size in rows of ROW_BYTES in shared memory, a row for each pair.
 
-    A byte of codes is the number of its pair's row, and moved up by one byte the place of the row;
-    the lowest byte is the lane's place in it. So `prmt` makes the whole address.
+    A byte of codes is the number of a row. The offset of a lane's word is that byte shifted by one
+    byte, with the lane's offset in the lowest byte: one `prmt` makes it.
     """
 
     def prepare(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, ...]:
-        """Each lane's place in a row, and the address of the rows: tiles."""
+        """The offset of the thread's lane in a row, and the address of the rows, as int32 tiles."""
         return current_target().fill_rows(table, bits, operand, width)
 
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """A byte of codes is the number of a row."""
+        """Loads from the row whose number is a byte of codes."""
 
         def decode(plane: int) -> jax.Array:
             quad, byte = divmod(plane, 4)
-            # A 32-bit argument fills two operands of the assembly, of which the first is used.
+            # A 32-bit argument fills two operands of the assembly. Here the first of them is used.
             assembly = f"""{{
                 .reg .b32 place;
                 prmt.b32 place, $1, $2, 0x77{byte}4;
@@ -175,16 +184,16 @@ class InSharedRows(LookUp):
 
 
 class InBoth(LookUp):
-    """Tables of up to eight entries where there are both rows and registers: half of codes each.
+    """Looks up half of the codes in registers and half in rows of shared memory.
 
-    Shared memory finds values for one warp at a time. Registers do for all, with twice as many
-    `prmt`.
+    For tables of up to eight entries. Shared memory serves one warp at a time; registers serve all
+    warps, but take more `prmt`. Half and half uses both at once.
     """
 
     def prepare(
         self, table: Any, bits: int, operand: jnp.dtype, width: int
     ) -> tuple[jax.Array, ...]:
-        """What registers take, and the two of rows."""
+        """The prepared tiles of InRegisters, followed by the two of InSharedRows."""
         target = current_target()
         return (
             *target.table_bytes(table, bits, operand, width),
@@ -194,18 +203,21 @@ class InBoth(LookUp):
     def decoder(
         self, nibbles: Nibbles, prepared: tuple[jax.Array, ...], operand: jnp.dtype
     ) -> Callable[[int], jax.Array]:
-        """Of four planes the first two in registers: their nibbles are where `prmt` reads them."""
+        """Looks up the first two of every four planes in registers, the other two in rows.
+
+        `prmt` reads the selector from the lower half of a register, where the first two planes are.
+        """
         in_registers = InRegisters().decoder(nibbles, prepared[:-2], operand)
         in_rows = InSharedRows().decoder(nibbles, prepared[-2:], operand)
         return lambda plane: (in_registers if plane % 4 < 2 else in_rows)(plane)
 
 
 def _halves(table: Any, bits: int, operand: jnp.dtype) -> list[jax.Array]:
-    """The values of a table, two in each uint32 [1, 1]."""
+    """The values of a table in `operand`, two in each uint32 tile [1, 1]."""
 
     def entry(index: int) -> jax.Array:
-        # A tile of one element rather than a scalar: a broadcast tile can take the layout of an
-        # operand, a scalar that is spread over a tile can't.
+        # A tile [1, 1] rather than a scalar: Triton can give a broadcast tile the layout of an
+        # operand, but not a scalar that is spread over a tile.
         value = load(table.at[jnp.full((1, 1), index)]).astype(operand)
         return jax.lax.bitcast_convert_type(value, jnp.uint16).astype(jnp.uint32)
 

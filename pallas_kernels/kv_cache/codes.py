@@ -1,10 +1,10 @@
-"""What the cache holds of a head: its channels as they are, or codes of them.
+"""Kinds of codes for keys and values in the cache: 16-bit channels, integers, or FP8.
 
-Keys and values each have a kind of codes. A kind is what append and attention need to know of it:
-how channels become words, and how a tile of words becomes an operand of the tensor cores. Scales
-and zeros are linear: attention folds those of tokens into scores and weights, and those of keys'
-channels into queries, or, where a tile is used by many queries, all into the operand, as it does
-those of values' channels.
+Keys and values each have a kind. `append` uses it to encode channels to words, attention to decode
+a tile of words to an operand of the tensor cores. Decoding is linear in scales and zeros, so that
+attention need not apply them to each code. It folds scales of tokens into scores and softmax
+weights, and scales of keys' channels into queries. Scales of values' channels go into the operand;
+so do all others if many queries use a tile.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from mpjax.kernels.target import current_target
 
 
 class KVCodes:
-    """Channels as they are, in 16 bits or more; the other kinds refine it.
+    """The kind of channels that are stored unquantised, in 16 bits or more; base of other kinds.
 
-    bits: of a code. scaling: whose scale there is: each token's, or each channel's over `group`
-    tokens, with a zero beside it; one that is given, of the head, or of each of its channels
-    ("static"); or none. block: how many tokens wait in 16 bits and are encoded together
-    (BitDecoding's residual block), or None where each token is encoded as it comes. hadamard:
-    whether what is encoded, and what `decode` gives, is the Hadamard transform of the vectors.
+    bits: of a code.
+    scaling: "token" and "channel" for a scale and a zero of each token, or of each channel over
+        `group` tokens, which `encode` computes; "head" and "static" for a scale of each head, or of
+        each channel of a head, which the caller gives; None for no scales.
+    block: the number of tokens that are kept in 16 bits until they are encoded together
+        (BitDecoding's residual block); None if each token is encoded when it comes.
+    hadamard: whether vectors are transformed before they are encoded, so that `decode` returns
+        their Hadamard transform.
     """
 
     bits: int = 16
@@ -46,17 +49,17 @@ class KVCodes:
 
     @property
     def has_given_scales(self) -> bool:
-        """Whether its scales are no part of what `encode` finds."""
+        """Whether the caller gives the scales, so that `encode` computes none."""
         return self.scaling in ("head", "static")
 
     @property
     def keeps_scales(self) -> bool:
-        """Whether `encode` finds scales and zeros, which pages keep in 16 bits."""
+        """Whether `encode` computes scales and zeros, which pages keep in 16 bits."""
         return self.scaling in ("token", "channel")
 
     @property
     def planes(self) -> int:
-        """Codes in a 16-bit word; plane j holds the j-th slice of the head dimension."""
+        """The number of codes in a word; plane j holds the j-th slice of the head dimension."""
         return bit_planes.planes_per_word(self.bits)
 
     def encode(
@@ -65,64 +68,70 @@ class KVCodes:
         scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike | None,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Words, and the parameters if they are made here; also in a kernel.
+        """Encodes vectors to words, and computes their parameters; also inside kernels.
 
-        pieces: equal slices [..., width] of the head dimension, as many as `planes` or a multiple:
-            the words come in len(pieces) / planes slices. Where channels have scales, it is
-            [..., group, width], whole groups of tokens.
-        scales: for each piece what broadcasts to it, where they are given. dtype: of the scales and
-            zeros that are found here, bfloat16 or float16; None where there are none.
+        pieces: `planes` equal slices [..., width] of the head dimension, or a multiple of so many.
+            If channels have scales, slices are [..., group, width], whole groups of tokens.
+        scales: if the caller gives scales, those of each piece, broadcastable to it; else None.
+        dtype: of the scales and zeros that this function computes, bfloat16 or float16; None if it
+            computes none.
 
-        Parameters are one array [..., 1], of tokens, or for each piece one [..., 1, width], of
-        channels.
+        Returns len(pieces) / planes slices of words, and a list of parameters, which is empty if
+        the caller gives scales. Parameters are pairs of scale and zero in uint32
+        (`bits.pack_pair`): of tokens, one array [..., 1]; of channels, an array [..., 1, width] for
+        each piece.
         """
         return list(pieces), []
 
     def decode(
         self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
-        """Values [..., head dim] in float32 of words [..., head dim / planes].
+        """Decodes words [..., head dim / planes] to float32 values [..., head dim].
 
-        parameters: what broadcasts to the values; dtype: as `encode` took it.
+        parameters: broadcastable to the values. dtype: as for `encode`.
         """
         return words.astype(jnp.float32)
 
     def operand(
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
-        """One plane of a tile of words, in a kernel: without scale and zero, and exact.
+        """Decodes one plane to (code − `offset`) · 2**`exponent`, exact, in the 16-bit `dtype`.
 
-        Times 2**`exponent`; in the 16-bit dtype. copy: as in `bits.decode_in_place`.
+        Runs inside a kernel. Scales and zeros are not applied.
+
+        words: a tile. copy: as in `bits.decode_in_place`.
         """
         return words.astype(dtype)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
-        """Of two: what one is worth in a plane's `operand`."""
+        """The power of two by which `operand` scales a plane's codes, as an exponent."""
         return 0
 
     def offset(self, dtype: jax.typing.DTypeLike) -> float:
-        """How much less than a code its `operand` is."""
+        """The number that `operand` subtracts from codes."""
         return 0
 
     def sums_apart(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether tensor cores, which cut off more of a longer sum, should sum one tile at a time.
+        """Whether the product of each tile should be a sum of its own, added in float32 later.
 
-        They lose too much where what 8-bit codes have in common is nearly all that they sum.
+        Tensor cores truncate, and lose more of a larger sum. They lose too much of 8-bit codes from
+        which no offset is subtracted, because most of each code is common to all.
         """
         return self.bits == 8 and self.scaling == "token" and self.offset(dtype) == 0
 
     def scaled_operand(
         self, words: jax.Array, plane: int, step: jax.Array, zero: jax.Array
     ) -> jax.Array:
-        """One plane of a tile of words, in a kernel: code · step + zero, rounded once, in 16 bits.
+        """Decodes one plane to (code · step + zero) · 2**`bits.exponent_scaled`, rounded once.
 
-        Times 2**bits.exponent_scaled. step, zero: parameters as they are kept, in a shape that
-        broadcasts to the words.
+        Runs inside a kernel. step, zero: the stored 16-bit parameters, broadcastable to the words;
+        the result has their dtype.
         """
         zero = zero * jnp.asarray(2.0 ** bit_planes.exponent_scaled(zero.dtype), zero.dtype)
         return bit_planes.decode_scaled(words, plane, self.bits, step, zero)
 
     def _words(self, codes: list[jax.Array]) -> list[jax.Array]:
+        """Packs the codes of pieces into slices of uint16 words."""
         slices = len(codes) // self.planes
         shifted = [code << (i // slices * self.bits) for i, code in enumerate(codes)]
         return [
@@ -132,10 +141,10 @@ class KVCodes:
 
 
 class Integers(KVCodes):
-    """Asymmetric, x ≈ code · scale + zero.
+    """Asymmetric integer codes, x ≈ code · scale + zero.
 
-    Scale and zero are those of a token and head (TurboMind, BitDecoding's tensor-wise), or of a
-    channel over a group of tokens (BitDecoding's channel-wise).
+    A scale and a zero belong to a token and head (TurboMind; tensor-wise in BitDecoding), or to a
+    channel over a group of tokens (channel-wise in BitDecoding).
     """
 
     def __init__(
@@ -155,7 +164,7 @@ class Integers(KVCodes):
         scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike | None,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Scale = (max − min) / (2**bits − 1) and zero = min, a pair of 16 bits."""
+        """Encodes with scale = (max − min) / (2**bits − 1) and zero = min, 16 bits each."""
         assert dtype is not None
         values = [piece.astype(jnp.float32) for piece in pieces]
         if self.scaling == "channel":
@@ -178,7 +187,7 @@ class Integers(KVCodes):
     def decode(
         self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
-        """Code · scale + zero."""
+        """Decodes words to code · scale + zero."""
         assert parameters is not None
         assert dtype is not None
         codes = bit_planes.unpack_planes(words, self.bits)
@@ -189,24 +198,28 @@ class Integers(KVCodes):
     def operand(
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
-        """Codes, less their offset."""
+        """Decodes one plane to (code − `offset`) · 2**`exponent`."""
         offset = self.offset(dtype)
         return bit_planes.decode_in_place(words, plane, self.bits, dtype, offset=offset, copy=copy)
 
     def offset(self, dtype: jax.typing.DTypeLike) -> float:
-        """The middle of codes, or none: those with scales of channels are summed over channels."""
+        """The number that `operand` subtracts: `bits.offset`, or 0 if channels have scales.
+
+        Products of codes with scales of channels sum over the channels of a head alone, and such
+        short sums lose little.
+        """
         return 0 if self.scaling == "channel" else bit_planes.offset(self.bits, dtype)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
-        """That of a subnormal, and of the code's place in its byte."""
+        """The exponent of `bits.decode_in_place`."""
         offset = self.offset(dtype)
         return bit_planes.exponent_in_place(plane, self.bits, dtype, offset=offset)
 
 
 class StaticIntegers(Integers):
-    """Symmetric, x ≈ (code − 128) · scale, with a scale that each channel of a head is given.
+    """Symmetric 8-bit codes, x ≈ (code − 128) · scale, with given scales of a head's channels.
 
-    LiquidServe's, section 6 of LiquidGEMM: from 8-bit codes without anything for a token.
+    This is LiquidServe's format (LiquidGEMM, section 6), which stores no parameters for a token.
     """
 
     def __init__(self) -> None:
@@ -219,7 +232,7 @@ class StaticIntegers(Integers):
         scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike | None,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Codes of x / scale, half rounded up; beyond ±127, to that end."""
+        """Encodes x / scale, rounded to the nearest with halves up, and clipped to ±127."""
         assert scales is not None
         codes = [
             quantize.encode_symmetric(x.astype(jnp.float32), scale, self.bits)
@@ -230,7 +243,7 @@ class StaticIntegers(Integers):
     def decode(
         self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
-        """(Code − 128) · scale."""
+        """Decodes words to (code − 128) · scale."""
         assert parameters is not None
         codes = bit_planes.unpack_planes(words, self.bits).reshape(*words.shape[:-1], -1)
         return (codes.astype(jnp.float32) - 2.0 ** (self.bits - 1)) * parameters
@@ -238,21 +251,21 @@ class StaticIntegers(Integers):
     def operand(
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
-        """Codes − 128."""
+        """Decodes one plane to (code − 128) · 2**`exponent`."""
         step, zero = (jnp.asarray(x, dtype) for x in (1.0, -(2.0 ** (self.bits - 1))))
         return self.scaled_operand(words, plane, step, zero)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
-        """That of `decode_scaled`."""
+        """The exponent of `bits.decode_scaled`."""
         return bit_planes.exponent_scaled(dtype)
 
     def offset(self, dtype: jax.typing.DTypeLike) -> float:
-        """128."""
+        """128, the code of zero."""
         return 2 ** (self.bits - 1)
 
 
 class Float8(KVCodes):
-    """FP8 (e4m3) with a scale that each head is given: x ≈ e4m3(code) · scale."""
+    """FP8 (e4m3) codes, x ≈ e4m3(code) · scale, with given scales of heads."""
 
     bits = 8
     scaling = "head"
@@ -263,7 +276,7 @@ class Float8(KVCodes):
         scales: Sequence[jax.Array] | None,
         dtype: jax.typing.DTypeLike | None,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Codes of x / scale, rounded to the nearest; beyond e4m3's range, to its end."""
+        """Encodes x / scale, rounded to the nearest e4m3 value, and clipped to e4m3's range."""
         assert scales is not None
 
         def code(piece: jax.Array, scale: jax.Array) -> jax.Array:
@@ -276,7 +289,7 @@ class Float8(KVCodes):
     def decode(
         self, words: jax.Array, parameters: jax.Array | None, dtype: jax.typing.DTypeLike | None
     ) -> jax.Array:
-        """e4m3(code) · scale."""
+        """Decodes words to e4m3(code) · scale."""
         assert parameters is not None
         codes = bit_planes.unpack_planes(words, self.bits).reshape(*words.shape[:-1], -1)
         values = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
@@ -285,19 +298,20 @@ class Float8(KVCodes):
     def operand(
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
-        """e4m3(code)."""
+        """Decodes one plane to e4m3(code) · 2**`exponent`."""
         return float8.decode_moved(words, plane, jnp.dtype(dtype))
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
-        """That of the formats' biases."""
+        """The difference of the exponent biases of e4m3 and `dtype`: `float8.exponent_moved`."""
         return float8.exponent_moved(jnp.dtype(dtype))
 
 
-BLOCKS = {4: 128, 2: 256}  # tokens of BitDecoding's residual block, by the bits
-GROUPS = (128, 64, 32)  # tokens that share a channel's scale; the first goes without saying
+BLOCKS = {4: 128, 2: 256}  # tokens of BitDecoding's residual block, by the bits of a code
+GROUPS = (128, 64, 32)  # tokens that share a channel's scale; names leave the first one out
 
 
 def _of_channels(name: str, bits: int) -> dict[str, KVCodes]:
+    """Kinds with scales of channels, by name, one for each size of GROUPS."""
     return {
         f"{name}{f'g{group}' if group != GROUPS[0] else ''}": Integers(
             bits, group=group, block=BLOCKS[bits]
@@ -315,8 +329,8 @@ VALUE_KINDS: dict[str, KVCodes] = {
     "2": Integers(2, block=BLOCKS[2]),
     "fp8": Float8(),
 }
-# Keys of two bits need the scales of channels; at four, those of tokens often do, if no channel is
-# much larger than others.
+# With two bits, keys need scales of channels. With four, scales of tokens are often enough if no
+# channel is much larger than others; the Hadamard transform ensures that.
 KEY_KINDS: dict[str, KVCodes] = {
     **VALUE_KINDS,
     "4": Integers(4, hadamard=True),

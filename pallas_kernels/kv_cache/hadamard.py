@@ -1,9 +1,10 @@
-"""The Hadamard transform of a head: it spreads channels that are large over all others.
+"""The Hadamard transform of a head's channels, which spreads large channels over all others.
 
-Keys have a few such channels, and they alone decide the step with which a token's are rounded. The
-transform is orthogonal and its own inverse, so that scores of queries and keys that both went
-through it are what they were (QuaRot section 4.2). Of a head of n · odd channels, n a power of two,
-each n that are `odd` apart go through H / √n.
+Keys have a few channels that are much larger than the rest, and these alone decide the step with
+which a token's key is rounded. The transform is orthogonal and its own inverse, so that scores do
+not change if both queries and keys are transformed (QuaRot section 4.2). A head of n · m channels,
+n a power of two and m odd, is transformed by H / √n, with H the Hadamard matrix of order n, in m
+sets of n channels that are m apart.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from mpjax.kernels.target import current_target
 
 
 def order(dim: int) -> int:
-    """How many of `dim` channels a transform spreads each over: the power of two in it."""
+    """The order of the transform of `dim` channels: the largest power of two that divides `dim`."""
     return dim & -dim
 
 
 def transform(x: jax.Array) -> jax.Array:
-    """The transform of x [..., dim] in its dtype, as a product in float32.
+    """The transform of x [..., dim], computed as a float32 product and returned in x's dtype.
 
-    For queries, and for reading keys back: how its sums are rounded is up to the product.
+    For queries, and for reading keys back. The rounding of its sums depends on the device.
     """
     dim = x.shape[-1]
     count = order(dim)
@@ -40,13 +41,14 @@ def transform(x: jax.Array) -> jax.Array:
 def transform_pieces(
     pieces: Sequence[jax.Array], dim: int, dtype: jax.typing.DTypeLike
 ) -> list[jax.Array]:
-    """The same, bit for bit the same everywhere; also in a kernel.
+    """The transform of a head in pieces, with the same bits on every device; also inside kernels.
 
-    pieces: equal slices [..., lanes] of a head of `dim` channels, a power of two of them, at their
-        lanes: in runs of neighbours that stay together, each filled up to a power of two.
+    pieces: a power of two of equal slices [..., lanes] of a head of `dim` channels. The lanes of a
+        slice are those of `writing.lanes`: runs of m neighbouring channels, m the odd factor of
+        `dim`, each padded to a power of two.
 
-    Sums and differences in float32, of channels that are dim / 2 apart, then dim / 4 and so on; the
-    product with 1/√n; and one rounding to `dtype`. Returns float32.
+    Computes in float32 sums and differences of channels that are dim / 2 apart, then dim / 4 and so
+    on, multiplies by 1/√n, and rounds once to `dtype`. Returns float32.
     """
     parts = [piece.astype(jnp.float32) for piece in pieces]
     step = len(parts) // 2
@@ -57,14 +59,14 @@ def transform_pieces(
         ]
         step //= 2
     count = order(dim)
-    runs = count // len(parts)  # in a piece
+    runs = count // len(parts)  # the number of runs in a piece
     factor = jnp.float32(1 / math.sqrt(count))
     round_to = current_target().round_to
     return [round_to(_spread(part, runs) * factor, jnp.dtype(dtype)) for part in parts]
 
 
 def _spread(x: jax.Array, runs: int) -> jax.Array:
-    """Sums and differences of the runs of neighbours that are in one piece."""
+    """The part of the transform within a piece [..., lanes]: sums and differences of its runs."""
     shape, width = x.shape, x.shape[-1]
     while runs > 1:
         first, second = jnp.split(x.reshape(-1, width), 2, axis=-1)

@@ -1,4 +1,4 @@
-"""The scales that formats are given, measured on keys and values."""
+"""Calibration of the scales that formats with static scales are given."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from mpjax.kernels.checks import as_array
 from mpjax.kernels.codes import float8
 from mpjax.kernels.kv_cache.formats import KVFormat
 
-LARGEST_CODE = 127  # of 8s, on either side of zero
+LARGEST_CODE = 127  # of the kind 8s: codes are −127 … 127
 # Smaller scales are subnormal: they may be flushed to zero, and their reciprocals overflow.
 LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 def cache_scales(x: jax.Array, format: KVFormat | str) -> jax.Array:
-    """Scales with which the largest of x still is a code: max|x| over the largest code.
+    """Static scales for keys or values like x: max|x| over the largest code.
 
-    x: keys (after the rotary embedding) or values [..., KV heads, head dim], of as many tokens as
-        tell how large others will be; what is larger is rounded to the largest code.
-    format: with 8s, whose scales are of channels, or FP8, whose scales are of heads: a KVFormat, or
-        what KVFormat.parse reads, such as "KV8s".
+    x: keys (after the rotary embedding) or values [..., KV heads, head dim] of enough tokens to be
+        representative. Larger values of other tokens will be clipped to the largest code.
+    format: a KVFormat, or a text that KVFormat.parse reads, such as "KV8s". Scales belong to
+        channels with 8s, to heads with FP8.
 
-    Returns float32 [KV heads, head dim] or [KV heads], 1 where all of x is zero or too small for a
-    scale, NaN where any of x is NaN or infinite: for keys and values of a layer what
-    `PagedKVCache.create` takes stacked. Raises ValueError for formats that are given no scales.
+    Returns float32 [KV heads, head dim] with 8s, [KV heads] with FP8. A scale is 1 if all of its
+    values are zero or too small for a normal float32, and NaN if any is NaN or infinite.
+    `PagedKVCache.create` takes the scales of keys and values of all layers, stacked.
+
+    Raises ValueError for a format without static scales, and for x of another rank or without
+    tokens.
     """
     x, format = as_array("cache_scales: x", x), KVFormat.of(format)
     if format.scaling is None:

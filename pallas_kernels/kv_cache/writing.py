@@ -1,4 +1,4 @@
-"""How keys and values are encoded and stored, inside of the kernels that write to the cache."""
+"""Encodes and stores keys and values, inside the kernels that write to the cache."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from mpjax.kernels.launch import load, store
 
 
 def like(pages: KVPages) -> KVPages:
-    """The shapes of the pages, for a kernel that takes over their buffers."""
+    """The shapes of pages, as the outputs of a kernel that takes over their buffers."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pages)
 
 
-# Programs of one warp are started one by one, so many of them in about the time that one takes; and
-# a multiprocessor of compute capability 9.0 runs so many at once.
-STARTED_MEANWHILE, AT_ONCE = 2000, 32
+# Programs of one warp are started one after another; about this many start while one program runs.
+PROGRAMS_STARTED_PER_TASK = 2000
+PROGRAMS_PER_MULTIPROCESSOR = 32  # the most of compute capability 9.0 at a time
 
 
 def programs_for(tasks: int, heads: int) -> int:
-    """How many programs of one warp should share so many tasks, for each of the heads.
+    """The best number of programs of one warp that share the tasks of a head.
 
-    With n programs, starting them takes time like n, and what they do like tasks / n.
+    The time to start n programs grows with n, that of their work with tasks / n; the sum is
+    smallest at the square root.
     """
-    programs = math.isqrt(tasks * heads * STARTED_MEANWHILE)
-    programs = min(programs, device.multiprocessors() * AT_ONCE)
+    programs = math.isqrt(tasks * heads * PROGRAMS_STARTED_PER_TASK)
+    programs = min(programs, device.multiprocessors() * PROGRAMS_PER_MULTIPROCESSOR)
     rounds = pl.cdiv(tasks, max(1, programs // heads))
     return pl.cdiv(tasks, rounds)
 
@@ -40,9 +41,10 @@ def programs_for(tasks: int, heads: int) -> int:
 def for_each(
     program: jax.Array, tasks: int | jax.Array, visit: Callable[[jax.Array], None]
 ) -> None:
-    """Calls `visit` with the numbers of a program's tasks, one after another, in a kernel.
+    """Calls `visit` with the index of each of a program's tasks in turn, inside a kernel.
 
-    program: its index along the grid's first axis, along which tasks are dealt out.
+    program: its index along the grid's first axis. Task i belongs to program i modulo the number of
+        programs along that axis.
     """
     programs = pl.num_programs(0)
     if isinstance(tasks, int) and tasks == programs:
@@ -53,22 +55,26 @@ def for_each(
 
 
 class Slot(NamedTuple):
-    """Where a token goes in the pages, or the first of several, and whether any goes there."""
+    """The place of a token in the pages, or of the first of several tokens on one page."""
 
     page: jax.Array
-    position: jax.Array
-    valid: jax.Array
+    position: jax.Array  # in the page
+    valid: jax.Array  # whether the token is to be stored at all
 
 
 class Channels(NamedTuple):
-    """Neighbours in each of the equal slices of a head."""
+    """A range of neighbouring channels, the same in each of the equal slices of a head."""
 
-    first: Any  # counted from the slice's own first; jax.Array or int
+    first: Any  # jax.Array or int, counted from the start of the slice
     width: int
 
 
 def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
-    """The slot of a new token, in a kernel. `tables` has block_tables, starts and counts."""
+    """The slot of the new token number `token` of sequence `batch`, inside a kernel.
+
+    tables: an object with references block_tables, starts and counts. The slot is not valid for
+        tokens beyond the sequence's count or its block table, or at negative positions.
+    """
     position = load(tables.starts.at[batch]) + token
     entry = position // page_size
     entries = tables.block_tables.shape[1]
@@ -78,13 +84,16 @@ def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -
 
 
 def lanes(width: int) -> jax.Array:
-    """Which of `width` channels each lane of a tile holds: 0 … width − 1 where that fills it.
+    """The channel of each lane of a tile that holds `width` channels: [next power of two].
 
-    Else each run of neighbours as long as the odd factor of the width is filled up with its last,
-    which changes no extremum, and leaves runs a power of two of lanes apart.
+    If the width is a power of two, lane i holds channel i. Else channels are divided into runs of
+    neighbours as long as the odd factor of the width, and each run is padded to a power of two with
+    copies of its last channel. Copies change neither minimum nor maximum, and the runs are a power
+    of two of lanes apart, as the Hadamard transform needs.
     """
     lane = jnp.arange(pl.next_power_of_2(width))
-    # Of a minimum the compiler doesn't see that lanes are neighbours, and loads them one by one.
+    # Returned without the formula below: through its minimum the compiler would not see that lanes
+    # are neighbours, and load them one by one.
     if len(lane) == width:
         return lane
     run, filled = _run(width)
@@ -92,7 +101,11 @@ def lanes(width: int) -> jax.Array:
 
 
 def targets(width: int) -> tuple[jax.Array, jax.Array]:
-    """Where lanes are stored, and which are: two may not meet where that differs."""
+    """The channel to which each lane is stored, and whether it is stored, both [next power of two].
+
+    Copies that pad a run are not stored. They have distinct places beyond `width`, because lanes
+    with the same place would have to be stored alike.
+    """
     lane = jnp.arange(pl.next_power_of_2(width))
     if len(lane) == width:
         return lane, lane < width
@@ -104,6 +117,7 @@ def targets(width: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _run(width: int) -> tuple[int, int]:
+    """The length of a run of neighbouring channels, and its length with padding."""
     run = width // hadamard.order(width)
     return run, pl.next_power_of_2(run)
 
@@ -116,12 +130,13 @@ def write(
     head: jax.Array,
     channels: Channels | None = None,
 ) -> None:
-    """Encodes a head's key or value, or several on one page, and stores them, in a kernel.
+    """Encodes and stores a key or value of a head, or those of several tokens, inside a kernel.
 
-    pieces: equal slices of its channels, as many as the codes have planes, or a multiple; each at
-        its `lanes`. Of several tokens [tokens, lanes].
+    pieces: equal slices of the head's channels, as many as the codes have planes, or a multiple.
+        Each is [lanes] for one token, or [tokens, lanes] for several on one page, with channels in
+        lanes as `lanes` says.
     dtype: of the vector.
-    channels: which of each slice these are; all, unless channels have scales.
+    channels: the channels of each slice that these are, if channels have scales; None for all.
     """
     scales = None
     if side.codes.scaling == "head":

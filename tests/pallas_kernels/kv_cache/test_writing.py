@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import device
-from mpjax.kernels.kv_cache.writing import AT_ONCE, lanes, programs_for, targets
+from mpjax.kernels.kv_cache.writing import PROGRAMS_PER_MULTIPROCESSOR, lanes, programs_for, targets
 
 
 @given(st.integers(1, 10**6), st.integers(1, 128), st.sampled_from([1, 132]))
@@ -15,7 +15,7 @@ def test_programs_share_tasks_evenly(tasks, heads, multiprocessors):
     with device.described_as(multiprocessors=multiprocessors):
         programs = programs_for(tasks, heads)
     assert 1 <= programs <= tasks
-    assert programs * heads <= max(heads, AT_ONCE * multiprocessors)
+    assert programs * heads <= max(heads, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors)
     rounds = -(-tasks // programs)
     assert programs * rounds - tasks < rounds  # with one program less there would be more rounds
 

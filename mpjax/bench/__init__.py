@@ -1,5 +1,5 @@
-"""Measurements on a CUDA GPU: every figure in the docs comes from a file that one of these wrote.
+"""Benchmarks on a CUDA GPU; every figure in the docs comes from a result file of one of them.
 
-`mpjax bench` is their command line. Each benchmark has a part that is arithmetic on measured times,
-which any machine can test, and a part that measures, which needs the GPU.
+`mpjax bench` is their command line. In each benchmark, arithmetic on measured times is separate
+from the measuring itself: the former can be tested on any machine, the latter needs the GPU.
 """

@@ -1,4 +1,4 @@
-"""Paged attention over every KV format, beside the floor of its bytes and cuDNN."""
+"""Benchmark of paged attention with every KV format, against the floor of its bytes and cuDNN."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.attention.shapes import DECODE, PREFILL, RAGGED, AttentionShape
 
-# In the place of a format: prompts that attend to their own keys and values in 16 bits, from their
-# first token on, as models let them.
+# Stands for a format: prompts that attend to their own 16-bit keys and values, from their first
+# token on, as they do in a model.
 UNCACHED = "uncached"
-APPENDING = ("append", "flush")  # how the names of kernels begin that write to the cache
-REACH = 5.0  # of normal keys and values, for scales that are given
-# The kernel before has made the queries what the format of the keys wants.
+APPEND_KERNELS = ("append", "flush")  # prefixes of the names of kernels that write to the cache
+REACH = 5.0  # the magnitude of normal keys and values that static scales cover
+# As in a model, the kernel before attention has already transformed the queries.
 AS_IN_A_MODEL: dict[str, Any] = {"transformed": True}
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 PAGE_SIZE = 128
-CHECKED_TOKENS = 1 << 19  # the reference of more would not fit on smaller GPUs
-CHECKED_QUERIES = 32  # of a sequence, the last ones, for the same reason
+CHECKED_TOKENS = 1 << 19  # with more tokens, the reference would not fit on smaller GPUs
+CHECKED_QUERIES = 32  # only the last queries of a sequence are checked, for the same reason
 SETS = {"decode": DECODE, "ragged": RAGGED, "prefill": PREFILL}
 HEADERS = (
     *("shape", "format", "µs", "TB/s", "TFLOP/s", "× floor"),
@@ -43,11 +43,11 @@ HEADERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What to measure: every KV format, for each shape.
+    """The cases of a benchmark: every KV format with every shape.
 
-    formats: may have UNCACHED among them, for those of the shapes that begin with the first token.
+    formats: KV formats, and UNCACHED for the shapes whose new tokens are all tokens.
 
-    Raises ValueError for a format that can't be read, and where there is nothing to measure.
+    Raises ValueError for a text that is not a format, and if there are no cases.
     """
 
     shapes: tuple[AttentionShape, ...]
@@ -62,7 +62,7 @@ class Sweep:
 
     @property
     def cases(self) -> int:
-        """Number of rows that `run` gives."""
+        """The number of rows that `run` yields."""
         return sum(len(self.of_shape(shape)) for shape in self.shapes)
 
     def of_shape(self, shape: AttentionShape) -> tuple[str, ...]:
@@ -73,9 +73,9 @@ class Sweep:
 
 
 def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
-    """The shapes that names say, or those of SETS.
+    """The shapes of names, each once: a set of SETS, or a text that AttentionShape.parse reads.
 
-    Raises ValueError where a name says no shape.
+    Raises ValueError for any other name.
     """
     try:
         shapes = [SETS[name] if name in SETS else (AttentionShape.parse(name),) for name in names]
@@ -85,11 +85,11 @@ def named(names: Sequence[str]) -> tuple[AttentionShape, ...]:
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with what follows from its measured times.
+    """Adds to a row the figures that follow from its measured times.
 
-    GB/s count what is read of the cache. TFLOP/s count the two products of every query head with
-    the keys and values that it sees, and are left out of a row that does not say its shape in
-    numbers.
+    GB/s count the bytes of the cache that are read. TFLOP/s count the two products of every query
+    head, with the keys and with the values that it sees; they are left out if the row does not
+    have its shape in numbers.
     """
     time = row["microseconds"]
     derived = {
@@ -126,7 +126,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each checked row whose error is not below the gate; a NaN is not."""
+    """A sentence for each checked row whose error is NaN, or not below the gate."""
     return [
         f"{row['shape']}, {row['format']}: the error is {row['relative_error']:.1e}, "
         f"and the gate is {GATE:.0e}"
@@ -136,14 +136,14 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def is_checked(shape: AttentionShape) -> bool:
-    """Whether the reference is computed, too, which has all sequences as long as the longest."""
+    """Whether a shape is small enough for the reference, which pads sequences to the longest."""
     return shape.batch * max(shape.lengths) <= CHECKED_TOKENS
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Measures every case of a sweep on the default device, and gives its row.
+    """Measures every case of a sweep on the default device, and yields its row.
 
-    Small caches are copied and read in turn, so that none is in the L2 cache.
+    Small caches are copied, and the copies read in turn, so that none is in the L2 cache.
     """
     for shape in sweep.shapes:
         cudnn = _cudnn(shape)
@@ -162,7 +162,10 @@ def fill(shape: AttentionShape, format: KVFormat) -> tuple[KVPages, jax.Array]:
 
 
 def _cache(shape: AttentionShape, format: KVFormat) -> PagedKVCache:
-    """One that has pages for what sequences hold, rounded up to as many for each."""
+    """An empty cache of one layer, with as many pages as the shape's sequences fill.
+
+    The number of all pages is rounded up to a multiple of the batch.
+    """
     entries = -(-np.asarray(shape.lengths) // PAGE_SIZE)
     cache = PagedKVCache.create(
         layers=1,
@@ -180,11 +183,12 @@ def _cache(shape: AttentionShape, format: KVFormat) -> PagedKVCache:
 
 
 def _cudnn(shape: AttentionShape) -> float:
-    """Microseconds of cuDNN over 16-bit keys and values that lie one after another.
+    """Microseconds of cuDNN's attention over contiguous 16-bit keys and values.
 
-    Where one is longest, it is told the lengths of the others, which are padded. Its causal mask
-    has no offset. So new tokens over cached ones take two calls: all of the cached
-    ones for every query, and the new ones causally. Joining both would take it longer.
+    If one sequence is longer than the others, the others are padded, and cuDNN gets all lengths.
+    cuDNN's causal mask has no offset. So new tokens over cached ones take two calls: one over the
+    cached tokens without a mask, and a causal one over the new tokens. The time to combine their
+    results is not counted.
     """
     if shape.queries == 1:
         lengths = None if shape.longest is None else jnp.asarray(shape.lengths, jnp.int32)
@@ -201,7 +205,7 @@ def _cudnn_call(keys: int, shape: AttentionShape, **masks: Any) -> float:
     draw = jax.jit(functools.partial(jax.random.normal, shape=dims, dtype=jnp.bfloat16))
     query = _queries(shape)
     caches = [[draw(jax.random.key(2 * i)), draw(jax.random.key(2 * i + 1))] for i in range(count)]
-    # Under `jit`, it is traced once for all copies.
+    # Its own `jit` has it traced once for all copies.
     attend = jax.jit(
         functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **masks)
     )
@@ -232,7 +236,7 @@ def _uncached(shape: AttentionShape, cudnn: float) -> dict[str, Any]:
     row, output = _measure(shape, UNCACHED, prefill_attention, call, slice(1, 3), cudnn)
     error = None
     if is_checked(shape):
-        # Over pages that hold just these.
+        # The reference attends to pages with the same keys and values.
         cache = _cache(shape, KVFormat())
         places = (
             cache.block_tables,
@@ -251,10 +255,12 @@ def _measure(
     cached: slice,
     cudnn: float,
 ) -> tuple[dict[str, Any], jax.Array]:
-    """A row of `attend(*call)`, but for its error, and the result.
+    """Measures `attend(*call)`: its row without the error, and its result.
 
-    Keys and values are `call[cached]`. Each call has all of its arguments for itself: XLA must find
-    nothing to share or to fold.
+    cached: the arguments of `call` that are keys and values.
+
+    The call is repeated, each time with copies of all arguments, so that XLA finds nothing to
+    share between calls or to fold.
     """
     held = call[cached]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
@@ -282,23 +288,23 @@ def _measure(
 def _append(
     pages: KVPages, block_tables: jax.Array, starts: jax.Array, counts: jax.Array
 ) -> float | None:
-    """Microseconds in which the new tokens are quantised and written; None where XLA does that.
+    """Microseconds to quantise new tokens and write them to the pages; None if no kernel does that.
 
-    Copies of the pages do not count: under donation there are none; here, what is measured must be
-    there for the next call.
+    The time of copying the pages is not counted. A model donates its pages, so that they are not
+    copied; here they are needed again for the next call.
     """
     tokens = int(counts.max())
     dims = (len(counts), tokens, pages.keys.shape[1], pages.head_dim)
     keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
     times = measure.kernel_microseconds(append, pages, keys, values, block_tables, starts, counts)
-    found = [time for name, time in times.items() if name.startswith(APPENDING)]
+    found = [time for name, time in times.items() if name.startswith(APPEND_KERNELS)]
     return sum(found) if found else None
 
 
 def _error(output: jax.Array, call: tuple[Any, ...]) -> float:
     """Mean error over mean magnitude, against the float32 reference over the same cache.
 
-    Of a prompt, over its last tokens.
+    Only the last CHECKED_QUERIES new tokens of each sequence are compared.
     """
     queries, pages, block_tables, starts, counts = call
     checked = min(CHECKED_QUERIES, queries.shape[1])

@@ -1,4 +1,4 @@
-"""Bytes of a cache that attention has to read."""
+"""The bytes of a cache that attention has to read."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from mpjax.kernels.kv_cache import residual
 
 
 def cached_bytes(pages: KVPages, lengths: Sequence[int]) -> int:
-    """Bytes of one layer's keys and values, with their scales, of sequences of these lengths.
+    """The bytes of one layer's keys and values, with their scales, for sequences of some lengths.
 
-    Of formats with blocks, the tokens of the last block that a sequence has begun are read in 16
-    bits, and not where they will be packed.
+    With formats that have blocks, the tokens of a sequence's last block are counted in the
+    residual, in 16 bits.
     """
     tokens = np.asarray(lengths, np.int64)
     if pages.residual is None:
         return _bytes_of(pages, int(tokens.sum()))
-    packed = np.asarray(residual.begin(jnp.asarray(tokens, jnp.int32), pages.residual.page_size))
-    waiting = int((tokens - packed).sum())
-    return _bytes_of(pages, int(packed.sum())) + _bytes_of(pages.residual, waiting)
+    encoded = np.asarray(residual.begin(jnp.asarray(tokens, jnp.int32), pages.residual.page_size))
+    waiting = int((tokens - encoded).sum())
+    return _bytes_of(pages, int(encoded.sum())) + _bytes_of(pages.residual, waiting)
 
 
 def _bytes_of(pages: KVPages, tokens: int) -> int:
-    """Those of so many tokens, of the tokens that there is room for."""
+    """The bytes of `tokens` tokens in pages: their share of the tokens that the pages hold."""
     share = tokens / (pages.keys.shape[0] * pages.page_size)
     found = 0.0
     for side in pages.sides:
         found += side.words.nbytes * share
         if side.parameters is not None:
-            # Scales that are given are the same for all tokens.
+            # Static scales are the same for all tokens.
             found += side.parameters.nbytes * (1 if side.codes.has_given_scales else share)
     return round(found)

@@ -1,4 +1,4 @@
-"""Checkpoints of a published model's shapes with random weights: what speed needs of a model."""
+"""AWQ checkpoints with random weights in the shapes of a published model, to time loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES_PER_SHARD = 4 << 30
 
 
 def write_awq(folder: Path, config: DecoderConfig, group_size: int = 128, seed: int = 0) -> None:
-    """Writes an AWQ checkpoint (config.json and sharded safetensors) of a Qwen3 model."""
+    """Writes a random AWQ checkpoint of a Qwen3 model: config.json and sharded safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     hf = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -68,7 +68,7 @@ def _tensors(
         return rng.integers(-(2**31), 2**31, shape, np.int32)
 
     def dense(*shape: int) -> np.ndarray:
-        # bfloat16 has no numpy dtype that safetensors writes; float16 is cast on load.
+        # safetensors writes no bfloat16 from NumPy. float16 is converted when it is loaded.
         return (rng.random(shape, np.float32) * 0.04 - 0.02).astype(np.float16)
 
     names = {
@@ -93,6 +93,7 @@ def _tensors(
             name = f"{prefix}.{names[projection]}"
             yield f"{name}.qweight", words(channels, outputs // 8)
             yield f"{name}.qzeros", words(channels // group, outputs // 8)
-            # Uniform 4-bit codes have a deviation of about 6.5: this scale keeps activations tame.
+            # Differences of uniform 4-bit codes and zeros have a deviation of about 6.5. With this
+            # scale, outputs are about as large as inputs.
             scale = np.float16(1 / (6.5 * channels**0.5))
             yield f"{name}.scales", np.full((channels // group, outputs), scale)

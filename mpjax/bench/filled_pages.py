@@ -1,4 +1,4 @@
-"""Pages full of random keys and values: a long context without a pass over a long text."""
+"""Fills pages with random keys and values, to measure long contexts without reading a text."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import jax.numpy as jnp
 
 from mpjax.kernels import KVPages, append
 
-APPENDED_TOKENS = 1024  # at a time
+APPENDED_TOKENS = 1024  # tokens of each sequence that are appended at a time
 
 
 @functools.partial(jax.jit, donate_argnames="pages")
 def fill(
     pages: KVPages, block_tables: jax.Array, tokens: jax.Array | int, seed: jax.Array | int
 ) -> KVPages:
-    """Appends `tokens` normal keys and values to each sequence of one layer's empty pages.
+    """Appends normal keys and values to each sequence of one layer's empty pages.
 
-    block_tables: int32 [batch, pages per sequence]; tokens: an int, or int32 [batch]; seed: an int.
-    Tokens past the end of a block table are not written. Give the pages away: they are written in
-    place.
+    block_tables: int32 [batch, pages per sequence].
+    tokens: the number of tokens of each sequence, an int or int32 [batch]. Tokens beyond the end of
+        a block table are not written.
+
+    The pages are donated and written in place.
     """
     batch, entries = block_tables.shape
     at_once = min(APPENDED_TOKENS, entries * pages.page_size)

@@ -1,4 +1,4 @@
-"""The product with packed weights, beside the floor of its bytes and cuBLAS."""
+"""Benchmark of products with packed weights, against the floor of their bytes and cuBLAS."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mpjax.kernels.gemm.plans import Implementation, Problem, TritonConfig, Warp
 from mpjax.kernels.gemm.shapes import GemmShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
-CHECKED_ROWS = 64
-PRODUCT_BYTES = 2_000_000_000  # of the products of one call; several calls' are held
+CHECKED_ROWS = 64  # rows of a product that are compared with the reference
+PRODUCT_BYTES = 2_000_000_000  # the most bytes of all products of a call; some calls are held
 HEADERS = (
     *("format", "M", "µs", "GB/s", "TFLOP/s", "× floor"),
     *("cuBLAS µs", "speed-up", "error", "as"),
@@ -35,14 +35,16 @@ HEADERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What to measure: every format at every number of rows, for each shape.
+    """The cases of a benchmark: every weight format with every number of rows and every shape.
 
-    implementation: forces one for the packed weights; None lets `matmul` choose.
-    in_model: whether other kernels of a model do their part: x comes rounded, as below, and splits
-        are not added (the next kernel does).
-    rounded: whether x comes rounded to 8 bits where the format asks for that, as by a norm or gate.
+    implementation: forced for the packed weights; None lets `matmul` choose.
+    in_model: whether to leave out what other kernels do in a model: x is quantised before, as with
+        `rounded`, and splits are not added, because the next kernel adds them.
+    rounded: whether x is quantised before the measurement if the format has 8-bit activations, as a
+        norm or a gate does in a model.
 
-    Raises ValueError for a format that can't be read or is not packed, and for rows below 1.
+    Raises ValueError for a text that is not a format, a format that is not packed, and rows below
+    1.
     """
 
     shapes: tuple[GemmShape, ...]
@@ -61,15 +63,15 @@ class Sweep:
 
     @property
     def cases(self) -> int:
-        """Number of rows that `run` gives."""
+        """The number of rows that `run` yields."""
         return len(self.shapes) * len(self.rows) * len(self.formats)
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with what follows from its measured times.
+    """Adds to a row the figures that follow from its measured times.
 
-    TFLOP/s count 2·M·K·N operations. GB/s count the packed weight, x and the product in 16 bits
-    once each, and are left out of a row that does not say how large its weight is.
+    TFLOP/s count 2·M·K·N operations. GB/s count the bytes of the packed weight, and of x and the
+    product in 16 bits; they are left out if the row does not have the bytes of its weight.
     """
     rows, channels, outputs = row["M"], row["K"], row["N"]
     time = row["microseconds"]
@@ -104,7 +106,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each row whose error is not below the gate; a NaN is not."""
+    """A sentence for each row whose error is NaN, or not below the gate."""
     return [
         f"{row['shape']}, {row['format']}, M = {row['M']}: the error is "
         f"{row['relative_error']:.1e}, and the gate is {GATE:.0e}"
@@ -114,9 +116,10 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) -> dict[str, Any]:
-    """What a product of so many rows runs: the implementation, and a fused kernel's tiles.
+    """The implementation that multiplies x of `rows` rows, and its configuration, for a row.
 
-    Not those of int8 where two levels are written out as such.
+    The configuration is None if the implementation is not a fused kernel. That is also so for
+    `dequantize` with liquid4, although an int8 kernel then multiplies the written-out weight.
     """
     problem = Problem.of(rows, weight)
     name = forced or plans.plan_of(problem).implementation
@@ -132,11 +135,11 @@ def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) ->
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Measures every case of a sweep on the default device, and gives its row.
+    """Measures every case of a sweep on the default device, and yields its row.
 
-    Every product has a weight and an x of its own, in turn, so that none of them is in the L2
-    cache and XLA finds nothing to merge. Memory is bounded: the copies of one weight, and their
-    products, at a time.
+    A call computes several products, each with a weight and an x of its own, so that none is in the
+    L2 cache, and XLA finds nothing to merge. At a time, memory holds the copies of one weight and
+    their products.
     """
     for shape in sweep.shapes:
         cublas = _cublas(shape, sweep.rows)
@@ -145,7 +148,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def copies(shape: GemmShape, rows: int, nbytes: int) -> int:
-    """Products to compute in turn, for a weight of `nbytes`: fewer where they are large."""
+    """The number of products in a call, for a weight of `nbytes`; fewer if products are large."""
     products = PRODUCT_BYTES // (2 * rows * shape.outputs)
     return max(2, min(measure.copies(nbytes), products))
 
@@ -154,9 +157,9 @@ def copies(shape: GemmShape, rows: int, nbytes: int) -> int:
 def random_weight(
     key: jax.Array, shape: GemmShape, format: WeightFormat | None = None
 ) -> QuantizedTensor | jax.Array:
-    """A matrix [K, N] of normal numbers, rounded to a format; in bfloat16 without one."""
+    """A matrix [K, N] of normal numbers, quantised to `format`, or in bfloat16 without one."""
     dims = (shape.channels, shape.outputs)
-    # Products as large as x, and scales that float16 holds with all their bits.
+    # With this deviation products are as large as x, and scales are not subnormal in float16.
     weight = jax.random.normal(key, dims, jnp.bfloat16) * jnp.bfloat16(shape.channels**-0.5)
     return weight if format is None else quantize(weight, format)
 
@@ -235,9 +238,9 @@ def _reference(x: jax.Array, weight: QuantizedTensor) -> jax.Array:
 
 
 def _error(product: jax.Array, x: jax.Array, weight: QuantizedTensor) -> float:
-    """Mean error over mean magnitude of a product, in rows from all over x.
+    """Mean error over mean magnitude of a product, against the float32 reference.
 
-    Exact is the float32 reference, which computes the chosen rows alone.
+    Only CHECKED_ROWS rows, evenly spread over x, are compared.
     """
     chosen = np.linspace(0, x.shape[0] - 1, min(x.shape[0], CHECKED_ROWS)).astype(int)
     found = np.asarray(product[chosen], np.float64)

@@ -1,4 +1,4 @@
-"""Generation with random weights of a published shape, beside what the memory would allow."""
+"""Benchmark of generation with random weights in a published shape, against the memory roofline."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 
-# In nats. Different kernels round differently, and a cache of two bits is off by one by itself; a
-# model whose cache is wrong is off by several.
+# The largest difference of log-probabilities, in nats. Kernels that round differently cause some,
+# and a cache of two bits about one nat. If a cache is wrong, the difference is several nats.
 GATE, GATE_OF_TWO_BITS = 1.0, 1.5
-CHECKED_TOKENS = 1 << 13  # the logits of one pass over them are 5 GB
-READS, ROUNDS = 3, 4  # of a prompt, and of decoding; the first compiles and is not counted
+CHECKED_TOKENS = 1 << 13  # with so many, the logits of one pass take 5 GB
+# How often a prompt is read, and decoding repeated. The first time compiles, and is not counted.
+READS, ROUNDS = 3, 4
 AWQ = WeightFormat("uint4", 128)
 HEADERS = (
     *("precision", "batch", "context", "load", "first token", "tokens/s", "step"),
@@ -43,15 +44,16 @@ HEADERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What to measure: each batch after each number of prompt tokens, in each precision.
+    """The cases of a benchmark: every precision with every batch and number of prompt tokens.
 
-    filled: only the first case of a precision reads its prompt; the others find as many random keys
-        and values in their cache, and have no time to a first token, and nothing to check.
-    from_disk: writes an AWQ checkpoint and loads it, for the time that this takes.
-    config: of the model, which gets more positions where they do not suffice.
+    filled: whether only the first case of a precision reads its prompt. The caches of the others
+        are filled with as many random keys and values; they have no time to a first token, and are
+        not checked.
+    from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
+    config: of the model, which gets more positions if the cases need them.
 
-    Raises ValueError for a precision that can't be read or that an AWQ checkpoint does not have,
-    and for batches and numbers of tokens from which there is nothing to measure.
+    Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
+    checkpoint cannot have, and for numbers that leave nothing to measure.
     """
 
     precisions: tuple[str, ...]
@@ -81,19 +83,19 @@ class Sweep:
 
     @property
     def cases(self) -> int:
-        """Number of rows that `run` gives."""
+        """The number of rows that `run` yields."""
         return len(self.precisions) * len(self.batches) * len(self.prompt_tokens)
 
     @property
     def model_config(self) -> DecoderConfig:
-        """The configuration with a position for every token."""
+        """The model's configuration, with enough positions for every case."""
         positions = max(self.prompt_tokens) + self.new_tokens
         positions = max(positions, self.config.max_position_embeddings)
         return dataclasses.replace(self.config, max_position_embeddings=positions)
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with what follows from its measured times: the roofline, and the share reached."""
+    """Adds to a row the figures that follow from its measured times: rates, roofline and share."""
     roofline = row.get("roofline_microseconds")
     if roofline is None:
         roofline = row["step_bytes"] / row["read_bandwidth_bytes_per_second"] * 1e6
@@ -128,7 +130,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each checked row whose decoding and reading disagree; a NaN does."""
+    """A sentence for each checked row whose difference is NaN, or not below the gate."""
     return [
         f"{row['precision']}, batch {row['batch']}: log-probabilities of the new tokens differ by "
         f"{row['logprob_difference']:.2f} from those of one pass over the text, and the gate is "
@@ -144,9 +146,10 @@ def _gate(row: Mapping[str, Any]) -> float:
 
 
 def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> float:
-    """Bytes that a decoding step has to read: all weights, and `tokens` of each row in the cache.
+    """The bytes that a decoding step has to read: all weights, and each row's tokens in the cache.
 
-    Of an embedding that is not the head as well, only a few rows are read: it is left out.
+    tokens: of each row. An embedding that is not also the head is left out, because a step reads
+    only a few of its rows.
     """
     tied = lm.config.tie_word_embeddings
     embedding = 0 if tied else lm.model.embedding.get_value().nbytes
@@ -155,7 +158,7 @@ def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> f
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Measures every case of a sweep on the default device, and gives its row."""
+    """Measures every case of a sweep on the default device, and yields its row."""
     bandwidth = measure.read_bandwidth()
     by_weights = itertools.groupby(sweep.precisions, lambda text: Precision.parse(text).of_weights)
     for _, texts in by_weights:
@@ -171,7 +174,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
                 row |= {"load_seconds": load_seconds, "read_bandwidth_bytes_per_second": bandwidth}
                 is_read = number == 0 or not sweep.filled
                 yield figures(row | _measure(lm, batch, prompt, sweep.new_tokens, is_read))
-        del lm  # before the next one is made
+        del lm  # frees its memory before the next model is made
 
 
 def _load(sweep: Sweep, precision: Precision) -> tuple[mpjax.LanguageModel, float | None]:
@@ -186,7 +189,7 @@ def _load(sweep: Sweep, precision: Precision) -> tuple[mpjax.LanguageModel, floa
         return lm, time.perf_counter() - begin
 
 
-_decode_one_by_one = measure.one_by_one(decode, static_argnames="stride", donate_argnames="state")
+_decode_serial = measure.serial_jit(decode, static_argnames="stride", donate_argnames="state")
 
 
 def _measure(
@@ -195,7 +198,7 @@ def _measure(
     case_begin, peak_before = time.perf_counter(), _peak_bytes()
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
     tokens = jnp.asarray(rows, jnp.int32)
-    # No stop token: random weights must not end a row early.
+    # There are no stop tokens, because random weights must not end a row early.
     limits = Limits.of(batch, (), 0, new)
     state = _empty_state(lm, batch, prompt + new, new)
     run = decode_program(lm.model, state)
@@ -215,20 +218,20 @@ def _measure(
         if number == 0:
             said, scores = (np.array(x[:1]) for x in (state.tokens, state.logprobs))
     peak = _peak_bytes()
-    steps = -(-(new - 1) // STRIDE) * STRIDE  # the last stride is taken whole
+    steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
     kernels = {}
     if is_read:
 
         def profiled(until: jax.Array) -> jax.Array:
             nonlocal state
             state = _rewind(state, prompt)
-            state = _decode_one_by_one(lm.model, state, Sampling(), limits, until, stride=STRIDE)
+            state = _decode_serial(lm.model, state, Sampling(), limits, until, stride=STRIDE)
             return state.tokens
 
-        # The loop goes round once: one stride of steps, whether or not all of them are wanted.
+        # The loop runs once: a whole stride of steps, even if fewer tokens are wanted.
         until = jnp.int32(min(1 + STRIDE, new))
         found = measure.kernel_microseconds(measure.Unjitted(profiled), until, iterations=1)
-        kernels = {name: time / STRIDE for name, time in _computing(found).items()}
+        kernels = {name: time / STRIDE for name, time in _without_copies(found).items()}
     is_checked = is_read and prompt + new <= CHECKED_TOKENS
     text = jnp.concatenate([tokens[:1], jnp.asarray(said)], 1)
     return reading | {
@@ -242,7 +245,7 @@ def _measure(
         "step_bytes": step_bytes(lm, state.cache, prompt + new / 2),
         "weights_bytes": lm.nbytes,
         "cache_bytes": state.cache.nbytes,
-        # The allocator never forgets its peak: a case's own is known only where it set it.
+        # The allocator never resets its peak. A case's own peak is known only if it is a new one.
         "peak_bytes": peak if peak != peak_before else None,
         "logprob_difference": _difference(lm, text, jnp.asarray(scores)) if is_checked else None,
         "case_seconds": time.perf_counter() - case_begin,
@@ -268,10 +271,11 @@ def _empty_state(lm: mpjax.LanguageModel, batch: int, max_tokens: int, room: int
 
 
 def _rewind(state: DecodingState, tokens: int) -> DecodingState:
-    """A state as it was with `tokens` in the cache and the first new one drawn.
+    """The state after `tokens` prompt tokens and the first new one, to decode from there again.
 
-    What the cache has beyond is written again. No kernel runs, which would be counted. Where tokens
-    wait in 16 bits, those that do are later ones: its times are right, what it says is not.
+    Only lengths and counts are set, from the host, so that no kernel runs and is counted. Later
+    tokens in the cache will be overwritten. A residual still holds later tokens: with such formats
+    the times of the next round are right, but the generated tokens are not.
     """
     batch = len(state.tokens)
     return dataclasses.replace(
@@ -290,7 +294,7 @@ def _from_host(array: np.ndarray | np.generic) -> jax.Array:
 
 
 def _fill(state: DecodingState, tokens: int) -> DecodingState:
-    """A state with `tokens` random keys and values in every layer of its cache."""
+    """Fills every layer of a state's cache with `tokens` random keys and values for each row."""
     cache = state.cache
     layers = tuple(
         filled_pages.fill(pages, cache.block_tables, tokens, seed)
@@ -303,7 +307,7 @@ def _fill(state: DecodingState, tokens: int) -> DecodingState:
 def _read(
     lm: mpjax.LanguageModel, state: DecodingState, tokens: jax.Array, limits: Limits
 ) -> tuple[DecodingState, dict[str, Any]]:
-    """A state that has read tokens [batch, tokens], and what was measured of that."""
+    """Reads prompts [batch, tokens] into a state; returns the state and the measured times."""
     batch, prompt = tokens.shape
     lengths = jnp.full(batch, prompt, jnp.int32)
     jax.block_until_ready(state)
@@ -328,8 +332,8 @@ def _read(
     }
 
 
-def _computing(kernels: dict[str, float]) -> dict[str, float]:
-    """Kernels without copies, such as those of small arrays from the host; the longest first."""
+def _without_copies(kernels: dict[str, float]) -> dict[str, float]:
+    """The times of kernels, without those of memory copies; the longest first."""
     kept = {name: time for name, time in kernels.items() if "memcpy" not in name.lower()}
     return dict(sorted(kept.items(), key=lambda item: -item[1]))
 
@@ -341,15 +345,20 @@ def _peak_bytes() -> int | None:
 
 @functools.partial(jax.jit, static_argnames="new")
 def _logprobs(model: Decoder, text: jax.Array, new: int) -> jax.Array:
-    """float32 [batch, new], of the last `new` tokens of texts; compiled once for all KV formats."""
+    """The log-probabilities of the last `new` tokens of texts, float32 [batch, new], in one pass.
+
+    The pass has no cache, so that it is compiled once for all KV formats.
+    """
     logprobs = jax.nn.log_softmax(model(text)[:, -new - 1 : -1])
     return jnp.take_along_axis(logprobs, text[:, -new:, None], -1)[..., 0]
 
 
 def _difference(lm: mpjax.LanguageModel, text: jax.Array, scores: jax.Array) -> float:
-    """Mean absolute difference, in nats, between decoding's scores and those of one pass.
+    """Mean absolute difference, in nats, between log-probabilities of decoding and of one pass.
 
-    text: int32 [1, prompt and new tokens]; scores: float32 [1, new tokens], of the new ones. The
-    pass over the whole text has no cache, and other kernels than decoding.
+    text: int32 [1, prompt and new tokens].
+    scores: float32 [1, new tokens], the log-probabilities of the new tokens from decoding.
+
+    The pass over the whole text has no cache, and runs other kernels than decoding.
     """
     return float(jnp.abs(_logprobs(lm.model, text, scores.shape[1]) - scores).mean())

@@ -1,4 +1,4 @@
-"""Kernel times from CUPTI, and the stamp that says where and with what a result was measured."""
+"""Kernel times from CUPTI, the memory roofline, and result files stamped with their versions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ import mpjax.environment
 from mpjax.atomic_write import atomic_write
 from mpjax.kernels import UnsupportedError, device
 
-ROTATED_BYTES = 200e6  # arrays read in turn, together several times the L2 cache of any GPU so far
+# The bytes of all arrays that are read in turn: several times the L2 cache of any GPU so far.
+ROTATED_BYTES = 200e6
 
 
 def require_gpu() -> None:
-    """Raises UnsupportedError, with the reason, where there is no GPU that can be measured."""
+    """Raises UnsupportedError, with the reason, if there is no GPU that can be measured."""
     if reason := device.why_triton_cannot_run():
         raise UnsupportedError(
             f"a benchmark measures a CUDA GPU of compute capability 8.0 or newer: {reason}"
@@ -33,28 +34,30 @@ def require_gpu() -> None:
 
 
 def copies(nbytes: int) -> int:
-    """How many arrays of `nbytes` to read in turn, so that none is still in the L2 cache."""
+    """The number of arrays of `nbytes` to read in turn, so that none is still in the L2 cache."""
     return max(2, math.ceil(ROTATED_BYTES / nbytes))
 
 
 def kernel_microseconds(
     function: Callable[..., Any], *arguments: Any, iterations: int = 5
 ) -> dict[str, float]:
-    """GPU time of each kernel that one call launches, summed by name: the median over calls.
+    """The GPU time of each kernel in a call, summed by name; the median over `iterations` calls.
 
-    Kernel time rather than wall time: short calls are bound by the host that launches them. Kernels
-    run one by one, but those of a function that is `Unjitted` or compiled otherwise. Raises
-    RuntimeError where the call launches no kernel.
+    These are kernel times, not wall times, because wall times of short calls are those of the host
+    that launches them. The function is compiled by `serial_jit`, unless it is compiled already or
+    is `Unjitted`.
+
+    Raises RuntimeError if the call launches no kernel.
     """
-    # Imported here: the module is for CUDA, and this one is imported on any machine.
+    # Imported here, because the module needs CUDA, and this file is imported on any machine.
     from jax.experimental.mosaic.gpu import profiler
 
     if not isinstance(function, Unjitted | jax.stages.Compiled):
-        function = one_by_one(function)
+        function = serial_jit(function)
     _, calls = profiler.measure(function, aggregate=False, iterations=iterations)(*arguments)
     if calls is None:
         raise RuntimeError("nothing to measure: the call launched no kernel")
-    if iterations == 1:  # a single call comes without the list around it
+    if iterations == 1:  # then the profiler returns one call, not a list of calls
         calls = cast(list[list[tuple[str, float]]], [calls])
     totals = collections.defaultdict(list)
     for call in calls:
@@ -67,46 +70,46 @@ def kernel_microseconds(
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> jax.stages.Compiled:
-    """A function of such arguments, as `kernel_microseconds` measures it: compiled once for all."""
-    return one_by_one(function).lower(*arguments).compile()
+    """Compiles a function for such arguments as `kernel_microseconds` does, to be called again."""
+    return serial_jit(function).lower(*arguments).compile()
 
 
-def one_by_one(function: Callable[..., Any], **options: Any) -> Any:
-    """`jax.jit(function, **options)`, of which no kernel begins before the last one has ended.
+def serial_jit(function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit(function, **options)`, compiled so that no kernel is launched before the last ends.
 
-    Kernels that are launched early wait for those before them: their times would overlap.
+    The time of a kernel that is launched early would include its wait for the kernel before it.
     """
     return jax.jit(function, compiler_options={"xla_gpu_enable_pdl": False}, **options)
 
 
 class Unjitted(jax.stages.Wrapped):
-    """A function that is measured as it is, where any other would be put under `jit` first.
+    """A function that `kernel_microseconds` calls as it is, instead of compiling it.
 
-    What it calls may then be compiled already, and may take over the buffers of its arguments: give
-    it a state to go on from, for it is called once more than it is measured.
+    So it may call compiled functions that donate their arguments. It is called once more than it is
+    measured, and has to keep the state from which each call goes on.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the function returns."""
+        """Calls the function and returns its result."""
         return self._function(*arguments, **keywords)
 
     def trace(self, *arguments: Any, **keywords: Any) -> Any:
-        """Raises TypeError: there is nothing to trace."""
+        """Raises TypeError: an Unjitted function is never traced."""
         raise TypeError("an Unjitted function can only be called")
 
     lower = trace
 
 
 def microseconds(function: Callable[..., Any], *arguments: Any, iterations: int = 5) -> float:
-    """GPU time of one call, all its kernels counted."""
+    """The GPU time of one call, the sum over its kernels."""
     return sum(kernel_microseconds(function, *arguments, iterations=iterations).values())
 
 
 def merge_names(kernels: Mapping[str, float], calls: int = 1) -> dict[str, float]:
-    """Kernel times per call, without the numbers that XLA appends; the longest first."""
+    """Kernel times divided by `calls`, by names without XLA's numbers at the end; longest first."""
     merged: dict[str, float] = collections.defaultdict(float)
     for name, time in kernels.items():
         merged[re.sub(r"(_+\d+)+$", "", name)] += time / calls
@@ -114,7 +117,7 @@ def merge_names(kernels: Mapping[str, float], calls: int = 1) -> dict[str, float
 
 
 def flat_bytes(tree: Any) -> jax.Array:
-    """All bytes of a pytree as one array uint32 [bytes / 4], the last word padded with zeros."""
+    """All bytes of a pytree as uint32 [bytes / 4], with the last word padded with zeros."""
     leaves = [leaf.reshape(-1) for leaf in jax.tree.leaves(tree)]
     parts = [jax.lax.bitcast_convert_type(leaf, jnp.uint8).reshape(-1) for leaf in leaves]
     joined = jnp.concatenate(parts)
@@ -123,10 +126,12 @@ def flat_bytes(tree: Any) -> jax.Array:
 
 
 def floor_microseconds(trees: list[Any], nbytes: int | None = None) -> float:
-    """Time in which an XLA reduction reads the bytes of one of `trees`, each of them read in turn.
+    """The time in which an XLA reduction reads the bytes of one of `trees`.
 
-    One reduction over one array, however many leaves hold the bytes: what a kernel could reach that
-    does nothing but read them. nbytes: how many of each, where not all.
+    The bytes of a tree are read as one array by one reduction, so that this is a lower bound for
+    any kernel that reads them. The trees are read in turn.
+
+    nbytes: the number of bytes to read of each tree; all unless given.
     """
     words = None if nbytes is None else -(-nbytes // 4)
     flat = jax.jit(lambda tree: flat_bytes(tree)[:words])
@@ -136,14 +141,14 @@ def floor_microseconds(trees: list[Any], nbytes: int | None = None) -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second at which an XLA reduction reads 2 GB: the practical memory roofline."""
+    """The practical memory roofline: the bytes per second at which an XLA reduction reads 2 GB."""
     buffer = jnp.ones((1 << 29,), jnp.uint32)
     return buffer.nbytes / (microseconds(jax.jit(jnp.sum), buffer) * 1e-6)
 
 
 @functools.cache
 def stamp() -> dict[str, Any]:
-    """Device, versions and commit; GIT_COMMIT names it where a copy without history is measured."""
+    """The device, versions and commit of a result; GIT_COMMIT names the commit if it is set."""
     environment = mpjax.environment.collect()
     return {
         "device": device.default_device().device_kind,
@@ -154,7 +159,7 @@ def stamp() -> dict[str, Any]:
 
 
 def _commit(root: Path) -> str | None:
-    """The commit of a checkout; None for an installed package, wherever it is called from."""
+    """The commit of the checkout at `root`; None if there is none, as for an installed package."""
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
@@ -166,13 +171,16 @@ def _commit(root: Path) -> str | None:
 
 
 def results_folder() -> Path:
-    """Where results go by default: benchmarks/results of a checkout, else the current folder."""
+    """The default folder of results: benchmarks/results of a checkout, else the current folder."""
     folder = Path("benchmarks/results")
     return folder if folder.is_dir() else Path()
 
 
 def save(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
-    """Writes a result, stamped, to `<folder>/<name>.json`; to `results_folder()` by default."""
+    """Writes a result with its stamp to `<folder>/<name>.json`, and returns the path.
+
+    folder: `results_folder()` unless given.
+    """
     folder = results_folder() if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"

@@ -1,4 +1,4 @@
-"""Models of a published shape with random weights in any precision: what speed needs of a model."""
+"""Models with random weights in a published shape and any precision, to measure speed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from mpjax.models import Decoder, DecoderConfig, Linear
 def random_model(
     decoder: type[Decoder], config: DecoderConfig, format: WeightFormat | None, seed: int = 0
 ) -> Decoder:
-    """A decoder with normal weights, made on the device: its linear maps rounded to `format`.
+    """Makes a decoder on the device, with normal weights quantised to `format`.
 
-    Norms are ones and biases zeros. Without a format, linear maps have 16 bits, as all else has.
+    Norms are ones and biases zeros. Without a format, linear maps have the model's dtype, like all
+    other weights.
     """
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     dtype = jnp.dtype(config.dtype)
@@ -45,6 +46,6 @@ def _normal(key: jax.Array, shape: tuple[int, ...], deviation: float, dtype: str
 def _kernel(
     key: jax.Array, shape: tuple[int, int], format: WeightFormat | None, dtype: str
 ) -> QuantizedTensor | jax.Array:
-    # What comes out of a map is as large as what goes in.
+    # With this deviation the outputs of a map are as large as its inputs.
     kernel = _normal(key, shape, shape[0] ** -0.5, dtype)
     return kernel if format is None or not format.is_packed else quantize(kernel, format)

@@ -1,7 +1,7 @@
-"""Plots of results under their rooflines, as SVG (`pip install "mpjax[bench]"`).
+"""Plots of benchmark results below their rooflines, as SVG (`pip install "mpjax[bench]"`).
 
-Roofs are measured, in the run of the results: the memory's by an XLA reduction over the same bytes,
-the tensor cores' by the fastest cuBLAS product. The same results give the same file.
+Roofs are measured in the same run as the results: the memory roof by an XLA reduction over the same
+bytes, the compute roof by the fastest cuBLAS product. Equal results give equal files.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ except ImportError as error:
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Okabe and Ito's, which people with any colour vision can tell apart; black is cuBLAS.
+# Okabe and Ito's colours, which people with any colour vision can tell apart. Black is cuBLAS.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#6a51a3")
 MARKERS = "osD^vP*X"
 GREY = "#767676"
-# Text stays text, and nothing depends on the time or the machine.
+# Text is written as text, and the file depends on neither time nor machine.
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "mpjax",
@@ -43,12 +43,12 @@ SETTINGS: dict[Any, Any] = {
 
 
 def models(rows: Rows) -> list[str]:
-    """The models that the rows' shapes belong to, in their order."""
+    """The names of the models in the rows' shapes, each once, in order."""
     return list(dict.fromkeys(row["shape"].partition(".")[0] for row in rows))
 
 
 def draw_gemm(rows: Rows, path: Path) -> None:
-    """Draws TFLOP/s over the number of rows, a panel for each shape and a line for each format."""
+    """Draws TFLOP/s over the rows of x, with a panel for each shape and a line for each format."""
     rows = [gemm.figures(row) for row in rows]
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     formats = list(dict.fromkeys(row["format"] for row in rows))
@@ -61,14 +61,14 @@ def draw_gemm(rows: Rows, path: Path) -> None:
             _gemm_panel(panel, [row for row in rows if row["shape"] == shape], formats, compute)
         for panel in panels[len(shapes) :]:
             panel.set_visible(False)
-        # The fullest panel: a format need not be measured at every shape.
+        # The legend is of the panel with the most lines, as a shape may lack some formats.
         fullest = max(figure.axes, key=lambda axes: len(axes.get_legend_handles_labels()[1]))
         handles, labels = fullest.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
 def _style(index: int) -> tuple[str, str, str]:
-    """Color, marker, and the color within it: none where the others begin again."""
+    """The colour and marker of a line, and the marker's fill: white when colours repeat."""
     color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
     return color, marker, color if index < len(COLORS) else "white"
 
@@ -104,9 +104,10 @@ def _gemm_panel(axes: Axes, rows: Rows, formats: Sequence[str], compute: float) 
 
 
 def memory_roof(rows: Rows, compute: float) -> tuple[list[float], list[float]]:
-    """M and TFLOP/s of a format that takes its floor at every M, from the first to the last one.
+    """The memory roof of a format's rows, whose times are the floor: M and TFLOP/s at its two ends.
 
-    It ends where it meets the compute roof, and is empty where it begins above.
+    compute: TFLOP/s of the compute roof, where the memory roof ends. Both lists are empty if it
+        begins above.
     """
     slope = rows[0]["teraflops"] * rows[0]["times_floor"] / rows[0]["M"]
     first, last = rows[0]["M"], min(rows[-1]["M"], compute / slope)
@@ -115,10 +116,10 @@ def memory_roof(rows: Rows, compute: float) -> tuple[list[float], list[float]]:
 
 
 def draw_attention(rows: Rows, path: Path) -> None:
-    """Draws how many times as fast as cuDNN decoding is, a column for each shape, smallest first.
+    """Draws the speed-up of decoding over cuDNN, with a column for each shape, smallest first.
 
-    Each format has a mark, and a line where its memory roof is. Prompts are left out: they are not
-    read at the rate of the memory.
+    Each format has a mark, and a dash at its memory roof. Prompts are left out, because memory does
+    not limit them.
     """
     rows = [attention.figures(row) for row in rows if row["queries"] == 1]
     rows.sort(
@@ -148,9 +149,9 @@ def draw_attention(rows: Rows, path: Path) -> None:
 
 
 def draw_generate(rows: Rows, path: Path) -> None:
-    """Draws tokens/s within the memory roofline's, a panel for each batch.
+    """Draws tokens/s and the memory roofline's, with a panel for each batch.
 
-    Rows of one context are bars. Of several contexts, each precision is a line over them.
+    With one context, rows are bars. With several, each precision is a line over the contexts.
     """
     rows = [generate.figures(row) for row in rows]
     if len({row["prompt_tokens"] for row in rows}) > 1:
@@ -226,7 +227,7 @@ def _thousands(tokens: int) -> str:
 
 @contextlib.contextmanager
 def _figure(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
-    """A figure without a window, written at the end."""
+    """A figure of `size` inches, without a window, that is written to `path` at the end."""
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=size, layout="constrained")
         yield figure

@@ -1,4 +1,4 @@
-"""Tables of texts, for terminals and for Markdown."""
+"""Tables of texts, in Markdown and for terminals."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import rich.box
 import rich.console
 import rich.table
 
-MINIMUM_WIDTH = 118  # in a narrow terminal lines wrap, and nothing is cut off
+MINIMUM_WIDTH = 118  # of a table; in a narrower terminal lines wrap, and no text is cut off
 
 
 def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, with a line break at its end; empty columns are left out."""
+    """A Markdown table without its empty columns; the text ends with a line break."""
     headers, rows = _filled(headers, rows)
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 class _Console(rich.console.Console):
-    """A console that leaves it to its caller what a reader's leaving means."""
+    """A console that raises BrokenPipeError if the reader has gone, instead of exiting."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def show(title: str | None, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table to stdout, ruled where that is a terminal; empty columns are left out."""
+    """Prints a table without its empty columns to stdout, with rules if that is a terminal."""
     headers, rows = _filled(headers, rows)
     terminal = sys.stdout.isatty()
     table = rich.table.Table(
@@ -45,7 +45,7 @@ def show(title: str | None, headers: Sequence[str], rows: Iterable[Sequence[str]
 def _filled(
     headers: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> tuple[list[str], list[list[str]]]:
-    """The columns in which some row has a text."""
+    """The headers and rows without the columns that are empty in all rows."""
     rows = list(rows)
     kept = [i for i in range(len(headers)) if any(row[i] for row in rows)]
     return [headers[i] for i in kept], [[row[i] for i in kept] for row in rows]

@@ -1,7 +1,7 @@
 """The command line, `mpjax`.
 
-One module for each command. JAX takes seconds to import, so they import it, and everything above
-it, only when they run: help answers at once.
+There is one module for each command. JAX takes seconds to import. So commands import it, and
+modules that need it, only when they run, and help answers at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    # Imported here, because a person may press Ctrl-C meanwhile.
+    # Imported here, after Ctrl-C is handled, because the import takes a while.
     from mpjax.cli import application
 
     application.main()

@@ -1,4 +1,4 @@
-"""The application that the commands belong to: their order, errors and exit codes."""
+"""The application of all commands: their order, their errors and their exit codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpjax.cli import (
     tune,
 )
 
-BROKEN_PIPE = 141  # as shells report a program that SIGPIPE ends
+BROKEN_PIPE = 141  # the code with which shells report a program that SIGPIPE has ended
 EPILOG = """\b
 Examples:
   mpjax generate "def fibonacci(n):"
@@ -57,10 +57,10 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 broken pipe.
 
 
 class Commands(typer.core.TyperGroup):
-    """Commands whose expected failures are one sentence on stderr instead of a traceback."""
+    """The group of all commands, which reports expected errors as one sentence on stderr."""
 
     def make_context(self, *arguments: Any, **keywords: Any) -> Any:
-        """Reads the command line; --help and --version write their text already here."""
+        """Parses the command line; for --help and --version, also writes their text."""
         try:
             return super().make_context(*arguments, **keywords)
         except BrokenPipeError:
@@ -71,10 +71,10 @@ class Commands(typer.core.TyperGroup):
             raise typer.Exit(1) from None
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command that was asked for."""
+        """Runs the chosen command, and turns expected errors into messages and exit codes."""
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # here, where a reader that has gone can still be handled
+            sys.stdout.flush()  # here, because a broken pipe can still be handled here
             return result
         except KeyboardInterrupt:
             if not sys.stderr.isatty():
@@ -93,10 +93,10 @@ class Commands(typer.core.TyperGroup):
 
 
 def _explain(error: Exception) -> str | None:
-    """What to tell people; None for an error that nobody expected, which deserves a traceback."""
+    """The message for an expected error; None for any other, which is shown with its traceback."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text and not isinstance(error, OSError):
-        # XLA's: of device memory, where the need could not be known before, or of a disk.
+        # XLA ran out of device memory, beyond the checks made beforehand, or of space on a disk.
         line = text.splitlines()[0]
         full = any(os.strerror(code) in line for code in disk.FULL)
         return f"a disk is full: {line}" if full else f"the device ran out of memory: {line}"
@@ -113,7 +113,7 @@ app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # plain help reads the same in a terminal, a pipe and a test
+    rich_markup_mode=None,  # plain help is the same text in a terminal, a pipe and a test
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
@@ -147,7 +147,7 @@ def _options(
 
 
 for _module in (generate, chat, convert, info, evaluate, tune, environment):
-    # What tuning compiles is for measuring, and would push out of the cache what is run again.
+    # Programs compiled for tuning are run once, and would push others out of the cache.
     _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
     app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)
 app.add_typer(bench.app, name=bench.NAME)

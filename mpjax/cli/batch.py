@@ -1,4 +1,4 @@
-"""Many prompts of `mpjax generate`, in groups of near lengths."""
+"""Generates many prompts of `mpjax generate`, in groups of similar lengths."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 def complete(
     lm: LanguageModel, requests: Sequence[Request], size: int, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """A result for each request, in their order, with a bar on stderr where that is a terminal.
+    """Generates a result for each request, in the order of requests.
 
-    size: requests of one group at most. options: of `mpjax.generate`, for all requests.
+    Shows a progress bar on stderr if that is a terminal.
 
-    A result has the request's `id`, and of its row of a Generation the `text`, `finish_reason`,
-    `prompt_tokens` (their number), `tokens` and `logprobs`. Raises ValueError before anything is
-    generated where the model can't take a request; DeviceMemoryError where a group is too large.
+    size: the most requests of a group. options: arguments of `mpjax.generate` for all requests.
+
+    A result has the request's `id`, and `text`, `finish_reason`, `prompt_tokens` (their number),
+    `tokens` and `logprobs` from its row of the Generation.
+
+    Raises ValueError, before anything is generated, if the model can't take a request, and
+    DeviceMemoryError if a group is too large.
     """
     lengths = [count_tokens(lm, request) for request in requests]
     results: dict[int, dict[str, Any]] = {}
@@ -55,9 +59,9 @@ def complete(
 def _groups(
     requests: Sequence[Request], lengths: Sequence[int], size: int
 ) -> Iterator[tuple[int, ...]]:
-    """Indices of requests that ask for the same number of tokens; those of near lengths together.
+    """Groups the indices of requests: equal numbers of new tokens, and similar prompt lengths.
 
-    The largest come first, so that memory that isn't there is missed at once.
+    The largest groups come first, so that a lack of memory shows at once.
     """
 
     def room(index: int) -> int:
@@ -69,7 +73,9 @@ def _groups(
 
 
 def _batched(indices: Iterator[int], size: int) -> Iterator[tuple[int, ...]]:
-    while batch := tuple(itertools.islice(indices, size)):  # itertools.batched, from 3.12 on
+    while batch := tuple(
+        itertools.islice(indices, size)
+    ):  # itertools.batched, which is new in 3.12
         yield batch
 
 
@@ -101,7 +107,10 @@ def _complete_group(
 
 
 def summary(results: Sequence[Mapping[str, Any]], begin: float) -> str:
-    """A line about how many tokens were read and generated since `time.perf_counter()` was so."""
+    """A line with the numbers of prompts and tokens, and the seconds since `begin`.
+
+    begin: from `time.perf_counter()`.
+    """
     seconds = time.perf_counter() - begin
     read = sum(result["prompt_tokens"] for result in results)
     new = sum(len(result["tokens"]) for result in results)

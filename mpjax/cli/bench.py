@@ -1,7 +1,7 @@
-"""`mpjax bench`: how fast the kernels and whole models are on this GPU, and how fast they could be.
+"""`mpjax bench`: measures kernels and whole models on this GPU, and the bounds of their speed.
 
-Three commands of one pattern: what to measure comes from options, each measured row is saved as
-soon as it is there, and a table, a plot and a check of every result against the reference end it.
+There are three commands of one pattern: options give a sweep of cases, each measured row is saved
+at once, and at the end there are a table, a plot and a check of every result against the reference.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ app = typer.Typer(
 
 
 class Implementation(enum.StrEnum):
-    """Ways to compute a product with packed weights."""
+    """The implementations of a product with packed weights that can be forced."""
 
     triton = "triton"
     mosaic = "mosaic"
@@ -160,7 +160,7 @@ Plot = Annotated[bool, typer.Option(help="Draw a plot (SVG) beside the results; 
 
 
 def _texts(metavar: str, help: str, show_default: bool = True) -> Any:
-    """An option that takes several texts, with commas between them."""
+    """An option that takes several texts, separated by commas."""
     return typer.Option(metavar=f"{metavar},...", help=help, show_default=show_default)
 
 
@@ -293,7 +293,7 @@ def generate_command(
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """What stands between the commas; what stands there twice is measured once."""
+    """Splits a text at its commas, and drops repeated parts."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
@@ -305,7 +305,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _checked(build: Callable[[], T]) -> T:
-    """What `build` makes of the options; wrong usage where they can't be read."""
+    """Calls `build`, and raises its ValueError as wrong usage of the options."""
     try:
         return build()
     except ValueError as error:
@@ -315,7 +315,7 @@ def _checked(build: Callable[[], T]) -> T:
 def _measure(
     name: str, benchmark: ModuleType, sweep: Any, output: Path | None
 ) -> tuple[list[dict[str, Any]], Path]:
-    """Measures a sweep and returns its rows, and the file that they were saved to."""
+    """Measures a sweep; returns its rows and the file to which they were saved."""
     from mpjax.bench import measure
 
     measure.require_gpu()
@@ -326,14 +326,14 @@ def _measure(
     path = folder / f"{name}.json"
     for row in _progress(name, benchmark.run(sweep), sweep.cases):
         measured.append(row)
-        # Each time, because a long sweep may be cut short.
+        # Saved after each row, because a long sweep may be interrupted.
         path = measure.save(name, {"results": measured}, folder)
     note(f"saved {path}")
     return measured, path
 
 
 def _progress(name: str, rows: Iterable[T], total: int) -> Iterable[T]:
-    """The rows, with a bar on stderr where that is a terminal."""
+    """Yields the rows, with a progress bar on stderr if that is a terminal."""
     console = rich.console.Console(stderr=True)
     return rich.progress.track(
         rows, name, total=total, console=console, transient=True, disable=not is_live(console)
@@ -351,7 +351,7 @@ def _draw(function: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _check(benchmark: ModuleType, rows: Sequence[dict[str, Any]]) -> None:
-    """Ends with exit code 1 and a sentence for each row that misses its gate."""
+    """Writes a sentence for each row that misses its gate, and then exits with code 1."""
     sys.stdout.flush()
     if failures := benchmark.failures(rows):
         for failure in failures:

@@ -1,4 +1,4 @@
-"""`mpjax chat`: a conversation in the terminal, in the form that the checkpoint's template says."""
+"""`mpjax chat`: a conversation in the terminal, formatted by the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def command(
 
 
 class Conversation:
-    """What was said so far, and how answers are made."""
+    """The messages of a conversation, and the model and settings that answer it."""
 
     def __init__(
         self,
@@ -84,11 +84,14 @@ class Conversation:
         self.messages = list(start)
 
     def reset(self) -> None:
-        """Forgets everything but the system's message."""
+        """Forgets all messages but the system's."""
         self.messages = list(self._start)
 
     def answer(self, text: str) -> None:
-        """Writes the answer to stdout as it comes; interrupted, what was written stays said."""
+        """Answers a text, writing to stdout as the answer comes, and adds both to the messages.
+
+        After Ctrl-C, the part of the answer that was written is added.
+        """
         import mpjax
 
         asked = [*self.messages, {"role": "user", "content": text}]
@@ -109,16 +112,17 @@ class Conversation:
             stop=self._stop,
             seed=self._seed,
         )
-        # The second piece is the first that comes out of the decoding loop.
+        # The first piece comes from the prefill, the second from the decoding loop, which may have
+        # to be compiled before.
         new = self._shapes.is_new(1, tokens, new_tokens)
         said = _write_answer(pieces, "Compiling" if new else "Reading", 2 if new else 1)
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
 
 def _write_answer(pieces: Iterator[str], activity: str, ahead: int) -> str:
-    """Writes an answer as it comes, and returns it; interrupted, what was written.
+    """Writes an answer as it comes, and returns it; after Ctrl-C, the part that was written.
 
-    activity: what is going on until so many pieces (`ahead`) have come.
+    activity: the text of the spinner, which is shown until `ahead` pieces have come.
     """
     said = ""
 
@@ -164,5 +168,5 @@ def _converse(conversation: Conversation) -> None:
         elif text:
             try:
                 conversation.answer(text)
-            except (ValueError, MemoryError) as error:  # said too much: nothing is lost
+            except (ValueError, MemoryError) as error:  # the conversation is too long, but is kept
                 output.note(f"mpjax: {error}")

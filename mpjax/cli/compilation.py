@@ -1,4 +1,4 @@
-"""Compiled programs: kept on disk from one command to the next, and told while they are made."""
+"""Keeps compiled programs on disk from one command to the next, and says when one is compiled."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ from mpjax.cli import output
 
 VARIABLE = "MPJAX_COMPILATION_CACHE"
 FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-# Programs that take milliseconds count, too: a command compiles dozens of them.
+# Programs that compile in milliseconds are kept, too: a command compiles dozens of them.
 SETTINGS = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 WARNING = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)", re.DOTALL
 )
 LIMIT_BYTES = 2 << 30
-SWITCH = "compilation_cache"  # the application's option
+SWITCH = "compilation_cache"  # the name of the application's option
 
 
 class CompilingCommand(typer.core.TyperCommand):
-    """A command whose compiled programs JAX keeps, unless the application's switch says no."""
+    """A command whose compiled programs are kept, unless --no-compilation-cache is given."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command; JAX, which reads the settings as it is imported, comes after this."""
+        """Sets up the cache and runs the command, which imports JAX: it reads the settings then."""
         if ctx.find_root().params.get(SWITCH):
             keep_programs()
         return super().invoke(ctx)
 
 
 def keep_programs() -> None:
-    """Sets JAX's persistent compilation cache for this process, where the environment does not."""
+    """Sets JAX's persistent compilation cache for this process, unless the environment does."""
     if FOLDER_VARIABLE in os.environ:
         return
     folder = cache_folder()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs what it finds there
+        folder.mkdir(
+            mode=0o700, parents=True, exist_ok=True
+        )  # private, because JAX runs the programs in it
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} allows no changes by this user")
         prune(folder)
@@ -55,17 +57,17 @@ def keep_programs() -> None:
     os.environ[FOLDER_VARIABLE] = str(folder)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    warnings.showwarning = Troubles(folder, warnings.showwarning).show
+    warnings.showwarning = CacheWarnings(folder, warnings.showwarning).show
 
 
 def cache_folder() -> Path:
-    """`mpjax/compiled` in XDG_CACHE_HOME or `~/.cache`."""
+    """The folder of compiled programs: `mpjax/compiled` in XDG_CACHE_HOME or `~/.cache`."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache, "mpjax", "compiled").absolute()
 
 
 def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
-    """Deletes the files that were not used for longest, until the rest are within the limit."""
+    """Deletes the least recently used files, until the rest take at most `limit_bytes`."""
     files = []
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process prunes, too
@@ -79,11 +81,13 @@ def prune(folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
             path.unlink(missing_ok=True)
 
 
-class Troubles:
-    """Sees JAX's warnings about a cache: one line about each kind, and damaged files are deleted.
+class CacheWarnings:
+    """Handles JAX's warnings about a cache: one line for each kind, and deletes damaged files.
 
-    A process that ends while it writes, or a full disk, leaves half a program, which JAX would warn
-    about for ever, and not write again.
+    A process that ends while it writes, or a full disk, leaves a damaged file. JAX warns about it
+    in every process, and never replaces it.
+
+    folder: of the cache. otherwise: shows all other warnings.
     """
 
     def __init__(self, folder: Path, otherwise: Callable[..., None]) -> None:
@@ -91,7 +95,7 @@ class Troubles:
         self._told: set[str] = set()
 
     def show(self, message: Warning | str, *rest: Any, **keywords: Any) -> None:
-        """Takes the place of `warnings.showwarning`."""
+        """Replaces `warnings.showwarning`."""
         found = WARNING.match(str(message))
         if found is None:
             self._otherwise(message, *rest, **keywords)
@@ -107,13 +111,16 @@ class Troubles:
 
 
 class Shapes:
-    """The shapes of batches that a command has generated with, each of which is compiled once."""
+    """The shapes of the batches that a command has generated, each of which is compiled once."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[int, int, int]] = set()
 
     def is_new(self, batch: int, tokens: int, new_tokens: int) -> bool:
-        """Whether a batch with so many tokens in its longest prompt needs programs of its own."""
+        """Whether a batch has to be compiled; remembers its shape.
+
+        batch: the number of prompts. tokens: of the longest prompt. new_tokens: of each row.
+        """
         from mpjax.buckets import bucket_rows, bucket_tokens
 
         shape = bucket_rows(batch), bucket_tokens(tokens), bucket_tokens(new_tokens)

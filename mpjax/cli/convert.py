@@ -1,4 +1,4 @@
-"""`mpjax convert`: saves a checkpoint in the form that loads fastest."""
+"""`mpjax convert`: quantises and packs a checkpoint once, and saves the packed model."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def command(
     import mpjax
     from mpjax.checkpoint import staging
 
-    staging.clean_up(target)  # which may hold a model that a killed save has moved away
+    staging.clean_up(target)  # restores a model that a killed save has moved away
     if not overwrite and target.is_dir() and any(target.iterdir()):
-        # `save` says so too, but only after the model has been loaded.
+        # `save` raises this as well, but only after the model has been loaded.
         raise ValueError(
             f"{target} is not empty: choose another folder, or replace a model saved there with "
             "--overwrite"
@@ -67,7 +67,7 @@ def command(
 
         lm = calibrate_cache(lm, documents)
 
-    before = _weight_bytes(lm.source)  # which may be the target
+    before = _weight_bytes(lm.source)  # before saving, because the source may be the target
     mpjax.save(lm, target, overwrite=overwrite)
     typer.echo(f"{lm.source}: {size(before)} of weights")
     typer.echo(
@@ -78,19 +78,22 @@ def command(
 
 
 def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None) -> None:
-    """Says before a model is loaded what `calibrate_cache` and `save` would say after."""
+    """Raises wrong usage for options that `calibrate_cache` or `save` would refuse later.
+
+    They would raise only after the model has been loaded.
+    """
     from mpjax.checkpoint.description import is_saved
 
     was_saved = is_saved(Path(source))
     if was_saved and chosen is None:
-        return  # it has a KV format of its own
+        return  # a saved model has a KV format of its own
     scaling = None if chosen is None else chosen.kv.scaling
     if calibrate is not None and scaling is None:
         raise typer.BadParameter(
             f"the cache of {chosen or 'KV16'} has no scales to measure: KV8s and KVfp8 have",
             param_hint="--calibrate",
         )
-    if calibrate is None and scaling == "static" and not was_saved:  # which may have scales
+    if calibrate is None and scaling == "static" and not was_saved:  # a saved model may have scales
         raise typer.BadParameter(
             f"the cache of {chosen} needs scales: name a text to measure them on",
             param_hint="--calibrate",
@@ -98,5 +101,5 @@ def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None)
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Bytes of the files that hold a checkpoint's weights."""
+    """The bytes of the safetensors files in a checkpoint's folder."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())

@@ -1,4 +1,4 @@
-"""`mpjax env`: what a bug report needs."""
+"""`mpjax env`: prints the versions, devices and settings that a bug report needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mpjax evaluate`: what each precision costs in perplexity."""
+"""`mpjax evaluate`: measures the perplexity of a model in several precisions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ weights_bytes. A number that is none, as after an overflow, is null.
 
 
 class Format(enum.StrEnum):
-    """How results are printed."""
+    """The format of printed results."""
 
     table = "table"
     markdown = "markdown"
@@ -139,7 +139,11 @@ def command(
 
 
 def _defaults(folder: Path) -> tuple[str, ...]:
-    """Weights can be rounded only where the checkpoint has 16-bit ones."""
+    """The precisions to measure by default.
+
+    For a quantised checkpoint these are KV formats alone, because only 16-bit weights can be
+    quantised.
+    """
     from mpjax.checkpoint import huggingface
     from mpjax.checkpoint.description import is_saved
 
@@ -158,7 +162,7 @@ def _measure(
     window: int | None,
     batch: int,
 ) -> list[dict[str, Any]]:
-    """One row for each precision; each kind of weights is loaded once, in turn."""
+    """Measures a row for each precision; each precision of weights is loaded once."""
     from mpjax.calibration import calibrate_cache
     from mpjax.evaluation import evaluate
 
@@ -170,7 +174,7 @@ def _measure(
             if precision.of_weights != weights:
                 continue
             if console.is_terminal:
-                # perplexity() has a bar of its own, which stands still at first.
+                # `evaluate` has a progress bar of its own, which does not move while it compiles.
                 console.print(f"{precision}, compiling first", highlight=False)
             if lm is None:
                 lm = options.load(str(folder), precision, dtype, max_positions)
@@ -194,7 +198,7 @@ def _result(
     batch: int,
     rows: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """What --output writes: the rows, and all that they depend on."""
+    """The JSON object of --output and --json: the rows, and everything that they depend on."""
     import jax
 
     import mpjax
@@ -229,6 +233,6 @@ def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """A table in Markdown from the rows of a result."""
+    """The rows of a result as a Markdown table."""
     table = [HEADERS, ("---", *["---:"] * (len(HEADERS) - 1)), *_cells(rows)]
     return "\n".join("| " + " | ".join(row) + " |" for row in table)

@@ -1,4 +1,4 @@
-"""`mpjax generate`: completes a prompt on stdout as it comes, or many prompts in batches."""
+"""`mpjax generate`: completes one prompt, written to stdout as it comes, or many in batches."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def command(
 
 
 def _check_output(file: Path, input: Path | None) -> None:
-    """Raises before anything is generated where the results could not be written."""
+    """Raises, before anything is generated, if the results could not be written to `file`."""
     from mpjax.atomic_write import require_writable
 
     if input is not None and file.exists() and input.exists() and file.samefile(input):
@@ -157,8 +157,11 @@ def _check_output(file: Path, input: Path | None) -> None:
 
 
 def _show_one(pieces: Callable[[], Generator[str, None, Generation]], prompt: str) -> None:
-    """Writes a prompt and pieces of text to stdout as they come, and their speed to stderr."""
-    # The same draws as below, so that the second piece comes out of the decoding loop if any does.
+    """Writes a prompt and pieces of text to stdout as they come, and their speed to stderr.
+
+    pieces: begins to generate, always with the same draws; it is called twice.
+    """
+    # The warm-up. Two pieces run both prefill and decoding loop, if the generation has two pieces.
     begin = time.perf_counter()
     beginning = pieces()
     with output.status("Compiling"):
@@ -174,7 +177,7 @@ def _show_one(pieces: Callable[[], Generator[str, None, Generation]], prompt: st
 
 
 def _write(pieces: Generator[str, None, Generation]) -> Generation:
-    """Writes pieces of text to stdout as they come; returns what the generator returns."""
+    """Writes pieces of text to stdout as they come, and returns the generator's result."""
     while True:
         try:
             piece = next(pieces)
@@ -196,7 +199,7 @@ def _summary(generation: Generation, warm_up: float) -> str:
 def _show_several(
     requests: Sequence[Request], results: Sequence[Mapping[str, Any]], echo: bool
 ) -> None:
-    """Writes each completion under a line that begins its prompt, as `head` does with files."""
+    """Writes each completion below a header with the start of its prompt, as `head` does."""
     for index, (request, result) in enumerate(zip(requests, results, strict=True)):
         prompt = str(request.prompt)
         first, *others = prompt.strip().splitlines() or [""]

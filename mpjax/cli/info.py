@@ -1,4 +1,4 @@
-"""`mpjax info`: what a checkpoint holds, from its headers."""
+"""`mpjax info`: describes a checkpoint from the headers of its files."""
 
 from __future__ import annotations
 
@@ -62,13 +62,14 @@ def command(
 
 
 def inspect(folder: Path) -> LanguageModel:
-    """The model that loading a folder would give, with shapes in the place of arrays.
+    """The model that `load` would make of a folder, with shapes in the place of arrays.
 
-    Good for `describe`, which is exact but for what the tensors' values decide: the bytes of
-    GPTQ's permutations, maps that can't be fused because of them, and whether zero points are all
-    the middle, so that integers count as symmetric. An FP8 checkpoint that is loaded only in a
-    precision is described with 16-bit activations. Raises CheckpointError for a folder that can't
-    be loaded.
+    Its `describe` is exact except where values of tensors decide: for the bytes of GPTQ's
+    permutations, maps that can't be fused because of permutations, and integers that count as
+    symmetric because all zero points are the middle. An FP8 checkpoint that can only be loaded with
+    a chosen precision is described with 16-bit activations.
+
+    Raises CheckpointError for a folder that can't be loaded.
     """
     import jax
 
@@ -86,7 +87,7 @@ def inspect(folder: Path) -> LanguageModel:
 
 
 def _open_choice(folder: Path) -> str | None:
-    """A text about the activations of an FP8 checkpoint, where somebody has to choose them."""
+    """A text about the activations of an FP8 checkpoint that the user has to choose, or None."""
     from mpjax.checkpoint import huggingface
     from mpjax.checkpoint.description import is_saved
     from mpjax.checkpoint.fp8_config import FP8Config
@@ -106,7 +107,7 @@ def _open_choice(folder: Path) -> str | None:
 
 
 def _from_headers(folder: Path) -> LanguageModel:
-    """The model in a Hugging Face checkpoint."""
+    """The model of a Hugging Face checkpoint, with shapes in the place of arrays."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -135,7 +136,7 @@ def _from_headers(folder: Path) -> LanguageModel:
 
 
 def _parts(sources: tuple[LinearSource, ...], dtype: str, bias: bool) -> list[Linear]:
-    """The linear maps of a place as loading makes them: one where the formats agree."""
+    """The linear maps of a place, as loading makes them: a single one if their formats agree."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and functions that read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE_HELP = (
 
 
 class Dtype(enum.StrEnum):
-    """What a model can compute in."""
+    """The dtypes that a model can compute in."""
 
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -77,7 +77,7 @@ Stop = Annotated[
 
 
 def parse_precision(text: str) -> Precision:
-    """The precision that an option says; wrong usage where it can't be read."""
+    """Parses a precision; a text that can't be read is wrong usage of --precision."""
     from mpjax.precision import Precision
 
     try:
@@ -93,7 +93,7 @@ def sampling_options(
     min_p: float | None,
     repetition_penalty: float | None,
 ) -> Sampling:
-    """What the sampling options say; wrong usage for values out of range."""
+    """The Sampling of the options; values out of range are wrong usage."""
     from mpjax.sampling import Sampling
 
     try:
@@ -108,7 +108,7 @@ def load(
     dtype: Dtype | None,
     max_positions: int | None = None,
 ) -> LanguageModel:
-    """The model that the options name."""
+    """Loads the model that the options name; the bundled one if `source` is None."""
     import mpjax
 
     if isinstance(precision, str):
@@ -123,7 +123,7 @@ def load(
 
 
 def read_documents(path: Path) -> list[str]:
-    """The texts of a file: one, or for .jsonl one on each line, as {"text": ...}."""
+    """Reads the texts of a file: the whole file, or for .jsonl {"text": ...} on each line."""
     from mpjax.arguments import read_text
     from mpjax.evaluation import read_held_out
 

@@ -1,4 +1,4 @@
-"""What the commands write: text in any encoding, lines that begin where a line begins, JSON."""
+"""Output of the commands: text in any encoding, notes on lines of their own, and JSON."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import rich.console
 import rich.text
 import typer
 
-# ASCII under another name: under its own, typer writes UTF-8 in its place.
+# Another name for ASCII: for a stream whose encoding is named ASCII, typer would write UTF-8.
 ASCII = "mpjax_ascii"
 
 
 def prepare_streams() -> None:
-    """Lets stdout and stderr of this process take any text, and stdin any bytes.
+    """Makes stdout and stderr of this process take any text, and stdin any bytes.
 
-    What an encoding lacks is written as a question mark, or in the form that the stream has for
-    it. A closed stdout takes everything and keeps nothing; a closed stdin is at its end. Bytes of
-    stdin that are no text become lone surrogates, which the tokenizer refuses by name. Warnings
-    become lines like any other.
+    Characters that an encoding lacks are written as a question mark, or escaped as the stream's
+    error handler says. Text for a closed stdout is discarded; a closed stdin is empty. Bytes of
+    stdin that the encoding can't decode become lone surrogates, which the tokenizer refuses by
+    name. Warnings are written as notes.
     """
     codecs.register(_find_ascii)
     sys.stdin = sys.stdin or _nothing("r")
@@ -63,9 +63,9 @@ def _nothing(mode: str) -> TextIO:
 
 
 def discard(stream: TextIO) -> None:
-    """Sends the rest of a stream whose reader has gone, or whose disk is full, nowhere.
+    """Discards the rest of a stream whose reader has gone, or whose disk is full.
 
-    Python flushes the streams once more as it ends, and would complain.
+    Without this, Python's last flush of the stream, when it exits, would fail.
     """
     with contextlib.suppress(OSError):  # a stream without a descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -75,9 +75,9 @@ _line_is_open = False
 
 
 def write(text: str) -> None:
-    """Writes text to stdout as it is, at once."""
+    """Writes text to stdout unchanged, and flushes."""
     global _line_is_open
-    # Not typer.echo, which takes what looks like a terminal's escape codes out of the text.
+    # Not by typer.echo, which removes escape codes of terminals from the text.
     sys.stdout.write(text)
     sys.stdout.flush()
     if text:
@@ -85,7 +85,7 @@ def write(text: str) -> None:
 
 
 def end_line() -> None:
-    """Ends a line that `write` began, where more would follow it: a prompt, or stderr's lines."""
+    """Ends a line that `write` began, if a shell prompt or lines of stderr would follow on it."""
     global _line_is_open
     if _line_is_open and (sys.stdout.isatty() or _streams_are_one()):
         write("\n")
@@ -93,7 +93,7 @@ def end_line() -> None:
 
 
 def note(line: str) -> None:
-    """Writes a line to stderr, which is not part of the result."""
+    """Writes a line to stderr: a note that is not part of the result."""
     end_line()
     try:
         typer.echo(line, err=True)
@@ -114,23 +114,23 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def is_live(console: rich.console.Console) -> bool:
-    """Whether lines on a console can be drawn over, as bars and spinners do."""
+    """Whether a console can overwrite its lines, as progress bars and spinners need."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
-    """Shows a text with a spinner on stderr while its block runs, where that is a terminal."""
+    """Shows a text with a spinner on stderr while the context is open, if that is a terminal."""
     console = rich.console.Console(stderr=True)
     if not is_live(console):
         yield
         return
-    with console.status(rich.text.Text(text), spinner="line"):  # the dots are not in every encoding
+    with console.status(rich.text.Text(text), spinner="line"):  # plain ASCII
         yield
 
 
 def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -> str:
-    """JSON in characters of an encoding, others as escapes; numbers that are none become null."""
+    """The JSON of a value, with escapes if `encoding` lacks characters; NaN and ∞ become null."""
     value = _finite(value)
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     try:
@@ -141,7 +141,7 @@ def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -
 
 
 def print_json(value: Any, *, indent: int | None = 1) -> None:
-    """Writes a value to stdout as JSON, and a line break."""
+    """Writes a value to stdout as JSON, followed by a line break."""
     write(to_json(value, encoding=sys.stdout.encoding, indent=indent) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What `mpjax generate` is asked: prompts from the command line, a file or JSON Lines."""
+"""The requests of `mpjax generate`: prompts from the command line, a file or JSON Lines."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ KEYS = ("id", "prompt", "messages", "max_new_tokens", "seed")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt, a text or the messages of a chat, and how much to generate from which seed.
+    """A prompt, which is a text or the messages of a chat, with its settings.
 
-    id: what its result is called: any JSON value, by default the number of its prompt or line.
-    place: how errors name it.
+    id: identifies its result: any JSON value, by default the number of its prompt or line.
+    max_new_tokens: the most tokens to generate.
+    seed: of its random draws.
+    place: the name of the request in errors.
     """
 
     id: Any
@@ -43,11 +45,15 @@ def gather(
     max_new_tokens: int,
     seed: int,
 ) -> list[Request]:
-    """A request for each prompt of the one place that has some; wrong usage for other places.
+    """Makes a request for each prompt, from the one source that is given.
 
-    prompts: texts, or a single `-` for stdin. prompt_file: one text. input: JSON Lines, on stdin
-        for `-`; see `read_lines`.
-    seed: the first request's; the next has the next.
+    prompts: texts, or a single `-` for stdin.
+    prompt_file: a file with one text.
+    input: a JSON Lines file, or `-` for stdin; see `read_lines`.
+    max_new_tokens: of each request.
+    seed: of the first request; each following request has the next number.
+
+    No source, several sources, and an input that is not a file are wrong usage.
     """
     if (len(prompts) > 0) + (prompt_file is not None) + (input is not None) != 1:
         raise typer.BadParameter(
@@ -76,21 +82,24 @@ def _read_file(file: Path) -> str:
 
 def _read_stdin() -> str:
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(newline="")  # or "\r\n" would become "\n"
+        sys.stdin.reconfigure(newline="")  # keeps "\r\n", which would become "\n"
     return _without_line_end(sys.stdin.read())
 
 
 def _without_line_end(text: str) -> str:
-    # Editors and echo end the last line, and people don't mean it as a part of the prompt.
+    # Editors and `echo` end the last line with a line break that is not meant as a part of a
+    # prompt.
     return text.removesuffix("\r\n" if text.endswith("\r\n") else "\n")
 
 
 def read_lines(path: Path, max_new_tokens: int, seed: int) -> list[Request]:
-    """A request for each line of a JSON Lines file, or of stdin where the path is `-`.
+    """Reads a request from each line of a JSON Lines file, or of stdin if the path is `-`.
 
-    A line is an object with a "prompt" or "messages", and if it likes an "id", and "max_new_tokens"
-    and a "seed" in the place of those given; blank lines are skipped. Raises ValueError that names
-    the line, for one of another form and for a file without any.
+    A line is an object with a "prompt" or "messages". It may have an "id", and "max_new_tokens" and
+    "seed", which override the arguments. Blank lines are skipped.
+
+    Raises ValueError, which names the line, for a line of another form, and for a file without any
+    lines.
     """
     from mpjax.arguments import read_text
 
@@ -116,7 +125,7 @@ def _read_json_stdin() -> str:
 def _parse(line: str, number: int, place: str, max_new_tokens: int, seed: int) -> Request:
     try:
         found = json.loads(line, parse_constant=_refuse_constant)
-        output.to_json(found)  # so that its id can be written with its result
+        output.to_json(found)  # raises ValueError if the id could not be written with the result
     except RecursionError as error:
         raise ValueError(f"{place} is nested too deeply to be read") from error
     except ValueError as error:
@@ -163,10 +172,10 @@ def _integer(
 
 
 def count_tokens(lm: LanguageModel, request: Request) -> int:
-    """The tokens of a request's prompt.
+    """The number of tokens of a request's prompt.
 
-    Raises ValueError that names the request where the model can't take it: no tokens, messages
-    that its chat template doesn't take, or more tokens than it has positions.
+    Raises ValueError, which names the request, if the model can't take it: if it has no tokens, if
+    the chat template refuses its messages, or if the model has fewer positions than tokens.
     """
     if lm.tokenizer is None:
         raise ValueError(f"{lm.source} has no tokenizer.json, so there is no text: add one")

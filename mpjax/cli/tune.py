@@ -1,4 +1,4 @@
-"""`mpjax tune`: measures how products with packed weights run fastest on this GPU."""
+"""`mpjax tune`: finds the fastest plans of products with packed weights on this GPU."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _progress() -> rich.progress.Progress:
 
 
 def describe(outcome: Outcome) -> str:
-    """A line about a job: its time and plan, and the time that the rule of thumb would take."""
+    """A line about a job: its time and plan, and the time of the rule's plan."""
     if outcome.entry is None:
         return f"{outcome.job}: no configuration worked"
     plan, microseconds = outcome.entry
@@ -146,7 +146,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def summary(outcomes: list[Outcome], path: Path) -> list[str]:
-    """What was done in all, and which problems ruled out how many configurations."""
+    """Lines with the number of measured plans, and of configurations skipped for each problem."""
     measured = sum(bool(outcome.trials) and outcome.entry is not None for outcome in outcomes)
     known = sum(not outcome.trials for outcome in outcomes)
     lines = [f"{path}: {measured} measured, {known} known before"]

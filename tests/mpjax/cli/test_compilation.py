@@ -68,7 +68,7 @@ def test_commands_have_a_switch(arguments, variable, kept, monkeypatch, tmp_path
 
 
 def test_the_next_process_compiles_nothing_and_mends_what_is_damaged(tmp_path):
-    """JAX reads what was kept, and warns of damage in the words that `Troubles` waits for."""
+    """JAX reads what was kept, and warns of damage in the words that `CacheWarnings` waits for."""
     program = """
 from mpjax.cli import compilation, output
 output.prepare_streams()
@@ -132,7 +132,9 @@ def test_damaged_programs_are_deleted_and_told_once(tmp_path, capsys):
     for name in names:
         (tmp_path / name).write_bytes(b"half")
     others: list[str] = []
-    troubles = compilation.Troubles(tmp_path, lambda message, *rest: others.append(str(message)))
+    troubles = compilation.CacheWarnings(
+        tmp_path, lambda message, *rest: others.append(str(message))
+    )
     entry = "persistent compilation cache entry for"
     troubles.show(UserWarning(f"Error reading {entry} 'jit_f': error: truncated"), UserWarning)
     troubles.show(UserWarning(f"Error reading {entry} 'jit_g': error: truncated"), UserWarning)

@@ -26,7 +26,7 @@ from mpjax.kernels.gemm.shapes import GemmShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 CHECKED_ROWS = 64  # rows of a product that are compared with the reference
-PRODUCT_BYTES = 2_000_000_000  # the most bytes of all products of a call; some calls are held
+PRODUCT_BYTES = 2_000_000_000  # the most bytes of all products of one call
 HEADERS = (
     *("format", "M", "µs", "GB/s", "TFLOP/s", "× floor"),
     *("cuBLAS µs", "speed-up", "error", "as"),

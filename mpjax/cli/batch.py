@@ -73,9 +73,8 @@ def _groups(
 
 
 def _batched(indices: Iterator[int], size: int) -> Iterator[tuple[int, ...]]:
-    while batch := tuple(
-        itertools.islice(indices, size)
-    ):  # itertools.batched, which is new in 3.12
+    """Splits indices into batches of `size`: itertools.batched, which is new in 3.12."""
+    while batch := tuple(itertools.islice(indices, size)):
         yield batch
 
 

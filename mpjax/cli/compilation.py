@@ -42,9 +42,8 @@ def keep_programs() -> None:
         return
     folder = cache_folder()
     try:
-        folder.mkdir(
-            mode=0o700, parents=True, exist_ok=True
-        )  # private, because JAX runs the programs in it
+        # Private, because JAX runs the programs in it.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} allows no changes by this user")
         prune(folder)

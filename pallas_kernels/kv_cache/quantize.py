@@ -44,7 +44,8 @@ def encode(values: jax.Array, scale: jax.Array, zero: jax.Array, bits: int) -> j
         rounding adds an error only to values at an end of the range that it leaves uncovered.
     """
     top = 2**bits - 1
-    # One division for each scale, as XLA would rewrite a division of all values, but kernels not.
+    # One division for each scale. XLA would rewrite a division of all values in the same way, but a
+    # kernel would not.
     halves = (values - zero) * current_target().divide(jnp.full_like(scale, 2.0), scale)
     # Rounds half up in integers. Adding 0.5 to the product may or may not be fused with it, which
     # would change the result.

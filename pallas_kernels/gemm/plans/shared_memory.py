@@ -99,7 +99,6 @@ def triton_bytes(config: TritonConfig, format: WeightFormat, limits: Limits) -> 
     loop = (config.stages - 1) * (words + x + parameters)
     if reads_shared:
         loop += x + (words if format.is_flat else 0)
-    transposed = (
-        config.tile_m * config.tile_n * 4
-    )  # the output tile, which reuses the loop's memory
+    # The output tile, transposed, reuses the loop's memory.
+    transposed = config.tile_m * config.tile_n * 4
     return max(loop, transposed) + code_kinds.of(format).shared_bytes

@@ -134,7 +134,7 @@ def _widths(problem: Problem) -> tuple[int | None, ...]:
 
 
 def _scaling(problem: Problem, tile: Tile) -> Scaling:
-    """Where the scale of a group is applied.
+    """Chooses whether the scale of a group is applied to the accumulator or to weights.
 
     To the accumulator it costs an instruction for each output and group, to weights one for every
     two weights, or none for symmetric weights in bfloat16. With four warps, which multiply by

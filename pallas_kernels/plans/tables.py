@@ -22,7 +22,7 @@ from mpjax.kernels.plans.plan import Entry, Plan
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
-OPERATIONS = ("gemm",)  # that have a section
+OPERATIONS = ("gemm", "attention")  # that have a section
 
 Problem = TypeVar("Problem")
 
@@ -106,6 +106,10 @@ class Tables(abc.ABC, Generic[Problem]):
     @abc.abstractmethod
     def check(self, key: Any, implementation: str, config: Mapping[str, Any]) -> None:
         """Raises ValueError for the fields of a configuration that there can't be."""
+
+    def suits(self, problem: Problem, plan: Plan) -> bool:
+        """Whether a problem can run with a plan that was measured for its key."""
+        return True
 
     def find(self, table: Table, key: Any) -> Entry | None:
         """The entry that serves a key, or None."""

@@ -20,9 +20,9 @@ AHEAD = 2  # tiles that a program reads ahead
 MOST_COMPANY = 8  # programs on a multiprocessor: what more of them gain, joining them costs
 MOST_SPLITS = 130  # beside two programs for the residual: 8 KV heads fill an H200
 MOST_TILES = 64  # of a program of one long sequence, which no other program helps
-# Tokens of a program that ends soon: of one that only reads 16 bits, that decodes, and that has
-# others for a residual beside it.
-FEW_TOKENS, FEW_TOKENS_OF_CODES, FEW_TOKENS_BESIDE = 2048, 1024, 192
+# Of a program that ends soon: of one that only reads 16 bits, that decodes, and that has others for
+# a residual beside it.
+FEW_TILES, FEW_TILES_OF_CODES, FEW_TILES_BESIDE = 16, 8, 1.5
 FITTING_WARPS = 8  # on a multiprocessor, with as many registers as they want
 FEW_SPLITS = 2  # which gain too little to be joined, if they end soon
 FAST_SPLITS, SPLITS_UNIT = 32, 8  # more programs are joined faster in multiples of eight
@@ -64,18 +64,21 @@ def team_by_rule(problem: Problem) -> Team:
     has_channels = problem.has_channel_keys and tile.is_narrow
     most_bytes = tile_memory(problem, tile.rows) if has_channels else BYTES_ON_THEIR_WAY
     team = _team(problem, tile, most_bytes)
+    keys = min(tile.keys, SMALL_KEYS)
     has_value_channels = problem.cache.format.value_codes.scaling == "channel"
-    if not tile.is_narrow or tile.keys <= SMALL_KEYS or has_value_channels:
+    has_one_size = tile.keys == keys and not problem.is_decoded
+    if not tile.is_narrow or has_one_size or has_value_channels:
         return team
     if team.room == 1 and problem.is_decoded and not has_channels:
-        keys = SMALL_KEYS if _needs_small_tiles(problem, team) else tile.keys
+        keys = keys if _needs_small_tiles(problem, team) else tile.keys
         return team._replace(tile=tile._replace(keys=keys), tiles=problem.tiles(keys))
-    if problem.tokens > _few_tokens(problem) * team.room or _has_one_each(problem, team):
+    few_tokens = _few_tiles(problem) * tile.keys
+    if problem.tokens > few_tokens * team.room or _has_one_each(problem, team):
         return team
     if team.room <= FEW_SPLITS and problem.is_decoded:
         return team._replace(room=1, splits=1)
     warps = tile.warps if problem.is_decoded else tile.warps // 2
-    small = tile._replace(keys=SMALL_KEYS, warps=warps)
+    small = tile._replace(keys=keys, warps=warps)
     return _team(problem, small, BYTES_ON_THEIR_WAY // 2, is_small=True)
 
 
@@ -101,10 +104,11 @@ def _needs_small_tiles(problem: Problem, team: Team) -> bool:
     return is_fitting and team.tile.warps < 4 and team.tiles <= MOST_TILES // 2
 
 
-def _few_tokens(problem: Problem) -> int:
+def _few_tiles(problem: Problem) -> float:
+    """Tiles of a program that ends soon."""
     if problem.residual:
-        return FEW_TOKENS_BESIDE
-    return FEW_TOKENS_OF_CODES if problem.is_decoded else FEW_TOKENS
+        return FEW_TILES_BESIDE
+    return FEW_TILES_OF_CODES if problem.is_decoded else FEW_TILES
 
 
 def _has_one_each(problem: Problem, team: Team) -> bool:

@@ -21,12 +21,12 @@ def gpu(monkeypatch):
     """A GPU on which the n-th plan of a product takes n µs more than 5; gives the jobs it did."""
     jobs = []
 
-    def try_on_gpu(job, plans):
+    def try_products(job, plans):
         jobs.append(job)
         trials = [Trial(plan, 5.0 + index) for index, plan in enumerate(plans[:-1])]
         return [*trials, Trial(plans[-1], problem="does not compile: ValueError: no room")]
 
-    monkeypatch.setattr(tune, "try_on_gpu", try_on_gpu)
+    monkeypatch.setattr(tune, "try_products", try_products)
     monkeypatch.setattr(tune, "stamp", lambda: {"commit": "abc"})
     with device.described_as("NVIDIA Test 1"):
         yield jobs
@@ -79,14 +79,14 @@ def test_a_plan_says_how_warpgroups_share_a_product(gpu, tmp_path):
 
 
 def test_interrupted_it_leaves_a_table(gpu, tmp_path, monkeypatch):
-    measure = tune.try_on_gpu
+    measure = tune.try_products
 
     def stop_at_the_third(job, plans):
         if len(gpu) == 2:
             raise KeyboardInterrupt
         return measure(job, plans)
 
-    monkeypatch.setattr(tune, "try_on_gpu", stop_at_the_third)
+    monkeypatch.setattr(tune, "try_products", stop_at_the_third)
     result = invoke(*SHAPES, "--output", tmp_path)
     assert result.exit_code == 130
     assert "goes on from here" in result.stderr
@@ -97,7 +97,7 @@ def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):
     def fail(job, plans):
         return [Trial(plan, problem="wrong") for plan in plans]
 
-    monkeypatch.setattr(tune, "try_on_gpu", fail)
+    monkeypatch.setattr(tune, "try_products", fail)
     result = invoke("--shapes", "256x64", "--rows", "1", "--output", tmp_path)
     assert result.exit_code == 1
     assert "configurations skipped: wrong\n" in result.stdout

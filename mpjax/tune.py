@@ -272,7 +272,7 @@ def try_products(
     programs = compile_all(lambda plan: compile(plan, xs, weights), plans)
 
     def error_of(products: list[jax.Array]) -> float:
-        return _relative_error(_sum(products[0]), exact)
+        return relative_error(_checked_rows(_sum(products[0])), exact)
 
     def time_of(program: Program) -> float:
         return timer(program, xs, weights, iterations=ITERATIONS) / len(weights)
@@ -354,8 +354,9 @@ def _sum(product: jax.Array) -> jax.Array:
     return product.sum(0) if product.ndim == 3 else product
 
 
-def _relative_error(product: jax.Array, exact: jax.Array) -> float:
-    return float(_mean_error(_checked_rows(product), exact))
+def relative_error(found: jax.Array, exact: jax.Array) -> float:
+    """Mean error over mean magnitude."""
+    return float(_mean_error(found, exact))
 
 
 def compile_all(

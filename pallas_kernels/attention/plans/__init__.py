@@ -15,11 +15,12 @@ from mpjax.kernels.attention.plans.configuration import (
 )
 from mpjax.kernels.attention.plans.problem import CacheShape, Problem
 from mpjax.kernels.attention.plans.rule import plan_by_rule
-from mpjax.kernels.attention.plans.tables import TABLES, Key, bucket
+from mpjax.kernels.attention.plans.tables import PAGE_SIZE, TABLES, Key, bucket
 from mpjax.kernels.plans.plan import Entry, Plan
 
 __all__ = [
     "NARROW_ROWS",
+    "PAGE_SIZE",
     "TABLES",
     "AttentionConfig",
     "CacheShape",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpjax.kernels.attention.plans.configuration import NARROW_ROWS, AttentionConfig, tile_memory
 from mpjax.kernels.attention.plans.problem import Problem
-from mpjax.kernels.attention.plans.team_rule import AHEAD, MOST_COMPANY
+from mpjax.kernels.attention.plans.team_rule import AHEAD, MOST_COMPANY, SMALL_TILE
 from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
 # With fewer, each program loses more than their number gains: programs that help others or should
@@ -22,7 +22,9 @@ def registers_by_rule(problem: Problem, config: AttentionConfig) -> int | None:
         return MOST_REGISTERS
     may_help = config.is_balanced and problem.cache.head_dim <= 128
     if problem.has_channel_keys:
-        return _of_channel_keys(problem, config, is_crowded=may_help or config.stages == AHEAD)
+        tile_bytes = config.tile_keys * problem.token_bytes
+        is_brief = config.stages == AHEAD and tile_bytes <= SMALL_TILE
+        return _of_channel_keys(problem, config, is_crowded=may_help or is_brief)
     each = -(-problem.programs(config.tile_rows) * config.splits // problem.limits.multiprocessors)
     beside = min(each, _fitting(problem, config, config.stages - 1))
     registers = registers_for(beside, config.warps)

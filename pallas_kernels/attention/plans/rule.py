@@ -17,15 +17,16 @@ from mpjax.kernels.attention.plans.register_rule import registers_by_rule
 from mpjax.kernels.attention.plans.team_rule import (
     AHEAD,
     BYTES_ON_THEIR_WAY,
+    SMALL_TILE,
     Team,
     power_below,
     team_by_rule,
 )
 from mpjax.kernels.plans.plan import Plan
 
-SMALL_TILE = 16384  # bytes, of which AHEAD are read ahead whatever the company
-# Tokens of a sequence, and of each of its programs, from which on others' programs help them.
-LONG_SEQUENCE, LONG_TOKENS, LONG_TOKENS_OF_CHANNELS = 4096, 2048, 1024
+# Tokens of a sequence, and of each of its programs (half as many with slow steps of channels), from
+# which on others' programs help them.
+LONG_SEQUENCE, LONG_TOKENS = 4096, 2048
 BRIEF_TILES = 5  # of a program with slow keys: up to so many, all programs should run at once
 WAITING_TIME = 0.3  # of a tile of the residual, in tiles of slow keys
 MOST_WAITING_TILES, MOST_WAITING_SPLITS = 8, 4  # tiles of a brief program, programs of a sequence
@@ -74,8 +75,8 @@ def _is_balanced(problem: Problem, team: Team) -> bool:
     if problem.batch == 1 or problem.is_varlen or not has_few_rows:
         return False
     has_channels = problem.has_channel_keys and team.tile.is_narrow
-    long = LONG_TOKENS_OF_CHANNELS if has_channels else LONG_TOKENS
-    return problem.tokens > LONG_SEQUENCE and problem.tokens >= long * team.splits
+    long = LONG_TOKENS // (2 if has_channels else 1) * team.splits
+    return problem.tokens > LONG_SEQUENCE and problem.tokens >= long
 
 
 def _waiting(problem: Problem, team: Team, *, is_brief: bool) -> tuple[int, int]:

@@ -13,10 +13,10 @@ from mpjax.kernels.attention.plans.configuration import (
 from mpjax.kernels.attention.plans.problem import Problem
 
 SMALL_KEYS = 64  # of a tile, whatever the page size
-SIDE_BYTES = 32768  # of a tile's keys, or of its values: tiles of both fit every shared memory
 CHANNELS_OF_WARP = 16  # of a plane of values, which the warps of a narrow tile divide
 BYTES_ON_THEIR_WAY = 131072  # to a multiprocessor, which keep an H200's memory busy
 AHEAD = 2  # tiles that a program reads ahead
+SMALL_TILE = 16384  # bytes, of which AHEAD are read ahead in any company
 MOST_COMPANY = 8  # programs on a multiprocessor: what more of them gain, joining them costs
 MOST_SPLITS = 130  # beside two programs for the residual: 8 KV heads fill an H200
 MOST_TILES = 64  # of a program of one long sequence, which no other program helps
@@ -112,7 +112,10 @@ def _few_tiles(problem: Problem) -> float:
 
 
 def _has_one_each(problem: Problem, team: Team) -> bool:
-    """Whether each program has one tile, which is read well by four warps, or has own scales."""
+    """Whether one tile for each program fills the GPU, and no smaller tiles should.
+
+    Four warps share a large tile well, and scales of keys' channels are loaded once for it.
+    """
     least = 2 if problem.has_channel_keys else 4
     if team.tile.warps < least or team.tiles > team.splits:
         return False
@@ -126,19 +129,19 @@ def largest_tile(problem: Problem) -> Tile:
     head_dim, format = problem.cache.head_dim, problem.cache.format
     rows = _rows(problem)
     keys = min(max(problem.cache.page_size, SMALL_KEYS), MOST_KEYS, format.group or MOST_KEYS)
-    keys = min(keys, power_below(SIDE_BYTES // max(problem.side_bytes)))
     if rows <= NARROW_ROWS:
         slices = head_dim // format.value_codes.planes // CHANNELS_OF_WARP
         warps = min(4, power_below(max(1, slices)))
     else:  # sums of 64 rows and 128 channels are what fits in the registers of four warps
         keys = min(keys, SMALL_KEYS) if head_dim > 128 else keys
         warps = 8 if head_dim > 128 or rows > 64 else 4
-    fits = keys * problem.token_bytes <= tile_memory(problem, rows)
-    return Tile(rows, keys if fits else keys // 2, warps)
+    most_bytes = min(BYTES_ON_THEIR_WAY // AHEAD, tile_memory(problem, rows))
+    keys = min(keys, power_below(most_bytes // problem.token_bytes))
+    return Tile(rows, keys, warps)
 
 
 def _rows(problem: Problem) -> int:
-    """Those of a narrow tile, where a few of them are faster than a wide one; else a wide one's."""
+    """Rows of a tile: a narrow one, where a few narrow tiles are faster than a wide one."""
     if problem.has_channel_keys:
         narrow, tiles = MINIMUM_ROWS, 4 if problem.has_two_bit_keys else 2
     else:

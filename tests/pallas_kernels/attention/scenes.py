@@ -72,7 +72,7 @@ def kernel(
     rows = tokens * heads // pages.keys.shape[1]
     # So that it has the registers, too, that it would have.
     tokens = 0 if is_balanced else 1 << 30
-    long = dict.fromkeys(["LONG_SEQUENCE", "LONG_TOKENS", "LONG_TOKENS_OF_CHANNELS"], tokens)
+    long = dict.fromkeys(["LONG_SEQUENCE", "LONG_TOKENS"], tokens)
     with mock.patch.multiple(rule, **long):
         config = rule.config_by_rule(Problem.of(rows, pages, block_tables.shape))
     assert config.is_balanced == is_balanced

@@ -148,14 +148,19 @@ def _kernels() -> dict[str, str]:
 
 
 def _tuning_tables() -> dict[str, str] | str:
-    """Each table that products with packed weights look their plans up in, the first one first."""
+    """Each table that products and attention look their plans up in, the first one first."""
     from mpjax.kernels import device
-    from mpjax.kernels.gemm.plans import TABLES
+    from mpjax.kernels.attention import plans as of_attention
+    from mpjax.kernels.gemm import plans as of_products
     from mpjax.kernels.plans import tables
 
     kind = device.kind()
-    used = {str(path): f"{len(table.entries)} plans" for path, table in TABLES.in_use(kind)}
-    if used:
+    plans: dict[str, int] = {}
+    for operation in (of_products.TABLES, of_attention.TABLES):
+        for path, table in operation.in_use(kind):
+            plans[str(path)] = plans.get(str(path), 0) + len(table.entries)
+    if plans:
+        used = {path: f"{count} plans" for path, count in plans.items()}
         return used | {"anything else": "heuristics"}
     if tables.own_folder() is None:
         return f"none, because {tables.VARIABLE} is empty: heuristics"

@@ -1,4 +1,7 @@
-"""Measures plans for products with packed weights on this GPU; the fastest go into a table."""
+"""Measures plans on this GPU; the fastest go into a table.
+
+Here are the jobs of products with packed weights; those of attention are in `tune_attention`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,7 @@ from mpjax.kernels.device import limits
 from mpjax.kernels.gemm import plans as gemm_plans
 from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan, Problem
 from mpjax.kernels.gemm.shapes import MODELS
+from mpjax.kernels.plans.tables import Tables
 from mpjax.loading import find_folder
 from mpjax.models import DecoderConfig, presets
 
@@ -39,12 +43,34 @@ MANY_ROWS = 1024
 ROWS_OF_TERMS = 16
 
 Shape = tuple[int, int]  # [input, output channels] of a weight
-Compile = Callable[["Plan", list[jax.Array], list[QuantizedTensor]], Callable[..., Any]]
+Program = Callable[..., Any]
+Compile = Callable[["Plan", list[jax.Array], list[QuantizedTensor]], Program]
 Timer = Callable[..., float]
 
 
+class Job(Protocol):
+    """One line of a table, to be measured on the default device."""
+
+    @property
+    def tables(self) -> Tables[Any]:
+        """The tables of its operation."""
+
+    @property
+    def key(self) -> Any:
+        """Its place in a table."""
+
+    def plan_by_rule(self) -> Plan:
+        """The plan that runs without a table, one of the candidates."""
+
+    def candidates(self) -> list[Plan]:
+        """The plans to try."""
+
+    def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
+        """Measures plans, in their order."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Job:
+class ProductJob:
     """One line of a table: x of `rows` rows, a bucket, times a weight [channels, outputs]."""
 
     format: WeightFormat
@@ -58,9 +84,27 @@ class Job:
         return Problem(self.rows, self.format, self.channels, self.outputs, limits())
 
     @property
+    def tables(self) -> Tables[Problem]:
+        """Those of products."""
+        return TABLES
+
+    @property
     def key(self) -> Key:
         """Its place in a table."""
         return TABLES.key_of(self.problem)
+
+    def plan_by_rule(self) -> Plan:
+        """The plan that runs without a table."""
+        return gemm_plans.plan_by_rule(self.problem)
+
+    def candidates(self) -> list[Plan]:
+        """The plans to try on this GPU."""
+        most = CANDIDATES if self.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
+        return gemm_plans.candidates(self.problem, most)
+
+    def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
+        """See `try_products`."""
+        return try_products(self, plans)
 
     def __str__(self) -> str:
         return f"{self.key.format} {self.channels}x{self.outputs}, {self.rows} rows"
@@ -68,7 +112,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What became of a plan: its time for one product, or the problem that ruled it out."""
+    """What became of a plan: its time for one call, or the problem that ruled it out."""
 
     plan: Plan
     microseconds: float | None = None
@@ -94,7 +138,7 @@ class Outcome:
     @property
     def heuristic_microseconds(self) -> float | None:
         """The time of the plan that runs without a table, which is always tried."""
-        plan = gemm_plans.plan_by_rule(self.job.problem)
+        plan = self.job.plan_by_rule()
         return next((trial.microseconds for trial in self.trials if trial.plan == plan), None)
 
 
@@ -138,7 +182,7 @@ def _read_config(folder: Path) -> DecoderConfig:
 
 def make_jobs(
     shapes: Sequence[Shape], formats: Sequence[WeightFormat], rows: Sequence[int]
-) -> list[Job]:
+) -> list[ProductJob]:
     """Every format, shape and bucket of rows, each once; neighbours share their weights.
 
     Raises ValueError for a format that is not packed, or that a shape can't have.
@@ -154,7 +198,10 @@ def make_jobs(
                 )
     buckets = sorted({gemm_plans.bucket(count) for count in rows})
     jobs = [
-        Job(format, *shape, bucket) for format in formats for shape in shapes for bucket in buckets
+        ProductJob(format, *shape, bucket)
+        for format in formats
+        for shape in shapes
+        for bucket in buckets
     ]
     return list(dict.fromkeys(jobs))
 
@@ -178,38 +225,33 @@ def run(
     stamp: Mapping[str, Any],
     *,
     again: bool = False,
-    try_plans: Callable[[Job, list[Plan]], list[Trial]] | None = None,
+    try_plans: Callable[[Any, list[Plan]], list[Trial]] | None = None,
 ) -> Iterator[Outcome]:
     """Does the jobs in turn, and records each in the table at `path` as soon as it is done.
 
-    again: measure also what the table has. try_plans: measures plans; `try_on_gpu` by default.
-    Raises TableError, before anything is measured, where the table is damaged.
+    again: measure also what the table has. try_plans: measures a job's plans; by default, it does
+    so itself. Raises TableError, before anything is measured, where the table is damaged.
     """
-    try_plans = try_plans or try_on_gpu
-    known = TABLES.read(path, device).entries if os.path.lexists(path) else {}
+    exists = os.path.lexists(path)
+    known = {t: t.read(path, device).entries if exists else {} for t in {j.tables for j in jobs}}
     for job in jobs:
-        if not again and (entry := known.get(job.key)) is not None:
+        if not again and (entry := known[job.tables].get(job.key)) is not None:
             yield Outcome(job, entry)
             continue
-        trials = tuple(try_plans(job, candidates(job)))
+        plans = job.candidates()
+        trials = tuple(try_plans(job, plans) if try_plans else job.try_on_gpu(plans))
         timed = [(t.microseconds, t.plan) for t in trials if t.microseconds is not None]
         if not timed:
             yield Outcome(job, None, trials)
             continue
         microseconds, plan = min(timed, key=lambda pair: pair[0])
         entry = Entry(plan, microseconds)
-        TABLES.record(path, device, {job.key: entry}, stamp)
+        job.tables.record(path, device, {job.key: entry}, stamp)
         yield Outcome(job, entry, trials)
 
 
-def candidates(job: Job) -> list[Plan]:
-    """The plans to try on this GPU."""
-    most = CANDIDATES if job.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
-    return gemm_plans.candidates(job.problem, most)
-
-
-def try_on_gpu(
-    job: Job,
+def try_products(
+    job: ProductJob,
     plans: Sequence[Plan],
     *,
     compile: Compile | None = None,
@@ -226,22 +268,40 @@ def try_on_gpu(
         for i in range(len(weights))
     ]
     exact = _reference(xs[0], weights[0])
-    compiled = _compile_all(compile or compile_products, plans, xs, weights)
-    trials = []
-    for plan, program in zip(plans, compiled, strict=True):
-        if isinstance(program, Exception):
-            trials.append(Trial(plan, problem=_sentence("does not compile", program)))
-            continue
-        try:
-            error = _relative_error(_sum(program(xs, weights)[0]), exact)
-            if not error < GATE:
-                trials.append(Trial(plan, problem=f"wrong by more than {GATE:.1%} on average"))
-                continue
-            time = timer(program, xs, weights, iterations=ITERATIONS)
-            trials.append(Trial(plan, time / len(weights)))
-        except Exception as failure:
-            trials.append(Trial(plan, problem=_sentence("does not run", failure)))
-    return trials
+    compile = compile or compile_products
+    programs = compile_all(lambda plan: compile(plan, xs, weights), plans)
+
+    def error_of(products: list[jax.Array]) -> float:
+        return relative_error(_checked_rows(_sum(products[0])), exact)
+
+    def time_of(program: Program) -> float:
+        return timer(program, xs, weights, iterations=ITERATIONS) / len(weights)
+
+    return [
+        try_program(plan, program, lambda run: error_of(run(xs, weights)), time_of)
+        for plan, program in zip(plans, programs, strict=True)
+    ]
+
+
+def try_program(
+    plan: Plan,
+    program: Program | Exception,
+    error_of: Callable[[Program], float],
+    time_of: Callable[[Program], float],
+) -> Trial:
+    """Measures a compiled plan, or says why there is none.
+
+    error_of: the mean error over the mean magnitude of a program's results, which must be below
+    GATE. time_of: microseconds of one call.
+    """
+    if isinstance(program, Exception):
+        return Trial(plan, problem=_sentence("does not compile", program))
+    try:
+        if not error_of(program) < GATE:
+            return Trial(plan, problem=f"wrong by more than {GATE:.1%} on average")
+        return Trial(plan, time_of(program))
+    except Exception as failure:
+        return Trial(plan, problem=_sentence("does not run", failure))
 
 
 def compile_products(
@@ -294,21 +354,19 @@ def _sum(product: jax.Array) -> jax.Array:
     return product.sum(0) if product.ndim == 3 else product
 
 
-def _relative_error(product: jax.Array, exact: jax.Array) -> float:
-    return float(_mean_error(_checked_rows(product), exact))
+def relative_error(found: jax.Array, exact: jax.Array) -> float:
+    """Mean error over mean magnitude."""
+    return float(_mean_error(found, exact))
 
 
-def _compile_all(
-    compile: Compile,
-    plans: Sequence[Plan],
-    xs: list[jax.Array],
-    weights: list[QuantizedTensor],
-) -> list[Callable[..., Any] | Exception]:
-    """Programs in the order of the plans, or the errors in their place."""
+def compile_all(
+    compile: Callable[[Plan], Program], plans: Sequence[Plan]
+) -> list[Program | Exception]:
+    """Programs in the order of the plans, or the errors in their place; all compile at once."""
 
-    def attempt(plan: Plan) -> Callable[..., Any] | Exception:
+    def attempt(plan: Plan) -> Program | Exception:
         try:
-            return compile(plan, xs, weights)
+            return compile(plan)
         except Exception as error:
             return error
 

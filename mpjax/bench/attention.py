@@ -203,7 +203,7 @@ def _cudnn_call(keys: int, shape: AttentionShape, **masks: Any) -> float:
     dims = (shape.batch, keys, shape.kv_heads, shape.head_dim)
     count = measure.copies(2 * 2 * int(np.prod(dims)))
     draw = jax.jit(functools.partial(jax.random.normal, shape=dims, dtype=jnp.bfloat16))
-    query = _queries(shape)
+    query = queries(shape)
     caches = [[draw(jax.random.key(2 * i)), draw(jax.random.key(2 * i + 1))] for i in range(count)]
     # Its own `jit` has it traced once for all copies.
     attend = jax.jit(
@@ -213,7 +213,8 @@ def _cudnn_call(keys: int, shape: AttentionShape, **masks: Any) -> float:
     return measure.microseconds(each, query, caches) / count
 
 
-def _queries(shape: AttentionShape) -> jax.Array:
+def queries(shape: AttentionShape) -> jax.Array:
+    """Normal queries of a shape's new tokens."""
     dims = (shape.batch, shape.queries, shape.query_heads, shape.head_dim)
     return jax.random.normal(jax.random.key(1), dims, jnp.bfloat16)
 
@@ -222,7 +223,7 @@ def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, 
     pages, block_tables = fill(shape, format)
     counts = jnp.full(shape.batch, shape.queries, jnp.int32)
     places = (block_tables, jnp.asarray(shape.lengths, jnp.int32) - counts, counts)
-    call = (_queries(shape), pages, *places)
+    call = (queries(shape), pages, *places)
     attend = functools.partial(paged_attention, **AS_IN_A_MODEL)
     row, output = _measure(shape, str(format), attend, call, slice(1, 2), cudnn)
     error = _error(output, call) if is_checked(shape) else None
@@ -232,7 +233,7 @@ def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, 
 def _uncached(shape: AttentionShape, cudnn: float) -> dict[str, Any]:
     dims = (shape.batch, shape.context, shape.kv_heads, shape.head_dim)
     keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
-    call = (_queries(shape), keys, values)
+    call = (queries(shape), keys, values)
     row, output = _measure(shape, UNCACHED, prefill_attention, call, slice(1, 3), cudnn)
     error = None
     if is_checked(shape):

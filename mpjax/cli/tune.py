@@ -1,8 +1,9 @@
-"""`mpjax tune`: finds the fastest plans of products with packed weights on this GPU."""
+"""`mpjax tune`: finds the fastest plans of products and of attention on this GPU."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,22 +12,31 @@ import rich.progress
 import typer
 
 if TYPE_CHECKING:
-    from mpjax.kernels import WeightFormat
-    from mpjax.tune import Outcome, Shape
+    from mpjax.kernels import KVFormat, WeightFormat
+    from mpjax.kernels.attention.shapes import AttentionShape
+    from mpjax.tune import Job, Outcome, Shape
 
 NAME = "tune"
 DEFAULT_FORMATS = "uint4:g128,uint4:g128:sym"
+DEFAULT_KV_FORMATS = "KV16,KV8,KV4"
 EPILOG = """\b
 Examples:
   mpjax tune --model qwen3-8b
   mpjax tune --model Qwen3-8B-AWQ --formats uint4:g128,uint8:g128
   mpjax tune --shapes 4096x24576,12288x4096 --rows 1,64 --formats table3:g64
+  mpjax tune --attention decode --kv-formats KV8,KV4
+  mpjax tune --attention b16-h32/8-d128-c8192,b1-h32/8-d128-c32768-q2048
 
 \b
 Measures configurations of the kernels and writes the fastest into a table,
 which later processes use for such shapes on such a GPU. A checkpoint whose
 zero points are all the middle, as those of symmetric GPTQ are, is loaded in a
 format with :sym, which has plans of its own.
+
+\b
+Of attention, a shape says the batch, query and KV heads, the head dimension,
+the tokens that the cache has room for (max_tokens) and, if more than 1, new
+tokens. Its plan serves sizes down to a fifth less, whatever tokens there are.
 
 \b
 Tables are looked up in the folder MPJAX_TUNED (by default mpjax/tuned in
@@ -70,6 +80,18 @@ def command(
             "8192, and a multiple of 8 to 8, 16 or 32. By default all of these.",
         ),
     ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE,...",
+            show_default=False,
+            help="Tune attention over the paged cache: shapes such as b16-h32/8-d128-c8192, or the "
+            "sets decode and prefill.",
+        ),
+    ] = None,
+    kv_formats: Annotated[
+        str, typer.Option(metavar="FORMAT,...", help="KV formats of attention.")
+    ] = DEFAULT_KV_FORMATS,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -88,11 +110,15 @@ def command(
     from mpjax.kernels.gemm.plans import BUCKETS
     from mpjax.kernels.plans import tables
 
-    if (model is None) == (shapes is None):
-        raise typer.BadParameter("give either --model or --shapes", param_hint="--model")
+    if sum(given is not None for given in (model, shapes, attention)) != 1:
+        raise typer.BadParameter(
+            "give either --model or --shapes or --attention", param_hint="--model"
+        )
     wanted = _parse_shapes(shapes) if shapes is not None else None
     packed = _parse_formats(formats)
     buckets = _parse_rows(rows) if rows is not None else list(BUCKETS)
+    attended = _parse_attention(attention) if attention is not None else None
+    cached = _parse_kv_formats(kv_formats)
     if reason := device.why_triton_cannot_run():
         raise UnsupportedError(
             f"tuning measures a CUDA GPU of compute capability 8.0 or newer: {reason}"
@@ -102,7 +128,13 @@ def command(
         raise ValueError(
             f"{tables.VARIABLE} is empty, so that no tables are used: give --output, or unset it"
         )
-    jobs = tune.make_jobs(wanted or tune.model_shapes(model or ""), packed, buckets)
+    jobs: Sequence[Job]
+    if attended is not None:
+        from mpjax import tune_attention
+
+        jobs = tune_attention.make_jobs(attended, cached)
+    else:
+        jobs = tune.make_jobs(wanted or tune.model_shapes(model or ""), packed, buckets)
     kind = device.kind()
     path = folder / tables.file_name(kind)
     outcomes: list[Outcome] = []
@@ -119,7 +151,7 @@ def command(
     for line in summary(outcomes, path):
         typer.echo(line)
     if failed := sum(outcome.entry is None for outcome in outcomes):
-        raise ValueError(f"no configuration worked for {failed} of {len(outcomes)} products")
+        raise ValueError(f"no configuration worked for {failed} of {len(outcomes)} jobs")
 
 
 def _progress() -> rich.progress.Progress:
@@ -170,6 +202,24 @@ def _parse_shapes(text: str) -> list[Shape]:
             )
         shapes.append((int(match[1]), int(match[2])))
     return shapes
+
+
+def _parse_attention(text: str) -> tuple[AttentionShape, ...]:
+    from mpjax.bench import attention
+
+    try:
+        return attention.named([part.strip() for part in text.split(",")])
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--attention") from error
+
+
+def _parse_kv_formats(text: str) -> list[KVFormat]:
+    from mpjax.kernels import KVFormat
+
+    try:
+        return [KVFormat.parse(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--kv-formats") from error
 
 
 def _parse_formats(text: str) -> list[WeightFormat]:

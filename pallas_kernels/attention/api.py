@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import device
-from mpjax.kernels.attention import gathered, reference, triton, tuning
+from mpjax.kernels.attention import gathered, plans, reference, triton
 from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_type, static_number
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
 from mpjax.kernels.kv_cache import hadamard
@@ -112,9 +112,9 @@ def paged_attention(
         return gathered.paged_attention(*arguments, scale=scale)
     longest = queries.shape[-3] if queries.ndim == 4 or longest is None else longest
     rows = longest * queries.shape[-2] // pages.keys.shape[1]
-    config = tuning.configure(
-        len(starts), rows, block_tables.shape[1], pages, is_packed=queries.ndim == 3
-    )
+    is_varlen = queries.ndim == 3
+    problem = plans.Problem.of(rows, pages, block_tables.shape, is_varlen=is_varlen)
+    config = plans.config_of(problem)
     return triton.paged_attention(*arguments, config, scale=scale, longest=longest, **masks)
 
 

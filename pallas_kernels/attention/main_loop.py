@@ -23,11 +23,11 @@ from mpjax.kernels.arithmetic import LOG2_E
 from mpjax.kernels.attention import queries, rows, tiles
 from mpjax.kernels.attention.combine import FLOOR
 from mpjax.kernels.attention.orientation import Orientation
+from mpjax.kernels.attention.plans import NARROW_ROWS, AttentionConfig
 from mpjax.kernels.attention.result import Result
 from mpjax.kernels.attention.rows import Sequence
 from mpjax.kernels.attention.source import Source
 from mpjax.kernels.attention.tiles import Place
-from mpjax.kernels.attention.tuning import NARROW_ROWS, AttentionConfig
 from mpjax.kernels.kv_cache.cache import Side
 from mpjax.kernels.launch import load, load_masked
 from mpjax.kernels.target import current_target

@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels.attention import balance, main_loop
 from mpjax.kernels.attention.combine import Parts, combine, combine_balanced
+from mpjax.kernels.attention.plans import AttentionConfig
 from mpjax.kernels.attention.result import Result
 from mpjax.kernels.attention.rows import Sequence
 from mpjax.kernels.attention.source import Source
-from mpjax.kernels.attention.tuning import AttentionConfig
 from mpjax.kernels.kv_cache import residual as residuals
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.launch import first_program_id, launch, load

@@ -48,7 +48,7 @@ class Planner(Generic[Problem]):
         kind = problem.limits.kind
         if kind is not None:
             entry = self.measured.look_up(kind, self.measured.key_of(problem))
-            if entry is not None:
+            if entry is not None and self.measured.suits(problem, entry.plan):
                 return entry.plan
         return self.rule(problem)
 

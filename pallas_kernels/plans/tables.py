@@ -22,7 +22,7 @@ from mpjax.kernels.plans.plan import Entry, Plan
 
 SHIPPED = Path(__file__).parents[1] / "tuned"
 VARIABLE = "MPJAX_TUNED"
-OPERATIONS = ("gemm",)  # the operations that have a section
+OPERATIONS = ("gemm", "attention")  # the operations that have a section
 
 Problem = TypeVar("Problem")
 
@@ -110,6 +110,10 @@ class Tables(abc.ABC, Generic[Problem]):
 
         config: the fields of the configuration, as they are in the file.
         """
+
+    def suits(self, problem: Problem, plan: Plan) -> bool:
+        """Whether a problem can run with a plan that was measured for its key."""
+        return True
 
     def find(self, table: Table, key: Any) -> Entry | None:
         """The entry of a table that a key's problems use, or None."""

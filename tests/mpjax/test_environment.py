@@ -12,6 +12,7 @@ import pytest
 import mpjax
 from mpjax import environment
 from mpjax.kernels import device
+from mpjax.kernels.attention import plans as attention_plans
 from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan
 from mpjax.kernels.plans import tables
 
@@ -164,11 +165,14 @@ def test_the_tuning_tables_in_use_are_told(tuned, monkeypatch):
     entry = Entry(Plan("dequantize"), 1.0)
     plans = {Key("uint4:g128", 256, 64, rows): entry for rows in (16, 32)}
     TABLES.record(tuned, "NVIDIA Test", plans, {})
+    key = attention_plans.Key("KV8", 8, 128, False, 4, 1, 4096)
+    entry = Entry(Plan("triton", attention_plans.AttentionConfig(8, 64, 4, 4, 3)), 1.0)
+    attention_plans.TABLES.record(tuned, "NVIDIA Test", {key: entry}, {})
     assert environment.collect()["tuning_tables"] == {
-        str(tuned): "2 plans",
+        str(tuned): "3 plans",
         "anything else": "heuristics",
     }
-    assert f"{tuned}  2 plans" in environment.report()
+    assert f"{tuned}  3 plans" in environment.report()
 
     monkeypatch.setenv("MPJAX_TUNED", "")
     unused = environment.collect()["tuning_tables"]

@@ -14,13 +14,13 @@ from mpjax.kernels.gemm import shapes
 from mpjax.kernels.gemm.plans import TABLES, Entry, Plan, TritonConfig
 from mpjax.kernels.plans import tables
 from mpjax.models import presets
-from mpjax.tune import Job, Trial
+from mpjax.tune import ProductJob, Trial
 from tests.mpjax.conftest import TINY
 
 DEVICE = "NVIDIA Test 1"
 STAMP = {"commit": "abc"}
 UINT4, INT8 = WeightFormat.parse("uint4:g128"), WeightFormat.parse("int8/int8")
-JOBS = [Job(UINT4, 256, 64, rows) for rows in (16, 32, 64)]
+JOBS = [ProductJob(UINT4, 256, 64, rows) for rows in (16, 32, 64)]
 FUSED = [Plan("triton", TritonConfig(16, 16 * n, 1, 1, 2)) for n in (1, 2, 4)]
 
 
@@ -84,7 +84,11 @@ def test_shapes_of_a_checkpoint(tiny, tiny_folder, tmp_path):
 def test_jobs_are_distinct_and_keep_weights_together():
     symmetric = WeightFormat.parse("uint4:g128:sym")
     jobs = tune.make_jobs([(256, 64), (128, 32)], [UINT4, symmetric, INT8], [16, 33, 40])
-    assert jobs[:3] == [Job(UINT4, 256, 64, 16), Job(UINT4, 256, 64, 64), Job(UINT4, 128, 32, 16)]
+    assert jobs[:3] == [
+        ProductJob(UINT4, 256, 64, 16),
+        ProductJob(UINT4, 256, 64, 64),
+        ProductJob(UINT4, 128, 32, 16),
+    ]
     assert len(jobs) == len(set(jobs)) == 3 * 2 * 2
     assert str(jobs[0]) == "uint4:g128 256x64, 16 rows"
 
@@ -104,7 +108,7 @@ def test_the_fastest_plan_goes_into_the_table(path):
     assert table.stamps == (STAMP,)
     assert list(table.entries) == [job.key for job in JOBS]
     for job, outcome in zip(JOBS, outcomes, strict=True):
-        plans = tune.candidates(job)
+        plans = job.candidates()
         assert outcome.entry == table.entries[job.key] == Entry(plans[1], 5.0)
         assert outcome.heuristic_microseconds == 9.0
         assert outcome.problems == {"wrong": 1}
@@ -150,7 +154,7 @@ def test_a_damaged_table_stops_it_before_it_measures(path, again):
 
 
 def test_many_rows_try_fewer_plans():
-    few, many = (tune.candidates(Job(UINT4, 4096, 4096, rows)) for rows in (512, 1024))
+    few, many = (ProductJob(UINT4, 4096, 4096, rows).candidates() for rows in (512, 1024))
     assert len(few) > len(many) == 12
 
 
@@ -199,7 +203,7 @@ def test_trials(two_weights):
         return programs[plan]
 
     plans = [Plan("xla"), *programs]
-    assert tune.try_on_gpu(JOBS[1], plans, compile=compile, timer=timer) == [
+    assert tune.try_products(JOBS[1], plans, compile=compile, timer=timer) == [
         Trial(Plan("xla"), problem="does not compile: ValueError: shared memory"),
         Trial(FUSED[0], 15.0),
         Trial(FUSED[1], problem="wrong by more than 0.8% on average"),
@@ -256,7 +260,7 @@ def test_the_stamp_is_short(monkeypatch):
 def test_a_small_product_is_tuned_on_the_gpu(tmp_path):
     kind = device.kind()
     path = tmp_path / tables.file_name(kind)
-    [outcome] = tune.run([Job(UINT4, 512, 384, 16)], path, kind, STAMP)
+    [outcome] = tune.run([ProductJob(UINT4, 512, 384, 16)], path, kind, STAMP)
     assert outcome.entry is not None
     assert 1 < outcome.entry.microseconds < 1000
     assert outcome.heuristic_microseconds is not None

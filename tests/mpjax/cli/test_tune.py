@@ -3,12 +3,14 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from mpjax import tune
+from mpjax import tune, tune_attention
 from mpjax.cli.application import app
 from mpjax.kernels import device
+from mpjax.kernels.attention import plans as attention_plans
 from mpjax.kernels.gemm.plans import BUCKETS, TABLES
 from mpjax.tune import Trial
 
+KIND = "NVIDIA Test 1"
 SHAPES = ["--shapes", "256x64,128x4096", "--rows", "1,64"]
 
 
@@ -21,12 +23,12 @@ def gpu(monkeypatch):
     """A GPU on which the n-th plan of a product takes n µs more than 5; gives the jobs it did."""
     jobs = []
 
-    def try_on_gpu(job, plans):
+    def try_products(job, plans):
         jobs.append(job)
         trials = [Trial(plan, 5.0 + index) for index, plan in enumerate(plans[:-1])]
         return [*trials, Trial(plans[-1], problem="does not compile: ValueError: no room")]
 
-    monkeypatch.setattr(tune, "try_on_gpu", try_on_gpu)
+    monkeypatch.setattr(tune, "try_products", try_products)
     monkeypatch.setattr(tune, "stamp", lambda: {"commit": "abc"})
     with device.described_as("NVIDIA Test 1"):
         yield jobs
@@ -78,15 +80,33 @@ def test_a_plan_says_how_warpgroups_share_a_product(gpu, tmp_path):
     assert "mosaic 128x" in result.stderr
 
 
+def test_attention_is_tuned_into_the_same_table(gpu, tmp_path, monkeypatch):
+    def try_attention(job, plans):
+        return [Trial(plan, 5.0 + index) for index, plan in enumerate(plans)]
+
+    monkeypatch.setattr(tune_attention, "try_attention", try_attention)
+    invoke("--shapes", "256x64", "--rows", "1", "--output", tmp_path)
+    arguments = ("--attention", "b2-h4/2-d64-c4096", "--kv-formats", "KV8,KV2")
+    result = invoke(*arguments, "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "nvidia_test_1.json"
+    assert result.stdout == f"{path}: 2 measured, 0 known before\n"
+    assert "KV8 b2-h4/2-d64-c4096: 5.0 µs, triton 8x64, " in result.stderr
+    assert {key.format for key in attention_plans.TABLES.read(path, KIND).entries} == {"KV8", "KV2"}
+    assert len(TABLES.read(path, KIND).entries) == 2
+    again = invoke(*arguments, "--output", tmp_path)
+    assert again.stdout == f"{path}: 0 measured, 2 known before\n"
+
+
 def test_interrupted_it_leaves_a_table(gpu, tmp_path, monkeypatch):
-    measure = tune.try_on_gpu
+    measure = tune.try_products
 
     def stop_at_the_third(job, plans):
         if len(gpu) == 2:
             raise KeyboardInterrupt
         return measure(job, plans)
 
-    monkeypatch.setattr(tune, "try_on_gpu", stop_at_the_third)
+    monkeypatch.setattr(tune, "try_products", stop_at_the_third)
     result = invoke(*SHAPES, "--output", tmp_path)
     assert result.exit_code == 130
     assert "goes on from here" in result.stderr
@@ -97,12 +117,12 @@ def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):
     def fail(job, plans):
         return [Trial(plan, problem="wrong") for plan in plans]
 
-    monkeypatch.setattr(tune, "try_on_gpu", fail)
+    monkeypatch.setattr(tune, "try_products", fail)
     result = invoke("--shapes", "256x64", "--rows", "1", "--output", tmp_path)
     assert result.exit_code == 1
     assert "configurations skipped: wrong\n" in result.stdout
     assert "uint4:g128 256x64, 7 rows: no configuration worked\n" in result.stderr
-    assert result.stderr.endswith("mpjax: no configuration worked for 2 of 2 products\n")
+    assert result.stderr.endswith("mpjax: no configuration worked for 2 of 2 jobs\n")
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
@@ -127,6 +147,9 @@ def test_without_tables_it_needs_a_folder(gpu, monkeypatch):
     [
         ([], "either --model or --shapes"),
         (["--model", "qwen3-8b", "--shapes", "256x64"], "either --model or --shapes"),
+        (["--model", "qwen3-8b", "--attention", "decode"], "either --model or --shapes"),
+        (["--attention", "b1-h32"], "unknown shape 'b1-h32'"),
+        (["--attention", "decode", "--kv-formats", "KV3"], "KV3"),
         (["--shapes", "256"], "can't read the shape '256'"),
         (["--shapes", "256x0"], "can't read the shape '256x0'"),
         (["--shapes", "256x64", "--rows", "0"], "can't read the numbers of rows '0'"),

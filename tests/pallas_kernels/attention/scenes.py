@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import KVFormat, KVPages
-from mpjax.kernels.attention import triton, tuning
+from mpjax.kernels.attention import triton
+from mpjax.kernels.attention.plans import Problem, rule
 from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.kv_cache.pages import parameter_dtype
 from tests.pallas_kernels.oracles import (
@@ -65,15 +66,15 @@ def kernel(
     waiting_splits: of what waits, or None for as many as it would have.
     is_balanced: whether programs help each other, whatever the lengths.
     """
-    batch, tokens, heads, dim = queries.shape
+    _, tokens, heads, dim = queries.shape
     if pages.format.key_codes.hadamard:
         queries = hadamard.transform(queries)
     rows = tokens * heads // pages.keys.shape[1]
     # So that it has the registers, too, that it would have.
     tokens = 0 if is_balanced else 1 << 30
-    few = dict.fromkeys(["SHORT_TOKENS", "FEW_TOKENS", "FEW_CHANNEL_TOKENS"], tokens)
-    with mock.patch.multiple(tuning, **few):
-        config = tuning.configure(batch, rows, block_tables.shape[1], pages)
+    long = dict.fromkeys(["LONG_SEQUENCE", "LONG_TOKENS"], tokens)
+    with mock.patch.multiple(rule, **long):
+        config = rule.config_by_rule(Problem.of(rows, pages, block_tables.shape))
     assert config.is_balanced == is_balanced
     config = dataclasses.replace(config, splits=splits or config.splits)
     if waiting_splits is not None:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import KVFormat, PagedKVCache, paged_attention
-from mpjax.kernels.attention import shapes, triton, tuning
+from mpjax.kernels.attention import shapes, triton
+from mpjax.kernels.attention.plans import Problem
+from mpjax.kernels.attention.plans.rule import config_by_rule
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
 
@@ -205,7 +207,7 @@ def test_packed_sequences_whose_programs_read_both(text, dtype, heads, rng):
     test = scene(rng, text, dtype, heads=heads, starts=[0, 126, 400, 250], counts=[3, 4, 0, 1])
     masks: dict[str, Any] = {"window": 90, "sinks": sinks_of(rng, heads[0] * heads[1])}
     _, pages, tables, starts, counts = test.arguments
-    config = tuning.configure(4, 4 * heads[1], tables.shape[1], pages, is_packed=True)
+    config = config_by_rule(Problem.of(4 * heads[1], pages, tables.shape, is_varlen=True))
     config = dataclasses.replace(config, splits=1, waiting_splits=0)
     places, options = (tables, starts, counts), {"scale": 64**-0.5, "longest": 4, **masks}
     queries = test.packed_queries(padding=5)
@@ -251,8 +253,8 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
                 )
             )
             group = shape.query_heads // shape.kv_heads
-            pages = cache.block_tables.shape[1]
-            config = tuning.configure(shape.batch, tokens * group, pages, cache.layers[0])
+            places = cache.block_tables.shape
+            config = config_by_rule(Problem.of(tokens * group, cache.layers[0], places))
             splits = config.splits > 1, config.waiting_splits > 0
             ragged = tokens * group % config.tile_rows > 0
             in_both = shape.head_dim == 128 and dtype

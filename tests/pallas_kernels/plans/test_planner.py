@@ -43,6 +43,9 @@ class Sums(Tables[Sum]):
     def check(self, key: tuple[int], implementation: str, config: Any) -> None:
         raise AssertionError("nothing has a configuration")
 
+    def suits(self, problem: Sum, plan: Plan) -> bool:
+        return problem.size != 5
+
 
 class Others(Sums):
     operation = "others"
@@ -66,6 +69,11 @@ def test_a_measured_plan_goes_before_the_rule():
     assert PLANNER.plan_of(Sum(3)) == PLANNER.plan_of(Sum(8)) == MEASURED
     assert PLANNER.plan_of(Sum(9)) == RULE
     assert OTHER.plan_of(Sum(3)) == RULE
+
+
+def test_a_measured_plan_that_does_not_suit_a_problem_is_not_used():
+    assert PLANNER.plan_of(Sum(5)) == RULE
+    assert PLANNER.plan_of(Sum(6)) == MEASURED
 
 
 @pytest.mark.parametrize("kind", [None, "NVIDIA Test 2"])

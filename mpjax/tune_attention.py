@@ -1,0 +1,160 @@
+"""Attention over the paged cache as jobs of the tuner (`mpjax.tune`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax import tune
+from mpjax.bench import attention as bench
+from mpjax.bench import measure
+from mpjax.kernels import KVFormat, KVPages, paged_attention
+from mpjax.kernels.attention import plans as attention_plans
+from mpjax.kernels.attention.plans import TABLES, Key, Plan, Problem
+from mpjax.kernels.attention.shapes import AttentionShape
+from mpjax.kernels.device import limits
+from mpjax.kernels.plans.tables import Tables
+from mpjax.tune import Program, Trial
+
+CANDIDATES = 20
+ITERATIONS = 10
+
+Call = tuple[jax.Array, KVPages, jax.Array, jax.Array, jax.Array]  # arguments of paged_attention
+Compile = Callable[[Plan, Call], Program]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionJob:
+    """One line of a table: attention of a shape over a cache of a KV format.
+
+    The plan serves all shapes whose sizes are in the same buckets.
+    """
+
+    shape: AttentionShape
+    format: KVFormat
+
+    @property
+    def problem(self) -> Problem:
+        """The attention, on the default device."""
+        shape, size = self.shape, attention_plans.PAGE_SIZE
+        rows = shape.queries * shape.query_heads // shape.kv_heads
+        cache = attention_plans.CacheShape(self.format, shape.kv_heads, shape.head_dim, size)
+        tokens = -(-max(shape.lengths) // size) * size
+        return Problem(shape.batch, rows, tokens, cache, limits())
+
+    @property
+    def tables(self) -> Tables[Problem]:
+        """Those of attention."""
+        return TABLES
+
+    @property
+    def key(self) -> Key:
+        """Its place in a table."""
+        return TABLES.key_of(self.problem)
+
+    def plan_by_rule(self) -> Plan:
+        """The plan that runs without a table."""
+        return attention_plans.plan_by_rule(self.problem)
+
+    def candidates(self) -> list[Plan]:
+        """The plans to try on this GPU."""
+        return attention_plans.candidates(self.problem, CANDIDATES)
+
+    def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
+        """See `try_attention`."""
+        return try_attention(self, plans)
+
+    def __str__(self) -> str:
+        return f"{self.format} {self.shape.name}"
+
+
+def make_jobs(shapes: Sequence[AttentionShape], formats: Sequence[KVFormat]) -> list[AttentionJob]:
+    """Every format and shape, each place in a table once.
+
+    Raises ValueError where a sequence is longer than the others: tables don't know lengths.
+    """
+    for shape in shapes:
+        if shape.longest is not None:
+            raise ValueError(f"{shape.name}: a plan is for sequences of any lengths up to the same")
+    jobs = [AttentionJob(shape, format) for format in formats for shape in shapes]
+    return list({job.key: job for job in reversed(jobs)}.values())[::-1]
+
+
+def try_attention(
+    job: AttentionJob,
+    plans: Sequence[Plan],
+    *,
+    compile: Compile | None = None,
+    timer: tune.Timer = measure.microseconds,
+) -> list[Trial]:
+    """Measures plans on the default device, in their order; wrong answers get no time.
+
+    Every call reads another cache, together larger than the L2 cache. All plans compile at the same
+    time, before the first is measured. compile, timer: for tests.
+    """
+    calls = _calls(job)
+    checked = _checked(calls[0])
+    exact = jax.jit(functools.partial(_attend, implementation="reference"))(*checked)
+    compile = compile or compile_attention
+    programs = tune.compile_all(lambda plan: compile(plan, calls[0]), plans)
+
+    def error_of(program: Program) -> float:
+        batch, queries = exact.shape[:2]
+        return tune.relative_error(program(*calls[0])[:batch, -queries:], exact)
+
+    def time_of(program: Program) -> float:
+        each = measure.Unjitted(lambda: [program(*call) for call in calls])
+        return timer(each, iterations=ITERATIONS) / len(calls)
+
+    return [
+        tune.try_program(plan, program, error_of, time_of)
+        for plan, program in zip(plans, programs, strict=True)
+    ]
+
+
+def compile_attention(plan: Plan, call: Call) -> Program:
+    """A program that attends as the plan says."""
+    attend = functools.partial(_attend, implementation="triton")
+    with attention_plans.forced(plan):
+        # A function of its own: what was traced with another plan must not be found.
+        lowered = measure.serial_jit(lambda *arguments: attend(*arguments)).lower(*call)
+    return lowered.compile()
+
+
+def _attend(*call: Any, implementation: Any) -> jax.Array:
+    return paged_attention(*call, implementation=implementation, **bench.AS_IN_A_MODEL)
+
+
+def _calls(job: AttentionJob) -> list[Call]:
+    """Arguments whose caches together are larger than the L2 cache."""
+    shape = job.shape
+    pages, block_tables = bench.fill(shape, job.format)
+    counts = jnp.full(shape.batch, shape.queries, jnp.int32)
+    starts = jnp.asarray(shape.lengths, jnp.int32) - counts
+    count = measure.copies(sum(leaf.nbytes for leaf in jax.tree.leaves(pages)))
+    copies = [pages, *(jax.tree.map(jnp.copy, pages) for _ in range(count - 1))]
+    queries = bench.queries(shape)
+    return [(queries, copy, block_tables, starts, counts) for copy in copies]
+
+
+def _checked(call: Call) -> Call:
+    """The call for what the reference has memory for: some sequences, and their last tokens."""
+    queries, pages, block_tables, starts, counts = call
+    tokens = block_tables.shape[1] * pages.page_size
+    batch = max(1, min(len(starts), bench.CHECKED_TOKENS // tokens))
+    left = max(0, queries.shape[1] - bench.CHECKED_QUERIES)
+    if pages.residual is not None:
+        residual = jax.tree.map(lambda x: x[:batch], pages.residual)
+        pages = dataclasses.replace(pages, residual=residual)
+    return (
+        queries[:batch, left:],
+        pages,
+        block_tables[:batch],
+        starts[:batch] + left,
+        counts[:batch] - left,
+    )

@@ -1,0 +1,38 @@
+"""Plans of attention: from a `Problem`, the tiles and programs that read the cache.
+
+`plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
+(`tables`), and asks the rule for what is not there: `team_rule` for tiles and how many programs
+share a sequence, `rule` for the residual and for what is read ahead, `register_rule` for registers.
+`configuration` says what can run.
+"""
+
+from mpjax.kernels.attention.plans.candidates import candidates
+from mpjax.kernels.attention.plans.choice import config_of, forced, plan_of
+from mpjax.kernels.attention.plans.configuration import (
+    NARROW_ROWS,
+    AttentionConfig,
+    why_unsound,
+)
+from mpjax.kernels.attention.plans.problem import CacheShape, Problem
+from mpjax.kernels.attention.plans.rule import plan_by_rule
+from mpjax.kernels.attention.plans.tables import PAGE_SIZE, TABLES, Key, bucket
+from mpjax.kernels.plans.plan import Entry, Plan
+
+__all__ = [
+    "NARROW_ROWS",
+    "PAGE_SIZE",
+    "TABLES",
+    "AttentionConfig",
+    "CacheShape",
+    "Entry",
+    "Key",
+    "Plan",
+    "Problem",
+    "bucket",
+    "candidates",
+    "config_of",
+    "forced",
+    "plan_by_rule",
+    "plan_of",
+    "why_unsound",
+]

@@ -14,6 +14,7 @@ from mpjax.kernels.kv_cache.api import append
 from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.scales import cache_scales
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.quantize import quantize
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
@@ -25,6 +26,7 @@ __all__ = [
     "KVFormat",
     "KVPages",
     "PagedKVCache",
+    "PlainCodes",
     "QuantizedActivations",
     "QuantizedTensor",
     "UnsupportedError",

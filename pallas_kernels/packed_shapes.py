@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
 
 
@@ -36,8 +37,8 @@ def packed_shapes(
     def array(shape: tuple[int, ...], dtype: Any, wanted: bool = True) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if wanted else None
 
-    return jax.eval_shape(
-        functools.partial(pack, format=format),
+    plain = PlainCodes(
+        format,
         array(shape, kind.code_dtype),
         array(groups, scale_dtype),
         array(groups, "uint16", kind.has_zeros),
@@ -45,3 +46,4 @@ def packed_shapes(
         channel_scales=array((outputs,), "float32", kind.has_channel_scales),
         table=array((2**format.bits,), "float32", kind.has_table),
     )
+    return jax.eval_shape(pack, plain)

@@ -79,9 +79,7 @@ def _quantize(
         raise ValueError(f"table has shape {table.shape}; {format} expects ({2**format.bits},)")
     else:
         found = quantize_with_table(values, format, table)
-    codes, scales, zeros, channel_scales, table = found
-    zeros = None if zeros is None else zeros.astype(jnp.uint16)  # whole numbers, of float32 or not
-    return pack(codes, scales, zeros, format, channel_scales=channel_scales, table=table)
+    return pack(found)
 
 
 def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> str | None:

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.bits import multiply, pack_pair, unpack_pair
 from mpjax.kernels.formats import WeightFormat
-
-if TYPE_CHECKING:
-    from mpjax.kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.plain_codes import PlainCodes
 
 Decoder = Callable[[int], jax.Array]
-
-
-class Quantized(NamedTuple):
-    """What a quantiser found, as `pack` takes it."""
-
-    codes: jax.Array  # [K, N]
-    scales: jax.Array  # [groups, N]
-    zeros: jax.Array | None = None  # [groups, N]
-    channel_scales: jax.Array | None = None  # [N]
-    table: jax.Array | None = None  # [2**bits]
 
 
 class Group(NamedTuple):
@@ -52,12 +40,12 @@ class CodeKind(abc.ABC):
     has_table = False
 
     @abc.abstractmethod
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
         """Rounds float32 [K, N], which the format can split, to the nearest codes."""
 
     @abc.abstractmethod
-    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
-        """The values float32 [K, N] of codes [K, N]; scales [groups, N], the rest from `tensor`."""
+    def dequantize(self, plain: PlainCodes) -> jax.Array:
+        """The values float32 [K, N] of codes, rows in their order."""
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Words [..., columns, width] of codes uint8 [..., planes, width]; not of flat formats."""

@@ -306,7 +306,7 @@ class Scaled(Linear):
 
     def __init__(self, base: Linear):
         super().__init__(base.kernel.get_value())
-        self.scales = nnx.Param(unpack(self.kernel.get_value())[1].astype(jnp.float32))
+        self.scales = nnx.Param(unpack(self.kernel.get_value()).scales.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("precision", ["W4g32A16KV8", "WNF2g32A16KV16", "WFP8gKA16KV8"])

@@ -56,17 +56,17 @@ def _check_layout(plain: PlainCodes) -> None:
     if not unsigned and codes.dtype != kind.code_dtype:
         wanted_dtype = "unsigned integers" if kind.code_dtype == jnp.uint8 else kind.code_dtype
         raise ValueError(f"codes have dtype {codes.dtype}; expected {wanted_dtype}")
-    channels, outputs = codes.shape
+    *leading, channels, outputs = codes.shape
     groups = format.groups(channels), outputs
-    permuted = plain.permutation is not None
     wanted = {
         "scales": groups,
         "zeros": groups if kind.has_zeros else None,
-        "permutation": (channels,) if permuted else None,
+        "permutation": None if plain.permutation is None else (channels,),
         "channel_scales": (outputs,) if kind.has_channel_scales else None,
         "table": (2**format.bits,) if kind.has_table else None,
     }
-    for name, expected in wanted.items():
+    for name, of_matrix in wanted.items():
+        expected = None if of_matrix is None else (*leading, *of_matrix)
         array = getattr(plain, name)
         found = None if array is None else array.shape
         if found != expected:
@@ -95,7 +95,7 @@ def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None
     if not is_known((codes, steps, offsets)):
         return
     with jax.ensure_compile_time_eval():
-        peaks = by_group(jnp.asarray(codes), len(steps)).max(1)
+        peaks = by_group(jnp.asarray(codes), steps.shape[-2]).max(-2)
         peaks, steps, offsets = (jnp.asarray(x).astype(jnp.int32) for x in (peaks, steps, offsets))
         largest = int((peaks * steps + offsets).max())
     if largest > 255:  # a carry into the byte of another code
@@ -108,10 +108,11 @@ def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None
 def _check_permutation(permutation: jax.Array) -> None:
     if not is_known(permutation):
         return
-    found = np.asarray(permutation)
-    missing = np.setdiff1d(np.arange(len(found)), found)
-    if missing.size:  # else there is room for nothing else
-        raise ValueError(
-            f"permutation lacks {missing.size} of {len(found)} channels, such as {missing[0]}; "
-            f"expected each of 0 to {len(found) - 1} once"
-        )
+    channels = permutation.shape[-1]
+    for found in np.asarray(permutation).reshape(-1, channels):
+        missing = np.setdiff1d(np.arange(channels), found)
+        if missing.size:  # else there is room for nothing else
+            raise ValueError(
+                f"permutation lacks {missing.size} of {channels} channels, such as {missing[0]}; "
+                f"expected each of 0 to {channels - 1} once"
+            )

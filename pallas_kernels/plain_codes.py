@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mpjax.kernels.checks import as_dtype
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.leading_axes import over_leading_axes
 
 
 @functools.partial(
@@ -19,10 +20,11 @@ from mpjax.kernels.formats import WeightFormat
 )
 @dataclasses.dataclass(frozen=True)
 class PlainCodes:
-    """A weight matrix W [K, N] as plain codes: what quantisers and checkpoints give, `pack` takes.
+    """A weight W [..., K, N] as plain codes: what quantisers and checkpoints give, `pack` takes.
 
     Row i of the codes belongs to group i // group_size and to input channel permutation[i], or i
-    without a permutation.
+    without a permutation. Leading axes (experts, layers) stand in front of the shape of every
+    array, a table's too, so that `jax.vmap` and `jax.lax.scan` take one matrix after another.
 
     format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
     codes: [K, N], K a multiple of the group size, but any for `float8`, whose last group may be
@@ -49,15 +51,20 @@ class PlainCodes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, [K, N]."""
+        """The shape of the weight, [..., K, N]."""
         return self.codes.shape
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The matrix [K, N] in the order of the input channels, computed in float32."""
-        from mpjax.kernels import codes as code_kinds  # here, as kinds of codes make PlainCodes
-
+        """The weight [..., K, N] in the order of the input channels, computed in float32."""
         dtype = as_dtype("dequantize: dtype", dtype)
-        values = code_kinds.of(self.format).dequantize(self)
-        if self.permutation is not None:
-            values = jnp.zeros_like(values).at[self.permutation].set(values)
-        return values.astype(dtype)
+        return over_leading_axes(_dequantize, len(self.shape) - 2)(self).astype(dtype)
+
+
+@jax.jit
+def _dequantize(plain: PlainCodes) -> jax.Array:
+    from mpjax.kernels import codes as code_kinds  # here, as kinds of codes make PlainCodes
+
+    values = code_kinds.of(plain.format).dequantize(plain)
+    if plain.permutation is None:
+        return values
+    return jnp.zeros_like(values).at[plain.permutation].set(values)

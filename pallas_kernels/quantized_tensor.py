@@ -18,6 +18,7 @@ from mpjax.kernels.checks import (
     require_type,
 )
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.leading_axes import over_leading_axes
 from mpjax.kernels.plain_checks import read_arrays, require_sound
 from mpjax.kernels.plain_codes import PlainCodes
 
@@ -25,11 +26,15 @@ from mpjax.kernels.plain_codes import PlainCodes
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["words", "parameters", "permutation", "channel_scales", "table"],
-    meta_fields=["format", "channels", "scale_dtype"],
+    meta_fields=["format", "scale_dtype", "padding"],
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A packed weight matrix W [K, N]; `mpjax.kernels.codes` says what its codes mean.
+    """A packed weight W [..., K, N]; `mpjax.kernels.codes` says what its codes mean.
+
+    Leading axes (experts, layers) stand in front of the shape of every array, a table's too:
+    `jax.vmap` and `jax.lax.scan` take one matrix after another, and slices along leading axes are
+    tensors. `partition_specs` says how one is divided among devices, along K and along N.
 
     words: [K blocks, N, columns · plane width], unsigned, as wide as the operand that they become.
         A lane's words hold one code of each plane: code j is that of input channel
@@ -43,29 +48,31 @@ class QuantizedTensor:
         permutation[i] (GPTQ's act-order).
     channel_scales: float32 [N], the second level of `liquid4`, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
-    channels: K before padding; the codes of padded channels meet zeros of the activations.
     scale_dtype: what the scales in `parameters` are: `float16`, `bfloat16`, `float32`, or `uint16`
         for the steps of `liquid4`.
+    padding: input channels that pad the last block, beyond K; their codes meet zeros of the
+        activations.
     """
 
     words: jax.Array
     parameters: jax.Array
-    permutation: jax.Array | None
     format: WeightFormat
-    channels: int
     scale_dtype: str
+    padding: int = 0
+    permutation: jax.Array | None = None
     channel_scales: jax.Array | None = None
     table: jax.Array | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """The logical shape [K, N]."""
-        return self.channels, self.words.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape [..., K, N]."""
+        *leading, _, outputs, _ = self.words.shape
+        return *leading, self.padded_channels - self.padding, outputs
 
     @property
     def padded_channels(self) -> int:
         """K rounded up to whole blocks."""
-        blocks, _, words = self.words.shape
+        *_, blocks, _, words = self.words.shape
         return blocks * words // self.format.columns * self.format.planes
 
     @property
@@ -74,11 +81,14 @@ class QuantizedTensor:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def scales(self) -> jax.Array:
-        """Scales [groups, N] in `scale_dtype`, padding groups included; of `liquid4`, the steps."""
+        """Scales [..., groups, N] in `scale_dtype`, padding groups included.
+
+        Of `liquid4`, the steps.
+        """
         return self._scales_and_zeros[0]
 
     def zeros(self) -> jax.Array:
-        """Integer zero points [groups, N] as uint16; padding groups included."""
+        """Integer zero points [..., groups, N] as uint16; padding groups included."""
         return self._scales_and_zeros[1]
 
     @property
@@ -88,9 +98,9 @@ class QuantizedTensor:
     def dequantize(
         self, dtype: jax.typing.DTypeLike = jnp.float32, *, scales: jax.Array | None = None
     ) -> jax.Array:
-        """The matrix [K, N] in the order of the input channels, computed in float32.
+        """The weight [..., K, N] in the order of the input channels, computed in float32.
 
-        scales: [groups, N], without padding groups, in the place of the tensor's own.
+        scales: [..., groups, N], without padding groups, in the place of the tensor's own.
 
         Raises ValueError for another shape, and for `liquid4`, whose steps are integers.
         """
@@ -120,8 +130,12 @@ def pack(plain: PlainCodes) -> QuantizedTensor:
 
 @jax.jit
 def _pack(plain: PlainCodes) -> QuantizedTensor:
+    return over_leading_axes(_pack_matrix, len(plain.shape) - 2)(plain)
+
+
+def _pack_matrix(plain: PlainCodes) -> QuantizedTensor:
     format, kind = plain.format, code_kinds.of(plain.format)
-    padding = -plain.codes.shape[0] % format.block
+    padding = format.padding(plain.codes.shape[0])
     codes = jnp.pad(plain.codes, ((0, padding), (0, 0)))
     scales, zeros = plain.scales, plain.zeros
     if zeros is None:
@@ -131,10 +145,10 @@ def _pack(plain: PlainCodes) -> QuantizedTensor:
     return QuantizedTensor(
         _pack_words(codes, format),
         kind.pack_parameters(scales, zeros),
-        None if plain.permutation is None else plain.permutation.astype(jnp.int32),
         format,
-        codes.shape[0] - padding,
         scales.dtype.name,
+        padding,
+        None if plain.permutation is None else plain.permutation.astype(jnp.int32),
         plain.channel_scales,
         plain.table,
     )
@@ -157,10 +171,10 @@ def _unpack_words(tensor: QuantizedTensor) -> jax.Array:
     """Codes [K, N] bit for bit as packed, in packed order."""
     format = tensor.format
     if format.is_flat:
-        return tensor.words[0].T[: tensor.channels]
+        return tensor.words[0].T[: tensor.shape[0]]
     words = tensor.words.reshape(*tensor.words.shape[:2], format.columns, -1)
     planes = code_kinds.of(format).unpack(words)  # [blocks, N, planes, plane width]
-    codes = planes.transpose(0, 2, 3, 1).reshape(-1, words.shape[1])[: tensor.channels]
+    codes = planes.transpose(0, 2, 3, 1).reshape(-1, words.shape[1])[: tensor.shape[0]]
     return jax.lax.bitcast_convert_type(codes, code_kinds.of(format).code_dtype)
 
 
@@ -172,7 +186,11 @@ def unpack(tensor: QuantizedTensor) -> PlainCodes:
 
 @jax.jit
 def _unpack(tensor: QuantizedTensor) -> PlainCodes:
-    groups = tensor.format.groups(tensor.channels)
+    return over_leading_axes(_unpack_matrix, len(tensor.shape) - 2)(tensor)
+
+
+def _unpack_matrix(tensor: QuantizedTensor) -> PlainCodes:
+    groups = tensor.format.groups(tensor.shape[0])
     return PlainCodes(
         tensor.format,
         _unpack_words(tensor),
@@ -185,7 +203,7 @@ def _unpack(tensor: QuantizedTensor) -> PlainCodes:
 
 
 def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
-    """The tensor with other scales [groups, N], such as learned ones, rounded to its scale_dtype.
+    """The tensor with other scales [..., groups, N], such as learned ones, in its scale_dtype.
 
     `matmul(x, tensor, scales=scales)` rounds them so, too: the product is the same.
 
@@ -208,7 +226,8 @@ def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
     if kind.has_channel_scales:
         raise ValueError(f"{tensor.format} has integer steps: replace its channel_scales instead")
     scales = _read_scales(tensor, scales)
-    padding = ((0, len(tensor.parameters) - len(scales)), (0, 0))
+    missing = tensor.parameters.shape[-2] - scales.shape[-2]
+    padding = *((0, 0),) * (scales.ndim - 2), (0, missing), (0, 0)
     scales = jnp.pad(scales.astype(tensor.scale_dtype), padding)
     return dataclasses.replace(tensor, parameters=kind.pack_parameters(scales, tensor.zeros()))
 
@@ -216,11 +235,11 @@ def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
 def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
     """One tensor with the output channels of all, or None where they don't share a layout.
 
-    Layouts agree when format, input channels, scale dtype, permutation and table are equal;
+    Layouts agree when format, leading axes, K, scale dtype, permutation and table are equal;
     checking permutations and tables reads them back from the device.
     """
     first = tensors[0]
-    if len({(tensor.format, tensor.channels, tensor.scale_dtype) for tensor in tensors}) > 1:
+    if len({(tensor.format, tensor.shape[:-1], tensor.scale_dtype) for tensor in tensors}) > 1:
         return None
     for shared in ("permutation", "table"):
         arrays = [getattr(tensor, shared) for tensor in tensors]
@@ -231,15 +250,16 @@ def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
     channel_scales = [t.channel_scales for t in tensors if t.channel_scales is not None]
     return dataclasses.replace(
         first,
-        words=jnp.concatenate([tensor.words for tensor in tensors], axis=1),
-        parameters=jnp.concatenate([tensor.parameters for tensor in tensors], axis=1),
-        channel_scales=jnp.concatenate(channel_scales) if channel_scales else None,
+        words=jnp.concatenate([tensor.words for tensor in tensors], axis=-2),
+        parameters=jnp.concatenate([tensor.parameters for tensor in tensors], axis=-1),
+        channel_scales=jnp.concatenate(channel_scales, axis=-1) if channel_scales else None,
     )
 
 
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:
     scales = as_array("scales", scales)
-    expected = (tensor.format.groups(tensor.channels), tensor.shape[1])
+    *leading, channels, outputs = tensor.shape
+    expected = (*leading, tensor.format.groups(channels), outputs)
     if scales.shape != expected:
         raise ValueError(f"scales have shape {scales.shape}; {tensor.format} expects {expected}")
     return scales

@@ -56,7 +56,10 @@ class CodeKind(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__}: its words are codes already")
 
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
-        """Words uint32 [words, N] of scales and zeros uint16 [groups, N], of whole blocks."""
+        """Words uint32 [..., words, N] of scales and zeros uint16 [..., groups, N].
+
+        There are groups for whole blocks.
+        """
         if scales.dtype == jnp.float32:
             return jax.lax.bitcast_convert_type(scales, jnp.uint32)
         return pack_pair(scales, zeros)
@@ -124,8 +127,8 @@ def divisible(scales: jax.Array) -> jax.Array:
 
 
 def by_group(values: jax.Array, groups: int) -> jax.Array:
-    """Values [K, N] as [groups, K / groups, N]; groups of padding are left out by the caller."""
-    return values.reshape(groups, -1, values.shape[-1])
+    """Values [..., K, N] as [..., groups, K / groups, N]."""
+    return values.reshape(*values.shape[:-2], groups, -1, values.shape[-1])
 
 
 def scaled(values: jax.Array, scales: jax.Array) -> jax.Array:

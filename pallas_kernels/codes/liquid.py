@@ -84,12 +84,12 @@ class Liquid(CodeKind):
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
         """A byte of step and one of offset, of one group below those of the next."""
         halves = scales | (zeros << jnp.uint16(8))
-        return pack_pair(halves[0::2], halves[1::2])
+        return pack_pair(halves[..., 0::2, :], halves[..., 1::2, :])
 
     def unpack_parameters(self, words: jax.Array, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
         """The inverse of `pack_parameters`."""
-        halves = jnp.stack(unpack_pair(words, scale_dtype, scale_dtype), 1)
-        halves = halves.reshape(-1, words.shape[1])
+        halves = jnp.stack(unpack_pair(words, scale_dtype, scale_dtype), -2)
+        halves = halves.reshape(*words.shape[:-2], -1, words.shape[-1])
         return halves & jnp.uint16(0xFF), halves >> jnp.uint16(8)
 
     def load(

@@ -41,6 +41,26 @@ FLOAT8 = INT8 | {
 }
 
 
+def test_stacks_are_checked_as_matrices():
+    stacked = {
+        name: np.stack([value, value]) if isinstance(value, np.ndarray) else value
+        for name, value in (LIQUID4 | {"permutation": np.arange(64)}).items()
+    }
+    assert pack(PlainCodes(**stacked)).shape == (2, 64, 4)
+    lacking = stacked["permutation"].copy()
+    lacking[1, 5] = 6
+    large = stacked["codes"].copy()
+    large[1, 3, 2] = 15
+    for change, message in (
+        ({"permutation": lacking}, "permutation lacks 1 of 64 channels, such as 5"),
+        ({"permutation": lacking[0]}, r"permutation: the shape is \(64,\), .* expects \(2, 64\)"),
+        ({"channel_scales": np.ones(4, np.float32)}, r"is \(4,\), and .* expects \(2, 4\)"),
+        ({"codes": large, "scales": stacked["scales"] * 20}, r"offset is up to 301"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack(PlainCodes(**(stacked | change)))
+
+
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [

@@ -72,6 +72,29 @@ def test_equals_the_oracle(text):
         assert_equals_oracle(quick_quantize(each, WeightFormat.parse(text)), each)
 
 
+@each_kind
+def test_a_stack_is_quantised_as_each_of_its_matrices(text):
+    """Experts [2, 3, K, N]."""
+    format = WeightFormat.parse(text)
+    weights = np.stack([random_weight(seed, 256, 4) for seed in range(6)])
+    table = np.asarray(TABLES[format.bits], np.float32) if text.startswith("table") else None
+    found = quick_quantize(weights.reshape(2, 3, 256, 4), format, table=table)
+    assert found.shape == (2, 3, 256, 4)
+    for index, weight in enumerate(weights):
+        at = divmod(index, 3)
+        one = jax.tree.map(lambda leaf, at=at: leaf[at], found)
+        assert_equals_oracle(one, weight, table)
+
+
+def test_a_matrix_of_a_stack_may_be_too_small_alone():
+    weights = np.random.default_rng(0).standard_normal((3, 64, 4)).astype(np.float32)
+    weights[1] *= 1e-9
+    for format in ("uint4:g32", "float16"):
+        with pytest.raises(ValueError, match=r"largest magnitude of the weights is .*e-0., too sm"):
+            quantize(weights, format)
+        quantize(weights[::2], format)
+
+
 @pytest.mark.parametrize("text", ["uint4:g32", "uint8:gK:sym", "table3:g64", "liquid4:g64"])
 def test_equals_the_oracle_inside_a_larger_jit(text):
     doubled = jax.jit(lambda weight: quantize(weight * 2, WeightFormat.parse(text)))
@@ -271,7 +294,8 @@ def test_sixteen_bit_formats_cast(dtype):
     ("shape", "text", "table", "message"),
     [
         ((64,), "uint4:g32", None, r"shape is \(64,\); uint4:g32 is the format of a matrix"),
-        ((2, 64, 4), "int8", None, r"shape is \(2, 64, 4\); int8:gK/int8 is"),
+        ((2, 0, 4), "int8", None, r"shape is \(2, 0, 4\); int8:gK/int8 is"),
+        ((2, 48, 4), "uint8:g32", None, "48 input channels can't be split into groups of 32"),
         ((0, 4), "uint4:gK", None, r"shape is \(0, 4\); uint4:gK is the format of a matrix"),
         ((64, 0), "float8:gK", None, r"shape is \(64, 0\); float8:gK is the format of a matrix"),
         ((100, 4), "uint4:g32", None, "100 input channels can't be split into groups of 32"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, quantize, unpack
+from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize, unpack
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.quantized_tensor import concatenate, replace_scales
 from tests.pallas_kernels.oracles import (
@@ -219,10 +220,47 @@ def test_a_tensor_is_a_pytree_with_a_static_layout(text, rng):
     leaves, structure = jax.tree.flatten(tensor)
     assert tensor.nbytes == sum(leaf.nbytes for leaf in leaves)
     again = jax.tree.unflatten(structure, leaves)
-    assert (again.format, again.channels) == (plain.format, 128)
+    assert (again.format, again.shape) == (plain.format, (128, 4))
     assert again.scale_dtype == plain.scales.dtype.name
     same = jax.jit(lambda tensor: tensor)(tensor)
     assert_packed(same, plain)
+
+
+def stacked(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+@pytest.mark.parametrize(
+    ("text", "permuted"), [*((text, False) for text in KINDS), ("uint4:g32", True)]
+)
+def test_a_stack_is_packed_as_each_of_its_matrices(text, permuted, rng):
+    """And is unpacked, dequantised and given other scales as they are."""
+    format = WeightFormat.parse(text)
+    plains = [
+        PlainWeight.random(rng, format, 192, 3).plain(rng.permutation(192) if permuted else None)
+        for _ in range(4)
+    ]
+    each, plain = [pack(one) for one in plains], stacked(plains)
+    tensor = pack(plain)
+    assert (plain.shape, tensor.shape) == ((4, 192, 3), (4, 192, 3))
+    assert jax.tree.structure(tensor) == jax.tree.structure(each[0])
+    assert tensor.nbytes == format.nbytes(tensor.shape) + (4 * 4 * 192 if permuted else 0)
+    jax.tree.map(np.testing.assert_array_equal, tensor, stacked(each))
+    jax.tree.map(np.testing.assert_array_equal, unpack(tensor), stacked([unpack(e) for e in each]))
+    dense = np.stack([one.dequantize() for one in each])
+    for found in (tensor.dequantize(), plain.dequantize()):
+        np.testing.assert_array_equal(found, dense)
+    np.testing.assert_array_equal(jax.tree.map(lambda a: a[2], tensor).dequantize(), dense[2])
+    joined = concatenate([tensor, tensor])
+    assert joined is not None
+    np.testing.assert_array_equal(joined.dequantize(), np.concatenate([dense, dense], 2))
+    assert concatenate([tensor, each[0]]) is None
+    if tensor.channel_scales is None:
+        scales = jnp.asarray(rng.uniform(0.1, 1, plain.scales.shape), jnp.float32)
+        expected = stacked([replace_scales(*pair) for pair in zip(each, scales, strict=True)])
+        jax.tree.map(np.testing.assert_array_equal, replace_scales(tensor, scales), expected)
+        with pytest.raises(ValueError, match=r"scales have shape .* expects \(4, "):
+            replace_scales(tensor, scales[0])
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,13 @@ class DecoderLayer(nnx.Module):
         cache, where no gradient is wanted, 8-bit activations are rounded on the way, too.
         """
         cached = span is not None
-        format = self.attention.qkv.format if cached else None
+        format = self.attention.qkv.activations if cached else None
         residual, x = self.attention_norm.add(terms, residual, format)
         attended, pages = self.attention.attend(x, angles, pages, span)
         terms = self.attention.output.terms(attended)
-        format = self.mlp.gate_up.format if cached else None
+        format = self.mlp.gate_up.activations if cached else None
         residual, x = self.mlp_norm.add(terms, residual, format)
-        gated = self.mlp.gated(x, self.mlp.down.format if cached else None)
+        gated = self.mlp.gated(x, self.mlp.down.activations if cached else None)
         return self.mlp.down.terms(gated), residual, pages
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import (
+    ActivationFormat,
     QuantizedActivations,
     QuantizedTensor,
-    WeightFormat,
     add_rms_norm,
     gated_silu,
     matmul,
@@ -85,12 +85,12 @@ class Linear(nnx.Module):
         return self(x)[None]
 
     @property
-    def format(self) -> WeightFormat | None:
-        """The format of a packed kernel; None of a plain one or one with a permutation."""
+    def activations(self) -> ActivationFormat:
+        """What activations may become before they come here: 16 bits with a permutation."""
         kernel: Any = self.kernel.get_value()
         if not isinstance(kernel, QuantizedTensor) or kernel.permutation is not None:
-            return None
-        return kernel.format
+            return ActivationFormat()
+        return ActivationFormat.of(kernel.format)
 
 
 class FusedLinear(nnx.Module):
@@ -105,10 +105,10 @@ class FusedLinear(nnx.Module):
         self.sizes = sizes
 
     @property
-    def format(self) -> WeightFormat | None:
-        """The packed format that all parts share, or None."""
-        formats = {part.format for part in self.parts}
-        return formats.pop() if len(formats) == 1 else None
+    def activations(self) -> ActivationFormat:
+        """What activations may become before they come here; 16 bits where parts differ."""
+        formats = {part.activations for part in self.parts}
+        return formats.pop() if len(formats) == 1 else ActivationFormat()
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., sum of sizes] whose sum are all outputs side by side."""
@@ -140,12 +140,11 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
     def add(
-        self, terms: jax.Array, residual: jax.Array | None, format: WeightFormat | str | None
+        self, terms: jax.Array, residual: jax.Array | None, format: ActivationFormat | str | None
     ) -> tuple[jax.Array, Activations]:
         """The residual stream with the sum of `terms` added to it, and its norm.
 
-        format: of the weight that the norm is for; where it multiplies activations of 8 bits, the
-        norm comes quantised. See `add_rms_norm`.
+        format: what the norm becomes. See `add_rms_norm`.
         """
         weight = self.weight.get_value()
         return add_rms_norm(terms, residual, weight, self.epsilon, format=format)
@@ -164,8 +163,8 @@ class GatedMLP(nnx.Module):
             (inner, hidden), bias=config.mlp_bias, dtype=config.dtype, rngs=rngs
         )
 
-    def gated(self, x: Activations, format: WeightFormat | str | None = None) -> Activations:
-        """SiLU(gate(x)) · up(x) [..., inner], quantised if a weight of `format` wants that."""
+    def gated(self, x: Activations, format: ActivationFormat | str | None = None) -> Activations:
+        """SiLU(gate(x)) · up(x) [..., inner], quantised if `format` says so."""
         x = as_activations("GatedMLP: x", x)
         return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
 

@@ -22,7 +22,14 @@ from mpjax.bench import measure
 from mpjax.checkpoint import huggingface, restoring
 from mpjax.checkpoint.description import is_saved
 from mpjax.checkpoint.layout import linear_places
-from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
+from mpjax.kernels import (
+    ProductFormat,
+    QuantizedTensor,
+    WeightFormat,
+    matmul,
+    matmul_terms,
+    quantize,
+)
 from mpjax.kernels.device import limits
 from mpjax.kernels.gemm import plans as gemm_plans
 from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan, Problem
@@ -81,7 +88,8 @@ class ProductJob:
     @property
     def problem(self) -> Problem:
         """The product, on the default device."""
-        return Problem(self.rows, self.format, self.channels, self.outputs, limits())
+        format = ProductFormat.of(self.format)
+        return Problem(self.rows, format, self.channels, self.outputs, limits())
 
     @property
     def tables(self) -> Tables[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -20,11 +21,11 @@ FLAT_BLOCK = 128
 
 
 class _Rule(NamedTuple):
-    """What a kind of codes can be combined with; the first of `activations` is the default."""
+    """What a kind of codes can be combined with; the first of `operands` is the default."""
 
     bits: int
     group_sizes: tuple[int | None, ...]
-    activations: tuple[str | None, ...] = (None,)
+    operands: tuple[str | None, ...] = (None,)
     can_be_symmetric: bool = False
 
 
@@ -74,14 +75,15 @@ class WeightFormat:
     group_size: input channels that share parameters, or None for all.
     symmetric: whether all zero points of `uint4` or `uint8` are 2**(bits − 1), which kernels for
         bfloat16 decode in fewer instructions.
-    activations: what the activations are quantised to on the fly, `int8` or `float8`, or None for
-        16-bit activations.
+    operand: what codes are decoded to for the tensor cores, `int8` or `float8`, or None for the
+        dtype of 16-bit activations. Words are as wide. `ProductFormat` says what activations meet
+        it.
     """
 
     codes: str
     group_size: int | None = None
     symmetric: bool = False
-    activations: str | None = None
+    operand: str | None = None
 
     def __post_init__(self) -> None:
         require_type("the codes of a weight format", self.codes, str)
@@ -103,18 +105,18 @@ class WeightFormat:
             raise ValueError(f"symmetric is {shown(self.symmetric)}: expected True or False")
         if self.symmetric and not rule.can_be_symmetric:
             raise ValueError(f"{self.codes} has no zero point, so that it can't be symmetric")
-        if self.activations is None:
-            object.__setattr__(self, "activations", rule.activations[0])
-        known = self.activations is None or isinstance(self.activations, str)
-        if not known or self.activations not in rule.activations:
+        if self.operand is None:
+            object.__setattr__(self, "operand", rule.operands[0])
+        known = self.operand is None or isinstance(self.operand, str)
+        if not known or self.operand not in rule.operands:
             raise ValueError(
-                f"{self.codes} with activations {shown(self.activations)}: expected "
-                + " or ".join(a or "none (16 bits)" for a in rule.activations)
+                f"{self.codes} with the operand {shown(self.operand)}: expected "
+                + " or ".join(operand or "none (16 bits)" for operand in rule.operands)
             )
 
     @classmethod
     def parse(cls, text: str) -> WeightFormat:
-        """Reads `codes[:gSIZE][:sym][/activations]`; SIZE is a number, or K (the default) for all.
+        """Reads `codes[:gSIZE][:sym][/operand]`; SIZE is a number, or K (the default) for all.
 
         Capitals and spaces around it don't matter. Raises ValueError that says what is wrong.
         """
@@ -127,9 +129,9 @@ class WeightFormat:
                 f"can't read the weight format {text!r}{hint}: expected, for example, uint4:g128, "
                 "uint8:gK:sym, table3:g64, float8:g128/float8 or bfloat16"
             )
-        codes, size, symmetric, activations = match.groups()
+        codes, size, symmetric, operand = match.groups()
         group_size = None if size in (None, "k") else int(size)
-        return cls(codes, group_size, symmetric is not None, activations)
+        return cls(codes, group_size, symmetric is not None, operand)
 
     @classmethod
     def of(cls, format: WeightFormat | str) -> WeightFormat:
@@ -140,18 +142,18 @@ class WeightFormat:
         if not self.is_packed:
             return self.codes
         group = "K" if self.group_size is None else self.group_size
-        suffix = f"/{self.activations}" if self.activations else ""
+        suffix = f"/{self.operand}" if self.operand else ""
         return f"{self.codes}:g{group}" + (":sym" if self.symmetric else "") + suffix
 
     def require_matrix(self, shape: tuple[int, ...], name: str = "the matrix") -> None:
-        """Raises ValueError for a shape that is not [K, N], or whose K can't be split."""
-        if len(shape) != 2 or 0 in shape:
+        """Raises ValueError for a shape that is not [..., K, N], or whose K can't be split."""
+        if len(shape) < 2 or 0 in shape:
             raise ValueError(
-                f"{name}: the shape is {shape}; {self} is the format of a matrix [K, N]"
+                f"{name}: the shape is {shape}; {self} is the format of a matrix [..., K, N]"
             )
-        if not self.can_split(shape[0]):
+        if not self.can_split(shape[-2]):
             raise ValueError(
-                f"{shape[0]} input channels can't be split into groups of {self.group_size}; "
+                f"{shape[-2]} input channels can't be split into groups of {self.group_size}; "
                 "choose a group size that divides them, or gK for one group"
             )
 
@@ -173,7 +175,7 @@ class WeightFormat:
     @property
     def word_bits(self) -> int:
         """Bits of a word: those of the operand that it becomes, whose way it takes."""
-        return 8 if self.activations else 16
+        return 8 if self.operand else 16
 
     @property
     def columns(self) -> int:
@@ -222,24 +224,29 @@ class WeightFormat:
         """Number of groups over `channels` input channels."""
         return 1 if self.group_size is None else -(-channels // self.group_size)
 
-    def nbytes(self, shape: tuple[int, int]) -> int:
-        """Bytes that a weight of `shape` [input, output channels] takes in device memory."""
-        channels, outputs = shape
+    def padding(self, channels: int) -> int:
+        """Input channels that pad the last block of so many."""
+        return -channels % self.block
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes that a weight of `shape` [..., K, N] takes in device memory."""
+        *leading, channels, outputs = shape
         if not self.is_packed:
-            return channels * outputs * 2
-        padded = -(-channels // self.block) * self.block
+            return math.prod(shape) * 2
+        padded = channels + self.padding(channels)
         per_channel = 4 if self.codes == "liquid4" else 0
         table = 4 * 2**self.bits if self.codes.startswith("table") else 0
         words = padded // (self.parameter_channels or padded)
-        return outputs * (padded * self.bits // 8 + 4 * words + per_channel) + table
+        matrix = outputs * (padded * self.bits // 8 + 4 * words + per_channel) + table
+        return math.prod(leading) * matrix
 
 
 def _formats() -> list[WeightFormat]:
     """All that there are."""
     return [
-        WeightFormat(codes, size, symmetric, activations)
+        WeightFormat(codes, size, symmetric, operand)
         for codes, rule in _RULES.items()
         for size in rule.group_sizes
         for symmetric in ((False, True) if rule.can_be_symmetric else (False,))
-        for activations in rule.activations
+        for operand in rule.operands
     ]

@@ -63,7 +63,7 @@ class FP8Config:
     @property
     def format(self) -> WeightFormat:
         """The format of the weights on the device."""
-        return WeightFormat("float8", self.block[1], activations=self.activations)
+        return WeightFormat("float8", self.block[1], operand=self.activations)
 
 
 def _fine_grained(config: Mapping[str, Any]) -> FP8Config:

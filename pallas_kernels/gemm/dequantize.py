@@ -34,7 +34,7 @@ def matmul(
     # and hold all copies at the same time.
     words, x = jax.lax.optimization_barrier((weight.words, x))
     weight = dataclasses.replace(weight, words=words)
-    if weight.format.activations == "int8":
+    if weight.format.operand == "int8":
         assert isinstance(x, QuantizedActivations)
         if weight.channel_scales is None:
             return xla.matmul(x, weight, out_dtype)  # an int8 weight is a plain matrix already
@@ -62,7 +62,7 @@ def first_level(weight: QuantizedTensor) -> QuantizedTensor:
     words = write_out(weight, jnp.dtype(jnp.int8))
     scales = jax.lax.bitcast_convert_type(weight.channel_scales, jnp.uint32)
     return QuantizedTensor(
-        words[None], scales[None], None, WeightFormat("int8"), weight.channels, "float32"
+        words[None], scales[None], WeightFormat("int8"), "float32", weight.padding
     )
 
 

@@ -31,7 +31,8 @@ PLACES = {
 ANGLES = {"cosines": jnp.ones((2, 8, 16)), "sines": jnp.zeros((2, 8, 16))}
 QUERIES = HEADS[:, :, [0, 0, 1, 1]]
 X = jnp.linspace(-1, 1, 3 * 64).reshape(3, 64)
-CODES, SCALES, ZEROS = kernels.unpack(PACKED)
+PLAIN = kernels.unpack(PACKED)
+SCALES = PLAIN.scales
 NORMS = kernels.HeadNorms(jnp.ones(32), jnp.ones(32), 1e-6)
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -61,7 +62,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "matmul": (
         kernels.matmul,
         {"x": X, "weight": PACKED, "implementation": "reference", "out_dtype": None}
-        | {"scales": SCALES},
+        | {"scales": SCALES, "activations": None},
     ),
     "matmul of a plain weight": (kernels.matmul, {"x": X, "weight": WEIGHT, "out_dtype": "fp32"}),
     "matmul_terms": (kernels.matmul_terms, {"x": X, "weight": PACKED, "scales": SCALES}),
@@ -70,10 +71,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"weight": WEIGHT, "format": "table2:g32", "table": [0, 1, 2, 3]},
     ),
     "pack": (
-        kernels.pack,
-        {"codes": CODES, "scales": SCALES, "zeros": ZEROS, "format": "uint4:g32"}
+        lambda **arguments: kernels.pack(kernels.PlainCodes(**arguments)),
+        {"codes": PLAIN.codes, "scales": SCALES, "zeros": PLAIN.zeros, "format": "uint4:g32"}
         | {"permutation": None, "channel_scales": None, "table": None},
     ),
+    "pack of plain codes": (kernels.pack, {"plain": PLAIN}),
     "unpack": (kernels.unpack, {"tensor": PACKED}),
     "replace_scales": (kernels.replace_scales, {"tensor": PACKED, "scales": SCALES}),
     "dequantize": (PACKED.dequantize, {"dtype": "bf16", "scales": SCALES}),
@@ -101,9 +103,20 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "require_room": (CACHE.require_room, {"tokens": jnp.ones(2, jnp.int32)}),
     "WeightFormat": (
         kernels.WeightFormat,
-        {"codes": "uint4", "group_size": 32, "symmetric": False, "activations": None},
+        {"codes": "uint4", "group_size": 32, "symmetric": False, "operand": None},
     ),
     "WeightFormat.of": (kernels.WeightFormat.of, {"format": "uint4:g32"}),
+    "ActivationFormat": (kernels.ActivationFormat, {"values": "int8", "group_size": None}),
+    "ActivationFormat.of": (kernels.ActivationFormat.of, {"format": "int8"}),
+    "ProductFormat.of": (
+        kernels.ProductFormat.of,
+        {"format": "int8", "activations": kernels.ActivationFormat("int8")},
+    ),
+    "partition_specs": (
+        kernels.partition_specs,
+        {"tensor": PACKED, "mesh": jax.sharding.AbstractMesh((2,), ("a",))}
+        | {"k": None, "n": "a", "leading": None},
+    ),
     "KVFormat": (kernels.KVFormat, {"keys": 8, "values": 8}),
     "KVFormat.of": (kernels.KVFormat.of, {"format": "KV8"}),
 }

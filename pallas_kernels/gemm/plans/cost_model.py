@@ -104,7 +104,7 @@ TIMES_OF_FEW_ROWS_OF_TABLES = FewRows(0.8, 2.5, 0.323, 0.176, 0.0033, 0.107, 1.0
 
 def microseconds(config: WarpgroupConfig, problem: Problem) -> float:
     """The estimated time of a product; on GPUs other than the H200 only the order is meaningful."""
-    format, rows, outputs = problem.format, problem.rows, problem.outputs
+    format, rows, outputs = problem.weight, problem.rows, problem.outputs
     programs = math.ceil(rows / config.tile_m) * math.ceil(outputs / config.tile_n) * config.splits
     rounds = math.ceil(programs / problem.limits.multiprocessors)
     programs = min(programs, problem.limits.multiprocessors)
@@ -127,10 +127,10 @@ def microseconds(config: WarpgroupConfig, problem: Problem) -> float:
 def _times(config: WarpgroupConfig, problem: Problem) -> ManyRows | FewRows | EightBits:
     """The constants for the main loop that a configuration selects."""
     has_table = problem.has_table
-    if problem.format.is_flat:
+    if problem.weight.is_flat:
         return TIMES_OF_INT8
     if not config.has_few_rows:
-        if problem.format.activations:
+        if problem.weight.operand:
             return TIMES_OF_LIQUID4
         return TIMES_OF_MANY_ROWS_OF_TABLES if has_table else TIMES_OF_MANY_ROWS
     if config.uses_mma_sync(has_table=has_table):

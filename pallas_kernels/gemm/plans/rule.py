@@ -40,7 +40,7 @@ def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
 def _suits_warpgroups(problem: Problem) -> bool:
     if why_not_warpgroups(problem) is not None:
         return False
-    rows, format, has_table = problem.rows, problem.format, problem.has_table
+    rows, format, has_table = problem.rows, problem.weight, problem.has_table
     # The next kernel adds the splits of Triton's product as it reads them. So with fewer rows than
     # ROW_MULTIPLE a whole model is faster with Triton's kernel, even where the product alone is
     # not.
@@ -48,7 +48,7 @@ def _suits_warpgroups(problem: Problem) -> bool:
         return has_table
     if rows <= FEW_ROWS:  # other numbers of rows than multiples make Pallas copy x
         return (has_table or format.codes == "uint4") and rows % ROW_MULTIPLE == 0
-    if format.activations or (format.codes == "uint4" and format.group_size != 32):
+    if format.operand or (format.codes == "uint4" and format.group_size != 32):
         return True
     return rows <= (WARPGROUP_ROWS_OF_TABLES if has_table else WARPGROUP_ROWS)
 
@@ -58,16 +58,16 @@ def unfused(problem: Problem) -> Literal["dequantize", "xla"]:
 
     This is `xla` for two 8-bit operands whose scales are constant along K, else `dequantize`.
     """
-    format = problem.format
+    format = problem.weight
     if format.is_flat and format.group_size is None and why_not_triton(problem) is None:
         return "xla"
     return "dequantize"
 
 
 def _most_fused_rows(problem: Problem) -> float:
-    format = problem.format
-    if format.activations == "int8":
+    format = problem.weight
+    if format.operand == "int8":
         return math.inf if format.is_flat else FUSED_ROWS_OF_LIQUID4
-    if format.activations == "float8" and format.group_size is None:
+    if format.operand == "float8" and format.group_size is None:
         return FUSED_ROWS_OF_FLOAT8
     return FUSED_ROWS_OF_TABLES if problem.has_table else FUSED_ROWS

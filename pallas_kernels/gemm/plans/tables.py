@@ -17,6 +17,7 @@ from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.warpgroup_rule import why_unsound
 from mpjax.kernels.plans.plan import Entry
 from mpjax.kernels.plans.tables import Table, Tables
+from mpjax.kernels.product_format import ProductFormat
 
 # The numbers of rows for which plans are measured. A problem with other rows uses the next larger
 # bucket. Up to 32 rows, multiples of ROW_MULTIPLE have their own buckets, because the warpgroups'
@@ -71,7 +72,7 @@ class ProductTables(Tables[Problem]):
     def key(self, names: tuple[str, ...]) -> Key:
         """The inverse of `names`; raises ValueError for names that a table can't have."""
         text, shape, rows = names
-        format = WeightFormat.parse(text)
+        format = ProductFormat.of(text)
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
         if match is None:
             raise ValueError(f"{text}: the shape {shape!r} is not KxN, such as 4096x24576")
@@ -95,7 +96,7 @@ class ProductTables(Tables[Problem]):
     def check(self, key: Key, implementation: str, config: Mapping[str, Any]) -> None:
         """Raises ValueError for a configuration that a kernel can't multiply the format with."""
         _check_numbers(config)
-        format = WeightFormat.parse(key.format)
+        format = ProductFormat.of(key.format).weight
         if implementation == "triton":
             _check_tiles(config, format)
         elif reason := why_unsound(WarpgroupConfig(**config), format):

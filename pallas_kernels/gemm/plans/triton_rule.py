@@ -71,11 +71,11 @@ def triton_by_rule(problem: Problem) -> TritonConfig:
 
 def _is_slow_to_decode(problem: Problem) -> bool:
     """Whether decoding is so slow that each weight should be decoded for few tiles of rows."""
-    return problem.format.bits <= 4 and problem.format.activations is None
+    return problem.weight.bits <= 4 and problem.weight.operand is None
 
 
 def _largest_tile(problem: Problem) -> Tile:
-    return LARGEST_TILES.get(problem.format.codes, LARGEST_TILE)
+    return LARGEST_TILES.get(problem.weight.codes, LARGEST_TILE)
 
 
 def _tile_count(problem: Problem, tile: Tile) -> int:
@@ -107,29 +107,29 @@ def _tiles(problem: Problem) -> list[Tile]:
         longer, shorter = _divide(problem, largest).steps, _divide(problem, tiles[0]).steps
         if FEW_STEPS <= longer <= shorter / LONGER_STEPS:
             tiles.insert(0, largest)
-    if 64 < rows <= 128 and code_kinds.of(problem.format).shared_bytes:
+    if 64 < rows <= 128 and code_kinds.of(problem.weight).shared_bytes:
         tiles.insert(0, WIDE_TILE)
     return tiles
 
 
 def _stages(problem: Problem) -> tuple[int, ...]:
     """The numbers of steps in flight to try in turn, the best first."""
-    rows, format = problem.rows, problem.format
+    rows, format = problem.rows, problem.weight
     if problem.has_table and (rows > 16 if format.bits == 4 else 8 < rows <= 32):
         return 2, 3  # look-ups have a long latency, which more programs hide better than stages
-    if 64 < rows <= 128 and format.bits == 8 and format.activations is None:
+    if 64 < rows <= 128 and format.bits == 8 and format.operand is None:
         # With two stages two programs fit a multiprocessor, if there are so many programs.
         has_two = _tile_count(problem, _tiles(problem)[0]) >= 2 * problem.limits.multiprocessors
         return (2, 3) if has_two else (3, 2)
-    if rows <= 32 and (format.activations or format.group_size is None):
+    if rows <= 32 and (format.operand or format.group_size is None):
         return 4, 3, 2
     return 3, 2
 
 
 def _widths(problem: Problem) -> tuple[int | None, ...]:
     """The numbers of lanes of a plane to try in turn for a step, the best first."""
-    lanes = widths(problem.format)
-    shares = code_kinds.of(problem.format).shared_bytes > 0 and problem.rows > 32
+    lanes = widths(problem.weight)
+    shares = code_kinds.of(problem.weight).shared_bytes > 0 and problem.rows > 32
     return lanes[::-1] if shares else lanes
 
 
@@ -140,8 +140,8 @@ def _scaling(problem: Problem, tile: Tile) -> Scaling:
     two weights, or none for symmetric weights in bfloat16. With four warps, which multiply by
     `wgmma`, the compiler prefetches the scale only if it is part of an operand.
     """
-    scales_weights = tile.rows >= 64 or problem.has_table or problem.format.symmetric
-    return "weight" if scales_weights and can_scale_weights(problem.format) else "accumulator"
+    scales_weights = tile.rows >= 64 or problem.has_table or problem.weight.symmetric
+    return "weight" if scales_weights and can_scale_weights(problem.weight) else "accumulator"
 
 
 class _Division(NamedTuple):

@@ -34,7 +34,7 @@ def warpgroups_by_rule(problem: Problem) -> WarpgroupConfig:
 
 def ranked(problem: Problem) -> list[WarpgroupConfig]:
     """All sound configurations, the fastest by the cost model first."""
-    rows, format = problem.rows, problem.format
+    rows, format = problem.rows, problem.weight
     heights = {64, 96, 128, 192, 256}
     if rows <= min(heights):
         step = _row_step(rows, format)
@@ -51,7 +51,7 @@ def _row_step(rows: int, format: WeightFormat) -> int:
 
     rows: of the tile or the problem.
     """
-    is_int8 = format.activations == "int8"
+    is_int8 = format.operand == "int8"
     return INT8_ROW_MULTIPLE if is_int8 and rows > FEW_ROWS else ROW_MULTIPLE
 
 
@@ -60,7 +60,7 @@ def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
-    if format.activations and config.tile_m > most:
+    if format.operand and config.tile_m > most:
         by_warpgroups = MOST_ROWS_OF_INT8 if format.is_flat else MOST_ROWS_OF_LIQUID4
         step, most = TWO_PRODUCTS_ROW_MULTIPLE, by_warpgroups[config.warpgroups]
     if config.tile_m % step or config.tile_m > most:

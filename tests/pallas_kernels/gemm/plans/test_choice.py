@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax.kernels import UnsupportedError, WeightFormat, device, matmul, quantize
+from mpjax.kernels import ProductFormat, UnsupportedError, WeightFormat, device, matmul, quantize
 from mpjax.kernels.gemm.plans.choice import (
     forced,
     plan_of,
@@ -24,17 +24,9 @@ from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.plan import Entry, Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """What a problem looks at."""
-
-    format: WeightFormat
-    shape: tuple[int, int]
-
-
 def here(rows: int, channels: int = 4096, outputs: int = 6144, text: str = "uint4:g128") -> Problem:
     """A problem on this device."""
-    return Problem.of(rows, Weight(WeightFormat.parse(text), (channels, outputs)))
+    return Problem(rows, ProductFormat.of(text), channels, outputs, device.limits())
 
 
 @pytest.fixture

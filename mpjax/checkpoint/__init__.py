@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.linear import UniformLinear, check_scales
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.errors import CheckpointError
 
 __all__ = [
     "AWQConfig",

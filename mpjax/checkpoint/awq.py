@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint import packed_module
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.linear import UniformLinear, check_middle, unpack_words
 from mpjax.checkpoint.packed_module import TensorSpec
+from mpjax.errors import CheckpointError
 
 SUFFIXES = ("qweight", "qzeros", "scales")
 SOURCE = "quantization_config of an AWQ checkpoint"

@@ -13,18 +13,16 @@ import numpy as np
 
 from mpjax.checkpoint import awq, fp8, gptq
 from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
-from mpjax.checkpoint.layout import LinearPlace
 from mpjax.checkpoint.linear import check_scales
 from mpjax.checkpoint.plan import LinearSource, Packing
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.errors import CheckpointError
 from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize
 from mpjax.kernels.checks import are_finite
 from mpjax.kernels.device import default_device
 from mpjax.kernels.quantize import why_out_of_range
-from mpjax.kernels.quantized_tensor import concatenate
-from mpjax.models import Linear
+from mpjax.models import Linear, LinearPlace
 
 Read = Callable[[TensorInfo], np.ndarray]
 
@@ -41,44 +39,14 @@ def convert_array(info: TensorInfo, dtype: str, read: Read) -> jax.Array:
 def convert_linear(
     place: LinearPlace, sources: Sequence[LinearSource], dtype: str, read: Read
 ) -> list[Linear]:
-    """The linear maps of a place: one over all their outputs if their formats agree, else each.
+    """The linear maps of a place, joined as `LinearPlace.join` joins them.
 
     dtype: of plain kernels, transposed from the file's [out, in] to [in, out], and of biases.
     Raises CheckpointError for values that can't be right, naming the tensor.
     """
     kernels = [_kernel(source, dtype, read) for source in sources]
     biases = [_bias(source, place.bias, dtype, read) for source in sources]
-    joint = _join(_alike(kernels))
-    if joint is None:
-        return [Linear(kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
-    given = [bias for bias in biases if bias is not None]
-    return [Linear(joint, jnp.concatenate(given) if given else None)]
-
-
-def _alike(
-    kernels: Sequence[jax.Array | QuantizedTensor],
-) -> Sequence[jax.Array | QuantizedTensor]:
-    """Symmetric kernels as others are, unless all are symmetric: one product serves them all."""
-    packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
-    if all(kernel.format.symmetric for kernel in packed):
-        return kernels
-    return [
-        dataclasses.replace(kernel, format=dataclasses.replace(kernel.format, symmetric=False))
-        if isinstance(kernel, QuantizedTensor)
-        else kernel
-        for kernel in kernels
-    ]
-
-
-def _join(kernels: Sequence[jax.Array | QuantizedTensor]) -> jax.Array | QuantizedTensor | None:
-    """One kernel with the outputs of all, or None where their formats differ."""
-    if len(kernels) == 1:
-        return kernels[0]
-    packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
-    plain = [kernel for kernel in kernels if not isinstance(kernel, QuantizedTensor)]
-    if packed and plain:
-        return None
-    return concatenate(packed) if packed else jnp.concatenate(plain, axis=1)
+    return place.join([Linear(*maps) for maps in zip(kernels, biases, strict=True)])
 
 
 def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | QuantizedTensor:

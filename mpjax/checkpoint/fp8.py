@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint import packed_module
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.packed_module import TensorSpec
+from mpjax.errors import CheckpointError
 
 SUFFIXES = ("weight", *SCALE_NAMES.values())
 # Static scales of activations, which are rounded on the fly here, or not at all.

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 
 SOURCE = "quantization_config of an FP8 checkpoint"

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.checkpoint import packed_module
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.linear import WORD_BITS, UniformLinear, check_middle, unpack_words
 from mpjax.checkpoint.packed_module import TensorSpec
+from mpjax.errors import CheckpointError
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 

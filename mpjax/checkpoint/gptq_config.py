@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpjax.checkpoint import packed_module
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.errors import CheckpointError
 
 SOURCE = "quantization_config of a GPTQ checkpoint"
 SUPPORTED_BITS = (4, 8)

@@ -21,14 +21,13 @@ from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import kv_scales
 from mpjax.checkpoint.awq import BITS, AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.layout import assign_array, assign_linear
 from mpjax.checkpoint.plan import Packing, Plan, make_plan
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.settle import is_packed, settle
+from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, WeightFormat, files
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
@@ -62,7 +61,7 @@ def load(
     folder, dtype = Path(folder), compute_dtype(dtype, precision)
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
-    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
+    checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
     packing = read_packing(folder, hf)
     if not is_packed(checkpoint):
         packing = None  # config.json is of a quantised checkpoint, and the tensors are not
@@ -73,7 +72,7 @@ def load(
         config = dataclasses.replace(config, dtype=dtype)
     elif precision is not None and config.dtype == "float32":
         config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
-    plan = make_plan(checkpoint, config, packing, quantize)
+    plan = make_plan(checkpoint, decoder, config, packing, quantize)
     _require_mixture(folder, plan, precision)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
@@ -205,11 +204,11 @@ def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | N
             return checkpoint.read(info.name)
 
         for array, info in plan.arrays:
-            assign_array(model, array, jax.block_until_ready(convert_array(info, dtype, read)))
+            array.assign(model, jax.block_until_ready(convert_array(info, dtype, read)))
         for place, sources in plan.linears:
             parts = convert_linear(place, sources, dtype, read)
             jax.block_until_ready([nnx.state(part) for part in parts])
-            assign_linear(model, place, parts)
+            place.assign(model, parts)
         if plan.cache_scales:
             scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
             model.cache_scales = CacheScales(jnp.asarray(scales))

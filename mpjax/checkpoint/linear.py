@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.errors import CheckpointError
 from mpjax.kernels.checks import is_known
 
 WORD_BITS = 32

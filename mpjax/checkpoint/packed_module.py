@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.errors import CheckpointError
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 

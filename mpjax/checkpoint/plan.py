@@ -14,16 +14,16 @@ import jax.numpy as jnp
 
 from mpjax.checkpoint import awq, fp8, gptq, kv_scales
 from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.layout import ArrayPlace, LinearPlace, array_places, linear_places
 from mpjax.checkpoint.packed_module import check_packing, describe
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.checkpoint.settle import EMBEDDING, FLOAT_DTYPES, HEAD
+from mpjax.checkpoint.settle import FLOAT_DTYPES
+from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.formats import GROUP_SIZES
-from mpjax.models import DecoderConfig
+from mpjax.models import ArrayPlace, Decoder, DecoderConfig, LinearPlace
+from mpjax.models.parameters import name_of
 
 Packing = AWQConfig | GPTQConfig | FP8Config
 SHOWN_NAMES = 5
@@ -106,6 +106,7 @@ class Plan:
 
 def make_plan(
     checkpoint: Checkpoint,
+    decoder: type[Decoder],
     config: DecoderConfig,
     packing: Packing | None,
     quantize: WeightFormat | None,
@@ -125,11 +126,12 @@ def make_plan(
     for name, info in checkpoint.tensors.items():
         module, _, suffix = name.rpartition(".")
         modules.setdefault(module, {})[suffix] = info
-    _require_plain_tables(modules)
-    arrays = array_places(config)
+    tables = [name_of(decoder.names, table) for table in ("embedding", "head")]
+    _require_plain_tables(modules, tables)
+    arrays = decoder.array_places(config)
     linears = [
         (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
-        for place in linear_places(config)
+        for place in decoder.linear_places(config)
     ]
     expected = {array.name for array in arrays}
     for place, shards in linears:
@@ -141,8 +143,10 @@ def make_plan(
     ignored = fp8.ACTIVATION_SUFFIXES if isinstance(packing, FP8Config) else ()
     has_cache_scales = isinstance(packing, FP8Config) and packing.has_cache_scales
     if has_cache_scales:
-        expected |= {name for pair in kv_scales.names(config) for name in pair}
-    _check_names(checkpoint, expected, config, ignored)
+        expected |= set(kv_scales.names(decoder, config))
+    if config.tie_word_embeddings:  # the head is the embedding, which `settle` makes sure of
+        expected |= {tables[1]} & checkpoint.tensors.keys()
+    _check_names(checkpoint, expected, ignored)
     for array in arrays:
         info = checkpoint.tensors[array.name]
         _check_floats(info.name, info, array.shape)
@@ -159,12 +163,14 @@ def make_plan(
             )
             for place, shards in linears
         ),
-        kv_scales.check(checkpoint.tensors, config) if has_cache_scales else (),
+        kv_scales.check(checkpoint.tensors, decoder, config) if has_cache_scales else (),
     )
 
 
-def _require_plain_tables(modules: Mapping[str, Mapping[str, TensorInfo]]) -> None:
-    for name in (EMBEDDING.removesuffix(".weight"), HEAD.removesuffix(".weight")):
+def _require_plain_tables(
+    modules: Mapping[str, Mapping[str, TensorInfo]], tables: Iterable[str]
+) -> None:
+    for name in (table.removesuffix(".weight") for table in tables):
         tensors = modules.get(name, {})
         if "qweight" in tensors or fp8.matches(tensors):
             raise CheckpointError(
@@ -239,7 +245,6 @@ def _linear_source(
 def _check_names(
     checkpoint: Checkpoint,
     expected: Iterable[str],
-    config: DecoderConfig,
     ignored: tuple[str, ...],
 ) -> None:
     wanted = set(expected)
@@ -247,10 +252,8 @@ def _check_names(
     unexpected = sorted(
         name
         for name in checkpoint.tensors.keys() - wanted
-        # Constants that old files carry; and with tied embeddings the head is the embedding, which
-        # `settle` makes sure of.
+        # Old files carry the frequencies, which are constants.
         if not name.endswith(("rotary_emb.inv_freq", *ignored))
-        and not (config.tie_word_embeddings and name == HEAD)
     )
     problems = []
     if missing:

@@ -112,7 +112,6 @@ def _from_headers(folder: Path) -> LanguageModel:
     from flax import nnx
 
     from mpjax.checkpoint import huggingface
-    from mpjax.checkpoint.layout import assign_linear
     from mpjax.checkpoint.plan import make_plan
     from mpjax.checkpoint.safetensors import Checkpoint
     from mpjax.checkpoint.settle import is_packed, settle
@@ -122,12 +121,13 @@ def _from_headers(folder: Path) -> LanguageModel:
 
     hf = huggingface.read_config(folder)
     decoder, config = huggingface.decoder_config(folder, hf)
-    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
+    checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
     packing = huggingface.read_packing(folder, hf)
-    plan = make_plan(checkpoint, config, packing if is_packed(checkpoint) else None, None)
+    packing = packing if is_packed(checkpoint) else None
+    plan = make_plan(checkpoint, decoder, config, packing, None)
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     for place, sources in plan.linears:
-        assign_linear(model, place, _parts(sources, config.dtype, place.bias))
+        place.assign(model, _parts(sources, config.dtype, place.bias))
     if plan.cache_scales:
         shape = (config.num_layers, 2, config.num_kv_heads)
         model.cache_scales = CacheScales(jax.ShapeDtypeStruct(shape, jnp.dtype("float32")))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax.checkpoint import awq
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.errors import CheckpointError
 from tests.mpjax.checkpoint.packers import pack_awq
 
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}

@@ -10,12 +10,12 @@ import pytest
 
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.layout import LinearPlace
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.errors import CheckpointError
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.models import LinearPlace
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 
 SHAPE, SIZE = (64, 32), 32

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax.checkpoint import fp8
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
+from mpjax.errors import CheckpointError
 from mpjax.kernels import pack
 
 NAME = "model.layers.0.mlp.down_proj"

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.fp8_config import FP8Config
+from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.write_checkpoint import CACHE, FP8, compressed_fp8
 

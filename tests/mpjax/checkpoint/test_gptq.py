@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpjax.checkpoint import gptq
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.errors import CheckpointError
 from tests.mpjax.checkpoint.packers import pack_gptq
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.errors import CheckpointError
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
 

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.linear import UniformLinear, check_middle, check_scales, unpack_words
+from mpjax.errors import CheckpointError
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.packed_module import check_packing, describe, packing, parse_switch
+from mpjax.errors import CheckpointError
 
 
 def specs(rows, columns):

@@ -13,13 +13,13 @@ import pytest
 
 from mpjax.checkpoint import awq, convert, fp8, gptq, plan
 from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat, pack
 from mpjax.kernels.checks import are_finite
-from mpjax.models import family
+from mpjax.models import Llama, family
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     CONFIGS,
@@ -50,7 +50,8 @@ def planned(tensors, hf=LLAMA, quantize=None):
         method = AWQConfig if written["quant_method"] == "awq" else GPTQConfig
         packing = method.from_config(written)
     quantize = None if quantize is None else WeightFormat.parse(quantize)
-    return make_plan(checkpoint(tensors), family(hf).config_from_hf(hf), packing, quantize)
+    decoder = family(hf)
+    return make_plan(checkpoint(tensors), decoder, decoder.config_from_hf(hf), packing, quantize)
 
 
 def packed_checkpoint(rng, written, names=None, hf=LLAMA):
@@ -271,7 +272,7 @@ def test_converting_takes_no_more_than_planned():
 
 def test_more_layers_than_tensors_are_refused_before_any_is_looked_for(rng, monkeypatch):
     tensors = random_tensors(LLAMA, rng)
-    monkeypatch.setattr(plan, "array_places", None)
+    monkeypatch.setattr(Llama, "array_places", None)
     names = ", ".join(list(tensors)[:5])
     message = (
         f"there are 22 layers, and folder holds 21 tensors ({names}, ...): they are not of one"

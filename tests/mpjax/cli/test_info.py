@@ -89,17 +89,20 @@ def test_help_explains_the_rows_and_the_keys():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("change", "message"),
     [
-        ("rms_norm_eps", "0.1", "rms_norm_eps is '0.1': expected a positive number"),
-        ("windows", [None] * 1_000_000, "there are 1000000 layers and only"),
+        (
+            lambda config: {"rms_norm_eps": "0.1"},
+            "rms_norm_eps is '0.1': expected a positive number",
+        ),
+        (lambda config: {"layers": config["layers"] * 50_000}, "there are 100000 layers and only"),
     ],
 )
-def test_a_damaged_description_is_one_sentence(key, value, message, tiny, tmp_path):
+def test_a_damaged_description_is_one_sentence(change, message, tiny, tmp_path):
     mpjax.save(tiny, tmp_path / "saved")
     path = tmp_path / "saved" / "mpjax.json"
     content = json.loads(path.read_text())
-    content["config"][key] = value
+    content["config"] |= change(content["config"])
     path.write_text(json.dumps(content))
     result = CliRunner().invoke(app, ["info", str(tmp_path / "saved")])
     assert (result.exit_code, result.stdout) == (1, "")

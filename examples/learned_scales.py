@@ -29,8 +29,7 @@ class ScaledLinear(Linear):
     def __init__(self, base: Linear):
         kernel: Any = base.kernel.get_value()
         super().__init__(kernel, None if base.bias is None else base.bias.get_value())
-        _, scales, _ = unpack(kernel)
-        self.scales = Scales(scales.astype(jnp.float32))
+        self.scales = Scales(unpack(kernel).scales.astype(jnp.float32))
 
     def product(self, x: Any) -> jax.Array:
         """X · kernel; the scales count as they are stored, rounded to 16 bits."""

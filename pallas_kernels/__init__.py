@@ -14,6 +14,8 @@ from mpjax.kernels.kv_cache.api import append
 from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.scales import cache_scales
+from mpjax.kernels.partition import partition_specs
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.quantize import quantize
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
@@ -25,6 +27,7 @@ __all__ = [
     "KVFormat",
     "KVPages",
     "PagedKVCache",
+    "PlainCodes",
     "QuantizedActivations",
     "QuantizedTensor",
     "UnsupportedError",
@@ -37,6 +40,7 @@ __all__ = [
     "matmul_terms",
     "pack",
     "paged_attention",
+    "partition_specs",
     "prefill_attention",
     "quantize",
     "quantize_activations",

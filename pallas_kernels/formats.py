@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -144,14 +145,14 @@ class WeightFormat:
         return f"{self.codes}:g{group}" + (":sym" if self.symmetric else "") + suffix
 
     def require_matrix(self, shape: tuple[int, ...], name: str = "the matrix") -> None:
-        """Raises ValueError for a shape that is not [K, N], or whose K can't be split."""
-        if len(shape) != 2 or 0 in shape:
+        """Raises ValueError for a shape that is not [..., K, N], or whose K can't be split."""
+        if len(shape) < 2 or 0 in shape:
             raise ValueError(
-                f"{name}: the shape is {shape}; {self} is the format of a matrix [K, N]"
+                f"{name}: the shape is {shape}; {self} is the format of a matrix [..., K, N]"
             )
-        if not self.can_split(shape[0]):
+        if not self.can_split(shape[-2]):
             raise ValueError(
-                f"{shape[0]} input channels can't be split into groups of {self.group_size}; "
+                f"{shape[-2]} input channels can't be split into groups of {self.group_size}; "
                 "choose a group size that divides them, or gK for one group"
             )
 
@@ -222,16 +223,21 @@ class WeightFormat:
         """Number of groups over `channels` input channels."""
         return 1 if self.group_size is None else -(-channels // self.group_size)
 
-    def nbytes(self, shape: tuple[int, int]) -> int:
-        """Bytes that a weight of `shape` [input, output channels] takes in device memory."""
-        channels, outputs = shape
+    def padding(self, channels: int) -> int:
+        """Input channels that pad the last block of so many."""
+        return -channels % self.block
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes that a weight of `shape` [..., K, N] takes in device memory."""
+        *leading, channels, outputs = shape
         if not self.is_packed:
-            return channels * outputs * 2
-        padded = -(-channels // self.block) * self.block
+            return math.prod(shape) * 2
+        padded = channels + self.padding(channels)
         per_channel = 4 if self.codes == "liquid4" else 0
         table = 4 * 2**self.bits if self.codes.startswith("table") else 0
         words = padded // (self.parameter_channels or padded)
-        return outputs * (padded * self.bits // 8 + 4 * words + per_channel) + table
+        matrix = outputs * (padded * self.bits // 8 + 4 * words + per_channel) + table
+        return math.prod(leading) * matrix
 
 
 def _formats() -> list[WeightFormat]:

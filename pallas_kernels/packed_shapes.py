@@ -10,16 +10,17 @@ import jax.numpy as jnp
 
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
 
 
 @functools.lru_cache
 def packed_shapes(
-    shape: tuple[int, int], format: WeightFormat, scale_dtype: str, *, permuted: bool = False
+    shape: tuple[int, ...], format: WeightFormat, scale_dtype: str, *, permuted: bool = False
 ) -> QuantizedTensor:
-    """What `pack` makes of a matrix, with `jax.ShapeDtypeStruct`s in the place of arrays.
+    """What `pack` makes of a weight, with `jax.ShapeDtypeStruct`s in the place of arrays.
 
-    shape: [K, N]. permuted: whether there is a permutation.
+    shape: [..., K, N]. permuted: whether there is a permutation.
 
     Raises ValueError for a shape or a scale dtype that the format can't have.
     """
@@ -30,18 +31,19 @@ def packed_shapes(
         raise ValueError(
             f"scale_dtype is {scale_dtype!r:.80}: expected {' or '.join(kind.scale_dtypes)}"
         )
-    channels, outputs = shape
+    *leading, channels, outputs = shape
     groups = format.groups(channels), outputs
 
-    def array(shape: tuple[int, ...], dtype: Any, wanted: bool = True) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if wanted else None
+    def array(of_matrix: tuple[int, ...], dtype: Any, wanted: bool = True) -> Any:
+        return jax.ShapeDtypeStruct((*leading, *of_matrix), jnp.dtype(dtype)) if wanted else None
 
-    return jax.eval_shape(
-        functools.partial(pack, format=format),
-        array(shape, kind.code_dtype),
+    plain = PlainCodes(
+        format,
+        array((channels, outputs), kind.code_dtype),
         array(groups, scale_dtype),
         array(groups, "uint16", kind.has_zeros),
         permutation=array((channels,), "int32", permuted),
         channel_scales=array((outputs,), "float32", kind.has_channel_scales),
         table=array((2**format.bits,), "float32", kind.has_table),
     )
+    return jax.eval_shape(pack, plain)

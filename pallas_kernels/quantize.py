@@ -15,6 +15,8 @@ from mpjax.kernels.checks import are_finite, as_array, is_known
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from mpjax.kernels.codes.table import quantize_with_table
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.leading_axes import over_leading_axes
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
 
 # float16 rounds a smaller scale by 3 % and more, and in the end to zero. By one of float32, or of
@@ -28,7 +30,7 @@ def quantize(
     *,
     table: jax.typing.ArrayLike | Sequence[float] | None = None,
 ) -> Any:
-    """Rounds `weight` [K, N] to the nearest codes of `format`: a QuantizedTensor.
+    """Rounds `weight` [..., K, N] to the nearest codes of `format`: a QuantizedTensor.
 
     A 16-bit format just casts, to a plain array.
 
@@ -72,23 +74,27 @@ def _quantize(
         raise ValueError(f"{format} has no table: leave `table` out, or choose a table format")
     if not format.is_packed:
         return weight.astype(format.codes)
-    values = weight.astype(jnp.float32)
-    if table is None:
-        found = code_kinds.of(format).quantize(values, format)
-    elif table.shape != (2**format.bits,):
+    if table is not None and table.shape != (2**format.bits,):
         raise ValueError(f"table has shape {table.shape}; {format} expects ({2**format.bits},)")
-    else:
-        found = quantize_with_table(values, format, table)
-    codes, scales, zeros, channel_scales, table = found
-    zeros = None if zeros is None else zeros.astype(jnp.uint16)  # whole numbers, of float32 or not
-    return pack(codes, scales, zeros, format, channel_scales=channel_scales, table=table)
+
+    def quantize_matrix(weight: jax.Array) -> PlainCodes:
+        values = weight.astype(jnp.float32)
+        if table is None:
+            return code_kinds.of(format).quantize(values, format)
+        return quantize_with_table(values, format, table)
+
+    return pack(over_leading_axes(quantize_matrix, weight.ndim - 2)(weight))
 
 
 def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> str | None:
-    """Why finite weights are too large, or all too small, for what they became; None if not."""
+    """Why finite weights are too large, or those of a matrix all too small, for what they became.
+
+    None where they are not.
+    """
     if not isinstance(packed, QuantizedTensor) and packed.dtype == weight.dtype:
         return None
-    largest = float(_largest(weight))
+    leading = weight.ndim - 2
+    largest = np.asarray(_largest(weight, leading)).astype(np.float64)
     if isinstance(packed, QuantizedTensor):
         format, stored = str(packed.format), packed.scales()
         if packed.channel_scales is not None:
@@ -96,25 +102,31 @@ def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> 
         least = LEAST_FLOAT16_SCALE if stored.dtype == jnp.float16 else LEAST_SCALE
         # The most that a code is worth, of any kind: beyond it no largest scale is too small.
         reach = LARGEST_FLOAT8 if packed.table is None else float(jnp.abs(packed.table).max())
-        is_small = 0 < largest < least * reach and float(_largest_scale(stored)) < least
+        has_small_scales = np.asarray(_largest_scale(stored, leading)) < least
+        is_small = (largest > 0) & (largest < least * reach) & has_small_scales
     else:
         format, stored = str(packed.dtype), packed
-        is_small = stored.dtype == jnp.float16 and 0 < largest < LEAST_FLOAT16_SCALE
-    if not is_small and are_finite(stored):
+        is_small = (largest > 0) & (largest < LEAST_FLOAT16_SCALE)
+        is_small &= stored.dtype == jnp.float16
+    if not is_small.any() and are_finite(stored):
         return None
+    found, fault = largest.max(), "large"
+    if is_small.any():
+        found, fault = largest[is_small].min(), "small"
     return (
-        f"the largest magnitude of the weights is {largest:.3g}, too "
-        f"{'small' if is_small else 'large'} for {format}, whose range is that of {stored.dtype}: "
+        f"the largest magnitude of the weights is {found:.3g}, too {fault} for {format}, "
+        f"whose range is that of {stored.dtype}: "
         "multiply the weights by a power of two, and products with them by its inverse"
     )
 
 
-@jax.jit
-def _largest(weight: jax.Array) -> jax.Array:
-    return jnp.abs(weight).max()
+@functools.partial(jax.jit, static_argnums=1)
+def _largest(array: jax.Array, leading: int) -> jax.Array:
+    """The largest magnitude behind so many leading axes."""
+    return jnp.abs(array).max(tuple(range(leading, array.ndim)))
 
 
-@jax.jit
-def _largest_scale(scales: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=1)
+def _largest_scale(scales: jax.Array, leading: int) -> jax.Array:
     # Of small weights: a one then stands for a scale that is zero, or too small to divide by.
-    return jnp.where(scales < 1, scales, 0).max()
+    return _largest(jnp.where(scales < 1, scales, 0), leading)

@@ -8,30 +8,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import (
     are_finite,
     as_array,
-    as_arrays,
     as_dtype,
     is_known,
-    optional_array,
     require_type,
 )
-from mpjax.kernels.codes.base import by_group
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.leading_axes import over_leading_axes
+from mpjax.kernels.plain_checks import read_arrays, require_sound
+from mpjax.kernels.plain_codes import PlainCodes
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["words", "parameters", "permutation", "channel_scales", "table"],
-    meta_fields=["format", "channels", "scale_dtype"],
+    meta_fields=["format", "scale_dtype", "padding"],
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A packed weight matrix W [K, N]; `mpjax.kernels.codes` says what its codes mean.
+    """A packed weight W [..., K, N]; `mpjax.kernels.codes` says what its codes mean.
+
+    Leading axes (experts, layers) stand in front of the shape of every array, a table's too:
+    `jax.vmap` and `jax.lax.scan` take one matrix after another, and slices along leading axes are
+    tensors. `partition_specs` says how one is divided among devices, along K and along N.
 
     words: [K blocks, N, columns · plane width], unsigned, as wide as the operand that they become.
         A lane's words hold one code of each plane: code j is that of input channel
@@ -45,29 +48,31 @@ class QuantizedTensor:
         permutation[i] (GPTQ's act-order).
     channel_scales: float32 [N], the second level of `liquid4`, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
-    channels: K before padding; the codes of padded channels meet zeros of the activations.
     scale_dtype: what the scales in `parameters` are: `float16`, `bfloat16`, `float32`, or `uint16`
         for the steps of `liquid4`.
+    padding: input channels that pad the last block, beyond K; their codes meet zeros of the
+        activations.
     """
 
     words: jax.Array
     parameters: jax.Array
-    permutation: jax.Array | None
     format: WeightFormat
-    channels: int
     scale_dtype: str
+    padding: int = 0
+    permutation: jax.Array | None = None
     channel_scales: jax.Array | None = None
     table: jax.Array | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """The logical shape [K, N]."""
-        return self.channels, self.words.shape[1]
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape [..., K, N]."""
+        *leading, _, outputs, _ = self.words.shape
+        return *leading, self.padded_channels - self.padding, outputs
 
     @property
     def padded_channels(self) -> int:
         """K rounded up to whole blocks."""
-        blocks, _, words = self.words.shape
+        *_, blocks, _, words = self.words.shape
         return blocks * words // self.format.columns * self.format.planes
 
     @property
@@ -76,11 +81,14 @@ class QuantizedTensor:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def scales(self) -> jax.Array:
-        """Scales [groups, N] in `scale_dtype`, padding groups included; of `liquid4`, the steps."""
+        """Scales [..., groups, N] in `scale_dtype`, padding groups included.
+
+        Of `liquid4`, the steps.
+        """
         return self._scales_and_zeros[0]
 
     def zeros(self) -> jax.Array:
-        """Integer zero points [groups, N] as uint16; padding groups included."""
+        """Integer zero points [..., groups, N] as uint16; padding groups included."""
         return self._scales_and_zeros[1]
 
     @property
@@ -90,89 +98,46 @@ class QuantizedTensor:
     def dequantize(
         self, dtype: jax.typing.DTypeLike = jnp.float32, *, scales: jax.Array | None = None
     ) -> jax.Array:
-        """The matrix [K, N] in the order of the input channels, computed in float32.
+        """The weight [..., K, N] in the order of the input channels, computed in float32.
 
-        scales: [groups, N], without padding groups, in the place of the tensor's own.
+        scales: [..., groups, N], without padding groups, in the place of the tensor's own.
 
         Raises ValueError for another shape, and for `liquid4`, whose steps are integers.
         """
         dtype = as_dtype("dequantize: dtype", dtype)
-        if scales is None:
-            scales = self.scales()[: self.format.groups(self.channels)]
-        elif code_kinds.of(self.format).has_channel_scales:
-            raise ValueError(f"{self.format} has integer steps, which other scales can't replace")
-        else:
-            scales = _read_scales(self, scales)
-        values = code_kinds.of(self.format).dequantize(unpack_codes(self), self, scales)
-        if self.permutation is not None:
-            values = jnp.zeros_like(values).at[self.permutation].set(values)
-        return values.astype(dtype)
+        plain = unpack(self)
+        if scales is not None:
+            if code_kinds.of(self.format).has_channel_scales:
+                raise ValueError(
+                    f"{self.format} has integer steps, which other scales can't replace"
+                )
+            plain = dataclasses.replace(plain, scales=_read_scales(self, scales))
+        return plain.dequantize(dtype)
 
 
-def pack(
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    format: WeightFormat | str,
-    permutation: jax.Array | None = None,
-    *,
-    channel_scales: jax.Array | None = None,
-    table: jax.Array | None = None,
-) -> QuantizedTensor:
+def pack(plain: PlainCodes) -> QuantizedTensor:
     """Packs plain codes into the layout that the kernels read; `unpack` is its exact inverse.
-
-    codes: [K, N], K a multiple of the group size, but any for `float8`, whose last group may be
-        cut: unsigned integers, int8 for `int8` and float8_e4m3fn for `float8`.
-    scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
-        `float8`, uint16 steps up to 255 for `liquid4`.
-    zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
-        `liquid4`, to 255; None for the others, and for symmetric codes: all have 2**(bits − 1).
-    format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
-    permutation: integers [K], each of range(K) once.
-    channel_scales, table: see QuantizedTensor.
 
     Raises ValueError where a shape or a dtype does not fit, codes or zero points are too large,
     code · step + offset of `liquid4` is more than a byte, or a permutation is none: values are
     looked at where they are known, as they are not under `jit`.
     """
-    format = WeightFormat.of(format)
-    codes, scales = as_arrays("pack", codes=codes, scales=scales)
-    zeros, permutation, channel_scales, table = (
-        optional_array(f"pack: {name}", value)
-        for name, value in (
-            ("zeros", zeros),
-            ("permutation", permutation),
-            ("channel_scales", channel_scales),
-            ("table", table),
-        )
-    )
-    _check(codes, scales, zeros, format, permutation, channel_scales, table)
-    if code_kinds.of(format).code_dtype == jnp.uint8:
-        _check_values("codes", codes, 2**format.bits - 1)
-    if zeros is not None:
-        _check_values("zeros", zeros, 255 if format.codes == "liquid4" else 2**format.bits)
-    if format.codes == "liquid4":
-        _check_values("scales", scales, 255)
-        assert zeros is not None
-        _check_bytes(codes, scales, zeros)
-    if permutation is not None:
-        _check_permutation(permutation)
-    return _pack(codes, scales, zeros, format, permutation, channel_scales, table)
+    require_type("pack: plain", plain, PlainCodes)
+    plain = read_arrays("pack", plain)
+    require_sound(plain)
+    return _pack(plain)
 
 
-@functools.partial(jax.jit, static_argnames="format")
-def _pack(
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    format: WeightFormat,
-    permutation: jax.Array | None,
-    channel_scales: jax.Array | None,
-    table: jax.Array | None,
-) -> QuantizedTensor:
-    padding = -codes.shape[0] % format.block
-    codes = jnp.pad(codes, ((0, padding), (0, 0)))
-    kind = code_kinds.of(format)
+@jax.jit
+def _pack(plain: PlainCodes) -> QuantizedTensor:
+    return over_leading_axes(_pack_matrix, len(plain.shape) - 2)(plain)
+
+
+def _pack_matrix(plain: PlainCodes) -> QuantizedTensor:
+    format, kind = plain.format, code_kinds.of(plain.format)
+    padding = format.padding(plain.codes.shape[0])
+    codes = jnp.pad(plain.codes, ((0, padding), (0, 0)))
+    scales, zeros = plain.scales, plain.zeros
     if zeros is None:
         zeros = jnp.full_like(scales, kind.zero_point, jnp.uint16)
     missing = (0, format.groups(codes.shape[0]) - len(scales)), (0, 0)
@@ -180,12 +145,12 @@ def _pack(
     return QuantizedTensor(
         _pack_words(codes, format),
         kind.pack_parameters(scales, zeros),
-        None if permutation is None else permutation.astype(jnp.int32),
         format,
-        codes.shape[0] - padding,
         scales.dtype.name,
-        channel_scales,
-        table,
+        padding,
+        None if plain.permutation is None else plain.permutation.astype(jnp.int32),
+        plain.channel_scales,
+        plain.table,
     )
 
 
@@ -202,36 +167,43 @@ def _pack_words(codes: jax.Array, format: WeightFormat) -> jax.Array:
     return words.reshape(*words.shape[:2], -1)
 
 
-def unpack_codes(tensor: QuantizedTensor) -> jax.Array:
-    """Codes [K, N] bit for bit as packed, in packed order: see `permutation`."""
+def _unpack_words(tensor: QuantizedTensor) -> jax.Array:
+    """Codes [K, N] bit for bit as packed, in packed order."""
     format = tensor.format
     if format.is_flat:
-        return tensor.words[0].T[: tensor.channels]
+        return tensor.words[0].T[: tensor.shape[0]]
     words = tensor.words.reshape(*tensor.words.shape[:2], format.columns, -1)
     planes = code_kinds.of(format).unpack(words)  # [blocks, N, planes, plane width]
-    codes = planes.transpose(0, 2, 3, 1).reshape(-1, words.shape[1])[: tensor.channels]
+    codes = planes.transpose(0, 2, 3, 1).reshape(-1, words.shape[1])[: tensor.shape[0]]
     return jax.lax.bitcast_convert_type(codes, code_kinds.of(format).code_dtype)
 
 
-def unpack(tensor: QuantizedTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes [K, N], scales [groups, N] and zeros uint16 [groups, N], bit for bit as packed.
-
-    Codes are in packed order: with act-order, row i belongs to input channel permutation[i].
-    Formats without zero points have zeros of 0, and symmetric ones the middle, which `pack` does
-    not take.
-    """
+def unpack(tensor: QuantizedTensor) -> PlainCodes:
+    """The plain codes of a tensor, bit for bit as packed: uint8 codes, zero points in uint16."""
     require_type("unpack: tensor", tensor, QuantizedTensor)
     return _unpack(tensor)
 
 
 @jax.jit
-def _unpack(tensor: QuantizedTensor) -> tuple[jax.Array, jax.Array, jax.Array]:
-    groups = tensor.format.groups(tensor.channels)
-    return unpack_codes(tensor), tensor.scales()[:groups], tensor.zeros()[:groups]
+def _unpack(tensor: QuantizedTensor) -> PlainCodes:
+    return over_leading_axes(_unpack_matrix, len(tensor.shape) - 2)(tensor)
+
+
+def _unpack_matrix(tensor: QuantizedTensor) -> PlainCodes:
+    groups = tensor.format.groups(tensor.shape[0])
+    return PlainCodes(
+        tensor.format,
+        _unpack_words(tensor),
+        tensor.scales()[:groups],
+        tensor.zeros()[:groups] if code_kinds.of(tensor.format).has_zeros else None,
+        tensor.permutation,
+        tensor.channel_scales,
+        tensor.table,
+    )
 
 
 def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
-    """The tensor with other scales [groups, N], such as learned ones, rounded to its scale_dtype.
+    """The tensor with other scales [..., groups, N], such as learned ones, in its scale_dtype.
 
     `matmul(x, tensor, scales=scales)` rounds them so, too: the product is the same.
 
@@ -254,7 +226,8 @@ def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
     if kind.has_channel_scales:
         raise ValueError(f"{tensor.format} has integer steps: replace its channel_scales instead")
     scales = _read_scales(tensor, scales)
-    padding = ((0, len(tensor.parameters) - len(scales)), (0, 0))
+    missing = tensor.parameters.shape[-2] - scales.shape[-2]
+    padding = *((0, 0),) * (scales.ndim - 2), (0, missing), (0, 0)
     scales = jnp.pad(scales.astype(tensor.scale_dtype), padding)
     return dataclasses.replace(tensor, parameters=kind.pack_parameters(scales, tensor.zeros()))
 
@@ -262,11 +235,11 @@ def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
 def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
     """One tensor with the output channels of all, or None where they don't share a layout.
 
-    Layouts agree when format, input channels, scale dtype, permutation and table are equal;
+    Layouts agree when format, leading axes, K, scale dtype, permutation and table are equal;
     checking permutations and tables reads them back from the device.
     """
     first = tensors[0]
-    if len({(tensor.format, tensor.channels, tensor.scale_dtype) for tensor in tensors}) > 1:
+    if len({(tensor.format, tensor.shape[:-1], tensor.scale_dtype) for tensor in tensors}) > 1:
         return None
     for shared in ("permutation", "table"):
         arrays = [getattr(tensor, shared) for tensor in tensors]
@@ -277,91 +250,16 @@ def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
     channel_scales = [t.channel_scales for t in tensors if t.channel_scales is not None]
     return dataclasses.replace(
         first,
-        words=jnp.concatenate([tensor.words for tensor in tensors], axis=1),
-        parameters=jnp.concatenate([tensor.parameters for tensor in tensors], axis=1),
-        channel_scales=jnp.concatenate(channel_scales) if channel_scales else None,
+        words=jnp.concatenate([tensor.words for tensor in tensors], axis=-2),
+        parameters=jnp.concatenate([tensor.parameters for tensor in tensors], axis=-1),
+        channel_scales=jnp.concatenate(channel_scales, axis=-1) if channel_scales else None,
     )
-
-
-def _check(
-    codes: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    format: WeightFormat,
-    permutation: jax.Array | None,
-    channel_scales: jax.Array | None,
-    table: jax.Array | None,
-) -> None:
-    if not format.is_packed:
-        raise ValueError(f"{format} is not packed: a plain array needs no packing")
-    format.require_matrix(codes.shape, "codes")
-    kind = code_kinds.of(format)
-    unsigned = kind.code_dtype == jnp.uint8 and jnp.issubdtype(codes.dtype, jnp.unsignedinteger)
-    if not unsigned and codes.dtype != kind.code_dtype:
-        wanted_dtype = "unsigned integers" if kind.code_dtype == jnp.uint8 else kind.code_dtype
-        raise ValueError(f"codes have dtype {codes.dtype}; expected {wanted_dtype}")
-    channels, outputs = codes.shape
-    groups = format.groups(channels), outputs
-    wanted = {
-        "scales": (scales, groups),
-        "zeros": (zeros, groups if kind.has_zeros else None),
-        "permutation": (permutation, (channels,) if permutation is not None else None),
-        "channel_scales": (channel_scales, (outputs,) if kind.has_channel_scales else None),
-        "table": (table, (2**format.bits,) if kind.has_table else None),
-    }
-    for name, (array, expected) in wanted.items():
-        found = None if array is None else array.shape
-        if found != expected:
-            raise ValueError(f"{name}: the shape is {found}, and {format} expects {expected}")
-    if scales.dtype.name not in kind.scale_dtypes:
-        raise ValueError(
-            f"scales have dtype {scales.dtype}; expected {' or '.join(kind.scale_dtypes)}"
-        )
-    for name, indices in (("zeros", zeros), ("permutation", permutation)):
-        if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise ValueError(
-                f"{name}: the dtype is {indices.dtype}; expected integers: convert them"
-            )
-
-
-def _check_values(name: str, array: jax.Array, largest: int) -> None:
-    if not is_known(array):
-        return
-    with jax.ensure_compile_time_eval():  # under `jit`, too, of what is no argument there
-        low, high = int(array.min()), int(array.max())
-    if low < 0 or high > largest:
-        raise ValueError(f"{name} are {low} to {high}; expected 0 to {largest}")
-
-
-def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None:
-    if not is_known((codes, steps, offsets)):
-        return
-    with jax.ensure_compile_time_eval():
-        peaks = by_group(jnp.asarray(codes), len(steps)).max(1)
-        peaks, steps, offsets = (jnp.asarray(x).astype(jnp.int32) for x in (peaks, steps, offsets))
-        largest = int((peaks * steps + offsets).max())
-    if largest > 255:  # a carry into the byte of another code
-        raise ValueError(
-            f"code · step + offset is up to {largest}; expected at most 255, a byte: choose "
-            "smaller steps or offsets"
-        )
-
-
-def _check_permutation(permutation: jax.Array) -> None:
-    if not is_known(permutation):
-        return
-    found = np.asarray(permutation)
-    missing = np.setdiff1d(np.arange(len(found)), found)
-    if missing.size:  # else there is room for nothing else
-        raise ValueError(
-            f"permutation lacks {missing.size} of {len(found)} channels, such as {missing[0]}; "
-            f"expected each of 0 to {len(found) - 1} once"
-        )
 
 
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:
     scales = as_array("scales", scales)
-    expected = (tensor.format.groups(tensor.channels), tensor.shape[1])
+    *leading, channels, outputs = tensor.shape
+    expected = (*leading, tensor.format.groups(channels), outputs)
     if scales.shape != expected:
         raise ValueError(f"scales have shape {scales.shape}; {tensor.format} expects {expected}")
     return scales

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.fp8_config import FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.linear import UniformLinear, check_scales
+from mpjax.checkpoint.linear import check_scales
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.errors import CheckpointError
 
@@ -16,6 +16,5 @@ __all__ = [
     "FP8Config",
     "GPTQConfig",
     "TensorInfo",
-    "UniformLinear",
     "check_scales",
 ]

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint import packed_module
-from mpjax.checkpoint.linear import UniformLinear, check_middle, unpack_words
 from mpjax.checkpoint.packed_module import TensorSpec
 from mpjax.errors import CheckpointError
+from mpjax.checkpoint.linear import check_middle, uniform_format, unpack_words
+from mpjax.checkpoint.packed_module import TensorSpec
+from mpjax.kernels import PlainCodes
 
 SUFFIXES = ("qweight", "qzeros", "scales")
 SOURCE = "quantization_config of an AWQ checkpoint"
@@ -114,7 +116,7 @@ def decode(
     config: AWQConfig,
     name: str,
     shape: tuple[int, int] | None = None,
-) -> UniformLinear:
+) -> PlainCodes:
     """Unpacks one module on the arrays' device; may be called inside `jax.jit`.
 
     tensors: the arrays as in the file, by suffix. name: the module, for messages.
@@ -126,7 +128,8 @@ def decode(
     if not config.zero_point:
         check_middle(name, zeros, BITS, "zero_point: false")
     scales = jnp.asarray(tensors["scales"])
-    return UniformLinear(codes, scales, zeros, None, BITS, config.group_size)
+    format = uniform_format(name, BITS, config.group_size, len(codes))
+    return PlainCodes(format, codes, scales, zeros)
 
 
 @jax.jit

@@ -63,8 +63,6 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
 
 
 def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> QuantizedTensor:
-    format = source.format
-    assert format is not None
     # g_idx stays on the host: its values decide the order of the channels.
     tensors: dict[str, Any] = {
         suffix: read(info) if suffix == "g_idx" else _to_device(read(info))
@@ -74,19 +72,18 @@ def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> Quanti
     if isinstance(packing, FP8Config):
         check_scales(source.name, tensors[packing.scale_name])
         fp8.check_codes(source.name, tensors["weight"])
-        codes, scales = fp8.decode(tensors, packing, source.name, source.shape)
-        return pack(codes, scales, None, format)
+        return pack(fp8.decode(tensors, packing, source.name, source.shape))
     check_scales(source.name, tensors["scales"])
     if isinstance(packing, AWQConfig):
-        linear = awq.decode(tensors, packing, source.name, source.shape)
+        plain = awq.decode(tensors, packing, source.name, source.shape)
     else:
-        linear = gptq.decode(tensors, packing, source.name, source.shape)
-    scales = _narrow(source.name, linear.scales)
-    zeros: jax.Array | None = linear.zeros
+        plain = gptq.decode(tensors, packing, source.name, source.shape)
+    plain = dataclasses.replace(plain, scales=_narrow(source.name, plain.scales))
     # Seen rather than believed: writers differ by one in how they store zero points.
-    if bool(jnp.all(linear.zeros == 2 ** (linear.bits - 1))):
-        zeros, format = None, dataclasses.replace(format, symmetric=True)
-    return pack(linear.codes, scales, zeros, format, linear.permutation)
+    if bool(jnp.all(plain.zeros == 2 ** (plain.format.bits - 1))):
+        symmetric = dataclasses.replace(plain.format, symmetric=True)
+        plain = dataclasses.replace(plain, format=symmetric, zeros=None)
+    return pack(plain)
 
 
 def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Array | None:

@@ -20,6 +20,7 @@ from mpjax.checkpoint import packed_module
 from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
 from mpjax.checkpoint.packed_module import TensorSpec
 from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes
 
 SUFFIXES = ("weight", *SCALE_NAMES.values())
 # Static scales of activations, which are rounded on the fly here, or not at all.
@@ -69,8 +70,8 @@ def decode(
     config: FP8Config,
     name: str,
     shape: tuple[int, int] | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Codes float8_e4m3fn [K, N] and scales float32 [groups, N], as `pack` takes them.
+) -> PlainCodes:
+    """Codes float8_e4m3fn [K, N] with scales float32 [groups, N].
 
     tensors: the arrays as in the file, by suffix. name: the module, for messages.
     shape: the (K, N) that the model expects, if known. Raises CheckpointError as `check` does.
@@ -80,7 +81,7 @@ def decode(
     scales = jnp.asarray(tensors[config.scale_name]).reshape(-1, config.format.groups(channels))
     size = min(config.block[0] or outputs, outputs)
     scales = _scales_of_channels(scales, size=size, outputs=outputs)
-    return jnp.asarray(tensors["weight"]).T, scales
+    return PlainCodes(config.format, jnp.asarray(tensors["weight"]).T, scales)
 
 
 def check_codes(name: str, weight: jax.Array) -> None:

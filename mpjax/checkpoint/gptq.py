@@ -18,9 +18,10 @@ import numpy as np
 
 from mpjax.checkpoint import packed_module
 from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.linear import WORD_BITS, UniformLinear, check_middle, unpack_words
+from mpjax.checkpoint.linear import WORD_BITS, check_middle, uniform_format, unpack_words
 from mpjax.checkpoint.packed_module import TensorSpec
 from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -72,7 +73,7 @@ def decode(
     config: GPTQConfig,
     name: str,
     shape: tuple[int, int] | None = None,
-) -> UniformLinear:
+) -> PlainCodes:
     """Unpacks one module on the arrays' device; may be called inside `jax.jit`.
 
     tensors: the arrays as in the file, by suffix; `g_idx` must be concrete (a numpy array, not an
@@ -104,7 +105,8 @@ def decode(
     if config.symmetric:
         check_middle(name, zeros, config.bits, "sym: true")
     scales = jnp.asarray(tensors["scales"])
-    return UniformLinear(codes, scales, zeros, permutation, config.bits, config.group_size)
+    format = uniform_format(name, config.bits, config.group_size, rows)
+    return PlainCodes(format, codes, scales, zeros, permutation)
 
 
 def permutation_of(g_idx: np.ndarray, group_size: int, name: str) -> np.ndarray | None:

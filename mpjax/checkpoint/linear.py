@@ -1,65 +1,33 @@
-"""What AWQ and GPTQ modules decode to, and the unpacking and checks that both share."""
+"""The format, the unpacking and the checks that AWQ and GPTQ modules share."""
 
 from __future__ import annotations
-
-import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.errors import CheckpointError
+from mpjax.kernels import WeightFormat
 from mpjax.kernels.checks import is_known
+from mpjax.kernels.formats import GROUP_SIZES
 
 WORD_BITS = 32
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales", "zeros", "permutation"),
-    meta_fields=("bits", "group_size"),
-)
-@dataclasses.dataclass(frozen=True)
-class UniformLinear:
-    """A uniformly quantised weight of K input and N output channels, unpacked; a pytree.
+def uniform_format(name: str, bits: int, group_size: int | None, channels: int) -> WeightFormat:
+    """The format of integer codes with a scale and a zero point for each group.
 
-    Row i stands for input channel permutation[i], or i without a permutation, and belongs to group
-    i // group_size; its weights are (codes[i] − zeros[group]) · scales[group].
-
-    codes: uint8 [K, N], 0 to 2**bits − 1.
-    scales: float16, bfloat16 or float32 as in the file, [G, N], where G = K / group_size.
-    zeros: uint16 [G, N], integer zero points.
-    permutation: int32 [K], or None for the channels' own order.
-    bits: bits per code.
-    group_size: input channels per group; None means one group of all K.
+    name: the module, for messages. group_size: input channels per group of `channels`; None is all.
+    Raises CheckpointError for a group size that no format has.
     """
-
-    codes: jax.Array
-    scales: jax.Array
-    zeros: jax.Array
-    permutation: jax.Array | None
-    bits: int
-    group_size: int | None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(K, N): input channels, output channels."""
-        return self.codes.shape[0], self.codes.shape[1]
-
-    def dequantize(self) -> jax.Array:
-        """Computes the weight float32 [K, N], rows in the order of the input channels.
-
-        Exact for float16 and bfloat16 scales: 9 bits of code times 11 of scale fit in 24.
-        """
-        rows, columns = self.shape
-        codes = self.codes.reshape(self.scales.shape[0], -1, columns).astype(jnp.int32)
-        differences = codes - self.zeros[:, None, :].astype(jnp.int32)  # [G, group_size, N]
-        weight = differences.astype(jnp.float32) * self.scales[:, None, :].astype(jnp.float32)
-        weight = weight.reshape(rows, columns)
-        if self.permutation is None:
-            return weight
-        return jnp.zeros_like(weight).at[self.permutation].set(weight, unique_indices=True)
+    if group_size not in GROUP_SIZES and group_size == channels:
+        group_size = None  # one group, spelt as a number
+    if group_size not in (*GROUP_SIZES, None):
+        raise CheckpointError(
+            f"{name} has groups of {group_size} input channels: supported are groups of 32, 64, "
+            f"128 and of all {channels} (group_size -1)"
+        )
+    return WeightFormat(f"uint{bits}", group_size)
 
 
 def unpack_words(

@@ -88,8 +88,8 @@ def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts) -> None:
                 }
                 kernel = QuantizedTensor(
                     format=part.format,
-                    channels=linear_place.shapes[0][0],
                     scale_dtype=part.scale_dtype,
+                    padding=part.format.padding(linear_place.shapes[0][0]),
                     **stored,
                 )
             linears.append(Linear(kernel, arrays.get(f"{path}.bias")))

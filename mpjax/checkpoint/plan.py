@@ -16,12 +16,12 @@ from mpjax.checkpoint import awq, fp8, gptq, kv_scales
 from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.fp8_config import FP8Config
 from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.linear import uniform_format
 from mpjax.checkpoint.packed_module import check_packing, describe
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.settle import FLOAT_DTYPES
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
-from mpjax.kernels.formats import GROUP_SIZES
 from mpjax.models import ArrayPlace, Decoder, DecoderConfig, LinearPlace
 from mpjax.models.parameters import name_of
 
@@ -232,14 +232,8 @@ def _linear_source(
     else:
         check_packing(name, packed, packing.method if packing else None)
         raise AssertionError("unreachable: no other method packs words")
-    if group_size not in GROUP_SIZES and group_size == shape[0]:
-        group_size = None  # one group, spelt as a number
-    if group_size not in (*GROUP_SIZES, None):
-        raise CheckpointError(
-            f"{name} has groups of {group_size} input channels: supported are groups of 32, 64, "
-            f"128 and of all {shape[0]} (group_size -1)"
-        )
-    return LinearSource(name, shape, tensors, packing, WeightFormat(f"uint{bits}", group_size))
+    format = uniform_format(name, bits, group_size, shape[0])
+    return LinearSource(name, shape, tensors, packing, format)
 
 
 def _check_names(

@@ -6,7 +6,7 @@ operands of the tensor cores. There is one packed tensor and one main loop for a
 
 from __future__ import annotations
 
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group
 from mpjax.kernels.codes.float8 import Float8
 from mpjax.kernels.codes.integer import Integer, Symmetric
 from mpjax.kernels.codes.liquid import Liquid
@@ -33,4 +33,4 @@ def of(format: WeightFormat) -> CodeKind:
     return _KINDS[format.codes + (":sym" if format.symmetric else "")]
 
 
-__all__ = ["CodeKind", "Decoder", "Group", "Quantized", "of"]
+__all__ = ["CodeKind", "Decoder", "Group", "of"]

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.bits import multiply, pack_pair, unpack_pair
 from mpjax.kernels.formats import WeightFormat
-
-if TYPE_CHECKING:
-    from mpjax.kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.plain_codes import PlainCodes
 
 Decoder = Callable[[int], jax.Array]
-
-
-class Quantized(NamedTuple):
-    """What a quantiser found, as `pack` takes it."""
-
-    codes: jax.Array  # [K, N]
-    scales: jax.Array  # [groups, N]
-    zeros: jax.Array | None = None  # [groups, N]
-    channel_scales: jax.Array | None = None  # [N]
-    table: jax.Array | None = None  # [2**bits]
 
 
 class Group(NamedTuple):
@@ -52,12 +40,12 @@ class CodeKind(abc.ABC):
     has_table = False
 
     @abc.abstractmethod
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
         """Rounds float32 [K, N], which the format can split, to the nearest codes."""
 
     @abc.abstractmethod
-    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
-        """The values float32 [K, N] of codes [K, N]; scales [groups, N], the rest from `tensor`."""
+    def dequantize(self, plain: PlainCodes) -> jax.Array:
+        """The values float32 [K, N] of codes, rows in their order."""
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Words [..., columns, width] of codes uint8 [..., planes, width]; not of flat formats."""
@@ -68,7 +56,10 @@ class CodeKind(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__}: its words are codes already")
 
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
-        """Words uint32 [words, N] of scales and zeros uint16 [groups, N], of whole blocks."""
+        """Words uint32 [..., words, N] of scales and zeros uint16 [..., groups, N].
+
+        There are groups for whole blocks.
+        """
         if scales.dtype == jnp.float32:
             return jax.lax.bitcast_convert_type(scales, jnp.uint32)
         return pack_pair(scales, zeros)
@@ -136,8 +127,8 @@ def divisible(scales: jax.Array) -> jax.Array:
 
 
 def by_group(values: jax.Array, groups: int) -> jax.Array:
-    """Values [K, N] as [groups, K / groups, N]; groups of padding are left out by the caller."""
-    return values.reshape(groups, -1, values.shape[-1])
+    """Values [..., K, N] as [..., groups, K / groups, N]."""
+    return values.reshape(*values.shape[:-2], groups, -1, values.shape[-1])
 
 
 def scaled(values: jax.Array, scales: jax.Array) -> jax.Array:

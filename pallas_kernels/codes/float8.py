@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
@@ -11,17 +9,14 @@ from mpjax.kernels.codes.base import (
     CodeKind,
     Decoder,
     Group,
-    Quantized,
     by_group,
     divisible,
     scaled,
 )
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.target import current_target
-
-if TYPE_CHECKING:
-    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 LARGEST = 448.0  # of e4m3, which has no infinities
 
@@ -46,7 +41,7 @@ class Float8(CodeKind):
     code_dtype = jnp.dtype(jnp.float8_e4m3fn)
     scale_dtypes = ("float32",)
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
         """Scale = max|w| / 448 over a channel, or over a block of 128 × 128 (DeepSeek-V3)."""
         channels = weight.shape[0]
         weight = _whole_groups(weight, format)
@@ -60,12 +55,12 @@ class Float8(CodeKind):
             peak = peak.reshape(len(groups), -1)[:, :outputs]
         scales = divisible(peak * (1 / LARGEST))
         codes = to_float8(groups / scales[:, None])
-        return Quantized(codes.reshape(weight.shape)[:channels], scales)
+        return PlainCodes(format, codes.reshape(weight.shape)[:channels], scales)
 
-    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+    def dequantize(self, plain: PlainCodes) -> jax.Array:
         """e4m3(code) · scale."""
-        values = _whole_groups(codes.astype(jnp.float32), tensor.format)
-        return scaled(values, scales)[: codes.shape[0]]
+        values = _whole_groups(plain.codes.astype(jnp.float32), plain.format)
+        return scaled(values, plain.scales)[: plain.shape[0]]
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Plane 0 is the low byte of a word, plane 1 the high one."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import bits as bit_planes
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, by_group, scaled
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.rounding import round_to
 from mpjax.kernels.target import current_target
-
-if TYPE_CHECKING:
-    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
 class Integer(CodeKind):
@@ -25,7 +21,7 @@ class Integer(CodeKind):
     def __init__(self, bits: int):
         self.bits = bits
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
         """Rounds to the nearest codes, with the float16 scale that is stored.
 
         scale = (max − min) / (2**b − 1) over a range that includes zero, zero point =
@@ -36,7 +32,8 @@ class Integer(CodeKind):
         low = jnp.minimum(groups.min(1), 0.0)
         steps = self._steps(jnp.maximum(groups.max(1), 0.0) - low)
         zeros = jnp.clip(jnp.round(-low * (1 / steps)), 0, 2**self.bits - 1)
-        return Quantized(self._round(groups, steps, zeros), steps.astype(jnp.float16), zeros)
+        codes = self._round(groups, steps, zeros)
+        return PlainCodes(format, codes, steps.astype(jnp.float16), zeros.astype(jnp.uint16))
 
     def _steps(self, ranges: jax.Array) -> jax.Array:
         """Scales [groups, N] that float16 holds; products in the place of XLA's own divisions."""
@@ -49,11 +46,12 @@ class Integer(CodeKind):
         codes = jnp.clip(codes, 0, 2**self.bits - 1)
         return codes.reshape(-1, groups.shape[-1]).astype(jnp.uint8)
 
-    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+    def dequantize(self, plain: PlainCodes) -> jax.Array:
         """(code − zero) · scale."""
-        centred = by_group(codes.astype(jnp.float32), len(scales))
-        centred -= tensor.zeros()[: len(scales)].astype(jnp.float32)[:, None]
-        return scaled(centred.reshape(codes.shape), scales)
+        zeros = jnp.asarray(self.zero_point) if plain.zeros is None else plain.zeros[:, None]
+        groups = by_group(plain.codes.astype(jnp.float32), len(plain.scales))
+        centred = groups - zeros.astype(jnp.float32)
+        return scaled(centred.reshape(plain.shape), plain.scales)
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Plane j is bits j·b … of a word."""
@@ -98,12 +96,12 @@ class Symmetric(Integer):
         super().__init__(bits)
         self.zero_point = 2 ** (bits - 1)
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
         """Rounds to the nearest codes; scale = 2·max|w| / (2**b − 1), as GPTQ's quantiser."""
         groups = by_group(weight, format.groups(weight.shape[0]))
         steps = self._steps(2 * jnp.abs(groups).max(1))
         codes = self._round(groups, steps, jnp.full_like(steps, self.zero_point))
-        return Quantized(codes, steps.astype(jnp.float16))
+        return PlainCodes(format, codes, steps.astype(jnp.float16))
 
     def scaled_decoder(
         self,

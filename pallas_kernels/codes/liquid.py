@@ -9,8 +9,6 @@ crosses them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
@@ -19,16 +17,13 @@ from mpjax.kernels.codes.base import (
     CodeKind,
     Decoder,
     Group,
-    Quantized,
     by_group,
     divisible,
     scaled,
 )
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.target import current_target
-
-if TYPE_CHECKING:
-    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 PROTECTED = 119  # the range of the first level that keeps the second from overflowing
 TOP = 15
@@ -42,7 +37,7 @@ class Liquid(CodeKind):
     has_channel_scales = True
     has_group_scales = False
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
         """Rounds at both levels.
 
         The paper leaves the rounding of the step open. Rounded to nearest, at least 1, with the
@@ -58,22 +53,24 @@ class Liquid(CodeKind):
         codes = (2 * shifted + steps[:, None]) // (2 * steps[:, None])  # halves go up
         codes = jnp.minimum(codes, TOP).reshape(weight.shape).astype(jnp.uint8)
         offsets = (low + 128).astype(jnp.uint16)
-        return Quantized(codes, steps.astype(jnp.uint16), offsets, channel_scales)
-
-    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
-        """The int8 of the first level times its channel's scale."""
-        assert tensor.channel_scales is not None
-        values = self.first_level(codes, tensor)
-        return scaled(values, tensor.channel_scales[None])
-
-    def first_level(self, codes: jax.Array, tensor: QuantizedTensor) -> jax.Array:
-        """The int8 [K, N] that the kernel multiplies."""
-        groups = tensor.format.groups(tensor.channels)
-        steps, offsets = (
-            half[:groups].astype(jnp.uint8)[:, None] for half in (tensor.scales(), tensor.zeros())
+        return PlainCodes(
+            *(format, codes, steps.astype(jnp.uint16), offsets), channel_scales=channel_scales
         )
-        values = (by_group(codes, groups) * steps + offsets) ^ jnp.uint8(0x80)
-        return jax.lax.bitcast_convert_type(values, jnp.int8).reshape(codes.shape)
+
+    def dequantize(self, plain: PlainCodes) -> jax.Array:
+        """The int8 of the first level times its channel's scale."""
+        assert plain.channel_scales is not None
+        return scaled(self.first_level(plain), plain.channel_scales[None])
+
+    def first_level(self, plain: PlainCodes) -> jax.Array:
+        """The int8 [K, N] that the kernel multiplies."""
+        assert plain.zeros is not None
+        codes, steps, offsets = (
+            array.astype(jnp.uint8) for array in (plain.codes, plain.scales, plain.zeros)
+        )
+        values = by_group(codes, len(steps)) * steps[:, None] + offsets[:, None]
+        values ^= jnp.uint8(0x80)
+        return jax.lax.bitcast_convert_type(values, jnp.int8).reshape(plain.shape)
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Plane 0 is the low nibble of a byte, plane 1 the high one."""
@@ -87,12 +84,12 @@ class Liquid(CodeKind):
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
         """A byte of step and one of offset, of one group below those of the next."""
         halves = scales | (zeros << jnp.uint16(8))
-        return pack_pair(halves[0::2], halves[1::2])
+        return pack_pair(halves[..., 0::2, :], halves[..., 1::2, :])
 
     def unpack_parameters(self, words: jax.Array, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
         """The inverse of `pack_parameters`."""
-        halves = jnp.stack(unpack_pair(words, scale_dtype, scale_dtype), 1)
-        halves = halves.reshape(-1, words.shape[1])
+        halves = jnp.stack(unpack_pair(words, scale_dtype, scale_dtype), -2)
+        halves = halves.reshape(*words.shape[:-2], -1, words.shape[-1])
         return halves & jnp.uint16(0xFF), halves >> jnp.uint16(8)
 
     def load(

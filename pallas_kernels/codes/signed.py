@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, divisible, scaled
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, divisible, scaled
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.target import current_target
-
-if TYPE_CHECKING:
-    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
 class Signed(CodeKind):
@@ -21,15 +17,15 @@ class Signed(CodeKind):
     code_dtype = jnp.dtype(jnp.int8)
     scale_dtypes = ("float32",)
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
         """Per output channel: scale = max|w| / 127 (SmoothQuant's convention)."""
         scales = divisible(jnp.abs(weight).max(0, keepdims=True) * (1 / 127))
         codes = jnp.clip(jnp.round(weight / scales), -127, 127).astype(jnp.int8)
-        return Quantized(codes, scales)
+        return PlainCodes(format, codes, scales)
 
-    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+    def dequantize(self, plain: PlainCodes) -> jax.Array:
         """Code · scale."""
-        return scaled(codes, scales)
+        return scaled(plain.codes, plain.scales)
 
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int

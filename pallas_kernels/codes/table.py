@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import functools
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Quantized, by_group, scaled
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, by_group, scaled
 from mpjax.kernels.codes.look_up import InBoth, InRegisters, InSharedMemory, InSharedRows, LookUp
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.rounding import round_to
 from mpjax.kernels.target import current_target
-
-if TYPE_CHECKING:
-    from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 # The outermost quantiles of a normal distribution that a table represents (QLoRA).
 _TAIL = (1 / 32 + 1 / 30) / 2
@@ -59,14 +57,14 @@ class Table(CodeKind):
             return InBoth() if is_small else InSharedRows()
         return InSharedMemory() if self.bits == 4 else InRegisters()
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> Quantized:
+    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
         """Nearest entries of the normal-float table, scaled by the group's largest magnitude."""
         return quantize_with_table(weight, format, jnp.asarray(normal_float(self.bits)))
 
-    def dequantize(self, codes: jax.Array, tensor: QuantizedTensor, scales: jax.Array) -> jax.Array:
+    def dequantize(self, plain: PlainCodes) -> jax.Array:
         """table[code] · scale."""
-        assert tensor.table is not None
-        return scaled(tensor.table[codes], scales)
+        assert plain.table is not None
+        return scaled(plain.table[plain.codes], plain.scales)
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Words as the module describes."""
@@ -160,7 +158,7 @@ class Table(CodeKind):
         return inline_ptx(assembly, *columns, carried, dtype=jnp.int16)
 
 
-def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Array) -> Quantized:
+def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Array) -> PlainCodes:
     """The nearest entries of an ascending table, scaled so that its larger end is max|w|."""
     groups = by_group(weight, format.groups(weight.shape[0]))
     largest = jnp.abs(table).max()
@@ -170,7 +168,7 @@ def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Arra
     middles = (table[1:] + table[:-1]) / 2
     codes = jnp.searchsorted(middles, groups / divisors, method="compare_all")
     codes = codes.astype(jnp.uint8).reshape(weight.shape)
-    return Quantized(codes, scales.astype(jnp.float16), table=table.astype(jnp.float32))
+    return PlainCodes(format, codes, scales.astype(jnp.float16), table=table.astype(jnp.float32))
 
 
 def _quads(rank: int) -> jax.Array:

@@ -121,6 +121,11 @@ def _read(operation: str, x: Any, weight: Any) -> tuple[Any, Any]:
     for name, array, shape in (("x", x, "[..., K]"), ("the weight", weight, "[K, N]")):
         if not array.shape:
             raise ValueError(f"matmul: {name} is a scalar: expected an array {shape}")
+    if isinstance(weight, QuantizedTensor) and len(weight.shape) > 2:
+        raise ValueError(
+            f"matmul: the weight has leading axes (shape {weight.shape}): expected a matrix "
+            "[K, N]; take jax.vmap or jax.lax.scan over them"
+        )
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"matmul: x has {x.shape[-1]} channels in shape {x.shape}, "

@@ -61,7 +61,7 @@ def first_level(weight: QuantizedTensor) -> QuantizedTensor:
     words = write_out(weight, jnp.dtype(jnp.int8))
     scales = jax.lax.bitcast_convert_type(weight.channel_scales, jnp.uint32)
     return QuantizedTensor(
-        words[None], scales[None], None, WeightFormat("int8"), weight.channels, "float32"
+        words[None], scales[None], WeightFormat("int8"), "float32", weight.padding
     )
 
 

@@ -104,7 +104,7 @@ def _times_transposed(
     words, gradient = jax.lax.optimization_barrier((weight.words, gradient))
     matrix = write_out(dataclasses.replace(weight, words=words), gradient.dtype)
     product = jnp.einsum("mn,nk->mk", gradient, matrix)
-    product = product[:, : weight.channels]
+    product = product[:, : weight.shape[0]]
     if weight.permutation is None:
         return product
     return jnp.zeros_like(product).at[:, weight.permutation].set(product)

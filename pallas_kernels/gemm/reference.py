@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.codes.liquid import Liquid
-from mpjax.kernels.quantized_tensor import QuantizedTensor, unpack_codes
+from mpjax.kernels.quantized_tensor import QuantizedTensor, unpack
 
 
 def matmul(
@@ -20,10 +20,8 @@ def matmul(
     order where x is quantised, else in the order of the input channels.
     """
     if isinstance(x, QuantizedActivations) and x.values.dtype == jnp.int8:
-        codes = unpack_codes(weight)
-        kind = code_kinds.of(weight.format)
-        if isinstance(kind, Liquid):
-            codes = kind.first_level(codes, weight)
+        plain, kind = unpack(weight), code_kinds.of(weight.format)
+        codes = kind.first_level(plain) if isinstance(kind, Liquid) else plain.codes
         sums = jnp.dot(x.values, codes, preferred_element_type=jnp.int32)
         scales = weight.channel_scales if weight.channel_scales is not None else weight.scales()[0]
         return (sums.astype(jnp.float32) * x.scales * scales[None]).astype(out_dtype)

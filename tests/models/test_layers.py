@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.kernels import QuantizedActivations, WeightFormat, pack, quantize
+from mpjax.kernels import PlainCodes, QuantizedActivations, WeightFormat, pack, quantize
 from mpjax.kernels.gemm.plans import Plan, TritonConfig, forced
 from mpjax.models import FusedLinear, Linear, RMSNorm, RopeScaling
 from mpjax.models.layers import rotary_frequencies, rotate
@@ -73,9 +73,9 @@ def test_a_kernel_with_a_permutation_has_no_format_to_quantise_for(rng):
     format = WeightFormat.parse("uint4:g32")
     codes, scales = jnp.zeros((64, 8), jnp.uint8), jnp.ones((2, 8), jnp.bfloat16)
     zeros = jnp.zeros((2, 8), jnp.uint16)
-    assert Linear(pack(codes, scales, zeros, format)).format == format
+    assert Linear(pack(PlainCodes(format, codes, scales, zeros))).format == format
     order = jnp.asarray(rng.permutation(64).astype(np.int32))
-    assert Linear(pack(codes, scales, zeros, format, order)).format is None
+    assert Linear(pack(PlainCodes(format, codes, scales, zeros, order))).format is None
 
 
 def test_a_kernel_leaves_its_terms_apart(rng, interpreted_triton):

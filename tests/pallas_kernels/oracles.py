@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mpjax.kernels import QuantizedTensor, WeightFormat, pack
+from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack
 
 NUMPY_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 WEIGHT_FORMATS = tuple(
@@ -133,12 +133,12 @@ def dequantized(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.
     return values
 
 
-_pack = jax.jit(pack, static_argnames="format")
+_pack = jax.jit(pack)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainWeight:
-    """A weight as `pack` takes it; `scale_dtype` where a kind of codes leaves a choice."""
+    """PlainCodes in numpy, and what is expected of them once they are packed."""
 
     format: WeightFormat
     codes: np.ndarray  # [K, N]
@@ -224,17 +224,13 @@ class PlainWeight:
             product = wide(self.codes) * scales
         return wide(product.astype(np.float32))
 
+    def plain(self, permutation: np.ndarray | None = None) -> PlainCodes:
+        """The type of the library."""
+        return PlainCodes(**vars(self), permutation=permutation)
+
     def pack(self, permutation: np.ndarray | None = None) -> QuantizedTensor:
         """By the function under test."""
-        return _pack(
-            self.codes,
-            self.scales,
-            self.zeros,
-            self.format,
-            permutation,
-            channel_scales=self.channel_scales,
-            table=self.table,
-        )
+        return _pack(self.plain(permutation))
 
 
 # Tokens that share a channel's scale, by the names of keys that have such.

@@ -31,6 +31,17 @@ def test_they_are_those_of_a_packed_weight(name, rng):
     assert found.shape == packed.shape == (256, 48)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_those_of_a_stack(name):
+    format = WeightFormat.parse(name)
+    weight = jax.ShapeDtypeStruct((2, 3, 256, 8), jnp.float32)
+    packed = jax.eval_shape(lambda weight: quantize(weight, format), weight)
+    found = packed_shapes((2, 3, 256, 8), format, packed.scale_dtype)
+    assert shapes(found) == shapes(packed)
+    assert found.shape == (2, 3, 256, 8)
+    assert found.nbytes == format.nbytes((2, 3, 256, 8)) == 6 * format.nbytes((256, 8))
+
+
 @pytest.mark.parametrize(
     ("shape", "name", "scale_dtype", "message"),
     [

@@ -31,7 +31,8 @@ PLACES = {
 ANGLES = {"cosines": jnp.ones((2, 8, 16)), "sines": jnp.zeros((2, 8, 16))}
 QUERIES = HEADS[:, :, [0, 0, 1, 1]]
 X = jnp.linspace(-1, 1, 3 * 64).reshape(3, 64)
-CODES, SCALES, ZEROS = kernels.unpack(PACKED)
+PLAIN = kernels.unpack(PACKED)
+SCALES = PLAIN.scales
 NORMS = kernels.HeadNorms(jnp.ones(32), jnp.ones(32), 1e-6)
 
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -70,10 +71,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"weight": WEIGHT, "format": "table2:g32", "table": [0, 1, 2, 3]},
     ),
     "pack": (
-        kernels.pack,
-        {"codes": CODES, "scales": SCALES, "zeros": ZEROS, "format": "uint4:g32"}
+        lambda **arguments: kernels.pack(kernels.PlainCodes(**arguments)),
+        {"codes": PLAIN.codes, "scales": SCALES, "zeros": PLAIN.zeros, "format": "uint4:g32"}
         | {"permutation": None, "channel_scales": None, "table": None},
     ),
+    "pack of plain codes": (kernels.pack, {"plain": PLAIN}),
     "unpack": (kernels.unpack, {"tensor": PACKED}),
     "replace_scales": (kernels.replace_scales, {"tensor": PACKED, "scales": SCALES}),
     "dequantize": (PACKED.dequantize, {"dtype": "bf16", "scales": SCALES}),

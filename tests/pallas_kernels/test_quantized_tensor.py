@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize, unpack
+from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize, unpack
+from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.quantized_tensor import concatenate, replace_scales
 from tests.pallas_kernels.oracles import (
     ALL_FORMATS,
@@ -22,6 +23,7 @@ from tests.pallas_kernels.oracles import (
 
 # Symmetric codes lie as others do.
 LAYOUTS = [text for text in PACKED_FORMATS if ":sym" not in text]
+FORMAT = WeightFormat.parse("uint4:g32")
 each_layout = pytest.mark.parametrize("text", LAYOUTS)
 # One of every kind of codes, and of every width.
 KINDS = [
@@ -42,7 +44,7 @@ def assert_same(actual: jax.Array, expected: np.ndarray) -> None:
 
 
 @jax.jit
-def read(tensor: QuantizedTensor) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]:
+def read(tensor: QuantizedTensor) -> tuple[PlainCodes, jax.Array]:
     """In one program, which is quicker to compile than each operation by itself."""
     return unpack(tensor), tensor.dequantize()
 
@@ -60,10 +62,17 @@ def assert_packed(tensor: QuantizedTensor, plain: PlainWeight, permutation=None)
     groups = format.groups(tensor.padded_channels)
     assert len(tensor.parameters) == (groups // 2 if format.codes == "liquid4" else groups)
 
-    (codes, scales, zeros), dequantized = read(tensor)
-    assert_same(codes, plain.codes)
-    assert_same(scales, plain.scales)
-    assert_same(zeros, plain.zero_points())
+    found, dequantized = read(tensor)
+    assert found.format == format
+    assert_same(found.codes, plain.codes.astype(code_kinds.of(format).code_dtype))
+    assert_same(found.scales, plain.scales)
+    assert_same(tensor.zeros()[: len(plain.scales)], plain.zero_points())
+    expected = {"zeros": plain.zeros, "channel_scales": plain.channel_scales, "table": plain.table}
+    for name, array in (expected | {"permutation": permutation}).items():
+        assert (getattr(found, name) is None) == (array is None)
+        if array is not None:
+            dtype = {"permutation": np.int32, "zeros": np.uint16}.get(name, array.dtype)
+            assert_same(getattr(found, name), array.astype(dtype))
     assert tensor.scale_dtype == plain.scales.dtype.name
 
     values = plain.values()
@@ -196,125 +205,12 @@ def test_dequantize_needs_one_scale_for_each_group(shape, rng):
         tensor.dequantize(scales=jnp.ones(shape))
 
 
-FORMAT = WeightFormat.parse("uint4:g32")
-UINT4 = {
-    "codes": np.zeros((64, 4), np.uint8),
-    "scales": np.ones((2, 4), np.float16),
-    "zeros": np.zeros((2, 4), np.uint8),
-    "format": FORMAT,
-}
-TABLE2 = {
-    "codes": np.zeros((64, 4), np.uint8),
-    "scales": np.ones((2, 4), np.float16),
-    "zeros": None,
-    "format": WeightFormat.parse("table2:g32"),
-    "table": np.zeros(4, np.float32),
-}
-LIQUID4 = {
-    "codes": np.zeros((64, 4), np.uint8),
-    "scales": np.ones((1, 4), np.uint16),
-    "zeros": np.ones((1, 4), np.uint16),
-    "format": WeightFormat.parse("liquid4:g64"),
-    "channel_scales": np.ones(4, np.float32),
-}
-INT8 = {
-    "codes": np.zeros((64, 4), np.int8),
-    "scales": np.ones((1, 4), np.float32),
-    "zeros": None,
-    "format": WeightFormat.parse("int8"),
-}
-FLOAT8 = INT8 | {
-    "codes": np.zeros((64, 4), ml_dtypes.float8_e4m3fn),
-    "format": WeightFormat.parse("float8"),
-}
-
-
-@pytest.mark.parametrize(
-    ("base", "change", "message"),
-    [
-        (UINT4, {"format": WeightFormat.parse("bfloat16")}, "bfloat16 is not packed"),
-        (UINT4, {"codes": np.zeros(64, np.uint8)}, r"shape is \(64,\); uint4:g32 is the format"),
-        (UINT4, {"codes": np.zeros((64, 4), np.int8)}, "dtype int8; expected unsigned integers"),
-        (UINT4, {"codes": np.zeros((64, 4), np.float32)}, "dtype float32; expected unsigned"),
-        (INT8, {"codes": np.zeros((64, 4), np.uint8)}, "dtype uint8; expected int8"),
-        (FLOAT8, {"codes": np.zeros((64, 4), np.uint8)}, "dtype uint8; expected float8_e4m3fn"),
-        (UINT4, {"codes": np.zeros((48, 4), np.uint8)}, "48 input channels can't be split into"),
-        (UINT4, {"codes": np.full((64, 4), 17, np.uint8)}, "codes are 17 to 17; expected 0 to 15"),
-        (UINT4, {"zeros": np.full((2, 4), 17, np.uint8)}, "zeros are 17 to 17; expected 0 to 16"),
-        (UINT4, {"zeros": np.full((2, 4), -1, np.int32)}, "zeros are -1 to -1; expected 0 to 16"),
-        (UINT4, {"scales": np.ones((1, 4), np.float16)}, r"scales.*\(1, 4\).*expects \(2, 4\)"),
-        (UINT4, {"format": WeightFormat("uint4", 32, True)}, r"zeros.*\(2, 4\).*expects None"),
-        (UINT4, {"zeros": np.ones((2, 5), np.uint8)}, r"zeros.*\(2, 5\).*expects \(2, 4\)"),
-        (UINT4, {"zeros": None}, r"zeros.*None.*expects \(2, 4\)"),
-        (TABLE2, {"zeros": np.ones((2, 4), np.uint8)}, r"zeros.*\(2, 4\).*expects None"),
-        (UINT4, {"permutation": np.arange(32, dtype=np.int32)}, r"permutation.*\(32,\).*\(64,\)"),
-        (
-            UINT4,
-            {"zeros": np.full((2, 4), 300.0)},
-            "zeros: the dtype is float32; expected integers",
-        ),
-        (UINT4, {"zeros": np.full((2, 4), -3.5, np.float16)}, "zeros: the dtype is float16"),
-        (
-            UINT4,
-            {"permutation": np.arange(64.0)},
-            "permutation: the dtype is float32; expected int",
-        ),
-        (
-            UINT4,
-            {"permutation": np.zeros(64, np.int32)},
-            "lacks 63 of 64 channels, such as 1; .* 63",
-        ),
-        (UINT4, {"permutation": np.arange(64) - 1}, "lacks 1 of 64 channels, such as 63"),
-        (UINT4, {"permutation": np.arange(64) + 1}, "lacks 1 of 64 channels, such as 0"),
-        (UINT4, {"channel_scales": np.ones(4, np.float32)}, r"channel_scales.*\(4,\).*None"),
-        (
-            LIQUID4,
-            {"scales": np.full((1, 4), 256, np.uint16)},
-            "scales are 256 to 256; .* 0 to 255",
-        ),
-        (LIQUID4, {"zeros": np.full((1, 4), 300, np.uint16)}, "zeros are 300 to 300; .* 0 to 255"),
-        (LIQUID4, {"channel_scales": None}, r"channel_scales.*None.*expects \(4,\)"),
-        (LIQUID4, {"channel_scales": np.ones(1, np.float32)}, r"channel_scales.*\(1,\).*\(4,\)"),
-        (UINT4, {"table": np.ones(16, np.float32)}, r"table.*\(16,\).*expects None"),
-        (TABLE2, {"table": None}, r"table.*None.*expects \(4,\)"),
-        (TABLE2, {"table": np.ones(8, np.float32)}, r"table.*\(8,\).*expects \(4,\)"),
-        (UINT4, {"scales": np.ones((2, 4), np.float32)}, "float32; expected float16 or bfloat16"),
-        (INT8, {"scales": np.ones((1, 4), np.float16)}, "dtype float16; expected float32"),
-        (FLOAT8, {"scales": np.ones((1, 4), np.float16)}, "dtype float16; expected float32"),
-        (LIQUID4, {"scales": np.ones((1, 4), np.float16)}, "dtype float16; expected uint16"),
-    ],
-)
-def test_pack_refuses(base, change, message):
-    assert jax.eval_shape(lambda: pack(**base)).shape == (64, 4)
-    with pytest.raises(ValueError, match=message):
-        pack(**(base | change))
-
-
-def test_codes_of_liquid4_stay_within_a_byte():
-    codes = np.repeat(np.array([15, 1], np.uint8), 64)[:, None].repeat(4, 1)
-    steps, offsets = (np.full((4, 2), pair, np.uint16).T for pair in ([16, 255], [15, 0]))
-    arguments = LIQUID4 | {"codes": codes, "scales": steps, "zeros": offsets}
-    np.testing.assert_array_equal(pack(**arguments).dequantize(), 127)
-    codes[70, 2] = 2
-    with pytest.raises(ValueError, match=r"code · step \+ offset is up to 510; .* 255, a byte"):
-        pack(**arguments)
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64])
 def test_a_permutation_is_stored_as_int32(dtype, rng):
     plain, order = PlainWeight.random(rng, FORMAT, 64, 4), rng.permutation(64)
     tensor = plain.pack(order.astype(dtype))
     assert_packed(tensor, plain, order)
     assert_same(tensor.permutation, order.astype(np.int32))
-
-
-def test_pack_looks_at_what_is_known_under_jit():
-    arrays = {name: jnp.asarray(UINT4[name]) for name in ("codes", "scales", "zeros")}
-    arguments = UINT4 | arrays | {"permutation": jnp.arange(64)}
-    assert jax.jit(lambda: pack(**arguments))().shape == (64, 4)
-    arguments["zeros"] += jnp.uint8(17)
-    with pytest.raises(ValueError, match="zeros are 17 to 17"):
-        jax.jit(lambda: pack(**arguments))()
 
 
 @each_kind
@@ -324,10 +220,47 @@ def test_a_tensor_is_a_pytree_with_a_static_layout(text, rng):
     leaves, structure = jax.tree.flatten(tensor)
     assert tensor.nbytes == sum(leaf.nbytes for leaf in leaves)
     again = jax.tree.unflatten(structure, leaves)
-    assert (again.format, again.channels) == (plain.format, 128)
+    assert (again.format, again.shape) == (plain.format, (128, 4))
     assert again.scale_dtype == plain.scales.dtype.name
     same = jax.jit(lambda tensor: tensor)(tensor)
     assert_packed(same, plain)
+
+
+def stacked(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+@pytest.mark.parametrize(
+    ("text", "permuted"), [*((text, False) for text in KINDS), ("uint4:g32", True)]
+)
+def test_a_stack_is_packed_as_each_of_its_matrices(text, permuted, rng):
+    """And is unpacked, dequantised and given other scales as they are."""
+    format = WeightFormat.parse(text)
+    plains = [
+        PlainWeight.random(rng, format, 192, 3).plain(rng.permutation(192) if permuted else None)
+        for _ in range(4)
+    ]
+    each, plain = [pack(one) for one in plains], stacked(plains)
+    tensor = pack(plain)
+    assert (plain.shape, tensor.shape) == ((4, 192, 3), (4, 192, 3))
+    assert jax.tree.structure(tensor) == jax.tree.structure(each[0])
+    assert tensor.nbytes == format.nbytes(tensor.shape) + (4 * 4 * 192 if permuted else 0)
+    jax.tree.map(np.testing.assert_array_equal, tensor, stacked(each))
+    jax.tree.map(np.testing.assert_array_equal, unpack(tensor), stacked([unpack(e) for e in each]))
+    dense = np.stack([one.dequantize() for one in each])
+    for found in (tensor.dequantize(), plain.dequantize()):
+        np.testing.assert_array_equal(found, dense)
+    np.testing.assert_array_equal(jax.tree.map(lambda a: a[2], tensor).dequantize(), dense[2])
+    joined = concatenate([tensor, tensor])
+    assert joined is not None
+    np.testing.assert_array_equal(joined.dequantize(), np.concatenate([dense, dense], 2))
+    assert concatenate([tensor, each[0]]) is None
+    if tensor.channel_scales is None:
+        scales = jnp.asarray(rng.uniform(0.1, 1, plain.scales.shape), jnp.float32)
+        expected = stacked([replace_scales(*pair) for pair in zip(each, scales, strict=True)])
+        jax.tree.map(np.testing.assert_array_equal, replace_scales(tensor, scales), expected)
+        with pytest.raises(ValueError, match=r"scales have shape .* expects \(4, "):
+            replace_scales(tensor, scales[0])
 
 
 @pytest.mark.parametrize(
@@ -391,12 +324,3 @@ def test_concatenate_needs_one_table(rng):
     other = dataclasses.replace(plain, table=np.nextafter(plain.table, np.float32(9)))
     assert concatenate([plain.pack(), plain.pack(), other.pack()]) is None
     assert concatenate([plain.pack(), plain.pack()]) is not None
-
-
-def test_the_format_may_be_text(rng):
-    codes = jnp.asarray(rng.integers(0, 16, (64, 4)), jnp.uint8)
-    scales, zeros = jnp.ones((2, 4), jnp.float16), jnp.full((2, 4), 8, jnp.uint8)
-    found, expected = (
-        pack(codes, scales, zeros, f) for f in ("uint4:g32", WeightFormat("uint4", 32))
-    )
-    jax.tree.map(np.testing.assert_array_equal, found, expected)

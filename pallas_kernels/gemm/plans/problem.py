@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
 
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels import device
 from mpjax.kernels.device import Limits
 from mpjax.kernels.formats import WeightFormat
-
-
-class PackedWeight(Protocol):
-    """What a problem has to know of a weight."""
-
-    @property
-    def format(self) -> WeightFormat:
-        """The format of W."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """K and N."""
+from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +25,10 @@ class Problem:
     limits: Limits
 
     @classmethod
-    def of(cls, rows: int, weight: PackedWeight) -> Problem:
-        """The product of x with so many rows and a weight, on the default device."""
-        return cls(rows, weight.format, *weight.shape, device.limits())
+    def of(cls, rows: int, weight: QuantizedTensor) -> Problem:
+        """The product of x with so many rows and one matrix of a weight, on the default device."""
+        *_, channels, outputs = weight.shape
+        return cls(rows, weight.format, channels, outputs, device.limits())
 
     @property
     def has_table(self) -> bool:

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from mpjax.checkpoint import awq
 from mpjax.errors import CheckpointError
+from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.packers import pack_awq
 
-CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 NAME = "model.layers.0.mlp.down_proj"
 
 
-def random_module(rows=64, columns=24, group_size=16, seed=0, scale_dtype=np.float16):
+def random_module(rows=64, columns=24, group_size=32, seed=0, scale_dtype=np.float16):
     """Tensors of random bits: every 32-bit word is a valid vector."""
     rng = np.random.default_rng(seed)
     groups = rows // group_size
@@ -57,20 +58,20 @@ def test_decode_equals_the_format_description(scale_dtype):
     linear = awq.decode(tensors, config(), NAME)
     expected = [[field(tensors["qweight"], k, n) for n in range(24)] for k in range(64)]
     np.testing.assert_array_equal(linear.codes, np.array(expected))
-    expected = [[field(tensors["qzeros"], g, n) for n in range(24)] for g in range(4)]
+    expected = [[field(tensors["qzeros"], g, n) for n in range(24)] for g in range(2)]
     np.testing.assert_array_equal(linear.zeros, np.array(expected))
     np.testing.assert_array_equal(linear.scales, tensors["scales"])
     assert linear.codes.dtype == np.uint8
     assert linear.zeros.dtype == np.uint16
     assert linear.scales.dtype == scale_dtype
-    assert (linear.shape, linear.bits, linear.group_size) == ((64, 24), 4, 16)
+    assert (linear.shape, linear.format) == ((64, 24), WeightFormat("uint4", 32))
     assert linear.permutation is None
 
 
 def test_dequantized_weight_equals_the_format_description():
     tensors = random_module()
     linear = awq.decode(tensors, config(), NAME)
-    np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 16))
+    np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 32))
 
 
 def test_one_word_by_hand():
@@ -86,11 +87,11 @@ def test_one_word_by_hand():
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([(16, 8), (48, 40)]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(32, 8), (96, 40)]))
 def test_decode_inverts_the_packer(seed, shape):
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16, shape)
-    zeros = rng.integers(0, 16, (shape[0] // 16, shape[1]))
+    zeros = rng.integers(0, 16, (shape[0] // 32, shape[1]))
     linear = awq.decode(pack_awq(codes, np.ones(zeros.shape, np.float16), zeros), config(), NAME)
     np.testing.assert_array_equal(linear.codes, codes)
     np.testing.assert_array_equal(linear.zeros, zeros)
@@ -99,7 +100,7 @@ def test_decode_inverts_the_packer(seed, shape):
 def test_whole_k_group():
     tensors = random_module(group_size=64)
     linear = awq.decode(tensors, config(group_size=-1), NAME)
-    assert linear.group_size is None
+    assert linear.format == WeightFormat("uint4")
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 64))
 
 
@@ -156,21 +157,21 @@ def test_matches_only_awq_shapes():
         (
             "qzeros",
             np.zeros((3, 3), np.int32),
-            r"down_proj\.qzeros is int32 \[3, 3\]: expected int32 \[4, 3\]",
+            r"down_proj\.qzeros is int32 \[3, 3\]: expected int32 \[2, 3\]",
         ),
         (
             "qzeros",
-            np.zeros((4, 3), np.int64),
-            r"qzeros is int64 \[4, 3\]: expected int32 \[4, 3\]",
+            np.zeros((2, 3), np.int64),
+            r"qzeros is int64 \[2, 3\]: expected int32 \[2, 3\]",
         ),
         ("qweight", np.zeros((64, 3), np.uint8), r"qweight is uint8 \[64, 3\]: expected int32"),
         (
             "scales",
             np.zeros((8, 24), np.float16),
-            r"scales is float16 \[8, 24\]: expected float16 or bfloat16 or float32 \[4, 24\]",
+            r"scales is float16 \[8, 24\]: expected float16 or bfloat16 or float32 \[2, 24\]",
         ),
-        ("scales", np.zeros((4, 24), np.int8), r"scales is int8 \[4, 24\]"),
-        ("qweight", np.zeros((60, 3), np.int32), "60 input channels: expected a multiple of.* 16"),
+        ("scales", np.zeros((2, 24), np.int8), r"scales is int8 \[2, 24\]"),
+        ("qweight", np.zeros((60, 3), np.int32), "60 input channels: expected a multiple of.* 32"),
         ("qweight", np.zeros((64, 4), np.int32), "neither AWQ gemm .* nor GPTQ"),
         ("qweight", np.zeros((8, 24), np.int32), "says quant_method 'awq', but.* packed as GPTQ"),
     ],

@@ -51,10 +51,10 @@ def dequantized(tensors, config):
 )
 def test_the_packed_weight_equals_the_format_description(config, channels, scale_dtype):
     tensors = random_module(config, channels=channels, scale_dtype=scale_dtype)
-    codes, scales = fp8.decode(tensors, config, NAME)
-    np.testing.assert_array_equal(codes.view(np.uint8), tensors["weight"].view(np.uint8).T)
-    assert scales.dtype == np.float32
-    packed = pack(codes, scales, None, config.format)
+    plain = fp8.decode(tensors, config, NAME)
+    np.testing.assert_array_equal(plain.codes.view(np.uint8), tensors["weight"].view(np.uint8).T)
+    assert plain.scales.dtype == np.float32
+    packed = pack(plain)
     np.testing.assert_array_equal(packed.dequantize(), dequantized(tensors, config))
 
 
@@ -63,7 +63,7 @@ def test_the_packed_weight_equals_the_format_description(config, channels, scale
 def test_every_output_channel_has_the_scale_of_its_block(outputs, channels, size):
     config = FP8Config("fp8", (size, 128), "float8")
     tensors = random_module(config, outputs, channels)
-    _, scales = fp8.decode(tensors, config, NAME)
+    scales = fp8.decode(tensors, config, NAME).scales
     rows = np.arange(outputs) // size
     np.testing.assert_array_equal(scales, tensors["weight_scale_inv"][rows].T)
 
@@ -132,5 +132,5 @@ def test_weights_that_are_not_numbers(byte):
 
 def test_blocks_that_are_larger_than_any_matrix_take_no_memory():
     tensors = random_module(FP8Config("fp8", (10**12, 128), "float8"))
-    _, scales = fp8.decode(tensors, FP8Config("fp8", (10**12, 128), "float8"), NAME)
+    scales = fp8.decode(tensors, FP8Config("fp8", (10**12, 128), "float8"), NAME).scales
     np.testing.assert_array_equal(scales, np.tile(tensors["weight_scale_inv"].T, (1, 200)))

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from mpjax.checkpoint import gptq
 from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.errors import CheckpointError
+from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.packers import pack_gptq
 
-CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
+CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 NAME = "model.layers.0.mlp.down_proj"
-ROWS, COLUMNS, GROUP_SIZE = 64, 24, 16
+ROWS, COLUMNS, GROUP_SIZE = 64, 24, 32
 
 
 def config(**changes):
@@ -74,7 +75,7 @@ def test_dequantized_weight_equals_the_format_description(bits, version, act_ord
     assert (linear.permutation is not None) == act_order
     assert linear.codes.dtype == np.uint8
     assert linear.zeros.dtype == np.uint16
-    assert (linear.shape, linear.bits, linear.group_size) == ((ROWS, COLUMNS), bits, GROUP_SIZE)
+    assert (linear.shape, linear.format) == ((ROWS, COLUMNS), WeightFormat(f"uint{bits}", 32))
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, bits, version))
 
 
@@ -106,7 +107,7 @@ def test_symmetric_zero_points_of_v1():
     tensors = random_module()
     tensors["qzeros"] = np.full_like(tensors["qzeros"], 0x77777777)
     linear = gptq.decode(tensors, config(sym=True), NAME)
-    np.testing.assert_array_equal(linear.zeros, np.full((4, COLUMNS), 8))
+    np.testing.assert_array_equal(linear.zeros, np.full((2, COLUMNS), 8))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -121,7 +122,7 @@ def test_the_zero_points_of_a_symmetric_weight_say_how_they_are_stored(bits, sai
     parsed = config(bits=bits, checkpoint_format=said, sym=sym)
     decode = jax.jit(lambda arrays: gptq.decode(arrays | {"g_idx": g_idx}, parsed, NAME).zeros)
     g_idx = tensors.pop("g_idx")
-    middle = np.full((4, COLUMNS), 2 ** (bits - 1))
+    middle = np.full((2, COLUMNS), 2 ** (bits - 1))
     np.testing.assert_array_equal(decode(tensors), middle)
     linear = gptq.decode(tensors | {"g_idx": g_idx}, parsed, NAME)
     np.testing.assert_array_equal(linear.zeros, middle)
@@ -136,7 +137,7 @@ def test_the_zero_points_of_a_symmetric_weight_say_how_they_are_stored(bits, sai
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zero_points_that_contradict_a_symmetric_config(said, bits):
     tensors = random_module(bits)
-    usual = np.full((4, COLUMNS), 2 ** (bits - 1))
+    usual = np.full((2, COLUMNS), 2 ** (bits - 1))
     for zeros in (np.where(np.arange(COLUMNS) == 3, 5, usual), usual + 2, 0 * usual):
         codes, scales = np.zeros((ROWS, COLUMNS)), tensors["scales"]
         written = pack_gptq(codes, scales, zeros, None, bits, 1 if said == "gptq" else 2)
@@ -173,17 +174,17 @@ def test_g_idx_counts_whatever_the_config_calls_the_order():
 @given(st.integers(0, 2**32 - 1), st.sampled_from([4, 8]), st.sampled_from([1, 2]), st.booleans())
 def test_decode_inverts_the_packer(seed, bits, version, act_order):
     rng = np.random.default_rng(seed)
-    codes = rng.integers(0, 2**bits, (32, 16))
+    codes = rng.integers(0, 2**bits, (64, 16))
     zeros = rng.integers(0, 2**bits, (2, 16))
     zeros[rng.random(zeros.shape) < 0.4] = 0
     scales = rng.uniform(0.5, 1, (2, 16)).astype(np.float16)
-    g_idx = np.arange(32) // 16
+    g_idx = np.arange(64) // 32
     if act_order:
         g_idx = rng.permutation(g_idx)
     tensors = pack_gptq(codes, scales, zeros, g_idx, bits, version)
     parsed = config(bits=bits, checkpoint_format=["gptq", "gptq_v2"][version - 1])
     linear = gptq.decode(tensors, parsed, NAME)
-    order = np.arange(32) if linear.permutation is None else np.asarray(linear.permutation)
+    order = np.arange(64) if linear.permutation is None else np.asarray(linear.permutation)
     np.testing.assert_array_equal(linear.codes, codes[order])
     np.testing.assert_array_equal(linear.zeros, zeros)
     expected = (codes - zeros[g_idx]) * scales[g_idx].astype(np.float64)
@@ -216,7 +217,7 @@ def test_groups_of_wrong_size(g_idx, message):
 def test_whole_k_group_needs_no_permutation():
     tensors = random_module(group_size=ROWS)
     linear = gptq.decode(tensors, config(group_size=-1, desc_act=True), NAME)
-    assert linear.group_size is None
+    assert linear.format == WeightFormat("uint4")
     assert linear.permutation is None
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 4, 1))
 
@@ -259,9 +260,9 @@ def test_matches_only_gptq_shapes():
         (
             "qzeros",
             np.zeros((3, 3), np.int32),
-            r"qzeros is int32 \[3, 3\]: expected int32 \[4, 3\]",
+            r"qzeros is int32 \[3, 3\]: expected int32 \[2, 3\]",
         ),
-        ("scales", np.zeros((2, 24), np.float16), r"scales is float16 \[2, 24\].* \[4, 24\]"),
+        ("scales", np.zeros((4, 24), np.float16), r"scales is float16 \[4, 24\].* \[2, 24\]"),
         ("qweight", np.zeros((8, 24), np.int64), r"qweight is int64 \[8, 24\]: expected int32"),
         ("g_idx", np.zeros(63, np.int32), r"g_idx is int32 \[63\]: expected int32 \[64\]"),
         ("g_idx", np.zeros(64, np.float32), r"g_idx is float32 \[64\]: expected int32 \[64\]"),
@@ -277,7 +278,7 @@ def test_tensor_errors(suffix, array, message):
 
 
 def test_bits_of_config_and_tensors_must_agree():
-    with pytest.raises(CheckpointError, match=r"qzeros is int32 \[4, 6\]: expected int32 \[8, 3\]"):
+    with pytest.raises(CheckpointError, match=r"qzeros is int32 \[2, 6\]: expected int32 \[4, 3\]"):
         gptq.decode(random_module(bits=8), config(), NAME)
 
 
@@ -305,10 +306,10 @@ def test_missing_tensor(suffix):
 
 
 def test_dynamic_rule_decides_bits_and_zero_points_of_a_module():
-    parsed = config(dynamic={"+:.*down_proj": {"bits": 8, "group_size": 32}})
-    tensors = random_module(bits=8, group_size=32)
+    parsed = config(dynamic={"+:.*down_proj": {"bits": 8, "group_size": 64}})
+    tensors = random_module(bits=8, group_size=64)
     linear = gptq.decode(tensors, parsed, NAME)
-    assert (linear.bits, linear.group_size) == (8, 32)
+    assert linear.format == WeightFormat("uint8", 64)
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 8, 1))
 
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax.checkpoint.linear import UniformLinear, check_middle, check_scales, unpack_words
 from mpjax.errors import CheckpointError
+from mpjax.checkpoint.linear import check_middle, check_scales, uniform_format, unpack_words
+from mpjax.kernels import WeightFormat
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -34,34 +34,18 @@ def test_unpack_words_in_another_order():
     np.testing.assert_array_equal(unpack_words(words, 8, 1, (3, 1, 2, 0)), [[3, 1, 2, 0]])
 
 
-@pytest.mark.parametrize("scale_dtype", [np.float16, ml_dtypes.bfloat16])
-def test_dequantize_is_exact_and_undoes_the_permutation(scale_dtype):
-    rng = np.random.default_rng(0)
-    codes = rng.integers(0, 256, (8, 4), dtype=np.uint8)
-    zeros = rng.integers(0, 257, (2, 4), dtype=np.uint16)
-    scales = rng.uniform(0.1, 1, (2, 4)).astype(scale_dtype)
-    permutation = rng.permutation(8).astype(np.int32)
-    linear = UniformLinear(
-        jnp.asarray(codes),
-        jnp.asarray(scales),
-        jnp.asarray(zeros),
-        jnp.asarray(permutation),
-        bits=8,
-        group_size=4,
-    )
-    expected = np.empty((8, 4), np.float64)
-    for row, channel in enumerate(permutation):
-        difference = codes[row].astype(int) - zeros[row // 4].astype(int)
-        expected[channel] = difference * scales[row // 4].astype(np.float64)
-    np.testing.assert_array_equal(linear.dequantize(), expected)
+@pytest.mark.parametrize(
+    ("group_size", "found"), [(32, 32), (128, 128), (None, None), (256, None), (64, 64)]
+)
+def test_uniform_format(group_size, found):
+    for bits in (4, 8):
+        expected = WeightFormat(f"uint{bits}", found)
+        assert uniform_format("up_proj", bits, group_size, 256) == expected
 
 
-def test_uniform_linear_is_a_pytree_with_static_format():
-    arrays = jnp.zeros((8, 4), jnp.uint8), jnp.ones((1, 4)), jnp.zeros((1, 4), jnp.uint16)
-    linear = UniformLinear(*arrays, None, bits=4, group_size=None)
-    assert len(jax.tree.leaves(linear)) == 3
-    out = jax.jit(lambda value: value)(linear)
-    assert (out.bits, out.group_size, out.permutation, out.shape) == (4, None, None, (8, 4))
+def test_uniform_format_refuses_other_groups():
+    with pytest.raises(CheckpointError, match=r"^up_proj has groups of 16 input .* of all 256 "):
+        uniform_format("up_proj", 4, 16, 256)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])

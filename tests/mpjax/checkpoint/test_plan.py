@@ -17,7 +17,7 @@ from mpjax.checkpoint.gptq_config import GPTQConfig
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.errors import CheckpointError
-from mpjax.kernels import WeightFormat, pack
+from mpjax.kernels import PlainCodes, WeightFormat, pack
 from mpjax.kernels.checks import are_finite
 from mpjax.models import Llama, family
 from tests.mpjax.checkpoint.write_checkpoint import (
@@ -244,22 +244,17 @@ def test_converting_takes_no_more_than_planned():
         for text in ("uint4:g32", "uint8:gK"):
             used = temporary_bytes(convert._quantize, weight, WeightFormat.parse(text))
             assert used <= plan.QUANTIZING_BYTES * math.prod(shape)
-    jitted_pack = jax.jit(pack, static_argnums=3)
+    jitted_pack = jax.jit(pack)
     codes = jax.ShapeDtypeStruct(shape, jnp.uint8)
     groups = (channels // 32, outputs)
-    used = temporary_bytes(
-        jitted_pack,
-        codes,
-        jax.ShapeDtypeStruct(groups, jnp.float16),
-        jax.ShapeDtypeStruct(groups, jnp.uint16),
-        WeightFormat("uint4", 32),
-    )
+    scales, zeros = (jax.ShapeDtypeStruct(groups, dtype) for dtype in ("float16", "uint16"))
+    used = temporary_bytes(jitted_pack, PlainCodes("uint4:g32", codes, scales, zeros))
     assert math.prod(shape) + used <= plan.DECODING_BYTES * math.prod(shape)
     codes = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
     assert temporary_bytes(fp8._any_nan, codes) <= plan.DECODING_BYTES * math.prod(shape)
     for text in ("float8:g128", "float8:g128/float8"):
         scales = jax.ShapeDtypeStruct((channels // 128, outputs), jnp.float32)
-        used = temporary_bytes(jitted_pack, codes, scales, None, WeightFormat.parse(text))
+        used = temporary_bytes(jitted_pack, PlainCodes(text, codes, scales))
         assert math.prod(shape) + used <= plan.DECODING_BYTES * math.prod(shape)
     words = jax.ShapeDtypeStruct((channels, outputs // 8), jnp.int32)
     assert temporary_bytes(awq._unpack, words, words) <= math.prod(shape)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from mpjax.kernels import WeightFormat, codes
-from mpjax.kernels.codes import Quantized
+from mpjax.kernels import PlainCodes, WeightFormat, codes
 
 FORMAT = WeightFormat.parse("liquid4:g64")
 ALL_BYTES = np.arange(256, dtype=np.uint8)
@@ -72,8 +71,10 @@ def test_no_range_overflows_a_byte_or_errs_by_more_than_eight():
     assert clamped.sum() == 8484
 
 
-def as_integers(found: Quantized) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def as_integers(found: PlainCodes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     assert found.zeros is not None
     assert found.channel_scales is not None
-    codes, steps, offsets = (np.asarray(array).astype(np.int16) for array in found[:3])
+    codes, steps, offsets = (
+        np.asarray(array).astype(np.int16) for array in (found.codes, found.scales, found.zeros)
+    )
     return codes, steps, offsets, np.asarray(found.channel_scales)

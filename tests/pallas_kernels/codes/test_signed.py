@@ -3,7 +3,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import WeightFormat, codes, pack
+from mpjax.kernels import PlainCodes, WeightFormat, codes, pack
 
 FORMAT = WeightFormat.parse("int8/int8")
 
@@ -30,5 +30,5 @@ def test_parameters_are_a_scale():
 def test_dequantizes_by_output_channel(rng):
     integers = rng.integers(-128, 128, (100, 7)).astype(np.int8)
     scales = rng.uniform(0.01, 1, (1, 7)).astype(np.float32)
-    tensor = pack(integers, scales, None, FORMAT)
+    tensor = pack(PlainCodes(FORMAT, integers, scales))
     np.testing.assert_array_equal(tensor.dequantize(), integers.astype(np.float32) * scales)

@@ -381,7 +381,7 @@ def test_many_rows_on_the_gpu(text, rng):
     weight = random_weight(rng, text, 1700 if ":gK" in text else 1792, 1000)
     matrix = dense(weight)
     for rows in (300, 4096):
-        x = random_array(rng, (rows, weight.channels), "bfloat16")
+        x = random_array(rng, (rows, weight.shape[0]), "bfloat16")
         product = jax.jit(matmul)(x, weight)
         if weight.format.activations:
             x = exact(jax.jit(quantize_activations, static_argnums=1)(x, weight.format))

@@ -36,7 +36,7 @@ def product_gradient(gradient_of, x, weight, cotangent, **options):
 
     index = ("x", "weight", "scales").index(gradient_of)
     gradient = jax.grad(loss, argnums=index, allow_int=True)
-    scales = weight.scales()[: weight.format.groups(weight.channels)]
+    scales = weight.scales()[: weight.format.groups(weight.shape[0])]
     scales = scales.astype(jnp.float32) if gradient_of == "scales" else None
     return jax.jit(gradient)(x, weight, scales)
 
@@ -82,7 +82,7 @@ def test_of_the_activations_as_on_a_gpu(text, dtype, rng, interpreted_triton):
     permuted = WeightFormat.parse(text).activations is None
     x, weight, cotangent = operands(rng, text, 192 if "64" in text else 128, 40, 3, dtype)
     if permuted:
-        order = rng.permutation(weight.channels).astype(np.int32)
+        order = rng.permutation(weight.shape[0]).astype(np.int32)
         weight = dataclasses.replace(weight, permutation=jnp.asarray(order))
     config = TritonConfig(16, 32, 1, 2, 3)
     with forced(Plan("triton", config)):
@@ -194,7 +194,7 @@ def test_codes_have_none(text, rng):
 @pytest.mark.parametrize("text", SCALED)
 def test_scales_stand_in_for_those_of_the_weight(text, rng):
     x, weight, _ = operands(rng, text)
-    shape = weight.format.groups(weight.channels), weight.shape[1]
+    shape = weight.format.groups(weight.shape[0]), weight.shape[1]
     scales = as_array(rng.uniform(0.5, 2, shape), "float32")
     multiply = jax.jit(matmul)
     given = multiply(x, weight, scales=scales)
@@ -267,9 +267,9 @@ def test_of_a_gradient_with_respect_to_scales(text, permuted, rng):
     if weight.format.activations:
         permuted = False
     if permuted:
-        order = rng.permutation(weight.channels).astype(np.int32)
+        order = rng.permutation(weight.shape[0]).astype(np.int32)
         weight = dataclasses.replace(weight, permutation=jnp.asarray(order))
-    scales = weight.scales()[: weight.format.groups(weight.channels)].astype(jnp.float32)
+    scales = weight.scales()[: weight.format.groups(weight.shape[0])].astype(jnp.float32)
     cotangent = as_array(cotangent, "float32")
 
     def penalty(multiply, scales):

@@ -94,8 +94,8 @@ def random_activations(
     rng: np.random.Generator, weight: QuantizedTensor, rows: int, dtype: str
 ) -> jax.Array | QuantizedActivations:
     """Normal, one channel 50 times as strong as the rest; as a kernel for `weight` takes them."""
-    x = rng.standard_normal((rows, weight.channels))
-    x[:, weight.channels // 3] *= 50
+    x = rng.standard_normal((rows, weight.shape[0]))
+    x[:, weight.shape[0] // 3] *= 50
     activations = as_array(x, dtype)
     if weight.format.activations is None:
         return activations
@@ -106,7 +106,7 @@ def integer_activations(
     rng: np.random.Generator, weight: QuantizedTensor, rows: int, dtype: str
 ) -> jax.Array | QuantizedActivations:
     """Small integers, or int8 over its range, scaled by powers of two."""
-    shape = rows, weight.channels
+    shape = rows, weight.shape[0]
     activations = weight.format.activations
     if activations is None:
         return as_array(rng.integers(-2, 3, shape), dtype)
@@ -201,10 +201,10 @@ def _assemble(
     return QuantizedTensor(
         jnp.asarray(words),
         jnp.asarray(parameters),
-        None if permutation is None else jnp.asarray(permutation),
         format,
-        channels,
         scale_dtype,
+        blocks * format.block - channels,
+        None if permutation is None else jnp.asarray(permutation),
         jnp.asarray(channel_scales.astype(np.float32)) if is_liquid else None,
         jnp.asarray(table.astype(np.float32)) if has_table else None,
     )
@@ -234,7 +234,7 @@ def dense(weight: QuantizedTensor, table_dtype: str = "float32") -> np.ndarray:
         values = fields.astype(np.float64)
     groups = values.reshape(len(parameters), -1, fields.shape[1])
     scaled = (groups * scales.astype(np.float64)[:, None]).reshape(fields.shape)
-    return _restored(scaled[: weight.channels], weight)
+    return _restored(scaled[: weight.shape[0]], weight)
 
 
 def integers(weight: QuantizedTensor) -> np.ndarray:
@@ -248,7 +248,7 @@ def integers(weight: QuantizedTensor) -> np.ndarray:
         values = groups * (halves % 2**8) + (halves >> 8)
         assert values.max() < 256
         fields = (values ^ 0x80).astype(np.uint8).view(np.int8).reshape(fields.shape)
-    return fields[: weight.channels].astype(np.int64)
+    return fields[: weight.shape[0]].astype(np.int64)
 
 
 def _fields(weight: QuantizedTensor) -> np.ndarray:

@@ -24,17 +24,9 @@ from mpjax.kernels.plans import tables
 from mpjax.kernels.plans.plan import Entry, Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """What a problem looks at."""
-
-    format: WeightFormat
-    shape: tuple[int, int]
-
-
 def here(rows: int, channels: int = 4096, outputs: int = 6144, text: str = "uint4:g128") -> Problem:
     """A problem on this device."""
-    return Problem.of(rows, Weight(WeightFormat.parse(text), (channels, outputs)))
+    return Problem(rows, WeightFormat.parse(text), channels, outputs, device.limits())
 
 
 @pytest.fixture

@@ -1,0 +1,110 @@
+"""How a packed tensor is divided among the devices of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from mpjax.kernels.checks import require_type, shown
+from mpjax.kernels.quantized_tensor import QuantizedTensor
+
+# Axes of a mesh that divide an axis of an array, one or several, or None for none.
+AxisNames = str | tuple[str, ...] | None
+
+
+def partition_specs(
+    tensor: QuantizedTensor,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    *,
+    k: AxisNames = None,
+    n: AxisNames = None,
+    leading: tuple[AxisNames, ...] | None = None,
+) -> QuantizedTensor:
+    """The tensor with a `PartitionSpec` in the place of each array, as `jax.shard_map` takes it.
+
+    A shard is a packed tensor itself. Divided along K, it multiplies its own channels of x, and
+    `jax.lax.psum` adds up the products (row-parallel); along N, products lie side by side.
+
+    tensor: a QuantizedTensor, of arrays or of their shapes alone.
+    k, n: names of the mesh's axes that divide the input and the output channels.
+    leading: those that divide leading axes, one for each of them; None divides none.
+
+    Raises ValueError for axes that the mesh does not have or that are named twice, shards that are
+    not equal, and shards along K of a tensor with padding or a permutation, or not of whole blocks.
+    """
+    require_type("partition_specs: tensor", tensor, QuantizedTensor)
+    stack, (channels, outputs) = tensor.shape[:-2], tensor.shape[-2:]
+    leading = (None,) * len(stack) if leading is None else tuple(leading)
+    if len(leading) != len(stack):
+        raise ValueError(
+            f"partition_specs: leading names {len(leading)} axes, and the tensor has {len(stack)} "
+            f"in front of K and N (shape {tensor.shape}): expected a name or None for each"
+        )
+    counts = _Counts(mesh)
+    for name, size in zip(leading, stack, strict=True):
+        counts.require_equal_shards(name, size, "matrices")
+    counts.require_equal_shards(n, outputs, "output channels")
+    if (count := counts.take(k)) > 1:
+        _require_blocks(tensor, channels, count)
+
+    def spec(array: jax.Array | None, *of_matrix: AxisNames) -> PartitionSpec | None:
+        return None if array is None else PartitionSpec(*leading, *of_matrix)
+
+    # One group of all channels is everybody's; the blocks of flat words lie in their last axis.
+    groups = None if tensor.format.group_size is None else k
+    words = (None, n, k) if tensor.format.is_flat else (k, n, None)
+    specs: dict[str, Any] = {
+        "words": spec(tensor.words, *words),
+        "parameters": spec(tensor.parameters, groups, n),
+        "permutation": spec(tensor.permutation, None),
+        "channel_scales": spec(tensor.channel_scales, n),
+        "table": spec(tensor.table, None),
+    }
+    return dataclasses.replace(tensor, **specs)
+
+
+def _require_blocks(tensor: QuantizedTensor, channels: int, count: int) -> None:
+    """Raises ValueError unless K falls into `count` equal runs of whole blocks."""
+    reason = None
+    if tensor.permutation is not None:
+        reason = "has a permutation of all of them: a shard would need the others' x"
+    elif tensor.padding:
+        reason = f"pads its last block with {tensor.padding} more: shards would not be equal"
+    elif channels % (count * tensor.format.block):
+        reason = f"has them in blocks of {tensor.format.block}, which shards can't divide"
+    if reason is not None:
+        raise ValueError(
+            f"partition_specs: {channels} input channels can't be divided among {count} shards, "
+            f"as the {tensor.format} tensor {reason}; divide the output channels (n) instead"
+        )
+
+
+class _Counts:
+    """Numbers of shards along the axes of a mesh, each of which divides one axis at most."""
+
+    def __init__(self, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        require_type("partition_specs: mesh", mesh, jax.sharding.Mesh, jax.sharding.AbstractMesh)
+        self.free = dict(mesh.shape)
+        self.names = ", ".join(map(repr, self.free))
+
+    def take(self, names: AxisNames) -> int:
+        """The number of shards along axes that nothing has taken yet."""
+        count = 1
+        for name in (names,) if names is None or isinstance(names, str) else names:
+            if name is not None and name not in self.free:
+                raise ValueError(
+                    f"partition_specs: {shown(name)} is no axis of the mesh, or named twice: "
+                    f"expected each of {self.names} once at most"
+                )
+            count *= 1 if name is None else self.free.pop(name)
+        return count
+
+    def require_equal_shards(self, names: AxisNames, size: int, things: str) -> None:
+        """Raises ValueError unless the axes divide so many things into equal shards."""
+        if size % (count := self.take(names)):
+            raise ValueError(
+                f"partition_specs: {size} {things} can't be divided among {count} shards equally"
+            )

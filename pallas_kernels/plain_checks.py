@@ -1,0 +1,118 @@
+"""Checks of plain codes before they are packed; of values only where they are known."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.checks import as_array, is_known, optional_array
+from mpjax.kernels.codes.base import by_group
+from mpjax.kernels.plain_codes import PlainCodes
+
+
+def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
+    """The same with arrays in the place of lists and numbers. Raises ValueError for anything else.
+
+    operation: the function that takes the codes, for messages.
+    """
+    arrays: dict[str, Any] = {
+        name: as_array(f"{operation}: {name}", getattr(plain, name)) for name in ("codes", "scales")
+    } | {
+        name: optional_array(f"{operation}: {name}", getattr(plain, name))
+        for name in ("zeros", "permutation", "channel_scales", "table")
+    }
+    return dataclasses.replace(plain, **arrays)
+
+
+def require_sound(plain: PlainCodes) -> None:
+    """Raises ValueError unless shapes, dtypes and values are what PlainCodes says of its format."""
+    _check_layout(plain)
+    format, zeros = plain.format, plain.zeros
+    if code_kinds.of(format).code_dtype == jnp.uint8:
+        _check_values("codes", plain.codes, 2**format.bits - 1)
+    if zeros is not None:
+        _check_values("zeros", zeros, 255 if format.codes == "liquid4" else 2**format.bits)
+    if format.codes == "liquid4":
+        _check_values("scales", plain.scales, 255)
+        assert zeros is not None
+        _check_bytes(plain.codes, plain.scales, zeros)
+    if plain.permutation is not None:
+        _check_permutation(plain.permutation)
+
+
+def _check_layout(plain: PlainCodes) -> None:
+    """Raises ValueError unless shapes and dtypes are those of the format."""
+    format, codes, scales = plain.format, plain.codes, plain.scales
+    if not format.is_packed:
+        raise ValueError(f"{format} is not packed: a plain array needs no packing")
+    format.require_matrix(codes.shape, "codes")
+    kind = code_kinds.of(format)
+    unsigned = kind.code_dtype == jnp.uint8 and jnp.issubdtype(codes.dtype, jnp.unsignedinteger)
+    if not unsigned and codes.dtype != kind.code_dtype:
+        wanted_dtype = "unsigned integers" if kind.code_dtype == jnp.uint8 else kind.code_dtype
+        raise ValueError(f"codes have dtype {codes.dtype}; expected {wanted_dtype}")
+    *leading, channels, outputs = codes.shape
+    groups = format.groups(channels), outputs
+    wanted = {
+        "scales": groups,
+        "zeros": groups if kind.has_zeros else None,
+        "permutation": None if plain.permutation is None else (channels,),
+        "channel_scales": (outputs,) if kind.has_channel_scales else None,
+        "table": (2**format.bits,) if kind.has_table else None,
+    }
+    for name, of_matrix in wanted.items():
+        expected = None if of_matrix is None else (*leading, *of_matrix)
+        array = getattr(plain, name)
+        found = None if array is None else array.shape
+        if found != expected:
+            raise ValueError(f"{name}: the shape is {found}, and {format} expects {expected}")
+    if scales.dtype.name not in kind.scale_dtypes:
+        raise ValueError(
+            f"scales have dtype {scales.dtype}; expected {' or '.join(kind.scale_dtypes)}"
+        )
+    for name, indices in (("zeros", plain.zeros), ("permutation", plain.permutation)):
+        if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ValueError(
+                f"{name}: the dtype is {indices.dtype}; expected integers: convert them"
+            )
+
+
+def _check_values(name: str, array: jax.Array, largest: int) -> None:
+    if not is_known(array):
+        return
+    with jax.ensure_compile_time_eval():  # under `jit`, too, of what is no argument there
+        low, high = int(array.min()), int(array.max())
+    if low < 0 or high > largest:
+        raise ValueError(f"{name} are {low} to {high}; expected 0 to {largest}")
+
+
+def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None:
+    if not is_known((codes, steps, offsets)):
+        return
+    with jax.ensure_compile_time_eval():
+        peaks = by_group(jnp.asarray(codes), steps.shape[-2]).max(-2)
+        peaks, steps, offsets = (jnp.asarray(x).astype(jnp.int32) for x in (peaks, steps, offsets))
+        largest = int((peaks * steps + offsets).max())
+    if largest > 255:  # a carry into the byte of another code
+        raise ValueError(
+            f"code · step + offset is up to {largest}; expected at most 255, a byte: choose "
+            "smaller steps or offsets"
+        )
+
+
+def _check_permutation(permutation: jax.Array) -> None:
+    if not is_known(permutation):
+        return
+    channels = permutation.shape[-1]
+    for found in np.asarray(permutation).reshape(-1, channels):
+        missing = np.setdiff1d(np.arange(channels), found)
+        if missing.size:  # else there is room for nothing else
+            raise ValueError(
+                f"permutation lacks {missing.size} of {channels} channels, such as {missing[0]}; "
+                f"expected each of 0 to {channels - 1} once"
+            )

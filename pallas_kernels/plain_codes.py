@@ -1,0 +1,70 @@
+"""A quantised weight before it is packed: plain codes, and what turns them into numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.checks import as_dtype
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.leading_axes import over_leading_axes
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "zeros", "permutation", "channel_scales", "table"],
+    meta_fields=["format"],
+)
+@dataclasses.dataclass(frozen=True)
+class PlainCodes:
+    """A weight W [..., K, N] as plain codes: what quantisers and checkpoints give, `pack` takes.
+
+    Row i of the codes belongs to group i // group_size and to input channel permutation[i], or i
+    without a permutation. Leading axes (experts, layers) stand in front of the shape of every
+    array, a table's too, so that `jax.vmap` and `jax.lax.scan` take one matrix after another.
+
+    format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
+    codes: [K, N], K a multiple of the group size, but any for `float8`, whose last group may be
+        cut: unsigned integers, int8 for `int8` and float8_e4m3fn for `float8`.
+    scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
+        `float8`, uint16 steps up to 255 for `liquid4`.
+    zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
+        `liquid4`, to 255; None for the others, and for symmetric codes: all have 2**(bits − 1).
+    permutation: integers [K], each of range(K) once (GPTQ's act-order), or None.
+    channel_scales: float32 [N], the second level of `liquid4`, else None.
+    table: float32 [2**bits], the values of `table…` codes, else None.
+    """
+
+    format: WeightFormat
+    codes: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None = None
+    permutation: jax.Array | None = None
+    channel_scales: jax.Array | None = None
+    table: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", WeightFormat.of(self.format))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, [..., K, N]."""
+        return self.codes.shape
+
+    def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+        """The weight [..., K, N] in the order of the input channels, computed in float32."""
+        dtype = as_dtype("dequantize: dtype", dtype)
+        return over_leading_axes(_dequantize, len(self.shape) - 2)(self).astype(dtype)
+
+
+@jax.jit
+def _dequantize(plain: PlainCodes) -> jax.Array:
+    from mpjax.kernels import codes as code_kinds  # here, as kinds of codes make PlainCodes
+
+    values = code_kinds.of(plain.format).dequantize(plain)
+    if plain.permutation is None:
+        return values
+    return jnp.zeros_like(values).at[plain.permutation].set(values)

@@ -11,14 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.checkpoint import awq, fp8, gptq
-from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.fp8_config import FP8Config
-from mpjax.checkpoint.linear import check_scales
-from mpjax.checkpoint.plan import LinearSource, Packing
+from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.errors import CheckpointError
-from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize
+from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
+from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite
 from mpjax.kernels.device import default_device
 from mpjax.kernels.quantize import why_out_of_range
@@ -50,8 +48,8 @@ def convert_linear(
 
 
 def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | QuantizedTensor:
-    if source.packing is not None:
-        return _packed_kernel(source, source.packing, read)
+    if source.scheme is not None:
+        return pack(_decode(source, source.scheme, read))
     info = source.tensors["weight"]
     weight = _to_device(read(info))
     if source.format is None:
@@ -62,28 +60,45 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
     return packed
 
 
-def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> QuantizedTensor:
-    # g_idx stays on the host: its values decide the order of the channels.
+def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
+    """The plain codes of a quantised module, as `pack` takes them."""
     tensors: dict[str, Any] = {
-        suffix: read(info) if suffix == "g_idx" else _to_device(read(info))
+        suffix: read(info) if suffix in scheme.on_host else _to_device(read(info))
         for suffix, info in source.tensors.items()
         if suffix != "bias"
     }
-    if isinstance(packing, FP8Config):
-        check_scales(source.name, tensors[packing.scale_name])
-        fp8.check_codes(source.name, tensors["weight"])
-        return pack(fp8.decode(tensors, packing, source.name, source.shape))
-    check_scales(source.name, tensors["scales"])
-    if isinstance(packing, AWQConfig):
-        plain = awq.decode(tensors, packing, source.name, source.shape)
-    else:
-        plain = gptq.decode(tensors, packing, source.name, source.shape)
-    plain = dataclasses.replace(plain, scales=_narrow(source.name, plain.scales))
-    # Seen rather than believed: writers differ by one in how they store zero points.
-    if bool(jnp.all(plain.zeros == 2 ** (plain.format.bits - 1))):
-        symmetric = dataclasses.replace(plain.format, symmetric=True)
-        plain = dataclasses.replace(plain, format=symmetric, zeros=None)
-    return pack(plain)
+    plain = scheme.decode(tensors, source.name, source.shape)
+    check_scales(source.name, plain.scales)
+    plain = dataclasses.replace(plain, scales=_narrow(source.name, plain))
+    return _seen_symmetric(plain)
+
+
+def _seen_symmetric(plain: PlainCodes) -> PlainCodes:
+    """The codes without zero points where all are the middle.
+
+    That is seen rather than believed: writers differ by one in how they store zero points.
+    """
+    format = plain.format
+    if not format.codes.startswith("uint") or plain.zeros is None:
+        return plain
+    if not bool(jnp.all(plain.zeros == 2 ** (format.bits - 1))):
+        return plain
+    return dataclasses.replace(
+        plain, format=dataclasses.replace(format, symmetric=True), zeros=None
+    )
+
+
+def check_scales(name: str, scales: jax.Array) -> None:
+    """Raises CheckpointError when a module's scales have a NaN or an infinity.
+
+    name: the module. scales: any float dtype and shape; counted on its device, and waited for.
+    """
+    count = int(_count_non_finite(scales))
+    if count:
+        raise CheckpointError(
+            f"{name}: {count} of the {scales.size} scales are NaN or infinite; "
+            "the checkpoint is damaged, or its quantisation overflowed"
+        )
 
 
 def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Array | None:
@@ -100,9 +115,10 @@ def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Arr
     return None
 
 
-def _narrow(name: str, scales: jax.Array) -> jax.Array:
-    """Scales in 16 bits, exactly: packed tensors hold them so."""
-    if scales.dtype != jnp.float32:
+def _narrow(name: str, plain: PlainCodes) -> jax.Array:
+    """Scales in 16 bits, exactly, where packed tensors of the format hold them so."""
+    scales = plain.scales
+    if scales.dtype != jnp.float32 or "float32" in code_kinds.of(plain.format).scale_dtypes:
         return scales
     for dtype in (jnp.float16, jnp.bfloat16):
         narrow = scales.astype(dtype)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mpjax.checkpoint.packed_module import describe
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.checkpoint.schemes.checks import describe
 from mpjax.errors import CheckpointError
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.models.parameters import names_of

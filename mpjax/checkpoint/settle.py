@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.fp8_config import SCALE_NAMES
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.models.parameters import name_of
@@ -35,15 +34,6 @@ def settle(
     if is_open and stored is not None and stored.dtype.name in FLOAT_DTYPES:
         config = dataclasses.replace(config, dtype=stored.dtype.name)
     return checkpoint, config
-
-
-def is_packed(checkpoint: Checkpoint) -> bool:
-    """Whether any of its tensors is a quantised module's, whatever config.json says."""
-    suffixes = (".qweight", *(f".{name}" for name in SCALE_NAMES.values()))
-    return any(
-        name.endswith(suffixes) or info.dtype.name.startswith("float8")
-        for name, info in checkpoint.tensors.items()
-    )
 
 
 def _settle_head(

@@ -4,23 +4,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.convert import convert_array, convert_linear
-from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.convert import check_scales, convert_array, convert_linear
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.checkpoint.schemes.awq import AWQScheme
+from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.models import LinearPlace
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 
 SHAPE, SIZE = (64, 32), 32
-AWQ = AWQConfig(SIZE)
-GPTQ = GPTQConfig(4, SIZE)
+AWQ = AWQScheme(SIZE)
+GPTQ = GPTQScheme(4, SIZE)
 UINT4 = WeightFormat("uint4", SIZE)
 
 
@@ -37,9 +38,9 @@ class Files:
     def read(self, info):
         return self.arrays[info.name]
 
-    def source(self, name, tensors, packing=None, format=None, shape=SHAPE):
+    def source(self, name, tensors, scheme=None, format=None, shape=SHAPE):
         infos = {suffix: self.add(f"{name}.{suffix}", a) for suffix, a in tensors.items()}
-        return LinearSource(name, shape, infos, packing, format)
+        return LinearSource(name, shape, infos, scheme, format)
 
 
 def place(*names, bias=False):
@@ -318,3 +319,12 @@ def test_modules_of_one_shape_share_their_compilation(rng, caplog):
         assert not compiled()
         jax.jit(lambda x: x + 1)(weights)
         assert len(compiled()) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_check_scales(dtype):
+    scales = jnp.ones((4, 6), dtype)
+    check_scales("model.layers.0.mlp.up_proj", scales)
+    damaged = scales.at[0, 1].set(jnp.nan).at[2, 3].set(jnp.inf).at[3, 5].set(-jnp.inf)
+    with pytest.raises(CheckpointError, match=r"^model\.layers\.0\.mlp\.up_proj: 3 of the 24"):
+        check_scales("model.layers.0.mlp.up_proj", damaged)

@@ -248,7 +248,7 @@ def test_planned_bytes_are_what_the_model_takes(written, tmp_path, rng):
         pack_random(tensors, hf, name, rng, g_idx)
     write_checkpoint(tmp_path, hf, tensors)
     model = huggingface.load(tmp_path)
-    packing = huggingface.read_packing(tmp_path, hf)
+    packing = huggingface.read_scheme(tmp_path, hf)
     plan = make_plan(Checkpoint.open(tmp_path), type(model), model.config, packing, None)
     shared = 2 * 4 * 64 * 3 if written and written.get("desc_act") else 0  # int32, once for q, k, v
     assert plan.device_bytes - shared == nbytes(model)

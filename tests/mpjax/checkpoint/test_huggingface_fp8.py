@@ -81,7 +81,7 @@ def test_every_weight_is_what_the_file_says(name, model, sizes, tmp_path, rng):
         Checkpoint.open(folder),
         type(lm.model),
         lm.model.config,
-        huggingface.read_packing(folder, huggingface.read_config(folder)),
+        huggingface.read_scheme(folder, huggingface.read_config(folder)),
         None,
     )
     assert plan.device_bytes == nbytes(lm.model)

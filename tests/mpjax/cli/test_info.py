@@ -93,7 +93,7 @@ def test_help_explains_the_rows_and_the_keys():
     [
         (
             lambda config: {"rms_norm_eps": "0.1"},
-            "rms_norm_eps is '0.1': expected a positive number",
+            "config: rms_norm_eps is '0.1': expected a positive number",
         ),
         (lambda config: {"layers": config["layers"] * 50_000}, "there are 100000 layers and only"),
     ],
@@ -118,7 +118,10 @@ def test_an_older_format_is_one_sentence(tmp_path):
         arguments = [str(tmp_path)] if command == "info" else ["x", "--model", str(tmp_path)]
         result = CliRunner().invoke(app, [command, *arguments])
         assert (result.exit_code, result.stdout) == (1, "")
-        assert "has the format version 3: this mpjax reads version 4; install the" in result.stderr
+        assert (
+            "has the format version 3: this mpjax reads versions 4 and 5; install the"
+            in result.stderr
+        )
         assert result.stderr.count("\n") == 1
 
 

@@ -107,7 +107,7 @@ def test_a_precision_must_agree(stored, tmp_path):
     folder = write_checkpoint(tmp_path, HF, stored[0])
     assert mpjax.load(folder, precision="W8g32A16KV8").precision == "W8g32symA16KV8"
     with pytest.raises(
-        ValueError, match="is a bytes checkpoint of W8g32 that .*: ask for W8g32A16"
+        ValueError, match=r"is a bytes checkpoint of W8g32 that .*: ask for W8g32A16"
     ):
         mpjax.load(folder, precision="W4A16KV8")
 

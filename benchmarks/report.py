@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import quantization, summary
 from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import ProductFormat, WeightFormat
 from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm.plans import TABLES, Problem, plan_by_rule
 from mpjax.kernels.gemm.shapes import MODELS
@@ -207,7 +207,7 @@ def _gemm(results: Results, folder: Path) -> list[str]:
 
 def _is_partial(row: dict[str, Any]) -> bool:
     """Whether a product is not the whole one that runs by itself."""
-    is_rounded = row.get("rounded") and WeightFormat.parse(row["format"]).activations is not None
+    is_rounded = row.get("rounded") and WeightFormat.parse(row["format"]).operand is not None
     return bool(row.get("forced") or row.get("in_model") or is_rounded)
 
 
@@ -216,7 +216,7 @@ def runs_otherwise(row: dict[str, Any], device: str) -> bool:
     if row.get("forced") or "configuration" not in row or device not in GPUS:
         return False
     format = WeightFormat.parse(row["format"])
-    problem = Problem(row["M"], format, row["K"], row["N"], GPUS[device])
+    problem = Problem(row["M"], ProductFormat.of(format), row["K"], row["N"], GPUS[device])
     table = TABLES.read(SHIPPED / file_name(device), device)
     entry = TABLES.find(table, TABLES.key_of(problem))
     plan = entry.plan if entry else plan_by_rule(problem)

@@ -50,11 +50,11 @@ class DecoderLayer(nnx.Module):
         cache, where no gradient is wanted, 8-bit activations are rounded on the way, too.
         """
         cached, mlp = span is not None, typing.cast(MLP, self.mlp)
-        format = self.attention.qkv.format if cached else None
+        format = self.attention.qkv.activations if cached else None
         residual, x = self.attention_norm.add(terms, residual, format)
         attended, pages = self.attention.attend(x, angles, pages, span)
         terms = self.attention.output.terms(attended)
-        format = mlp.format if cached else None
+        format = mlp.activations if cached else None
         residual, x = self.mlp_norm.add(terms, residual, format)
         return mlp.terms(x, quantized=cached), residual, pages
 

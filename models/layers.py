@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import (
+    ActivationFormat,
     QuantizedActivations,
     QuantizedTensor,
-    WeightFormat,
     add_rms_norm,
     matmul,
     matmul_terms,
@@ -84,12 +84,12 @@ class Linear(nnx.Module):
         return self(x)[None]
 
     @property
-    def format(self) -> WeightFormat | None:
-        """The format of a packed kernel; None of a plain one or one with a permutation."""
+    def activations(self) -> ActivationFormat:
+        """What activations may become before they come here: 16 bits with a permutation."""
         kernel: Any = self.kernel.get_value()
         if not isinstance(kernel, QuantizedTensor) or kernel.permutation is not None:
-            return None
-        return kernel.format
+            return ActivationFormat()
+        return ActivationFormat.of(kernel.format)
 
 
 class FusedLinear(nnx.Module):
@@ -111,10 +111,10 @@ class FusedLinear(nnx.Module):
         return cls([Linear.create(shape, bias=maps.bias, dtype=dtype, rngs=rngs)], sizes)
 
     @property
-    def format(self) -> WeightFormat | None:
-        """The packed format that all parts share, or None."""
-        formats = {part.format for part in self.parts}
-        return formats.pop() if len(formats) == 1 else None
+    def activations(self) -> ActivationFormat:
+        """What activations may become before they come here; 16 bits where parts differ."""
+        formats = {part.activations for part in self.parts}
+        return formats.pop() if len(formats) == 1 else ActivationFormat()
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., sum of sizes] whose sum are all outputs side by side."""
@@ -146,12 +146,11 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
     def add(
-        self, terms: jax.Array, residual: jax.Array | None, format: WeightFormat | str | None
+        self, terms: jax.Array, residual: jax.Array | None, format: ActivationFormat | str | None
     ) -> tuple[jax.Array, Activations]:
         """The residual stream with the sum of `terms` added to it, and its norm.
 
-        format: of the weight that the norm is for; where it multiplies activations of 8 bits, the
-        norm comes quantised. See `add_rms_norm`.
+        format: what the norm becomes. See `add_rms_norm`.
         """
         weight = self.weight.get_value()
         return add_rms_norm(terms, residual, weight, self.epsilon, format=format)

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import jax
 from flax import nnx
 
-from mpjax.kernels import WeightFormat, gated_silu
+from mpjax.kernels import ActivationFormat, gated_silu
 from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, as_activations
 
@@ -17,8 +17,8 @@ class MLP(Protocol):
     """What a DecoderLayer asks of the module that an MLPSpec builds."""
 
     @property
-    def format(self) -> WeightFormat | None:
-        """The packed format of the weights that multiply the input, or None."""
+    def activations(self) -> ActivationFormat:
+        """What its input may become before it comes here."""
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the map of x [..., hidden].
@@ -57,18 +57,18 @@ class GatedMLP(nnx.Module):
         self.down = Linear.create(down.shapes[0], bias=down.bias, dtype=config.dtype, rngs=rngs)
 
     @property
-    def format(self) -> WeightFormat | None:
-        """The packed format of gate and up, or None."""
-        return self.gate_up.format
+    def activations(self) -> ActivationFormat:
+        """What gate and up allow their input to become."""
+        return self.gate_up.activations
 
-    def gated(self, x: Activations, format: WeightFormat | str | None = None) -> Activations:
-        """SiLU(gate(x)) · up(x) [..., inner], quantised if a weight of `format` wants that."""
+    def gated(self, x: Activations, format: ActivationFormat | str | None = None) -> Activations:
+        """SiLU(gate(x)) · up(x) [..., inner], quantised if `format` says so."""
         x = as_activations("GatedMLP: x", x)
         return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the map of x [..., hidden]; see MLP."""
-        return self.down.terms(self.gated(x, self.down.format if quantized else None))
+        return self.down.terms(self.gated(x, self.down.activations if quantized else None))
 
     def __call__(self, x: Activations) -> jax.Array:
         """Maps [..., hidden] to the same shape."""

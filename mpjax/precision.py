@@ -69,7 +69,7 @@ class Precision:
             raise ValueError("a mixture takes two formats or more, and no weights beside it")
         if self.bits not in (16, 32):
             raise ValueError(f"bits is {shown(self.bits)}: expected 16 or 32")
-        if self.formats and all(format.activations for format in self.formats):
+        if self.formats and all(format.operand for format in self.formats):
             object.__setattr__(self, "bits", 16)  # there is nothing of which it says something
 
     @classmethod
@@ -153,7 +153,7 @@ def describe_weights(format: WeightFormat, bits: int = 16) -> str:
     if not format.is_packed:
         return f"W{bits}"
     for (weights, activations), (codes, usual) in _FORMATS.items():
-        if (codes, _ACTIVATIONS[activations]) == (format.codes, format.activations):
+        if (codes, _ACTIVATIONS[activations]) == (format.codes, format.operand):
             size = "K" if format.group_size is None else format.group_size
             group = "" if format.group_size == usual else f"g{size}"
             suffix = "" if activations == "16" else f"A{activations}"

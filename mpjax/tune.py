@@ -18,7 +18,14 @@ import numpy as np
 from mpjax.bench import measure
 from mpjax.checkpoint import huggingface, restoring
 from mpjax.checkpoint.description import is_saved
-from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms, quantize
+from mpjax.kernels import (
+    ProductFormat,
+    QuantizedTensor,
+    WeightFormat,
+    matmul,
+    matmul_terms,
+    quantize,
+)
 from mpjax.kernels.device import limits
 from mpjax.kernels.gemm import plans as gemm_plans
 from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan, Problem
@@ -54,7 +61,8 @@ class Job:
     @property
     def problem(self) -> Problem:
         """The product, on the default device."""
-        return Problem(self.rows, self.format, self.channels, self.outputs, limits())
+        format = ProductFormat.of(self.format)
+        return Problem(self.rows, format, self.channels, self.outputs, limits())
 
     @property
     def key(self) -> Key:

@@ -16,6 +16,7 @@ from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.scales import cache_scales
 from mpjax.kernels.partition import partition_specs
 from mpjax.kernels.plain_codes import PlainCodes
+from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 from mpjax.kernels.quantize import quantize
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
@@ -23,11 +24,13 @@ from mpjax.kernels.rotary.reference import HeadNorms
 from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows, rms_norm
 
 __all__ = [
+    "ActivationFormat",
     "HeadNorms",
     "KVFormat",
     "KVPages",
     "PagedKVCache",
     "PlainCodes",
+    "ProductFormat",
     "QuantizedActivations",
     "QuantizedTensor",
     "UnsupportedError",

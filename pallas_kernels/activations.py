@@ -12,6 +12,7 @@ from mpjax.kernels.arithmetic import largest_magnitude
 from mpjax.kernels.checks import as_array, as_dtype, require_floats
 from mpjax.kernels.codes import float8
 from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
+from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 
 # Largest magnitudes below this count as zero: their reciprocals would overflow.
 NEARLY_ZERO = 1e-30
@@ -48,35 +49,38 @@ class QuantizedActivations:
 
 
 def quantize_activations(
-    x: jax.Array, format: WeightFormat | str, dtype: jax.typing.DTypeLike | None = None
+    x: jax.Array,
+    format: ActivationFormat | ProductFormat | WeightFormat | str,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> QuantizedActivations:
-    """Rounds x [..., K] to what `format` multiplies with.
+    """Rounds x [..., K] to what `format` says.
 
     The scale of a token is its largest magnitude over 127 (int8) or 448 (float8), and NaN where
-    the token has NaN or infinities. Formats with FP8 weights in groups have one for each token and
-    group (DeepSeek-V3), of which the last may be cut. A pure function of x: under `jit`, XLA fuses
-    it into whatever produces x. There may be no tokens.
-    format: a WeightFormat, or what WeightFormat.parse reads, such as "int8/int8".
+    the token has NaN or infinities. In `float8:g128` there is one for each token and group of
+    channels (DeepSeek-V3), of which the last may be cut. A pure function of x: under `jit`, XLA
+    fuses it into whatever produces x. There may be no tokens.
+    format: an ActivationFormat, the format of a product, or that of a weight, for what meets it by
+        default; or the text of one, such as "float8:g128" or "int8/int8".
     dtype: of products with the result; that of x where it is None.
 
     Raises ValueError where the format has 16-bit activations, and where x has no channels.
     """
     x = as_array("quantize_activations: x", x)
     require_floats("quantize_activations", x=x)
-    format = WeightFormat.of(format)
-    if format.activations is None:
-        raise ValueError(f"{format} multiplies 16-bit activations: there is nothing to quantise")
+    wanted = ActivationFormat.of(format)
+    if wanted.values is None:
+        raise ValueError(f"{format} has 16-bit activations: there is nothing to quantise")
     if not x.shape or x.shape[-1] == 0:
         raise ValueError(f"x has shape {x.shape}; expected [..., K] with one channel or more")
     channels = x.shape[-1]
-    size = format.group_size if format.codes == "float8" and format.group_size else channels
+    size = wanted.group_size or channels
     wide = _runs(x.astype(jnp.float32), size)
-    top = 127.0 if format.activations == "int8" else float8.LARGEST
+    top = 127.0 if wanted.values == "int8" else float8.LARGEST
     peaks = largest_magnitude(wide, -1)
     peaks = jnp.where(peaks < NEARLY_ZERO, top, peaks)
     scales = peaks * (1 / top)
     scaled = wide * (top / peaks)[..., None]  # one division for each scale
-    if format.activations == "int8":
+    if wanted.values == "int8":
         values = jnp.round(scaled).astype(jnp.int8)  # at most 127: scaled exceeds it by rounding
     else:
         values = float8.to_float8(scaled)

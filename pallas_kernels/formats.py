@@ -21,11 +21,11 @@ FLAT_BLOCK = 128
 
 
 class _Rule(NamedTuple):
-    """What a kind of codes can be combined with; the first of `activations` is the default."""
+    """What a kind of codes can be combined with; the first of `operands` is the default."""
 
     bits: int
     group_sizes: tuple[int | None, ...]
-    activations: tuple[str | None, ...] = (None,)
+    operands: tuple[str | None, ...] = (None,)
     can_be_symmetric: bool = False
 
 
@@ -75,14 +75,15 @@ class WeightFormat:
     group_size: input channels that share parameters, or None for all.
     symmetric: whether all zero points of `uint4` or `uint8` are 2**(bits − 1), which kernels for
         bfloat16 decode in fewer instructions.
-    activations: what the activations are quantised to on the fly, `int8` or `float8`, or None for
-        16-bit activations.
+    operand: what codes are decoded to for the tensor cores, `int8` or `float8`, or None for the
+        dtype of 16-bit activations. Words are as wide. `ProductFormat` says what activations meet
+        it.
     """
 
     codes: str
     group_size: int | None = None
     symmetric: bool = False
-    activations: str | None = None
+    operand: str | None = None
 
     def __post_init__(self) -> None:
         require_type("the codes of a weight format", self.codes, str)
@@ -104,18 +105,18 @@ class WeightFormat:
             raise ValueError(f"symmetric is {shown(self.symmetric)}: expected True or False")
         if self.symmetric and not rule.can_be_symmetric:
             raise ValueError(f"{self.codes} has no zero point, so that it can't be symmetric")
-        if self.activations is None:
-            object.__setattr__(self, "activations", rule.activations[0])
-        known = self.activations is None or isinstance(self.activations, str)
-        if not known or self.activations not in rule.activations:
+        if self.operand is None:
+            object.__setattr__(self, "operand", rule.operands[0])
+        known = self.operand is None or isinstance(self.operand, str)
+        if not known or self.operand not in rule.operands:
             raise ValueError(
-                f"{self.codes} with activations {shown(self.activations)}: expected "
-                + " or ".join(a or "none (16 bits)" for a in rule.activations)
+                f"{self.codes} with the operand {shown(self.operand)}: expected "
+                + " or ".join(operand or "none (16 bits)" for operand in rule.operands)
             )
 
     @classmethod
     def parse(cls, text: str) -> WeightFormat:
-        """Reads `codes[:gSIZE][:sym][/activations]`; SIZE is a number, or K (the default) for all.
+        """Reads `codes[:gSIZE][:sym][/operand]`; SIZE is a number, or K (the default) for all.
 
         Capitals and spaces around it don't matter. Raises ValueError that says what is wrong.
         """
@@ -128,9 +129,9 @@ class WeightFormat:
                 f"can't read the weight format {text!r}{hint}: expected, for example, uint4:g128, "
                 "uint8:gK:sym, table3:g64, float8:g128/float8 or bfloat16"
             )
-        codes, size, symmetric, activations = match.groups()
+        codes, size, symmetric, operand = match.groups()
         group_size = None if size in (None, "k") else int(size)
-        return cls(codes, group_size, symmetric is not None, activations)
+        return cls(codes, group_size, symmetric is not None, operand)
 
     @classmethod
     def of(cls, format: WeightFormat | str) -> WeightFormat:
@@ -141,7 +142,7 @@ class WeightFormat:
         if not self.is_packed:
             return self.codes
         group = "K" if self.group_size is None else self.group_size
-        suffix = f"/{self.activations}" if self.activations else ""
+        suffix = f"/{self.operand}" if self.operand else ""
         return f"{self.codes}:g{group}" + (":sym" if self.symmetric else "") + suffix
 
     def require_matrix(self, shape: tuple[int, ...], name: str = "the matrix") -> None:
@@ -174,7 +175,7 @@ class WeightFormat:
     @property
     def word_bits(self) -> int:
         """Bits of a word: those of the operand that it becomes, whose way it takes."""
-        return 8 if self.activations else 16
+        return 8 if self.operand else 16
 
     @property
     def columns(self) -> int:
@@ -243,9 +244,9 @@ class WeightFormat:
 def _formats() -> list[WeightFormat]:
     """All that there are."""
     return [
-        WeightFormat(codes, size, symmetric, activations)
+        WeightFormat(codes, size, symmetric, operand)
         for codes, rule in _RULES.items()
         for size in rule.group_sizes
         for symmetric in ((False, True) if rule.can_be_symmetric else (False,))
-        for activations in rule.activations
+        for operand in rule.operands
     ]

@@ -37,7 +37,8 @@ def partition_specs(
     """
     require_type("partition_specs: tensor", tensor, QuantizedTensor)
     stack, (channels, outputs) = tensor.shape[:-2], tensor.shape[-2:]
-    leading = (None,) * len(stack) if leading is None else tuple(leading)
+    leading = (None,) * len(stack) if leading is None else leading
+    require_type("partition_specs: leading", leading, tuple, hint=" of names, or None")
     if len(leading) != len(stack):
         raise ValueError(
             f"partition_specs: leading names {len(leading)} axes, and the tensor has {len(stack)} "
@@ -45,9 +46,9 @@ def partition_specs(
         )
     counts = _Counts(mesh)
     for name, size in zip(leading, stack, strict=True):
-        counts.require_equal_shards(name, size, "matrices")
-    counts.require_equal_shards(n, outputs, "output channels")
-    if (count := counts.take(k)) > 1:
+        counts.require_equal_shards("leading", name, size, "matrices")
+    counts.require_equal_shards("n", n, outputs, "output channels")
+    if (count := counts.take("k", k)) > 1:
         _require_blocks(tensor, channels, count)
 
     def spec(array: jax.Array | None, *of_matrix: AxisNames) -> PartitionSpec | None:
@@ -90,21 +91,24 @@ class _Counts:
         self.free = dict(mesh.shape)
         self.names = ", ".join(map(repr, self.free))
 
-    def take(self, names: AxisNames) -> int:
+    def take(self, argument: str, names: AxisNames) -> int:
         """The number of shards along axes that nothing has taken yet."""
         count = 1
-        for name in (names,) if names is None or isinstance(names, str) else names:
-            if name is not None and name not in self.free:
+        for name in names if isinstance(names, tuple) else (names,):
+            if name is None:
+                continue
+            if not isinstance(name, str) or name not in self.free:
                 raise ValueError(
-                    f"partition_specs: {shown(name)} is no axis of the mesh, or named twice: "
-                    f"expected each of {self.names} once at most"
+                    f"partition_specs: {argument} names {shown(name)}, which is no axis of the "
+                    f"mesh, or is named twice: expected each of {self.names} once at most"
                 )
-            count *= 1 if name is None else self.free.pop(name)
+            count *= self.free.pop(name)
         return count
 
-    def require_equal_shards(self, names: AxisNames, size: int, things: str) -> None:
+    def require_equal_shards(self, argument: str, names: AxisNames, size: int, things: str) -> None:
         """Raises ValueError unless the axes divide so many things into equal shards."""
-        if size % (count := self.take(names)):
+        if size % (count := self.take(argument, names)):
             raise ValueError(
-                f"partition_specs: {size} {things} can't be divided among {count} shards equally"
+                f"partition_specs: {size} {things} can't be divided among {count} shards equally "
+                f"({argument} names {shown(names)})"
             )

@@ -186,7 +186,7 @@ def _format(
     floor = measure.floor_microseconds(weights)
     multiply = matmul_terms if sweep.in_model else matmul
     product = functools.partial(multiply, implementation=sweep.implementation)
-    is_rounded = (sweep.in_model or sweep.rounded) and format.activations is not None
+    is_rounded = (sweep.in_model or sweep.rounded) and format.operand is not None
     for rows in sweep.rows:
         count = copies(shape, rows, nbytes)
         xs = _activations(shape, rows, count)

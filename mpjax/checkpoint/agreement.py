@@ -34,7 +34,7 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
             return choice
     if precision.mixture and len(scheme.choices) == 1:
         return scheme  # single modules may have other formats: `require_mixture` sees them
-    found = describe_weights(dataclasses.replace(scheme.weights, activations=None))
+    found = describe_weights(dataclasses.replace(scheme.weights, operand=None))
     raise ValueError(
         f"precision is {precision}, but {folder} is {scheme.article} {scheme.title} checkpoint of "
         f"{found} that can't be quantised again: ask for {names(scheme, precision.kv)}, or load a "

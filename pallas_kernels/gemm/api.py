@@ -19,6 +19,7 @@ from mpjax.kernels.gemm.plans import Implementation, Problem
 from mpjax.kernels.gemm.plans.limits import can_be_operand
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.manual_axes import vary_alike
+from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 from mpjax.kernels.quantized_tensor import QuantizedTensor, with_scales
 from mpjax.kernels.rowwise.api import quantize_rows
 
@@ -30,10 +31,11 @@ def matmul(
     implementation: Implementation | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     scales: jax.Array | None = None,
+    activations: ActivationFormat | str | None = None,
 ) -> jax.Array:
     """Multiplies x [..., K] by weight [K, N]: [..., N], summed in float32 or, for int8, in int32.
 
-    A plain weight is a plain dot. For a QuantizedTensor whose format has 8-bit activations, x is
+    A plain weight is a plain dot. For a QuantizedTensor whose codes become 8-bit operands, x is
     quantised first (`quantize_activations`), or comes quantised. The implementation is looked up
     for the device, the shape and the number of rows, or forced:
 
@@ -48,6 +50,8 @@ def matmul(
 
     out_dtype: the dtype of x unless it is given; beside a plain weight, what `jnp.dot` gives.
     scales: [groups, N] in the place of those in the weight.
+    activations: what x becomes, where it comes as an array: by default what meets the weight's
+        operand (`ProductFormat`), and nothing else can.
 
     Differentiable with respect to x and `scales` (FLUTE's learned scales), and to the table and
     the channel scales of a weight that has them, where x comes as an array, in reverse (grad, vjp;
@@ -59,15 +63,20 @@ def matmul(
     x, weight = _read("matmul", x, weight)
     if isinstance(weight, QuantizedTensor):
         terms = matmul_terms(
-            x, weight, implementation=implementation, out_dtype=out_dtype, scales=scales
+            *(x, weight),
+            implementation=implementation,
+            out_dtype=out_dtype,
+            scales=scales,
+            activations=activations,
         )
         # XLA fuses this sum, in a fixed order, into whatever consumes the product.
         dtype = _out_dtype(x, out_dtype)
         return terms[0] if terms.shape[0] == 1 else terms.sum(0).astype(dtype)
     if isinstance(x, QuantizedActivations):
         raise ValueError("matmul: x is quantised, but the weight is a plain array")
-    if scales is not None:
-        raise ValueError("matmul: there are scales, but the weight is a plain array")
+    for name, value in (("scales", scales), ("activations", activations)):
+        if value is not None:
+            raise ValueError(f"matmul: there are {name}, but the weight is a plain array")
     if implementation is not None:
         raise ValueError(
             f"matmul: implementation is {implementation!r}, but the weight is a plain array, "
@@ -84,6 +93,7 @@ def matmul_terms(
     implementation: Implementation | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     scales: jax.Array | None = None,
+    activations: ActivationFormat | str | None = None,
 ) -> jax.Array:
     """Terms [splits, ..., N] whose sum over the first axis is `matmul`: float32, or one, rounded.
 
@@ -96,12 +106,14 @@ def matmul_terms(
         scales = as_array("matmul: scales", scales)
     if not isinstance(x, QuantizedActivations) and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"matmul: x is {x.dtype}; expected floating point beside a packed weight")
-    dtype = _out_dtype(x, out_dtype)
+    format, dtype = ProductFormat.of(weight.format, activations), _out_dtype(x, out_dtype)
     outputs = *x.shape[:-1], weight.shape[1]
     if 0 in x.shape:  # any implementation can do that, but not one that does not exist
         choose("matmul", implementation, "reference", get_args(Implementation), lambda _: None)
         return jnp.zeros((1, *outputs), dtype)
-    multiply = functools.partial(_multiply_rows, dtype=dtype, implementation=implementation)
+    multiply = functools.partial(
+        _multiply_rows, format=format, dtype=dtype, implementation=implementation
+    )
     if isinstance(x, QuantizedActivations):
         if scales is not None:
             weight = with_scales(weight, scales)
@@ -147,11 +159,12 @@ def _out_dtype(
 def _multiply_rows(
     rows: jax.Array | QuantizedActivations,
     weight: QuantizedTensor,
+    format: ProductFormat,
     dtype: jnp.dtype,
     implementation: Implementation | None,
 ) -> jax.Array:  # [splits, M, N]
     if isinstance(rows, QuantizedActivations):
-        _check_activations(rows, weight)
+        _check_activations(rows, format)
     if weight.permutation is not None:  # into the packed order
         if isinstance(rows, QuantizedActivations):
             raise ValueError("matmul: x is quantised, but the weight has a permutation of channels")
@@ -159,8 +172,8 @@ def _multiply_rows(
         weight = dataclasses.replace(weight, permutation=None)
     if weight.format.symmetric and rows.dtype != jnp.bfloat16:
         # Where symmetry makes nothing cheaper, the plans of other weights are the better ones.
-        format = dataclasses.replace(weight.format, symmetric=False)
-        weight = dataclasses.replace(weight, format=format)
+        unsymmetric = dataclasses.replace(weight.format, symmetric=False)
+        weight = dataclasses.replace(weight, format=unsymmetric)
     problem = Problem.of(rows.shape[0], weight)
     plan = plans.plan_of(problem)
     if plan.implementation == "mosaic" and _why_not("mosaic", rows, weight) is not None:
@@ -175,9 +188,9 @@ def _multiply_rows(
         get_args(Implementation),
         lambda name: _why_not(name, rows, weight),
     )
-    if weight.format.activations and not isinstance(rows, QuantizedActivations):
+    if format.activations.values and not isinstance(rows, QuantizedActivations):
         choice: Literal["reference"] | None = "reference" if name == "reference" else None
-        rows = quantize_rows(rows, weight.format, implementation=choice)
+        rows = quantize_rows(rows, format.activations, implementation=choice)
     if name == "reference":
         return reference.matmul(rows, weight, dtype)[None]
     if name == "xla":
@@ -200,18 +213,18 @@ def _why_not(
         if format.is_flat and format.group_size is None:
             return None
         return f"{format} is not a plain 8-bit matrix with a scale per output channel"
-    if format.activations is None and rows.dtype not in (jnp.bfloat16, jnp.float16):
+    if format.operand is None and rows.dtype not in (jnp.bfloat16, jnp.float16):
         return f"activations are {rows.dtype}, expected bfloat16 or float16"
     if reason := device.why_triton_cannot_run():
         return reason
     if name == "mosaic":
         if reason := plans.why_not_warpgroups(Problem.of(rows.shape[0], weight)):
             return reason
-        in_operand = format.group_size is not None and format.activations is None
+        in_operand = format.group_size is not None and format.operand is None
         if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(rows.dtype)):
             return f"scales are {weight.scale_dtype}, whose range {rows.dtype} does not have"
-    if name == "triton" and format.activations:
-        if format.activations == "float8" and (reason := device.why_not_float8()):
+    if name == "triton" and format.operand:
+        if format.operand == "float8" and (reason := device.why_not_float8()):
             return reason
         return device.why_too_large(max(math.prod(rows.shape), weight.words.size))
     if name == "dequantize" and weight.channel_scales is not None:  # to 8 bits
@@ -220,18 +233,15 @@ def _why_not(
     return None
 
 
-def _check_activations(x: QuantizedActivations, weight: QuantizedTensor) -> None:
-    format = weight.format
-    if format.activations is None:
+def _check_activations(x: QuantizedActivations, format: ProductFormat) -> None:
+    wanted = format.activations
+    if wanted.values is None:
         raise ValueError(f"matmul: x is quantised, but {format} multiplies 16-bit activations")
-    dtype = jnp.int8 if format.activations == "int8" else jnp.float8_e4m3fn
-    groups = 1
-    if format.codes == "float8" and format.group_size is not None:
-        groups = format.groups(weight.shape[0])
-    if x.values.dtype != dtype or x.scales.shape != (*x.shape[:-1], groups):
+    shape = *x.shape[:-1], wanted.groups(x.shape[-1])
+    if x.values.dtype != wanted.dtype or x.scales.shape != shape:
         raise ValueError(
             f"matmul: x has {x.values.dtype} values and scales of shape {x.scales.shape}; {format} "
-            f"expects {jnp.dtype(dtype)} and {(*x.shape[:-1], groups)}: use quantize_activations"
+            f"expects {wanted.dtype} and {shape}: use quantize_activations"
         )
 
 

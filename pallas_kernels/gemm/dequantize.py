@@ -33,7 +33,7 @@ def matmul(
     # several layers ahead of time, and hold them all.
     words, x = jax.lax.optimization_barrier((weight.words, x))
     weight = dataclasses.replace(weight, words=words)
-    if weight.format.activations == "int8":
+    if weight.format.operand == "int8":
         assert isinstance(x, QuantizedActivations)
         if weight.channel_scales is None:
             return xla.matmul(x, weight, out_dtype)  # a plain matrix already

@@ -21,9 +21,11 @@ from mpjax.kernels.checks import (
 )
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.implementation import choose
+from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 from mpjax.kernels.rowwise import reference, triton
 
 Implementation = Literal["triton", "reference"]
+Format = ActivationFormat | ProductFormat | WeightFormat | str
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -48,7 +50,7 @@ def add_rms_norm(
     weight: jax.Array,
     epsilon: float,
     *,
-    format: WeightFormat | str | None = None,
+    format: Format | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
     """Adds terms to the residual stream, and normalises it: x / √(mean(x²) + ε) · weight.
@@ -57,9 +59,9 @@ def add_rms_norm(
     residual: [..., H], or None for none.
     weight: [H]; its dtype is that of the results.
     epsilon: a number that the kernel is compiled for; one that is traced is left to XLA.
-    format: of the weight that the result is multiplied with, a WeightFormat or what
-        WeightFormat.parse reads: where its activations have 8 bits and one scale per token, the
-        result is quantised here.
+    format: what the result becomes, an ActivationFormat, or the format of the product or weight
+        that it is for, or a text of one: codes of 8 bits with one scale per token are made here;
+        those with scales of groups are left to the product.
 
     Returns the stream x [..., H], rounded to its dtype before it is normalised, and the result.
     On the GPU one kernel reads every term once. Differentiable unless it quantises. Raises
@@ -81,7 +83,7 @@ def add_rms_norm(
             f"add_rms_norm: terms have shape {terms.shape}, the residual {found} and the weight "
             f"{weight.shape}; expected [splits, ..., H], [..., H] and [H]"
         )
-    format = None if format is None else WeightFormat.of(format)
+    format = None if format is None else ActivationFormat.of(format)
     if is_known(epsilon):
         epsilon = norm_epsilon("add_rms_norm: epsilon", epsilon)
     kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format)
@@ -99,15 +101,13 @@ def gated_silu(
     terms: jax.Array,
     *,
     dtype: jax.typing.DTypeLike,
-    format: WeightFormat | str | None = None,
+    format: Format | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QuantizedActivations:
     """SiLU(gate) · up in `dtype`, of terms [splits, ..., 2 · I] that hold gate before up.
 
-    format: of the weight that the result is multiplied with, a WeightFormat or what
-        WeightFormat.parse reads: where its activations have 8 bits and one scale per token, the
-        result is quantised here, and by default in a kernel; else XLA makes one fusion of it as
-        well.
+    format: what the result becomes, as that of `add_rms_norm`; where it is quantised here, by
+        default in a kernel, and else XLA makes one fusion of it as well.
 
     Returns [..., I]. Differentiable unless it quantises. Raises ValueError for an odd number of
     channels, and UnsupportedError, with the reason, where a forced implementation can't run.
@@ -117,7 +117,7 @@ def gated_silu(
     dtype = as_dtype("gated_silu: dtype", dtype)
     if terms.ndim < 2 or terms.shape[-1] % 2:
         raise ValueError(f"gated_silu: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
-    format = None if format is None else WeightFormat.of(format)
+    format = None if format is None else ActivationFormat.of(format)
     kernel = functools.partial(triton.gated_silu, dtype=dtype, format=format)
     plain = functools.partial(reference.gated_silu, dtype=dtype, format=format)
     reason = _why_not_triton(terms, dtype, format)
@@ -128,44 +128,43 @@ def gated_silu(
 
 
 def quantize_rows(
-    x: jax.Array, format: WeightFormat | str, *, implementation: Implementation | None = None
+    x: jax.Array, format: Format, *, implementation: Implementation | None = None
 ) -> QuantizedActivations:
-    """Rounds x [..., K] to what `format` multiplies with: `quantize_activations`, as one kernel.
+    """Rounds x [..., K] to what `format` says: `quantize_activations`, as one kernel.
 
-    format: a WeightFormat, or what WeightFormat.parse reads, such as "int8/int8".
+    format: an ActivationFormat, or the format of the product or weight that x is for, or a text of
+        one, such as "int8".
 
-    Where scales belong to groups of channels, XLA's fusions do it. Raises ValueError for a format
-    with 16-bit activations, and UnsupportedError, with the reason, where a forced implementation
+    Where scales belong to groups of channels, XLA's fusions do it. Raises ValueError for 16-bit
+    activations, and UnsupportedError, with the reason, where a forced implementation
     can't run.
     """
     x = as_array("quantize_rows: x", x)
     require_floats("quantize_rows", x=x)
-    format = WeightFormat.of(format)
-    default = "triton" if x.size and reference.quantizes(format) else "reference"
-    reason = _why_not_triton(x, x.dtype, format)
-    if not reference.quantizes(format):
+    wanted = ActivationFormat.of(format)
+    default = "triton" if x.size and reference.quantizes(wanted) else "reference"
+    reason = _why_not_triton(x, x.dtype, wanted)
+    if not reference.quantizes(wanted):
         reason = f"{format} does not have one scale per token"
     if _choose("quantize_rows", implementation, default, reason) == "reference":
         return quantize_activations(x, format)
-    return triton.quantize_rows(x, format)
+    return triton.quantize_rows(x, wanted)
 
 
 def _choose(name: str, wanted: Implementation | None, default: str, reason: str | None) -> str:
     return choose(name, wanted, default, ("triton", "reference"), lambda _: reason)
 
 
-def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: WeightFormat | None) -> str | None:
+def _why_not_triton(
+    terms: jax.Array, dtype: jnp.dtype, format: ActivationFormat | None
+) -> str | None:
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"the result is {dtype}, expected bfloat16 or float16"
     if terms.size == 0:
         return "there are no rows"
     if reason := device.why_triton_cannot_run():
         return reason
-    if (
-        format is not None
-        and format.activations == "float8"
-        and (reason := device.why_not_float8())
-    ):
+    if format is not None and format.values == "float8" and (reason := device.why_not_float8()):
         return reason
     return device.why_too_large(terms.size) if reference.quantizes(format) else None
 

@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
-from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rounding import narrow
 
 
-def quantizes(format: WeightFormat | None) -> bool:
-    """Whether a weight's format wants activations of 8 bits with one scale per token."""
-    if format is None or format.activations is None:
-        return False
-    return format.codes != "float8" or format.group_size is None
+def quantizes(format: ActivationFormat | None) -> bool:
+    """Whether activations become codes of 8 bits with one scale per token."""
+    return format is not None and format.scales_rows
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -29,7 +27,7 @@ def add_rms_norm(
     residual: jax.Array | None,
     weight: jax.Array,
     epsilon: float,
-    format: WeightFormat | None = None,
+    format: ActivationFormat | None = None,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
     """The stream and the result, computed in float32; see the public function."""
     wide = terms.astype(jnp.float32).sum(0)
@@ -40,7 +38,7 @@ def add_rms_norm(
 
 
 def gated_silu(
-    terms: jax.Array, dtype: jnp.dtype, format: WeightFormat | None = None
+    terms: jax.Array, dtype: jnp.dtype, format: ActivationFormat | None = None
 ) -> jax.Array | QuantizedActivations:
     """SiLU(gate) · up, computed in float32; see the public function."""
     gate, up = jnp.split(terms.astype(jnp.float32).sum(0), 2, axis=-1)
@@ -48,7 +46,7 @@ def gated_silu(
 
 
 def _rounded(
-    wide: jax.Array, format: WeightFormat | None, dtype: jnp.dtype
+    wide: jax.Array, format: ActivationFormat | None, dtype: jnp.dtype
 ) -> jax.Array | QuantizedActivations:
     if format is not None and quantizes(format):
         return quantize_activations(wide, format, dtype)

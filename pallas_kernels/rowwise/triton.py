@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from mpjax.kernels import arithmetic
 from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
-from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.launch import first_program_id, launch, load_masked, store
+from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rowwise.reference import quantizes
 from mpjax.kernels.target import current_target
 
@@ -36,7 +36,7 @@ def add_rms_norm(
     residual: jax.Array | None,
     weight: jax.Array,
     epsilon: float,
-    format: WeightFormat | None = None,
+    format: ActivationFormat | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
@@ -59,7 +59,7 @@ def add_rms_norm(
 def gated_silu(
     terms: jax.Array,
     dtype: jnp.dtype,
-    format: WeightFormat | None = None,
+    format: ActivationFormat | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array | QuantizedActivations:
@@ -76,7 +76,7 @@ def gated_silu(
 
 @functools.partial(jax.jit, static_argnames=("format", "interpret"))
 def quantize_rows(
-    x: jax.Array, format: WeightFormat, *, interpret: bool = False
+    x: jax.Array, format: ActivationFormat, *, interpret: bool = False
 ) -> QuantizedActivations:
     """X rounded to 8 bits; see the public function."""
     *shape, channels = x.shape
@@ -90,13 +90,12 @@ def quantize_rows(
     return quantized
 
 
-def _result(rows: int, channels: int, dtype: jnp.dtype, format: WeightFormat | None) -> Any:
-    """Shapes of a result: rows in `dtype`, or quantised for a weight of `format`."""
+def _result(rows: int, channels: int, dtype: jnp.dtype, format: ActivationFormat | None) -> Any:
+    """Shapes of a result: rows in `dtype`, or quantised as `format` says."""
     if format is None or not quantizes(format):
         return jax.ShapeDtypeStruct((rows, channels), dtype)
-    values = jnp.int8 if format.activations == "int8" else jnp.float8_e4m3fn
     return QuantizedActivations(
-        jax.ShapeDtypeStruct((rows, channels), values),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct((rows, channels), format.dtype),  # type: ignore[arg-type]
         jax.ShapeDtypeStruct((rows, 1), jnp.float32),  # type: ignore[arg-type]
         jnp.dtype(dtype).name,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import quantization, report
 from mpjax.bench import attention, gemm, generate
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import ProductFormat
 from mpjax.kernels.gemm.plans import TABLES, Problem, plan_by_rule
 from mpjax.kernels.plans.tables import SHIPPED, file_name
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
@@ -81,7 +81,7 @@ def test_products_with_another_plan_since_are_marked(page):
     entries = TABLES.read(SHIPPED / file_name("NVIDIA H200"), "NVIDIA H200").entries
     tuned = next(key for key, entry in entries.items() if entry.plan.config is not None)
     limits, found = report.GPUS["NVIDIA H200"], []
-    by_rule = Problem(7, WeightFormat.parse("uint4:g128"), 4224, 4224, limits)
+    by_rule = Problem(7, ProductFormat.of("uint4:g128"), 4224, 4224, limits)
     for key, plan in (
         (tuned, entries[tuned].plan),
         (TABLES.key_of(by_rule), plan_by_rule(by_rule)),

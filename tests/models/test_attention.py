@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from mpjax.kernels import (
+    ActivationFormat,
     KVFormat,
     PagedKVCache,
     WeightFormat,
@@ -103,8 +104,8 @@ def test_attending_to_quantised_activations(fresh, rng):
     kernel: Any = fused.kernel.get_value()
     fused.kernel = Packed(quantize(kernel, WeightFormat.parse("int8/int8")))
     x = random_array(rng, (2, 5, 64), "float32") * 30
-    assert attention.qkv.format is not None
-    ready = quantize_activations(x, attention.qkv.format)
+    assert attention.qkv.activations == ActivationFormat("int8")
+    ready = quantize_activations(x, attention.qkv.activations)
     angles, cache = jnp.ones((2, 5, 8)), empty_cache(2)
     where = None if fresh is None else span(cache, [5, 5], fresh=fresh)
     pages = None if fresh is None else cache.layers[0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.kernels import PlainCodes, QuantizedActivations, WeightFormat, pack, quantize
+from mpjax.kernels import (
+    ActivationFormat,
+    PlainCodes,
+    QuantizedActivations,
+    WeightFormat,
+    pack,
+    quantize,
+)
 from mpjax.kernels.gemm.plans import Plan, TritonConfig, forced
 from mpjax.models import FusedLinear, Linear, RMSNorm, RopeScaling
 from mpjax.models.layers import rotary_frequencies, rotate
@@ -61,21 +69,20 @@ def test_terms_of_a_linear_map_add_up_to_it(text, bias, rng):
     if text is not None:
         kernel = quantize(kernel, WeightFormat.parse(text))
     linear = Linear(kernel, random_array(rng, (6,), "float32") if bias else None)
-    assert linear.format == (None if text is None else WeightFormat.parse(text))
+    assert linear.activations == ActivationFormat("int8" if text == "int8/int8" else None)
     x = random_array(rng, (2, 3, 64), "float32")
     terms = linear.terms(x)
     assert terms.shape[1:] == (2, 3, 6)
     np.testing.assert_allclose(terms.sum(0), linear(x), atol=1e-5)
 
 
-def test_a_kernel_with_a_permutation_has_no_format_to_quantise_for(rng):
+def test_nothing_is_quantised_for_a_kernel_with_a_permutation(rng):
     """Its input channels are in another order than those of an input that comes quantised."""
-    format = WeightFormat.parse("uint4:g32")
-    codes, scales = jnp.zeros((64, 8), jnp.uint8), jnp.ones((2, 8), jnp.bfloat16)
-    zeros = jnp.zeros((2, 8), jnp.uint16)
-    assert Linear(pack(PlainCodes(format, codes, scales, zeros))).format == format
+    plain = PlainCodes("int8", jnp.zeros((64, 8), jnp.int8), jnp.ones((1, 8)))
+    assert Linear(pack(plain)).activations == ActivationFormat("int8")
     order = jnp.asarray(rng.permutation(64).astype(np.int32))
-    assert Linear(pack(PlainCodes(format, codes, scales, zeros, order))).format is None
+    permuted = dataclasses.replace(plain, permutation=order)
+    assert Linear(pack(permuted)).activations == ActivationFormat()
 
 
 def test_a_kernel_leaves_its_terms_apart(rng, interpreted_triton):
@@ -93,18 +100,20 @@ def test_a_kernel_leaves_its_terms_apart(rng, interpreted_triton):
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
-        (["int8/int8"], "int8/int8"),
-        (["uint4:g32", "uint4:g32"], "uint4:g32"),
-        (["uint4:g32", "uint4:g64"], None),
-        (["uint4:g32", None], None),
-        ([None, None], None),
+        (["int8/int8"], "int8"),
+        (["int8/int8", "liquid4:g64/int8"], "int8"),
+        (["float8:gK/float8"] * 2, "float8"),
+        (["float8:gK/float8", "int8/int8"], "16-bit"),
+        (["uint4:g32", "uint4:g64"], "16-bit"),
+        (["int8/int8", None], "16-bit"),
+        ([None, None], "16-bit"),
     ],
 )
-def test_the_format_and_the_terms_of_fused_linear_maps(texts, expected, rng):
+def test_the_activations_and_the_terms_of_fused_linear_maps(texts, expected, rng):
     kernel, offset = random_array(rng, (64, 8), "float32"), random_array(rng, (8,), "float32")
     kernels = [kernel if t is None else quantize(kernel, WeightFormat.parse(t)) for t in texts]
     fused = FusedLinear([Linear(k, offset) for k in kernels], (5, 8 * len(texts) - 5))
-    assert fused.format == (None if expected is None else WeightFormat.parse(expected))
+    assert fused.activations == ActivationFormat.parse(expected)
     x = random_array(rng, (2, 64), "float32")
     terms = fused.terms(x)
     assert terms.shape == (1, 2, 8 * len(texts))
@@ -135,7 +144,7 @@ def test_a_norm_adds_terms_to_the_stream_first(has_residual, text, rng):
     norm.weight = nnx.Param(random_array(rng, (64,), "float32"))
     terms = random_array(rng, (3, 2, 5, 64), "float32")
     residual = random_array(rng, (2, 5, 64), "float32") if has_residual else None
-    format = None if text is None else WeightFormat.parse(text)
+    format = None if text is None else ActivationFormat.of(text)
     stream, normed = norm.add(terms, residual, format)
     expected = wide(terms).sum(0) + (0 if residual is None else wide(residual))
     np.testing.assert_allclose(stream, expected, atol=1e-5)

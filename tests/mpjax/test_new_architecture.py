@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import mpjax
 from mpjax.checkpoint import CheckpointError
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import ActivationFormat
 from mpjax.models import (
     FAMILIES,
     Decoder,
@@ -56,8 +56,8 @@ class SquaredMLP(nnx.Module):
         self.gain = nnx.Param(jnp.ones(spec.intermediate_size, config.dtype))
 
     @property
-    def format(self) -> WeightFormat | None:
-        return self.entry.format
+    def activations(self) -> ActivationFormat:
+        return self.entry.activations
 
     def terms(self, x, *, quantized):
         inner = jnp.square(jax.nn.relu(self.entry(x)))

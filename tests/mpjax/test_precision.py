@@ -88,9 +88,7 @@ def test_parse(text, weights, kv):
         ),
         (
             "W16A16+WFP8AFP8KV16",
-            Precision(
-                mixture=(WeightFormat("bfloat16"), WeightFormat("float8", activations="float8"))
-            ),
+            Precision(mixture=(WeightFormat("bfloat16"), WeightFormat("float8", operand="float8"))),
         ),
         (
             "W32A32+W8A8KV16",
@@ -262,7 +260,7 @@ def test_the_docs_name_every_weight_format():
         assert weights.bits == int(bits)
         assert (
             activations.split(",")[0]
-            == {None: "16 bits", "float8": "e4m3", "int8": "int8"}[weights.activations]
+            == {None: "16 bits", "float8": "e4m3", "int8": "int8"}[weights.operand]
         )
         found = ["K" if size is None else str(size) for size in group_sizes(weights.codes)]
         assert sizes == (", ".join(found) if weights.is_packed else "")

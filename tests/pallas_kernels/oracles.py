@@ -181,7 +181,7 @@ class PlainWeight:
     def words(self) -> np.ndarray:
         """What QuantizedTensor.words says."""
         format = self.format
-        if format.activations and format.codes != "liquid4":
+        if format.operand and format.codes != "liquid4":
             return np.pad(self.codes, ((0, -len(self.codes) % 128), (0, 0))).T[None]
         width = min(format.group_size or 64, 64)
         if format.codes == "liquid4":

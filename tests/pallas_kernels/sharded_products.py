@@ -37,7 +37,7 @@ def check(text: str, mesh: jax.sharding.Mesh, *axes: tuple[str | None, str | Non
     rng = np.random.default_rng(0)
     weight = quantize(jnp.asarray(rng.standard_normal((CHANNELS, OUTPUTS)), jnp.float32), text)
     x = jnp.asarray(rng.standard_normal((3, CHANNELS)), jnp.float32)
-    if weight.format.activations:  # once for all shards, so that they multiply the same numbers
+    if weight.format.operand:  # once for all shards, so that they multiply the same numbers
         x = quantize_activations(x, weight.format)
     expected = np.asarray(jax.jit(matmul)(x, weight))
     for k, n in axes:

@@ -186,7 +186,7 @@ def test_activations_remember_the_dtype_of_products(rng):
 @pytest.mark.parametrize("text", ["uint4:g128", "float8:gK", "table3:g64", "bfloat16"])
 def test_refuses_formats_with_sixteen_bit_activations(text):
     format = WeightFormat.parse(text)
-    with pytest.raises(ValueError, match=f"{format} multiplies 16-bit activations"):
+    with pytest.raises(ValueError, match=f"{format} has 16-bit activations"):
         quantize_activations(jnp.ones((2, 128)), format)
 
 

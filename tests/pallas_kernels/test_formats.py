@@ -22,8 +22,8 @@ def test_parse_inverts_str(text):
 
 def test_no_other_combination_is_legal():
     found = set()
-    sizes, activations = (None, 0, 16, 32, 64, 128, 256, 512), (None, "int8", "float8", "float16")
-    for fields in itertools.product(CODES, sizes, (False, True), activations):
+    sizes, operands = (None, 0, 16, 32, 64, 128, 256, 512), (None, "int8", "float8", "float16")
+    for fields in itertools.product(CODES, sizes, (False, True), operands):
         try:
             format = WeightFormat(*fields)
         except ValueError:
@@ -31,6 +31,7 @@ def test_no_other_combination_is_legal():
         found.add(str(format))
         assert WeightFormat.parse(str(format)) == format
         assert (format.codes, format.group_size, format.symmetric) == fields[:3]
+        assert format.operand == fields[3] or fields[3] is None
     assert found == set(ALL_FORMATS)
 
 
@@ -43,10 +44,10 @@ def test_no_other_combination_is_legal():
         ("uint8:sym", WeightFormat("uint8", None, True)),
         ("table3:g256", WeightFormat("table3", 256)),
         ("float8", WeightFormat("float8")),
-        ("float8:g128/float8", WeightFormat("float8", 128, activations="float8")),
-        ("int8", WeightFormat("int8", activations="int8")),
+        ("float8:g128/float8", WeightFormat("float8", 128, operand="float8")),
+        ("int8", WeightFormat("int8", operand="int8")),
         ("int8/int8", WeightFormat("int8")),
-        ("liquid4:g64", WeightFormat("liquid4", 64, activations="int8")),
+        ("liquid4:g64", WeightFormat("liquid4", 64, operand="int8")),
         ("bfloat16", WeightFormat("bfloat16")),
         ("float16", WeightFormat("float16")),
     ],
@@ -87,11 +88,11 @@ SIZES = "expected 32, 64, 128 or "
         ("table4:g64:sym", "table4 has no zero point"),
         ("liquid4:g64:sym", "liquid4 has no zero point"),
         ("int8:sym", "int8 has no zero point"),
-        ("uint4:g128/int8", r"uint4 with activations 'int8': expected none \(16 bits\)"),
-        ("float8:gK/int8", r"float8 with activations 'int8': expected none \(16 bits\) or float8"),
-        ("int8/float8", "int8 with activations 'float8': expected int8"),
-        ("liquid4:g64/float8", "liquid4 with activations 'float8': expected int8"),
-        ("bfloat16/int8", r"bfloat16 with activations 'int8': expected none \(16 bits\)"),
+        ("uint4:g128/int8", r"uint4 with the operand 'int8': expected none \(16 bits\)"),
+        ("float8:gK/int8", r"float8 with the operand 'int8': expected none \(16 bits\) or float8"),
+        ("int8/float8", "int8 with the operand 'float8': expected int8"),
+        ("liquid4:g64/float8", "liquid4 with the operand 'float8': expected int8"),
+        ("bfloat16/int8", r"bfloat16 with the operand 'int8': expected none \(16 bits\)"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -215,7 +216,7 @@ def test_capitals_and_spaces_do_not_matter(text):
         ({"codes": 4}, "the codes of a weight format is 4: expected a text"),
         ({"group_size": 32.0}, "uint4: group_size is 32.0: expected 0 or more"),
         ({"symmetric": "yes"}, "symmetric is 'yes': expected True or False"),
-        ({"activations": 8}, "uint4 with activations 8: expected none"),
+        ({"operand": 8}, "uint4 with the operand 8: expected none"),
     ],
 )
 def test_fields_of_the_wrong_type(fields, message):

@@ -86,9 +86,17 @@ def test_specs_have_the_structure_of_the_tensor():
         (shapes("int8", 4, 128, 8), {"leading": ("expert",)}, "4 matrices can't .* 3 shards eq"),
         (shapes("int8", 128, 8), {"leading": ("expert",)}, r"names 1 axes, and the tensor has 0"),
         (shapes("int8", 3, 128, 8), {"leading": ()}, r"names 0 axes, and the tensor has 1 in fro"),
-        (shapes("int8", 512, 8), {"n": "tensor"}, "'tensor' is no axis of the mesh, or named twi"),
-        (shapes("int8", 512, 8), {"n": "data", "k": "data"}, "'data' is no axis .* of 'data', 'e"),
-        (shapes("int8", 512, 8), {"n": ("data", "data")}, "'data' is no axis of the mesh, or nam"),
+        (
+            shapes("int8", 512, 8),
+            {"n": "tensor"},
+            "n names 'tensor', which is no axis of the mesh, or",
+        ),
+        (
+            shapes("int8", 512, 8),
+            {"n": "data", "k": "data"},
+            "k names 'data', .* twice: expected each of 'data', 'e",
+        ),
+        (shapes("int8", 512, 8), {"n": ("data", "data")}, "n names 'data', which is no axis of"),
     ],
 )
 def test_what_can_not_be_divided_is_refused(tensor, axes, message):

@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "matmul": (
         kernels.matmul,
         {"x": X, "weight": PACKED, "implementation": "reference", "out_dtype": None}
-        | {"scales": SCALES},
+        | {"scales": SCALES, "activations": None},
     ),
     "matmul of a plain weight": (kernels.matmul, {"x": X, "weight": WEIGHT, "out_dtype": "fp32"}),
     "matmul_terms": (kernels.matmul_terms, {"x": X, "weight": PACKED, "scales": SCALES}),
@@ -103,9 +103,20 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "require_room": (CACHE.require_room, {"tokens": jnp.ones(2, jnp.int32)}),
     "WeightFormat": (
         kernels.WeightFormat,
-        {"codes": "uint4", "group_size": 32, "symmetric": False, "activations": None},
+        {"codes": "uint4", "group_size": 32, "symmetric": False, "operand": None},
     ),
     "WeightFormat.of": (kernels.WeightFormat.of, {"format": "uint4:g32"}),
+    "ActivationFormat": (kernels.ActivationFormat, {"values": "int8", "group_size": None}),
+    "ActivationFormat.of": (kernels.ActivationFormat.of, {"format": "int8"}),
+    "ProductFormat.of": (
+        kernels.ProductFormat.of,
+        {"format": "int8", "activations": kernels.ActivationFormat("int8")},
+    ),
+    "partition_specs": (
+        kernels.partition_specs,
+        {"tensor": PACKED, "mesh": jax.sharding.AbstractMesh((2,), ("a",))}
+        | {"k": None, "n": "a", "leading": None},
+    ),
     "KVFormat": (kernels.KVFormat, {"keys": 8, "values": 8}),
     "KVFormat.of": (kernels.KVFormat.of, {"format": "KV8"}),
 }

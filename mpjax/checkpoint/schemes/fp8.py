@@ -93,7 +93,7 @@ class FP8Scheme(Scheme):
     @property
     def weights(self) -> WeightFormat:
         """The format of all modules."""
-        return WeightFormat("float8", self.block[1], activations=self.activations)
+        return WeightFormat("float8", self.block[1], operand=self.activations)
 
     def format(self, name: str, channels: int) -> WeightFormat:
         """The format of one module on the device."""

@@ -55,7 +55,7 @@ def _triton_configs(problem: Problem) -> list[TritonConfig]:
     def place(config: TritonConfig) -> tuple[float, ...]:
         tiles = -(-problem.rows // config.tile_m) * -(-problem.outputs // config.tile_n)
         per_warp = config.tile_n / config.warps
-        width = config.width or problem.format.plane_width
+        width = config.width or problem.weight.plane_width
         logarithms = map(math.log2, (config.tile_m, config.tile_n, per_warp, width))
         return *logarithms, math.log2(tiles * config.splits * config.warps), config.stages
 
@@ -71,7 +71,7 @@ def _triton_configs(problem: Problem) -> list[TritonConfig]:
         (1, 2, 4, 8),
         (2, 3, 4, 5),
         SCALINGS,
-        widths(problem.format),
+        widths(problem.weight),
     )
     configs = {center} | {TritonConfig(*fields) for fields in space}
     if center.unsplit is not None:

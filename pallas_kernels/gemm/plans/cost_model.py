@@ -117,7 +117,7 @@ FEW_ROWS_OF_TABLES = FewRows(0.8, 2.5, 0.323, 0.176, 0.0033, 0.107, 1.08, 0.0, 1
 
 def microseconds(config: WarpgroupConfig, problem: Problem) -> float:
     """What a product takes, about; of another GPU than the H200, what counts is the order."""
-    format, rows, outputs = problem.format, problem.rows, problem.outputs
+    format, rows, outputs = problem.weight, problem.rows, problem.outputs
     programs = math.ceil(rows / config.tile_m) * math.ceil(outputs / config.tile_n) * config.splits
     rounds = math.ceil(programs / problem.limits.multiprocessors)
     programs = min(programs, problem.limits.multiprocessors)
@@ -140,10 +140,10 @@ def microseconds(config: WarpgroupConfig, problem: Problem) -> float:
 def _times(config: WarpgroupConfig, problem: Problem) -> ManyRows | FewRows | EightBits:
     """The model that a configuration's loop was fitted with."""
     has_table = problem.has_table
-    if problem.format.is_flat:
+    if problem.weight.is_flat:
         return MATRIX
     if not config.has_few_rows:
-        if problem.format.activations:
+        if problem.weight.operand:
             return LEVELS
         return MANY_ROWS_OF_TABLES if has_table else MANY_ROWS
     if config.multiplies_now(looks_up=has_table):

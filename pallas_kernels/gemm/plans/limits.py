@@ -19,7 +19,7 @@ ACCUMULATOR_REGISTERS = 128
 
 def why_not_triton(problem: Problem) -> str | None:
     """Why Triton's kernel can't multiply a problem's format on its GPU; None if it can."""
-    if problem.format.activations != "float8":
+    if problem.weight.operand != "float8":
         return None
     return device.why_not_float8(problem.limits.compute_capability)
 
@@ -35,9 +35,9 @@ def why_not_warpgroups(problem: Problem) -> str | None:
     """Why the warpgroups' kernel can't multiply a problem on its GPU; None if it can."""
     if reason := why_no_wgmma(problem.limits):
         return reason
-    format, outputs = problem.format, problem.outputs
+    format, outputs = problem.weight, problem.outputs
     scales_groups = format.group_size is not None and code_kinds.of(format).has_group_scales
-    if format.activations and scales_groups:
+    if format.operand and scales_groups:
         return f"{format} has 8-bit activations, and scales per group of input channels"
     if outputs % WARPGROUP_OUTPUTS:
         return f"{outputs} output channels are no multiple of {WARPGROUP_OUTPUTS}"
@@ -52,7 +52,7 @@ def widths(format: WeightFormat) -> tuple[int | None, ...]:
 
 def can_scale_weights(format: WeightFormat) -> bool:
     """Whether `scaling="weight"` is a choice: only 16-bit operands can hold a group's scale."""
-    return format.group_size is not None and format.activations is None
+    return format.group_size is not None and format.operand is None
 
 
 def can_be_operand(scale_dtype: str, operand: jnp.dtype) -> bool:
@@ -64,7 +64,7 @@ def why_unsound(config: TritonConfig, problem: Problem) -> str | None:
     """Why Triton's kernel can't run well, or at all, with a configuration; None if it can."""
     if reason := why_not_triton(problem):
         return reason
-    format, available = problem.format, problem.limits.shared_memory
+    format, available = problem.weight, problem.limits.shared_memory
     if config.scaling == "weight" and not can_scale_weights(format):
         return f"{format} has no scales that can be applied to its weights"
     if config.unsplit is not None and config.unsplit % config.tile_n:

@@ -8,6 +8,7 @@ from mpjax.kernels import codes as code_kinds
 from mpjax.kernels import device
 from mpjax.kernels.device import Limits
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.product_format import ProductFormat
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 
@@ -15,11 +16,12 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor
 class Problem:
     """The product x [rows, K] · W [K, N], W packed, on a GPU with some limits.
 
-    channels: K, the input channels. outputs: N, the output channels.
+    format: of the weight and of the activations. channels: K, the input channels. outputs: N, the
+        output channels.
     """
 
     rows: int
-    format: WeightFormat
+    format: ProductFormat
     channels: int
     outputs: int
     limits: Limits
@@ -28,14 +30,19 @@ class Problem:
     def of(cls, rows: int, weight: QuantizedTensor) -> Problem:
         """The product of x with so many rows and one matrix of a weight, on the default device."""
         *_, channels, outputs = weight.shape
-        return cls(rows, weight.format, channels, outputs, device.limits())
+        return cls(rows, ProductFormat.of(weight.format), channels, outputs, device.limits())
+
+    @property
+    def weight(self) -> WeightFormat:
+        """The format of the weight."""
+        return self.format.weight
 
     @property
     def has_table(self) -> bool:
         """Whether codes index a table, so that decoding looks values up."""
-        return code_kinds.of(self.format).has_table
+        return code_kinds.of(self.weight).has_table
 
     @property
     def blocks(self) -> int:
         """Blocks of K, which kernels take one after another."""
-        return -(-self.channels // self.format.block)
+        return -(-self.channels // self.weight.block)

@@ -46,12 +46,12 @@ def plan_by_rule(problem: Problem, *, warpgroups: bool = True) -> Plan:
 def _suits_warpgroups(problem: Problem) -> bool:
     if why_not_warpgroups(problem) is not None:
         return False
-    rows, format, has_table = problem.rows, problem.format, problem.has_table
+    rows, format, has_table = problem.rows, problem.weight, problem.has_table
     if rows < ROWS:
         return has_table
     if rows <= FEW_ROWS:
         return (has_table or format.codes == "uint4") and rows % ROWS == 0
-    if format.activations or (format.codes == "uint4" and format.group_size != 32):
+    if format.operand or (format.codes == "uint4" and format.group_size != 32):
         return True
     return rows <= (WARPGROUP_ROWS_OF_TABLES if has_table else WARPGROUP_ROWS)
 
@@ -61,16 +61,16 @@ def unfused(problem: Problem) -> Literal["dequantize", "xla"]:
 
     XLA's own product takes operands of 8 bits whose scales are constant along K.
     """
-    format = problem.format
+    format = problem.weight
     if format.is_flat and format.group_size is None and why_not_triton(problem) is None:
         return "xla"
     return "dequantize"
 
 
 def _most_fused_rows(problem: Problem) -> float:
-    format = problem.format
-    if format.activations == "int8":
+    format = problem.weight
+    if format.operand == "int8":
         return math.inf if format.is_flat else FUSED_ROWS_OF_LEVELS
-    if format.activations == "float8" and format.group_size is None:
+    if format.operand == "float8" and format.group_size is None:
         return FUSED_ROWS_OF_FLOAT8
     return FUSED_ROWS_OF_TABLES if problem.has_table else FUSED_ROWS

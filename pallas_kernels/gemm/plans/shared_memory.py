@@ -45,7 +45,7 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     row = config.tile_n * dtype.itemsize
     pairs = ROW_BYTES * pair_rows(format.bits) if code_kinds.of(format).has_table else 0
     room = device.shared_memory(CAPABILITY) - BARRIER_BYTES - sent_bytes(config) - pairs
-    if config.has_few_rows or format.activations:
+    if config.has_few_rows or format.operand:
         room = (room - out_rows * row) // config.shares
         count = max(0, min(MOST_STAGES // config.shares, room // (words + format.planes * plane)))
         # Five and six were measured to be slower than four, and four slower than eight.
@@ -87,7 +87,7 @@ def triton_bytes(config: TritonConfig, format: WeightFormat, limits: Limits) -> 
     words = config.tile_n * channels * format.bits // 8
     x = config.tile_m * channels * format.word_bits // 8
     groups = 0 if format.group_size is None else format.parameters_of_block
-    parameters = 4 * groups * (config.tile_n + (config.tile_m if format.activations else 0))
+    parameters = 4 * groups * (config.tile_n + (config.tile_m if format.operand else 0))
     reads_shared = limits.compute_capability >= 9 and config.warps >= 4 and config.tile_n >= 64
     loop = (config.stages - 1) * (words + x + parameters)
     if reads_shared:

@@ -17,6 +17,7 @@ from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.warpgroup_rule import why_unsound
 from mpjax.kernels.plans.plan import Entry
 from mpjax.kernels.plans.tables import Table, Tables
+from mpjax.kernels.product_format import ProductFormat
 
 # A plan measured for so many rows serves all numbers of rows down to the next smaller one. Of few
 # rows, multiples of ROWS have buckets of their own: others, above ROWS, are padded for warpgroups.
@@ -63,7 +64,7 @@ class ProductTables(Tables[Problem]):
     def key(self, names: tuple[str, ...]) -> Key:
         """The inverse of `names`; raises ValueError for another text than a table has."""
         text, shape, rows = names
-        format = WeightFormat.parse(text)
+        format = ProductFormat.of(text)
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
         if match is None:
             raise ValueError(f"{text}: the shape {shape!r} is not KxN, such as 4096x24576")
@@ -86,7 +87,7 @@ class ProductTables(Tables[Problem]):
     def check(self, key: Key, implementation: str, config: Mapping[str, Any]) -> None:
         """Raises ValueError for tiles that a kernel of the format can't have."""
         _check_numbers(config)
-        format = WeightFormat.parse(key.format)
+        format = ProductFormat.of(key.format).weight
         if implementation == "triton":
             _check_tiles(config, format)
         elif reason := why_unsound(WarpgroupConfig(**config), format):

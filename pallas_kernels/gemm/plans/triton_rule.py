@@ -67,11 +67,11 @@ def triton_by_rule(problem: Problem) -> TritonConfig:
 
 def _is_dear(problem: Problem) -> bool:
     """Whether weights cost so much to decode that it should not be done often."""
-    return problem.format.bits <= 4 and problem.format.activations is None
+    return problem.weight.bits <= 4 and problem.weight.operand is None
 
 
 def _largest_tile(problem: Problem) -> Tile:
-    return LARGEST_TILES.get(problem.format.codes, LARGEST_TILE)
+    return LARGEST_TILES.get(problem.weight.codes, LARGEST_TILE)
 
 
 def _count(problem: Problem, tile: Tile) -> int:
@@ -103,29 +103,29 @@ def _tiles(problem: Problem) -> list[Tile]:
         longer, shorter = _divide(problem, largest).steps, _divide(problem, tiles[0]).steps
         if FEW_STEPS <= longer <= shorter / LONGER_STEPS:
             tiles.insert(0, largest)
-    if 64 < rows <= 128 and code_kinds.of(problem.format).shared_bytes:
+    if 64 < rows <= 128 and code_kinds.of(problem.weight).shared_bytes:
         tiles.insert(0, WIDE_TILE)
     return tiles
 
 
 def _stages(problem: Problem) -> tuple[int, ...]:
     """Steps of K in flight, the best number first."""
-    rows, format = problem.rows, problem.format
+    rows, format = problem.rows, problem.weight
     if problem.has_table and (rows > 16 if format.bits == 4 else 8 < rows <= 32):
         return 2, 3  # looking up waits: rather the company of other programs
-    if 64 < rows <= 128 and format.bits == 8 and format.activations is None:
+    if 64 < rows <= 128 and format.bits == 8 and format.operand is None:
         # With less read ahead, two programs find room on a multiprocessor, where there are so many.
         beside = _count(problem, _tiles(problem)[0]) >= 2 * problem.limits.multiprocessors
         return (2, 3) if beside else (3, 2)
-    if rows <= 32 and (format.activations or format.group_size is None):
+    if rows <= 32 and (format.operand or format.group_size is None):
         return 4, 3, 2
     return 3, 2
 
 
 def _widths(problem: Problem) -> tuple[int | None, ...]:
     """Lanes of a plane that a step takes, the best number first."""
-    lanes = widths(problem.format)
-    shares = code_kinds.of(problem.format).shared_bytes > 0 and problem.rows > 32
+    lanes = widths(problem.weight)
+    shares = code_kinds.of(problem.weight).shared_bytes > 0 and problem.rows > 32
     return lanes[::-1] if shares else lanes
 
 
@@ -136,8 +136,8 @@ def _scaling(problem: Problem, tile: Tile) -> Scaling:
     weights otherwise. With four warps, which means `wgmma`, the compiler also loads it ahead only
     if it is part of an operand. Symmetric weights in bfloat16 take it for free.
     """
-    pays = tile.rows >= 64 or problem.has_table or problem.format.symmetric
-    return "weight" if pays and can_scale_weights(problem.format) else "accumulator"
+    pays = tile.rows >= 64 or problem.has_table or problem.weight.symmetric
+    return "weight" if pays and can_scale_weights(problem.weight) else "accumulator"
 
 
 class _Division(NamedTuple):

@@ -28,7 +28,7 @@ def warpgroups_by_rule(problem: Problem) -> WarpgroupConfig:
 
 def ranked(problem: Problem) -> list[WarpgroupConfig]:
     """All sound configurations, the fastest by the cost model first."""
-    rows, format = problem.rows, problem.format
+    rows, format = problem.rows, problem.weight
     heights = {64, 96, 128, 192, 256}
     if rows <= min(heights):
         step = _row_step(rows, format)
@@ -42,7 +42,7 @@ def ranked(problem: Problem) -> list[WarpgroupConfig]:
 
 def _row_step(rows: int, format: WeightFormat) -> int:
     """What the rows of a tile are a multiple of."""
-    return INTEGER_ROWS if format.activations == "int8" and rows > FEW_ROWS else ROWS
+    return INTEGER_ROWS if format.operand == "int8" and rows > FEW_ROWS else ROWS
 
 
 def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
@@ -50,7 +50,7 @@ def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
-    if format.activations and config.tile_m > most:
+    if format.operand and config.tile_m > most:
         rows = MOST_ROWS_OF_MATRIX if format.is_flat else MOST_ROWS_OF_LEVELS
         step, most = HALVED_ROWS, rows[config.warpgroups]
     if config.tile_m % step or config.tile_m > most:

@@ -23,9 +23,9 @@ def test_groups_are_runs_of_channels(rng):
 
 
 def operands(format: WeightFormat) -> list[str]:
-    if format.activations is None:
+    if format.operand is None:
         return ["bfloat16", "float16"]
-    return ["int8" if format.activations == "int8" else "float8_e4m3fn"]
+    return ["int8" if format.operand == "int8" else "float8_e4m3fn"]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_leading_axes_are_kept(leading, text, rng):
     x = random_array(rng, (*leading, 128), "float32")
     product = matmul(x, as_array(matrix, "float32") if text == "plain" else weight)
     assert (product.shape, product.dtype) == ((*leading, 10), jnp.float32)
-    if x.size and weight.format.activations:
+    if x.size and weight.format.operand:
         x = exact(quantize_activations(x, weight.format))
     np.testing.assert_allclose(wide(product), wide(x) @ matrix, rtol=1e-4, atol=1e-3)
 
@@ -282,7 +282,7 @@ def test_forced_implementations_agree(implementation, text, channels, rng, inter
     with forced(SMALL_TILES):
         product = jax.jit(multiply)(x, weight)
     assert product.dtype == jnp.float16
-    if weight.format.activations:
+    if weight.format.operand:
         x = exact(quantize_activations(x, weight.format))
     assert relative_error(product, wide(x) @ dense(weight)) < GATES["float16"]
 
@@ -307,7 +307,7 @@ def test_act_order(implementation, text, channels, rng, interpreted_triton):
     with forced(SMALL_TILES):
         product = jax.jit(multiply)(x, weight)
     packed = x[..., np.asarray(weight.permutation)]
-    if weight.format.activations:
+    if weight.format.operand:
         packed = exact(quantize_activations(packed, weight.format))
     expected = wide(packed) @ dense(dataclasses.replace(weight, permutation=None))
     assert relative_error(product, expected) < GATES["float16"]
@@ -383,7 +383,7 @@ def test_many_rows_on_the_gpu(text, rng):
     for rows in (300, 4096):
         x = random_array(rng, (rows, weight.shape[0]), "bfloat16")
         product = jax.jit(matmul)(x, weight)
-        if weight.format.activations:
+        if weight.format.operand:
             x = exact(jax.jit(quantize_activations, static_argnums=1)(x, weight.format))
         assert relative_error(product, wide(x) @ matrix) < GATES["bfloat16"], f"{rows} rows"
 

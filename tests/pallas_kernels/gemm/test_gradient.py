@@ -79,7 +79,7 @@ def test_where_blocks_are_cut(text, rng):
     ],
 )
 def test_of_the_activations_as_on_a_gpu(text, dtype, rng, interpreted_triton):
-    permuted = WeightFormat.parse(text).activations is None
+    permuted = WeightFormat.parse(text).operand is None
     x, weight, cotangent = operands(rng, text, 192 if "64" in text else 128, 40, 3, dtype)
     if permuted:
         order = rng.permutation(weight.shape[0]).astype(np.int32)
@@ -264,7 +264,7 @@ def test_of_the_activations_on_the_gpu(text, dtype, rng):
 def test_of_a_gradient_with_respect_to_scales(text, permuted, rng):
     """That of the dense product: a gradient with respect to x depends on them."""
     x, weight, cotangent = operands(rng, text)
-    if weight.format.activations:
+    if weight.format.operand:
         permuted = False
     if permuted:
         order = rng.permutation(weight.shape[0]).astype(np.int32)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mpjax.kernels import QuantizedTensor, WeightFormat, device
+from mpjax.kernels import ProductFormat, QuantizedTensor, WeightFormat, device
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.gemm import shapes, triton
 from mpjax.kernels.gemm.plans.choice import triton_config_of
@@ -275,7 +275,7 @@ MAIN = (
 
 def launch(config: TritonConfig, dtype: str, x: jax.Array, weight: QuantizedTensor) -> jax.Array:
     """Quantises x too, where the format wants it."""
-    if weight.format.activations:
+    if weight.format.operand:
         x = quantize_activations(x, weight.format)
     return triton.matmul(x, weight, config, jnp.dtype(dtype))
 
@@ -325,7 +325,7 @@ def test_any_configuration_lowers(text, scaling, width, lower_for_cuda):
 def gpu_config(rows: int, weight: QuantizedTensor) -> TritonConfig:
     """Sums scaled for few rows and weights for many; both, for 17 and 32."""
     format = weight.format
-    config = triton_by_rule(Problem(rows, format, *weight.shape, device.limits()))
+    config = triton_by_rule(Problem(rows, ProductFormat.of(format), *weight.shape, device.limits()))
     if not can_scale_weights(format) or format.symmetric or rows >= 64:
         return config
     return dataclasses.replace(config, scaling="weight" if rows == 17 else "accumulator")

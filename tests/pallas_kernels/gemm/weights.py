@@ -97,7 +97,7 @@ def random_activations(
     x = rng.standard_normal((rows, weight.shape[0]))
     x[:, weight.shape[0] // 3] *= 50
     activations = as_array(x, dtype)
-    if weight.format.activations is None:
+    if weight.format.operand is None:
         return activations
     return jax.jit(quantize_activations, static_argnums=1)(activations, weight.format)
 
@@ -107,13 +107,13 @@ def integer_activations(
 ) -> jax.Array | QuantizedActivations:
     """Small integers, or int8 over its range, scaled by powers of two."""
     shape = rows, weight.shape[0]
-    activations = weight.format.activations
-    if activations is None:
+    operand = weight.format.operand
+    if operand is None:
         return as_array(rng.integers(-2, 3, shape), dtype)
     by_group = weight.format.codes == "float8" and weight.format.group_size is not None
     groups = len(weight.parameters) if by_group else 1
     scales = rng.choice([0.5, 1.0, 2.0], (rows, groups)).astype(np.float32)
-    if activations == "float8":
+    if operand == "float8":
         values = rng.integers(-4, 5, shape).astype(FLOAT8)
     else:
         values = rng.integers(-127, 128, shape).astype(np.int8)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mpjax.kernels import QuantizedActivations, WeightFormat
+from mpjax.kernels import ActivationFormat, ProductFormat, QuantizedActivations
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, wide
 
 EPSILON = 1e-3  # of the size of the small rows' squares: left out, it is missed
@@ -126,8 +126,9 @@ def run(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     return jax.jit(functools.partial(function, **keywords))(*arguments)
 
 
-def parsed(text: str | None) -> WeightFormat | None:
-    return None if text is None else WeightFormat.parse(text)
+def parsed(text: str | None) -> ActivationFormat | None:
+    """What meets a weight of a format."""
+    return None if text is None else ProductFormat.of(text).activations
 
 
 def assert_result(actual: Any, expected: np.ndarray, dtype: str, text: str | None) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import ActivationFormat
 from mpjax.kernels.rowwise import reference
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 from tests.pallas_kernels.rowwise.rows import (
@@ -128,5 +128,5 @@ def test_a_quantised_result_stands_for_the_plain_one(rng):
     rows = Rows.random(rng, (5, 256), "float32", residual=True)
     _, plain = norm(*rows.arrays)
     for text, gap in (("int8/int8", 0.02), ("float8:gK/float8", 0.04)):
-        _, quantised = norm(*rows.arrays, format=WeightFormat.parse(text))
+        _, quantised = norm(*rows.arrays, format=ActivationFormat.of(text))
         assert 1e-3 < relative_error(quantised.dequantize(), wide(plain)) < gap

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import ProductFormat
 from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.gemm.plans.problem import Problem
@@ -31,12 +31,12 @@ def product(
     limits: Limits = H200,
 ) -> Problem:
     """A problem on an H200, whose weight has a shape of Qwen3-8B's, unless another is given."""
-    return Problem(rows, WeightFormat.parse(text), channels, outputs, limits)
+    return Problem(rows, ProductFormat.of(text), channels, outputs, limits)
 
 
 def assert_sound(config: TritonConfig, problem: Problem) -> None:
     """Triton takes it, and registers and shared memory hold it."""
-    format = problem.format
+    format = problem.weight
     for size in (config.tile_m, config.tile_n, config.warps):
         assert size & (size - 1) == 0, f"{config}: Triton takes powers of two only"
     assert config.tile_m >= 8
@@ -49,7 +49,7 @@ def assert_sound(config: TritonConfig, problem: Problem) -> None:
     assert config.tile_m * config.tile_n <= 128 * 32 * config.warps
     if config.scaling == "weight":
         assert format.group_size is not None
-        assert format.activations is None
+        assert format.operand is None
     available = SHARED_MEMORY[problem.limits.compute_capability]
     assert triton_bytes(config, format, problem.limits) <= available
 

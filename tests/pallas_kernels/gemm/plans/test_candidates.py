@@ -24,11 +24,11 @@ from tests.pallas_kernels.gemm.plans.problems import (
 @settings(max_examples=40)
 @any_problem
 def test_they_are_sound_for_any_problem(problem):
-    plans, format = candidates(problem), problem.format
+    plans, format = candidates(problem), problem.weight
     assert len(set(plans)) == len(plans) <= 40
     assert plan_by_rule(problem) in plans
     assert plans[-1].implementation == ("xla" if str(format) in EIGHT_BITS else "dequantize") or (
-        format.activations == "float8" and problem.limits.compute_capability < 8.9
+        format.operand == "float8" and problem.limits.compute_capability < 8.9
     )
     for plan in plans[:-1]:
         if isinstance(plan.config, WarpgroupConfig):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax.kernels import UnsupportedError, WeightFormat, device, matmul, quantize
+from mpjax.kernels import ProductFormat, UnsupportedError, WeightFormat, device, matmul, quantize
 from mpjax.kernels.gemm.plans.choice import (
     forced,
     plan_of,
@@ -26,7 +26,7 @@ from mpjax.kernels.plans.plan import Entry, Plan
 
 def here(rows: int, channels: int = 4096, outputs: int = 6144, text: str = "uint4:g128") -> Problem:
     """A problem on this device."""
-    return Problem(rows, WeightFormat.parse(text), channels, outputs, device.limits())
+    return Problem(rows, ProductFormat.of(text), channels, outputs, device.limits())
 
 
 @pytest.fixture

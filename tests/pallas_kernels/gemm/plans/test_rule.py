@@ -35,7 +35,7 @@ def test_plans_are_sound_for_any_problem(problem):
     assert (plan.config is None) == (plan.implementation != "triton")
     if plan.implementation == "xla":
         assert str(problem.format) in EIGHT_BITS
-    if problem.format.activations == "float8" and problem.limits.compute_capability < 8.9:
+    if problem.weight.operand == "float8" and problem.limits.compute_capability < 8.9:
         assert plan == Plan("dequantize")
         return
     config = triton_by_rule(problem)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from mpjax.kernels import WeightFormat
+from mpjax.kernels import ProductFormat, WeightFormat
 from mpjax.kernels.device import Limits
 from mpjax.kernels.gemm.plans.configuration import TritonConfig, WarpgroupConfig
 from mpjax.kernels.gemm.plans.problem import Problem
@@ -48,7 +48,9 @@ OF_WARPGROUPS = Entry(Plan("mosaic", WarpgroupConfig(32, 3, 4)), 9.78)
 
 
 def key(format, channels, outputs, rows):
-    return TABLES.key_of(Problem(rows, format, channels, outputs, Limits(132, 9.0)))
+    return TABLES.key_of(
+        Problem(rows, ProductFormat.of(format), channels, outputs, Limits(132, 9.0))
+    )
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def config_of(*arguments, **options):
 @settings(max_examples=200)
 @any_problem
 def test_configurations_are_sound_for_any_problem(problem):
-    if problem.format.activations == "float8" and problem.limits.compute_capability < 8.9:
+    if problem.weight.operand == "float8" and problem.limits.compute_capability < 8.9:
         with pytest.raises(UnsupportedError, match=r"fused kernel can't multiply .*8\.9"):
             triton_by_rule(problem)
         return

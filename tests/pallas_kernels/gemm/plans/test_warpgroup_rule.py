@@ -30,7 +30,7 @@ FORMATS = (
 )
 def test_every_ranked_configuration_is_sound(rows, text, groups, tiles):
     problem = product(rows, groups * 128, tiles * 64, text)
-    format, found = problem.format, ranked(problem)
+    format, found = problem.weight, ranked(problem)
     assert len(found) == len(set(found)) >= 2
     assert found[0] == warpgroups_by_rule(problem)
     for config in found:

@@ -29,7 +29,7 @@ interpreted_here = pytest.mark.skipif(
 def call_of(text: str, config: WarpgroupConfig, *, interpret: bool = False) -> Call:
     """A product by warpgroups, of bfloat16 or int8, into float32."""
     format = WeightFormat.parse(text)
-    operand = jnp.dtype(format.activations or jnp.bfloat16)
+    operand = jnp.dtype(format.operand or jnp.bfloat16)
     return Call(
         format=format,
         scale_dtype="float16",

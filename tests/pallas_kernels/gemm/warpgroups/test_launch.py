@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import matmul, quantize_activations
+from mpjax.kernels import ProductFormat, matmul, quantize_activations
 from mpjax.kernels.gemm import shapes
 from mpjax.kernels.gemm.plans.choice import forced, warpgroup_config_of
 from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
@@ -162,14 +162,16 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
     for shape in (*shapes.QWEN3_8B, shapes.LLAMA3_70B[2]):
         weight = weight_struct(text, shape.channels, shape.outputs)
         for rows in (33, 128, 1000):
-            config = warpgroups_by_rule(Problem(rows, weight.format, *weight.shape, H200))
+            config = warpgroups_by_rule(
+                Problem(rows, ProductFormat.of(weight.format), *weight.shape, H200)
+            )
             key = config.tile_m, config.warpgroups, config.splits > 1
             if key in lowered:
                 continue
             lowered.add(key)
             dtype = "float16" if rows == 33 else "bfloat16"
             x = jax.ShapeDtypeStruct((rows, shape.channels), dtype)
-            if weight.format.activations:
+            if weight.format.operand:
                 x = jax.eval_shape(lambda x, f=weight.format: quantize_activations(x, f), x)
             multiply = functools.partial(
                 launch.matmul_terms, config=config, out_dtype=jnp.dtype(dtype)
@@ -190,7 +192,7 @@ def test_few_rows_lower(text, lower_for_cuda):
         dtype = jnp.dtype(jnp.float16 if number % 2 else jnp.bfloat16)
         rows = config.tile_m if config.tile_m > 8 else 5
         x = jax.ShapeDtypeStruct((rows, 1536), dtype)
-        if weight.format.activations:
+        if weight.format.operand:
             x = jax.eval_shape(lambda x: quantize_activations(x, weight.format), x)
         multiply = functools.partial(launch.matmul_terms, config=config, out_dtype=dtype)
         assert "mosaic_gpu" in lower_for_cuda(multiply, x, weight)
@@ -304,7 +306,9 @@ def test_on_the_gpu(text, rng):
             x = make_x(rng, weight, all_rows[-1], dtype)
             expected = exact(x) @ dense(weight)
             for rows in all_rows:
-                config = warpgroups_by_rule(Problem(rows, weight.format, *weight.shape, H200))
+                config = warpgroups_by_rule(
+                    Problem(rows, ProductFormat.of(weight.format), *weight.shape, H200)
+                )
                 run = functools.partial(launch.matmul_terms, out_dtype=jnp.dtype(jnp.float32))
                 first = jax.tree.map(operator.itemgetter(slice(rows)), x)
                 terms, again = (run(first, weight, config) for _ in range(2))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import WeightFormat, device
+from mpjax.kernels import ProductFormat, WeightFormat, device
 from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.shared_memory import sent_bytes
@@ -35,7 +35,7 @@ def nbytes(array):
 def test_everything_fits_shared_memory(text):
     checked = 0
     for rows in (1, 16, 32, 100, 1000):
-        for config in ranked(Problem(rows, WeightFormat.parse(text), 8192, 10240, H200)):
+        for config in ranked(Problem(rows, ProductFormat.of(text), 8192, 10240, H200)):
             needed = sum(map(nbytes, arrays(text, config).values()))
             assert needed <= device.shared_memory(9.0), f"{rows} rows, {config}"
             checked += 1

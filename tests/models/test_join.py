@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import WeightFormat, quantize
+from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.models import Linear
 from mpjax.models.join import join
 from tests.pallas_kernels.oracles import random_array
@@ -21,7 +21,8 @@ def linear(rng, format: WeightFormat | None, outputs: int, bias: bool = False) -
 
 
 def format_of(linear: Linear) -> WeightFormat | None:
-    return getattr(linear.kernel.get_value(), "format", None)
+    kernel: Any = linear.kernel.get_value()
+    return kernel.format if isinstance(kernel, QuantizedTensor) else None
 
 
 def test_maps_of_one_format_are_one(rng):

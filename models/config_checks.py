@@ -128,8 +128,8 @@ def _check_fields(
     config: DecoderConfig | SublayerSpec | RopeScaling, where: str, names: Mapping[str, str]
 ) -> None:
     """The numbers, switches and texts of a dataclass; all numbers are positive."""
-    kinds_of: Any = _field_types  # mypy takes no class for hashable
-    for field, kinds in kinds_of(type(config)).items():
+    kind: Any = type(config)  # which mypy takes for one without a hash
+    for field, kinds in _field_types(kind).items():
         value, name = getattr(config, field), names.get(field, field)
         if value is None and type(None) in kinds:
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
 import warnings
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
@@ -49,7 +48,8 @@ class DecoderLayer(nnx.Module):
         Whoever normalises next adds the terms: one pass over the stream instead of two. With a
         cache, where no gradient is wanted, 8-bit activations are rounded on the way, too.
         """
-        cached, mlp = span is not None, typing.cast(MLP, self.mlp)
+        cached = span is not None
+        mlp: MLP = self.mlp
         format = self.attention.qkv.activations if cached else None
         residual, x = self.attention_norm.add(terms, residual, format)
         attended, pages = self.attention.attend(x, angles, pages, span)

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
@@ -68,7 +69,7 @@ def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
         if suffix != "bias"
     }
     plain = scheme.decode(tensors, source.name, source.shape)
-    check_scales(source.name, plain.scales)
+    checks.check_scales(source.name, plain.scales)
     plain = dataclasses.replace(plain, scales=_narrow(source.name, plain))
     return _seen_symmetric(plain)
 
@@ -86,19 +87,6 @@ def _seen_symmetric(plain: PlainCodes) -> PlainCodes:
     return dataclasses.replace(
         plain, format=dataclasses.replace(format, symmetric=True), zeros=None
     )
-
-
-def check_scales(name: str, scales: jax.Array) -> None:
-    """Raises CheckpointError when a module's scales have a NaN or an infinity.
-
-    name: the module. scales: any float dtype and shape; counted on its device, and waited for.
-    """
-    count = int(_count_non_finite(scales))
-    if count:
-        raise CheckpointError(
-            f"{name}: {count} of the {scales.size} scales are NaN or infinite; "
-            "the checkpoint is damaged, or its quantisation overflowed"
-        )
 
 
 def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Array | None:

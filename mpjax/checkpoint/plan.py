@@ -208,10 +208,14 @@ def _linear_source(
     stored = registry.of_module(tensors)
     if stored is not None:
         quantized = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}
-        if scheme is None or type(scheme) is not stored:
-            stored.refuse(name, quantized, None if scheme is None else scheme.quant_method)
-        scheme.check(quantized, name, shape)
-        return LinearSource(name, shape, tensors, scheme, scheme.format(name, shape[0]))
+        try:
+            if scheme is None or type(scheme) is not stored:
+                stored.refuse(name, quantized, None if scheme is None else scheme.quant_method)
+            scheme.check(quantized, name, shape)
+            format = scheme.format(name, shape[0])
+        except CheckpointError as error:
+            raise CheckpointError(f"{next(iter(tensors.values())).file}: {error}") from error
+        return LinearSource(name, shape, tensors, scheme, format)
     _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
     if quantize is not None and not quantize.can_split(shape[0]):
         raise CheckpointError(

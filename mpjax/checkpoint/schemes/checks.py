@@ -1,12 +1,16 @@
-"""Checks that schemes share: of tensors, by shapes and dtypes, and of values in config.json."""
+"""Checks that schemes share: of tensors, and of values in config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from mpjax.checkpoint.schemes.base import Specs, TensorSpec
 from mpjax.errors import CheckpointError
+from mpjax.kernels.checks import is_known
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -67,6 +71,19 @@ def check_weight_shape(
         )
 
 
+def check_scales(name: str, scales: jax.Array) -> None:
+    """Raises CheckpointError when a module's scales have a NaN or an infinity.
+
+    name: the module. scales: any float dtype and shape; counted on its device, and waited for. Of
+    traced ones, nothing is raised.
+    """
+    if is_known(scales) and (count := int(_count_non_finite(scales))):
+        raise CheckpointError(
+            f"{name}: {count} of the {scales.size} scales are NaN or infinite; "
+            "the checkpoint is damaged, or its quantisation overflowed"
+        )
+
+
 def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str) -> int:
     """The first of the keys that a quantization_config has, which must be an integer."""
     for key in keys:
@@ -113,3 +130,8 @@ def require_choice(
     if value not in supported:
         expected = " or ".join(repr(choice) for choice in supported)
         raise CheckpointError(f"{source}: {key} is {value!r}: expected {expected}")
+
+
+@jax.jit
+def _count_non_finite(scales: jax.Array) -> jax.Array:
+    return jnp.sum(~jnp.isfinite(scales), dtype=jnp.int32)

@@ -145,7 +145,9 @@ class FP8Scheme(Scheme):
             raise CheckpointError(
                 f"{name}.weight has weights that are NaN: the checkpoint is damaged"
             )
-        scales = jnp.asarray(tensors[self.scale_name]).reshape(-1, self.weights.groups(channels))
+        scales = jnp.asarray(tensors[self.scale_name])
+        checks.check_scales(name, scales)  # before each stands for many channels
+        scales = scales.reshape(-1, self.weights.groups(channels))
         size = min(self.block[0] or outputs, outputs)
         scales = _scales_of_channels(scales, size=size, outputs=outputs)
         return PlainCodes(self.weights, weight.T, scales)

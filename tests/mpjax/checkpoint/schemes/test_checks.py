@@ -67,3 +67,18 @@ def test_switches():
     for value in ("true", 1, [], 0.0):
         with pytest.raises(CheckpointError, match=r"config: sym is .*: expected true or false"):
             checks.parse_switch({"sym": value}, "sym", "config")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_check_scales(dtype):
+    scales = jnp.ones((4, 6), dtype)
+    checks.check_scales("model.layers.0.mlp.up_proj", scales)
+    damaged = scales.at[0, 1].set(jnp.nan).at[2, 3].set(jnp.inf).at[3, 5].set(-jnp.inf)
+    with pytest.raises(CheckpointError, match=r"^model\.layers\.0\.mlp\.up_proj: 3 of the 24"):
+        checks.check_scales("model.layers.0.mlp.up_proj", damaged)
+
+    def traced(scales):
+        checks.check_scales("model.layers.0.mlp.up_proj", scales)
+        return scales
+
+    jax.jit(traced)(damaged)  # where no value is known

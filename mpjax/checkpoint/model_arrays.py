@@ -153,5 +153,5 @@ def _expected_of_linear(
                 if (array := getattr(packed, name)) is not None:
                     expected[f"{path}.{name}"] = _Expected((array.shape,), (array.dtype.name,))
         if place.bias:
-            expected[f"{path}.bias"] = _Expected((shape[1:],), DTYPES)
+            expected[f"{path}.bias"] = _Expected(((*shape[:-2], shape[-1]),), DTYPES)
     return expected

@@ -218,7 +218,7 @@ class GPTQScheme(Scheme):
         return PlainCodes(self.format(name, rows), codes, scales, zeros, permutation)
 
     def extra_bytes(self, specs: Specs, shape: tuple[int, int]) -> int:
-        """Those of the permutation, if there is one."""
+        """Bytes of the permutation, where there is `g_idx`."""
         return 4 * shape[0] if "g_idx" in specs else 0
 
     def _of_packed_module(self, name: str) -> GPTQScheme:

@@ -81,6 +81,25 @@ def test_other_versions(version, saved):
     expect(message, saved)
 
 
+def test_version_4_is_read(saved):
+    def as_version_4(description):
+        layers = description["config"].pop("layers")
+        first = layers[0]["attention"] | layers[0]["mlp"]
+        description["config"] |= {
+            "windows": [layer["attention"]["window"] for layer in layers],
+            "intermediate_size": first["intermediate_size"],
+            "mlp_bias": first["bias"],
+            **{name: first[name] for name in ("qkv_bias", "output_bias", "qk_norm")},
+        }
+        description["version"] = 4
+
+    expected = Description.read(saved)
+    change(saved, as_version_4)
+    assert Description.read(saved) == expected
+    change(saved, lambda d: d["config"].update(windows=[None, 0]))
+    expect(r"damaged: config, layers\[1\].attention: window is 0: expected a positive int", saved)
+
+
 KEYS = ("decoder", "config", "kv_format", "linears", "arrays")
 
 

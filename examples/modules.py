@@ -6,18 +6,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.models import DecoderConfig, Qwen3
+from mpjax.models import DecoderConfig, Qwen3, llama_layers
 
 config = DecoderConfig(
     vocab_size=256,
     hidden_size=128,
-    intermediate_size=256,
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
-    windows=(None, None),  # one per layer: how many keys a query sees; None: all
+    # Windows, one per layer, say how many keys a query sees; None: all.
+    layers=llama_layers((None, None), intermediate_size=256, qk_norm=True),
     max_position_embeddings=512,
-    qk_norm=True,
     dtype="float32",
 )
 model = Qwen3(config, nnx.Rngs(0))

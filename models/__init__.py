@@ -1,18 +1,30 @@
 """Decoders as Flax NNX modules, with weights and KV caches in any precision."""
 
-from mpjax.models.attention import Attention
-from mpjax.models.config import ConfigError, DecoderConfig, RopeScaling
+from mpjax.models.attention import Attention, GroupedQuerySpec
+from mpjax.models.config import (
+    AttentionSpec,
+    ConfigError,
+    DecoderConfig,
+    LayerSpec,
+    LinearMaps,
+    MLPSpec,
+    RopeScaling,
+)
 from mpjax.models.decoder import CacheScales, Decoder, DecoderLayer
-from mpjax.models.layers import FusedLinear, GatedMLP, Linear, Packed, RMSNorm
-from mpjax.models.llama import Llama
+from mpjax.models.layers import FusedLinear, Linear, Packed, RMSNorm
+from mpjax.models.llama import Llama, llama_layers
 from mpjax.models.mistral import Mistral
+from mpjax.models.mlp import GatedMLP, GatedMLPSpec
+from mpjax.models.parameters import ArrayPlace, LinearPlace
 from mpjax.models.qwen import Qwen2, Qwen3
 from mpjax.models.registry import FAMILIES, family
 from mpjax.models.trainable import trainable
 
 __all__ = [
     "FAMILIES",
+    "ArrayPlace",
     "Attention",
+    "AttentionSpec",
     "CacheScales",
     "ConfigError",
     "Decoder",
@@ -20,8 +32,14 @@ __all__ = [
     "DecoderLayer",
     "FusedLinear",
     "GatedMLP",
+    "GatedMLPSpec",
+    "GroupedQuerySpec",
+    "LayerSpec",
     "Linear",
+    "LinearMaps",
+    "LinearPlace",
     "Llama",
+    "MLPSpec",
     "Mistral",
     "Packed",
     "Qwen2",
@@ -29,5 +47,6 @@ __all__ = [
     "RMSNorm",
     "RopeScaling",
     "family",
+    "llama_layers",
     "trainable",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from mpjax.kernels import (
     rotate_and_append,
 )
 from mpjax.kernels.checks import as_array
-from mpjax.models.config import DecoderConfig
+from mpjax.models.config import AttentionSpec, DecoderConfig, LinearMaps
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations, rotate
 
 
@@ -41,25 +42,53 @@ class Span:
     fresh: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupedQuerySpec(AttentionSpec):
+    """Grouped-query attention with rotary positions.
+
+    qkv_bias, output_bias: whether the query, key and value maps, and the output map, have biases.
+    qk_norm: whether an RMSNorm maps each query and key head before it is rotated.
+    """
+
+    kind: ClassVar[str] = "grouped_query"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
+        """The module, with random weights."""
+        return Attention(config, self, rngs)
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """The maps query, key and value, and output."""
+        hidden = config.hidden_size
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return (
+            LinearMaps("qkv", ((hidden, query), (hidden, key), (hidden, key)), self.qkv_bias),
+            LinearMaps("output", ((query, hidden),), self.output_bias),
+        )
+
+    def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+        """The weights of the norms."""
+        norms = ("query_norm", "key_norm") if self.qk_norm else ()
+        return {f"{norm}.weight": (config.head_dim,) for norm in norms}
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; optional biases and query/key norms."""
 
-    def __init__(self, config: DecoderConfig, window: int | None, rngs: nnx.Rngs):
-        shapes = config.projection_shapes
-        sizes = tuple(shapes[name][1] for name in ("query", "key", "value"))
-        fused = Linear.create(
-            (config.hidden_size, sum(sizes)), bias=config.qkv_bias, dtype=config.dtype, rngs=rngs
-        )
-        self.qkv = FusedLinear([fused], sizes)
+    def __init__(self, config: DecoderConfig, spec: GroupedQuerySpec, rngs: nnx.Rngs):
+        qkv, output = spec.linear_maps(config)
+        self.qkv = FusedLinear.create(qkv, config.dtype, rngs)
         self.output = Linear.create(
-            shapes["output"], bias=config.output_bias, dtype=config.dtype, rngs=rngs
+            output.shapes[0], bias=output.bias, dtype=config.dtype, rngs=rngs
         )
         norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, config.dtype)
-        self.query_norm = norm() if config.qk_norm else None
-        self.key_norm = norm() if config.qk_norm else None
+        self.query_norm = norm() if spec.qk_norm else None
+        self.key_norm = norm() if spec.qk_norm else None
         self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.window = window
+        self.window = spec.window
 
     def __call__(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None

@@ -1,69 +1,155 @@
-"""Checks a DecoderConfig that came from a file: types, ranges, and what fits together."""
+"""Checks what a configuration says: types, ranges, and what fits together.
+
+Every message has one form: `where: name is value: expected ...`. Readers of files check with the
+same functions what they compute with.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
+import types
+import typing
+from collections.abc import Mapping
 from typing import Any
 
-from mpjax.models.config import MAXIMUM_INTEGER, ConfigError, DecoderConfig, RopeScaling
+from mpjax.models.config import (
+    AttentionSpec,
+    ConfigError,
+    DecoderConfig,
+    LayerSpec,
+    MLPSpec,
+    RopeScaling,
+    SublayerSpec,
+)
 
 DTYPES = ("bfloat16", "float16", "float32")
 ROPE_KINDS = ("linear", "llama3")
+MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
 
 
-def require_sound(config: DecoderConfig) -> None:
-    """Raises ConfigError, naming the field, for a value that no decoder can have."""
-    _check_fields(config)
-    for window in config.windows:
-        if window is not None:
-            _check_number("a window of windows", window, int)
-    if not config.windows:
-        raise ConfigError("windows is empty: expected one for each layer")
-    if not all(type(i) is int and 0 <= i < config.vocab_size for i in config.stop_ids):
+def refuse(where: str, name: str, value: Any, expected: str) -> typing.NoReturn:
+    """Raises ConfigError about a value, which is shown on one line."""
+    shown = " ".join(repr(value).split())
+    raise ConfigError(f"{where}: {name} is {shown:.80}: expected {expected}")
+
+
+def whole(
+    where: str, name: str, value: Any, minimum: int = 1, maximum: int = MAXIMUM_INTEGER
+) -> int:
+    """The value, a whole number in a range. Raises ConfigError for another one."""
+    if type(value) is int and value > maximum:
+        refuse(where, name, value, f"at most {maximum}")
+    if type(value) is not int or value < minimum:
+        expected = "a positive integer" if minimum == 1 else f"an integer from {minimum} on"
+        refuse(where, name, value, expected)
+    return value
+
+
+def positive(where: str, name: str, value: Any) -> float:
+    """The value, a positive, finite number. Raises ConfigError for another one."""
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        refuse(where, name, value, "a positive number")
+    return value
+
+
+def switch(where: str, name: str, value: Any) -> bool:
+    """The value, true or false. Raises ConfigError for another one."""
+    if type(value) is not bool:
+        refuse(where, name, value, "true or false")
+    return value
+
+
+def choice(where: str, name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """The value, one of some texts. Raises ConfigError for another one."""
+    if value not in choices:
+        refuse(where, name, value, " or ".join(choices))
+    return value
+
+
+def token_ids(where: str, name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
+    """The value, a sequence of token ids, or one of them. Raises ConfigError for another one."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(type(i) is int and 0 <= i < vocabulary for i in ids):
+        refuse(where, name, value, f"token ids from 0 to {vocabulary - 1}")
+    return tuple(ids)
+
+
+def require_sound(
+    config: DecoderConfig,
+    where: str = "DecoderConfig",
+    names: Mapping[str, str] = types.MappingProxyType({}),
+) -> None:
+    """Raises ConfigError for a value that no decoder can have.
+
+    where: what the configuration comes from. names: of fields that are called otherwise there.
+    """
+
+    def name(field: str) -> str:
+        return names.get(field, field)
+
+    _check_fields(config, where, names)
+    if not config.layers:
+        raise ConfigError(f"{where}: layers is empty: expected one or more")
+    for index, layer in {id(layer): (i, layer) for i, layer in enumerate(config.layers)}.values():
+        _check_layer(layer, where, f"layers[{index}]")
+    token_ids(where, name("stop_ids"), config.stop_ids, config.vocab_size)
+    if config.num_heads % config.num_kv_heads:
         raise ConfigError(
-            f"stop_ids is {list(config.stop_ids)!r:.80}: expected token ids from 0 to "
-            f"{config.vocab_size - 1}"
+            f"{where}: {name('num_heads')} is {config.num_heads} and {name('num_kv_heads')} "
+            f"{config.num_kv_heads}: expected a multiple of it"
         )
-    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-        raise ConfigError(
-            f"there are {config.num_heads} heads of {config.head_dim} channels for "
-            f"{config.num_kv_heads} KV heads: expected a multiple of the KV heads, and an even "
-            "number of channels"
-        )
-    _check_choice("dtype", config.dtype, DTYPES)
-    scaling = config.rope_scaling
-    if scaling is None:
+    if config.head_dim % 2:
+        refuse(where, name("head_dim"), config.head_dim, "a positive, even number")
+    choice(where, "dtype", config.dtype, DTYPES)
+    if (scaling := config.rope_scaling) is None:
         return
     if not isinstance(scaling, RopeScaling):
-        raise ConfigError(f"rope_scaling is {scaling!r:.80}: expected a RopeScaling, or None")
-    _check_fields(scaling)
-    _check_choice("kind of rope_scaling", scaling.kind, ROPE_KINDS)
+        refuse(where, name("rope_scaling"), scaling, "a RopeScaling, or None")
+    where = f"{where}, {name('rope_scaling')}"
+    _check_fields(scaling, where, names)
+    choice(where, "kind", scaling.kind, ROPE_KINDS)
     if not scaling.high_frequency_factor > scaling.low_frequency_factor:
-        raise ConfigError(
-            f"high_frequency_factor is {scaling.high_frequency_factor}: expected more than "
-            f"low_frequency_factor, {scaling.low_frequency_factor}"
-        )
+        least = f"more than {name('low_frequency_factor')}, {scaling.low_frequency_factor}"
+        refuse(where, name("high_frequency_factor"), scaling.high_frequency_factor, least)
 
 
-def _check_fields(config: DecoderConfig | RopeScaling) -> None:
-    """The numbers and switches of a dataclass; all numbers are positive."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.type == "bool" and type(value) is not bool:
-            raise ConfigError(f"{field.name} is {value!r:.80}: expected true or false")
-        if field.type in ("int", "float"):
-            _check_number(field.name, value, int if field.type == "int" else float)
+def _check_layer(layer: LayerSpec, where: str, name: str) -> None:
+    if not isinstance(layer, LayerSpec):
+        refuse(where, name, layer, "a LayerSpec")
+    for half, kind in (("attention", AttentionSpec), ("mlp", MLPSpec)):
+        if not isinstance(spec := getattr(layer, half), kind):
+            refuse(where, f"{name}.{half}", spec, f"an {kind.__name__}")
+        _check_fields(spec, f"{where}, {name}.{half}", {})
 
 
-def _check_number(name: str, value: Any, kind: type) -> None:
-    kinds = (int,) if kind is int else (int, float)
-    maximum = MAXIMUM_INTEGER if kind is int else sys.float_info.max
-    if type(value) not in kinds or not 0 < value <= maximum:
-        expected = f"an integer from 1 to {maximum}" if kind is int else "a positive number"
-        raise ConfigError(f"{name} is {value!r:.80}: expected {expected}")
+def _check_fields(
+    config: DecoderConfig | SublayerSpec | RopeScaling, where: str, names: Mapping[str, str]
+) -> None:
+    """The numbers, switches and texts of a dataclass; all numbers are positive."""
+    kind: Any = type(config)  # which mypy takes for one without a hash
+    for field, kinds in _field_types(kind).items():
+        value, name = getattr(config, field), names.get(field, field)
+        if value is None and type(None) in kinds:
+            continue
+        if bool in kinds:
+            switch(where, name, value)
+        elif float in kinds:
+            positive(where, name, value)
+        elif int in kinds:
+            whole(where, name, value)
+        elif str in kinds and type(value) is not str:
+            refuse(where, name, value, "a text")
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r:.80}: expected {' or '.join(choices)}")
+@functools.cache
+def _field_types(config: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a dataclass may have."""
+    hints = typing.get_type_hints(config)
+    unions = (typing.Union, types.UnionType)
+    return {
+        field.name: typing.get_args(hint) if typing.get_origin(hint) in unions else (hint,)
+        for field in dataclasses.fields(config)
+        for hint in [hints[field.name]]
+    }

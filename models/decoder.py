@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,23 @@ from flax import nnx
 from mpjax.kernels import KVFormat, KVPages, PagedKVCache
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models.attention import Attention, Span
-from mpjax.models.config import DecoderConfig
-from mpjax.models.layers import GatedMLP, RMSNorm, rotary_frequencies
+from mpjax.models import config_json, parameters
+from mpjax.models.attention import Attention, GroupedQuerySpec, Span
+from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
+from mpjax.models.config_checks import require_sound
+from mpjax.models.layers import RMSNorm, rotary_frequencies
+from mpjax.models.mlp import MLP, GatedMLPSpec
+from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, window: int | None, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.attention = Attention(config, window, rngs)
+        self.attention: Attention = spec.attention.build(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.mlp = GatedMLP(config, rngs)
+        self.mlp = spec.mlp.build(config, rngs)
 
     def __call__(
         self,
@@ -45,14 +49,14 @@ class DecoderLayer(nnx.Module):
         cache, where no gradient is wanted, 8-bit activations are rounded on the way, too.
         """
         cached = span is not None
+        mlp: MLP = self.mlp
         format = self.attention.qkv.activations if cached else None
         residual, x = self.attention_norm.add(terms, residual, format)
         attended, pages = self.attention.attend(x, angles, pages, span)
         terms = self.attention.output.terms(attended)
-        format = self.mlp.gate_up.activations if cached else None
+        format = mlp.activations if cached else None
         residual, x = self.mlp_norm.add(terms, residual, format)
-        gated = self.mlp.gated(x, self.mlp.down.activations if cached else None)
-        return self.mlp.down.terms(gated), residual, pages
+        return mlp.terms(x, quantized=cached), residual, pages
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -71,24 +75,29 @@ class CacheScales(nnx.Variable):
 
 
 class Decoder(nnx.Module):
-    """A causal language model; families subclass it to read their configuration.
+    """A causal language model; families subclass it to read their configuration and name tensors.
 
     Calling it is an ordinary forward pass over whole sequences, differentiable; `step` is the one
     function behind prefill and decoding, pure in (parameters, tokens, cache).
 
+    names: what a family's tensors are called in Hugging Face's files; see `parameters.NAMES`.
+    specs: the kinds of attentions and MLPs that a family's layers may have.
     cache_scales: CacheScales of float32 [layers, 2, KV heads] for FP8, or [layers, 2, KV heads,
         head dim] for 8s, keys first, or None; a checkpoint or a calibration brings them.
     """
 
+    names: ClassVar[Names] = parameters.NAMES
+    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec)
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         require_type("config", config, DecoderConfig)
         require_type("rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
-        config.require_computable()
+        require_sound(config)
         self.config = config
         shape = (config.vocab_size, config.hidden_size)
         initial = nnx.initializers.normal(0.02)
         self.embedding = nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
-        self.layers = nnx.List([DecoderLayer(config, window, rngs) for window in config.windows])
+        self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
         self.cache_scales: CacheScales | None = nnx.data(None)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         tied = config.tie_word_embeddings
@@ -98,8 +107,28 @@ class Decoder(nnx.Module):
 
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
-        """The configuration in a Hugging Face `config.json` of this family."""
+        """The configuration in a Hugging Face `config.json` of this family, checked.
+
+        Raises ConfigError, naming the key, for what is missing, not supported, or unsound.
+        """
+        config = cls.read_config(hf)
+        require_sound(config, config_json.WHERE, config_json.field_names(hf))
+        return config
+
+    @classmethod
+    def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+        """What a family's `config.json` says; `config_from_hf` checks what fits together."""
         raise NotImplementedError(f"{cls.__name__} does not read config.json; its subclasses do")
+
+    @classmethod
+    def array_places(cls, config: DecoderConfig) -> list[ArrayPlace]:
+        """Where all parameters outside linear maps lie, in the module and in files."""
+        return parameters.array_places(config, cls.names)
+
+    @classmethod
+    def linear_places(cls, config: DecoderConfig) -> list[LinearPlace]:
+        """Where all linear maps of the layers lie, in the module and in files."""
+        return parameters.linear_places(config, cls.names)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits float32 [batch, tokens, vocabulary] of every position of int [batch, tokens].

@@ -14,14 +14,13 @@ from mpjax.kernels import (
     QuantizedActivations,
     QuantizedTensor,
     add_rms_norm,
-    gated_silu,
     matmul,
     matmul_terms,
     rms_norm,
 )
 from mpjax.kernels import rotate as rotate_heads
 from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type, shown, whole_number
-from mpjax.models.config import DecoderConfig, RopeScaling
+from mpjax.models.config import LinearMaps, RopeScaling
 
 Activations = jax.Array | QuantizedActivations
 
@@ -104,6 +103,13 @@ class FusedLinear(nnx.Module):
         self.parts = nnx.List(parts)
         self.sizes = sizes
 
+    @classmethod
+    def create(cls, maps: LinearMaps, dtype: str, rngs: nnx.Rngs) -> FusedLinear:
+        """Randomly initialised maps, as one Linear."""
+        sizes = tuple(outputs for _, outputs in maps.shapes)
+        shape = maps.shapes[0][0], sum(sizes)
+        return cls([Linear.create(shape, bias=maps.bias, dtype=dtype, rngs=rngs)], sizes)
+
     @property
     def activations(self) -> ActivationFormat:
         """What activations may become before they come here; 16 bits where parts differ."""
@@ -148,29 +154,6 @@ class RMSNorm(nnx.Module):
         """
         weight = self.weight.get_value()
         return add_rms_norm(terms, residual, weight, self.epsilon, format=format)
-
-
-class GatedMLP(nnx.Module):
-    """down(SiLU(gate(x)) · up(x))."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        hidden, inner = config.projection_shapes["gate"]
-        fused = Linear.create(
-            (hidden, 2 * inner), bias=config.mlp_bias, dtype=config.dtype, rngs=rngs
-        )
-        self.gate_up = FusedLinear([fused], (inner, inner))
-        self.down = Linear.create(
-            (inner, hidden), bias=config.mlp_bias, dtype=config.dtype, rngs=rngs
-        )
-
-    def gated(self, x: Activations, format: ActivationFormat | str | None = None) -> Activations:
-        """SiLU(gate(x)) · up(x) [..., inner], quantised if `format` says so."""
-        x = as_activations("GatedMLP: x", x)
-        return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
-
-    def __call__(self, x: Activations) -> jax.Array:
-        """Maps [..., hidden] to the same shape."""
-        return self.down(self.gated(x))
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:

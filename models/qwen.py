@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax.models.config import (
-    DecoderConfig,
+from mpjax.models.config import DecoderConfig
+from mpjax.models.config_json import (
     common_fields,
+    flag,
     integer,
     layer_count,
     layer_windows,
     sliding_window,
 )
 from mpjax.models.decoder import Decoder
+from mpjax.models.llama import llama_layers
 
 
 def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Qwen's window holds from layer `max_window_layers` on, and only if use_sliding_window."""
     layers = layer_count(hf)
-    window = sliding_window(hf) if hf.get("use_sliding_window") else None
+    window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
     if window is None:
         return (None,) * layers
     if hf.get("layer_types"):
@@ -32,17 +34,24 @@ class Qwen2(Decoder):
     """Qwen2 and 2.5: Llama with biases on the query, key and value projections."""
 
     @classmethod
-    def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+    def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Qwen2ForCausalLM` config.json."""
-        return DecoderConfig(**(common_fields(hf) | {"windows": _windows(hf)}), qkv_bias=True)
+        layers = llama_layers(_windows(hf), integer(hf, "intermediate_size"), qkv_bias=True)
+        return DecoderConfig(**common_fields(hf), layers=layers)
 
 
 class Qwen3(Decoder):
     """Qwen3: Llama with an RMSNorm on every query and key head, before the rotary embedding."""
 
     @classmethod
-    def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+    def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Qwen3ForCausalLM` config.json."""
-        bias = hf.get("attention_bias") or False
-        fields = common_fields(hf) | {"windows": _windows(hf)}
-        return DecoderConfig(**fields, qkv_bias=bias, output_bias=bias, qk_norm=True)
+        bias = flag(hf, "attention_bias")
+        layers = llama_layers(
+            _windows(hf),
+            integer(hf, "intermediate_size"),
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+        )
+        return DecoderConfig(**common_fields(hf), layers=layers)

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.checkpoint.layout import LinearPlace, array_places, linear_kernels, linear_places
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
-from mpjax.models import Decoder, DecoderConfig
+from mpjax.models import Decoder, DecoderConfig, LinearPlace
 from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
 from mpjax.tokenizer_files import explain_missing
@@ -55,9 +54,9 @@ class LanguageModel:
     @property
     def num_parameters(self) -> int:
         """Numbers that the weights stand for, however they are stored."""
-        total = sum(math.prod(place.shape) for place in array_places(self.config))
-        for place in linear_places(self.config):
-            total += sum(math.prod(kernel.shape) for kernel in linear_kernels(self.model, place))
+        total = sum(math.prod(place.shape) for place in self.model.array_places(self.config))
+        for place in self.model.linear_places(self.config):
+            total += sum(math.prod(kernel.shape) for kernel in place.kernels(self.model))
             total += sum(shape[1] for shape in place.shapes if place.bias)
         return total
 
@@ -75,13 +74,13 @@ class LanguageModel:
 
         `linear_maps` has, for each kind of linear map, in how many layers it has which formats.
         """
-        config, places = self.config, linear_places(self.config)
+        config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
         for place in places:
             count = counts.setdefault(place.path.split(".", 2)[2], {})
             formats = " | ".join(_formats(self.model, place))
             count[formats] = count.get(formats, 0) + 1
-        kernels = [kernel for place in places for kernel in linear_kernels(self.model, place)]
+        kernels = [kernel for place in places for kernel in place.kernels(self.model)]
         packed = sum(kernel.nbytes for kernel in kernels if isinstance(kernel, QuantizedTensor))
         return {
             "model": type(self.model).__name__,
@@ -134,8 +133,8 @@ def weight_formats(model: Decoder) -> set[WeightFormat]:
     """The formats that occur among a model's linear maps; bfloat16 for any that is not packed."""
     return {
         kernel.format if isinstance(kernel, QuantizedTensor) else WeightFormat("bfloat16")
-        for place in linear_places(model.config)
-        for kernel in linear_kernels(model, place)
+        for place in model.linear_places(model.config)
+        for kernel in place.kernels(model)
     }
 
 
@@ -145,5 +144,5 @@ def _formats(model: Decoder, place: LinearPlace) -> list[str]:
         describe_weights(kernel.format)
         if isinstance(kernel, QuantizedTensor)
         else f"W{kernel.dtype.itemsize * 8}"
-        for kernel in linear_kernels(model, place)
+        for kernel in place.kernels(model)
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.errors import CheckpointError
 from mpjax.kernels import files
 
 # The largest vocabularies take 35 MB.

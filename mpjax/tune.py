@@ -21,7 +21,6 @@ import numpy as np
 from mpjax.bench import measure
 from mpjax.checkpoint import huggingface, restoring
 from mpjax.checkpoint.description import is_saved
-from mpjax.checkpoint.layout import linear_places
 from mpjax.kernels import (
     ProductFormat,
     QuantizedTensor,
@@ -36,7 +35,7 @@ from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan, Problem
 from mpjax.kernels.gemm.shapes import MODELS
 from mpjax.kernels.plans.tables import Tables
 from mpjax.loading import find_folder
-from mpjax.models import DecoderConfig, presets
+from mpjax.models import Decoder, DecoderConfig, presets
 
 GATE = 8e-3  # mean error over mean magnitude that a plan may have, in bfloat16
 CHECKED_ROWS = 256
@@ -157,13 +156,13 @@ def model_shapes(source: str) -> list[Shape]:
     for what is neither.
     """
     known = known_models()
-    return known[source] if source in known else _shapes(_read_config(find_folder(source)))
+    return known[source] if source in known else _shapes(*_read_config(find_folder(source)))
 
 
 def known_models() -> dict[str, list[Shape]]:
     """The shapes of published models by name, such as `qwen3-8b`."""
     configs = {
-        name.lower().replace("_", "-"): _shapes(value)
+        name.lower().replace("_", "-"): _shapes(Decoder, value)
         for name, value in vars(presets).items()
         if isinstance(value, DecoderConfig)
     }
@@ -174,18 +173,16 @@ def known_models() -> dict[str, list[Shape]]:
     return named | configs
 
 
-def _shapes(config: DecoderConfig) -> list[Shape]:
-    shapes = [
-        (place.shapes[0][0], sum(outputs for _, outputs in place.shapes))
-        for place in linear_places(config)
-    ]
+def _shapes(decoder: type[Decoder], config: DecoderConfig) -> list[Shape]:
+    shapes = [place.part_shapes(1)[0] for place in decoder.linear_places(config)]
     return list(dict.fromkeys(shapes))
 
 
-def _read_config(folder: Path) -> DecoderConfig:
+def _read_config(folder: Path) -> tuple[type[Decoder], DecoderConfig]:
     if is_saved(folder):
-        return restoring.abstract(folder).config
-    return huggingface.decoder_config(folder, huggingface.read_config(folder))[1]
+        lm = restoring.abstract(folder)
+        return type(lm.model), lm.config
+    return huggingface.decoder_config(folder, huggingface.read_config(folder))
 
 
 def make_jobs(

@@ -44,6 +44,12 @@ CLOSED = {
     "pallas_kernels.gemm.plans": "pallas_kernels/gemm",
 }
 
+# Rooms of which one imports the other inside a function alone, and why.
+MUTUAL = {
+    # `PlainCodes.dequantize` asks its kind of codes, and kinds of codes make PlainCodes.
+    ("pallas_kernels/plain_codes.py", "pallas_kernels/codes"),
+}
+
 # Source files without a test file of the same name, and why.
 UNTESTED: dict[str, str] = {}
 
@@ -57,11 +63,15 @@ def parse(path: Path) -> ast.Module:
 
 def imported_names(path: Path) -> Iterator[str]:
     """Every module that a file may import, by its floor: `from a import b` gives `a` and `a.b`."""
-    for name in _imported_names(path):
-        for imported, floor in IMPORT_NAMES.items():
-            if name == imported or name.startswith(f"{imported}."):
-                name = floor + name.removeprefix(imported)
-        yield name
+    yield from map(floor_name, _imported_names(path))
+
+
+def floor_name(name: str) -> str:
+    """A module's name below its floor: `models.config` of `mpjax.models.config`."""
+    for imported, floor in IMPORT_NAMES.items():
+        if name == imported or name.startswith(f"{imported}."):
+            return floor + name.removeprefix(imported)
+    return name
 
 
 def _imported_names(path: Path) -> Iterator[str]:
@@ -101,6 +111,55 @@ def test_a_closed_room_is_entered_by_its_door(path, room, folder):
     wrong = modules & set(imported_names(path))
     assert modules
     assert str(path).startswith(folder) or not wrong, f"{path} imports {sorted(wrong)}"
+
+
+def rooms_that_are_imported(path: Path) -> set[Path]:
+    """The folders of a floor, and files beside them, that a file imports, but for types alone."""
+    for_types = {
+        inner
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in node.body
+    }
+    names = set()
+    for node in ast.walk(parse(path)):
+        if node not in for_types and isinstance(node, ast.Import):
+            names |= {floor_name(alias.name) for alias in node.names}
+        elif node not in for_types and isinstance(node, ast.ImportFrom) and node.module:
+            # `from a import b` is `a.b` where that is a module, and else what `a` has.
+            module = floor_name(node.module)
+            inner = {f"{module}.{alias.name}" for alias in node.names}
+            names |= {name if file_of(name) else module for name in inner}
+    return {Path(*file.parts[:2]) for name in names if (file := file_of(name))}
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module or a package of these floors, else None."""
+    path = Path(*module.split("."))
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f in FILES), None)
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_no_room_of_a_floor_is_in_a_circle(floor):
+    """Rooms that import none of those left, or that none imports, go until there are no more."""
+    left: dict[Path, set[Path]] = {}
+    for path in FILES:
+        if path.parts[0] == floor:
+            room = Path(*path.parts[:2])
+            others = rooms_that_are_imported(path) - {room}
+            left.setdefault(room, set()).update(
+                other for other in others if (str(room), str(other)) not in MUTUAL
+            )
+    assert left
+    while free := [
+        room
+        for room, others in left.items()
+        if not others & left.keys() or not any(room in others for others in left.values())
+    ]:
+        for room in free:
+            del left[room]
+    circles = {str(room): sorted(map(str, others & left.keys())) for room, others in left.items()}
+    assert not circles, f"these import each other: {circles}"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.parts[0] == "pallas_kernels"], ids=str)

@@ -22,24 +22,13 @@ def hugging_face_tensors(model: Llama) -> dict[str, NDArray[Any]]:
     Hugging Face does.
     """
     tensors: dict[str, Any] = {
-        "model.embed_tokens.weight": model.embedding.get_value(),
-        "model.norm.weight": model.norm.weight.get_value(),
+        place.name: place.read(model) for place in model.array_places(model.config)
     }
-    if model.head is not None:
-        tensors["lm_head.weight"] = model.head.get_value()
-    for index, layer in enumerate(model.layers):
-        attention, mlp = layer.attention, layer.mlp
-        maps = {
-            **_split(attention.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-            "self_attn.o_proj": attention.output.kernel.get_value(),
-            **_split(mlp.gate_up, ("mlp.gate_proj", "mlp.up_proj")),
-            "mlp.down_proj": mlp.down.kernel.get_value(),
-        }
-        weights = {name: kernel.T for name, kernel in maps.items()}
-        weights["input_layernorm"] = layer.attention_norm.weight.get_value()
-        weights["post_attention_layernorm"] = layer.mlp_norm.weight.get_value()
-        for name, weight in weights.items():
-            tensors[f"model.layers.{index}.{name}.weight"] = weight
+    for place in model.linear_places(model.config):
+        [kernel] = place.kernels(model)
+        ends = np.cumsum([outputs for _, outputs in place.shapes])[:-1]
+        parts = np.split(np.asarray(kernel), ends, axis=1)
+        tensors |= {f"{name}.weight": part.T for name, part in zip(place.names, parts, strict=True)}
     return {
         # safetensors writes a buffer as it lies in memory, so a transposed view would be garbled.
         name: np.ascontiguousarray(np.asarray(tensor).astype(ml_dtypes.bfloat16))
@@ -64,11 +53,3 @@ def write_checkpoint(model: Llama, config: Mapping[str, Any], folder: Path) -> N
 def write_json(value: Mapping[str, Any], file: Path) -> None:
     """Write `value` indented, with a final line break."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _split(fused: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """The kernel [in, out] of each of the maps that `fused` computes as one."""
-    [part] = fused.parts
-    ends = np.cumsum(fused.sizes)[:-1]
-    kernels = np.split(np.asarray(part.kernel.get_value()), ends, axis=1)
-    return dict(zip(names, kernels, strict=True))

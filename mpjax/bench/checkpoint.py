@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from mpjax.models import DecoderConfig
+from mpjax.models import DecoderConfig, Qwen3
 
 BYTES_PER_SHARD = 4 << 30
 
@@ -71,26 +71,11 @@ def _tensors(
         # safetensors writes no bfloat16 from NumPy. float16 is converted when it is loaded.
         return (rng.random(shape, np.float32) * 0.04 - 0.02).astype(np.float16)
 
-    names = {
-        "query": "self_attn.q_proj",
-        "key": "self_attn.k_proj",
-        "value": "self_attn.v_proj",
-        "output": "self_attn.o_proj",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    }
-    yield "model.embed_tokens.weight", dense(config.vocab_size, config.hidden_size)
-    yield "lm_head.weight", dense(config.vocab_size, config.hidden_size)
-    yield "model.norm.weight", np.ones(config.hidden_size, np.float16)
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{norm}.weight", np.ones(config.hidden_size, np.float16)
-        for norm in ("q_norm", "k_norm"):
-            yield f"{prefix}.self_attn.{norm}.weight", np.ones(config.head_dim, np.float16)
-        for projection, (channels, outputs) in config.projection_shapes.items():
-            name = f"{prefix}.{names[projection]}"
+    for array in Qwen3.array_places(config):
+        is_norm = len(array.shape) == 1
+        yield array.name, np.ones(array.shape, np.float16) if is_norm else dense(*array.shape)
+    for place in Qwen3.linear_places(config):
+        for name, (channels, outputs) in zip(place.names, place.shapes, strict=True):
             yield f"{name}.qweight", words(channels, outputs // 8)
             yield f"{name}.qzeros", words(channels // group, outputs // 8)
             # Differences of uniform 4-bit codes and zeros have a deviation of about 6.5. With this

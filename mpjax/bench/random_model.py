@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mpjax.checkpoint.layout import array_places, assign_array, assign_linear, linear_places
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.models import Decoder, DecoderConfig, Linear
 
@@ -23,17 +22,17 @@ def random_model(
     """
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     dtype = jnp.dtype(config.dtype)
-    keys = iter(jax.random.split(jax.random.key(seed), 2 + 4 * config.num_layers))
-    for array in array_places(config):
+    places = decoder.linear_places(config)
+    keys = iter(jax.random.split(jax.random.key(seed), 2 + len(places)))
+    for array in decoder.array_places(config):
         if len(array.shape) == 1:
-            assign_array(model, array, jnp.ones(array.shape, dtype))
+            array.assign(model, jnp.ones(array.shape, dtype))
         else:
-            assign_array(model, array, _normal(next(keys), array.shape, 0.02, dtype.name))
-    for place in linear_places(config):
-        channels, outputs = place.shapes[0][0], sum(shape[1] for shape in place.shapes)
-        kernel = _kernel(next(keys), (channels, outputs), format, dtype.name)
-        bias = jnp.zeros(outputs, dtype) if place.bias else None
-        assign_linear(model, place, [Linear(kernel, bias)])
+            array.assign(model, _normal(next(keys), array.shape, 0.02, dtype.name))
+    for place in places:
+        [shape] = place.part_shapes(1)
+        kernel = _kernel(next(keys), shape, format, dtype.name)
+        place.assign(model, [Linear(kernel, jnp.zeros(shape[1], dtype) if place.bias else None)])
     return model
 
 

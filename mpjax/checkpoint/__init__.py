@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.fp8_config import FP8Config
-from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.linear import check_scales
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.checkpoint.schemes.awq import AWQScheme
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.fp8 import FP8Scheme
+from mpjax.checkpoint.schemes.gptq import GPTQScheme
+from mpjax.checkpoint.schemes.registry import SCHEMES
+from mpjax.errors import CheckpointError
 
 __all__ = [
-    "AWQConfig",
+    "SCHEMES",
+    "AWQScheme",
     "Checkpoint",
     "CheckpointError",
-    "FP8Config",
-    "GPTQConfig",
+    "FP8Scheme",
+    "GPTQScheme",
+    "Scheme",
     "TensorInfo",
-    "check_scales",
 ]

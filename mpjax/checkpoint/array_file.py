@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.safetensors import DTYPES, LENGTH_BYTES, TensorInfo
+from mpjax.errors import CheckpointError
 
 # Bytes that are written or read at a time: between two, progress is shown and Ctrl-C is answered.
 CHUNK_BYTES = 16 << 20

@@ -11,20 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.checkpoint import awq, fp8, gptq
-from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.fp8_config import FP8Config
-from mpjax.checkpoint.layout import LinearPlace
-from mpjax.checkpoint.linear import check_scales
-from mpjax.checkpoint.plan import LinearSource, Packing
+from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
-from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize
+from mpjax.checkpoint.schemes import checks
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize
+from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite
 from mpjax.kernels.device import default_device
 from mpjax.kernels.quantize import why_out_of_range
-from mpjax.kernels.quantized_tensor import concatenate
-from mpjax.models import Linear
+from mpjax.models import Linear, LinearPlace
 
 Read = Callable[[TensorInfo], np.ndarray]
 
@@ -41,49 +38,19 @@ def convert_array(info: TensorInfo, dtype: str, read: Read) -> jax.Array:
 def convert_linear(
     place: LinearPlace, sources: Sequence[LinearSource], dtype: str, read: Read
 ) -> list[Linear]:
-    """The linear maps of a place: one over all their outputs if their formats agree, else each.
+    """The linear maps of a place, joined as `LinearPlace.join` joins them.
 
     dtype: of plain kernels, transposed from the file's [out, in] to [in, out], and of biases.
     Raises CheckpointError for values that can't be right, naming the tensor.
     """
     kernels = [_kernel(source, dtype, read) for source in sources]
     biases = [_bias(source, place.bias, dtype, read) for source in sources]
-    joint = _join(_alike(kernels))
-    if joint is None:
-        return [Linear(kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
-    given = [bias for bias in biases if bias is not None]
-    return [Linear(joint, jnp.concatenate(given) if given else None)]
-
-
-def _alike(
-    kernels: Sequence[jax.Array | QuantizedTensor],
-) -> Sequence[jax.Array | QuantizedTensor]:
-    """Symmetric kernels as others are, unless all are symmetric: one product serves them all."""
-    packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
-    if all(kernel.format.symmetric for kernel in packed):
-        return kernels
-    return [
-        dataclasses.replace(kernel, format=dataclasses.replace(kernel.format, symmetric=False))
-        if isinstance(kernel, QuantizedTensor)
-        else kernel
-        for kernel in kernels
-    ]
-
-
-def _join(kernels: Sequence[jax.Array | QuantizedTensor]) -> jax.Array | QuantizedTensor | None:
-    """One kernel with the outputs of all, or None where their formats differ."""
-    if len(kernels) == 1:
-        return kernels[0]
-    packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
-    plain = [kernel for kernel in kernels if not isinstance(kernel, QuantizedTensor)]
-    if packed and plain:
-        return None
-    return concatenate(packed) if packed else jnp.concatenate(plain, axis=1)
+    return place.join([Linear(*maps) for maps in zip(kernels, biases, strict=True)])
 
 
 def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | QuantizedTensor:
-    if source.packing is not None:
-        return _packed_kernel(source, source.packing, read)
+    if source.scheme is not None:
+        return pack(_decode(source, source.scheme, read))
     info = source.tensors["weight"]
     weight = _to_device(read(info))
     if source.format is None:
@@ -94,28 +61,32 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
     return packed
 
 
-def _packed_kernel(source: LinearSource, packing: Packing, read: Read) -> QuantizedTensor:
-    # g_idx stays on the host: its values decide the order of the channels.
+def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
+    """The plain codes of a quantised module, as `pack` takes them."""
     tensors: dict[str, Any] = {
-        suffix: read(info) if suffix == "g_idx" else _to_device(read(info))
+        suffix: read(info) if suffix in scheme.on_host else _to_device(read(info))
         for suffix, info in source.tensors.items()
         if suffix != "bias"
     }
-    if isinstance(packing, FP8Config):
-        check_scales(source.name, tensors[packing.scale_name])
-        fp8.check_codes(source.name, tensors["weight"])
-        return pack(fp8.decode(tensors, packing, source.name, source.shape))
-    check_scales(source.name, tensors["scales"])
-    if isinstance(packing, AWQConfig):
-        plain = awq.decode(tensors, packing, source.name, source.shape)
-    else:
-        plain = gptq.decode(tensors, packing, source.name, source.shape)
-    plain = dataclasses.replace(plain, scales=_narrow(source.name, plain.scales))
-    # Seen rather than believed: writers differ by one in how they store zero points.
-    if bool(jnp.all(plain.zeros == 2 ** (plain.format.bits - 1))):
-        symmetric = dataclasses.replace(plain.format, symmetric=True)
-        plain = dataclasses.replace(plain, format=symmetric, zeros=None)
-    return pack(plain)
+    plain = scheme.decode(tensors, source.name, source.shape)
+    checks.check_scales(source.name, plain.scales)
+    plain = dataclasses.replace(plain, scales=_narrow(source.name, plain))
+    return _seen_symmetric(plain)
+
+
+def _seen_symmetric(plain: PlainCodes) -> PlainCodes:
+    """The codes without zero points where all are the middle.
+
+    That is seen rather than believed: writers differ by one in how they store zero points.
+    """
+    format = plain.format
+    if not format.codes.startswith("uint") or plain.zeros is None:
+        return plain
+    if not bool(jnp.all(plain.zeros == 2 ** (format.bits - 1))):
+        return plain
+    return dataclasses.replace(
+        plain, format=dataclasses.replace(format, symmetric=True), zeros=None
+    )
 
 
 def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Array | None:
@@ -132,9 +103,10 @@ def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Arr
     return None
 
 
-def _narrow(name: str, scales: jax.Array) -> jax.Array:
-    """Scales in 16 bits, exactly: packed tensors hold them so."""
-    if scales.dtype != jnp.float32:
+def _narrow(name: str, plain: PlainCodes) -> jax.Array:
+    """Scales in 16 bits, exactly, where packed tensors of the format hold them so."""
+    scales = plain.scales
+    if scales.dtype != jnp.float32 or "float32" in code_kinds.of(plain.format).scale_dtypes:
         return scales
     for dtype in (jnp.float16, jnp.bfloat16):
         narrow = scales.astype(dtype)

@@ -13,23 +13,21 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mpjax.checkpoint import model_arrays
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint import model_arrays, saved_config
 from mpjax.checkpoint.model_arrays import PackedPart
 from mpjax.checkpoint.safetensors import DTYPES
+from mpjax.checkpoint.saved_config import get, require
+from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, WeightFormat, files
 from mpjax.language_model import LanguageModel
-from mpjax.models import FAMILIES, Decoder, DecoderConfig, RopeScaling
+from mpjax.models import FAMILIES, Decoder, DecoderConfig
 from mpjax.models.config_checks import require_sound
 
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights.safetensors"
 FORMAT = "mpjax checkpoint"
-VERSION = 4  # since the arrays are in a safetensors file
-DECODERS: dict[str, type[Decoder]] = {"Decoder": Decoder} | {
-    decoder.__name__: decoder for decoder in FAMILIES.values()
-}
-JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict: "object"}
+VERSION = 5  # since the configuration says what each layer is
+WITH_LIKE_LAYERS = 4  # the version before, which is read, too
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
@@ -71,15 +69,18 @@ class Description:
         written = _read_json(folder, path)
         if written.get("format") != FORMAT:
             raise CheckpointError(f"{path} does not describe a model that mpjax saved")
-        if written.get("version") != VERSION:
+        if (version := written.get("version")) not in (VERSION, WITH_LIKE_LAYERS):
             raise CheckpointError(
-                f"{path} has the format version {written.get('version')!r:.80}: this mpjax reads "
-                f"version {VERSION}; install the mpjax that wrote it, or convert the original again"
+                f"{path} has the format version {version!r:.80}: this mpjax reads versions "
+                f"{WITH_LIKE_LAYERS} and {VERSION}; install the mpjax that wrote it, or convert "
+                "the original again"
             )
         try:
             description = _parse(written)
-            require_sound(description.config)
-            model_arrays.require_fitting(description.config, description.parts, description.arrays)
+            require_sound(description.config, "config")
+            model_arrays.require_fitting(
+                description.decoder, description.config, description.parts, description.arrays
+            )
         except ValueError as error:
             raise CheckpointError(
                 f"{path} is damaged: {error}; convert the original again"
@@ -92,7 +93,7 @@ class Description:
             "format": FORMAT,
             "version": VERSION,
             "decoder": self.decoder.__name__,
-            "config": dataclasses.asdict(self.config),
+            "config": saved_config.to_json(self.config),
             "kv_format": str(self.kv_format),
             "linears": {
                 path: [
@@ -119,6 +120,12 @@ class Description:
         return LanguageModel(model, None, self.kv_format, folder)
 
 
+def decoders() -> dict[str, type[Decoder]]:
+    """The classes whose models can be saved, by name."""
+    known: list[type[Decoder]] = [Decoder, *FAMILIES.values()]
+    return {decoder.__name__: decoder for decoder in known}
+
+
 def is_saved(folder: Path) -> bool:
     """Whether mpjax saved a model in a folder."""
     return os.path.lexists(folder / DESCRIPTION_NAME)
@@ -134,69 +141,40 @@ def _read_json(folder: Path, path: Path) -> dict[str, Any]:
 
 def _parse(written: Mapping[str, Any]) -> Description:
     """Raises ValueError that names the key."""
-    decoder = _get(written, "decoder", str)
-    if decoder not in DECODERS:
-        raise ValueError(f"decoder is {decoder!r:.80}: expected one of {', '.join(DECODERS)}")
+    known, name = decoders(), get(written, "decoder", str)
+    if name not in known:
+        raise ValueError(f"decoder is {name!r:.80}: expected one of {', '.join(known)}")
+    config = get(written, "config", dict)
+    if written["version"] == WITH_LIKE_LAYERS:
+        config = saved_config.upgrade(config)
     return Description(
-        DECODERS[decoder],
-        _parse_config(_get(written, "config", dict)),
-        KVFormat.parse(_get(written, "kv_format", str)),
+        known[name],
+        saved_config.from_json(config, known[name].specs),
+        KVFormat.parse(get(written, "kv_format", str)),
         {
-            path: [_parse_part(path, part) for part in _require(path, parts, list)]
-            for path, parts in _get(written, "linears", dict).items()
+            path: [_parse_part(path, part) for part in require(path, parts, list)]
+            for path, parts in get(written, "linears", dict).items()
         },
         {
-            name: _parse_array(name, _require(name, array, dict))
-            for name, array in _get(written, "arrays", dict).items()
+            name: _parse_array(name, require(name, array, dict))
+            for name, array in get(written, "arrays", dict).items()
         },
     )
-
-
-def _parse_config(written: Mapping[str, Any]) -> DecoderConfig:
-    _require_fields("config", written, DecoderConfig)
-    values = dict(written)
-    for name in ("windows", "stop_ids"):
-        values[name] = tuple(_get(written, name, list))
-    if written["rope_scaling"] is not None:
-        scaling = _get(written, "rope_scaling", dict)
-        _require_fields("rope_scaling", scaling, RopeScaling)
-        values["rope_scaling"] = RopeScaling(**scaling)
-    return DecoderConfig(**values)
-
-
-def _require_fields(where: str, written: Mapping[str, Any], kind: type) -> None:
-    names = {field.name for field in dataclasses.fields(kind)}
-    for name in sorted(names ^ written.keys()):
-        if name in names:
-            raise ValueError(f"{where} has no {name!r}")
-        raise ValueError(f"{where} has an unknown key {name!r:.80}")
 
 
 def _parse_part(path: str, written: Any) -> PackedPart | None:
     if written is None:
         return None
-    part = _require(path, written, dict)
-    format = WeightFormat.parse(_get(part, "format", str))
-    return PackedPart(format, _get(part, "scale_dtype", str))
+    part = require(path, written, dict)
+    format = WeightFormat.parse(get(part, "format", str))
+    return PackedPart(format, get(part, "scale_dtype", str))
 
 
 def _parse_array(name: str, written: Mapping[str, Any]) -> StoredArray:
-    dtype, shape = _get(written, "dtype", str), _get(written, "shape", list)
-    checksum = _get(written, "crc32", int)
+    dtype, shape = get(written, "dtype", str), get(written, "shape", list)
+    checksum = get(written, "crc32", int)
     if dtype not in DTYPES_BY_NAME:
         raise ValueError(f"{name} has the dtype {dtype!r:.80}")
     if not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError(f"{name} has the shape {shape!r:.80}")
     return StoredArray(DTYPES_BY_NAME[dtype], tuple(shape), checksum)
-
-
-def _get(written: Mapping[str, Any], key: str, kind: type) -> Any:
-    if key not in written:
-        raise ValueError(f"there is no {key!r}")
-    return _require(key, written[key], kind)
-
-
-def _require(name: str, value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{name} is {value!r:.80}: expected a JSON {JSON_NAMES[kind]}")
-    return value

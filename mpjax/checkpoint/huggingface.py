@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint folder: config.json and safetensors, plain, AWQ, GPTQ or FP8.
+"""Loads a Hugging Face checkpoint folder: config.json and safetensors, plain or quantised.
 
 One tensor at a time goes from the mapped file to the device, so that host memory holds no more
 than the largest of them.
@@ -18,21 +18,19 @@ import numpy as np
 from flax import nnx
 
 from mpjax.arguments import compute_dtype
-from mpjax.checkpoint import kv_scales
-from mpjax.checkpoint.awq import BITS, AWQConfig
+from mpjax.checkpoint import agreement, kv_scales
 from mpjax.checkpoint.convert import convert_array, convert_linear
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.fp8_config import SCALE_NAMES, FP8Config
-from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.layout import assign_array, assign_linear
-from mpjax.checkpoint.plan import Packing, Plan, make_plan
+from mpjax.checkpoint.plan import Plan, is_quantized, make_plan
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.checkpoint.settle import is_packed, settle
-from mpjax.kernels import KVFormat, WeightFormat, files
+from mpjax.checkpoint.schemes import registry
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.settle import settle
+from mpjax.errors import CheckpointError
+from mpjax.kernels import files
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
-from mpjax.precision import DEFAULT_GROUP_SIZE, Precision, describe_weights
+from mpjax.precision import Precision
 
 CONFIG_NAME = "config.json"
 
@@ -62,19 +60,19 @@ def load(
     folder, dtype = Path(folder), compute_dtype(dtype, precision)
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
-    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
-    packing = read_packing(folder, hf)
-    if not is_packed(checkpoint):
-        packing = None  # config.json is of a quantised checkpoint, and the tensors are not
-    if isinstance(packing, FP8Config):
-        packing = _with_activations(folder, packing, precision)
-    quantize = _format_to_quantize(folder, hf, packing, precision)
+    checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
+    scheme, quantize = read_scheme(folder, hf), None
+    if not is_quantized(checkpoint):
+        scheme = None  # config.json is of a quantised checkpoint, and the tensors are not
+        quantize = agreement.format_to_quantize(precision)
+    elif scheme is not None:
+        scheme = agreement.choose(folder, scheme, precision)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     elif precision is not None and config.dtype == "float32":
         config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
-    plan = make_plan(checkpoint, config, packing, quantize)
-    _require_mixture(folder, plan, precision)
+    plan = make_plan(checkpoint, decoder, config, scheme, quantize)
+    agreement.require_mixture(folder, plan, precision)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     _fill(model, checkpoint, plan, progress)
@@ -98,7 +96,7 @@ def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], 
         raise CheckpointError(f"{folder}{os.sep}{error}") from error
 
 
-def read_packing(folder: Path, hf: Mapping[str, Any]) -> Packing | None:
+def read_scheme(folder: Path, hf: Mapping[str, Any]) -> Scheme | None:
     """What quantization_config says, None without one. Raises CheckpointError."""
     written = hf.get("quantization_config")
     if written is None:
@@ -106,93 +104,10 @@ def read_packing(folder: Path, hf: Mapping[str, Any]) -> Packing | None:
     path = folder / CONFIG_NAME
     if not isinstance(written, Mapping):
         raise CheckpointError(f"{path}: quantization_config is {written!r:.80}: expected an object")
-    method = written.get("quant_method", written.get("method"))
-    if method not in ("awq", "gptq", *SCALE_NAMES):
-        raise CheckpointError(
-            f"{path}: quant_method {method!r:.80} is not supported: load an AWQ, GPTQ, FP8 or "
-            "16-bit checkpoint of the model (a 16-bit one can be quantised with "
-            "precision='W4A16KV8')"
-        )
     try:
-        if method in SCALE_NAMES:
-            return FP8Config.from_config(written)
-        config = AWQConfig if method == "awq" else GPTQConfig
-        return config.from_config(written)
+        return registry.read(written)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def _with_activations(folder: Path, packing: FP8Config, precision: Precision | None) -> FP8Config:
-    """The config with the activations to multiply with: those of the precision, or its own."""
-    names = precision_names(packing, KVFormat() if precision is None else precision.kv)
-    if precision is None or not precision.formats:
-        if packing.unsupported is None:
-            return packing
-        raise CheckpointError(
-            f"{folder / CONFIG_NAME}: it was made for activations in {packing.unsupported}, which "
-            f"are not implemented: ask for the precision {names}, which leave the weights as they "
-            "are"
-        )
-    for choice in _choices(packing):
-        if choice.format in precision.formats:
-            return choice
-    raise ValueError(
-        f"precision is {precision}, but {folder} is an FP8 checkpoint that can't be quantised "
-        f"again: ask for {names}, or load a 16-bit checkpoint"
-    )
-
-
-def precision_names(packing: FP8Config, kv: KVFormat) -> str:
-    """The precisions that an FP8 checkpoint can be loaded in, for messages."""
-    return " or ".join(str(Precision(choice.format, kv)) for choice in _choices(packing))
-
-
-def _choices(packing: FP8Config) -> list[FP8Config]:
-    return [
-        dataclasses.replace(packing, activations=activations, unsupported=None)
-        for activations in (None, "float8")
-    ]
-
-
-def _format_to_quantize(
-    folder: Path,
-    hf: Mapping[str, Any],
-    packing: Packing | None,
-    precision: Precision | None,
-) -> WeightFormat | None:
-    """The format to round weights to; ValueError where a quantised checkpoint has another."""
-    if precision is None or precision.weights is None:
-        return None
-    wanted = precision.weights
-    if packing is None:
-        return wanted if wanted.is_packed else None
-    if isinstance(packing, FP8Config):
-        return None
-    bits = BITS if isinstance(packing, AWQConfig) else packing.bits
-    # Whether zero points are all the middle is seen as they are read, whatever it is called.
-    if (wanted.codes, wanted.group_size) != (f"uint{bits}", packing.group_size):
-        size = "K" if packing.group_size is None else packing.group_size
-        found = f"W{bits}" + ("" if size == DEFAULT_GROUP_SIZE else f"g{size}")
-        method = "an AWQ" if isinstance(packing, AWQConfig) else "a GPTQ"
-        raise ValueError(
-            f"precision is {precision}, but {folder} is {method} checkpoint of {found} that can't "
-            f"be quantised again: ask for {found}A16{precision.kv}, or load a 16-bit checkpoint"
-        )
-    return None
-
-
-def _require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> None:
-    """Raises ValueError where weights are to be a mixture that the checkpoint is not."""
-    if precision is None or not precision.mixture:
-        return
-    sources = [source for _, sources in plan.linears for source in sources]
-    found = {source.format or WeightFormat("bfloat16") for source in sources}
-    if not precision.agrees_with(found):
-        names = sorted(describe_weights(format, precision.bits) for format in found)
-        raise ValueError(
-            f"precision is {precision}, but the weights in {folder} are {'+'.join(names)}: ask for "
-            f"A{precision.bits}{precision.kv}, which leaves them as they are"
-        )
 
 
 def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | None) -> None:
@@ -205,11 +120,11 @@ def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | N
             return checkpoint.read(info.name)
 
         for array, info in plan.arrays:
-            assign_array(model, array, jax.block_until_ready(convert_array(info, dtype, read)))
+            array.assign(model, jax.block_until_ready(convert_array(info, dtype, read)))
         for place, sources in plan.linears:
             parts = convert_linear(place, sources, dtype, read)
             jax.block_until_ready([nnx.state(part) for part in parts])
-            assign_linear(model, place, parts)
+            place.assign(model, parts)
         if plan.cache_scales:
             scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
             model.cache_scales = CacheScales(jnp.asarray(scales))

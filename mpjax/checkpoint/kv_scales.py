@@ -13,25 +13,27 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.packed_module import describe
 from mpjax.checkpoint.safetensors import TensorInfo
-from mpjax.models import DecoderConfig
+from mpjax.checkpoint.schemes.checks import describe
+from mpjax.errors import CheckpointError
+from mpjax.models import Decoder, DecoderConfig
+from mpjax.models.parameters import names_of
 
 DTYPES = ("bfloat16", "float16", "float32")
-SUFFIXES = ("k_scale", "v_scale")
 
 
-def names(config: DecoderConfig) -> tuple[tuple[str, str], ...]:
-    """Of each layer, the tensor for keys and that for values."""
-    modules = [f"model.layers.{layer}.self_attn" for layer in range(config.num_layers)]
-    return tuple((f"{module}.{SUFFIXES[0]}", f"{module}.{SUFFIXES[1]}") for module in modules)
+def names(decoder: type[Decoder], config: DecoderConfig) -> list[str]:
+    """The tensors of each layer in turn, that for keys before that for values."""
+    layers = range(config.num_layers)
+    return [name for i in layers for name in names_of(decoder.names, "cache_scales", i)]
 
 
-def check(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tuple[TensorInfo, ...]:
+def check(
+    tensors: Mapping[str, TensorInfo], decoder: type[Decoder], config: DecoderConfig
+) -> tuple[TensorInfo, ...]:
     """The tensors, keys' and values' of each layer in turn. Raises CheckpointError."""
     heads, found = config.num_kv_heads, []
-    for name in (name for pair in names(config) for name in pair):
+    for name in names(decoder, config):
         info = tensors[name]
         shapes = ((), (1,), (heads,), (heads, 1, 1))
         if info.shape not in shapes or info.dtype.name not in DTYPES:

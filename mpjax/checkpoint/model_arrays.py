@@ -13,19 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.layout import (
-    LinearPlace,
-    array_places,
-    assign_array,
-    assign_linear,
-    find,
-    linear_kernels,
-    linear_parts,
-    linear_places,
-)
 from mpjax.kernels import QuantizedTensor, WeightFormat
 from mpjax.kernels.packed_shapes import packed_shapes
-from mpjax.models import CacheScales, Decoder, DecoderConfig, Linear
+from mpjax.models import CacheScales, Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.models.config_checks import DTYPES
 
 # The arrays of a QuantizedTensor; those that a format has no use for are None.
@@ -51,11 +41,9 @@ class _Expected(NamedTuple):
 
 def take(model: Decoder) -> dict[str, jax.Array]:
     """All arrays of a model, by name."""
-    arrays = {
-        place.path: find(model, place.path).get_value() for place in array_places(model.config)
-    }
-    for place in linear_places(model.config):
-        for index, part in enumerate(linear_parts(model, place)):
+    arrays = {place.path: place.read(model) for place in model.array_places(model.config)}
+    for place in model.linear_places(model.config):
+        for index, part in enumerate(place.parts(model)):
             path = f"{place.path}.{index}"
             kernel = part.kernel.get_value()
             if isinstance(kernel, QuantizedTensor):
@@ -78,17 +66,17 @@ def take_parts(model: Decoder) -> dict[str, list[PackedPart | None]]:
             PackedPart(kernel.format, kernel.scale_dtype)
             if isinstance(kernel, QuantizedTensor)
             else None
-            for kernel in linear_kernels(model, place)
+            for kernel in place.kernels(model)
         ]
-        for place in linear_places(model.config)
+        for place in model.linear_places(model.config)
     }
 
 
 def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts) -> None:
     """Puts arrays, or their shapes, in their places; the inverse of `take` and `take_parts`."""
-    for place in array_places(model.config):
-        assign_array(model, place, arrays[place.path])
-    for linear_place in linear_places(model.config):
+    for place in model.array_places(model.config):
+        place.assign(model, arrays[place.path])
+    for linear_place in model.linear_places(model.config):
         linears = []
         for index, part in enumerate(parts[linear_place.path]):
             path = f"{linear_place.path}.{index}"
@@ -105,16 +93,18 @@ def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts) -> None:
                     **stored,
                 )
             linears.append(Linear(kernel, arrays.get(f"{path}.bias")))
-        assign_linear(model, linear_place, linears)
+        linear_place.assign(model, linears)
     if (scales := arrays.get(CACHE_SCALES)) is not None:
         model.cache_scales = CacheScales(scales)
 
 
-def require_fitting(config: DecoderConfig, parts: Parts, arrays: Mapping[str, Any]) -> None:
+def require_fitting(
+    decoder: type[Decoder], config: DecoderConfig, parts: Parts, arrays: Mapping[str, Any]
+) -> None:
     """Raises ValueError unless arrays, or what has their shapes and dtypes, are a whole model's."""
     if config.num_layers > len(arrays):  # before anything is made for each of them
         raise ValueError(f"there are {config.num_layers} layers and only {len(arrays)} arrays")
-    expected = _expected(config, parts, arrays)
+    expected = _expected(decoder, config, parts, arrays)
     for name in sorted(expected.keys() ^ arrays.keys()):
         if name in expected:
             raise ValueError(f"the array {name} is missing")
@@ -130,10 +120,12 @@ def require_fitting(config: DecoderConfig, parts: Parts, arrays: Mapping[str, An
 
 
 def _expected(
-    config: DecoderConfig, parts: Parts, arrays: Mapping[str, Any]
+    decoder: type[Decoder], config: DecoderConfig, parts: Parts, arrays: Mapping[str, Any]
 ) -> dict[str, _Expected]:
-    expected = {place.path: _Expected((place.shape,), DTYPES) for place in array_places(config)}
-    places = linear_places(config)
+    expected = {
+        place.path: _Expected((place.shape,), DTYPES) for place in decoder.array_places(config)
+    }
+    places = decoder.linear_places(config)
     if (paths := {place.path for place in places}) != parts.keys():
         wrong = sorted(paths ^ parts.keys())[0]
         raise ValueError(f"linear maps: {wrong!r:.80} is missing, or no model has it")
@@ -148,14 +140,10 @@ def _expected(
 def _expected_of_linear(
     place: LinearPlace, parts: Sequence[PackedPart | None], arrays: Mapping[str, Any]
 ) -> dict[str, _Expected]:
-    outputs = [shape[1] for shape in place.shapes]
-    if len(parts) == 1:
-        outputs = [sum(outputs)]
-    elif len(parts) != len(outputs):
-        raise ValueError(f"{place.path} has {len(parts)} parts: expected 1 or {len(outputs)}")
     expected: dict[str, _Expected] = {}
-    for index, (part, size) in enumerate(zip(parts, outputs, strict=True)):
-        path, shape = f"{place.path}.{index}", (place.shapes[0][0], size)
+    shapes = place.part_shapes(len(parts))
+    for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+        path = f"{place.path}.{index}"
         if part is None:
             expected[f"{path}.kernel"] = _Expected((shape,), DTYPES)
         else:
@@ -165,5 +153,5 @@ def _expected_of_linear(
                 if (array := getattr(packed, name)) is not None:
                     expected[f"{path}.{name}"] = _Expected((array.shape,), (array.dtype.name,))
         if place.bias:
-            expected[f"{path}.bias"] = _Expected(((size,),), DTYPES)
+            expected[f"{path}.bias"] = _Expected(((*shape[:-2], shape[-1]),), DTYPES)
     return expected

@@ -12,25 +12,19 @@ from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 
-from mpjax.checkpoint import awq, fp8, gptq, kv_scales
-from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.fp8_config import FP8Config
-from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.layout import ArrayPlace, LinearPlace, array_places, linear_places
-from mpjax.checkpoint.linear import uniform_format
-from mpjax.checkpoint.packed_module import check_packing, describe
+from mpjax.checkpoint import kv_scales
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.checkpoint.settle import EMBEDDING, FLOAT_DTYPES, HEAD
+from mpjax.checkpoint.schemes import registry
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.checks import describe
+from mpjax.checkpoint.settle import FLOAT_DTYPES
+from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
-from mpjax.models import DecoderConfig
+from mpjax.models import ArrayPlace, Decoder, DecoderConfig, LinearPlace
+from mpjax.models.parameters import name_of
 
-Packing = AWQConfig | GPTQConfig | FP8Config
 SHOWN_NAMES = 5
-# Bytes per weight that live beside a tensor's own while it is converted: codes of one byte and
-# their copies in other orders; float32 copies and codes while quantising.
-DECODING_BYTES = 2
-QUANTIZING_BYTES = 6
+QUANTIZING_BYTES = 6  # per weight, beside a tensor's own: float32 copies, and codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +32,14 @@ class LinearSource:
     """One linear map as it lies in the file, and as it will be on the device.
 
     name: the module's. shape: [input, output channels]. tensors: by suffix.
-    packing: how to decode packed tensors; None where `weight` holds plain numbers.
+    scheme: how to decode quantised tensors; None where `weight` holds plain numbers.
     format: the packed format on the device; None for a plain array in the compute dtype.
     """
 
     name: str
     shape: tuple[int, int]
     tensors: Mapping[str, TensorInfo]
-    packing: Packing | None
+    scheme: Scheme | None
     format: WeightFormat | None
 
     @property
@@ -100,20 +94,36 @@ class Plan:
         bias = outputs * size if place.bias else 0
         if source.format is None:
             return channels * outputs * size + bias
-        permutation = 4 * channels if "g_idx" in source.tensors else 0
-        return source.format.nbytes(source.shape) + permutation + bias
+        scheme = source.scheme
+        extra = 0 if scheme is None else scheme.extra_bytes(source.tensors, source.shape)
+        return source.format.nbytes(source.shape) + extra + bias
+
+
+def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of each module, by suffix."""
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in checkpoint.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = info
+    return modules
+
+
+def is_quantized(checkpoint: Checkpoint) -> bool:
+    """Whether any of its modules is quantised, whatever config.json says."""
+    return any(registry.of_module(tensors) for tensors in modules_of(checkpoint).values())
 
 
 def make_plan(
     checkpoint: Checkpoint,
+    decoder: type[Decoder],
     config: DecoderConfig,
-    packing: Packing | None,
+    scheme: Scheme | None,
     quantize: WeightFormat | None,
 ) -> Plan:
     """Decides for each module, from the tensors that are present, what becomes of it.
 
-    packing: what config.json says about packed modules. quantize: the format to round plain linear
-    maps to, None to leave them plain. Raises CheckpointError for tensors that are missing,
+    scheme: what config.json says about quantised modules. quantize: the format to round plain maps
+    to, None to leave them plain. Raises CheckpointError for tensors that are missing,
     unexpected, or of another shape, dtype or packing than the model and config.json say.
     """
     if config.num_layers > len(checkpoint.tensors):  # before anything is made for each layer
@@ -121,28 +131,28 @@ def make_plan(
             f"config.json says that there are {config.num_layers} layers, and {checkpoint.folder} "
             f"holds {_count(list(checkpoint.tensors))}: they are not of one checkpoint"
         )
-    modules: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in checkpoint.tensors.items():
-        module, _, suffix = name.rpartition(".")
-        modules.setdefault(module, {})[suffix] = info
-    _require_plain_tables(modules)
-    arrays = array_places(config)
+    modules = modules_of(checkpoint)
+    tables = [name_of(decoder.names, table) for table in ("embedding", "head")]
+    _require_plain_tables(modules, tables)
+    arrays = decoder.array_places(config)
     linears = [
         (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
-        for place in linear_places(config)
+        for place in decoder.linear_places(config)
     ]
     expected = {array.name for array in arrays}
     for place, shards in linears:
         for name, tensors in zip(place.names, shards, strict=True):
             expected |= {f"{name}.{suffix}" for suffix in tensors}
-            # Without any weight the plain one is what is missing; parts of packed ones come below.
-            expected |= set() if "qweight" in tensors else {f"{name}.weight"}
+            # Other tensors that a quantised module lacks are found missing by its scheme.
+            expected |= {f"{name}.weight"} if "weight" in _suffixes(tensors) else set()
             expected |= {f"{name}.bias"} if place.bias else set()
-    ignored = fp8.ACTIVATION_SUFFIXES if isinstance(packing, FP8Config) else ()
-    has_cache_scales = isinstance(packing, FP8Config) and packing.has_cache_scales
+    ignored = () if scheme is None else scheme.ignored
+    has_cache_scales = scheme is not None and scheme.has_cache_scales
     if has_cache_scales:
-        expected |= {name for pair in kv_scales.names(config) for name in pair}
-    _check_names(checkpoint, expected, config, ignored)
+        expected |= set(kv_scales.names(decoder, config))
+    if config.tie_word_embeddings:  # the head is the embedding, which `settle` makes sure of
+        expected |= {tables[1]} & checkpoint.tensors.keys()
+    _check_names(checkpoint, expected, ignored)
     for array in arrays:
         info = checkpoint.tensors[array.name]
         _check_floats(info.name, info, array.shape)
@@ -153,20 +163,22 @@ def make_plan(
             (
                 place,
                 tuple(
-                    _linear_source(name, shape, tensors, packing, quantize)
+                    _linear_source(name, shape, tensors, scheme, quantize)
                     for name, shape, tensors in zip(place.names, place.shapes, shards, strict=True)
                 ),
             )
             for place, shards in linears
         ),
-        kv_scales.check(checkpoint.tensors, config) if has_cache_scales else (),
+        kv_scales.check(checkpoint.tensors, decoder, config) if has_cache_scales else (),
     )
 
 
-def _require_plain_tables(modules: Mapping[str, Mapping[str, TensorInfo]]) -> None:
-    for name in (EMBEDDING.removesuffix(".weight"), HEAD.removesuffix(".weight")):
+def _require_plain_tables(
+    modules: Mapping[str, Mapping[str, TensorInfo]], tables: Iterable[str]
+) -> None:
+    for name in (table.removesuffix(".weight") for table in tables):
         tensors = modules.get(name, {})
-        if "qweight" in tensors or fp8.matches(tensors):
+        if registry.of_module(tensors) is not None:
             raise CheckpointError(
                 f"{name} is quantised ({', '.join(sorted(tensors))}): only the linear maps of "
                 f"layers can be, so load a checkpoint of the model with {name} in 16 bits"
@@ -174,66 +186,48 @@ def _require_plain_tables(modules: Mapping[str, Mapping[str, TensorInfo]]) -> No
 
 
 def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> dict[str, TensorInfo]:
-    """Those of a module's tensors that are of use, given whether it is packed."""
-    bias = ("bias",) if place.bias else ()
-    if awq.matches(tensors):
-        suffixes = (*awq.SUFFIXES, *bias)
-    elif "qweight" in tensors:
-        # Some GPTQ writers give each module a bias, of zeros where the model has none.
-        suffixes = (*gptq.SUFFIXES, "bias")
-    elif fp8.matches(tensors):
-        suffixes = (*fp8.SUFFIXES, *bias)
-    else:
-        suffixes = ("weight", *bias)
+    """The tensors of a module that are of use, given how it is stored."""
+    suffixes = _suffixes(tensors) + (("bias",) if place.bias else ())
     return {suffix: tensors[suffix] for suffix in suffixes if suffix in tensors}
+
+
+def _suffixes(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    stored = registry.of_module(tensors)
+    return ("weight",) if stored is None else stored.suffixes
 
 
 def _linear_source(
     name: str,
     shape: tuple[int, int],
     tensors: Mapping[str, TensorInfo],
-    packing: Packing | None,
+    scheme: Scheme | None,
     quantize: WeightFormat | None,
 ) -> LinearSource:
     if "bias" in tensors:
         _check_floats(f"{name}.bias", tensors["bias"], (shape[1],))
-    packed = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}
-    if fp8.matches(tensors):
-        named = f"{next(iter(tensors.values())).file}: {name}"
-        if not isinstance(packing, FP8Config):
-            raise CheckpointError(
-                f"{named} is an FP8 module ({', '.join(packed)}), but config.json has no "
-                "quantization_config with quant_method 'fp8' or 'compressed-tensors'"
-            )
-        fp8.check(packed, packing, named, shape)
-        return LinearSource(name, shape, tensors, packing, packing.format)
-    if "weight" in tensors:
-        _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
-        if quantize is not None and not quantize.can_split(shape[0]):
-            raise CheckpointError(
-                f"{name} has {shape[0]} input channels, which groups of {quantize.group_size} "
-                "don't divide: choose another group size or format in precision, such as W4g32 or "
-                "W4gK"
-            )
-        return LinearSource(name, shape, tensors, None, quantize)
-    if isinstance(packing, AWQConfig):
-        awq.check(packed, packing, name, shape)
-        bits, group_size = awq.BITS, packing.group_size
-    elif isinstance(packing, GPTQConfig):
-        gptq.check(packed, packing, name, shape)
-        module = packing.for_module(name) or packing
-        bits, group_size = module.bits, module.group_size
-    else:
-        check_packing(name, packed, packing.method if packing else None)
-        raise AssertionError("unreachable: no other method packs words")
-    format = uniform_format(name, bits, group_size, shape[0])
-    return LinearSource(name, shape, tensors, packing, format)
+    stored = registry.of_module(tensors)
+    if stored is not None:
+        quantized = {suffix: info for suffix, info in tensors.items() if suffix != "bias"}
+        try:
+            if scheme is None or type(scheme) is not stored:
+                stored.refuse(name, quantized, None if scheme is None else scheme.quant_method)
+            scheme.check(quantized, name, shape)
+            format = scheme.format(name, shape[0])
+        except CheckpointError as error:
+            raise CheckpointError(f"{next(iter(tensors.values())).file}: {error}") from error
+        return LinearSource(name, shape, tensors, scheme, format)
+    _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
+    if quantize is not None and not quantize.can_split(shape[0]):
+        raise CheckpointError(
+            f"{name} has {shape[0]} input channels, which groups of {quantize.group_size} don't "
+            "divide: choose another group size or format in precision, such as W4g32 or W4gK"
+        )
+    return LinearSource(name, shape, tensors, None, quantize)
 
 
 def _check_names(
     checkpoint: Checkpoint,
     expected: Iterable[str],
-    config: DecoderConfig,
     ignored: tuple[str, ...],
 ) -> None:
     wanted = set(expected)
@@ -241,10 +235,8 @@ def _check_names(
     unexpected = sorted(
         name
         for name in checkpoint.tensors.keys() - wanted
-        # Constants that old files carry; and with tied embeddings the head is the embedding, which
-        # `settle` makes sure of.
+        # Old files carry the frequencies, which are constants.
         if not name.endswith(("rotary_emb.inv_freq", *ignored))
-        and not (config.tie_word_embeddings and name == HEAD)
     )
     problems = []
     if missing:
@@ -273,5 +265,7 @@ def _check_floats(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
 
 
 def _converting_bytes(source: LinearSource) -> int:
-    per_weight = DECODING_BYTES if source.packing else QUANTIZING_BYTES if source.format else 0
+    per_weight = QUANTIZING_BYTES if source.format else 0
+    if source.scheme is not None:
+        per_weight = source.scheme.decoding_bytes
     return source.file_bytes + per_weight * math.prod(source.shape)

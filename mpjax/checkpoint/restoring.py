@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import array_file, model_arrays
 from mpjax.checkpoint.description import WEIGHTS_NAME, Description
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import TensorInfo, read_header
+from mpjax.errors import CheckpointError
 from mpjax.kernels.device import default_device
 from mpjax.language_model import LanguageModel, weight_formats
 from mpjax.memory import require_free

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from mpjax.checkpoint import foreign
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.errors import CheckpointError
 from mpjax.kernels import files
 
 INDEX_NAME = "model.safetensors.index.json"

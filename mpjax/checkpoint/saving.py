@@ -15,10 +15,10 @@ from flax import nnx
 
 from mpjax.checkpoint import array_file, model_arrays
 from mpjax.checkpoint.description import (
-    DECODERS,
     DESCRIPTION_NAME,
     WEIGHTS_NAME,
     Description,
+    decoders,
     is_saved,
 )
 from mpjax.checkpoint.progress import bytes_bar
@@ -90,10 +90,10 @@ def _require_writable(folder: Path, overwrite: bool) -> None:
 
 def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
     """The arrays to write, by name. Raises ValueError for a model that could not be restored."""
-    name = type(lm.model).__name__
-    if DECODERS.get(name) is not type(lm.model):
+    name, known = type(lm.model).__name__, decoders()
+    if known.get(name) is not type(lm.model):
         raise ValueError(
-            f"models of the class {name} can't be saved: expected one of {', '.join(DECODERS)}"
+            f"models of the class {name} can't be saved: expected one of {', '.join(known)}"
         )
     if lm.tokenizer is not None and not (lm.source / "tokenizer.json").is_file():
         raise ValueError(
@@ -105,7 +105,8 @@ def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
     _require_scales(lm)
     try:
         require_sound(lm.config)
-        model_arrays.require_fitting(lm.config, model_arrays.take_parts(lm.model), arrays)
+        parts = model_arrays.take_parts(lm.model)
+        model_arrays.require_fitting(type(lm.model), lm.config, parts, arrays)
     except ValueError as error:
         raise ValueError(f"the model can't be saved: {error}") from error
     return arrays

@@ -10,17 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.checkpoint.fp8_config import SCALE_NAMES
 from mpjax.checkpoint.safetensors import Checkpoint
-from mpjax.models import DecoderConfig
+from mpjax.models import Decoder, DecoderConfig
+from mpjax.models.parameters import name_of
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 COMPARED_ROWS = 1024
 
 
 def settle(
-    checkpoint: Checkpoint, config: DecoderConfig, hf: Mapping[str, Any]
+    checkpoint: Checkpoint, decoder: type[Decoder], config: DecoderConfig, hf: Mapping[str, Any]
 ) -> tuple[Checkpoint, DecoderConfig]:
     """The checkpoint and the configuration that agree with each other.
 
@@ -28,38 +27,32 @@ def settle(
     they are two, as in transformers, and there is a warning: to see that, both are read. Where hf,
     config.json, has no dtype, it is the embedding's.
     """
-    checkpoint, config = _settle_head(checkpoint, config)
-    stored = checkpoint.tensors.get(EMBEDDING)
+    embedding, head = name_of(decoder.names, "embedding"), name_of(decoder.names, "head")
+    checkpoint, config = _settle_head(checkpoint, config, embedding, head)
+    stored = checkpoint.tensors.get(embedding)
     is_open = not (hf.get("dtype") or hf.get("torch_dtype"))
     if is_open and stored is not None and stored.dtype.name in FLOAT_DTYPES:
         config = dataclasses.replace(config, dtype=stored.dtype.name)
     return checkpoint, config
 
 
-def is_packed(checkpoint: Checkpoint) -> bool:
-    """Whether any of its tensors is a quantised module's, whatever config.json says."""
-    suffixes = (".qweight", *(f".{name}" for name in SCALE_NAMES.values()))
-    return any(
-        name.endswith(suffixes) or info.dtype.name.startswith("float8")
-        for name, info in checkpoint.tensors.items()
-    )
-
-
-def _settle_head(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[Checkpoint, DecoderConfig]:
+def _settle_head(
+    checkpoint: Checkpoint, config: DecoderConfig, embedding: str, head: str
+) -> tuple[Checkpoint, DecoderConfig]:
     tensors = checkpoint.tensors
-    if not config.tie_word_embeddings or HEAD not in tensors:
+    if not config.tie_word_embeddings or head not in tensors:
         return checkpoint, config
-    if EMBEDDING not in tensors:  # of tensors that share memory, safetensors' save_model keeps one
-        named = types.MappingProxyType({**tensors, EMBEDDING: tensors[HEAD]})
+    if embedding not in tensors:  # of tensors that share memory, safetensors' save_model keeps one
+        named = types.MappingProxyType({**tensors, embedding: tensors[head]})
         return dataclasses.replace(checkpoint, tensors=named), config
-    if len(tensors[EMBEDDING].shape) != 2:  # which `make_plan` refuses
+    if len(tensors[embedding].shape) != 2:  # which `make_plan` refuses
         return checkpoint, config
-    are_numbers = all(tensors[name].dtype.name in FLOAT_DTYPES for name in (EMBEDDING, HEAD))
-    if are_numbers and _are_equal(checkpoint.read(EMBEDDING), checkpoint.read(HEAD)):
+    are_numbers = all(tensors[name].dtype.name in FLOAT_DTYPES for name in (embedding, head))
+    if are_numbers and _are_equal(checkpoint.read(embedding), checkpoint.read(head)):
         return checkpoint, config
     warnings.warn(
-        f"{checkpoint.folder}: config.json says tie_word_embeddings: true, but {HEAD} is not "
-        f"{EMBEDDING}: the model has both; write false there if that is what it is",
+        f"{checkpoint.folder}: config.json says tie_word_embeddings: true, but {head} is not "
+        f"{embedding}: the model has both; write false there if that is what it is",
         stacklevel=2,
     )
     return checkpoint, dataclasses.replace(config, tie_word_embeddings=False)

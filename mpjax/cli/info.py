@@ -88,22 +88,21 @@ def inspect(folder: Path) -> LanguageModel:
 
 def _open_choice(folder: Path) -> str | None:
     """A text about the activations of an FP8 checkpoint that the user has to choose, or None."""
-    from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint import agreement, huggingface
     from mpjax.checkpoint.description import is_saved
-    from mpjax.checkpoint.fp8_config import FP8Config
+    from mpjax.checkpoint.plan import is_quantized
     from mpjax.checkpoint.safetensors import Checkpoint
-    from mpjax.checkpoint.settle import is_packed
     from mpjax.kernels import KVFormat
 
     if is_saved(folder):
         return None
-    packing = huggingface.read_packing(folder, huggingface.read_config(folder))
-    if not isinstance(packing, FP8Config) or packing.unsupported is None:
+    scheme = huggingface.read_scheme(folder, huggingface.read_config(folder))
+    if scheme is None or scheme.unsupported_activations is None:
         return None
-    if not is_packed(Checkpoint.open(folder)):
+    if not is_quantized(Checkpoint.open(folder)):
         return None
-    names = huggingface.precision_names(packing, KVFormat())
-    return f"made for {packing.unsupported}, not implemented: load it as {names}"
+    names = agreement.names(scheme, KVFormat())
+    return f"made for {scheme.unsupported_activations}, not implemented: load it as {names}"
 
 
 def _from_headers(folder: Path) -> LanguageModel:
@@ -113,22 +112,22 @@ def _from_headers(folder: Path) -> LanguageModel:
     from flax import nnx
 
     from mpjax.checkpoint import huggingface
-    from mpjax.checkpoint.layout import assign_linear
-    from mpjax.checkpoint.plan import make_plan
+    from mpjax.checkpoint.plan import is_quantized, make_plan
     from mpjax.checkpoint.safetensors import Checkpoint
-    from mpjax.checkpoint.settle import is_packed, settle
+    from mpjax.checkpoint.settle import settle
     from mpjax.kernels import KVFormat
     from mpjax.language_model import LanguageModel
     from mpjax.models import CacheScales
 
     hf = huggingface.read_config(folder)
     decoder, config = huggingface.decoder_config(folder, hf)
-    checkpoint, config = settle(Checkpoint.open(folder), config, hf)
-    packing = huggingface.read_packing(folder, hf)
-    plan = make_plan(checkpoint, config, packing if is_packed(checkpoint) else None, None)
+    checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
+    scheme = huggingface.read_scheme(folder, hf)
+    scheme = scheme if is_quantized(checkpoint) else None
+    plan = make_plan(checkpoint, decoder, config, scheme, None)
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     for place, sources in plan.linears:
-        assign_linear(model, place, _parts(sources, config.dtype, place.bias))
+        place.assign(model, _parts(sources, config.dtype, place.bias))
     if plan.cache_scales:
         shape = (config.num_layers, 2, config.num_kv_heads)
         model.cache_scales = CacheScales(jax.ShapeDtypeStruct(shape, jnp.dtype("float32")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,20 +12,29 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
-from mpjax.models import Decoder, DecoderConfig, Linear, Packed
+from mpjax.models import Decoder, DecoderConfig, Linear, Packed, llama_layers
 from tests.pallas_kernels.oracles import softmax_attention
 
 CONFIG = DecoderConfig(
     vocab_size=50,
     hidden_size=64,
-    intermediate_size=128,
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    windows=(None, None),
+    layers=llama_layers((None, None), 128),
     max_position_embeddings=256,
     dtype="float32",
 )
+
+
+def small_config(windows: Sequence[int | None] = (None, None), **changes: Any) -> DecoderConfig:
+    """CONFIG with other windows; switches of `llama_layers`, or fields of the whole, may differ."""
+    switches = ("qkv_bias", "output_bias", "qk_norm", "mlp_bias")
+    flags = {name: changes.pop(name) for name in switches if name in changes}
+    inner = changes.pop("intermediate_size", 128)
+    layers = llama_layers(windows, inner, **flags)
+    return dataclasses.replace(CONFIG, layers=layers, **changes)
+
 
 # One program each for all layers of a shape: op by op takes longer to compile.
 _quantize = jax.jit(quantize, static_argnums=1)
@@ -121,7 +130,7 @@ def forward(
         heads = heads.reshape(batch, length, -1, config.head_dim)
         ends = np.cumsum([config.num_heads, config.num_kv_heads])
         query, key, value = np.split(heads, ends, axis=2)
-        if config.qk_norm:
+        if attention.query_norm is not None:
             query, key = norm(query, attention.query_norm), norm(key, attention.key_norm)
         attended = attend(number, turn(query), turn(key), value, window=window)
         x = x + linear(attended.reshape(batch, length, -1), attention.output)

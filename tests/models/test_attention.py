@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -18,12 +17,17 @@ from mpjax.kernels import (
     quantize,
     quantize_activations,
 )
-from mpjax.models import Attention, Packed
+from mpjax.models import Attention, DecoderConfig, Packed
 from mpjax.models.attention import Span
-from tests.models.small import CONFIG
+from tests.models.small import CONFIG, small_config
 from tests.pallas_kernels.oracles import random_array
 
 compiled = jax.jit
+
+
+def attention_of(config: DecoderConfig) -> Attention:
+    """The attention of the first layer."""
+    return config.layers[0].attention.build(config, nnx.Rngs(0))
 
 
 def span(cache: PagedKVCache, counts: list[int], *, fresh: bool) -> Span:
@@ -45,7 +49,7 @@ def empty_cache(batch: int) -> PagedKVCache:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_with_and_without_a_cache_fresh_or_not(window, rng):
-    attention = Attention(CONFIG, window, nnx.Rngs(0))
+    attention = attention_of(small_config((window,)))
     x = random_array(rng, (2, 9, 64), "float32") * 30
     angles = jnp.broadcast_to(jnp.arange(9.0)[:, None] * 0.1, (2, 9, 8))
     graph, state = nnx.split(attention)
@@ -70,7 +74,7 @@ def test_with_and_without_a_cache_fresh_or_not(window, rng):
 
 def test_calling_is_attending_and_the_output_projection(rng):
     changes: dict[str, Any] = {"qk_norm": True, "output_bias": True, "rms_norm_eps": 0.5}
-    attention: Any = Attention(dataclasses.replace(CONFIG, **changes), None, nnx.Rngs(0))
+    attention: Any = attention_of(small_config(**changes))
     norms = attention.query_norm, attention.key_norm
     for parameter in (attention.output.bias, *(norm.weight for norm in norms)):
         parameter.set_value(random_array(rng, parameter.get_value().shape, "float32"))
@@ -95,7 +99,7 @@ def test_calling_is_attending_and_the_output_projection(rng):
 
 @pytest.mark.parametrize("fresh", [None, True, False])
 def test_attending_to_quantised_activations(fresh, rng):
-    attention = Attention(CONFIG, None, nnx.Rngs(0))
+    attention = attention_of(CONFIG)
     [fused] = attention.qkv.parts
     kernel: Any = fused.kernel.get_value()
     fused.kernel = Packed(quantize(kernel, WeightFormat.parse("int8/int8")))
@@ -114,12 +118,12 @@ def test_attending_to_quantised_activations(fresh, rng):
 
 
 def test_norms_and_biases_are_there_where_the_config_asks_for_them():
-    plain = Attention(CONFIG, None, nnx.Rngs(0))
+    plain = attention_of(CONFIG)
     assert plain.query_norm is None
     assert plain.key_norm is None
     assert plain.qkv.parts[0].bias is None
     changes: dict[str, Any] = {"qk_norm": True, "qkv_bias": True, "output_bias": True}
-    full: Any = Attention(dataclasses.replace(CONFIG, **changes), None, nnx.Rngs(0))
+    full: Any = attention_of(small_config(**changes))
     assert full.query_norm.weight.get_value().shape == (16,)
     assert full.key_norm.weight.get_value().shape == (16,)
     assert full.qkv.parts[0].bias.get_value().shape == (64 + 2 * 32,)
@@ -128,8 +132,8 @@ def test_norms_and_biases_are_there_where_the_config_asks_for_them():
 
 def test_norms_make_the_size_of_queries_irrelevant(rng):
     """RMSNorm before the rotary embedding: scaling the query and key projections does nothing."""
-    config = dataclasses.replace(CONFIG, qk_norm=True, rms_norm_eps=1e-12)
-    attention = Attention(config, None, nnx.Rngs(0))
+    config = small_config(qk_norm=True, rms_norm_eps=1e-12)
+    attention = attention_of(config)
     x, angles = random_array(rng, (1, 5, 64), "float32"), jnp.ones((1, 5, 8))
     before, _ = attention(x, angles, None, None)
     [fused] = attention.qkv.parts

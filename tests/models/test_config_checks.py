@@ -1,13 +1,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from mpjax.models import ConfigError, DecoderConfig, RopeScaling, presets
+from mpjax.models import (
+    ConfigError,
+    DecoderConfig,
+    LayerSpec,
+    RopeScaling,
+    config_checks,
+    llama_layers,
+    presets,
+)
 from mpjax.models.config_checks import require_sound
 
-SOUND = DecoderConfig(100, 64, 128, 4, 2, 16, (None, 32), 512, stop_ids=(0, 99))
+LAYERS = llama_layers((None, 32), 128)
+SOUND = DecoderConfig(100, 64, 4, 2, 16, LAYERS, 512, stop_ids=(0, 99))
 SCALING = RopeScaling("llama3", 8.0)
 
 
@@ -25,26 +35,36 @@ def test_sound_configurations():
 @pytest.mark.parametrize("value", [None, "1", -1, 0, [1], float("nan"), float("inf"), 10**400])
 def test_each_number_and_switch_is_checked(field, value):
     wrong = dataclasses.replace(SOUND, **{field: value})
-    with pytest.raises(ConfigError, match=f"^{field} is .*: expected ") as caught:
+    with pytest.raises(ConfigError, match=f"^DecoderConfig: {field} is .*: expected ") as caught:
         require_sound(wrong)
     assert len(str(caught.value)) < 200
+
+
+def swapped(layer: Any) -> Any:
+    return LayerSpec(layer.mlp, layer.attention)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"windows": ()}, "windows is empty"),
-        ({"windows": (None, -1)}, "a window of windows is -1"),
-        ({"windows": (None, True)}, "a window of windows is True"),
-        ({"stop_ids": (100,)}, r"stop_ids is \[100\]: expected token ids from 0 to 99"),
+        ({"layers": ()}, "layers is empty"),
+        ({"layers": (None,)}, r"layers\[0\] is None: expected a LayerSpec"),
+        ({"layers": (LayerSpec(1, 2),)}, r"layers\[0\].attention is 1: expected an AttentionSpec"),
+        (
+            {"layers": (swapped(LAYERS[0]),)},
+            r"layers\[0\].attention is GatedMLPSpec\(.*: expected an",
+        ),
+        ({"stop_ids": (100,)}, r"stop_ids is \(100,\): expected token ids from 0 to 99"),
         ({"stop_ids": (1.0,)}, "stop_ids is"),
-        ({"num_kv_heads": 3}, "4 heads of 16 channels for 3 KV heads"),
-        ({"head_dim": 15}, "an even number of channels"),
-        ({"dtype": "float64"}, "dtype is 'float64'"),
-        ({"dtype": ["float32"]}, "dtype is"),
+        ({"num_kv_heads": 3}, "num_heads is 4 and num_kv_heads 3: expected a multiple of it"),
+        ({"head_dim": 15}, "head_dim is 15: expected a positive, even number"),
+        ({"dtype": "float64"}, "dtype is 'float64': expected bfloat16 or float16 or float32"),
         ({"rope_scaling": {"kind": "linear"}}, "rope_scaling is .*: expected a RopeScaling"),
-        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "kind of rope_scaling is 'yarn'"),
-        ({"rope_scaling": RopeScaling("linear", -2.0)}, "factor is -2.0"),
+        (
+            {"rope_scaling": RopeScaling("yarn", 2.0)},
+            "rope_scaling: kind is 'yarn': expected linear",
+        ),
+        ({"rope_scaling": RopeScaling("linear", -2.0)}, "rope_scaling: factor is -2.0"),
         ({"rope_scaling": RopeScaling("llama3", 2.0, 4.0, 4.0)}, "high_frequency_factor is 4.0"),
         ({"rope_scaling": RopeScaling("llama3", 2.0, original_context=0)}, "original_context is 0"),
     ],
@@ -52,3 +72,44 @@ def test_each_number_and_switch_is_checked(field, value):
 def test_what_does_not_fit_together(changes, message):
     with pytest.raises(ConfigError, match=message):
         require_sound(dataclasses.replace(SOUND, **changes))
+
+
+@pytest.mark.parametrize(
+    ("half", "field"),
+    [
+        (half, field.name)
+        for half in ("attention", "mlp")
+        for field in dataclasses.fields(getattr(LAYERS[0], half))
+    ],
+)
+@pytest.mark.parametrize("value", ["1", -1, 0, [1], 2.5, 2**31])
+def test_each_field_of_a_layer_is_checked(half, field, value):
+    spec = dataclasses.replace(getattr(LAYERS[1], half), **{field: value})
+    layers = (LAYERS[0], dataclasses.replace(LAYERS[1], **{half: spec}))
+    message = rf"^DecoderConfig, layers\[1\]\.{half}: {field} is .*: expected "
+    with pytest.raises(ConfigError, match=message):
+        require_sound(dataclasses.replace(SOUND, layers=layers))
+
+
+def test_messages_name_the_source_and_its_own_names():
+    wrong = dataclasses.replace(SOUND, num_heads=0)
+    with pytest.raises(ConfigError, match=r"^a\.json: heads is 0: expected a positive integer$"):
+        require_sound(wrong, "a.json", {"num_heads": "heads"})
+
+
+def test_values_that_are_checked_are_given_back():
+    assert config_checks.whole("a", "b", 3) == 3
+    assert config_checks.whole("a", "b", 0, minimum=0) == 0
+    assert config_checks.positive("a", "b", 0.5) == 0.5
+    assert config_checks.switch("a", "b", False) is False
+    assert config_checks.choice("a", "b", "x", ("x", "y")) == "x"
+    assert config_checks.token_ids("a", "b", [3, 0], 4) == (3, 0)
+    assert config_checks.token_ids("a", "b", 3, 4) == (3,)
+    for check, value, expected in (
+        (config_checks.whole, True, "a positive integer"),
+        (config_checks.whole, 2**31, "at most 2147483647"),
+        (config_checks.positive, float("nan"), "a positive number"),
+        (config_checks.switch, 1, "true or false"),
+    ):
+        with pytest.raises(ConfigError, match=f"^a: b is {value!r}: expected {expected}$"):
+            check("a", "b", value)

@@ -19,11 +19,12 @@ from tests.models.small import (
     dequantize_kernels,
     forward,
     quantize_kernels,
+    small_config,
     small_model,
 )
 from tests.pallas_kernels.oracles import relative_error, wide
 
-SHALLOW = dataclasses.replace(CONFIG, windows=(None,))  # where a layer shows it: half to compile
+SHALLOW = small_config(windows=(None,))  # where a layer shows it: half to compile
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied, with biases everywhere": {
@@ -81,7 +82,7 @@ def run(
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_forward_and_steps_equal_numpy(changes, rng):
     """A prompt, five steps across a page boundary, and a chunk; float32 with a 16-bit cache."""
-    model = small_model(dataclasses.replace(CONFIG, **changes))
+    model = small_model(small_config(**changes))
     tokens = random_tokens(rng, 2, 70)
     expected = forward(model, tokens)
     logits = call(model, tokens)
@@ -154,7 +155,7 @@ def test_a_block_at_a_time_is_a_token_at_a_time(rng):
 
 
 def test_a_window_hides_older_tokens(rng):
-    model = small_model(dataclasses.replace(CONFIG, windows=(4,)))
+    model = small_model(small_config(windows=(4,)))
     tokens = random_tokens(rng, 1, 12)
     logits = call(model, tokens)[0, -1]
     for position, visible in ((7, False), (8, True)):
@@ -192,7 +193,7 @@ def test_eight_bit_activations_through_a_whole_model(text, gap, rng):
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_layer_is_the_plain_formula_on_a_stream_and_terms(splits, rng):
-    model = small_model(dataclasses.replace(CONFIG, qk_norm=True, mlp_bias=True))
+    model = small_model(small_config(qk_norm=True, mlp_bias=True))
     layer = model.layers[0]
     terms = jnp.asarray(rng.standard_normal((splits, 2, 5, 64)).astype(np.float32))
     residual = jnp.asarray(rng.standard_normal((2, 5, 64)).astype(np.float32))
@@ -212,7 +213,7 @@ def test_a_layer_is_the_plain_formula_on_a_stream_and_terms(splits, rng):
         np.testing.assert_allclose(more.sum(0), mlp, atol=1e-4)
 
 
-KERNEL_CONFIG = dataclasses.replace(CONFIG, head_dim=64, qk_norm=True, windows=(6,))
+KERNEL_CONFIG = small_config(head_dim=64, qk_norm=True, windows=(6,))
 
 
 def half_precision_error(rng, text: str | None, bits: int, dtype: str, **how: Any) -> float:
@@ -263,7 +264,7 @@ def test_a_decoding_step_lowers_for_cuda(text, bits, gates, pretend_gpu, lower_f
 
 
 def test_gradients_reach_every_weight_and_are_right(rng):
-    model = small_model(dataclasses.replace(CONFIG, **VARIANTS["normed, windowed, multi-query"]))
+    model = small_model(small_config(**VARIANTS["normed, windowed, multi-query"]))
     graph, state = nnx.split(model)
     tokens = jnp.asarray(random_tokens(rng, 2, 8))
 
@@ -324,7 +325,7 @@ def test_modules_hold_no_hidden_state(rng):
 def test_other_values_and_other_layers_do_not_retrace(rng, trace_counter, monkeypatch):
     layers = trace_counter(DecoderLayer.__call__)
     monkeypatch.setattr(DecoderLayer, "__call__", lambda *layer: layers(*layer))
-    model = small_model(dataclasses.replace(CONFIG, windows=(None,) * 4))
+    model = small_model(small_config(windows=(None,) * 4))
     step = jax.jit(counted := trace_counter(model.step), donate_argnums=2)
     cache = model.create_cache(2, 64, KVFormat(8), 64)
     for counts in ([1, 1], [0, 1], [1, 0]):
@@ -343,7 +344,7 @@ def test_a_cache_fits_the_model():
 
 
 def test_the_dtype_of_the_config_is_that_of_the_weights():
-    config = dataclasses.replace(CONFIG, dtype="bfloat16", qkv_bias=True)
+    config = small_config(dtype="bfloat16", qkv_bias=True)
     model = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"bfloat16"}
     logits = jax.eval_shape(Decoder.__call__, model, jnp.zeros((1, 2), jnp.int32))

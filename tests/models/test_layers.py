@@ -18,7 +18,7 @@ from mpjax.kernels import (
     quantize,
 )
 from mpjax.kernels.gemm.plans import Plan, TritonConfig, forced
-from mpjax.models import FusedLinear, GatedMLP, Linear, Packed, RMSNorm, RopeScaling
+from mpjax.models import FusedLinear, Linear, RMSNorm, RopeScaling
 from mpjax.models.layers import rotary_frequencies, rotate
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
@@ -154,41 +154,6 @@ def test_a_norm_adds_terms_to_the_stream_first(has_residual, text, rng):
     assert relative_error(normed, wide(norm(stream))) < (0.02 if text == "int8/int8" else 1e-6)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_gated_mlp(bias, rng):
-    mlp = GatedMLP(dataclasses.replace(CONFIG, mlp_bias=bias), nnx.Rngs(0))
-    [fused] = mlp.gate_up.parts
-    for linear in (fused, mlp.down):
-        assert (linear.bias is not None) == bias
-        if linear.bias is not None:
-            linear.bias = nnx.Param(random_array(rng, linear.bias.get_value().shape, "float32"))
-    x = random_array(rng, (2, 64), "float32") * 20
-
-    def apply(x, linear):
-        offset = 0 if linear.bias is None else wide(linear.bias.get_value())
-        return x @ wide(linear.kernel.get_value()) + offset
-
-    gate, up = np.split(apply(wide(x), fused), 2, axis=-1)
-    gated = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(mlp.gated(x), gated, atol=1e-4)
-    np.testing.assert_allclose(mlp(x), apply(gated, mlp.down), atol=1e-4)
-
-
-@pytest.mark.parametrize("text", ["int8/int8", "liquid4:g64/int8", "float8:gK/float8"])
-def test_gated_activations_come_as_the_last_kernel_takes_them(text, rng):
-    mlp = GatedMLP(CONFIG, nnx.Rngs(0))
-    x = random_array(rng, (2, 64), "float32") * 20
-    expected = wide(mlp.gated(x))
-    kernel: Any = mlp.down.kernel.get_value()
-    mlp.down.kernel = Packed(quantize(kernel, WeightFormat.parse(text)))
-    gated = mlp.gated(x, mlp.down.activations)
-    assert isinstance(gated, QuantizedActivations)
-    assert gated.dtype == "float32"
-    assert 1e-4 < relative_error(gated.dequantize(), expected) < 0.05
-    plain = wide(gated.dequantize()) @ wide(mlp.down.kernel.get_value().dequantize())
-    assert relative_error(mlp(x), plain) < 1e-5
-
-
 def test_rotation_turns_pairs_as_complex_numbers(rng):
     x = random_array(rng, (2, 5, 3, 8), "float32")
     angles = rng.uniform(-10, 10, (2, 5, 4)).astype(np.float32)
@@ -252,7 +217,7 @@ def test_llama3_scaling(factor, low, high, context):
 
 
 def test_calling_a_layer_changes_nothing(rng):
-    mlp = GatedMLP(CONFIG, nnx.Rngs(0))
+    mlp = CONFIG.layers[0].mlp.build(CONFIG, nnx.Rngs(0))
     before = jax.tree.leaves(nnx.state(mlp))
     mlp(random_array(rng, (2, 64), "float32"))
     after = jax.tree.leaves(nnx.state(mlp))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from mpjax.models import Llama, RopeScaling, presets
+from mpjax.models import Llama, RopeScaling, llama_layers, presets
 
 # The config.json of Llama 3.1 8B Instruct, but for keys that say nothing about the computation.
 LLAMA3_1_8B = {
@@ -40,8 +40,7 @@ def test_llama_3_1_is_the_preset():
 
 def test_biases_are_read():
     config = Llama.config_from_hf(LLAMA3_1_8B)
-    assert not any([config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm])
+    assert config.layers == llama_layers((None,) * 32, 14336)
     config = Llama.config_from_hf(LLAMA3_1_8B | {"attention_bias": True, "mlp_bias": True})
-    assert config.qkv_bias
-    assert config.output_bias
-    assert config.mlp_bias
+    biases = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), True)
+    assert config.layers == llama_layers((None,) * 32, 14336, **biases)

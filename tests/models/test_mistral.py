@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.models import ConfigError, Mistral
+from mpjax.models import ConfigError, Mistral, llama_layers
 
 # Mistral 7B, as of version 0.1.
 MISTRAL = {
@@ -27,9 +27,8 @@ MISTRAL = {
 
 def test_all_layers_have_the_window():
     config = Mistral.config_from_hf(MISTRAL | {"sliding_window": 1000})
-    assert config.windows == (1000,) * 32
+    assert config.layers == llama_layers((1000,) * 32, 14336)
     assert (config.head_dim, config.stop_ids) == (128, (2,))
-    assert not any([config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm])
 
 
 def test_null_means_no_window():

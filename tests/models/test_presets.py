@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mpjax.models import DecoderConfig, family, presets
+from mpjax.models import Decoder, DecoderConfig, family, presets
 
 # What the published files say that a decoder's computation depends on.
 QWEN3_8B = {
@@ -57,8 +57,8 @@ LLAMA3_1_8B = {
 
 
 def parameters(config: DecoderConfig) -> int:
-    layer = sum(math.prod(shape) for shape in config.projection_shapes.values())
-    return config.num_layers * layer + 2 * config.vocab_size * config.hidden_size
+    maps = [shape for place in Decoder.linear_places(config) for shape in place.shapes]
+    return sum(math.prod(shape) for shape in maps) + 2 * config.vocab_size * config.hidden_size
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.models import Decoder, DecoderConfig, Linear, RMSNorm
+from mpjax.models import Decoder, DecoderConfig, Linear, RMSNorm, llama_layers
 from mpjax.models.registry import family
-from tests.models.small import CONFIG, small_model
+from tests.models.small import CONFIG, small_config, small_model
 from tests.refusals import require_a_result_or_its_name
 
-SHALLOW = dataclasses.replace(CONFIG, windows=(None,))
+SHALLOW = small_config(windows=(None,))
 MODEL = small_model(SHALLOW)
 TOKENS = jnp.array([[1, 2, 3, 4]])
 X = jnp.linspace(-1, 1, 4 * 64).reshape(1, 4, 64)
@@ -74,7 +74,7 @@ ODD = {
 }
 # Fields of a configuration that are not looked at before they are used: files are checked apart.
 FIELDS = ("rope_theta", "rope_scaling", "rms_norm_eps", "stop_ids")
-SWITCHES = ("tie_word_embeddings", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "bias")
+SWITCHES = ("tie_word_embeddings", "bias")
 each_call = pytest.mark.parametrize("name", CALLS)
 
 
@@ -121,11 +121,17 @@ def test_lists_are_arrays(name):
         (lambda: step(cache=small_model().create_cache(1, 16, "KV8")), "of 2 layers, .* has 1"),
         (lambda: Decoder(SHALLOW, 0), r"rngs is 0: expected a Rngs, such as nnx\.Rngs\(0\)"),
         (lambda: Decoder({}, nnx.Rngs(0)), "config is {}: expected a DecoderConfig"),
-        (lambda: decoder_with(num_heads=3), "3 heads of 16 channels for 2 KV heads: expected a"),
-        (lambda: decoder_with(head_dim=15), "4 heads of 15 channels"),
         (
-            lambda: decoder_with(windows=(0,)),
-            "DecoderConfig: one of windows is 0: expected 1 or more",
+            lambda: decoder_with(num_heads=3),
+            "DecoderConfig: num_heads is 3 and num_kv_heads 2: exp",
+        ),
+        (
+            lambda: decoder_with(head_dim=15),
+            "DecoderConfig: head_dim is 15: expected a positive, even",
+        ),
+        (
+            lambda: decoder_with(layers=llama_layers((0,), 128)),
+            r"DecoderConfig, layers\[0\].attention: window is 0: expected a positive integer",
         ),
         (lambda: decoder_with(dtype="bf17"), "DecoderConfig: dtype is 'bf17': expected a dtype"),
     ],
@@ -146,8 +152,9 @@ def decoder_with(**changes: Any) -> Decoder:
 
 def test_a_configuration_of_lists_and_short_names_is_that_of_tuples():
     """It must have a hash: programs are compiled for it."""
-    short = dataclasses.replace(CONFIG, windows=[None, 5], stop_ids=[1], dtype="bf16")
-    full = dataclasses.replace(CONFIG, windows=(None, 5), stop_ids=(1,), dtype="bfloat16")
+    layers = [*llama_layers([None, 5], 128)]
+    short: Any = dataclasses.replace(CONFIG, layers=layers, stop_ids=[1], dtype="bf16")
+    full = small_config((None, 5), stop_ids=(1,), dtype="bfloat16")
     assert hash(short) == hash(full)
     assert short == full
 

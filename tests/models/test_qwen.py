@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.models import ConfigError, Qwen2, Qwen3, presets
+from mpjax.models import ConfigError, Qwen2, Qwen3, llama_layers, presets
 
 # The config.json of Qwen3 8B.
 QWEN3_8B = {
@@ -58,17 +58,14 @@ def test_qwen3_8b_is_the_preset():
 
 def test_qwen3_may_have_biases():
     config = Qwen3.config_from_hf(QWEN3_8B | {"attention_bias": True})
-    assert config.qkv_bias
-    assert config.output_bias
-    assert config.qk_norm
+    switches = dict.fromkeys(("qkv_bias", "output_bias", "qk_norm"), True)
+    assert config.layers == llama_layers((None,) * 36, 12288, **switches)
 
 
 def test_qwen2_has_biases_on_query_key_and_value_alone():
     config = Qwen2.config_from_hf(QWEN2_5)
-    assert config.qkv_bias
-    assert not any([config.output_bias, config.mlp_bias, config.qk_norm])
     assert (config.head_dim, config.tie_word_embeddings) == (64, True)
-    assert config.windows == (None,) * 24
+    assert config.layers == llama_layers((None,) * 24, 4864, qkv_bias=True)
 
 
 @pytest.mark.parametrize(("family", "hf", "layers"), [(Qwen2, QWEN2_5, 24), (Qwen3, QWEN3_8B, 36)])

@@ -24,7 +24,7 @@ def test_family(name, expected):
 def test_every_family_is_a_decoder_that_reads_its_own_config():
     for cls in FAMILIES.values():
         assert issubclass(cls, Decoder)
-        assert "config_from_hf" in vars(cls)
+        assert "read_config" in vars(cls)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from flax import nnx
 
 from mpjax.kernels import QuantizedTensor, quantize
 from mpjax.models import CacheScales, Decoder, Linear, trainable
-from tests.models.small import CONFIG, quantize_kernels, small_model
+from tests.models.small import quantize_kernels, small_config, small_model
 
 TOKENS = jnp.arange(10).reshape(2, 5)
 
@@ -22,7 +20,7 @@ class Adapter(nnx.Param):
 @pytest.fixture(scope="module", params=["uint4:g32", "table3:g64", "float8:gK/float8"])
 def model(request):
     """A decoder of packed and plain linear maps, with all else that a model can hold."""
-    model = small_model(dataclasses.replace(CONFIG, windows=(None,), qkv_bias=True))
+    model = small_model(small_config(windows=(None,), qkv_bias=True))
     [plain] = model.layers[0].attention.qkv.parts
     kernel = plain.kernel
     quantize_kernels(model, request.param)

@@ -24,7 +24,8 @@ import mpjax
 from mpjax.checkpoint import CheckpointError, huggingface
 from mpjax.checkpoint.safetensors import DTYPES, Checkpoint
 from mpjax.cli import info
-from mpjax.kernels.gemm import tables
+from mpjax.kernels.gemm.plans import TABLES
+from mpjax.kernels.plans import TableError
 from mpjax.tokenizer import Tokenizer
 from tests.mpjax.bad_files.ways import (
     INDEX,
@@ -314,5 +315,5 @@ def test_tuning_tables(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "table.json"
     written = json.dumps(changed(data.draw, TABLE)).encode()
     path.write_bytes(written if data.draw(st.booleans()) else damaged(data.draw, written))
-    with bounds(), contextlib.suppress(tables.TableError):
-        tables.read(path, "NVIDIA Test 1")
+    with bounds(), contextlib.suppress(TableError):
+        TABLES.read(path, "NVIDIA Test 1")

@@ -15,7 +15,7 @@ from mpjax import decoding
 from mpjax.bench.random_model import random_model
 from mpjax.decoding import Limits, decode, generate_tokens, jit_decode, jit_prefill, prefill
 from mpjax.kernels import KVFormat, WeightFormat, device
-from mpjax.models import DecoderConfig, Llama
+from mpjax.models import DecoderConfig, Llama, llama_layers
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from tests.mpjax.odd_models import with_damaged_token
@@ -261,11 +261,10 @@ def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill,
 KERNELS_CONFIG = DecoderConfig(
     vocab_size=256,
     hidden_size=128,
-    intermediate_size=128,
     num_heads=2,
     num_kv_heads=1,
     head_dim=64,
-    windows=(None,),
+    layers=llama_layers((None,), 128),
     max_position_embeddings=256,
 )
 

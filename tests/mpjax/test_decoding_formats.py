@@ -6,7 +6,6 @@ alone, which has tests of its own.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache.codes import KEY_KINDS, VALUE_KINDS
 from mpjax.models import CacheScales, Decoder
 from mpjax.precision import Precision
-from tests.models.small import CONFIG, forward, small_model
+from tests.models.small import forward, small_config, small_model
 from tests.mpjax.dequantized_cache import DequantizedCache, block_of, largest_as_scales
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -48,7 +47,7 @@ def test_every_kind_of_codes_has_a_format():
 
 def attentive_model(windows: tuple[int | None, ...]) -> Decoder:
     """One that says nothing with certainty, and most of what it says because of what it attends."""
-    model: Any = small_model(dataclasses.replace(CONFIG, windows=windows, **SIZES))
+    model: Any = small_model(small_config(windows=windows, **SIZES))
     for weight, factor in ((model.embedding, 0.1), (model.head, 0.25)):
         weight.set_value(weight.get_value() * factor)
     return model

@@ -155,7 +155,8 @@ def test_a_text_goes_on_as_the_tokenizer_decodes_prompt_and_completion(tiny, bac
     """Such tokenizers take the space off the first word of what they decode."""
     template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     tokenizer = Tokenizer(backend, chat_templates={"default": template})
-    small = {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "windows": (None,)}
+    small: dict[str, Any] = {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1}
+    small |= {"layers": tiny.config.layers[:1]}
     model = Repeater(dataclasses.replace(tiny.config, **small), nnx.Rngs(0))
     model.word = backend.token_to_id("▁a")
     lm = mpjax.LanguageModel(model, tokenizer, KVFormat(16), Path("repeater"))

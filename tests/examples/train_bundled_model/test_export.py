@@ -92,8 +92,8 @@ def test_config_files(folder):
 def test_the_real_model_fits_the_repository_and_4_bit_groups():
     model = nnx.eval_shape(lambda: Llama(Llama.config_from_hf(MODEL), nnx.Rngs(0)))
     assert sum(weight.size * 2 for weight in jax.tree.leaves(model)) <= 9_000_000
-    shapes = Llama.config_from_hf(MODEL).projection_shapes
-    assert all(channels % 128 == 0 for channels, _ in shapes.values())
+    places = Llama.linear_places(Llama.config_from_hf(MODEL))
+    assert all(channels % 128 == 0 for place in places for channels, _ in place.shapes)
 
 
 @pytest.mark.filterwarnings("default")  # transformers' and torch's own

@@ -13,17 +13,16 @@ from flax import nnx
 
 from examples.train_bundled_model import optimize
 from examples.train_bundled_model.recipe import Recipe, TrainingError
-from mpjax.models import DecoderConfig, Llama
+from mpjax.models import DecoderConfig, Llama, llama_layers
 
 VOCABULARY = 32
 CONFIG = DecoderConfig(
     vocab_size=VOCABULARY,
     hidden_size=32,
-    intermediate_size=64,
     num_heads=2,
     num_kv_heads=1,
     head_dim=16,
-    windows=(None, None),
+    layers=llama_layers((None, None), 64),
     max_position_embeddings=16,
     tie_word_embeddings=True,
 )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mpjax.models import llama_layers
 from mpjax.models.presets import QWEN3_8B
 
 SMALL_MODEL = dataclasses.replace(
     QWEN3_8B,
     vocab_size=96,
     hidden_size=128,
-    intermediate_size=128,
     num_heads=2,
     num_kv_heads=1,
     head_dim=64,
-    windows=(None,),
+    layers=llama_layers((None,), 128, qk_norm=True),
     max_position_embeddings=256,
     stop_ids=(2,),
 )

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from mpjax.bench.random_model import random_model
-from mpjax.checkpoint.layout import linear_kernels, linear_places
 from mpjax.kernels import QuantizedTensor, WeightFormat
 from mpjax.language_model import weight_formats
-from mpjax.models import Qwen3
+from mpjax.models import Qwen3, llama_layers
 from tests.mpjax.bench.rows import SMALL_MODEL
 
 
@@ -26,7 +25,9 @@ def test_every_linear_map_has_the_format_and_the_model_runs(text):
 
 
 def test_without_a_format_and_with_biases():
-    config = dataclasses.replace(SMALL_MODEL, qkv_bias=True, tie_word_embeddings=True)
+    config = dataclasses.replace(
+        SMALL_MODEL, layers=llama_layers((None,), 128, qkv_bias=True), tie_word_embeddings=True
+    )
     model = random_model(Qwen3, config, None)
     assert weight_formats(model) == {WeightFormat("bfloat16")}
     assert jax.eval_shape(model, jnp.arange(4)[None]).shape == (1, 4, config.vocab_size)
@@ -35,8 +36,8 @@ def test_without_a_format_and_with_biases():
 def test_maps_are_different_and_keep_the_size_of_what_goes_in():
     model = random_model(Qwen3, SMALL_MODEL, WeightFormat.parse("uint8:g128"))
     found = []
-    for place in linear_places(SMALL_MODEL):
-        [kernel] = linear_kernels(model, place)
+    for place in Qwen3.linear_places(SMALL_MODEL):
+        [kernel] = place.kernels(model)
         assert isinstance(kernel, QuantizedTensor)
         assert kernel.shape == (place.shapes[0][0], sum(shape[1] for shape in place.shapes))
         dense = np.asarray(kernel.dequantize())

@@ -8,19 +8,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax.checkpoint.awq import AWQConfig
 from mpjax.checkpoint.convert import convert_array, convert_linear
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.gptq_config import GPTQConfig
-from mpjax.checkpoint.layout import LinearPlace
 from mpjax.checkpoint.plan import LinearSource
 from mpjax.checkpoint.safetensors import TensorInfo
+from mpjax.checkpoint.schemes.awq import AWQScheme
+from mpjax.checkpoint.schemes.gptq import GPTQScheme
+from mpjax.errors import CheckpointError
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
+from mpjax.models import LinearPlace
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 
 SHAPE, SIZE = (64, 32), 32
-AWQ = AWQConfig(SIZE)
-GPTQ = GPTQConfig(4, SIZE)
+AWQ = AWQScheme(SIZE)
+GPTQ = GPTQScheme(4, SIZE)
 UINT4 = WeightFormat("uint4", SIZE)
 
 
@@ -37,9 +37,9 @@ class Files:
     def read(self, info):
         return self.arrays[info.name]
 
-    def source(self, name, tensors, packing=None, format=None, shape=SHAPE):
+    def source(self, name, tensors, scheme=None, format=None, shape=SHAPE):
         infos = {suffix: self.add(f"{name}.{suffix}", a) for suffix, a in tensors.items()}
-        return LinearSource(name, shape, infos, packing, format)
+        return LinearSource(name, shape, infos, scheme, format)
 
 
 def place(*names, bias=False):

@@ -72,11 +72,32 @@ def test_foreign_folders(saved, tmp_path):
         expect("mpjax.json does not describe a model that mpjax saved", saved)
 
 
-@pytest.mark.parametrize("version", [3, 5, None, "4"])
+@pytest.mark.parametrize("version", [3, 6, None, "4"])
 def test_other_versions(version, saved):
     change(saved, lambda d: d.update(version=version))
-    message = f"mpjax.json has the format version {version!r}: this mpjax reads version 4; install"
+    message = (
+        f"mpjax.json has the format version {version!r}: this mpjax reads versions 4 and 5; install"
+    )
     expect(message, saved)
+
+
+def test_version_4_is_read(saved):
+    def as_version_4(description):
+        layers = description["config"].pop("layers")
+        first = layers[0]["attention"] | layers[0]["mlp"]
+        description["config"] |= {
+            "windows": [layer["attention"]["window"] for layer in layers],
+            "intermediate_size": first["intermediate_size"],
+            "mlp_bias": first["bias"],
+            **{name: first[name] for name in ("qkv_bias", "output_bias", "qk_norm")},
+        }
+        description["version"] = 4
+
+    expected = Description.read(saved)
+    change(saved, as_version_4)
+    assert Description.read(saved) == expected
+    change(saved, lambda d: d["config"].update(windows=[None, 0]))
+    expect(r"damaged: config, layers\[1\].attention: window is 0: expected a positive int", saved)
 
 
 KEYS = ("decoder", "config", "kv_format", "linears", "arrays")
@@ -90,28 +111,25 @@ def test_keys_of_another_type(key, value, saved):
 
 
 WRONG_CONFIG = [
-    ("rms_norm_eps", "0.1", "rms_norm_eps is '0.1': expected a positive number"),
-    ("rms_norm_eps", 0, "rms_norm_eps is 0: expected a positive number"),
-    ("rope_theta", float("nan"), "rope_theta is nan: expected a positive number"),
-    ("rope_theta", float("inf"), "rope_theta is inf: expected a positive number"),
-    ("hidden_size", 64.0, "hidden_size is 64.0: expected an integer from 1"),
-    ("hidden_size", True, "hidden_size is True: expected an integer from 1"),
-    ("vocab_size", -1, "vocab_size is -1: expected an integer from 1"),
-    ("max_position_embeddings", 2**31, "max_position_embeddings is 2147483648: expected an int"),
-    ("num_kv_heads", 3, "there are 4 heads of 16 channels for 3 KV heads: expected a multiple"),
-    ("head_dim", 17, "there are 4 heads of 17 channels"),
-    ("qkv_bias", 1, "qkv_bias is 1: expected true or false"),
-    ("qkv_bias", True, r"the array layers.0.attention.qkv.0.bias is missing"),
+    ("rms_norm_eps", "0.1", "config: rms_norm_eps is '0.1': expected a positive number"),
+    ("rms_norm_eps", 0, "config: rms_norm_eps is 0: expected a positive number"),
+    ("rope_theta", float("nan"), "config: rope_theta is nan: expected a positive number"),
+    ("rope_theta", float("inf"), "config: rope_theta is inf: expected a positive number"),
+    ("hidden_size", 64.0, "config: hidden_size is 64.0: expected a positive integer"),
+    ("hidden_size", True, "config: hidden_size is True: expected a positive integer"),
+    ("vocab_size", -1, "config: vocab_size is -1: expected a positive integer"),
+    ("max_position_embeddings", 2**31, "max_position_embeddings is 2147483648: expected at most"),
+    ("num_kv_heads", 3, "config: num_heads is 4 and num_kv_heads 3: expected a multiple of it"),
+    ("head_dim", 17, "config: head_dim is 17: expected a positive, even number"),
+    ("tie_word_embeddings", 1, "config: tie_word_embeddings is 1: expected true or false"),
     ("tie_word_embeddings", True, "there is an array 'head', which such a model does not have"),
     ("dtype", "int8", "DecoderConfig: dtype is 'int8': expected a dtype, such as bfloat16"),
-    ("windows", [None, 0], "a window of windows is 0: expected an integer from 1"),
-    ("windows", [], "windows is empty: expected one for each layer"),
-    ("windows", [None] * 100_000, "there are 100000 layers and only"),
-    ("windows", "nonsense", "windows is 'nonsense': expected a JSON list"),
-    ("stop_ids", [1 << 20], r"stop_ids is \[1048576\]: expected token ids from 0 to"),
-    ("stop_ids", ["</s>"], r"stop_ids is \['</s>'\]: expected token ids from 0 to"),
+    ("layers", [], "config: layers is empty: expected one or more"),
+    ("layers", "nonsense", "layers is 'nonsense': expected a JSON list"),
+    ("layers", [3], r"layers\[0\] is 3: expected a JSON object"),
+    ("stop_ids", [1 << 20], r"config: stop_ids is \(1048576,\): expected token ids from 0 to"),
+    ("stop_ids", ["</s>"], r"config: stop_ids is \('</s>',\): expected token ids from 0 to"),
     ("vocab_size", 512, r"the array embedding is bfloat16 \[\d+, 64\]: expected .* \[512, 64\]"),
-    ("intermediate_size", 96, r"the array layers.0.mlp.*: expected"),
     ("rope_scaling", {}, "rope_scaling has no 'factor'"),
     ("rope_scaling", [3], r"rope_scaling is \[3\]: expected a JSON object"),
     ("speed", 3, "config has an unknown key 'speed'"),
@@ -121,13 +139,51 @@ WRONG_CONFIG = [
 @pytest.mark.parametrize(("key", "value", "message"), WRONG_CONFIG)
 def test_values_that_no_model_has(key, value, message, saved):
     change(saved, lambda d: d["config"].update({key: value}))
-    expect(rf"mpjax\.json is damaged: {message}.*; convert the original again$", saved)
+    expect(rf"mpjax\.json is damaged: .*{message}.*; convert the original again$", saved)
+
+
+def test_more_layers_than_arrays(saved):
+    change(saved, lambda d: d["config"].update(layers=d["config"]["layers"] * 5_000))
+    expect("there are 10000 layers and only", saved)
+
+
+ATTENTION = r"config, layers\[1\]\.attention: "
+
+
+@pytest.mark.parametrize(
+    ("half", "key", "value", "message"),
+    [
+        ("attention", "window", 0, f"{ATTENTION}window is 0: expected a positive integer"),
+        ("attention", "window", [1], rf"{ATTENTION}window is \[1\]: expected a positive integer"),
+        ("attention", "qkv_bias", 1, f"{ATTENTION}qkv_bias is 1: expected true or false"),
+        ("attention", "qkv_bias", True, "the array layers.1.attention.qkv.0.bias is missing"),
+        (
+            "attention",
+            "kind",
+            "linear",
+            r"layers\[1\].attention: kind is 'linear': expected one of",
+        ),
+        (
+            "attention",
+            "kind",
+            [],
+            r"layers\[1\].attention: kind is \[\]: expected one of grouped_q",
+        ),
+        ("attention", "kind", "gated", r"layers\[1\].attention has no 'bias'"),
+        ("attention", "speed", 3, r"layers\[1\].attention has an unknown key 'speed'"),
+        ("mlp", "intermediate_size", 96, r"the array layers.1.mlp.*: expected"),
+        ("mlp", "intermediate_size", "x", r"layers\[1\].mlp: intermediate_size is 'x': expected a"),
+    ],
+)
+def test_layers_that_no_model_has(half, key, value, message, saved):
+    change(saved, lambda d: d["config"]["layers"][1][half].update({key: value}))
+    expect(message, saved)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("kind", "yarn", "kind of rope_scaling is 'yarn': expected linear or llama3"),
+        ("kind", "yarn", "config, rope_scaling: kind is 'yarn': expected linear or llama3"),
         ("factor", "8", "factor is '8': expected a positive number"),
         ("low_frequency_factor", 4.0, "high_frequency_factor is 4.0: expected more than low_f"),
     ],

@@ -11,12 +11,11 @@ import pytest
 from flax import nnx
 
 from mpjax.checkpoint import huggingface
-from mpjax.checkpoint.layout import array_places, find, linear_kernels, linear_parts, linear_places
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.memory import DeviceMemoryError
-from mpjax.models import FAMILIES, RopeScaling
+from mpjax.models import FAMILIES, RopeScaling, llama_layers
 from mpjax.precision import Precision
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
@@ -35,7 +34,7 @@ dequantize = jax.jit(lambda kernel: kernel.dequantize())  # one program, not one
 
 def kernel_values(model, place):
     """The kernels of a place, dequantised and side by side, float32 [K, N]."""
-    kernels = linear_kernels(model, place)
+    kernels = place.kernels(model)
     values = [dequantize(k) if isinstance(k, QuantizedTensor) else k for k in kernels]
     return np.concatenate([np.asarray(value, np.float32) for value in values], 1)
 
@@ -47,19 +46,19 @@ def nbytes(model):
 def require_weights(model, tensors, weights):
     """Compares every parameter of a model with the file's, and with `weights` [K, N] by module."""
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
-    for array in array_places(model.config):
-        value = find(model, array.path).get_value()
+    for array in model.array_places(model.config):
+        value = array.read(model)
         assert value.dtype == model.config.dtype
         np.testing.assert_array_equal(
             np.asarray(value, np.float32), tensors[array.name].astype(np.float32)
         )
-    for place in linear_places(model.config):
+    for place in model.linear_places(model.config):
         expected = [
             weights[name] if name in weights else tensors[f"{name}.weight"].T.astype(np.float32)
             for name in place.names
         ]
         np.testing.assert_array_equal(kernel_values(model, place), np.concatenate(expected, 1))
-        biases: list[Any] = [part.bias for part in linear_parts(model, place)]
+        biases: list[Any] = [part.bias for part in place.parts(model)]
         if not place.bias:
             assert biases == [None] * len(biases)
             continue
@@ -78,7 +77,7 @@ def test_plain_checkpoints(name, shards, tmp_path, rng):
     assert model.config.dtype == "bfloat16"
     require_weights(model, tensors, {})
     assert (model.head is None) == ("tied" in name)
-    assert all(len(linear_parts(model, place)) == 1 for place in linear_places(model.config))
+    assert all(len(place.parts(model)) == 1 for place in model.linear_places(model.config))
 
 
 def test_configurations(tmp_path, rng):
@@ -88,9 +87,8 @@ def test_configurations(tmp_path, rng):
 
     assert config("llama-tied").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
     assert config("mistral").windows == (8, 8)
-    assert config("qwen2").qkv_bias
-    assert not config("qwen2").output_bias
-    assert config("qwen3").qk_norm
+    assert config("qwen2").layers == llama_layers((None, None), 128, qkv_bias=True)
+    assert config("qwen3").layers == llama_layers((None, None), 128, qk_norm=True)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -126,8 +124,8 @@ def test_packed_checkpoints(written, tmp_path, rng):
     model = huggingface.load(tmp_path)
     require_weights(model, tensors, weights)
     size = None if written["group_size"] == -1 else written["group_size"]
-    for place in linear_places(model.config):
-        [kernel] = linear_kernels(model, place)
+    for place in model.linear_places(model.config):
+        [kernel] = place.kernels(model)
         assert kernel.format == WeightFormat(f"uint{written['bits']}", size)
 
 
@@ -163,9 +161,9 @@ def test_modules_that_were_left_in_16_bits(tmp_path, rng):
     write_checkpoint(tmp_path, hf, tensors)
     model = huggingface.load(tmp_path)
     require_weights(model, tensors, weights)
-    kernels = linear_kernels(model, linear_places(model.config)[0])
+    kernels = model.linear_places(model.config)[0].kernels(model)
     assert [isinstance(kernel, QuantizedTensor) for kernel in kernels] == [True, True, False]
-    [down] = linear_kernels(model, linear_places(model.config)[-1])
+    [down] = model.linear_places(model.config)[-1].kernels(model)
     assert down.format.bits == 8
     logits = jax.eval_shape(lambda tokens: model(tokens), jnp.ones((1, 5), jnp.int32))
     assert logits.shape == (1, 5, 96)
@@ -187,8 +185,8 @@ def test_rounding_on_load(text, tmp_path, rng):
             for name in linear_shapes(hf)
         }
     require_weights(model, tensors, weights)
-    for place in linear_places(model.config):
-        [kernel] = linear_kernels(model, place)
+    for place in model.linear_places(model.config):
+        [kernel] = place.kernels(model)
         assert (kernel.format == precision.weights) if weights else kernel.dtype == jnp.bfloat16
 
 
@@ -250,8 +248,8 @@ def test_planned_bytes_are_what_the_model_takes(written, tmp_path, rng):
         pack_random(tensors, hf, name, rng, g_idx)
     write_checkpoint(tmp_path, hf, tensors)
     model = huggingface.load(tmp_path)
-    packing = huggingface.read_packing(tmp_path, hf)
-    plan = make_plan(Checkpoint.open(tmp_path), model.config, packing, None)
+    packing = huggingface.read_scheme(tmp_path, hf)
+    plan = make_plan(Checkpoint.open(tmp_path), type(model), model.config, packing, None)
     shared = 2 * 4 * 64 * 3 if written and written.get("desc_act") else 0  # int32, once for q, k, v
     assert plan.device_bytes - shared == nbytes(model)
 

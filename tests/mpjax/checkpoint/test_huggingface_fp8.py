@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import mpjax
 from mpjax.checkpoint import CheckpointError, huggingface
-from mpjax.checkpoint.layout import linear_kernels, linear_places
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint
 from mpjax.cli import info
@@ -76,12 +75,13 @@ def test_every_weight_is_what_the_file_says(name, model, sizes, tmp_path, rng):
     assert lm.precision == f"{precision}KV16"
     require_weights(lm.model, tensors, weights)
     assert all(
-        len(linear_kernels(lm.model, place)) == 1 for place in linear_places(lm.model.config)
+        len(place.kernels(lm.model)) == 1 for place in lm.model.linear_places(lm.model.config)
     )
     plan = make_plan(
         Checkpoint.open(folder),
+        type(lm.model),
         lm.model.config,
-        huggingface.read_packing(folder, huggingface.read_config(folder)),
+        huggingface.read_scheme(folder, huggingface.read_config(folder)),
         None,
     )
     assert plan.device_bytes == nbytes(lm.model)

@@ -13,7 +13,6 @@ import safetensors.numpy
 from flax import nnx
 
 from mpjax.checkpoint import huggingface
-from mpjax.checkpoint.layout import linear_kernels, linear_places
 from mpjax.kernels import KVFormat
 from mpjax.loading import load
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
@@ -291,7 +290,7 @@ def test_fp8_as_transformers_reads_it(tmp_path):
     )
     loaded = load(tmp_path, dtype="float32").model
     weights = dict(reference.named_parameters())
-    for place in linear_places(loaded.config):
-        [kernel] = linear_kernels(loaded, place)
+    for place in loaded.linear_places(loaded.config):
+        [kernel] = place.kernels(loaded)
         expected = [weights[f"{name}.weight"].detach().numpy().T for name in place.names]
         np.testing.assert_array_equal(kernel.dequantize(), np.concatenate(expected, 1))

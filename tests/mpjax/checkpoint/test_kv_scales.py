@@ -1,41 +1,41 @@
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from mpjax.checkpoint import CheckpointError, kv_scales
 from mpjax.checkpoint.safetensors import Checkpoint
-from tests.models.small import CONFIG
+from mpjax.models import Decoder
+from tests.models.small import CONFIG, small_config
 from tests.mpjax.checkpoint.write_checkpoint import write_checkpoint
 
 
 def checkpoint(folder, value) -> Checkpoint:
-    tensors = {name: value for pair in kv_scales.names(CONFIG) for name in pair}
+    tensors = dict.fromkeys(kv_scales.names(Decoder, CONFIG), value)
     return Checkpoint.open(write_checkpoint(folder, {}, tensors))
 
 
 def test_names_are_those_of_keys_and_values():
-    assert kv_scales.names(dataclasses.replace(CONFIG, windows=(None,))) == (
-        ("model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"),
-    )
+    assert kv_scales.names(Decoder, small_config((None,))) == [
+        "model.layers.0.self_attn.k_scale",
+        "model.layers.0.self_attn.v_scale",
+    ]
 
 
 def test_one_number_is_for_all_heads(tmp_path):
     found = checkpoint(tmp_path, np.full(1, 0.25, np.float32))
-    infos = kv_scales.check(found.tensors, CONFIG)
+    infos = kv_scales.check(found.tensors, Decoder, CONFIG)
     scales = kv_scales.read(infos, 2, lambda info: found.read(info.name))
     assert scales.dtype == np.float32
     np.testing.assert_array_equal(scales, np.full((2, 2, 2), 0.25))
 
 
 def test_each_layer_has_scales_of_keys_and_of_values(tmp_path):
-    names = [name for pair in kv_scales.names(CONFIG) for name in pair]
+    names = kv_scales.names(Decoder, CONFIG)
     tensors = {name: np.full(1, 1 + i, np.float32) for i, name in enumerate(names)}
     found = Checkpoint.open(write_checkpoint(tmp_path, {}, tensors))
     scales = kv_scales.read(
-        kv_scales.check(found.tensors, CONFIG), 2, lambda info: found.read(info.name)
+        kv_scales.check(found.tensors, Decoder, CONFIG), 2, lambda info: found.read(info.name)
     )
     np.testing.assert_array_equal(scales, [[[1, 1], [2, 2]], [[3, 3], [4, 4]]])
 
@@ -44,12 +44,12 @@ def test_each_layer_has_scales_of_keys_and_of_values(tmp_path):
 def test_other_shapes_and_dtypes_are_refused(value, tmp_path):
     found = checkpoint(tmp_path, value)
     with pytest.raises(CheckpointError, match=r"0\.self_attn\.k_scale is .* one number or one for"):
-        kv_scales.check(found.tensors, CONFIG)
+        kv_scales.check(found.tensors, Decoder, CONFIG)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])
 def test_a_scale_is_positive(value, tmp_path):
     found = checkpoint(tmp_path, np.full(1, value, np.float32))
-    infos = kv_scales.check(found.tensors, CONFIG)
+    infos = kv_scales.check(found.tensors, Decoder, CONFIG)
     with pytest.raises(CheckpointError, match=r"k_scale is .*: a scale is positive"):
         kv_scales.read(infos, 2, lambda info: found.read(info.name))

@@ -28,7 +28,7 @@ def test_what_is_taken_can_be_put(lm):
     assert len(arrays) == len(jax.tree.leaves(nnx.state(lm.model)))
     assert parts["layers.0.attention.qkv"][0] == (WeightFormat.parse("uint4:g32"), "float16")
     assert "layers.0.attention.qkv.0.permutation" in arrays
-    model_arrays.require_fitting(lm.config, parts, arrays)
+    model_arrays.require_fitting(type(lm.model), lm.config, parts, arrays)
     other = nnx.eval_shape(lambda: type(lm.model)(lm.config, nnx.Rngs(0)))
     model_arrays.put(other, arrays, parts)
     require_same_bits(lm, LanguageModel(other, None, lm.kv_format, lm.source))
@@ -53,11 +53,13 @@ def test_other_arrays_do_not_fit(name, shape, dtype, message, lm):
     else:
         arrays[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     with pytest.raises(ValueError, match=message):
-        model_arrays.require_fitting(lm.config, model_arrays.take_parts(lm.model), arrays)
+        model_arrays.require_fitting(
+            type(lm.model), lm.config, model_arrays.take_parts(lm.model), arrays
+        )
 
 
 def test_linear_maps_are_those_of_the_configuration(lm):
     arrays, parts = model_arrays.take(lm.model), model_arrays.take_parts(lm.model)
     for wrong in ({k: v for k, v in parts.items() if "down" not in k}, parts | {"x": [None]}):
         with pytest.raises(ValueError, match="is missing, or no model has it"):
-            model_arrays.require_fitting(lm.config, wrong, arrays)
+            model_arrays.require_fitting(type(lm.model), lm.config, wrong, arrays)

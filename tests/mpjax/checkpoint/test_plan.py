@@ -11,15 +11,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpjax.checkpoint import awq, convert, fp8, gptq, plan
-from mpjax.checkpoint.awq import AWQConfig
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint import convert, plan
 from mpjax.checkpoint.plan import make_plan
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.checkpoint.schemes import awq, fp8, gptq, registry
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat, pack
 from mpjax.kernels.checks import are_finite
-from mpjax.models import family
+from mpjax.models import Llama, family
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     CONFIGS,
@@ -45,12 +45,10 @@ def checkpoint(tensors):
 
 def planned(tensors, hf=LLAMA, quantize=None):
     written = hf.get("quantization_config")
-    packing = None
-    if written is not None:
-        method = AWQConfig if written["quant_method"] == "awq" else GPTQConfig
-        packing = method.from_config(written)
+    scheme = None if written is None else registry.read(written)
     quantize = None if quantize is None else WeightFormat.parse(quantize)
-    return make_plan(checkpoint(tensors), family(hf).config_from_hf(hf), packing, quantize)
+    decoder = family(hf)
+    return make_plan(checkpoint(tensors), decoder, decoder.config_from_hf(hf), scheme, quantize)
 
 
 def packed_checkpoint(rng, written, names=None, hf=LLAMA):
@@ -66,7 +64,7 @@ def test_plain_checkpoints(name, rng):
     tensors = random_tensors(CONFIGS[name], rng)
     found = planned(tensors, CONFIGS[name])
     sources = [source for _, sources in found.linears for source in sources]
-    assert all(source.format is None and source.packing is None for source in sources)
+    assert all(source.format is None and source.scheme is None for source in sources)
     assert {source.name: source.shape for source in sources} == linear_shapes(CONFIGS[name])
     assert found.file_bytes == sum(array.nbytes for array in tensors.values())
     assert found.device_bytes == sum(array.size for array in tensors.values()) * 2
@@ -248,13 +246,13 @@ def test_converting_takes_no_more_than_planned():
     groups = (channels // 32, outputs)
     scales, zeros = (jax.ShapeDtypeStruct(groups, dtype) for dtype in ("float16", "uint16"))
     used = temporary_bytes(jitted_pack, PlainCodes("uint4:g32", codes, scales, zeros))
-    assert math.prod(shape) + used <= plan.DECODING_BYTES * math.prod(shape)
+    assert math.prod(shape) + used <= Scheme.decoding_bytes * math.prod(shape)
     codes = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
-    assert temporary_bytes(fp8._any_nan, codes) <= plan.DECODING_BYTES * math.prod(shape)
+    assert temporary_bytes(fp8._any_nan, codes) <= Scheme.decoding_bytes * math.prod(shape)
     for text in ("float8:g128", "float8:g128/float8"):
         scales = jax.ShapeDtypeStruct((channels // 128, outputs), jnp.float32)
         used = temporary_bytes(jitted_pack, PlainCodes(text, codes, scales))
-        assert math.prod(shape) + used <= plan.DECODING_BYTES * math.prod(shape)
+        assert math.prod(shape) + used <= Scheme.decoding_bytes * math.prod(shape)
     words = jax.ShapeDtypeStruct((channels, outputs // 8), jnp.int32)
     assert temporary_bytes(awq._unpack, words, words) <= math.prod(shape)
     words = jax.ShapeDtypeStruct((channels // 8, outputs), jnp.int32)
@@ -266,7 +264,7 @@ def test_converting_takes_no_more_than_planned():
 
 def test_more_layers_than_tensors_are_refused_before_any_is_looked_for(rng, monkeypatch):
     tensors = random_tensors(LLAMA, rng)
-    monkeypatch.setattr(plan, "array_places", None)
+    monkeypatch.setattr(Llama, "array_places", None)
     names = ", ".join(list(tensors)[:5])
     message = (
         f"there are 22 layers, and folder holds 21 tensors ({names}, ...): they are not of one"

@@ -166,7 +166,9 @@ def test_all_that_reads_a_description_refuses_a_damaged_one(saved):
     description = json.loads(path.read_text())
     description["config"]["rms_norm_eps"] = "0.1"
     path.write_text(json.dumps(description))
-    message = r"mpjax\.json is damaged: rms_norm_eps is '0\.1': expected a positive number; convert"
+    message = (
+        r"mpjax\.json is damaged: config: rms_norm_eps is '0\.1': expected a positive number; co"
+    )
     expect(message, saved, (restore, abstract, info.inspect, tune.model_shapes))
 
 

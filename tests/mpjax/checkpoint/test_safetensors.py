@@ -13,8 +13,8 @@ import pytest
 import safetensors.numpy
 
 from mpjax.checkpoint import safetensors as reader
-from mpjax.checkpoint.errors import CheckpointError
 from mpjax.checkpoint.safetensors import INDEX_NAME, Checkpoint
+from mpjax.errors import CheckpointError
 
 TENSORS = {
     "weight": np.arange(24, dtype=np.float32).reshape(4, 6),

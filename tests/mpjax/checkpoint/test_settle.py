@@ -24,8 +24,8 @@ WARNING = (
 
 
 def settled(folder, hf):
-    config = family(hf).config_from_hf(hf)
-    return settle.settle(Checkpoint.open(folder), config, hf)
+    decoder = family(hf)
+    return settle.settle(Checkpoint.open(folder), decoder, decoder.config_from_hf(hf), hf)
 
 
 def with_head(rng, change):
@@ -124,5 +124,5 @@ def test_what_agrees_is_left_alone(tmp_path, rng, monkeypatch):
         config = family(hf).config_from_hf(hf)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = settle.settle(checkpoint, config, hf)
+            found = settle.settle(checkpoint, family(hf), config, hf)
         assert found == (checkpoint, config)

@@ -89,17 +89,20 @@ def test_help_explains_the_rows_and_the_keys():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("change", "message"),
     [
-        ("rms_norm_eps", "0.1", "rms_norm_eps is '0.1': expected a positive number"),
-        ("windows", [None] * 1_000_000, "there are 1000000 layers and only"),
+        (
+            lambda config: {"rms_norm_eps": "0.1"},
+            "config: rms_norm_eps is '0.1': expected a positive number",
+        ),
+        (lambda config: {"layers": config["layers"] * 50_000}, "there are 100000 layers and only"),
     ],
 )
-def test_a_damaged_description_is_one_sentence(key, value, message, tiny, tmp_path):
+def test_a_damaged_description_is_one_sentence(change, message, tiny, tmp_path):
     mpjax.save(tiny, tmp_path / "saved")
     path = tmp_path / "saved" / "mpjax.json"
     content = json.loads(path.read_text())
-    content["config"][key] = value
+    content["config"] |= change(content["config"])
     path.write_text(json.dumps(content))
     result = CliRunner().invoke(app, ["info", str(tmp_path / "saved")])
     assert (result.exit_code, result.stdout) == (1, "")
@@ -115,7 +118,10 @@ def test_an_older_format_is_one_sentence(tmp_path):
         arguments = [str(tmp_path)] if command == "info" else ["x", "--model", str(tmp_path)]
         result = CliRunner().invoke(app, [command, *arguments])
         assert (result.exit_code, result.stdout) == (1, "")
-        assert "has the format version 3: this mpjax reads version 4; install the" in result.stderr
+        assert (
+            "has the format version 3: this mpjax reads versions 4 and 5; install the"
+            in result.stderr
+        )
         assert result.stderr.count("\n") == 1
 
 

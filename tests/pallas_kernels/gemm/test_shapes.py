@@ -3,17 +3,14 @@ from __future__ import annotations
 import pytest
 
 from mpjax.kernels.gemm import shapes
-from mpjax.models import DecoderConfig, presets
+from mpjax.models import Decoder, DecoderConfig, presets
 
 
 def fused_projections(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    maps = config.projection_shapes
-    hidden = config.hidden_size
+    """The products of a layer."""
     return {
-        "qkv": (hidden, sum(maps[name][1] for name in ("query", "key", "value"))),
-        "output": maps["output"],
-        "gate_up": (hidden, maps["gate"][1] + maps["up"][1]),
-        "down": maps["down"],
+        place.path.rpartition(".")[2]: place.part_shapes(1)[0]
+        for place in Decoder.linear_places(config)
     }
 
 

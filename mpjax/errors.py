@@ -1,4 +1,4 @@
-"""The error that every reader of checkpoints raises."""
+"""The error that every reader of checkpoints, and of the files beside them, raises."""
 
 from __future__ import annotations
 

@@ -1,29 +1,18 @@
-"""Tells how a module's tensors are packed and checks them; looks at shapes and dtypes only.
-
-AWQ and GPTQ both call their tensors `qweight`, `qzeros` and `scales`; they differ in the axis that
-`qweight` is packed along, so the shapes say which of them it is.
-"""
+"""Checks that schemes share: of tensors, and of values in config.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any
 
-from mpjax.checkpoint.errors import CheckpointError
+import jax
+import jax.numpy as jnp
+
+from mpjax.checkpoint.schemes.base import Specs, TensorSpec
+from mpjax.errors import CheckpointError
+from mpjax.kernels.checks import is_known
 
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
-
-
-class TensorSpec(Protocol):
-    """Anything with a shape and a dtype: a TensorInfo, an array, a jax.ShapeDtypeStruct."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's dimensions."""
-
-    @property
-    def dtype(self) -> Any:
-        """The tensor's numpy dtype."""
 
 
 def describe(spec: TensorSpec) -> str:
@@ -31,52 +20,9 @@ def describe(spec: TensorSpec) -> str:
     return f"{spec.dtype} {list(spec.shape)}"
 
 
-def packing(specs: Mapping[str, TensorSpec]) -> Literal["awq", "gptq"] | None:
-    """Which method packed a module, judged by shapes alone; None when it is neither.
-
-    specs: the module's tensors by suffix. With N output channels, AWQ's 4-bit `qweight` has N / 8
-    columns and GPTQ's has N.
-    """
-    if "qweight" not in specs or "scales" not in specs:
-        return None
-    qweight, scales = specs["qweight"].shape, specs["scales"].shape
-    if len(qweight) != 2 or len(scales) != 2:
-        return None
-    if qweight[1] * 8 == scales[1]:
-        return "awq"
-    return "gptq" if qweight[1] == scales[1] else None
-
-
-def check_packing(name: str, specs: Mapping[str, TensorSpec], method: str | None) -> None:
-    """Raises CheckpointError when a module isn't packed as config.json's `quant_method` says.
-
-    name: the module. specs: its tensors by suffix. method: the config's, None when it has none.
-    """
-    for suffix in ("qweight", "scales"):
-        if suffix not in specs:
-            raise CheckpointError(
-                f"{name} has no tensor {suffix}: found {', '.join(sorted(specs)) or 'none'}"
-            )
-    found = packing(specs)
-    if found == method and found is not None:
-        return
-    layout = f"qweight {describe(specs['qweight'])} beside scales {describe(specs['scales'])}"
-    if found is None:
-        raise CheckpointError(
-            f"{name}: {layout} is neither AWQ gemm (8 · columns of qweight = columns of scales) "
-            "nor GPTQ (equal columns); other layouts can't be read"
-        )
-    given = f"says quant_method {method!r}" if method else "has no quantization_config"
-    raise CheckpointError(
-        f"{name}: config.json {given}, but the tensors are packed as {found.upper()} ({layout}); "
-        f"put the quantization_config of the {found.upper()} checkpoint in config.json, with "
-        f'"quant_method": "{found}"'
-    )
-
-
 def check_tensors(
     name: str,
-    specs: Mapping[str, TensorSpec],
+    specs: Specs,
     expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]],
     said: str = "",
 ) -> None:
@@ -125,6 +71,19 @@ def check_weight_shape(
         )
 
 
+def check_scales(name: str, scales: jax.Array) -> None:
+    """Raises CheckpointError when a module's scales have a NaN or an infinity.
+
+    name: the module. scales: any float dtype and shape; counted on its device, and waited for. Of
+    traced ones, nothing is raised.
+    """
+    if is_known(scales) and (count := int(_count_non_finite(scales))):
+        raise CheckpointError(
+            f"{name}: {count} of the {scales.size} scales are NaN or infinite; "
+            "the checkpoint is damaged, or its quantisation overflowed"
+        )
+
+
 def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str) -> int:
     """The first of the keys that a quantization_config has, which must be an integer."""
     for key in keys:
@@ -153,3 +112,26 @@ def parse_group_size(config: Mapping[str, Any], keys: tuple[str, ...], source: s
             f"{source}: {keys[0]} is {group_size}: expected a positive number, or -1 for one group"
         )
     return None if group_size == -1 else group_size
+
+
+def require_choice(
+    config: Mapping[str, Any],
+    key: str,
+    supported: tuple[Any, ...],
+    source: str,
+    default: Any = None,
+) -> None:
+    """Raises CheckpointError unless a config has one of some values, or nothing, under a key.
+
+    default: what nothing means.
+    """
+    value = config.get(key)
+    value = default if value is None else value
+    if value not in supported:
+        expected = " or ".join(repr(choice) for choice in supported)
+        raise CheckpointError(f"{source}: {key} is {value!r}: expected {expected}")
+
+
+@jax.jit
+def _count_non_finite(scales: jax.Array) -> jax.Array:
+    return jnp.sum(~jnp.isfinite(scales), dtype=jnp.int32)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.checkpoint import awq
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.checkpoint.schemes.awq import AWQScheme
+from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.packers import pack_awq
 
@@ -49,13 +49,13 @@ def dequantized(tensors, group_size):
 
 
 def config(**changes):
-    return awq.AWQConfig.from_config({**CONFIG, **changes})
+    return AWQScheme.from_config({**CONFIG, **changes})
 
 
 @pytest.mark.parametrize("scale_dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
 def test_decode_equals_the_format_description(scale_dtype):
     tensors = random_module(scale_dtype=scale_dtype)
-    linear = awq.decode(tensors, config(), NAME)
+    linear = config().decode(tensors, NAME)
     expected = [[field(tensors["qweight"], k, n) for n in range(24)] for k in range(64)]
     np.testing.assert_array_equal(linear.codes, np.array(expected))
     expected = [[field(tensors["qzeros"], g, n) for n in range(24)] for g in range(2)]
@@ -70,7 +70,7 @@ def test_decode_equals_the_format_description(scale_dtype):
 
 def test_dequantized_weight_equals_the_format_description():
     tensors = random_module()
-    linear = awq.decode(tensors, config(), NAME)
+    linear = config().decode(tensors, NAME)
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 32))
 
 
@@ -81,7 +81,7 @@ def test_one_word_by_hand():
         "qzeros": np.array([[-1]], np.int32),
         "scales": np.ones((1, 8), np.float16),
     }
-    linear = awq.decode(tensors, config(group_size=-1), NAME)
+    linear = config(group_size=-1).decode(tensors, NAME)
     np.testing.assert_array_equal(linear.codes, [[0, 4, 1, 5, 2, 6, 3, 7]])
     np.testing.assert_array_equal(linear.zeros, [[15] * 8])
 
@@ -92,30 +92,30 @@ def test_decode_inverts_the_packer(seed, shape):
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16, shape)
     zeros = rng.integers(0, 16, (shape[0] // 32, shape[1]))
-    linear = awq.decode(pack_awq(codes, np.ones(zeros.shape, np.float16), zeros), config(), NAME)
+    linear = config().decode(pack_awq(codes, np.ones(zeros.shape, np.float16), zeros), NAME)
     np.testing.assert_array_equal(linear.codes, codes)
     np.testing.assert_array_equal(linear.zeros, zeros)
 
 
 def test_whole_k_group():
     tensors = random_module(group_size=64)
-    linear = awq.decode(tensors, config(group_size=-1), NAME)
+    linear = config(group_size=-1).decode(tensors, NAME)
     assert linear.format == WeightFormat("uint4")
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 64))
 
 
 def test_decode_inside_jit():
     tensors = random_module()
-    jitted = jax.jit(lambda arrays: awq.decode(arrays, config(), NAME))(tensors)
-    eager = awq.decode(tensors, config(), NAME)
+    jitted = jax.jit(lambda arrays: config().decode(arrays, NAME))(tensors)
+    eager = config().decode(tensors, NAME)
     jax.tree.map(np.testing.assert_array_equal, jitted, eager)
 
 
 def test_config_of_autoawq_and_gptqmodel():
-    parsed = awq.AWQConfig.from_config({"quant_method": "awq", "w_bit": 4, "q_group_size": 128})
-    assert parsed == awq.AWQConfig(128, True)
+    parsed = AWQScheme.from_config({"quant_method": "awq", "w_bit": 4, "q_group_size": 128})
+    assert parsed == AWQScheme(128, True)
     parsed = config(version=None, format="gemm", checkpoint_format="gemm", group_size=-1)
-    assert parsed == awq.AWQConfig(None, True)
+    assert parsed == AWQScheme(None, True)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_config_errors(changes, message):
 
 def test_config_without_group_size():
     with pytest.raises(CheckpointError, match="has no group_size"):
-        awq.AWQConfig.from_config({"quant_method": "awq", "bits": 4})
+        AWQScheme.from_config({"quant_method": "awq", "bits": 4})
 
 
 def test_matches_only_awq_shapes():
     tensors = random_module()
-    assert awq.matches(tensors)
-    assert not awq.matches({"weight": tensors["scales"]})
-    assert not awq.matches({**tensors, "qweight": np.zeros((8, 24), np.int32)})
+    assert AWQScheme.holds(tensors)
+    assert not AWQScheme.holds({"weight": tensors["scales"]})
+    assert not AWQScheme.holds({**tensors, "qweight": np.zeros((8, 24), np.int32)})
 
 
 @pytest.mark.parametrize(
@@ -178,28 +178,28 @@ def test_matches_only_awq_shapes():
 )
 def test_tensor_errors(suffix, array, message):
     with pytest.raises(CheckpointError, match=message):
-        awq.decode({**random_module(), suffix: array}, config(), NAME)
+        config().decode({**random_module(), suffix: array}, NAME)
 
 
 def test_shape_that_the_model_expects():
-    assert awq.check(random_module(), config(), NAME, (64, 24)) == (64, 24)
+    assert config().check(random_module(), NAME, (64, 24)) == (64, 24)
     with pytest.raises(CheckpointError, match=r"64 input and 24 output.*expects 128 and 24"):
-        awq.decode(random_module(), config(), NAME, (128, 24))
+        config().decode(random_module(), NAME, (128, 24))
 
 
-@pytest.mark.parametrize("suffix", awq.SUFFIXES)
+@pytest.mark.parametrize("suffix", AWQScheme.suffixes)
 def test_missing_tensor(suffix):
     tensors = random_module()
     del tensors[suffix]
     with pytest.raises(CheckpointError, match=f"{NAME} has no tensor {suffix}"):
-        awq.decode(tensors, config(), NAME)
+        config().decode(tensors, NAME)
 
 
 def test_without_zero_points():
     tensors = random_module()
     del tensors["qzeros"]
     with pytest.raises(CheckpointError, match="zero_point: false: AWQ's gemm layout always stores"):
-        awq.decode(tensors, config(zero_point=False), NAME)
+        config(zero_point=False).decode(tensors, NAME)
 
 
 def test_zero_points_that_contradict_the_config():
@@ -207,9 +207,9 @@ def test_zero_points_that_contradict_the_config():
     with pytest.raises(
         CheckpointError, match=r"from 0 to 15, but .* \(zero_point: false\) all are 8"
     ):
-        awq.decode(tensors, config(zero_point=False), NAME)
+        config(zero_point=False).decode(tensors, NAME)
     tensors["qzeros"] = np.full_like(tensors["qzeros"], np.uint32(0x88888888).view(np.int32))
-    zeros = awq.decode(tensors, config(zero_point=False), NAME).zeros
+    zeros = config(zero_point=False).decode(tensors, NAME).zeros
     np.testing.assert_array_equal(zeros, np.full(zeros.shape, 8))
     with pytest.raises(CheckpointError, match="zero_point is 'no': expected true or false"):
         config(zero_point="no")

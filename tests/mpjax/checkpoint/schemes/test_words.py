@@ -5,9 +5,72 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.linear import check_middle, check_scales, uniform_format, unpack_words
+from mpjax.checkpoint.schemes.words import (
+    check_middle,
+    check_packing,
+    packing,
+    refuse_packing,
+    uniform_format,
+    unpack_words,
+    usual_format,
+)
+from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
+
+
+def specs(rows, columns):
+    return {
+        "qweight": jax.ShapeDtypeStruct((rows, columns), jnp.int32),
+        "scales": jax.ShapeDtypeStruct((32, 4096), jnp.float16),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "method"),
+    [
+        (specs(4096, 512), "awq"),
+        (specs(512, 4096), "gptq"),
+        (specs(1024, 4096), "gptq"),
+        (specs(4096, 1024), None),
+        ({"weight": jax.ShapeDtypeStruct((4096, 4096), jnp.float16)}, None),
+        ({**specs(4096, 512), "scales": jax.ShapeDtypeStruct((4096,), jnp.float16)}, None),
+    ],
+)
+def test_packing_by_shapes(tensors, method):
+    assert packing(tensors) == method
+
+
+@pytest.mark.parametrize(
+    ("tensors", "method", "message"),
+    [
+        (specs(512, 4096), "awq", 'packed as GPTQ .*"quant_method": "gptq"'),
+        (specs(4096, 512), "gptq", 'packed as AWQ .*"quant_method": "awq"'),
+        (specs(4096, 100), "gptq", "neither AWQ gemm"),
+        ({}, "awq", "up_proj has no tensor qweight: found none"),
+    ],
+)
+def test_check_packing(tensors, method, message):
+    with pytest.raises(CheckpointError, match=message):
+        check_packing("mlp.up_proj", tensors, method)
+
+
+def test_check_packing_accepts_what_the_config_says():
+    check_packing("mlp.up_proj", specs(4096, 512), "awq")
+    check_packing("mlp.up_proj", specs(512, 4096), "gptq")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "method", "message"),
+    [
+        (specs(4096, 512), None, "config.json has no quantization_config, but.* packed as AWQ"),
+        (specs(512, 4096), None, "no quantization_config, but.* packed as GPTQ"),
+        (specs(512, 4096), "fp8", "says quant_method 'fp8', but.* packed as GPTQ"),
+        (specs(4096, 100), None, "neither AWQ gemm"),
+    ],
+)
+def test_refuse_packing(tensors, method, message):
+    with pytest.raises(CheckpointError, match=message):
+        refuse_packing("mlp.up_proj", tensors, method)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -43,18 +106,15 @@ def test_uniform_format(group_size, found):
         assert uniform_format("up_proj", bits, group_size, 256) == expected
 
 
+def test_usual_format():
+    assert usual_format(4, 64) == WeightFormat("uint4", 64)
+    for size in (None, 4096, 16):
+        assert usual_format(8, size) == WeightFormat("uint8")
+
+
 def test_uniform_format_refuses_other_groups():
     with pytest.raises(CheckpointError, match=r"^up_proj has groups of 16 input .* of all 256 "):
         uniform_format("up_proj", 4, 16, 256)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_check_scales(dtype):
-    scales = jnp.ones((4, 6), dtype)
-    check_scales("model.layers.0.mlp.up_proj", scales)
-    damaged = scales.at[0, 1].set(jnp.nan).at[2, 3].set(jnp.inf).at[3, 5].set(-jnp.inf)
-    with pytest.raises(CheckpointError, match=r"^model\.layers\.0\.mlp\.up_proj: 3 of the 24"):
-        check_scales("model.layers.0.mlp.up_proj", damaged)
 
 
 def test_zero_points_in_the_middle():

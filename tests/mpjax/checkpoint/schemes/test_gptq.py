@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.checkpoint import gptq
-from mpjax.checkpoint.errors import CheckpointError
-from mpjax.checkpoint.gptq_config import GPTQConfig
+from mpjax.checkpoint.schemes import gptq
+from mpjax.checkpoint.schemes.gptq import GPTQScheme
+from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.packers import pack_gptq
 
@@ -19,7 +19,7 @@ ROWS, COLUMNS, GROUP_SIZE = 64, 24, 32
 
 
 def config(**changes):
-    return GPTQConfig.from_config({**CONFIG, **changes})
+    return GPTQScheme.from_config({**CONFIG, **changes})
 
 
 def random_module(bits=4, group_size=GROUP_SIZE, act_order=False, seed=0, scale_dtype=np.float16):
@@ -71,7 +71,7 @@ def test_dequantized_weight_equals_the_format_description(bits, version, act_ord
     parsed = config(
         bits=bits, desc_act=act_order, checkpoint_format=["gptq", "gptq_v2"][version - 1]
     )
-    linear = gptq.decode(tensors, parsed, NAME)
+    linear = parsed.decode(tensors, NAME)
     assert (linear.permutation is not None) == act_order
     assert linear.codes.dtype == np.uint8
     assert linear.zeros.dtype == np.uint16
@@ -82,7 +82,7 @@ def test_dequantized_weight_equals_the_format_description(bits, version, act_ord
 @pytest.mark.parametrize("scale_dtype", [ml_dtypes.bfloat16, np.float32])
 def test_scales_keep_the_dtype_of_the_file(scale_dtype):
     tensors = random_module(scale_dtype=scale_dtype)
-    linear = gptq.decode(tensors, config(), NAME)
+    linear = config().decode(tensors, NAME)
     assert linear.scales.dtype == scale_dtype
     np.testing.assert_array_equal(linear.scales, tensors["scales"])
 
@@ -99,14 +99,14 @@ def test_zero_points_of_v1_by_hand():
         "qzeros": np.array([[stored]], np.uint32).view(np.int32),
         "scales": np.ones((1, 8), np.float16),
     }
-    linear = gptq.decode(tensors, config(group_size=-1), NAME)
+    linear = config(group_size=-1).decode(tensors, NAME)
     np.testing.assert_array_equal(linear.zeros, [written])
 
 
 def test_symmetric_zero_points_of_v1():
     tensors = random_module()
     tensors["qzeros"] = np.full_like(tensors["qzeros"], 0x77777777)
-    linear = gptq.decode(tensors, config(sym=True), NAME)
+    linear = config(sym=True).decode(tensors, NAME)
     np.testing.assert_array_equal(linear.zeros, np.full((2, COLUMNS), 8))
 
 
@@ -120,16 +120,16 @@ def test_the_zero_points_of_a_symmetric_weight_say_how_they_are_stored(bits, sai
     fields = np.frombuffer(bytes.fromhex(word[bits]), np.int32)
     tensors["qzeros"] = np.broadcast_to(fields, tensors["qzeros"].shape)
     parsed = config(bits=bits, checkpoint_format=said, sym=sym)
-    decode = jax.jit(lambda arrays: gptq.decode(arrays | {"g_idx": g_idx}, parsed, NAME).zeros)
+    decode = jax.jit(lambda arrays: parsed.decode(arrays | {"g_idx": g_idx}, NAME).zeros)
     g_idx = tensors.pop("g_idx")
     middle = np.full((2, COLUMNS), 2 ** (bits - 1))
     np.testing.assert_array_equal(decode(tensors), middle)
-    linear = gptq.decode(tensors | {"g_idx": g_idx}, parsed, NAME)
+    linear = parsed.decode(tensors | {"g_idx": g_idx}, NAME)
     np.testing.assert_array_equal(linear.zeros, middle)
     # Where the file says that they are not symmetric, they are what it says.
     parsed = config(bits=bits, checkpoint_format=said, sym=False)
     beside = {("gptq", 2): 1, ("gptq_v2", 1): -1}.get((said, stored), 0)
-    linear = gptq.decode(tensors, parsed, NAME)
+    linear = parsed.decode(tensors, NAME)
     np.testing.assert_array_equal(linear.zeros, middle + beside)
 
 
@@ -147,9 +147,9 @@ def test_zero_points_that_contradict_a_symmetric_config(said, bits):
             rf"config.json \(sym: true\) all are {2 ** (bits - 1)}"
         )
         with pytest.raises(CheckpointError, match=message):
-            gptq.decode(written, parsed, NAME)
+            parsed.decode(written, NAME)
         np.testing.assert_array_equal(
-            gptq.decode(written, config(bits=bits, checkpoint_format=said, sym=None), NAME).zeros,
+            config(bits=bits, checkpoint_format=said, sym=None).decode(written, NAME).zeros,
             zeros,
         )
 
@@ -157,16 +157,16 @@ def test_zero_points_that_contradict_a_symmetric_config(said, bits):
 def test_a_dynamic_rule_says_that_a_module_is_not_symmetric():
     parsed = config(sym=True, dynamic={"+:.*down_proj": {"sym": False}})
     tensors = random_module()
-    linear = gptq.decode(tensors, parsed, NAME)
+    linear = parsed.decode(tensors, NAME)
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 4, 1))
     with pytest.raises(CheckpointError, match="sym: true"):
-        gptq.decode(tensors, parsed, NAME.replace("down", "up"))
+        parsed.decode(tensors, NAME.replace("down", "up"))
 
 
 def test_g_idx_counts_whatever_the_config_calls_the_order():
     tensors = random_module(act_order=True)
     for said in (True, False):
-        linear = gptq.decode(tensors, config(desc_act=said), NAME)
+        linear = config(desc_act=said).decode(tensors, NAME)
         np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 4, 1))
 
 
@@ -183,7 +183,7 @@ def test_decode_inverts_the_packer(seed, bits, version, act_order):
         g_idx = rng.permutation(g_idx)
     tensors = pack_gptq(codes, scales, zeros, g_idx, bits, version)
     parsed = config(bits=bits, checkpoint_format=["gptq", "gptq_v2"][version - 1])
-    linear = gptq.decode(tensors, parsed, NAME)
+    linear = parsed.decode(tensors, NAME)
     order = np.arange(64) if linear.permutation is None else np.asarray(linear.permutation)
     np.testing.assert_array_equal(linear.codes, codes[order])
     np.testing.assert_array_equal(linear.zeros, zeros)
@@ -216,7 +216,7 @@ def test_groups_of_wrong_size(g_idx, message):
 
 def test_whole_k_group_needs_no_permutation():
     tensors = random_module(group_size=ROWS)
-    linear = gptq.decode(tensors, config(group_size=-1, desc_act=True), NAME)
+    linear = config(group_size=-1, desc_act=True).decode(tensors, NAME)
     assert linear.format == WeightFormat("uint4")
     assert linear.permutation is None
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 4, 1))
@@ -224,12 +224,12 @@ def test_whole_k_group_needs_no_permutation():
 
 def test_g_idx_may_be_absent_only_without_act_order():
     tensors = random_module()
-    expected = gptq.decode(tensors, config(), NAME)
+    expected = config().decode(tensors, NAME)
     del tensors["g_idx"]
     for parsed in (config(), config(desc_act=True, static_groups=True)):
-        jax.tree.map(np.testing.assert_array_equal, gptq.decode(tensors, parsed, NAME), expected)
+        jax.tree.map(np.testing.assert_array_equal, parsed.decode(tensors, NAME), expected)
     with pytest.raises(CheckpointError, match=f"{NAME} has no tensor g_idx"):
-        gptq.decode(tensors, config(desc_act=True), NAME)
+        config(desc_act=True).decode(tensors, NAME)
 
 
 def test_static_groups_may_be_told_in_meta():
@@ -239,19 +239,19 @@ def test_static_groups_may_be_told_in_meta():
 def test_decode_inside_jit_takes_g_idx_from_outside():
     tensors = random_module(act_order=True)
     g_idx = tensors.pop("g_idx")
-    decode = jax.jit(lambda arrays: gptq.decode({**arrays, "g_idx": g_idx}, config(), NAME))
-    expected = gptq.decode({**tensors, "g_idx": g_idx}, config(), NAME)
+    decode = jax.jit(lambda arrays: config().decode({**arrays, "g_idx": g_idx}, NAME))
+    expected = config().decode({**tensors, "g_idx": g_idx}, NAME)
     jax.tree.map(np.testing.assert_array_equal, decode(tensors), expected)
     with pytest.raises(ValueError, match="g_idx is an argument of a jitted function"):
-        jax.jit(lambda arrays: gptq.decode(arrays, config(), NAME))({**tensors, "g_idx": g_idx})
+        jax.jit(lambda arrays: config().decode(arrays, NAME))({**tensors, "g_idx": g_idx})
 
 
 def test_matches_only_gptq_shapes():
     tensors = random_module()
-    assert gptq.matches(tensors)
-    assert gptq.matches(random_module(bits=8))
-    assert not gptq.matches({"weight": tensors["scales"]})
-    assert not gptq.matches({**tensors, "qweight": np.zeros((ROWS, COLUMNS // 8), np.int32)})
+    assert GPTQScheme.holds(tensors)
+    assert GPTQScheme.holds(random_module(bits=8))
+    assert not GPTQScheme.holds({"weight": tensors["scales"]})
+    assert not GPTQScheme.holds({**tensors, "qweight": np.zeros((ROWS, COLUMNS // 8), np.int32)})
 
 
 @pytest.mark.parametrize(
@@ -274,12 +274,12 @@ def test_matches_only_gptq_shapes():
 )
 def test_tensor_errors(suffix, array, message):
     with pytest.raises(CheckpointError, match=message):
-        gptq.decode({**random_module(), suffix: array}, config(), NAME)
+        config().decode({**random_module(), suffix: array}, NAME)
 
 
 def test_bits_of_config_and_tensors_must_agree():
     with pytest.raises(CheckpointError, match=r"qzeros is int32 \[2, 6\]: expected int32 \[4, 3\]"):
-        gptq.decode(random_module(bits=8), config(), NAME)
+        config().decode(random_module(bits=8), NAME)
 
 
 def test_output_channels_must_fill_words():
@@ -289,12 +289,12 @@ def test_output_channels_must_fill_words():
         "scales": np.zeros((4, 12), np.float16),
     }
     with pytest.raises(CheckpointError, match="12 output channels: expected a multiple of 8"):
-        gptq.decode(tensors, config(), NAME)
+        config().decode(tensors, NAME)
 
 
 def test_shape_that_the_model_expects():
     with pytest.raises(CheckpointError, match=r"64 input and 24 output.*expects 64 and 32"):
-        gptq.decode(random_module(), config(), NAME, (64, 32))
+        config().decode(random_module(), NAME, (64, 32))
 
 
 @pytest.mark.parametrize("suffix", ["qweight", "qzeros", "scales"])
@@ -302,13 +302,13 @@ def test_missing_tensor(suffix):
     tensors = random_module()
     del tensors[suffix]
     with pytest.raises(CheckpointError, match=f"{NAME} has no tensor {suffix}"):
-        gptq.decode(tensors, config(), NAME)
+        config().decode(tensors, NAME)
 
 
 def test_dynamic_rule_decides_bits_and_zero_points_of_a_module():
     parsed = config(dynamic={"+:.*down_proj": {"bits": 8, "group_size": 64}})
     tensors = random_module(bits=8, group_size=64)
-    linear = gptq.decode(tensors, parsed, NAME)
+    linear = parsed.decode(tensors, NAME)
     assert linear.format == WeightFormat("uint8", 64)
     np.testing.assert_array_equal(linear.dequantize(), dequantized(tensors, 8, 1))
 
@@ -317,4 +317,118 @@ def test_packed_tensors_of_a_module_that_a_rule_leaves_out():
     with pytest.raises(
         CheckpointError, match=r"dynamic rule of config\.json says that it was left"
     ):
-        gptq.decode(random_module(), config(dynamic={"-:.*down_proj": {}}), NAME)
+        config(dynamic={"-:.*down_proj": {}}).decode(random_module(), NAME)
+
+
+DESCRIBED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
+
+
+def described(**changes):
+    return GPTQScheme.from_config({**DESCRIBED, **changes})
+
+
+def test_v1_is_the_default_format():
+    assert described() == GPTQScheme(4, 128, "gptq", desc_act=True, symmetric=True)
+    assert described(checkpoint_format=None).checkpoint_format == "gptq"
+
+
+def test_what_is_not_said_of_symmetry_stays_open():
+    assert described(sym=None).symmetric is None
+    assert described(sym=False).symmetric is False
+
+
+def test_spellings_of_gptqmodel():
+    parsed = described(
+        method="gptq",
+        format="gptq_v2",
+        checkpoint_format="gptq_v2",
+        pack_dtype="int32",
+        bits=8,
+        group_size=-1,
+    )
+    assert parsed == GPTQScheme(8, None, "gptq_v2", desc_act=True, symmetric=True)
+    assert described(format="gptq_v2").checkpoint_format == "gptq_v2"
+
+
+def test_static_groups_may_stand_in_meta():
+    assert described(meta={"static_groups": True}).static_groups
+    assert described(static_groups=True).static_groups
+    assert not described(static_groups=False, meta={"static_groups": True}).static_groups
+    assert not described(meta={}).static_groups
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method is 'awq': expected 'gptq'"),
+        ({"quant_method": "marlin"}, "quant_method is 'marlin': expected 'gptq'"),
+        ({"bits": 2}, "bits is 2: only 4 and 8 bits are supported"),
+        ({"bits": 3}, "bits is 3: only 4 and 8 bits are supported"),
+        ({"bits": None}, "bits is None: expected an integer"),
+        ({"group_size": True}, "group_size is True: expected an integer"),
+        ({"checkpoint_format": "gptq_p"}, "layout 'gptq_p'.*only gptq and gptq_v2 are"),
+        ({"checkpoint_format": "marlin"}, "layout 'marlin'"),
+        ({"format": "bitblas"}, "layout 'bitblas'"),
+        ({"is_marlin_format": True}, "layout 'marlin'"),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "expected them to agree"),
+        ({"pack_dtype": "int64"}, "pack_dtype is 'int64': only int32 words are supported"),
+        ({"group_size": -2}, "group_size is -2: expected a positive number, or -1"),
+        ({"meta": "x"}, "meta is 'x': expected an object"),
+        ({"dynamic": ["-:lm_head"]}, "dynamic is .*: expected a map of patterns"),
+        ({"dynamic": {"-:(": {}}}, r"dynamic rule '-:\(' is not a regular expression"),
+        ({"dynamic": {"+:.*": 8}}, "dynamic rule .* is 8: expected a map of settings"),
+        ({"dynamic": {"+:.*": {"bits": 2}}}, "dynamic rule .*: bits is 2: only 4 and 8"),
+        ({"dynamic": {".*": {"group_size": 0}}}, "dynamic rule .*: group_size is 0"),
+        ({"dynamic": {".*": {"format": "marlin"}}}, "sets format: only bits, group_size and sym"),
+        ({"sym": "true"}, "sym is 'true': expected true or false"),
+        ({"dynamic": {".*": {"sym": 1}}}, "dynamic rule .*: sym is 1: expected true or false"),
+    ],
+)
+def test_config_errors(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        described(**changes)
+
+
+def test_the_first_dynamic_rule_that_matches_counts():
+    parsed = described(
+        dynamic={
+            r"-:model\.layers\.0\..*": {},
+            r"+:.*\.down_proj": {"bits": 8, "damp_percent": 0.1},
+            r".*\.mlp\..*": {"group_size": 32},
+            r"model\.layers\.2\..*": {"bits": 8, "group_size": -1, "sym": False},
+        }
+    )
+    assert parsed.for_module("model.layers.0.mlp.down_proj") is None
+    down = parsed.for_module("model.layers.1.mlp.down_proj")
+    assert (down.bits, down.group_size, down.desc_act) == (8, 128, True)
+    up = parsed.for_module("model.layers.2.mlp.up_proj")
+    assert (up.bits, up.group_size, up.symmetric) == (4, 32, True)
+    query = parsed.for_module("model.layers.2.self_attn.q_proj")
+    assert (query.bits, query.group_size, query.symmetric) == (8, None, False)
+    assert parsed.for_module("model.layers.3.self_attn.q_proj") is parsed
+
+
+def test_patterns_match_from_the_start_of_the_path():
+    parsed = described(dynamic={"-:mlp": {}})
+    assert parsed.for_module("model.layers.0.mlp.up_proj") is parsed
+    assert parsed.for_module("mlp.up_proj") is None
+
+
+def test_switches_are_true_or_false():
+    """`"false"` is no act-order, and must not be read as one."""
+    for key in ("desc_act", "static_groups", "is_marlin_format"):
+        with pytest.raises(CheckpointError, match=f"{key} is 'false': expected true or false"):
+            GPTQScheme.from_config(DESCRIBED | {key: "false"})
+    in_meta = DESCRIBED | {"meta": {"static_groups": True}}
+    assert GPTQScheme.from_config(in_meta).static_groups
+    assert GPTQScheme.from_config(in_meta | {"static_groups": None}).static_groups
+    assert not GPTQScheme.from_config(in_meta | {"static_groups": False}).static_groups
+
+
+@pytest.mark.parametrize("pattern", ["a(", "a{99999999999}", "(" * 5000 + ")" * 5000])
+def test_patterns_that_no_module_can_match(pattern):
+    with pytest.raises(
+        CheckpointError, match=r"dynamic rule .* is not a regular expression"
+    ) as error:
+        GPTQScheme.from_config(DESCRIBED | {"dynamic": {pattern: {}}})
+    assert len(str(error.value)) < 300

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import mpjax.checkpoint
-from mpjax.checkpoint.errors import CheckpointError
+from mpjax.errors import CheckpointError
 
 
 def test_a_bad_checkpoint_is_a_bad_value():

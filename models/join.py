@@ -1,0 +1,50 @@
+"""Joins linear maps of one input into one product, where their formats allow it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import QuantizedTensor
+from mpjax.kernels.quantized_tensor import concatenate
+from mpjax.models.layers import Linear
+
+Kernel = jax.Array | QuantizedTensor
+
+
+def join(maps: Sequence[Linear]) -> list[Linear]:
+    """One map with the outputs of all, in their order; each of them where their formats differ."""
+    kernels = _alike([linear.kernel.get_value() for linear in maps])
+    biases = [None if linear.bias is None else linear.bias.get_value() for linear in maps]
+    joint = _join(kernels)
+    if joint is None:
+        return [Linear(kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
+    given = [bias for bias in biases if bias is not None]
+    return [Linear(joint, jnp.concatenate(given) if given else None)]
+
+
+def _alike(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
+    """Symmetric kernels as others are, unless all are symmetric: one product serves them all."""
+    packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
+    if all(kernel.format.symmetric for kernel in packed):
+        return kernels
+    return [
+        dataclasses.replace(kernel, format=dataclasses.replace(kernel.format, symmetric=False))
+        if isinstance(kernel, QuantizedTensor)
+        else kernel
+        for kernel in kernels
+    ]
+
+
+def _join(kernels: Sequence[Kernel]) -> Kernel | None:
+    """One kernel with the outputs of all, or None where their formats differ."""
+    if len(kernels) == 1:
+        return kernels[0]
+    packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
+    plain = [kernel for kernel in kernels if not isinstance(kernel, QuantizedTensor)]
+    if packed and plain:
+        return None
+    return concatenate(packed) if packed else jnp.concatenate(plain, axis=1)

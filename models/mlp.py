@@ -1,0 +1,75 @@
+"""The gated MLP of a layer. A layer's MLP of another kind has a file like this one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Protocol
+
+import jax
+from flax import nnx
+
+from mpjax.kernels import ActivationFormat, gated_silu
+from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
+from mpjax.models.layers import Activations, FusedLinear, Linear, as_activations
+
+
+class MLP(Protocol):
+    """What a DecoderLayer asks of the module that an MLPSpec builds."""
+
+    @property
+    def activations(self) -> ActivationFormat:
+        """What its input may become before it comes here."""
+
+    def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is the map of x [..., hidden].
+
+        quantized: whether activations between the maps may be rounded as a weight wants them,
+            where no gradient is wanted.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedMLPSpec(MLPSpec):
+    """down(SiLU(gate(x)) · up(x)). bias: whether the three maps have one."""
+
+    kind: ClassVar[str] = "gated"
+    bias: bool = False
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedMLP:
+        """The module, with random weights."""
+        return GatedMLP(config, self, rngs)
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """The maps gate and up, and down."""
+        hidden, inner = config.hidden_size, self.intermediate_size
+        return (
+            LinearMaps("gate_up", ((hidden, inner), (hidden, inner)), self.bias),
+            LinearMaps("down", ((inner, hidden),), self.bias),
+        )
+
+
+class GatedMLP(nnx.Module):
+    """down(SiLU(gate(x)) · up(x))."""
+
+    def __init__(self, config: DecoderConfig, spec: GatedMLPSpec, rngs: nnx.Rngs):
+        gate_up, down = spec.linear_maps(config)
+        self.gate_up = FusedLinear.create(gate_up, config.dtype, rngs)
+        self.down = Linear.create(down.shapes[0], bias=down.bias, dtype=config.dtype, rngs=rngs)
+
+    @property
+    def activations(self) -> ActivationFormat:
+        """What gate and up allow their input to become."""
+        return self.gate_up.activations
+
+    def gated(self, x: Activations, format: ActivationFormat | str | None = None) -> Activations:
+        """SiLU(gate(x)) · up(x) [..., inner], quantised if `format` says so."""
+        x = as_activations("GatedMLP: x", x)
+        return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
+
+    def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is the map of x [..., hidden]; see MLP."""
+        return self.down.terms(self.gated(x, self.down.activations if quantized else None))
+
+    def __call__(self, x: Activations) -> jax.Array:
+        """Maps [..., hidden] to the same shape."""
+        return self.down(self.gated(x))

@@ -1,0 +1,140 @@
+"""Decodes AWQ checkpoints in the `gemm` layout: 4 bits, packed along the output channels.
+
+With K input and N output channels in G groups, a module has `qweight` int32 [K, N / 8], `qzeros`
+int32 [G, N / 8] and `scales` [G, N]; the weight is (code − zero) · scale. Source: AutoAWQ,
+awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.checkpoint.schemes import checks, words
+from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes, WeightFormat
+
+SOURCE = "quantization_config of an AWQ checkpoint"
+BITS = 4
+CODES_PER_WORD = 8
+# Column j of eight lies in field FIELD_OF_COLUMN[j] of its word, lowest bits first.
+FIELD_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class AWQScheme(Scheme):
+    """AWQ in the `gemm` layout.
+
+    group_size: input channels per group; None means one group of all.
+    zero_point: whether zero points differ; else the layout stores 8 for all of them.
+    """
+
+    title: ClassVar[str] = "AWQ"
+    article: ClassVar[str] = "an"
+    methods: ClassVar[tuple[str, ...]] = ("awq",)
+    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+
+    group_size: int | None
+    zero_point: bool = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> AWQScheme:
+        """Reads config.json's `quantization_config`, in the spelling of AutoAWQ or GPTQModel.
+
+        Raises CheckpointError when it isn't AWQ, isn't 4 bits, or isn't the `gemm` layout.
+        """
+        method = config.get("quant_method")
+        if method != "awq":
+            raise CheckpointError(f"{SOURCE}: quant_method is {method!r}: expected 'awq'")
+        bits = checks.parse_integer(config, ("bits", "w_bit"), SOURCE)
+        if bits != BITS:
+            raise CheckpointError(f"{SOURCE}: bits is {bits}: only 4 bits are supported")
+        layouts = [
+            str(config[key]).lower()
+            for key in ("version", "format", "checkpoint_format")
+            if config.get(key) is not None
+        ]
+        if config.get("backend") == "llm-awq":
+            layouts.append("llm-awq")
+        for layout in layouts:
+            if layout != "gemm":
+                raise CheckpointError(
+                    f"{SOURCE}: the layout {layout!r} (AWQ version) is not supported: "
+                    "only 'gemm' is; look for a 'gemm' checkpoint of the model"
+                )
+        return cls(
+            checks.parse_group_size(config, ("group_size", "q_group_size"), SOURCE),
+            checks.parse_switch(config, "zero_point", SOURCE) is not False,
+        )
+
+    @classmethod
+    def holds(cls, specs: Specs) -> bool:
+        """Whether a module's tensors are packed as AWQ packs them."""
+        return words.packing(specs) == "awq"
+
+    @classmethod
+    def refuse(cls, name: str, specs: Specs, method: str | None) -> NoReturn:
+        """Raises CheckpointError about a module packed so, where config.json says otherwise."""
+        words.refuse_packing(name, specs, method)
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of all modules."""
+        return words.usual_format(BITS, self.group_size)
+
+    def format(self, name: str, channels: int) -> WeightFormat:
+        """The format of one module on the device."""
+        return words.uniform_format(name, BITS, self.group_size, channels)
+
+    def check(
+        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Checks a module's tensors by shape and dtype and returns its (K, N)."""
+        words.check_packing(name, specs, "awq")
+        if "qzeros" not in specs and not self.zero_point:
+            raise CheckpointError(
+                f"{name} has no tensor qzeros and the config says zero_point: false: AWQ's gemm "
+                "layout always stores zero points, and without them it isn't defined where zero "
+                "lies"
+            )
+        rows, columns = specs["qweight"].shape[0], specs["scales"].shape[1]
+        checks.check_weight_shape(name, (rows, columns), shape, self.group_size)
+        groups = 1 if self.group_size is None else rows // self.group_size
+        checks.check_tensors(
+            name,
+            specs,
+            {
+                "qweight": ((rows, columns // CODES_PER_WORD), ("int32",)),
+                "qzeros": ((groups, columns // CODES_PER_WORD), ("int32",)),
+                "scales": ((groups, columns), checks.SCALE_DTYPES),
+            },
+            f"group_size {self.group_size or -1}",
+        )
+        return rows, columns
+
+    def decode(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> PlainCodes:
+        """The plain codes of one module.
+
+        Raises CheckpointError as `check` does, and for zero points that contradict the config.
+        """
+        channels, _ = self.check(tensors, name, shape)
+        codes, zeros = _unpack(jnp.asarray(tensors["qweight"]), jnp.asarray(tensors["qzeros"]))
+        if not self.zero_point:
+            words.check_middle(name, zeros, BITS, "zero_point: false")
+        scales = jnp.asarray(tensors["scales"])
+        return PlainCodes(self.format(name, channels), codes, scales, zeros)
+
+
+@jax.jit
+def _unpack(qweight: jax.Array, qzeros: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Unpacks int32 [K, N / 8] and [G, N / 8] into codes uint8 [K, N] and zeros uint16 [G, N]."""
+    codes = words.unpack_words(qweight, BITS, axis=1, order=FIELD_OF_COLUMN)
+    zeros = words.unpack_words(qzeros, BITS, axis=1, order=FIELD_OF_COLUMN)
+    return codes, zeros.astype(jnp.uint16)

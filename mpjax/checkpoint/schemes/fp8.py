@@ -1,0 +1,264 @@
+"""Decodes FP8 (e4m3) checkpoints: the fine-grained format, and that of compressed-tensors.
+
+With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and its scales: one
+for each block of output and input channels, `weight_scale_inv` or `weight_scale`
+[⌈N / block⌉, ⌈K / block⌉]; for each output channel, `weight_scale` [N, 1]; or one, [1]. The weight
+is code · scale, in both ("inv" is the inverse of what the quantiser multiplied by). Source:
+DeepSeek-V3 §3.3.2 and its README_WEIGHTS.md; compressed-tensors, compressors/quantized_compressors.
+
+Two quantisers write it. `fp8` is the fine-grained format of DeepSeek-V3 and of Qwen's FP8 models;
+source: transformers, utils/quantization_config.py (FineGrainedFP8Config). `compressed-tensors` is
+llm-compressor's; source: compressed-tensors, quantization/quant_args.py and
+quantization/quant_scheme.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.checkpoint.schemes import checks
+from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels.checks import is_known
+
+SOURCE = "quantization_config of an FP8 checkpoint"
+SCALE_NAMES = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
+GROUP_SIZE = 128  # input channels, of the blocks that there are kernels for
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8Scheme(Scheme):
+    """FP8 weights (e4m3) with scales of blocks, channels or matrices.
+
+    method: `fp8` or `compressed-tensors`, which name their tensors differently.
+    block: output and input channels that share a scale; None means all of them.
+    activations: what products round activations to, on the fly, with a scale for each token (and
+        each of a block's input channels): `float8`, or None for 16-bit activations.
+    unsupported_activations: see Scheme; None where `activations` says what there is.
+    has_cache_scales: that there are scales for an FP8 cache, too.
+    """
+
+    title: ClassVar[str] = "FP8"
+    article: ClassVar[str] = "an"
+    methods: ClassVar[tuple[str, ...]] = tuple(SCALE_NAMES)
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", *SCALE_NAMES.values())
+    # Static scales of activations, which are rounded on the fly here, or not at all.
+    ignored: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
+
+    method: str
+    block: tuple[int | None, int | None]
+    activations: str | None
+    unsupported_activations: str | None = None
+    has_cache_scales: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> FP8Scheme:
+        """Reads config.json's `quantization_config`.
+
+        Raises CheckpointError when it isn't FP8, or FP8 in a layout that can't be read.
+        """
+        method = config.get("quant_method")
+        if method == "fp8":
+            return _fine_grained(config)
+        if method == "compressed-tensors":
+            return _compressed_tensors(config)
+        raise CheckpointError(
+            f"{SOURCE}: quant_method is {method!r}: expected {' or '.join(map(repr, SCALE_NAMES))}"
+        )
+
+    @property
+    def scale_name(self) -> str:
+        """The name of the tensor beside a module's `weight`."""
+        return SCALE_NAMES[self.method]
+
+    @classmethod
+    def holds(cls, specs: Specs) -> bool:
+        """Whether a module's tensors are FP8 ones."""
+        if any(name in specs for name in SCALE_NAMES.values()):
+            return True
+        return "weight" in specs and str(specs["weight"].dtype).startswith("float8")
+
+    @property
+    def quant_method(self) -> str:
+        """What config.json says."""
+        return self.method
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of all modules."""
+        return WeightFormat("float8", self.block[1], operand=self.activations)
+
+    def format(self, name: str, channels: int) -> WeightFormat:
+        """The format of one module on the device."""
+        return self.weights
+
+    @property
+    def choices(self) -> tuple[FP8Scheme, ...]:
+        """The same weights with activations of 16 bits, and rounded to FP8."""
+        return tuple(
+            dataclasses.replace(self, activations=activations, unsupported_activations=None)
+            for activations in (None, "float8")
+        )
+
+    def check(
+        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Checks a module's tensors by shape and dtype and returns its (K, N)."""
+        if "weight" not in specs or len(specs["weight"].shape) != 2:
+            raise CheckpointError(
+                f"{name} has no tensor weight that is a matrix: expected FP8 [N, K]"
+            )
+        outputs, channels = specs["weight"].shape
+        checks.check_weight_shape(name, (channels, outputs), shape, None)
+        size = self.block[0]
+        groups = self.weights.groups(channels)  # as of the outputs, the last may be cut
+        # One scale for all is written as a vector.
+        grid = (1,) if size is None else (-(-outputs // size), groups)
+        checks.check_tensors(
+            name,
+            specs,
+            {
+                "weight": ((outputs, channels), ("float8_e4m3fn",)),
+                self.scale_name: (grid, checks.SCALE_DTYPES),
+            },
+            "quantization_config",
+        )
+        return channels, outputs
+
+    def decode(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> PlainCodes:
+        """Codes float8_e4m3fn [K, N] with scales float32 [groups, N].
+
+        Raises CheckpointError as `check` does, and for a NaN, which decoders take for a number.
+        """
+        channels, outputs = self.check(tensors, name, shape)
+        weight = jnp.asarray(tensors["weight"])
+        if is_known(weight) and bool(_any_nan(weight)):
+            raise CheckpointError(
+                f"{name}.weight has weights that are NaN: the checkpoint is damaged"
+            )
+        scales = jnp.asarray(tensors[self.scale_name])
+        checks.check_scales(name, scales)  # before each stands for many channels
+        scales = scales.reshape(-1, self.weights.groups(channels))
+        size = min(self.block[0] or outputs, outputs)
+        scales = _scales_of_channels(scales, size=size, outputs=outputs)
+        return PlainCodes(self.weights, weight.T, scales)
+
+
+def _fine_grained(config: Mapping[str, Any]) -> FP8Scheme:
+    checks.require_choice(config, "fmt", ("e4m3",), SOURCE, "e4m3")
+    checks.require_choice(config, "scale_fmt", ("float",), SOURCE, "float")
+    checks.require_choice(config, "activation_scheme", ("dynamic", "static"), SOURCE, "dynamic")
+    block = _parse_block(config, "weight_block_size", SOURCE)
+    if config.get("activation_scheme") == "static":
+        return FP8Scheme("fp8", block, None, "FP8 with static scales")
+    return FP8Scheme("fp8", block, "float8")
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> FP8Scheme:
+    layouts = ("float-quantized", "naive-quantized")  # the same for FP8
+    checks.require_choice(config, "format", layouts, SOURCE)
+    if config.get("transform_config"):
+        raise CheckpointError(
+            f"{SOURCE}: there is a transform_config: checkpoints with one can't be read"
+        )
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"{SOURCE}: config_groups is {groups!r}: expected a map of groups")
+    parsed = {}
+    for name, group in groups.items():
+        source = f"{SOURCE}, group {name!r}"
+        if not isinstance(group, Mapping):
+            raise CheckpointError(f"{source} is {group!r}: expected an object")
+        checks.require_choice(group, "format", layouts, source, layouts[0])
+        checks.require_choice(group, "output_activations", (None,), source)
+        block = _parse_weights(group.get("weights"), f"{source}, weights")
+        activations = _parse_activations(group.get("input_activations"), block, source)
+        parsed[name] = FP8Scheme("compressed-tensors", block, *activations)
+    if len(set(parsed.values())) > 1:
+        raise CheckpointError(
+            f"{SOURCE}: config_groups {', '.join(parsed)} differ: expected one scheme for all"
+        )
+    has_cache_scales = _check_cache(config.get("kv_cache_scheme"))
+    return dataclasses.replace(next(iter(parsed.values())), has_cache_scales=has_cache_scales)
+
+
+def _check_cache(scheme: Any) -> bool:
+    """Whether there is a scheme, which must be FP8 with static scales of tensors or heads."""
+    if not scheme:
+        return False
+    source = f"{SOURCE}, kv_cache_scheme"
+    if not isinstance(scheme, Mapping):
+        raise CheckpointError(f"{source} is {scheme!r}: expected an object")
+    checks.require_choice(scheme, "type", ("float",), source)
+    checks.require_choice(scheme, "num_bits", (8,), source)
+    checks.require_choice(scheme, "symmetric", (True,), source, True)
+    checks.require_choice(scheme, "dynamic", (False,), source, False)
+    checks.require_choice(scheme, "strategy", ("tensor", "attn_head"), source)
+    return True
+
+
+def _parse_weights(weights: Any, source: str) -> tuple[int | None, int | None]:
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{source} is {weights!r}: expected an object")
+    checks.require_choice(weights, "type", ("float",), source)
+    checks.require_choice(weights, "num_bits", (8,), source)
+    checks.require_choice(weights, "symmetric", (True,), source, True)
+    checks.require_choice(weights, "dynamic", (False,), source, False)
+    checks.require_choice(weights, "strategy", ("channel", "tensor", "block"), source)
+    if weights["strategy"] == "block":
+        return _parse_block(weights, "block_structure", source)
+    return (1 if weights["strategy"] == "channel" else None), None
+
+
+def _parse_activations(
+    written: Any, block: tuple[int | None, int | None], source: str
+) -> tuple[str | None, str | None]:
+    """The fields `activations` and `unsupported_activations`."""
+    if not written:
+        return None, None
+    if not isinstance(written, Mapping):
+        raise CheckpointError(f"{source}, input_activations is {written!r}: expected an object")
+    kind = f"{written.get('num_bits')}-bit {written.get('type')}"
+    strategy = written.get("strategy")
+    size = written.get("group_size") if strategy == "group" else None
+    if written.get("dynamic") is not True:
+        return None, f"{kind} with static scales"
+    if kind != "8-bit float" or strategy not in ("token", "group") or size != block[1]:
+        of = f"groups of {size}" if size else f"strategy {strategy!r}"
+        return None, f"{kind} with dynamic scales ({of})"
+    return "float8", None
+
+
+def _parse_block(config: Mapping[str, Any], key: str, source: str) -> tuple[int, int]:
+    block = config.get(key)
+    if (
+        not isinstance(block, list)
+        or [type(size) for size in block] != [int, int]
+        or block[0] < 1
+        or block[1] != GROUP_SIZE
+    ):
+        raise CheckpointError(
+            f"{source}: {key} is {block!r}: expected [128, 128]; scales of other than "
+            f"{GROUP_SIZE} input channels can't be read"
+        )
+    return block[0], block[1]
+
+
+@functools.partial(jax.jit, static_argnames=("size", "outputs"))
+def _scales_of_channels(scales: jax.Array, *, size: int, outputs: int) -> jax.Array:
+    """Float32 [groups, N] from [blocks of `size` output channels, groups]; the last may be cut."""
+    return jnp.repeat(scales.astype(jnp.float32), size, axis=0)[:outputs].T
+
+
+@jax.jit
+def _any_nan(weight: jax.Array) -> jax.Array:
+    return jnp.any(jnp.isnan(weight))

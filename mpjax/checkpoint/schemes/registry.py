@@ -1,0 +1,37 @@
+"""The checkpoint formats that can be read, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.checkpoint.schemes.awq import AWQScheme
+from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.fp8 import FP8Scheme
+from mpjax.checkpoint.schemes.gptq import GPTQScheme
+from mpjax.errors import CheckpointError
+
+SCHEMES: list[type[Scheme]] = [
+    AWQScheme,
+    GPTQScheme,
+    FP8Scheme,
+]
+
+
+def read(config: Mapping[str, Any]) -> Scheme:
+    """What a `quantization_config` says. Raises CheckpointError where no format can be read."""
+    for scheme in SCHEMES:
+        if scheme.matches(config):
+            return scheme.from_config(config)
+    method = config.get("quant_method", config.get("method"))
+    first, *others = SCHEMES
+    titles = ", ".join([f"{first.article} {first.title}", *(other.title for other in others)])
+    raise CheckpointError(
+        f"quant_method {method!r:.80} is not supported: load {titles} or 16-bit checkpoint of the "
+        "model (a 16-bit one can be quantised with precision='W4A16KV8')"
+    )
+
+
+def of_module(specs: Specs) -> type[Scheme] | None:
+    """The format that a module is stored in, judged by its tensors alone; None of a plain one."""
+    return next((scheme for scheme in SCHEMES if scheme.holds(specs)), None)

@@ -1,0 +1,128 @@
+"""What AWQ and GPTQ share: codes in 32-bit words, with a scale and a zero point for each group.
+
+Both call their tensors `qweight`, `qzeros` and `scales`; they differ in the axis that `qweight` is
+packed along, so the shapes say which of them it is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.checkpoint.schemes.base import Specs
+from mpjax.checkpoint.schemes.checks import describe
+from mpjax.errors import CheckpointError
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.checks import is_known
+from mpjax.kernels.formats import GROUP_SIZES
+
+WORD_BITS = 32
+
+
+def packing(specs: Specs) -> Literal["awq", "gptq"] | None:
+    """Which method packed a module, judged by shapes alone; None when it is neither.
+
+    specs: the module's tensors by suffix. With N output channels, AWQ's 4-bit `qweight` has N / 8
+    columns and GPTQ's has N.
+    """
+    if "qweight" not in specs or "scales" not in specs:
+        return None
+    qweight, scales = specs["qweight"].shape, specs["scales"].shape
+    if len(qweight) != 2 or len(scales) != 2:
+        return None
+    if qweight[1] * 8 == scales[1]:
+        return "awq"
+    return "gptq" if qweight[1] == scales[1] else None
+
+
+def check_packing(name: str, specs: Specs, method: str) -> None:
+    """Raises CheckpointError when a module isn't packed as config.json's `quant_method` says.
+
+    name: the module. specs: its tensors by suffix. method: `awq` or `gptq`.
+    """
+    if packing(specs) != method:
+        refuse_packing(name, specs, method)
+
+
+def refuse_packing(name: str, specs: Specs, method: str | None) -> NoReturn:
+    """Raises CheckpointError about a module that isn't packed as config.json says.
+
+    method: what config.json says, None where it says nothing.
+    """
+    for suffix in ("qweight", "scales"):
+        if suffix not in specs:
+            raise CheckpointError(
+                f"{name} has no tensor {suffix}: found {', '.join(sorted(specs)) or 'none'}"
+            )
+    layout = f"qweight {describe(specs['qweight'])} beside scales {describe(specs['scales'])}"
+    if (found := packing(specs)) is None:
+        raise CheckpointError(
+            f"{name}: {layout} is neither AWQ gemm (8 · columns of qweight = columns of scales) "
+            "nor GPTQ (equal columns); other layouts can't be read"
+        )
+    given = f"says quant_method {method!r}" if method else "has no quantization_config"
+    raise CheckpointError(
+        f"{name}: config.json {given}, but the tensors are packed as {found.upper()} ({layout}); "
+        f"put the quantization_config of the {found.upper()} checkpoint in config.json, with "
+        f'"quant_method": "{found}"'
+    )
+
+
+def uniform_format(name: str, bits: int, group_size: int | None, channels: int) -> WeightFormat:
+    """The format of integer codes with a scale and a zero point for each group.
+
+    name: the module, for messages. group_size: input channels per group of `channels`; None is all.
+    Raises CheckpointError for a group size that no format has.
+    """
+    if group_size not in GROUP_SIZES and group_size == channels:
+        group_size = None  # one group, spelt as a number
+    if group_size not in (*GROUP_SIZES, None):
+        raise CheckpointError(
+            f"{name} has groups of {group_size} input channels: supported are groups of 32, 64, "
+            f"128 and of all {channels} (group_size -1)"
+        )
+    return WeightFormat(f"uint{bits}", group_size)
+
+
+def usual_format(bits: int, group_size: int | None) -> WeightFormat:
+    """The format of a checkpoint with such groups; of one group, which may be spelt as a number."""
+    return WeightFormat(f"uint{bits}", group_size if group_size in GROUP_SIZES else None)
+
+
+def unpack_words(
+    words: jax.Array, bits: int, axis: int, order: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Splits 32-bit words into their fields along a matrix's axis.
+
+    words: int32 or uint32 [R, C]. bits: a divisor of 32, at most 8. order: the field, counted from
+    the lowest bits, that each element of a word comes from; lowest first by default.
+    Returns uint8 [R · 32 / bits, C] for axis 0 and [R, C · 32 / bits] for axis 1.
+    """
+    rows, columns = words.shape
+    fields = np.arange(WORD_BITS // bits) if order is None else np.array(order)
+    shifts = jnp.asarray(fields * bits, jnp.uint32)
+    mask = jnp.uint32((1 << bits) - 1)
+    # Unsigned, because shifting a negative word right would bring ones in.
+    unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    if axis == 0:
+        codes = (unsigned[:, None, :] >> shifts[None, :, None]) & mask
+        return codes.astype(jnp.uint8).reshape(-1, columns)
+    codes = (unsigned[:, :, None] >> shifts[None, None, :]) & mask
+    return codes.astype(jnp.uint8).reshape(rows, -1)
+
+
+def check_middle(name: str, zeros: jax.Array, bits: int, said: str) -> None:
+    """Raises CheckpointError unless all zero points are in the middle; of traced ones, nothing.
+
+    zeros: integers [groups, N]. said: what config.json says, such as `sym: true`.
+    """
+    middle = 2 ** (bits - 1)
+    if not is_known(zeros) or bool(jnp.all(zeros == middle)):
+        return
+    raise CheckpointError(
+        f"{name}.qzeros has zero points from {int(zeros.min())} to {int(zeros.max())}, but by "
+        f"config.json ({said}) all are {middle}: config.json is of another checkpoint"
+    )

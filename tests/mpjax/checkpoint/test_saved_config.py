@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mpjax.checkpoint.saved_config import from_json, get, require, to_json, upgrade
+from mpjax.models import Decoder, DecoderConfig, RopeScaling, llama_layers
+
+LAYERS = llama_layers((None, 8), 128, qkv_bias=True, qk_norm=True)
+CONFIG = DecoderConfig(96, 64, 4, 2, 16, LAYERS, 256, rope_scaling=RopeScaling("linear", 2.0))
+# The same model as version 4 says it.
+VERSION_4: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "windows": [None, 8],
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "kind": "linear",
+        "factor": 2.0,
+        "low_frequency_factor": 1.0,
+        "high_frequency_factor": 4.0,
+        "original_context": 8192,
+    },
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "qkv_bias": True,
+    "output_bias": False,
+    "mlp_bias": False,
+    "qk_norm": True,
+    "dtype": "bfloat16",
+    "stop_ids": [],
+}
+
+
+def test_there_and_back():
+    written = json.loads(json.dumps(to_json(CONFIG)))
+    assert from_json(written, Decoder.specs) == CONFIG
+    assert written["layers"][1] == {
+        "attention": {
+            "kind": "grouped_query",
+            "window": 8,
+            "qkv_bias": True,
+            "output_bias": False,
+            "qk_norm": True,
+        },
+        "mlp": {"kind": "gated", "intermediate_size": 128, "bias": False},
+    }
+
+
+def test_version_4_is_read():
+    assert from_json(upgrade(VERSION_4), Decoder.specs) == CONFIG
+
+
+@pytest.mark.parametrize("key", VERSION_4)
+def test_version_4_without_a_key(key):
+    damaged = {name: value for name, value in VERSION_4.items() if name != key}
+    with pytest.raises(ValueError, match=f"^config has no '{key}'$"):
+        from_json(upgrade(damaged), Decoder.specs)
+
+
+def test_version_4_with_windows_that_are_no_list():
+    with pytest.raises(ValueError, match=r"^windows is 'x': expected a JSON list$"):
+        upgrade(VERSION_4 | {"windows": "x"})
+
+
+@pytest.mark.parametrize("key", ["attention", "mlp"])
+def test_a_layer_has_both_halves(key):
+    written = to_json(CONFIG)
+    del written["layers"][1][key]
+    with pytest.raises(ValueError, match=rf"^layers\[1\] has no '{key}'$"):
+        from_json(written, Decoder.specs)
+
+
+def test_a_kind_that_the_family_lacks():
+    with pytest.raises(ValueError, match="kind is 'gated': expected one of grouped_query"):
+        from_json(to_json(CONFIG), Decoder.specs[:1])
+
+
+def test_types():
+    assert get({"a": [1]}, "a", list) == require("a", [1], list) == [1]
+    with pytest.raises(ValueError, match=r"^there is no 'a'$"):
+        get({}, "a", list)
+    with pytest.raises(ValueError, match=r"^a is True: expected a JSON integer$"):
+        get({"a": True}, "a", int)

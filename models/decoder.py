@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache, Span
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models.attention import Attention, Span
+from mpjax.models.attention import Attention
 from mpjax.models.config import DecoderConfig
 from mpjax.models.layers import GatedMLP, RMSNorm, rotary_frequencies
 

@@ -17,6 +17,7 @@ from mpjax.kernels import (
     KVFormat,
     KVPages,
     PagedKVCache,
+    Span,
     append,
     paged_attention,
     prefill_attention,
@@ -217,12 +218,12 @@ def _queries(shape: AttentionShape) -> jax.Array:
 def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, Any]:
     pages, block_tables = fill(shape, format)
     counts = jnp.full(shape.batch, shape.queries, jnp.int32)
-    places = (block_tables, jnp.asarray(shape.lengths, jnp.int32) - counts, counts)
-    call = (_queries(shape), pages, *places)
+    span = Span(block_tables, jnp.asarray(shape.lengths, jnp.int32) - counts, counts)
+    call = (_queries(shape), pages, span)
     attend = functools.partial(paged_attention, **AS_IN_A_MODEL)
     row, output = _measure(shape, str(format), attend, call, slice(1, 2), cudnn)
     error = _error(output, call) if is_checked(shape) else None
-    return row | {"append_microseconds": _append(pages, *places), "relative_error": error}
+    return row | {"append_microseconds": _append(pages, span), "relative_error": error}
 
 
 def _uncached(shape: AttentionShape, cudnn: float) -> dict[str, Any]:
@@ -234,12 +235,10 @@ def _uncached(shape: AttentionShape, cudnn: float) -> dict[str, Any]:
     if is_checked(shape):
         # Over pages that hold just these.
         cache = _cache(shape, KVFormat())
-        places = (
-            cache.block_tables,
-            *(jnp.full(shape.batch, n, jnp.int32) for n in (0, shape.context)),
-        )
-        pages = append(cache.layers[0], keys, values, *places)
-        error = _error(output, (call[0], pages, *places))
+        starts, counts = (jnp.full(shape.batch, n, jnp.int32) for n in (0, shape.context))
+        span = Span(cache.block_tables, starts, counts)
+        pages = append(cache.layers[0], keys, values, span)
+        error = _error(output, (call[0], pages, span))
     return row | {"relative_error": error}
 
 
@@ -279,18 +278,16 @@ def _measure(
     return figures(row), each(calls)[0]
 
 
-def _append(
-    pages: KVPages, block_tables: jax.Array, starts: jax.Array, counts: jax.Array
-) -> float | None:
+def _append(pages: KVPages, span: Span) -> float | None:
     """Microseconds in which the new tokens are quantised and written; None where XLA does that.
 
     Copies of the pages do not count: under donation there are none; here, what is measured must be
     there for the next call.
     """
-    tokens = int(counts.max())
-    dims = (len(counts), tokens, pages.keys.shape[1], pages.head_dim)
+    tokens = int(span.counts.max())
+    dims = (len(span.counts), tokens, pages.keys.shape[1], pages.head_dim)
     keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
-    times = measure.kernel_microseconds(append, pages, keys, values, block_tables, starts, counts)
+    times = measure.kernel_microseconds(append, pages, keys, values, span)
     found = [time for name, time in times.items() if name.startswith(APPENDING)]
     return sum(found) if found else None
 
@@ -300,12 +297,11 @@ def _error(output: jax.Array, call: tuple[Any, ...]) -> float:
 
     Of a prompt, over its last tokens.
     """
-    queries, pages, block_tables, starts, counts = call
+    queries, pages, span = call
     checked = min(CHECKED_QUERIES, queries.shape[1])
     left = queries.shape[1] - checked
     reference = functools.partial(paged_attention, implementation="reference", **AS_IN_A_MODEL)
-    expected = jax.jit(reference)(
-        queries[:, left:], pages, block_tables, starts + left, counts - left
-    )
+    last = Span(span.block_tables, span.starts + left, span.counts - left)
+    expected = jax.jit(reference)(queries[:, left:], pages, last)
     found, exact = (np.asarray(x, np.float64) for x in (output[:, left:], expected))
     return float(np.abs(found - exact).mean() / np.abs(exact).mean())

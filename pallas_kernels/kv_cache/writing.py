@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import device
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache.cache import KVPages, Side
 from mpjax.kernels.launch import load, store
@@ -67,13 +68,13 @@ class Channels(NamedTuple):
     width: int
 
 
-def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
-    """The slot of a new token, in a kernel. `tables` has block_tables, starts and counts."""
-    position = load(tables.starts.at[batch]) + token
+def find_slot(span: Span, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
+    """The slot of a new token, in a kernel, where `span` has references."""
+    position = load(span.starts.at[batch]) + token
     entry = position // page_size
-    entries = tables.block_tables.shape[1]
-    valid = (token < load(tables.counts.at[batch])) & (entry < entries) & (position >= 0)
-    page = load(tables.block_tables.at[batch, jnp.clip(entry, 0, entries - 1)])
+    entries = span.block_tables.shape[1]
+    valid = (token < load(span.counts.at[batch])) & (entry < entries) & (position >= 0)
+    page = load(span.block_tables.at[batch, jnp.clip(entry, 0, entries - 1)])
     return Slot(page, position % page_size, valid)
 
 

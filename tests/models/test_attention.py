@@ -13,12 +13,12 @@ from flax import nnx
 from mpjax.kernels import (
     KVFormat,
     PagedKVCache,
+    Span,
     WeightFormat,
     quantize,
     quantize_activations,
 )
 from mpjax.models import Attention, Packed
-from mpjax.models.attention import Span
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array
 
@@ -137,11 +137,3 @@ def test_norms_make_the_size_of_queries_irrelevant(rng):
     fused.kernel = nnx.Param(kernel * scale[None])
     after, _ = attention(x, angles, None, None)
     np.testing.assert_allclose(after, before, atol=1e-5)
-
-
-def test_a_span_is_a_pytree_whose_freshness_is_static():
-    cache = empty_cache(2)
-    fresh, later = (span(cache, [1, 1], fresh=fresh) for fresh in (True, False))
-    assert len(jax.tree.leaves(fresh)) == 3
-    structures: list[Any] = [jax.tree.structure(fresh), jax.tree.structure(later)]
-    assert structures[0] != structures[1]

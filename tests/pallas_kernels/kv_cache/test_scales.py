@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, PagedKVCache, append, cache_scales
+from mpjax.kernels import KVFormat, PagedKVCache, Span, append, cache_scales
 from mpjax.kernels.kv_cache import reference
 from tests.pallas_kernels.oracles import wide
 
@@ -66,7 +66,7 @@ def test_what_they_were_measured_on_is_off_by_half_a_step(rng):
     )
     counts = jnp.full(2, 40, jnp.int32)
     write = jax.jit(append)
-    pages = write(cache.layers[0], keys, values, cache.block_tables, cache.lengths, counts)
+    pages = write(cache.layers[0], keys, values, Span(cache.block_tables, cache.lengths, counts))
     found = jax.jit(reference.gather)(pages, cache.block_tables)
     for side, stored, scale in zip((keys, values), found, wide(scales), strict=True):
         error = np.abs(wide(stored)[:, :40] - wide(side))

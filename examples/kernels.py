@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import PagedKVCache, Span, append, matmul, paged_attention, quantize
+from mpjax.kernels import KVLayout, PagedKVCache, Span, append, matmul, paged_attention, quantize
 
 keys = jax.random.split(jax.random.key(0), 5)
 
@@ -17,9 +17,8 @@ error = jnp.abs(matmul(x, packed) - x @ weight).mean() / jnp.abs(x @ weight).mea
 print(f"{packed.format}: {weight.nbytes} bytes become {packed.nbytes}, mean error {error:.1%}")
 
 # Two sequences in a cache of 8-bit pages: 100 and 37 tokens, then attention of one more each.
-cache = PagedKVCache.create(
-    layers=1, batch=2, max_tokens=256, kv_heads=2, head_dim=64, format="KV8"
-)
+layout = KVLayout(kv_heads=2, head_dim=64, format="KV8")
+cache = PagedKVCache.create(layout, layers=1, batch=2, max_tokens=256)
 key, value = (jax.random.normal(k, (2, 100, 2, 64), jnp.bfloat16) for k in keys[2:4])
 counts = jnp.array([100, 37], jnp.int32)
 prompts = Span(cache.block_tables, starts=cache.lengths, counts=counts)

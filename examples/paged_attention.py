@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import PagedKVCache, Rotation, Span, paged_attention, rotate_and_append
+from mpjax.kernels import KVLayout, PagedKVCache, Rotation, Span, paged_attention, rotate_and_append
 
 QUERY_HEADS, KV_HEADS, DIM, CHANNELS = 8, 2, 64, 256
 LENGTHS, STEPS = jnp.array([100, 37], jnp.int32), 64
@@ -57,14 +57,8 @@ def run(format: str) -> tuple[jax.Array, PagedKVCache]:
         "output": jax.random.normal(keys[1], (QUERY_HEADS * DIM, CHANNELS), jnp.bfloat16) / 16,
     }
     prompts = jax.random.normal(keys[2], (2, int(LENGTHS.max()), CHANNELS), jnp.bfloat16)
-    cache = PagedKVCache.create(
-        layers=1,
-        batch=2,
-        max_tokens=256,
-        kv_heads=KV_HEADS,
-        head_dim=DIM,
-        format=format,
-    )
+    layout = KVLayout(KV_HEADS, DIM, format)
+    cache = PagedKVCache.create(layout, layers=1, batch=2, max_tokens=256)
     y, cache = jax.jit(attend, donate_argnames="cache")(weights, prompts, LENGTHS, cache)
     last = jnp.take_along_axis(y, LENGTHS[:, None, None] - 1, axis=1)
     return decode(weights, last, cache)

@@ -14,6 +14,7 @@ from mpjax.kernels.gemm.api import matmul, matmul_terms
 from mpjax.kernels.kv_cache.api import append
 from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
+from mpjax.kernels.kv_cache.layout import KVLayout
 from mpjax.kernels.kv_cache.scales import cache_scales
 from mpjax.kernels.masks import Masks
 from mpjax.kernels.quantize import quantize
@@ -25,6 +26,7 @@ from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows, r
 __all__ = [
     "HeadNorms",
     "KVFormat",
+    "KVLayout",
     "KVPages",
     "Masks",
     "PagedKVCache",

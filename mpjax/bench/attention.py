@@ -15,6 +15,7 @@ from mpjax.bench import filled_pages, measure
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.kernels import (
     KVFormat,
+    KVLayout,
     KVPages,
     PagedKVCache,
     Span,
@@ -166,13 +167,10 @@ def _cache(shape: AttentionShape, format: KVFormat) -> PagedKVCache:
     """One that has pages for what sequences hold, rounded up to as many for each."""
     entries = -(-np.asarray(shape.lengths) // PAGE_SIZE)
     cache = PagedKVCache.create(
+        KVLayout(shape.kv_heads, shape.head_dim, format, page_size=PAGE_SIZE),
         layers=1,
         batch=shape.batch,
         max_tokens=-(-int(entries.sum()) // shape.batch) * PAGE_SIZE,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        format=format,
-        page_size=PAGE_SIZE,
         scales=REACH / 127 if format.scaling == "static" else None,
     )
     number, first = np.arange(entries.max()), np.cumsum(entries) - entries

@@ -17,8 +17,9 @@ from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_ty
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache.api import read_span, require_pages, why_not_triton
-from mpjax.kernels.kv_cache.cache import PAGE_SIZES, KVPages
+from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.formats import KVFormat
+from mpjax.kernels.kv_cache.layout import PAGE_SIZES
 from mpjax.kernels.masks import CAUSAL, Masks
 
 PREFILL_PAGE_SIZE = 128  # of keys and values that aren't in a cache

@@ -12,6 +12,7 @@ from flax import nnx
 
 from mpjax.kernels import (
     KVFormat,
+    KVLayout,
     PagedKVCache,
     Span,
     WeightFormat,
@@ -31,14 +32,12 @@ def span(cache: PagedKVCache, counts: list[int], *, fresh: bool) -> Span:
 
 def empty_cache(batch: int) -> PagedKVCache:
     return PagedKVCache.create(
+        KVLayout(
+            CONFIG.num_kv_heads, CONFIG.head_dim, KVFormat(16), page_size=64, dtype=CONFIG.dtype
+        ),
         layers=1,
         batch=batch,
         max_tokens=64,
-        kv_heads=CONFIG.num_kv_heads,
-        head_dim=CONFIG.head_dim,
-        format=KVFormat(16),
-        page_size=64,
-        dtype=CONFIG.dtype,
     )
 
 

@@ -16,7 +16,7 @@ from mpjax import Sampling, decoding
 from mpjax.buckets import bucket_tokens
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat, PagedKVCache
-from mpjax.kernels.kv_cache.cache import PAGE_SIZES
+from mpjax.kernels.kv_cache.layout import PAGE_SIZES
 from mpjax.models import Llama
 from mpjax.tokenizer import Tokenizer
 from tests.mpjax.conftest import TINY

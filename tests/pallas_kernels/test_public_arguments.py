@@ -21,7 +21,7 @@ from tests.refusals import require_a_result_or_its_name
 WEIGHT = jnp.linspace(-1, 1, 64 * 16).reshape(64, 16)
 PACKED = kernels.quantize(WEIGHT, "uint4:g32")
 CACHE = kernels.PagedKVCache.create(
-    layers=1, batch=2, max_tokens=32, kv_heads=2, head_dim=32, format="KV8", page_size=16
+    kernels.KVLayout(2, 32, "KV8", page_size=16), layers=1, batch=2, max_tokens=32
 )
 HEADS = jnp.linspace(-1, 1, 2 * 8 * 2 * 32).reshape(2, 8, 2, 32)
 PLACES = {
@@ -138,10 +138,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"terms": X[None], "dtype": "f32", "format": None, "implementation": "reference"},
     ),
     "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
+    "KVLayout": (
+        kernels.KVLayout,
+        {"kv_heads": 2, "head_dim": 32, "format": "KVfp8", "page_size": 16, "dtype": "bf16"},
+    ),
     "PagedKVCache.create": (
         kernels.PagedKVCache.create,
-        {"layers": 1, "batch": 2, "max_tokens": 8, "kv_heads": 2, "head_dim": 32, "page_size": 16}
-        | {"format": "KVfp8", "dtype": "bf16", "scales": jnp.ones((1, 2, 2))},
+        {"layout": kernels.KVLayout(2, 32, "KVfp8", 16), "layers": 1, "batch": 2}
+        | {"max_tokens": 8, "scales": jnp.ones((1, 2, 2))},
     ),
     "require_room": (CACHE.require_room, {"tokens": jnp.ones(2, jnp.int32)}),
     "WeightFormat": (

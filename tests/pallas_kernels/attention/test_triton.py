@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, Masks, PagedKVCache, Span, paged_attention
+from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, paged_attention
 from mpjax.kernels.attention import shapes, triton, tuning
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
@@ -238,14 +238,12 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
         for dtype, window, page_size in variants[:: (-1) ** number]:
             cache = jax.eval_shape(
                 lambda shape=shape, dtype=dtype, page_size=page_size: PagedKVCache.create(
+                    KVLayout(
+                        shape.kv_heads, shape.head_dim, text, page_size=page_size, dtype=dtype
+                    ),
                     layers=1,
                     batch=shape.batch,
                     max_tokens=shape.context + tokens,
-                    kv_heads=shape.kv_heads,
-                    head_dim=shape.head_dim,
-                    format=text,
-                    page_size=page_size,
-                    dtype=dtype,
                     scales=1.0 if KVFormat.parse(text).scaling else None,
                 )
             )

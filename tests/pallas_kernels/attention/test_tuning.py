@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache, device
+from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, device
 from mpjax.kernels.attention import shapes, tuning
 
 
@@ -22,13 +22,10 @@ def pages_of(text: str, kv_heads: int, page_size: int = 128, head_dim: int = 128
 
     def create() -> KVPages:
         return PagedKVCache.create(
+            KVLayout(kv_heads, head_dim, KVFormat.parse(text), page_size=page_size),
             layers=1,
             batch=1,
             max_tokens=1,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            format=KVFormat.parse(text),
-            page_size=page_size,
         ).layers[0]
 
     return jax.eval_shape(create)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, PagedKVCache, Span, UnsupportedError, append, device
+from mpjax.kernels import KVFormat, KVLayout, PagedKVCache, Span, UnsupportedError, append, device
 from mpjax.kernels.kv_cache import api, reference, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, ragged_append, random_pages
 from tests.pallas_kernels.oracles import as_array, relative_error
@@ -148,13 +148,7 @@ def test_scales_have_the_dtype_of_the_cache(
 ):
     """Whatever that of keys and values is; of the two blocks that there are, one waits."""
     cache = PagedKVCache.create(
-        layers=1,
-        batch=1,
-        max_tokens=256,
-        kv_heads=1,
-        head_dim=64,
-        format=KVFormat.parse(text),
-        dtype=dtype,
+        KVLayout(1, 64, KVFormat.parse(text), dtype=dtype), layers=1, batch=1, max_tokens=256
     )
     new = rng.standard_normal((2, 1, 130, 1, 64))
     write = functools.partial(append, implementation=implementation)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache, Span, append
+from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, append
 from mpjax.kernels.kv_cache import residual, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
 from tests.pallas_kernels.oracles import kv_keys, kv_values
@@ -21,14 +21,10 @@ HEADS, DIM = 2, 64
 
 def empty(text: str, dtype: str, batch: int, max_tokens: int, page_size: int) -> PagedKVCache:
     return PagedKVCache.create(
+        KVLayout(HEADS, DIM, KVFormat.parse(text), page_size=page_size, dtype=dtype),
         layers=1,
         batch=batch,
         max_tokens=max_tokens,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        format=KVFormat.parse(text),
-        page_size=page_size,
-        dtype=dtype,
     )
 
 

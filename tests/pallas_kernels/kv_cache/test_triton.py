@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache, Span, device
+from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, device
 from mpjax.kernels.kv_cache import reference, triton
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
@@ -73,13 +73,10 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
     batch, heads, dim = 4, 8, 128
     cache = jax.eval_shape(
         lambda: PagedKVCache.create(
+            KVLayout(heads, dim, text, dtype=dtype),
             layers=1,
             batch=batch,
             max_tokens=4096,
-            kv_heads=heads,
-            head_dim=dim,
-            format=text,
-            dtype=dtype,
             scales=1.0 if KVFormat.parse(text).scaling else None,
         )
     )

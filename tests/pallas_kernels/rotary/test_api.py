@@ -11,6 +11,7 @@ import pytest
 
 from mpjax.kernels import (
     HeadNorms,
+    KVLayout,
     PagedKVCache,
     Rotation,
     Span,
@@ -318,7 +319,7 @@ def test_rotate_is_the_reference_with_its_shapes_checked(rng):
     ],
 )
 def test_what_is_wrong_is_named(change, message):
-    cache = PagedKVCache.create(layers=1, batch=1, max_tokens=16, kv_heads=2, head_dim=64)
+    cache = PagedKVCache.create(KVLayout(2, 64), layers=1, batch=1, max_tokens=16)
     norms = HeadNorms([1.0] * 64, [1.0] * 64, 1e-6)
     angles = jnp.ones((1, 1, 32))
     arguments = {

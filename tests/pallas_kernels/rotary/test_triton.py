@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import HeadNorms, KVFormat, PagedKVCache, Rotation, Span, device
+from mpjax.kernels import HeadNorms, KVFormat, KVLayout, PagedKVCache, Rotation, Span, device
 from mpjax.kernels.rotary import reference, triton
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, random_array, wide
 from tests.pallas_kernels.rotary.heads import (
@@ -99,13 +99,10 @@ def test_lowers_with_every_page_array_aliased(bits, dtype, splits, tokens, norme
     batch, queries, heads, dim = 4, 32, 8, 128
     cache = jax.eval_shape(
         lambda: PagedKVCache.create(
+            KVLayout(heads, dim, KVFormat(bits), dtype=dtype),
             layers=1,
             batch=batch,
             max_tokens=4096,
-            kv_heads=heads,
-            head_dim=dim,
-            format=KVFormat(bits),
-            dtype=dtype,
         )
     )
     terms = jax.ShapeDtypeStruct(

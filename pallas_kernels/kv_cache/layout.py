@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,16 @@ from mpjax.kernels.kv_cache.codes import KVCodes
 from mpjax.kernels.kv_cache.formats import KVFormat
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+def read_page_size(page_size: Any, format: KVFormat) -> int:
+    """Tokens in a page, as a number. Raises ValueError for what the format can't have."""
+    page_size = whole_number("page_size", page_size)
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
+    if page_size % (group := format.group or 1):
+        raise ValueError(f"page size {page_size}: {format} needs a multiple of {group}")
+    return page_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +52,17 @@ class KVLayout:
     dtype: jax.typing.DTypeLike = jnp.bfloat16
 
     def __post_init__(self) -> None:
+        format = KVFormat.of(self.format)
         for name, value in (
-            ("format", KVFormat.of(self.format)),
+            ("format", format),
             ("dtype", as_dtype("KVLayout: dtype", self.dtype)),
-            ("page_size", whole_number("page_size", self.page_size)),
+            ("page_size", read_page_size(self.page_size, format)),
             ("kv_heads", whole_number("kv_heads", self.kv_heads)),
             ("head_dim", whole_number("head_dim", self.head_dim)),
         ):
             object.__setattr__(self, name, value)
-        if self.page_size not in PAGE_SIZES:
-            raise ValueError(f"page size {self.page_size}: expected one of {PAGE_SIZES}")
-        format = KVFormat.of(self.format)
         if self.head_dim % (planes := max(codes.planes for codes in self.codes)):
             raise ValueError(f"{format} needs a head dimension divisible by {planes}")
-        if self.page_size % (group := format.group or 1):
-            raise ValueError(f"page size {self.page_size}: {format} needs a multiple of {group}")
 
     @property
     def codes(self) -> tuple[KVCodes, KVCodes]:

@@ -47,8 +47,8 @@ def paged_attention(
         finite (KVPages).
     masks: what is done to scores besides causality.
     transformed: that queries went through the Hadamard transform of the pages' keys, if theirs is a
-        format with one: `rotate_and_append(..., transform_queries=True)` returns such. Others do
-        so here.
+        format with one: `rotate_and_append` returns such, with Rotation.transform_queries. Others
+        do so here.
 
     Returns the shape and dtype of the queries. On the GPU each cached byte is read once for all
     query heads of its group; long sequences are split over programs (FlashDecoding). Where many

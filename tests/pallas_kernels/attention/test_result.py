@@ -31,8 +31,8 @@ def test_means_and_totals_go_to_the_place_of_their_rows(few_rows, shift, rng):
         sums_ref, total_ref, base_ref = references
         number = first_program_id() + jnp.arange(ROWS)
         of_rows = rows.Rows(number // HEADS, number % HEADS, number, number < 5, jnp.int32(5))
-        parts = [tiles.Part(span, range(1)) for span in tiles.spans(DIM)]
-        lanes = [part.span.lanes for part in parts]
+        parts = [tiles.Part(words, range(1)) for words in tiles.cover(DIM)]
+        lanes = [part.words.lanes for part in parts]
         tile = [sums_ref[jnp.arange(ROWS)[:, None], lane[None, :]] for lane in lanes]
         result = Result(
             tuple(x.T if few_rows else x for x in tile),

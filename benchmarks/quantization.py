@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.bench import measure
-from mpjax.kernels import KVFormat, PagedKVCache, append, cache_scales, paged_attention
+from mpjax.kernels import (
+    KVFormat,
+    KVLayout,
+    PagedKVCache,
+    Span,
+    append,
+    cache_scales,
+    paged_attention,
+)
 
 RESULTS = Path(__file__).parent / "results"
 FORMATS = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "KV2", "KV2t")
@@ -66,19 +74,13 @@ def _error(format: KVFormat, queries: jax.Array, keys: jax.Array, values: jax.Ar
     if format.scaling is not None:
         scales = jnp.stack([cache_scales(x, format) for x in (keys, values)])[None]
     cache = PagedKVCache.create(
-        layers=1,
-        batch=1,
-        max_tokens=len(keys),
-        kv_heads=KV_HEADS,
-        head_dim=DIM,
-        format=format,
-        scales=scales,
+        KVLayout(KV_HEADS, DIM, format), layers=1, batch=1, max_tokens=len(keys), scales=scales
     )
     start, count = jnp.zeros(1, jnp.int32), jnp.full(1, len(keys), jnp.int32)
-    new = (keys[None], values[None], cache.block_tables, start, count)
-    pages = append(cache.layers[0], *new)
-    last = (cache.block_tables, count - 1, jnp.ones(1, jnp.int32))
-    found = paged_attention(queries[None, None], pages, *last, implementation="reference")[0, 0]
+    span = Span(cache.block_tables, start, count)
+    pages = append(cache.layers[0], keys[None], values[None], span)
+    last = Span(cache.block_tables, count - 1, jnp.ones(1, jnp.int32))
+    found = paged_attention(queries[None, None], pages, last, implementation="reference")[0, 0]
     expected = _exact(*(np.asarray(x, np.float64) for x in (queries, keys, values)))
     return float(np.abs(np.asarray(found, np.float64) - expected).mean() / np.abs(expected).mean())
 

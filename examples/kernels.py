@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import PagedKVCache, append, matmul, paged_attention, quantize
+from mpjax.kernels import KVLayout, PagedKVCache, Span, append, matmul, paged_attention, quantize
 
 keys = jax.random.split(jax.random.key(0), 5)
 
@@ -17,12 +17,13 @@ error = jnp.abs(matmul(x, packed) - x @ weight).mean() / jnp.abs(x @ weight).mea
 print(f"{packed.format}: {weight.nbytes} bytes become {packed.nbytes}, mean error {error:.1%}")
 
 # Two sequences in a cache of 8-bit pages: 100 and 37 tokens, then attention of one more each.
-cache = PagedKVCache.create(
-    layers=1, batch=2, max_tokens=256, kv_heads=2, head_dim=64, format="KV8"
-)
+layout = KVLayout(kv_heads=2, head_dim=64, format="KV8")
+cache = PagedKVCache.create(layout, layers=1, batch=2, max_tokens=256)
 key, value = (jax.random.normal(k, (2, 100, 2, 64), jnp.bfloat16) for k in keys[2:4])
-starts, counts = jnp.zeros(2, jnp.int32), jnp.array([100, 37], jnp.int32)
-pages = append(cache.layers[0], key, value, cache.block_tables, starts, counts)
+counts = jnp.array([100, 37], jnp.int32)
+prompts = Span(cache.block_tables, starts=cache.lengths, counts=counts)
+pages = append(cache.layers[0], key, value, prompts)
 query = jax.random.normal(keys[4], (2, 1, 8, 64), jnp.bfloat16)  # 4 query heads per KV head
-attended = paged_attention(query, pages, cache.block_tables, counts - 1, jnp.ones_like(counts))
+last = Span(cache.block_tables, starts=counts - 1, counts=jnp.ones_like(counts))
+attended = paged_attention(query, pages, last)
 print(f"attention over {cache.nbytes} bytes of {cache.format}: {attended.shape}")

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import PagedKVCache, paged_attention, rotate_and_append
+from mpjax.kernels import KVLayout, PagedKVCache, Rotation, Span, paged_attention, rotate_and_append
 
 QUERY_HEADS, KV_HEADS, DIM, CHANNELS = 8, 2, 64, 256
 LENGTHS, STEPS = jnp.array([100, 37], jnp.int32), 64
@@ -22,19 +22,13 @@ def attend(
     positions = cache.lengths[:, None] + jnp.arange(x.shape[1])[None]  # [batch, tokens]
     frequencies = 1e4 ** -(jnp.arange(0.0, DIM, 2) / DIM)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-    where = cache.block_tables, cache.lengths, counts
+    span = Span(cache.block_tables, cache.lengths, counts)
+    heads = (QUERY_HEADS, KV_HEADS)
+    rotation = Rotation(jnp.cos(angles), jnp.sin(angles), heads, transform_queries=True)
     # One kernel adds the splits of the product (here one), rotates, quantises and appends.
-    queries, pages = rotate_and_append(
-        (x @ weights["qkv"])[None],
-        cache.layers[0],
-        jnp.cos(angles),
-        jnp.sin(angles),
-        *where,
-        dtype=x.dtype,
-        heads=(QUERY_HEADS, KV_HEADS),
-        transform_queries=True,
-    )
-    attended = paged_attention(queries, pages, *where, transformed=True)
+    terms = (x @ weights["qkv"])[None]
+    queries, pages = rotate_and_append(terms, cache.layers[0], span, rotation, dtype=x.dtype)
+    attended = paged_attention(queries, pages, span, transformed=True)
     cache = dataclasses.replace(cache, layers=(pages,), lengths=cache.lengths + counts)
     return attended.reshape(*x.shape[:2], -1) @ weights["output"], cache
 
@@ -63,14 +57,8 @@ def run(format: str) -> tuple[jax.Array, PagedKVCache]:
         "output": jax.random.normal(keys[1], (QUERY_HEADS * DIM, CHANNELS), jnp.bfloat16) / 16,
     }
     prompts = jax.random.normal(keys[2], (2, int(LENGTHS.max()), CHANNELS), jnp.bfloat16)
-    cache = PagedKVCache.create(
-        layers=1,
-        batch=2,
-        max_tokens=256,
-        kv_heads=KV_HEADS,
-        head_dim=DIM,
-        format=format,
-    )
+    layout = KVLayout(KV_HEADS, DIM, format)
+    cache = PagedKVCache.create(layout, layers=1, batch=2, max_tokens=256)
     y, cache = jax.jit(attend, donate_argnames="cache")(weights, prompts, LENGTHS, cache)
     last = jnp.take_along_axis(y, LENGTHS[:, None, None] - 1, axis=1)
     return decode(weights, last, cache)

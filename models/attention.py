@@ -13,6 +13,9 @@ from flax import nnx
 from mpjax.kernels import (
     HeadNorms,
     KVPages,
+    Masks,
+    Rotation,
+    Span,
     append,
     paged_attention,
     prefill_attention,
@@ -21,25 +24,6 @@ from mpjax.kernels import (
 from mpjax.kernels.checks import as_array
 from mpjax.models.config import AttentionSpec, DecoderConfig, LinearMaps
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations, rotate
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["block_tables", "starts", "counts"],
-    meta_fields=["fresh"],
-)
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Where the new tokens of a batch lie in the cache; the same for all layers.
-
-    starts, counts: int32 [batch]: sequence b adds counts[b] tokens from position starts[b].
-    fresh: statically known that all starts are 0, so that nothing needs reading back.
-    """
-
-    block_tables: jax.Array
-    starts: jax.Array
-    counts: jax.Array
-    fresh: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,20 +91,13 @@ class Attention(nnx.Module):
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
         batch, tokens, _ = x.shape
+        masks = Masks(window=self.window)
         if pages is not None and span is not None and not span.fresh:
-            where = (span.block_tables, span.starts, span.counts)
-            query, pages = rotate_and_append(
-                self.qkv.terms(x),
-                pages,
-                jnp.cos(angles),
-                jnp.sin(angles),
-                *where,
-                dtype=x.dtype,
-                heads=self.heads,
-                norms=self._norms(),
-                transform_queries=True,
-            )
-            attended = paged_attention(query, pages, *where, window=self.window, transformed=True)
+            terms = self.qkv.terms(x)
+            turn = jnp.cos(angles), jnp.sin(angles)
+            rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
+            query, pages = rotate_and_append(terms, pages, span, rotation, dtype=x.dtype)
+            attended = paged_attention(query, pages, span, masks, transformed=True)
             return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
         query, key, value = (
             part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
@@ -130,8 +107,8 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, angles), rotate(key, angles)
         if pages is not None and span is not None:
-            pages = append(pages, key, value, span.block_tables, span.starts, span.counts)
-        attended = prefill_attention(query, key, value, window=self.window)
+            pages = append(pages, key, value, span)
+        attended = prefill_attention(query, key, value, masks)
         return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
 
     def _norms(self) -> HeadNorms | None:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache
+from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models import config_json, parameters
-from mpjax.models.attention import Attention, GroupedQuerySpec, Span
+from mpjax.models.attention import Attention, GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
 from mpjax.models.layers import RMSNorm, rotary_frequencies
@@ -197,7 +197,7 @@ class Decoder(nnx.Module):
         """An empty cache that fits this model, with its scales if they are those of the format.
 
         batch: sequences. max_tokens: of each, rounded up to whole pages. format, page_size: as for
-        PagedKVCache.create; page_size is the tokens in a page: 16, 32, 64, 128 or 256.
+        KVLayout; page_size is the tokens in a page: 16, 32, 64, 128 or 256.
 
         Warns where a format of heads' scales finds those of channels: its own are 1 then.
         """
@@ -212,15 +212,14 @@ class Decoder(nnx.Module):
                     f"which are 1 now: measure them with mpjax.calibrate_cache for {format}",
                     stacklevel=2,
                 )
+        layout = KVLayout(
+            config.num_kv_heads, config.head_dim, format, page_size, dtype=config.dtype
+        )
         return PagedKVCache.create(
+            layout,
             layers=config.num_layers,
             batch=batch,
             max_tokens=max_tokens,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            format=format,
-            page_size=page_size,
-            dtype=config.dtype,
             scales=scales,
         )
 

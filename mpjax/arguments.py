@@ -12,26 +12,29 @@ import jax
 import numpy as np
 
 from mpjax.kernels import files
-from mpjax.kernels.checks import as_dtype, shown
+from mpjax.kernels.checks import are_between, as_dtype, shown
 from mpjax.precision import Precision
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
-def new_token_limits(minimum: Any, maximum: Any) -> tuple[Any, int]:
-    """min_new_tokens and max_new_tokens as whole numbers; a traced minimum stays as it is.
+def most_new_tokens(maximum: Any, minimum: Any = None) -> int:
+    """max_new_tokens as a whole number.
 
-    Raises ValueError for other numbers, and for limits that no row can keep.
+    minimum: min_new_tokens of a Sampling: a number, one for each row, or None.
+
+    Raises ValueError for other numbers, and for limits that no row can keep; a traced minimum is
+    taken as it is.
     """
     maximum = _whole("max_new_tokens", maximum)
-    traced = isinstance(minimum, jax.core.Tracer)
-    minimum = minimum if traced else _whole("min_new_tokens", minimum)
-    if maximum < 1 or (not traced and not 0 <= minimum <= maximum):
+    if maximum < 1:
+        raise ValueError(f"max_new_tokens is {maximum}; expected at least one new token")
+    if minimum is not None and not are_between(minimum, 0, maximum):
         raise ValueError(
             f"min_new_tokens is {minimum} and max_new_tokens {maximum}; "
-            "expected 0 ≤ min_new_tokens ≤ max_new_tokens and at least one new token"
+            "expected 0 ≤ min_new_tokens ≤ max_new_tokens"
         )
-    return minimum, maximum
+    return maximum
 
 
 def _whole(name: str, value: Any) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.arguments import new_token_limits, require_known_ids, stop_strings
+from mpjax.arguments import most_new_tokens, require_known_ids, stop_strings
 from mpjax.buckets import bucket_rows, bucket_tokens
 from mpjax.decoding import DecodingState, Limits, decode_program, jit_prefill
 from mpjax.finite import NotFiniteError
@@ -78,51 +78,55 @@ class Batch:
         return "stop" if found.stopped or found.tokens[-1] in self.stop_ids else "length"
 
 
-def run(
-    lm: LanguageModel,
-    prompts: Prompts,
-    *,
-    max_new_tokens: int,
-    min_new_tokens: int,
-    sampling: Sampling | Mapping[str, Any] | None,
-    stop: str | Sequence[str] | None,
-    seeds: Any,
-    chat_template: str | None,
-    page_size: int,
-    watch: bool,
-) -> Iterator[Batch]:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The prompts of a batch, and what is asked for; as arguments of `generate`."""
+
+    prompts: Prompts
+    max_new_tokens: int
+    sampling: Sampling | Mapping[str, Any] | None
+    stop: str | Sequence[str] | None
+    seeds: Any
+    chat_template: str | None
+
+
+def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     """Yields a batch, the same one, after prefill and then after each chunk or all of decoding.
 
-    watch: in chunks also without stop strings. Other arguments and errors: those of `generate`.
+    watch: in chunks also without stop strings. Errors are those of `generate`.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-    stop = stop_strings(stop)
-    min_new_tokens, max_new_tokens = new_token_limits(min_new_tokens, max_new_tokens)
+    stop, sampling = stop_strings(job.stop), Sampling.of(job.sampling)
+    max_new_tokens = most_new_tokens(job.max_new_tokens, sampling.min_new_tokens)
     tokenizer = lm.require_tokenizer()
-    encoded = encode(tokenizer, prompts, lm.config.vocab_size, chat_template)
+    encoded = encode(tokenizer, job.prompts, lm.config.vocab_size, job.chat_template)
     _check_lengths(lm, encoded, max_new_tokens)
-    sampling = Sampling.of(sampling)
     padded, room = bucket_tokens(max(map(len, encoded))), bucket_tokens(max_new_tokens)
-    rows = _choose_rows(lm, len(encoded), padded, room, page_size)
+    rows = _choose_rows(lm, len(encoded), padded, room)
     sampling = pad_sampling(sampling, len(encoded), rows)
-    keys = row_keys(np.arange(len(encoded)) if seeds is None else seeds, len(encoded), rows)
+    seeds = np.arange(len(encoded)) if job.seeds is None else job.seeds
+    keys = row_keys(seeds, len(encoded), rows)
     tokens, lengths = _pad(encoded, rows, padded)
-    stop_ids = _stop_ids(lm, tokenizer, stop)
+    sampling, ids = sampling.split(tokenizer.stop_ids or lm.config.stop_ids)
+    stop_ids = (*(int(i) for i in np.asarray(ids)), *_special_ids(tokenizer, stop))
     maximum = np.where(np.arange(rows) < len(encoded), max_new_tokens, 0)
-    limits = Limits.of(rows, stop_ids, min_new_tokens, maximum)
+    limits = Limits.of(rows, stop_ids, maximum, room)
 
     begin = time.perf_counter()
     state = jit_prefill(
         lm.model,
         jnp.asarray(tokens),
         jnp.asarray(lengths),
-        lm.model.create_cache(rows, padded + room, lm.kv_format, page_size),
+        lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size),
         keys,
         sampling,
         limits,
-        room=room,
     )
-    texts = [RowText(tokenizer, ids, stop, min_new_tokens) for ids in encoded]
+    minima = np.broadcast_to(np.asarray(sampling.min_new_tokens), rows)
+    texts = [
+        RowText(tokenizer, ids, stop, int(minimum))
+        for ids, minimum in zip(encoded, minima, strict=False)
+    ]
     state.tokens.block_until_ready()
     seconds = time.perf_counter() - begin
     batch = Batch(state, texts, stop_ids, [len(ids) for ids in encoded], lm.config.dtype, seconds)
@@ -142,11 +146,10 @@ def run(
         yield batch
 
 
-def _stop_ids(lm: LanguageModel, tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, ...]:
-    """Tokens that end a row: also a special one that is a stop string, for it has no text."""
+def _special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
+    """Special tokens that are a stop string: they have no text, and end a row as tokens."""
     named = (tokenizer.backend.token_to_id(text) for text in stop)
-    special = [i for i in named if i is not None and i in tokenizer.special_ids]
-    return (*(tokenizer.stop_ids or lm.config.stop_ids), *special)
+    return [i for i in named if i is not None and i in tokenizer.special_ids]
 
 
 def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_tokens: int) -> None:
@@ -161,9 +164,9 @@ def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_toke
     require_known_ids(encoded, lm.config.vocab_size)
 
 
-def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int, page_size: int) -> int:
+def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int) -> int:
     """Rows that a batch is padded to; none is added where the device lacks the memory for them."""
-    needed = functools.partial(_needed_bytes, lm, padded=padded, room=room, page_size=page_size)
+    needed = functools.partial(_needed_bytes, lm, padded=padded, room=room)
     rows = bucket_rows(batch)
     rows = rows if has_free(needed(rows)) else batch
     require_free(
@@ -172,10 +175,10 @@ def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int, page_siz
     return rows
 
 
-def _needed_bytes(lm: LanguageModel, rows: int, *, padded: int, room: int, page_size: int) -> int:
+def _needed_bytes(lm: LanguageModel, rows: int, *, padded: int, room: int) -> int:
     """What the cache takes, and a layer's activations at their widest, inside the MLP."""
     shapes = jax.eval_shape(
-        lambda: lm.model.create_cache(rows, padded + room, lm.kv_format, page_size)
+        lambda: lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size)
     )
     cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     wide = 3 * lm.config.intermediate_size + 3 * lm.config.hidden_size

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.arguments import new_token_limits
+from mpjax.arguments import most_new_tokens
 from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, device
-from mpjax.kernels.checks import are_between, as_array, as_arrays, require_type, shown
+from mpjax.kernels.checks import are_between, as_arrays, require_type
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder
 from mpjax.random_keys import row_keys, step_keys
@@ -29,27 +29,31 @@ STOP_IDS = 8  # their number is rounded up to a multiple
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["stop_ids", "minimum", "maximum"],
-    meta_fields=[],
+    data_fields=["stop_ids", "maximum"],
+    meta_fields=["room"],
 )
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """When a row ends: int32 stop tokens [any number], and new tokens at least and most [batch]."""
+    """When a row ends.
+
+    stop_ids: int32 [any number], tokens that end it. maximum: int32 [batch], new tokens at most.
+    room: new tokens that a state can hold (static).
+    """
 
     stop_ids: jax.Array
-    minimum: jax.Array
     maximum: jax.Array
+    room: int
 
     @classmethod
-    def of(cls, batch: int, stop_ids: Any, minimum: Any, maximum: Any) -> Limits:
-        """Limits of a batch; minimum and maximum are a number for all rows, or one for each."""
+    def of(cls, batch: int, stop_ids: Any, maximum: Any, room: int) -> Limits:
+        """Limits of a batch; the maximum is a number for all rows, or one for each."""
         ids = jnp.asarray(stop_ids, jnp.int32)
         # What no vocabulary has is never drawn: so one more stop token compiles nothing anew.
         padding = (0, -len(ids) % STOP_IDS)
         return cls(
             jnp.pad(ids, padding, constant_values=jnp.iinfo(jnp.int32).max),
-            jnp.full(batch, minimum, jnp.int32),
             jnp.full(batch, maximum, jnp.int32),
+            room,
         )
 
 
@@ -122,15 +126,12 @@ def prefill(
     keys: jax.Array,
     sampling: Sampling,
     limits: Limits,
-    *,
-    room: int,
 ) -> DecodingState:
     """Reads the prompts into an empty cache and draws the first token of each row.
 
     tokens: int [batch, tokens], padded on the right; lengths: int32 [batch].
-    room: new tokens that the state can hold (static).
     """
-    batch = tokens.shape[0]
+    batch, room = tokens.shape[0], limits.room
     logits, cache = model.step(tokens, lengths, cache, fresh=True)
     seen = None
     if sampling.repetition_penalty is not None:
@@ -198,9 +199,11 @@ def _draw(
 ) -> DecodingState:
     """Samples a token for each row that is alive (bool [batch]) and records it."""
     batch, vocabulary = logits.shape
-    too_short = state.counts < limits.minimum
     is_stop = jnp.zeros(vocabulary, bool).at[limits.stop_ids].set(True)
-    allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
+    allowed = logits
+    if sampling.min_new_tokens is not None:
+        too_short = state.counts < jnp.asarray(sampling.min_new_tokens, jnp.int32)
+        allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
     drawn = sample(allowed, step_keys(state.keys, state.step), sampling, state.seen)
     chance = logprobs(logits, drawn)
     counts = state.counts + alive.astype(jnp.int32)
@@ -226,7 +229,7 @@ def _draw(
 
 
 # The state is donated, so that the loop owns the cache's buffers; the model never is.
-jit_prefill = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
+jit_prefill = jax.jit(prefill, donate_argnames="cache")
 jit_decode = jax.jit(decode, static_argnames="stride", donate_argnames="state")
 jit_decode_in_turn = jax.jit(
     decode,
@@ -264,11 +267,8 @@ def generate_tokens(
     seeds: Any = None,
     *,
     max_new_tokens: int,
-    min_new_tokens: int = 0,
     sampling: Sampling | Mapping[str, Any] | None = None,
-    stop_ids: Sequence[int] | jax.Array | None = None,
     kv_format: KVFormat | str | None = None,
-    page_size: int = 128,
 ) -> GeneratedTokens:
     """Continues a batch of prompts: pure, and jit-able with `max_new_tokens` and formats static.
 
@@ -276,14 +276,12 @@ def generate_tokens(
     seeds: integers [batch], or JAX's keys (typed [batch], raw uint32 [batch, 2]; of threefry2x32),
         one per row, which alone decide what a row draws; 0 … batch − 1 by default. Greedy
         generation uses none.
-    stop_ids: tokens that end a row; by default those of the model's configuration, which are the
-        eos_token_id of config.json. `generate` stops at `lm.tokenizer.stop_ids`: also at
-        eos_token, and at those of generation_config.json in the place of config.json's. Pass these
-        for the same ends.
-    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default.
-    kv_format: of the cache, which is created here and dropped at the end, as PagedKVCache.create
-        takes it; KV16 by default. page_size: tokens in one of its pages, as for
-        PagedKVCache.create: 16, 32, 64, 128 or 256.
+    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default. Without
+        stop_ids, rows end at those of the model's configuration, which are the eos_token_id of
+        config.json. `generate` stops at `lm.tokenizer.stop_ids`: also at eos_token, and at those of
+        generation_config.json in the place of config.json's. Pass these for the same ends.
+    kv_format: of the cache, which is created here and dropped at the end, as KVLayout takes it;
+        KV16 by default. Its pages have the usual size, which changes no result but for rounding.
 
     A row's output does not depend on its neighbours, but for rounding: kernels choose their tiles,
     and with them the order of sums, by the batch's size.
@@ -305,16 +303,11 @@ def generate_tokens(
     for name, array in (("tokens", tokens), ("lengths", lengths)):
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{name} are {array.dtype}; expected integers")
-    min_new_tokens, max_new_tokens = new_token_limits(min_new_tokens, max_new_tokens)
-    stop_ids = model.config.stop_ids if stop_ids is None else stop_ids
+    sampling = Sampling.of(sampling)
+    max_new_tokens = most_new_tokens(max_new_tokens, sampling.min_new_tokens)
     vocabulary = model.config.vocab_size
     if not are_between(tokens, 0, vocabulary - 1):
         raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
-    stop_ids = as_array("stop_ids", stop_ids)
-    if stop_ids.ndim != 1 or (stop_ids.size and not jnp.issubdtype(stop_ids.dtype, jnp.integer)):
-        raise ValueError(f"stop_ids are {shown(stop_ids)}; expected a list of token ids")
-    if not are_between(stop_ids, 0, 2**31 - 1):  # what the vocabulary lacks is never drawn
-        raise ValueError(f"stop_ids are {stop_ids.tolist()}; each must be 0 or above")
     if not are_between(lengths, 1, padded):
         raise ValueError(f"lengths are {lengths.tolist()}; each must be from 1 to {padded}")
     positions = model.config.max_position_embeddings
@@ -324,14 +317,14 @@ def generate_tokens(
             f"{positions} positions of this model: shorten the prompts, ask for fewer, or load the "
             "model with max_positions"
         )
-    sampling = Sampling.of(sampling)
-    limits = Limits.of(batch, stop_ids, min_new_tokens, max_new_tokens)
+    sampling, stop_ids = sampling.split(model.config.stop_ids)
+    limits = Limits.of(batch, stop_ids, max_new_tokens, max_new_tokens)
     keys = row_keys(np.arange(batch) if seeds is None else seeds, batch)
     cache = model.create_cache(
-        batch, padded + max_new_tokens, KVFormat() if kv_format is None else kv_format, page_size
+        batch, padded + max_new_tokens, KVFormat() if kv_format is None else kv_format
     )
     lengths = lengths.astype(jnp.int32)
-    state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits, room=max_new_tokens)
+    state = jit_prefill(model, tokens, lengths, cache, keys, sampling, limits)
     run = decode_program(model, state)
     state = run(model, state, sampling, limits, jnp.int32(max_new_tokens))
     return collect(state, limits)

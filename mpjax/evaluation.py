@@ -67,7 +67,6 @@ def evaluate(
     *,
     window: int | None = None,
     batch: int = 8,
-    page_size: int = 128,
     progress: bool | None = None,
 ) -> Evaluation:
     """Predicts each token of the documents from those before it, as decoding would.
@@ -81,7 +80,6 @@ def evaluate(
 
     window: tokens that a prediction can see; 1024 by default, or the model's longest context.
     batch: windows that are read at a time.
-    page_size: tokens in a page of the cache, as for PagedKVCache.create: 16, 32, 64, 128 or 256.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises ValueError for a model without a tokenizer, documents that are no list or without a token
@@ -107,9 +105,7 @@ def evaluate(
     tokens = sum(len(piece) - 1 for piece in windows)
     if not tokens:
         raise ValueError("there is no token to predict: the documents are empty")
-    scores = token_scores(
-        lm, windows, batch=batch, page_size=page_size, progress=progress, kind="window"
-    )
+    scores = token_scores(lm, windows, batch=batch, progress=progress, kind="window")
     nats = -math.fsum(np.sum(found.logprobs, dtype=np.float64) for found in scores)
     characters = sum(len(text.encode()) for text in documents)
     return Evaluation(
@@ -159,7 +155,6 @@ def token_scores(
     sequences: Sequence[np.ndarray],
     *,
     batch: int = 8,
-    page_size: int = 128,
     progress: bool | None = None,
     kind: str = "sequence",
 ) -> list[TokenScores]:
@@ -167,7 +162,7 @@ def token_scores(
 
     sequences: int [tokens] each, with at most one token more than the model has positions. They
         may come in any order; those of near lengths share a batch.
-    batch, page_size, progress: as for `evaluate`. kind: what errors call a sequence.
+    batch, progress: as for `evaluate`. kind: what errors call a sequence.
 
     Raises ValueError for tokens that the model doesn't know; NotFiniteError and DeviceMemoryError
     as `evaluate`.
@@ -182,7 +177,7 @@ def token_scores(
     longest = max(len(sequences[order[0]]) - 1, 1)
     capacity = -(-longest // chunk) * chunk
     create = functools.partial(
-        lm.model.create_cache, batch, capacity, lm.kv_format, page_size
+        lm.model.create_cache, batch, capacity, lm.kv_format, lm.page_size
     )  # one for all batches: what an earlier one left there is not visible
     shapes = jax.tree.leaves(jax.eval_shape(create))
     needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-from mpjax.batch import Batch, run
+from mpjax.batch import Batch, Job, run
 from mpjax.language_model import LanguageModel
 from mpjax.prompts import EXPECTED, Prompt, Prompts, is_single
 from mpjax.sampling import Sampling
@@ -59,29 +59,25 @@ def generate(
     prompts: Prompts,
     *,
     max_new_tokens: int = 128,
-    min_new_tokens: int = 0,
     sampling: Sampling | Mapping[str, Any] | None = None,
     stop: str | Sequence[str] | None = (),
     seeds: Any = None,
     chat_template: str | None = None,
-    page_size: int = 128,
 ) -> Generation:
     """Completes a batch of prompts.
 
     prompts: texts; token ids, which are read as they are; or chats (lists of
         `{"role": ..., "content": ...}`) that go through a chat template. One of any is a batch of
         one. Ids may be lists or arrays, and an array [batch, tokens] is a batch.
-    max_new_tokens, min_new_tokens: of each row. Until the minimum, stop tokens are held back, and
-        stop strings are text like any other.
-    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default.
+    max_new_tokens: of each row.
+    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default. Until its
+        min_new_tokens, stop tokens are held back, and stop strings are text like any other.
     stop: strings that end a row; the text ends before them.
     seeds: one per prompt, which alone decide what it draws, whatever its neighbours (but for
         rounding: kernels choose their tiles by the batch's size); row numbers by default. Integers
         or JAX's keys, as for generate_tokens.
     chat_template: of chats: the name of one of the checkpoint's templates, or Jinja source. By
         default the checkpoint's own.
-    page_size: tokens in a page of the cache, as for PagedKVCache.create: 16, 32, 64, 128 or 256.
-        Each row's room is rounded up to whole pages.
 
     A program is compiled for each size of the batch, of the longest prompt and of max_new_tokens,
     and all three are rounded up so that few are: the batch to 1, 2, 4 or a multiple of 8, the
@@ -93,19 +89,8 @@ def generate(
     fit; mpjax.finite.NotFiniteError, a ValueError, for a model that computes NaN or infinite
     logits; DeviceMemoryError, before anything is allocated, where the cache is too large.
     """
-    steps = run(
-        lm,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        sampling=sampling,
-        stop=stop,
-        seeds=seeds,
-        chat_template=chat_template,
-        page_size=page_size,
-        watch=False,
-    )
-    [batch] = collections.deque(steps, maxlen=1)
+    job = Job(prompts, max_new_tokens, sampling, stop, seeds, chat_template)
+    [batch] = collections.deque(run(lm, job, watch=False), maxlen=1)
     return _generation(batch)
 
 
@@ -114,12 +99,10 @@ def stream(
     prompt: Prompt,
     *,
     max_new_tokens: int = 128,
-    min_new_tokens: int = 0,
     sampling: Sampling | Mapping[str, Any] | None = None,
     stop: str | Sequence[str] | None = (),
     seed: Any = 0,
     chat_template: str | None = None,
-    page_size: int = 128,
 ) -> Generator[str, None, Generation]:
     """Completes one prompt and yields its text as it comes: `generate` in pieces.
 
@@ -129,18 +112,8 @@ def stream(
     """
     if not is_single(prompt):
         raise ValueError(f"stream completes one prompt, {EXPECTED}: stream_batch takes several")
-    for batch in run(
-        lm,
-        [prompt],
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        sampling=sampling,
-        stop=stop,
-        seeds=[seed],
-        chat_template=chat_template,
-        page_size=page_size,
-        watch=True,
-    ):
+    job = Job([prompt], max_new_tokens, sampling, stop, [seed], chat_template)
+    for batch in run(lm, job, watch=True):
         if text := batch.rows[0].take():
             yield text
     return _generation(batch)
@@ -151,12 +124,10 @@ def stream_batch(
     prompts: Prompts,
     *,
     max_new_tokens: int = 128,
-    min_new_tokens: int = 0,
     sampling: Sampling | Mapping[str, Any] | None = None,
     stop: str | Sequence[str] | None = (),
     seeds: Any = None,
     chat_template: str | None = None,
-    page_size: int = 128,
 ) -> Generator[TextPiece, None, Generation]:
     """Completes a batch of prompts and yields the text of all rows as it comes.
 
@@ -168,18 +139,8 @@ def stream_batch(
     Arguments and errors are those of `generate`, as for `stream`.
     """
     ended: set[int] = set()
-    for batch in run(
-        lm,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        sampling=sampling,
-        stop=stop,
-        seeds=seeds,
-        chat_template=chat_template,
-        page_size=page_size,
-        watch=True,
-    ):
+    job = Job(prompts, max_new_tokens, sampling, stop, seeds, chat_template)
+    for batch in run(lm, job, watch=True):
         for row, found in enumerate(batch.rows):
             text = found.take()
             if found.ended and row not in ended:

@@ -95,7 +95,7 @@ class HarnessLM(TemplateLM):
                 f"batch_size is {size!r}; expected a whole number, as mpjax doesn't look for the "
                 "largest batch that fits: give one, such as 8"
             )
-        of_loading = ("precision", "dtype", "max_positions")
+        of_loading = ("precision", "dtype", "max_positions", "page_size")
         _, *others = inspect.signature(cls).parameters  # the first is the model
         known = ("pretrained", *of_loading, *others)
         if unknown := given.keys() - known:
@@ -105,7 +105,7 @@ class HarnessLM(TemplateLM):
             )
         if "batch_size" in given:
             given["batch_size"] = int(given["batch_size"])
-        loading = {name: given.pop(name, None) for name in of_loading}
+        loading = {name: given.pop(name) for name in of_loading if name in given}
         return cls(load(given.pop("pretrained"), **loading), **given)
 
     @classmethod

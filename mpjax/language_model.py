@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
+from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.models import Decoder, DecoderConfig, LinearPlace
 from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
@@ -22,15 +23,22 @@ MEGABYTE = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A decoder with its tokenizer and the format of its KV cache.
+    """A decoder with its tokenizer, and the format and page size of its KV cache.
 
     tokenizer: None where the folder has no tokenizer.json. source: the folder it was loaded from.
+    page_size: tokens in a page of the cache, as for KVLayout: 16, 32, 64, 128 or 256.
+
+    Raises ValueError for a page size that there isn't, or that the format can't have.
     """
 
     model: Decoder
     tokenizer: Tokenizer | None
     kv_format: KVFormat
     source: Path
+    page_size: int = 128
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "page_size", read_page_size(self.page_size, self.kv_format))
 
     @property
     def config(self) -> DecoderConfig:

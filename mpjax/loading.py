@@ -15,6 +15,7 @@ from mpjax.checkpoint import CheckpointError, foreign, huggingface, restoring, s
 from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
 from mpjax.kernels import KVFormat
 from mpjax.kernels.checks import shown
+from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
 from mpjax.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ def load(
     precision: str | Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     max_positions: int | None = None,
+    page_size: int = 128,
     verify: bool = True,
     progress: bool | None = None,
 ) -> LanguageModel:
@@ -50,25 +52,29 @@ def load(
         by default.
     max_positions: tokens that a sequence may have, prompt and new ones together, in the place of
         what the checkpoint says, or said when it was saved; nothing else of the model changes.
+    page_size: tokens in a page of the KV cache, as for KVLayout: 16, 32, 64, 128 or 256. Each
+        sequence's room is rounded up to whole pages.
     verify: whether the arrays of a model that `mpjax.save` wrote are compared with their checksums,
         which finds what a disk or a copy has changed, and takes half a second for a gigabyte.
         Checkpoints of others have none.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises CheckpointError for what can't be loaded, ValueError for a precision or dtype that the
-    checkpoint doesn't have and max_positions below 1, and mpjax.memory.DeviceMemoryError, before
-    anything is allocated, where the device has not enough memory left.
+    checkpoint doesn't have, max_positions below 1 and a page size that there isn't, and
+    mpjax.memory.DeviceMemoryError, before anything is allocated, where the device has not enough
+    memory left.
     """
     precision = None if precision is None else Precision.of(precision)
     dtype = compute_dtype(dtype, precision)
     if max_positions is not None:
         max_positions = positive_whole("max_positions", max_positions)
+    page_size = read_page_size(page_size, KVFormat() if precision is None else precision.kv)
     folder = find_folder(path_or_id).resolve()
     if is_saved(folder):
         lm = restoring.restore(
             folder, precision=precision, dtype=dtype, verify=verify, progress=progress
         )
-        return _with_positions(lm, max_positions)
+        return _with_limits(lm, max_positions, page_size)
     if not os.path.lexists(folder / huggingface.CONFIG_NAME):
         raise CheckpointError(
             f"{folder} has neither {huggingface.CONFIG_NAME} nor {DESCRIPTION_NAME}: "
@@ -78,14 +84,15 @@ def load(
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
     model = huggingface.load(folder, precision=precision, dtype=dtype, progress=progress)
     kv_format = KVFormat() if precision is None else precision.kv
-    return _with_positions(LanguageModel(model, tokenizer, kv_format, folder), max_positions)
+    lm = LanguageModel(model, tokenizer, kv_format, folder)
+    return _with_limits(lm, max_positions, page_size)
 
 
-def _with_positions(lm: LanguageModel, positions: int | None) -> LanguageModel:
-    """The model, whose configuration is given another limit in place."""
+def _with_limits(lm: LanguageModel, positions: int | None, page_size: int) -> LanguageModel:
+    """The model with pages of another size; its configuration is given another limit in place."""
     if positions is not None:
         lm.model.config = dataclasses.replace(lm.config, max_position_embeddings=positions)
-    return lm
+    return dataclasses.replace(lm, page_size=page_size)
 
 
 def bundled_model() -> Path:

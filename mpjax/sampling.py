@@ -8,14 +8,14 @@ on the size of the batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels.checks import as_array, did_you_mean, nearest, shown
+from mpjax.kernels.checks import are_between, as_array, did_you_mean, nearest, shown
 
 FILTERS = ("top_k", "top_p", "min_p")
 # By less, logits could become infinite; and by this already, only the largest is ever drawn.
@@ -24,11 +24,11 @@ LEAST_TEMPERATURE = 2.0**-100
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a next token is drawn; every field is off (`None`) unless given.
+    """How a next token is drawn, and which end a row; every field is off (`None`) unless given.
 
-    A field is a number, or an array [batch] with one number per row. `None` is pytree structure
-    and a number is a leaf, so `jit` traces again when a feature is switched on or off and never
-    for another value of it.
+    A field, but for stop_ids, is a number, or an array [batch] with one number per row. `None` is
+    pytree structure and a number is a leaf, so `jit` traces again when a feature is switched on or
+    off and never for another value of it.
 
     Attributes:
       temperature: logits are divided by it; `None` or 0 is greedy (for an array: 0 makes its row
@@ -40,6 +40,11 @@ class Sampling:
         (Nguyen et al., 2024).
       repetition_penalty: a seen token's logit is divided by it when positive and multiplied by it
         when negative; above 0, 1 changes nothing (Keskar et al., 2019, section 4.1).
+      min_new_tokens: until a row has so many new tokens, 0 or above, those that end it are not
+        drawn; in text, stop strings don't count so long. What generates sees to it: `sample` knows
+        no lengths.
+      stop_ids: ids of the tokens that end a row, a list of any length; `None` for those of the
+        checkpoint: the tokenizer's, or where there is no tokenizer those of config.json.
 
     Raises:
       ValueError: for a number outside these ranges, for an array that is not [batch], and for a
@@ -51,8 +56,11 @@ class Sampling:
     top_p: Any = None
     min_p: Any = None
     repetition_penalty: Any = None
+    min_new_tokens: Any = None
+    stop_ids: Any = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_ids", _stop_ids(self.stop_ids))
         for name, (accepts, expected) in _RANGES.items():
             value = _canonical(name, getattr(self, name))
             object.__setattr__(self, name, value)
@@ -90,6 +98,15 @@ class Sampling:
                 raise ValueError(f"sampling has {name!r}{hint}: expected {', '.join(_NAMES)}")
         return cls(**sampling)
 
+    def split(self, usual: Sequence[int]) -> tuple[Sampling, Any]:
+        """How tokens are drawn, and the ids that end a row: `usual` ones where none are given.
+
+        The former has a number as its min_new_tokens: loops are compiled once, with and without.
+        """
+        least = 0 if self.min_new_tokens is None else self.min_new_tokens
+        ids = usual if self.stop_ids is None else self.stop_ids
+        return dataclasses.replace(self, min_new_tokens=least, stop_ids=None), ids
+
     @property
     def greedy(self) -> bool:
         """True when every row takes its most likely token."""
@@ -102,8 +119,10 @@ _RANGES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     "top_p": (lambda value: (value > 0) & (value <= 1), "above 0 and at most 1"),
     "min_p": (lambda value: (value >= 0) & (value < 1), "0 or above and below 1"),
     "repetition_penalty": (lambda value: (value > 0) & np.isfinite(value), "finite and above 0"),
+    "min_new_tokens": (lambda value: value >= 0, "0 or above"),
 }
-_NAMES = tuple(_RANGES)
+_WHOLE = ("top_k", "min_new_tokens")
+_NAMES = (*_RANGES, "stop_ids")
 
 
 def _concrete(value: Any) -> bool:
@@ -114,18 +133,18 @@ def _canonical(name: str, value: Any) -> Any:
     """One type per field, so that 1 and 1.0 share a trace: a Python number or an array."""
     if value is None:
         return None
-    dtype = np.dtype(np.int32 if name == "top_k" else np.float32)
-    if not isinstance(value, jax.Array):
+    dtype = np.dtype(np.int32 if name in _WHOLE else np.float32)
+    if not isinstance(value, jax.Array) or np.iscomplexobj(value):
         value = _read(name, value)
     if np.ndim(value) > 1:
         raise ValueError(
             f"{name} has shape {np.shape(value)}; it must be a number or an array [batch]."
         )
-    if name == "top_k" and _concrete(value):
+    if name in _WHOLE and _concrete(value):
         found = np.asarray(value)
         if not np.all(np.isfinite(found)) or np.any(found != np.floor(found)):
-            raise ValueError(f"top_k is {value}; it must be a whole number.")
-        # No vocabulary is larger, and int32 holds no more.
+            raise ValueError(f"{name} is {value}; it must be a whole number.")
+        # No vocabulary is larger, and no text longer; int32 holds no more.
         most = np.iinfo(np.int32).max
         bounded = np.clip(found, -most, most)
         value = jnp.asarray(bounded, dtype) if isinstance(value, jax.Array) else bounded
@@ -133,14 +152,26 @@ def _canonical(name: str, value: Any) -> Any:
         return value.astype(dtype)
     if np.ndim(value):
         return np.asarray(value, dtype)
-    return int(value) if name == "top_k" else float(value)
+    return int(value) if name in _WHOLE else float(value)
+
+
+def _stop_ids(ids: Any) -> Any:
+    """Ids int32 [any number], or None. Raises ValueError for anything else."""
+    if ids is None:
+        return None
+    found = as_array("stop_ids", ids)
+    if found.ndim != 1 or (found.size and not jnp.issubdtype(found.dtype, jnp.integer)):
+        raise ValueError(f"stop_ids are {shown(found)}; expected a list of token ids")
+    if not are_between(found, 0, 2**31 - 1):  # what the vocabulary lacks is never drawn
+        raise ValueError(f"stop_ids are {found.tolist()}; each must be 0 or above")
+    return found.astype(jnp.int32) if isinstance(found, jax.Array) else found.astype(np.int32)
 
 
 def _read(name: str, value: Any) -> np.ndarray:
     """The numbers of a field, which may be in lists. Raises ValueError for what is no number."""
     try:
-        if isinstance(value, str | bytes):
-            raise TypeError("this is no number, whatever NumPy makes of it")
+        if isinstance(value, str | bytes) or np.iscomplexobj(value):
+            raise TypeError("this is no real number, whatever NumPy makes of it")
         return np.asarray(value, np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
@@ -295,13 +326,13 @@ def _per_row(value: Any, name: str, logits: jax.Array, dtype: Any = jnp.float32)
 
 
 def pad_sampling(sampling: Sampling, batch: int, rows: int) -> Sampling:
-    """The same for a batch that is padded to `rows`: arrays repeat their last number.
+    """The same for a batch that is padded to `rows`: arrays of rows repeat their last number.
 
     Raises ValueError for an array that is not [batch].
     """
 
     def pad(path: Any, value: Any) -> Any:
-        if np.ndim(value) == 0:
+        if np.ndim(value) == 0 or path[0].name == "stop_ids":
             return value
         if np.shape(value) != (batch,):
             raise ValueError(

@@ -7,32 +7,39 @@ NumPy's arrays, numbers, and lists of them; where a dtype is, short names such a
 
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.attention.api import paged_attention, prefill_attention
+from mpjax.kernels.batch import Span
 from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
 from mpjax.kernels.kv_cache.api import append
 from mpjax.kernels.kv_cache.cache import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.formats import KVFormat
+from mpjax.kernels.kv_cache.layout import KVLayout
 from mpjax.kernels.kv_cache.scales import cache_scales
+from mpjax.kernels.masks import Masks
 from mpjax.kernels.partition import partition_specs
 from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 from mpjax.kernels.quantize import quantize
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
-from mpjax.kernels.rotary.reference import HeadNorms
+from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
 from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows, rms_norm
 
 __all__ = [
     "ActivationFormat",
     "HeadNorms",
     "KVFormat",
+    "KVLayout",
     "KVPages",
+    "Masks",
     "PagedKVCache",
     "PlainCodes",
     "ProductFormat",
     "QuantizedActivations",
     "QuantizedTensor",
+    "Rotation",
+    "Span",
     "UnsupportedError",
     "WeightFormat",
     "add_rms_norm",

@@ -8,6 +8,7 @@ still ships it in 0.12; importing this module silences its warning.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,9 @@ lowering.register_lowering(limit_registers_p)(lower_limit_registers)
 
 EARLY_LAUNCH_CAPABILITY = 9.0  # the first with programmatic dependent launch
 
-load, store = plgpu.load, plgpu.store
+# A reference is typed as the array that it stands for, as in the trees of a kernel's arguments.
+load: Callable[..., jax.Array] = plgpu.load
+store: Callable[..., None] = plgpu.store
 
 
 def load_masked(ref: Any, mask: jax.Array | None) -> jax.Array:
@@ -67,17 +70,37 @@ def first_program_id() -> jax.Array:
     return current_target().first_program_id()
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A kernel's name, and how it is compiled.
+
+    warps: of a program. stages: iterations of a loop whose loads are under way at a time.
+    registers: how many a thread of a kernel that asks for `first_program_id` may have; None leaves
+        it to the assembler, which keeps room for programs that may never come.
+
+    Raises ValueError for more registers than there are.
+    """
+
+    name: str
+    warps: int = 1
+    stages: int = 1
+    registers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.registers is not None and not 0 < self.registers <= MOST_REGISTERS:
+            raise ValueError(
+                f"{self.name}: {self.registers} registers: expected 1 to {MOST_REGISTERS}"
+            )
+
+
 def launch(
     kernel: Callable[..., None],
     *arguments: Any,
+    settings: Settings,
     out_shape: Any,
     grid: tuple[int, ...],
-    name: str,
-    warps: int,
-    stages: int,
     interpret: bool,
     aliases: dict[int, int] | None = None,
-    registers: int | None = None,
 ) -> Any:
     """Launches a kernel over whole arrays in global memory.
 
@@ -85,20 +108,12 @@ def launch(
     indexes them itself.
 
     out_shape: a tree of `jax.ShapeDtypeStruct`s.
-    warps, stages: the compiler's `num_warps` and `num_stages`.
     interpret: run as plain JAX on any device, traced for the current target.
     aliases: from the number of an argument's array to that of the output that takes its buffer.
-    registers: the most that a thread may have, in a kernel that calls `first_program_id`. None
-        leaves the choice to the assembler, which limits them for more programs than may ever share
-        a multiprocessor.
-
-    Raises ValueError for a number of registers that a thread cannot have.
     """
-    if registers is not None and not 0 < registers <= MOST_REGISTERS:
-        raise ValueError(f"{name}: {registers} registers: expected 1 to {MOST_REGISTERS}")
 
     def run(*references: Any) -> None:
-        with tracing_for(current_target() if interpret else Triton.here(registers)):
+        with tracing_for(current_target() if interpret else Triton.here(settings.registers)):
             kernel(*references)
 
     arguments = varying_axes.vary_alike(arguments)
@@ -107,9 +122,9 @@ def launch(
         out_shape=varying_axes.varying_like(out_shape, arguments),
         grid=grid,
         input_output_aliases=aliases or {},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=plgpu.CompilerParams(num_warps=settings.warps, num_stages=settings.stages),
         interpret=interpret,
-        name=name,
+        name=settings.name,
     )
     with jax.enable_x64(False):  # the indices of kernels are int32
         return call(*arguments)

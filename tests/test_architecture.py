@@ -50,6 +50,8 @@ MUTUAL = {
     ("pallas_kernels/plain_codes.py", "pallas_kernels/codes"),
 }
 
+MOST_PARAMETERS = 7  # but for commands: theirs are the options of the command line
+
 # Source files without a test file of the same name, and why.
 UNTESTED: dict[str, str] = {}
 
@@ -185,6 +187,19 @@ def test_untested_modules_exist():
 def test_files_are_short(path):
     lines = len((ROOT / path).read_text(encoding="utf-8").splitlines())
     assert lines <= MAXIMUM_LINES, f"{path} has {lines} lines: one idea a file"
+
+
+@each_file
+def test_functions_have_few_parameters(path):
+    """What travels together is a type; `*arguments` is one parameter."""
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        is_command = path.parts[:2] == ("mpjax", "cli") and node.name.endswith("command")
+        a = node.args
+        names = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+        count = len([name for name in names if name.arg not in ("self", "cls")])
+        assert is_command or count <= MOST_PARAMETERS, f"{path}: {node.name} has {count} parameters"
 
 
 @each_file

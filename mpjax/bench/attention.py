@@ -15,8 +15,10 @@ from mpjax.bench import filled_pages, measure
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.kernels import (
     KVFormat,
+    KVLayout,
     KVPages,
     PagedKVCache,
+    Span,
     append,
     paged_attention,
     prefill_attention,
@@ -168,13 +170,10 @@ def _cache(shape: AttentionShape, format: KVFormat) -> PagedKVCache:
     """
     entries = -(-np.asarray(shape.lengths) // PAGE_SIZE)
     cache = PagedKVCache.create(
+        KVLayout(shape.kv_heads, shape.head_dim, format, page_size=PAGE_SIZE),
         layers=1,
         batch=shape.batch,
         max_tokens=-(-int(entries.sum()) // shape.batch) * PAGE_SIZE,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        format=format,
-        page_size=PAGE_SIZE,
         scales=REACH / 127 if format.scaling == "static" else None,
     )
     number, first = np.arange(entries.max()), np.cumsum(entries) - entries
@@ -222,12 +221,12 @@ def queries(shape: AttentionShape) -> jax.Array:
 def _format(shape: AttentionShape, format: KVFormat, cudnn: float) -> dict[str, Any]:
     pages, block_tables = fill(shape, format)
     counts = jnp.full(shape.batch, shape.queries, jnp.int32)
-    places = (block_tables, jnp.asarray(shape.lengths, jnp.int32) - counts, counts)
-    call = (queries(shape), pages, *places)
+    span = Span(block_tables, jnp.asarray(shape.lengths, jnp.int32) - counts, counts)
+    call = (queries(shape), pages, span)
     attend = functools.partial(paged_attention, **AS_IN_A_MODEL)
     row, output = _measure(shape, str(format), attend, call, slice(1, 2), cudnn)
     error = _error(output, call) if is_checked(shape) else None
-    return row | {"append_microseconds": _append(pages, *places), "relative_error": error}
+    return row | {"append_microseconds": _append(pages, span), "relative_error": error}
 
 
 def _uncached(shape: AttentionShape, cudnn: float) -> dict[str, Any]:
@@ -239,12 +238,10 @@ def _uncached(shape: AttentionShape, cudnn: float) -> dict[str, Any]:
     if is_checked(shape):
         # The reference attends to pages with the same keys and values.
         cache = _cache(shape, KVFormat())
-        places = (
-            cache.block_tables,
-            *(jnp.full(shape.batch, n, jnp.int32) for n in (0, shape.context)),
-        )
-        pages = append(cache.layers[0], keys, values, *places)
-        error = _error(output, (call[0], pages, *places))
+        starts, counts = (jnp.full(shape.batch, n, jnp.int32) for n in (0, shape.context))
+        span = Span(cache.block_tables, starts, counts)
+        pages = append(cache.layers[0], keys, values, span)
+        error = _error(output, (call[0], pages, span))
     return row | {"relative_error": error}
 
 
@@ -286,18 +283,16 @@ def _measure(
     return figures(row), each(calls)[0]
 
 
-def _append(
-    pages: KVPages, block_tables: jax.Array, starts: jax.Array, counts: jax.Array
-) -> float | None:
+def _append(pages: KVPages, span: Span) -> float | None:
     """Microseconds to quantise new tokens and write them to the pages; None if no kernel does that.
 
     The time of copying the pages is not counted. A model donates its pages, so that they are not
     copied; here they are needed again for the next call.
     """
-    tokens = int(counts.max())
-    dims = (len(counts), tokens, pages.keys.shape[1], pages.head_dim)
+    tokens = int(span.counts.max())
+    dims = (len(span.counts), tokens, pages.keys.shape[1], pages.head_dim)
     keys, values = (jax.random.normal(jax.random.key(i), dims, jnp.bfloat16) for i in (2, 3))
-    times = measure.kernel_microseconds(append, pages, keys, values, block_tables, starts, counts)
+    times = measure.kernel_microseconds(append, pages, keys, values, span)
     found = [time for name, time in times.items() if name.startswith(APPEND_KERNELS)]
     return sum(found) if found else None
 
@@ -307,12 +302,11 @@ def _error(output: jax.Array, call: tuple[Any, ...]) -> float:
 
     Only the last CHECKED_QUERIES new tokens of each sequence are compared.
     """
-    queries, pages, block_tables, starts, counts = call
+    queries, pages, span = call
     checked = min(CHECKED_QUERIES, queries.shape[1])
     left = queries.shape[1] - checked
     reference = functools.partial(paged_attention, implementation="reference", **AS_IN_A_MODEL)
-    expected = jax.jit(reference)(
-        queries[:, left:], pages, block_tables, starts + left, counts - left
-    )
+    last = Span(span.block_tables, span.starts + left, span.counts - left)
+    expected = jax.jit(reference)(queries[:, left:], pages, last)
     found, exact = (np.asarray(x, np.float64) for x in (output[:, left:], expected))
     return float(np.abs(found - exact).mean() / np.abs(exact).mean())

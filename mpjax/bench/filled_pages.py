@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import KVPages, append
+from mpjax.kernels import KVPages, Span, append
 
 APPENDED_TOKENS = 1024  # tokens of each sequence that are appended at a time
 
@@ -38,7 +38,7 @@ def fill(
         )
         starts = jnp.full(batch, start, jnp.int32)
         counts = jnp.clip(lengths - start, 0, at_once)
-        return append(pages, keys, values, block_tables, starts, counts)
+        return append(pages, keys, values, Span(block_tables, starts, counts))
 
     pieces = (lengths.max() + at_once - 1) // at_once
     return jax.lax.fori_loop(0, pieces, write, pages)

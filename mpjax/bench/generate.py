@@ -199,7 +199,7 @@ def _measure(
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
     tokens = jnp.asarray(rows, jnp.int32)
     # There are no stop tokens, because random weights must not end a row early.
-    limits = Limits.of(batch, (), 0, new)
+    limits = Limits.of(batch, (), new, new)
     state = _empty_state(lm, batch, prompt + new, new)
     run = decode_program(lm.model, state)
     state, reading = _read(lm, state, tokens, limits) if is_read else (_fill(state, prompt), {})
@@ -254,7 +254,7 @@ def _measure(
 
 
 def _empty_state(lm: mpjax.LanguageModel, batch: int, max_tokens: int, room: int) -> DecodingState:
-    create = functools.partial(lm.model.create_cache, batch, max_tokens, lm.kv_format)
+    create = functools.partial(lm.model.create_cache, batch, max_tokens, lm.kv_format, lm.page_size)
     shape = jax.tree.leaves(jax.eval_shape(create))
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in shape)
     require_free(needed, f"a {lm.kv_format} cache for {batch} × {max_tokens} tokens")
@@ -315,10 +315,7 @@ def _read(
     def read() -> jax.Array:
         nonlocal state
         cache = dataclasses.replace(state.cache, lengths=_from_host(np.zeros(batch, np.int32)))
-        state = jit_prefill(
-            *(lm.model, tokens, lengths, cache, state.keys, Sampling(), limits),
-            room=state.tokens.shape[1],
-        )
+        state = jit_prefill(lm.model, tokens, lengths, cache, state.keys, Sampling(), limits)
         return state.tokens
 
     seconds = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,8 @@ from mpjax.cli import options
 from mpjax.cli.output import print_json, to_json, write
 
 if TYPE_CHECKING:
+    from mpjax.evaluation import Evaluation
+    from mpjax.language_model import LanguageModel
     from mpjax.precision import Precision
 
 NAME = "evaluate"
@@ -109,6 +112,7 @@ def command(
     """Measure the perplexity of a model in several precisions."""
     import mpjax
     from mpjax.atomic_write import atomic_write, require_writable
+    from mpjax.evaluation import evaluate
     from mpjax.loading import find_folder
 
     if json and format is Format.markdown:
@@ -126,7 +130,12 @@ def command(
             param_hint="--calibrate",
         )
     documents = options.read_documents(text)
-    rows = _measure(folder, chosen, dtype, max_positions, documents, samples, window, batch)
+    rows = _measure(
+        chosen,
+        lambda precision: options.load(str(folder), precision, dtype, max_positions),
+        lambda lm: evaluate(lm, documents, window=window, batch=batch),
+        samples,
+    )
     result = _result(folder, text, documents, calibrate, batch, rows)
     if output is not None:
         atomic_write(output, to_json(result, indent=1) + "\n")
@@ -153,18 +162,16 @@ def _defaults(folder: Path) -> tuple[str, ...]:
 
 
 def _measure(
-    folder: Path,
     precisions: list[Precision],
-    dtype: options.Dtype | None,
-    max_positions: int | None,
-    documents: list[str],
+    load: Callable[[Precision], LanguageModel],
+    score: Callable[[LanguageModel], Evaluation],
     samples: list[str] | None,
-    window: int | None,
-    batch: int,
 ) -> list[dict[str, Any]]:
-    """Measures a row for each precision; each precision of weights is loaded once."""
+    """Measures a row for each precision; each precision of weights is loaded once.
+
+    samples: texts on which caches with given scales are calibrated, or None.
+    """
     from mpjax.calibration import calibrate_cache
-    from mpjax.evaluation import evaluate
 
     console = rich.console.Console(stderr=True)
     rows: dict[int, dict[str, Any]] = {}
@@ -177,11 +184,11 @@ def _measure(
                 # `evaluate` has a progress bar of its own, which does not move while it compiles.
                 console.print(f"{precision}, compiling first", highlight=False)
             if lm is None:
-                lm = options.load(str(folder), precision, dtype, max_positions)
+                lm = load(precision)
             lm = dataclasses.replace(lm, kv_format=precision.kv)
             if samples is not None and precision.kv.scaling is not None:
                 lm = calibrate_cache(lm, samples)
-            found = evaluate(lm, documents, window=window, batch=batch)
+            found = score(lm)
             rows[index] = {
                 "precision": lm.precision,
                 **dataclasses.asdict(found),

@@ -118,13 +118,11 @@ def command(
             f"{few[0].place} asks for at most {few[0].max_new_tokens} new tokens",
             param_hint="--min-new-tokens",
         )
-    sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = options.sampling_options(
+        temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens
+    )
     lm = options.load(model, precision, dtype, max_positions)
-    common: dict[str, Any] = {
-        "min_new_tokens": min_new_tokens,
-        "sampling": sampling,
-        "stop": stop or (),
-    }
+    common: dict[str, Any] = {"sampling": sampling, "stop": stop or ()}
 
     import mpjax
 

@@ -92,12 +92,14 @@ def sampling_options(
     top_p: float | None,
     min_p: float | None,
     repetition_penalty: float | None,
+    min_new_tokens: int = 0,
 ) -> Sampling:
     """The Sampling of the options; values out of range are wrong usage."""
     from mpjax.sampling import Sampling
 
     try:
-        return Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        least = min_new_tokens or None
+        return Sampling(temperature, top_k, top_p, min_p, repetition_penalty, least)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import operator
+import dataclasses
 from collections.abc import Callable
-from typing import Literal, TypedDict
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +12,15 @@ import numpy as np
 
 from mpjax.kernels import device
 from mpjax.kernels.attention import gathered, plans, reference, triton
-from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_type, static_number
+from mpjax.kernels.batch import Span
+from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_type
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
 from mpjax.kernels.kv_cache import hadamard
-from mpjax.kernels.kv_cache.api import int32_places, require_pages, why_not_triton
-from mpjax.kernels.kv_cache.cache import PAGE_SIZES, KVPages
+from mpjax.kernels.kv_cache.api import read_span, require_pages, why_not_triton
+from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.formats import KVFormat
+from mpjax.kernels.kv_cache.layout import PAGE_SIZES
+from mpjax.kernels.masks import CAUSAL, Masks
 
 PREFILL_PAGE_SIZE = 128  # of keys and values that aren't in a cache
 
@@ -26,15 +28,9 @@ PREFILL_PAGE_SIZE = 128  # of keys and values that aren't in a cache
 def paged_attention(
     queries: jax.Array,
     pages: KVPages,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    span: Span,
+    masks: Masks = CAUSAL,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    longest: int | None = None,
     transformed: bool = False,
     implementation: Literal["triton", "cudnn", "reference"] | None = None,
 ) -> jax.Array:
@@ -42,25 +38,17 @@ def paged_attention(
 
     queries: [batch, tokens, query heads, head dim], token t of sequence b at position
         starts[b] + t. Query heads are a multiple of the pages' KV heads (GQA, MQA, MHA). Or
-        packed, [tokens, query heads, head dim]: the counts[b] tokens of a sequence come after those
-        of the one before, so that counts are the differences of cumulative lengths.
-    pages, block_tables: one layer of the cache, after `append`. Of formats with blocks, new tokens
-        past the end of one see what is before that end in codes, and so do those before it: as
-        single tokens they would see their own block in 16 bits.
-    starts, counts: int32 [batch], as given to `append`: starts[b] + counts[b] keys count, and
-        rows past counts[b], or packed ones past the last sequence, are padding whose output means
-        nothing. What stands behind them in pages of the table must be finite (KVPages).
-    scale: of the scores, positive; 1/√(head dim) by default. It and the next two are numbers that
-        kernels are compiled for, static under `jit`.
-    window: how many keys a query sees, itself included (sliding window); None for all.
-    softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2); None for none.
-    sinks: [query heads], a learned score of each head that joins its softmax without having a
-        value, neither scaled nor capped (gpt-oss); None for none.
-    longest: of packed queries, what no count exceeds, to launch no more than is needed; without it,
-        all tokens may be of one sequence.
+        varlen, [tokens, query heads, head dim].
+    pages: one layer of the cache, after `append`. Of formats with blocks, new tokens past the end
+        of one see what is before that end in codes, and so do those before it: as single tokens
+        they would see their own block in 16 bits.
+    span: where the new tokens lie, as given to `append`: starts[b] + counts[b] keys count, and the
+        output of padding means nothing. What stands behind these keys in pages of the table must be
+        finite (KVPages).
+    masks: what is done to scores besides causality.
     transformed: that queries went through the Hadamard transform of the pages' keys, if theirs is a
-        format with one: `rotate_and_append(..., transform_queries=True)` returns such. Others do
-        so here.
+        format with one: `rotate_and_append` returns such, with Rotation.transform_queries. Others
+        do so here.
 
     Returns the shape and dtype of the queries. On the GPU each cached byte is read once for all
     query heads of its group; long sequences are split over programs (FlashDecoding). Where many
@@ -78,17 +66,12 @@ def paged_attention(
     require_floats("attention", queries=queries)
     require_type("paged_attention: transformed", transformed, bool, np.bool)
     _check(queries, (3, 4), pages.keys.shape[1], pages.head_dim)
-    scale, masks = _options(queries, scale, window, softcap, sinks)
-    block_tables, starts, counts = int32_places(
-        "paged_attention", pages, block_tables, starts, counts, queries.shape[:-2]
-    )
-    longest = static_number(
-        "paged_attention: longest", longest, operator.index, "a number of tokens"
-    )
+    masks = _read_masks("paged_attention", masks, queries)
+    span = read_span("paged_attention", span, pages, queries.shape[:-2])
     if queries.size == 0:
         return jnp.zeros_like(queries)
-    why_not_cudnn = gathered.why_not(queries, pages, block_tables)
-    if any(mask is not None for mask in masks.values()):
+    why_not_cudnn = gathered.why_not(queries, pages, span)
+    if not masks.is_causal:
         why_not_cudnn = "it knows no window, softcap or sinks"
     is_long = queries.shape[-3] >= gathered.LEAST_TOKENS
     default = "cudnn" if is_long and why_not_cudnn is None else "triton"
@@ -102,38 +85,31 @@ def paged_attention(
         ("triton", "cudnn", "reference"),
         lambda name: why_not_cudnn if name == "cudnn" else _why_not_triton(queries, pages),
     )
-    arguments = (queries, pages, block_tables, starts, counts)
     if implementation == "reference":
-        return reference.paged_attention(*arguments, scale=scale, transformed=transformed, **masks)
+        return reference.paged_attention(queries, pages, span, masks, transformed=transformed)
     if pages.format.key_codes.hadamard and not transformed:
         queries = hadamard.transform(queries)
-    arguments = (queries, *arguments[1:])
     if implementation == "cudnn":
-        return gathered.paged_attention(*arguments, scale=scale)
-    longest = queries.shape[-3] if queries.ndim == 4 or longest is None else longest
-    rows = longest * queries.shape[-2] // pages.keys.shape[1]
+        return gathered.paged_attention(queries, pages, span, scale=masks.scale_for(pages.head_dim))
+    rows = span.most_tokens * queries.shape[-2] // pages.keys.shape[1]
     is_varlen = queries.ndim == 3
-    problem = plans.Problem.of(rows, pages, block_tables.shape, is_varlen=is_varlen)
-    config = plans.config_of(problem)
-    return triton.paged_attention(*arguments, config, scale=scale, longest=longest, **masks)
+    problem = plans.Problem.of(rows, pages, span.block_tables.shape, is_varlen=is_varlen)
+    return triton.paged_attention(queries, pages, span, masks, plans.config_of(problem))
 
 
 def prefill_attention(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
+    masks: Masks = CAUSAL,
     *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
     implementation: Literal["cudnn", "triton", "xla", "reference"] | None = None,
 ) -> jax.Array:
     """Causal attention of prompts over themselves, from position 0, in 16 bits or more.
 
     queries: [batch, tokens, query heads, head dim]; keys, values: the same with KV heads. Prompts
     are padded on the right: causality keeps padding out of every real token.
-    scale, window, softcap, sinks: as `paged_attention` takes them.
+    masks: what is done to scores besides causality.
 
     On a GPU, 16-bit inputs with a head dimension that is a multiple of 8 up to 128 go to cuDNN's
     flash attention. It has no softcap, and gives its sums in 16 bits, too few to add a sink later:
@@ -150,17 +126,16 @@ def prefill_attention(
             f"[batch, tokens, KV heads, head dim], of as many tokens as queries {queries.shape}"
         )
     _check(queries, (4,), keys.shape[2], keys.shape[3])
-    scale, masks = _options(queries, scale, window, softcap, sinks)
+    masks = _read_masks("prefill_attention", masks, queries)
     if queries.size == 0:
         return jnp.zeros_like(queries)
-    window = masks["window"]
-    if window is not None and window >= queries.shape[1]:
-        masks["window"] = window = None  # wider than the prompt: no different, and faster
+    if masks.window is not None and masks.window >= queries.shape[1]:
+        masks = dataclasses.replace(masks, window=None)  # wider than the prompt: as if without
 
     def why_not(name: str) -> str | None:
         if name == "triton":
             return _why_not_triton(queries, jax.eval_shape(_as_pages, keys, values)[0])
-        if softcap is not None or sinks is not None:
+        if masks.softcap is not None or masks.sinks is not None:
             return "it has no softcap and no sinks"
         if len({queries.dtype, keys.dtype, values.dtype}) > 1:
             dtypes = f"{queries.dtype}, {keys.dtype} and {values.dtype}"
@@ -178,36 +153,22 @@ def prefill_attention(
     if implementation == "reference":
         positions = jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
         lengths = jnp.full((batch,), tokens, jnp.int32)
-        return reference.attention(queries, keys, values, positions, lengths, scale=scale, **masks)
+        return reference.attention(queries, keys, values, positions, lengths, masks)
     if implementation == "triton":
         pages, block_tables = _as_pages(keys, values)
         starts, counts = (jnp.full((batch,), n, jnp.int32) for n in (0, tokens))
-        return paged_attention(
-            queries,
-            pages,
-            block_tables,
-            starts,
-            counts,
-            scale=scale,
-            implementation="triton",
-            **masks,
-        )
+        span = Span(block_tables, starts, counts, fresh=True)
+        return paged_attention(queries, pages, span, masks, implementation="triton")
     with jax.numpy_dtype_promotion("standard"):  # its XLA implementation relies on promotion
         return jax.nn.dot_product_attention(
             queries,
             keys,
             values,
-            scale=scale,
+            scale=masks.scale_for(queries.shape[3]),
             is_causal=True,
-            local_window_size=None if window is None else (window - 1, 0),
+            local_window_size=None if masks.window is None else (masks.window - 1, 0),
             implementation=implementation,
         )
-
-
-class _Masks(TypedDict):
-    window: int | None
-    softcap: float | None
-    sinks: jax.Array | None
 
 
 def _choose_prefill(
@@ -252,31 +213,13 @@ def _why_not_triton(queries: jax.Array, pages: KVPages) -> str | None:
 def _check(queries: jax.Array, ranks: tuple[int, ...], kv_heads: int, head_dim: int) -> None:
     heads, dim = (1, *queries.shape)[-2:] if queries.ndim else (1, 1)
     if queries.ndim not in ranks or heads % kv_heads or dim != head_dim:
-        packed = f", or packed [tokens, query heads, {head_dim}]," if 3 in ranks else ""
+        varlen = f", or varlen [tokens, query heads, {head_dim}]," if 3 in ranks else ""
         raise ValueError(
             f"attention: queries of shape {queries.shape} must be [batch, tokens, query heads, "
-            f"{head_dim}]{packed} with query heads a multiple of the {kv_heads} KV heads"
+            f"{head_dim}]{varlen} with query heads a multiple of the {kv_heads} KV heads"
         )
 
 
-def _options(
-    queries: jax.Array,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: jax.Array | None,
-) -> tuple[float, _Masks]:
-    """The scale and the masks, or ValueError where they make no sense."""
-    scale = static_number("attention: scale", scale, float, "a positive number")
-    window = static_number("attention: window", window, operator.index, "a number of keys")
-    softcap = static_number("attention: softcap", softcap, float, "a positive number")
-    heads, dim = queries.shape[-2:]
-    if sinks is not None:
-        sinks = as_array("attention: sinks", sinks)
-        if sinks.shape != (heads,):
-            raise ValueError(
-                f"attention: sinks have shape {sinks.shape}: expected ({heads},), one for each "
-                "query head"
-            )
-    scale = 1 / math.sqrt(dim) if scale is None else scale
-    return scale, {"window": window, "softcap": softcap, "sinks": sinks}
+def _read_masks(operation: str, masks: Masks, queries: jax.Array) -> Masks:
+    require_type(f"{operation}: masks", masks, Masks)
+    return masks.read(operation, queries.shape[-2])

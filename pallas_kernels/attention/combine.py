@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels.launch import first_program_id, launch, load, load_masked, store
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 
 FLOOR = -1e30  # below any score, and finite, so that what has no visible keys makes no NaN
 # Of a program. Many splits of a few heads are read by more programs, which share a head's channels;
@@ -47,9 +47,9 @@ def combine(outputs: jax.Array, sums: jax.Array, dtype: jnp.dtype, *, interpret:
         sums.reshape(-1, splits),
         out_shape=jax.ShapeDtypeStruct((tokens * heads, dim), dtype),
         grid=(pl.cdiv(tokens * heads, rows), pl.cdiv(dim, channels)),
-        name="attention_combine",
-        warps=max(1, rows * slots * channels // ELEMENTS_PER_WARP),
-        stages=1,
+        settings=Settings(
+            "attention_combine", warps=max(1, rows * slots * channels // ELEMENTS_PER_WARP)
+        ),
         interpret=interpret,
     )
     return joined.reshape(tokens, heads, dim)
@@ -88,9 +88,7 @@ def combine_balanced(
         aliases={} if parts.whole is None else {4: 0},
         # Of those that are whole, most programs find nothing to join.
         grid=(rows if parts.whole is None else min(rows, ENOUGH_PROGRAMS), pl.cdiv(dim, channels)),
-        name="attention_combine",
-        warps=max(1, MANY_PARTS * channels // ELEMENTS),
-        stages=1,
+        settings=Settings("attention_combine", warps=max(1, MANY_PARTS * channels // ELEMENTS)),
         interpret=interpret,
     )
 

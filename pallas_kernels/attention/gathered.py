@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import device
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
 
@@ -36,13 +37,13 @@ Attend = Callable[
 ]
 
 
-def why_not(queries: jax.Array, pages: KVPages, block_tables: jax.Array) -> str | None:
+def why_not(queries: jax.Array, pages: KVPages, span: Span) -> str | None:
     """The reason why queries can't be attended to so, or None if they can."""
     if queries.ndim != 4:
-        return "packed sequences would see each other"
+        return "varlen sequences would see each other"
     if reason := why_never() or why_not_cudnn(queries):
         return reason
-    if (needed := scratch_bytes(pages, block_tables)) > MOST_SCRATCH_BYTES:
+    if (needed := scratch_bytes(pages, span)) > MOST_SCRATCH_BYTES:
         return f"the cache would fill {needed} bytes, more than {MOST_SCRATCH_BYTES}"
     return None
 
@@ -69,9 +70,9 @@ def why_not_cudnn(queries: jax.Array) -> str | None:
     return None
 
 
-def scratch_bytes(pages: KVPages, block_tables: jax.Array) -> int:
+def scratch_bytes(pages: KVPages, span: Span) -> int:
     """Bytes of keys and values in 16 bits, of all pages in the tables."""
-    return 4 * block_tables.size * pages.page_size * pages.keys.shape[1] * pages.head_dim
+    return 4 * span.block_tables.size * pages.page_size * pages.keys.shape[1] * pages.head_dim
 
 
 def cudnn(
@@ -96,9 +97,7 @@ def cudnn(
 def paged_attention(
     queries: jax.Array,
     pages: KVPages,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    span: Span,
     *,
     scale: float,
     attend: Attend = cudnn,
@@ -107,11 +106,11 @@ def paged_attention(
 
     They went through the Hadamard transform of the pages' keys, if that is such a format.
     """
-    dtype, tokens = queries.dtype, queries.shape[1]
+    dtype, tokens, starts = queries.dtype, queries.shape[1], span.starts
     largest = float(jnp.finfo(dtype).max)
     keys, values = (
         jnp.clip(x, -largest, largest).astype(dtype)
-        for x in kv_cache.gather(pages, block_tables, starts + counts, transformed=True)
+        for x in kv_cache.gather(pages, span.block_tables, span.ends, transformed=True)
     )  # [batch, capacity, KV heads, dim]
     # Past the capacity are only keys of padding, which no real token sees.
     place = jnp.minimum(starts[:, None] + jnp.arange(tokens)[None], keys.shape[1] - 1)

@@ -28,8 +28,10 @@ from mpjax.kernels.attention.result import Result
 from mpjax.kernels.attention.rows import Sequence
 from mpjax.kernels.attention.source import Source
 from mpjax.kernels.attention.tiles import Place
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache.cache import Side
 from mpjax.kernels.launch import load, load_masked
+from mpjax.kernels.masks import Masks
 from mpjax.kernels.target import current_target
 
 # Of two: sums of smaller products would come near the end of float32. The powers that make up for
@@ -43,14 +45,12 @@ _Fetch = Callable[..., Iterator[list[jax.Array]]]  # of a side's parts in one ti
 
 
 class Operands(NamedTuple):
-    """What the kernel reads besides the pages; references, inside of it."""
+    """What the kernel is given besides the pages; arrays are references, inside of it."""
 
     queries: Any  # [tokens, query heads, dim]
-    block_tables: Any  # [batch, pages per sequence]
-    starts: Any  # [batch]
-    counts: Any  # [batch]
-    offsets: Any  # [batch], of each sequence's first token among packed ones, or None
-    sinks: Any  # [query heads] or None
+    span: Span
+    offsets: Any  # [batch], of each sequence's first token among varlen ones, or None
+    masks: Masks
 
 
 class _Scores(NamedTuple):
@@ -73,8 +73,7 @@ class _Carry(NamedTuple):
 class MainLoop:
     """Attends a tile of rows, from `first_row` on, to the keys of a source.
 
-    longest: tokens that a sequence may have. after: what was found of other keys, to go on from, if
-    values are 16 bits. The rest is as in `paged_attention`.
+    after: what was found of other keys, to go on from, if values are 16 bits.
     """
 
     def __init__(
@@ -85,14 +84,11 @@ class MainLoop:
         first_row: jax.Array,
         *,
         config: AttentionConfig,
-        longest: int,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
         after: Result | None = None,
     ) -> None:
+        masks = operands.masks
         self.source, self.sequence, self.first_row = source, sequence, first_row
-        self.config, self.window, self.softcap = config, window, softcap
+        self.config, self.window, self.softcap = config, masks.window, masks.softcap
         self.target = current_target()
         self.keys, self.values = keys, values = source.pages.sides
         kv_heads, self.page_size = keys.words.shape[1:3]
@@ -104,6 +100,7 @@ class MainLoop:
         self.key_parts = tiles.parts(keys, joined=joined)
         self.value_parts = after.parts if after else tiles.parts(values, joined=joined)
         number = first_row + jnp.arange(config.tile_rows)
+        longest = operands.span.most_tokens
         self.rows = rows.numbered(number, sequence, self.group, longest, operands.offsets)
         # Every row sees the keys before this position.
         self.seen_by_all = jnp.minimum(source.end, sequence.start + first_row // self.group + 1)
@@ -132,7 +129,8 @@ class MainLoop:
         self.shifts = [score_exponent - exponent for exponent in key_exponents]
         self.queries = self._load_queries(operands.queries)
         # Scores times this are exponents of 2, or, for the softcap, of what is in its tanh.
-        self.plain_scale: Any = scale * LOG2_E * (1 if softcap is None else 2 / softcap)
+        scale = masks.scale_for(operands.queries.shape[2])
+        self.plain_scale: Any = scale * LOG2_E * (1 if self.softcap is None else 2 / self.softcap)
         self.score_scale: Any = self.plain_scale * 2.0**-score_exponent
         if keys.codes.scaling == "head":
             self.score_scale *= load(keys.parameters.at[sequence.head])
@@ -148,13 +146,13 @@ class MainLoop:
         end = jnp.minimum(source.end, sequence.start + last_row // self.group + 1) - source.begin
         end = jnp.where(first_row < self.rows.real, end, 0)
         begin = jnp.int32(0)
-        if window is not None:
-            begin = sequence.start + first_row // self.group - window + 1 - source.begin
+        if self.window is not None:
+            begin = sequence.start + first_row // self.group - self.window + 1 - source.begin
         self.first_tile, self.all_tiles = source.tiles_between(begin, end)
         # A sink is a score of the first program.
         self.is_first, self.sink = source.split == 0, None
-        if operands.sinks is not None:
-            sink = load_masked(operands.sinks.at[self.rows.query_head], self.rows.mask)
+        if masks.sinks is not None:
+            sink = load_masked(masks.sinks.at[self.rows.query_head], self.rows.mask)
             self.sink = jnp.maximum(sink.astype(jnp.float32) * LOG2_E, FLOOR)
 
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
@@ -244,8 +242,8 @@ class MainLoop:
             page,
         )
         group = tile * size % self.page_size // (source.pages.format.group or self.page_size)
-        place = place._replace(group=group)
-        fetch = functools.partial(tiles.operands, head=self.sequence.head, place=place)
+        place = place._replace(group=group, head=self.sequence.head)
+        fetch = functools.partial(tiles.operands, place=place)
         scores = self._scores(place, fetch)
         if not is_whole:
             scores = scores._replace(tile=self._hide(scores.tile, source.begin + tile * size))
@@ -257,10 +255,7 @@ class MainLoop:
         scores, offset = self._zeros(self.source.tile_keys), None
         products = [[q] for q in self.queries.parts]
         if self._left(keys) == "channel":
-            of_parts = (
-                tiles.channel_parameters(keys, self.sequence.head, place, part)
-                for part in self.key_parts
-            )
+            of_parts = (tiles.channel_parameters(keys, place, part) for part in self.key_parts)
             midpoint = None if self.dtype == jnp.float16 else (2**keys.codes.bits - 1) / 2
             products, offset = queries.times_channels(
                 self.queries, of_parts, self.shifts, oriented, midpoint=midpoint
@@ -280,7 +275,7 @@ class MainLoop:
         factor = self.score_scale
         if self._left(keys) == "token":
             # Scaled for each slot, of which there are fewer than scores.
-            step, zero = tiles.fetch_parameters(keys, self.sequence.head, place, self.dtype)
+            step, zero = tiles.fetch_parameters(keys, place, self.dtype)
             zero = oriented.for_slots(zero * self.plain_scale)
             zeros = zero * oriented.for_rows(self.queries.sum)
             scores = target.multiply_add(scores, oriented.for_slots(step * factor), zeros)
@@ -316,7 +311,7 @@ class MainLoop:
         oriented, values, target = self.oriented, self.values, self.target
         for_slots, has_steps = oriented.for_slots, self._left(values) == "token"
         if has_steps:
-            step, zero = tiles.fetch_parameters(values, self.sequence.head, place, self.dtype)
+            step, zero = tiles.fetch_parameters(values, place, self.dtype)
             step = jnp.maximum(step, _TINY)  # slots that were never written have a step of 0
         # Small weights times small steps would vanish in float16: there the largest product is 1.
         weighs_steps = has_steps and self.dtype == jnp.float16

@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.kv_cache import hadamard, packed
+from mpjax.kernels.batch import Span
+from mpjax.kernels.kv_cache import hadamard, varlen
 from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.masks import CAUSAL, Masks
 
 
 def attention(
@@ -16,40 +18,32 @@ def attention(
     values: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    masks: Masks = CAUSAL,
 ) -> jax.Array:
     """Softmax attention in float32; a query at position p sees keys at positions ≤ p.
 
     queries: [batch, tokens, query heads, head dim]; positions: int32 [batch, tokens].
     keys, values: [batch, keys, KV heads, head dim]; the first lengths[b] of them count.
-    window: a query sees its own and the window − 1 keys before it; None for all.
-    softcap: a score s becomes softcap · tanh(s / softcap) (Gemma 2); None for none.
-    sinks: [query heads], a score of each head that is in its softmax without having a value, and is
-        neither scaled nor capped (gpt-oss); None for none.
     A query that sees no key gets zeros.
     """
     batch, tokens, heads, dim = queries.shape
     grouped = queries.astype(jnp.float32).reshape(batch, tokens, keys.shape[2], -1, dim)
-    scores = scale * jnp.einsum(
+    scores = masks.scale_for(dim) * jnp.einsum(
         "bthgd,bkhd->bhgtk", grouped, keys.astype(jnp.float32), precision="highest"
     )
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    if masks.softcap is not None:
+        scores = masks.softcap * jnp.tanh(scores / masks.softcap)
     key = jnp.arange(keys.shape[1])
     visible = key[None, None] <= positions[..., None]  # [batch, tokens, keys]
     visible &= key[None, None] < lengths[:, None, None]
-    if window is not None:
-        visible &= key[None, None] > positions[..., None] - window
+    if masks.window is not None:
+        visible &= key[None, None] > positions[..., None] - masks.window
     visible = visible[:, None, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     peak = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min)
     sink = None
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(1, keys.shape[2], -1, 1, 1)
+    if masks.sinks is not None:
+        sink = masks.sinks.astype(jnp.float32).reshape(1, keys.shape[2], -1, 1, 1)
         peak = jnp.maximum(peak, sink)
     weights = jnp.exp(scores - peak)
     total = weights.sum(-1, keepdims=True)
@@ -63,20 +57,16 @@ def attention(
 def paged_attention(
     queries: jax.Array,
     pages: KVPages,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    span: Span,
+    masks: Masks = CAUSAL,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
     transformed: bool = False,
 ) -> jax.Array:
     """See api.paged_attention: attention over the dequantised cache."""
-    shape, lengths, rows = queries.shape, starts + counts, None
+    shape, lengths, rows = queries.shape, span.ends, None
+    block_tables, starts, counts = span.block_tables, span.starts, span.counts
     if queries.ndim == 3:  # each token as a sequence of its own
-        tokens = packed.tokens_of(counts, len(queries))
+        tokens = varlen.tokens_of(counts, len(queries))
         rows = tokens.sequence
         block_tables, lengths = block_tables[rows], lengths[rows]
         starts = starts[rows] + tokens.number
@@ -87,15 +77,5 @@ def paged_attention(
     dtype = queries.dtype
     if transformed and pages.format.key_codes.hadamard:
         queries = hadamard.transform(queries.astype(jnp.float32))  # back
-    out = attention(
-        queries,
-        keys,
-        values,
-        positions,
-        starts + counts,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    out = attention(queries, keys, values, positions, starts + counts, masks)
     return out.reshape(shape).astype(dtype)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.attention.tiles import Part, Span, spans
+from mpjax.kernels.attention.tiles import Part, Words, cover
 from mpjax.kernels.launch import join, load, load_masked
 
 PAIRS = 4  # lanes of a warp that share one of eight rows, each with pairs of channels
@@ -49,10 +49,10 @@ class Rows(NamedTuple):
         Triton would put them there at each tile, by shuffles or through shared memory. A lane has
         pairs of channels of a row, eight apart; a warp loads one of each lane's at a time.
         """
-        first, size, width = part.span.first, part.span.size, part.span.width
+        first, size, width = part.words.first, part.words.size, part.words.width
 
         def load(begin: int) -> jax.Array:
-            return self.load(queries, Part(Span(begin, PAIRS, width, stride=2), part.planes))
+            return self.load(queries, Part(Words(begin, PAIRS, width, stride=2), part.planes))
 
         evens, odds = (
             join([load(first + odd + eight) for eight in range(0, size, 2 * PAIRS)])
@@ -67,8 +67,8 @@ class Rows(NamedTuple):
         maximum, and move from there.
         """
         found = []
-        for span in spans(queries.shape[2]):
-            q = self.load(queries, Part(span, range(1)))
+        for words in cover(queries.shape[2]):
+            q = self.load(queries, Part(words, range(1)))
             found.append(jnp.abs(q.astype(jnp.float32)).max(1))
         return functools.reduce(jnp.maximum, found)
 
@@ -77,7 +77,7 @@ def numbered(number: jax.Array, sequence: Sequence, group: int, longest: int, of
     """The rows of these numbers in a sequence; inside a kernel.
 
     group: query heads of a KV head. longest: tokens that a sequence may have. offsets: a reference
-        to those of the sequences' first tokens among packed ones, or None where they are padded.
+        to those of the sequences' first tokens among varlen ones, or None where they are padded.
     """
     batch, head, start, new_tokens = sequence
     real = new_tokens * group

@@ -15,11 +15,11 @@ from mpjax.kernels.kv_cache.cache import Side
 from mpjax.kernels.launch import join, load, load_masked
 
 LOOKED_UP = 32  # pages at a time: a warp has as many lanes
-MINIMUM_SPAN = 16  # of a dimension that the tensor cores sum over
+MINIMUM_WORDS = 16  # of a dimension that the tensor cores sum over
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class Words:
     """Words of a head, `stride` apart, as many as a tile may be wide: a power of two.
 
     The last of them may lie beyond the `width` of a head's words: what is loaded there is zero.
@@ -42,25 +42,30 @@ class Span:
         return None if last < self.width else self.lanes < self.width
 
 
-def spans(width: int) -> tuple[Span, ...]:
-    """Spans that cover a width; padded at the end only where less than a half of one is left."""
+def cover(width: int) -> tuple[Words, ...]:
+    """Words that are a width together; padded at the end only where less than a half is left."""
     found = []
     first = 0
     while first < width:
         size = 1 << ((width - first).bit_length() - 1)
-        if size < MINIMUM_SPAN or (size < 2 * MINIMUM_SPAN and size < width - first):
-            size = max(2 * size, MINIMUM_SPAN)
-        found.append(Span(first, size, width))
+        if size < MINIMUM_WORDS or (size < 2 * MINIMUM_WORDS and size < width - first):
+            size = max(2 * size, MINIMUM_WORDS)
+        found.append(Words(first, size, width))
         first += size
     return tuple(found)
 
 
 class Place(NamedTuple):
-    """Where the slots of a tile are: a page, of all alike or of each, and positions in it."""
+    """Where the slots of a tile are: a page, of all alike or of each, and positions in it.
+
+    group: of the page's tokens, whose scales of channels are the tile's.
+    head: KV head.
+    """
 
     page: jax.Array  # [] or [slots]
     position: jax.Array  # [slots]
-    group: jax.Array | int = 0  # of the page's tokens, whose scales of channels are the tile's
+    group: jax.Array | int = 0
+    head: jax.Array | int = 0
 
 
 def locate(
@@ -72,7 +77,7 @@ def locate(
     last: jax.Array | None = None,
     page: jax.Array | None = None,
 ) -> Place:
-    """The place of a tile of keys, which is a piece of a page or several pages.
+    """The pages and positions of a tile of keys, which is a piece of a page or several pages.
 
     block_tables: a reference to them, or None, where each sequence has one page.
     last: the entry of the sequence's last page in use, in which are slots past its end, too: what
@@ -113,15 +118,10 @@ def pick(pages: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def fetch(
-    side: Side,
-    head: jax.Array,
-    place: Place,
-    lanes: jax.Array,
-    mask: jax.Array | None,
-    axis: int,
+    side: Side, place: Place, lanes: jax.Array, mask: jax.Array | None, axis: int
 ) -> jax.Array:
     """Words of a head, with the slots along one axis, and lanes, if they are, along the other."""
-    page, position, _ = place
+    page, position, _, head = place
     page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
     lanes = jnp.expand_dims(lanes, axis)
     position = jnp.expand_dims(position, 1 - axis)
@@ -130,41 +130,41 @@ def fetch(
 
 
 class Part(NamedTuple):
-    """Channels that make one operand: those of a span of words, in neighbouring planes."""
+    """Channels that make one operand: some words, in neighbouring planes."""
 
-    span: Span
+    words: Words
     planes: range
 
     @property
     def size(self) -> int:
         """How many channels, with those that there aren't."""
-        return len(self.planes) * self.span.size
+        return len(self.planes) * self.words.size
 
     def channels(self) -> tuple[jax.Array, jax.Array | None]:
         """Their indices in a head, plane by plane, and which there are; inside a kernel."""
-        span = self.span
+        words = self.words
         if len(self.planes) == 1:
-            return self.planes[0] * span.width + span.lanes, span.mask
+            return self.planes[0] * words.width + words.lanes, words.mask
         number = jnp.arange(self.size)
-        plane, word = jax.lax.div(number, span.size), span.first + jax.lax.rem(number, span.size)
-        mask = None if span.mask is None else word < span.width
-        return (self.planes[0] + plane) * span.width + word, mask
+        plane = jax.lax.div(number, words.size)
+        word = words.first + jax.lax.rem(number, words.size)
+        mask = None if words.mask is None else word < words.width
+        return (self.planes[0] + plane) * words.width + word, mask
 
 
 def parts(side: Side, *, joined: bool) -> list[Part]:
-    """Operands for all channels of a head: each a plane of a span or, joined, all of its planes."""
+    """Operands for all channels of a head: each a plane of some words or, joined, all planes."""
     planes = side.codes.planes
     size = planes if joined else 1
     return [
-        Part(span, range(first, first + size))
-        for span in spans(side.words.shape[3])
+        Part(words, range(first, first + size))
+        for words in cover(side.words.shape[3])
         for first in range(0, planes, size)
     ]
 
 
 def operands(
     side: Side,
-    head: jax.Array,
     place: Place,
     parts: Sequence[Part],
     dtype: jnp.dtype,
@@ -182,30 +182,32 @@ def operands(
     if scaling == "token":
         page, position = place.page, jnp.expand_dims(place.position, 1 - axis)
         page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
-        of_tokens = _unpacked(side, load(side.parameters.at[page, head, position]))
+        of_tokens = _unpacked(side, load(side.parameters.at[page, place.head, position]))
 
     def decode(words: jax.Array, part: Part, copy: int = 0) -> jax.Array:
         [plane] = part.planes
         if scaling == "token":
             return side.codes.scaled_operand(words, plane, *of_tokens)
         if scaling == "channel":
-            found = channel_parameters(side, head, place, part)
+            found = channel_parameters(side, place, part)
             step, zero = (jnp.expand_dims(x, axis) for x in found)
             return side.codes.scaled_operand(words, plane, step, zero)
         return side.codes.operand(words, plane, dtype, copy=copy)
 
     if side.codes.planes == 1:  # words are channels, wanted in the parts of others, too
         for part in parts:
-            words = fetch(side, head, place, *part.channels(), axis)
-            yield [side.codes.operand(words, 0, dtype)] * copies
+            fetched = fetch(side, place, *part.channels(), axis)
+            yield [side.codes.operand(fetched, 0, dtype)] * copies
         return
-    for span, members in itertools.groupby(parts, lambda part: part.span):
-        words = fetch(side, head, place, span.lanes, span.mask, axis)
+    for words, members in itertools.groupby(parts, lambda part: part.words):
+        fetched = fetch(side, place, words.lanes, words.mask, axis)
         for part in members:
             if len(part.planes) == 1:
-                yield [decode(words, part, copy) for copy in range(copies)]
+                yield [decode(fetched, part, copy) for copy in range(copies)]
                 continue
-            planes = [decode(words, Part(span, range(plane, plane + 1))) for plane in part.planes]
+            planes = [
+                decode(fetched, Part(words, range(plane, plane + 1))) for plane in part.planes
+            ]
             yield [join(planes)]
 
 
@@ -220,20 +222,16 @@ def _unpacked(side: Side, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
     return unpack_pair(pair, side.parameter_dtype, side.parameter_dtype)
 
 
-def channel_parameters(
-    side: Side, head: jax.Array, place: Place, part: Part
-) -> tuple[jax.Array, jax.Array]:
+def channel_parameters(side: Side, place: Place, part: Part) -> tuple[jax.Array, jax.Array]:
     """Steps and zeros [channels] of a part, in 16 bits."""
     channels, mask = part.channels()
-    pair = load_masked(side.parameters.at[place.page, head, place.group, channels], mask)
+    pair = load_masked(side.parameters.at[place.page, place.head, place.group, channels], mask)
     return _unpacked(side, pair)
 
 
-def fetch_parameters(
-    side: Side, head: jax.Array, place: Place, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
+def fetch_parameters(side: Side, place: Place, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Steps and zeros [slots], float32: a channel is step · operand / 2**exponent + zero."""
-    pair = load(side.parameters.at[place.page, head, place.position])
+    pair = load(side.parameters.at[place.page, place.head, place.position])
     step, zero = widen_pair(pair, side.parameter_dtype)
     offset = side.codes.offset(dtype)
     return step, zero + step * offset if offset else zero

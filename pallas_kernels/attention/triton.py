@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,54 +23,44 @@ from mpjax.kernels.attention.plans import AttentionConfig
 from mpjax.kernels.attention.result import Result
 from mpjax.kernels.attention.rows import Sequence
 from mpjax.kernels.attention.source import Source
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import residual as residuals
 from mpjax.kernels.kv_cache.cache import KVPages
-from mpjax.kernels.launch import first_program_id, launch, load
+from mpjax.kernels.launch import Settings, first_program_id, launch, load
+from mpjax.kernels.masks import Masks
 
 
 def paged_attention(
     queries: jax.Array,
     pages: KVPages,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    span: Span,
+    masks: Masks,
     config: AttentionConfig,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    longest: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See api.paged_attention."""
+    """See api.paged_attention. The span is one that has been read: its `longest` is known."""
     *leading, heads, dim = queries.shape
-    batch, kv_heads = len(starts), pages.keys.shape[1]
-    group = heads // kv_heads
-    is_packed = len(leading) == 1
-    offsets = jnp.cumsum(counts) - counts if is_packed else None
-    longest = leading[-1] if longest is None or not is_packed else longest
+    kv_heads = pages.keys.shape[1]
+    is_varlen = len(leading) == 1
+    offsets = span.offsets if is_varlen else None
     flat = queries.reshape(-1, heads, dim)
-    assert not (config.is_balanced and is_packed), "of packed tokens, no program helps another"
-    own = config.programs
+    assert not (config.is_balanced and is_varlen), "of varlen tokens, no program helps another"
+    batch, own = len(span.starts), config.programs
     found = (_balanced_parts if config.is_balanced else _parts)(flat, batch, config)
+    tiles = pl.cdiv(span.most_tokens * (heads // kv_heads), config.tile_rows)
     (parts,) = launch(
-        functools.partial(
-            _kernel,
-            config=config,
-            longest=longest,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        ),
-        main_loop.Operands(flat, block_tables, starts, counts, offsets, sinks),
+        functools.partial(_kernel, config=config),
+        main_loop.Operands(flat, span, offsets, masks),
         pages,
         out_shape=(found,),
-        grid=(pl.cdiv(longest * group, config.tile_rows), batch * kv_heads, own),
-        name=f"attention_{pages.format}".lower(),
-        warps=config.warps,
-        stages=config.stages,
-        registers=config.registers,
+        grid=(tiles, batch * kv_heads, own),
+        settings=Settings(
+            f"attention_{pages.format}".lower(),
+            warps=config.warps,
+            stages=config.stages,
+            registers=config.registers,
+        ),
         interpret=interpret,
     )
     if config.is_balanced:
@@ -107,44 +97,32 @@ def _balanced_parts(queries: jax.Array, batch: int, config: AttentionConfig) -> 
 
 
 def _kernel(
-    operands: main_loop.Operands,
-    pages: KVPages,
-    parts: Parts,
-    *,
-    config: AttentionConfig,
-    longest: int,
-    window: int | None,
-    **options: Any,
+    operands: main_loop.Operands, pages: KVPages, parts: Parts, *, config: AttentionConfig
 ) -> None:
     kv_heads, split = pages.keys.shape[1], pl.program_id(2)
     batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
     # The last tokens see the most keys: they come first, so that what ends last is short.
     first_row = (pl.num_programs(0) - 1 - first_program_id()) * config.tile_rows
-    options |= {"config": config, "longest": longest, "window": window}
-
-    def attend(*task: Any) -> None:
-        _attend(operands, pages, head, first_row, *task, **options)
-
+    program = _Program(operands, pages, config, head, first_row)
     if parts.firsts is None:
-
-        def store(found: Result) -> None:
-            found.store(parts.outputs, parts.sums, split)
-
-        attend(batch, split, store)
+        program.attend(
+            batch, split, store=lambda found: found.store(parts.outputs, parts.sums, split)
+        )
         return
 
     find_shares = functools.partial(
         balance.Balance,
-        operands.starts,
-        operands.counts,
-        functools.partial(_tiles, operands, pages, size=config.tile_keys, window=window),
+        operands.span.starts,
+        operands.span.counts,
+        program.tiles,
         splits=config.splits,
         own=config.programs,
     )
 
     def perform(shares: balance.Balance, task: balance.Task) -> None:
         def store_part(found: Result) -> None:
-            found.store(parts.outputs, parts.sums, 0, (task.slot - task.batch) * longest)
+            shift = (task.slot - task.batch) * operands.span.most_tokens
+            found.store(parts.outputs, parts.sums, 0, shift)
 
         def store(found: Result) -> None:
             if parts.whole is None or task.is_piece:
@@ -154,7 +132,7 @@ def _kernel(
             pl.when(task.is_whole)(lambda: found.store(parts.whole, None, 0))
 
         shares.tell(task, parts, tells=(head == 0) & (first_row == 0))
-        attend(task.batch, task.split, store, task)
+        program.attend(task.batch, task.split, task, store=store)
 
     shares = find_shares()
     if not config.has_one_loop:
@@ -173,77 +151,71 @@ def _kernel(
     jax.lax.fori_loop(0, int(config.has_one_loop) + pieces.number, perform_next, pieces.begin)
 
 
-def _attend(
-    operands: main_loop.Operands,
-    pages: KVPages,
-    head: jax.Array,
-    first_row: jax.Array,
-    batch: jax.Array,
-    split: jax.Array,
-    store: Callable[[Result], None],
-    task: balance.Task | None = None,
-    *,
-    config: AttentionConfig,
-    **options: Any,
-) -> None:
-    """What the program `split` of a sequence reads, or what its task is."""
-    start = load(operands.starts.at[batch])
-    count = load(operands.counts.at[batch])
-    end, boundary = _ends(operands, pages, start, count)
-    sequence = Sequence(batch, head, start, count)
-    residual = pages.residual
+class _Program(NamedTuple):
+    """What one program is given, and the rows that it owns: a tile of those of a KV head."""
 
-    def see(source: Source, after: Result | None = None) -> Result:
-        loop = main_loop.MainLoop(
-            operands, sequence, source, first_row, config=config, after=after, **options
-        )
-        return loop.run()
+    operands: main_loop.Operands
+    pages: KVPages
+    config: AttentionConfig
+    head: jax.Array
+    first_row: jax.Array
 
-    tables = operands.block_tables
-    source = (pages, tables, jnp.int32(0), boundary, config.tile_keys)
-    if task is None:
-        packed = Source(*source, split, config.splits, split)
-    else:
-        most = pl.cdiv(tables.shape[1] * pages.page_size, config.tile_keys * config.splits)
-        most = balance.most_tiles(most)
-        packed = Source(*source, task.first, task.stride, split, most, task.end)
-    if residual is None or (task is not None and task.is_piece):
-        store(see(packed))
-        return
-    waiting = functools.partial(Source, residual, None, boundary, tile_keys=config.waiting_keys)
-    if config.waiting_splits:
-        number = split - config.splits
-        waits = waiting(end, number=number, programs=config.waiting_splits, split=split)
-        pl.when(number < 0)(lambda: store(see(packed)))
-        pl.when(number >= 0)(lambda: store(see(waits)))
-        return
-    # A program's second loop has no sink; nor does one that only helps read what waits.
-    end = jnp.where(split < 0, boundary, end)
-    number, none = jnp.maximum(split, 0), jnp.int32(-1)
-    waits = waiting(end, number=number, programs=config.splits, split=none)
-    store(see(waits, see(packed)))
+    def attend(
+        self,
+        batch: jax.Array,
+        split: jax.Array,
+        task: balance.Task | None = None,
+        *,
+        store: Callable[[Result], None],
+    ) -> None:
+        """Reads the share of the program `split` of a sequence, or that of its task, and stores."""
+        pages, config, span = self.pages, self.config, self.operands.span
+        start = load(span.starts.at[batch])
+        count = load(span.counts.at[batch])
+        end, boundary = self._ends(start, count)
+        sequence = Sequence(batch, self.head, start, count)
+        residual = pages.residual
 
+        def see(source: Source, after: Result | None = None) -> Result:
+            loop = main_loop.MainLoop(
+                self.operands, sequence, source, self.first_row, config=config, after=after
+            )
+            return loop.run()
 
-def _ends(
-    operands: main_loop.Operands, pages: KVPages, start: jax.Array, count: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The positions behind a sequence's last token, and behind what is packed."""
-    capacity = operands.block_tables.shape[1] * pages.page_size
-    end = jnp.minimum(start + count, capacity)
-    residual = pages.residual
-    return end, end if residual is None else residuals.begin(end, residual.page_size)
+        tables = span.block_tables
+        source = (pages, tables, jnp.int32(0), boundary, config.tile_keys)
+        if task is None:
+            packed = Source(*source, split, config.splits, split)
+        else:
+            most = pl.cdiv(tables.shape[1] * pages.page_size, config.tile_keys * config.splits)
+            most = balance.most_tiles(most)
+            packed = Source(*source, task.first, task.stride, split, most, task.end)
+        if residual is None or (task is not None and task.is_piece):
+            store(see(packed))
+            return
+        waiting = functools.partial(Source, residual, None, boundary, tile_keys=config.waiting_keys)
+        if config.waiting_splits:
+            number = split - config.splits
+            waits = waiting(end, number=number, programs=config.waiting_splits, split=split)
+            pl.when(number < 0)(lambda: store(see(packed)))
+            pl.when(number >= 0)(lambda: store(see(waits)))
+            return
+        # A program's second loop has no sink; nor does one that only helps read what waits.
+        end = jnp.where(split < 0, boundary, end)
+        number, none = jnp.maximum(split, 0), jnp.int32(-1)
+        waits = waiting(end, number=number, programs=config.splits, split=none)
+        store(see(waits, see(packed)))
 
+    def tiles(self, start: jax.Array, count: jax.Array) -> jax.Array:
+        """How many tiles of what is packed a sequence's new token sees."""
+        size, window = self.config.tile_keys, self.operands.masks.window
+        end = pl.cdiv(self._ends(start, count)[1], size)
+        begin = 0 if window is None else jnp.maximum(start - window + 1, 0) // size
+        return jnp.where(count > 0, jnp.maximum(end - begin, 0), 0)
 
-def _tiles(
-    operands: main_loop.Operands,
-    pages: KVPages,
-    start: jax.Array,
-    count: jax.Array,
-    *,
-    size: int,
-    window: int | None,
-) -> jax.Array:
-    """How many tiles of what is packed a sequence's new token sees."""
-    end = pl.cdiv(_ends(operands, pages, start, count)[1], size)
-    begin = 0 if window is None else jnp.maximum(start - window + 1, 0) // size
-    return jnp.where(count > 0, jnp.maximum(end - begin, 0), 0)
+    def _ends(self, start: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The positions behind a sequence's last token, and behind what is packed."""
+        capacity = self.operands.span.block_tables.shape[1] * self.pages.page_size
+        end = jnp.minimum(start + count, capacity)
+        residual = self.pages.residual
+        return end, end if residual is None else residuals.begin(end, residual.page_size)

@@ -14,7 +14,7 @@ from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm import plans, triton, xla
-from mpjax.kernels.launch import first_program_id, join, launch, load_masked, store
+from mpjax.kernels.launch import Settings, first_program_id, join, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 TILE_OUTPUTS = 64  # output channels of a program
@@ -89,9 +89,7 @@ def write_out(weight: QuantizedTensor, dtype: jnp.dtype, *, interpret: bool = Fa
         (weight.words, weight.parameters, weight.table),
         out_shape=jax.ShapeDtypeStruct((outputs, blocks * format.block), dtype),
         grid=(pl.cdiv(outputs, TILE_OUTPUTS), blocks),
-        name=f"dequantize_{format.codes}",
-        warps=4,
-        stages=1,
+        settings=Settings(f"dequantize_{format.codes}", warps=4),
         interpret=interpret,
     )
 

@@ -27,7 +27,7 @@ from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.gemm.plans.limits import can_be_operand
-from mpjax.kernels.launch import first_program_id, join, launch, load_masked, store
+from mpjax.kernels.launch import Settings, first_program_id, join, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.target import current_target
 
@@ -136,9 +136,9 @@ def _launch(
             pl.cdiv(min(outputs or columns, columns), config.tile_n),
             splits,
         ),
-        name=f"matmul_{weight.format.codes}",
-        warps=config.warps,
-        stages=config.stages,
+        settings=Settings(
+            f"matmul_{weight.format.codes}", warps=config.warps, stages=config.stages
+        ),
         interpret=interpret,
     )
 

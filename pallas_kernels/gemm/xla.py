@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels import device
 from mpjax.kernels.activations import QuantizedActivations
-from mpjax.kernels.launch import first_program_id, launch, load_masked, store
+from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 TILE_ROWS, TILE_OUTPUTS = 8, 512  # rows and output channels of the sums that a program scales
@@ -59,9 +59,7 @@ def _scale(
         (sums, row_scales, scales),
         out_shape=jax.ShapeDtypeStruct(sums.shape, sums.dtype),
         grid=(pl.cdiv(sums.shape[0], TILE_ROWS), pl.cdiv(sums.shape[1], TILE_OUTPUTS)),
-        name="scale",
-        warps=4,
-        stages=1,
+        settings=Settings("scale", warps=4),
         interpret=interpret,
         aliases={0: 0},  # in place, which takes half the L2 cache
     )

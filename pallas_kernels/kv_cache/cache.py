@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels.checks import as_array, as_dtype, is_known, shown, whole_number
-from mpjax.kernels.kv_cache import quantize
+from mpjax.kernels.checks import as_array, is_known, require_type, shown, whole_number
 from mpjax.kernels.kv_cache.codes import KVCodes
 from mpjax.kernels.kv_cache.formats import KVFormat
-
-PAGE_SIZES = (16, 32, 64, 128, 256)
+from mpjax.kernels.kv_cache.layout import KVLayout
 
 
 class Side(NamedTuple):
@@ -120,30 +118,17 @@ class PagedKVCache:
     @classmethod
     def create(
         cls,
+        layout: KVLayout,
         *,
         layers: int,
         batch: int,
         max_tokens: int,
-        kv_heads: int,
-        head_dim: int,
-        format: KVFormat | str = "KV16",
-        page_size: int = 128,
-        dtype: jax.typing.DTypeLike = jnp.bfloat16,
         scales: jax.typing.ArrayLike | None = None,
     ) -> PagedKVCache:
         """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
 
         Capacity is rounded up to whole pages.
-        format: a KVFormat, or what KVFormat.parse reads, such as "K8V4".
-        page_size: tokens in a page: 16, 32, 64, 128 or 256, and a multiple of the format's groups
-            of tokens where it has some (KV4c, KV2). It says where tokens lie, and changes no result
-            but for rounding.
-        dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
-            beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
-            (KVPages.parameter_dtype), and those of keys' channels float16: what is beyond ±65,504
-            is stored as that, and keys below about 1e-3 lose more than others. Keys and queries of
-            another dtype give the right result, too, but no kernel attends with 16-bit queries of
-            another dtype than the scales'.
+        layout: of every layer: its heads, and the format and size of its pages.
         scales: where the format is given some, positive, keys first. Of FP8 (a checkpoint's
             k_scale and v_scale) they broadcast to [layers, 2, KV heads], and 1, which reaches up to
             448, is the default; of 8s to [layers, 2, KV heads, head dim] (`cache_scales`), and
@@ -151,59 +136,17 @@ class PagedKVCache:
 
         Raises ValueError for sizes and scales that there can't be.
         """
-        format, dtype = KVFormat.of(format), as_dtype("PagedKVCache: dtype", dtype)
-        page_size = whole_number("page_size", page_size)
-        if page_size not in PAGE_SIZES:
-            raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
+        require_type("PagedKVCache: layout", layout, KVLayout)
         layers, batch = whole_number("layers", layers), whole_number("batch", batch)
         max_tokens = whole_number("max_tokens", max_tokens)
-        kv_heads, head_dim = whole_number("kv_heads", kv_heads), whole_number("head_dim", head_dim)
-        kinds = (format.key_codes, format.value_codes)
-        if head_dim % (planes := max(codes.planes for codes in kinds)):
-            raise ValueError(f"{format} needs a head dimension divisible by {planes}")
-        if page_size % (group := format.group or 1):
-            raise ValueError(f"page size {page_size}: {format} needs a multiple of {group}")
-        pages_per_sequence = -(-max_tokens // page_size)
+        each = _broadcast_scales(scales, layers, layout)
+        pages_per_sequence = -(-max_tokens // layout.page_size)
         pages = batch * pages_per_sequence
-        parameter_dtype = quantize.parameter_dtype(dtype).name if format.keeps_scales else None
-        each = _broadcast_scales(scales, (layers, 2, kv_heads), head_dim, format)
-
-        # Each buffer its own: a buffer that appears twice can't be donated.
-        def stored(codes: KVCodes, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-            shape = (pages, kv_heads, page_size)
-            storage = jnp.uint16 if codes.is_quantized else dtype
-            groups = page_size // (codes.group or page_size)
-            parameters = {
-                "token": lambda: jnp.zeros(shape, jnp.uint32),
-                "channel": lambda: jnp.zeros((*shape[:2], groups, head_dim), jnp.uint32),
-                "head": lambda: jnp.copy(scale),
-                "static": lambda: jnp.copy(scale),
-                None: lambda: None,
-            }
-            words = jnp.zeros((*shape, head_dim // codes.planes), storage)
-            return words, parameters[codes.scaling]()
-
-        def layer(index: int) -> KVPages:
-            (keys, key_parameters), (values, value_parameters) = (
-                stored(codes, each[index, i]) for i, codes in enumerate(kinds)
-            )
-            residual = None
-            if format.block is not None:
-                shape = (batch, kv_heads, format.block, head_dim)
-                waiting = [jnp.zeros(shape, dtype) for _ in range(2)]
-                residual = KVPages(waiting[0], waiting[1], None, None, KVFormat())
-            return KVPages(
-                *(keys, values, key_parameters, value_parameters),
-                format,
-                residual,
-                parameter_dtype,
-            )
-
         return cls(
-            tuple(layer(index) for index in range(layers)),
+            tuple(_empty_pages(layout, pages, batch, scales) for scales in each),
             jnp.arange(pages, dtype=jnp.int32).reshape(batch, pages_per_sequence),
             jnp.zeros(batch, jnp.int32),
-            format,
+            KVFormat.of(layout.format),
         )
 
     @property
@@ -244,10 +187,45 @@ class PagedKVCache:
             )
 
 
+def _empty_pages(layout: KVLayout, pages: int, batch: int, scales: jax.Array) -> KVPages:
+    """One layer's; scales: [2, KV heads] or [2, KV heads, head dim]."""
+    format, shape = KVFormat.of(layout.format), (pages, layout.kv_heads, layout.page_size)
+
+    # Each buffer its own: a buffer that appears twice can't be donated.
+    def stored(codes: KVCodes, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        storage = jnp.uint16 if codes.is_quantized else layout.dtype
+        groups = layout.page_size // (codes.group or layout.page_size)
+        parameters = {
+            "token": lambda: jnp.zeros(shape, jnp.uint32),
+            "channel": lambda: jnp.zeros((*shape[:2], groups, layout.head_dim), jnp.uint32),
+            "head": lambda: jnp.copy(scale),
+            "static": lambda: jnp.copy(scale),
+            None: lambda: None,
+        }
+        words = jnp.zeros((*shape, layout.head_dim // codes.planes), storage)
+        return words, parameters[codes.scaling]()
+
+    (keys, key_parameters), (values, value_parameters) = (
+        stored(codes, scales[i]) for i, codes in enumerate(layout.codes)
+    )
+    residual = None
+    if format.block is not None:
+        block = (batch, layout.kv_heads, format.block, layout.head_dim)
+        waiting = [jnp.zeros(block, layout.dtype) for _ in range(2)]
+        residual = KVPages(waiting[0], waiting[1], None, None, KVFormat())
+    return KVPages(
+        *(keys, values, key_parameters, value_parameters),
+        format,
+        residual,
+        layout.parameter_dtype,
+    )
+
+
 def _broadcast_scales(
-    scales: jax.typing.ArrayLike | None, heads: tuple[int, int, int], dim: int, format: KVFormat
+    scales: jax.typing.ArrayLike | None, layers: int, layout: KVLayout
 ) -> jax.Array:
     """Given scales as float32; under `jit`, where values are unknown, any are taken."""
+    format = KVFormat.of(layout.format)
     if scales is None and format.scaling == "static":
         raise ValueError(
             f"{format} needs scales of channels: measure them on keys and values (cache_scales), "
@@ -264,7 +242,7 @@ def _broadcast_scales(
         if not ((values > 0) & np.isfinite(values)).all():
             raise ValueError("scales of keys and values must be positive and finite")
     is_static = format.scaling == "static"
-    shape = (*heads, dim) if is_static else heads
+    shape = (layers, 2, layout.kv_heads) + is_static * (layout.head_dim,)
     try:
         return jnp.broadcast_to(jnp.asarray(scales, jnp.float32), shape)
     except ValueError as error:

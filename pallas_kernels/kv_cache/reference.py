@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache import residual as residuals
 from mpjax.kernels.kv_cache.cache import KVPages, Side
@@ -37,42 +38,32 @@ def encode(x: jax.Array, side: Side) -> tuple[jax.Array, jax.Array | None]:
     return words, found[0][..., 0] if found else None
 
 
-def append(
-    pages: KVPages,
-    keys: jax.Array,
-    values: jax.Array,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-) -> KVPages:
-    """See api.append; pages without a residual."""
+def append(pages: KVPages, keys: jax.Array, values: jax.Array, span: Span) -> KVPages:
+    """See api.append; pages without a residual, and tokens of a batch."""
     tokens = keys.shape[1]
-    position = starts[:, None] + jnp.arange(tokens)[None]  # [batch, tokens]
-    valid = jnp.arange(tokens)[None] < counts[:, None]
-    return _write(pages, (keys, values), block_tables, position, valid)
+    position = span.starts[:, None] + jnp.arange(tokens)[None]  # [batch, tokens]
+    valid = jnp.arange(tokens)[None] < span.counts[:, None]
+    return _write(pages, (keys, values), span.block_tables, position, valid)
 
 
-def flush(
-    pages: KVPages,
-    keys: jax.Array | None,
-    values: jax.Array | None,
-    first_tokens: jax.Array,
-    tokens: int,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-) -> KVPages:
+def flush(pages: KVPages, keys: jax.Array | None, values: jax.Array | None, span: Span) -> KVPages:
     """Encodes the blocks that are complete when new tokens begin one behind them.
 
-    keys, values: the new tokens [all tokens, KV heads, head dim], of sequence b from
-        first_tokens[b]; or None, where each sequence gets one at most.
-    tokens: what no count exceeds. The rest as `append` takes it. The residual stays as it is.
+    keys, values: the new tokens as api.append takes them; or None, where each sequence gets one at
+        most.
+    span: one that has been read, so that its `longest` is known.
+
+    The residual stays as it is.
     """
     assert pages.residual is not None
+    first_tokens = residuals.first_tokens(span, keys)
+    if keys is not None and values is not None:
+        keys, values = (x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
+    starts, block_tables = span.starts, span.block_tables
     block, capacity = pages.residual.page_size, block_tables.shape[1] * pages.page_size
-    lengths = jnp.minimum(starts + counts, capacity)
+    lengths = jnp.minimum(starts + span.counts, capacity)
     first = residuals.begin(jnp.minimum(starts, capacity), block)[:, None]
-    ahead = jnp.arange(residuals.most_blocks(tokens, block) * block)
+    ahead = jnp.arange(residuals.most_blocks(span.most_tokens, block) * block)
     position = first + ahead[None]  # [batch, tokens]
     full = position < residuals.begin(lengths, block)[:, None]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache.cache import KVPages
 
 
@@ -22,20 +23,33 @@ def begin(lengths: jax.Array, block: int) -> jax.Array:
     return jnp.maximum(lengths - 1, 0) // block * block
 
 
-def places(
-    pages: KVPages, block_tables: jax.Array, starts: jax.Array, counts: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The block tables, starts and counts with which `append` writes new tokens to the residual.
+def waiting_span(pages: KVPages, span: Span) -> Span:
+    """The span with which `append` writes new tokens to the residual.
 
-    block_tables, starts, counts: those of the append to the encoded pages.
+    span: that of the append to the encoded pages.
 
     A start may be negative: only tokens of the block that is in the residual after the append are
     written to it, which have positions from 0 on.
     """
     assert pages.residual is not None
-    lengths = jnp.minimum(starts + counts, block_tables.shape[1] * pages.page_size)
-    rows = jnp.arange(len(starts), dtype=jnp.int32)[:, None]
-    return rows, starts - begin(lengths, pages.residual.page_size), counts
+    capacity = span.block_tables.shape[1] * pages.page_size
+    lengths = jnp.minimum(span.starts + span.counts, capacity)
+    rows = jnp.arange(len(span.starts), dtype=jnp.int32)[:, None]
+    starts = span.starts - begin(lengths, pages.residual.page_size)
+    return Span(rows, starts, span.counts, longest=span.longest)
+
+
+def first_tokens(span: Span, new: jax.Array | None) -> jax.Array:
+    """The index of each sequence's first token among all new ones, int32 [batch].
+
+    new: [batch, tokens, KV heads, head dim], or varlen [tokens, KV heads, head dim]; or None, where
+        no new token is read.
+    """
+    if new is None:
+        return jnp.zeros_like(span.starts)
+    if new.ndim == 3:
+        return span.offsets
+    return jnp.arange(len(span.starts), dtype=span.starts.dtype) * new.shape[1]
 
 
 def most_blocks(tokens: int, block: int) -> int:

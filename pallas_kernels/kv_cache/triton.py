@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import device
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import residual as residuals
 from mpjax.kernels.kv_cache.cache import KVPages, Side
 from mpjax.kernels.kv_cache.writing import (
@@ -23,7 +24,7 @@ from mpjax.kernels.kv_cache.writing import (
     programs_for,
     write,
 )
-from mpjax.kernels.launch import first_program_id, launch, load, load_masked
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked
 
 
 class _Size(NamedTuple):
@@ -44,9 +45,7 @@ def append(
     pages: KVPages,
     keys: jax.Array,
     values: jax.Array,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    span: Span,
     *,
     interpret: bool = False,
 ) -> KVPages:
@@ -56,17 +55,15 @@ def append(
     aliased.
     """
     batch, tokens, heads, _ = keys.shape
-    operands = _Operands(block_tables, starts, counts, keys, values)
-    first = len(operands)
+    operands = _Operands(span, keys, values)
+    first = len(jax.tree.leaves(operands))
     return launch(
         _kernel,
         operands,
         pages,
         out_shape=like(pages),
         grid=(programs_for(batch * tokens, heads), heads),
-        name=f"append_{pages.format}".lower(),
-        warps=1,
-        stages=1,
+        settings=Settings(f"append_{pages.format}".lower()),
         interpret=interpret,
         aliases={first + i: i for i in range(len(jax.tree.leaves(pages)))},
     )
@@ -76,11 +73,7 @@ def flush(
     pages: KVPages,
     keys: jax.Array | None,
     values: jax.Array | None,
-    first_tokens: jax.Array,
-    tokens: int,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    span: Span,
     *,
     interpret: bool = False,
 ) -> KVPages:
@@ -91,13 +84,16 @@ def flush(
     next then comes after.
     """
     assert pages.residual is not None
-    block, heads, sequences = pages.residual.page_size, pages.keys.shape[1], len(starts)
-    size = OF_A_TOKEN if tokens < block else OF_A_PROMPT
+    first_tokens = residuals.first_tokens(span, keys)
+    if keys is not None and values is not None:
+        keys, values = (x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
+    block, heads, sequences = pages.residual.page_size, pages.keys.shape[1], len(span.starts)
+    size = OF_A_TOKEN if span.most_tokens < block else OF_A_PROMPT
     cuts = [_Cut.of(side, min(block, pages.page_size), size) for side in pages.sides]
     pieces = heads * sum(cut.pieces(block) for cut in cuts)  # of a block
-    blocks = residuals.most_blocks(tokens, block)  # of a sequence
+    blocks = residuals.most_blocks(span.most_tokens, block)  # of a sequence
     likely = 0 if keys is None else len(keys) // block * pieces
-    operands = _FlushOperands(block_tables, starts, counts, first_tokens, keys, values)
+    operands = _FlushOperands(span, first_tokens, keys, values)
     first = len(jax.tree.leaves(operands))
     return launch(
         functools.partial(_flush_kernel, cuts=cuts, blocks=blocks),
@@ -105,9 +101,7 @@ def flush(
         pages,
         out_shape=like(pages),
         grid=(flush_programs(sequences * blocks * pieces, likely, sequences),),
-        name=f"flush_{pages.format}".lower(),
-        warps=size.warps,
-        stages=1,
+        settings=Settings(f"flush_{pages.format}".lower(), warps=size.warps),
         interpret=interpret,
         aliases={first + i: i for i in range(len(jax.tree.leaves(pages)))},
     )
@@ -120,11 +114,9 @@ def flush_programs(pieces: int, likely: int, sequences: int) -> int:
 
 
 class _Operands(NamedTuple):
-    """What the kernel reads; references, inside of it."""
+    """Arrays that the kernel reads; references, inside of it."""
 
-    block_tables: Any  # [batch, pages per sequence]
-    starts: Any  # [batch]
-    counts: Any  # [batch]
+    span: Span
     keys: Any  # [batch, tokens, KV heads, head dim]
     values: Any
 
@@ -136,7 +128,7 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
 
     def visit(number: jax.Array) -> None:
         sequence, token = number // tokens, number % tokens
-        slot = find_slot(operands, pages.page_size, sequence, token)
+        slot = find_slot(operands.span, pages.page_size, sequence, token)
 
         def append_token() -> None:
             for side, source in zip(pages.sides, (operands.keys, operands.values), strict=True):
@@ -156,11 +148,9 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
 
 
 class _FlushOperands(NamedTuple):
-    """What the kernel reads; references, inside of it."""
+    """Arrays that the kernel reads; references, inside of it."""
 
-    block_tables: Any  # [batch, pages per sequence]
-    starts: Any  # [batch]
-    counts: Any  # [batch]
+    span: Span
     first_tokens: Any  # [batch]
     keys: Any  # [tokens, KV heads, head dim] or None
     values: Any
@@ -200,13 +190,12 @@ def _flush_kernel(
     residual = pages.residual
     assert residual is not None
     size, heads = residual.page_size, pages.keys.shape[1]
-    capacity = operands.block_tables.shape[1] * pages.page_size
-    sequences = operands.starts.shape[0]
+    span = operands.span
+    capacity = span.block_tables.shape[1] * pages.page_size
+    sequences = span.starts.shape[0]
     lane = jnp.arange(pl.next_power_of_2(sequences))
     mask = lane < sequences
-    starts, counts = (
-        load(x.at[lane], mask=mask, other=0) for x in (operands.starts, operands.counts)
-    )
+    starts, counts = (load(x.at[lane], mask=mask, other=0) for x in (span.starts, span.counts))
     begins, ends = (
         residuals.begin(jnp.minimum(position, capacity), size)
         for position in (starts, starts + counts)
@@ -261,7 +250,7 @@ def _encode(
     first_token = load(operands.first_tokens.at[block.sequence])
     token = jnp.maximum(first_token + block.begin + row - block.start, 0)
     position = block.begin + first_row
-    page = load(operands.block_tables.at[block.sequence, position // pages.page_size])
+    page = load(operands.span.block_tables.at[block.sequence, position // pages.page_size])
     slot = Slot(page, position % pages.page_size, jnp.bool_(True))
 
     def load_plane(plane: int) -> jax.Array:

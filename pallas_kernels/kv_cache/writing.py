@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import device
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache.cache import KVPages, Side
 from mpjax.kernels.launch import load, store
@@ -69,17 +70,17 @@ class Channels(NamedTuple):
     width: int
 
 
-def find_slot(tables: Any, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
+def find_slot(span: Span, page_size: int, batch: jax.Array, token: jax.Array) -> Slot:
     """The slot of the new token number `token` of sequence `batch`, inside a kernel.
 
-    tables: an object with references block_tables, starts and counts. The slot is not valid for
-        tokens beyond the sequence's count or its block table, or at negative positions.
+    span: of references. The slot is not valid for tokens beyond the sequence's count or its block
+        table, or at negative positions.
     """
-    position = load(tables.starts.at[batch]) + token
+    position = load(span.starts.at[batch]) + token
     entry = position // page_size
-    entries = tables.block_tables.shape[1]
-    valid = (token < load(tables.counts.at[batch])) & (entry < entries) & (position >= 0)
-    page = load(tables.block_tables.at[batch, jnp.clip(entry, 0, entries - 1)])
+    entries = span.block_tables.shape[1]
+    valid = (token < load(span.counts.at[batch])) & (entry < entries) & (position >= 0)
+    page = load(span.block_tables.at[batch, jnp.clip(entry, 0, entries - 1)])
     return Slot(page, position % page_size, valid)
 
 

@@ -6,6 +6,7 @@ begins copies.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,35 +48,43 @@ def why_slow(version: tuple[int, ...] = jax.__version_info__) -> str | None:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The programs of a kernel, by named axes, and the warpgroups of each.
+
+    axes: programs along each axis; the last one changes first.
+    warpgroups: that compute; one more copies.
+    cluster: axes beside those, whose programs run at the same time, and can write to each other's
+        shared memory. Not where the kernel is interpreted.
+    """
+
+    axes: Mapping[str, int]
+    warpgroups: int
+    cluster: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
 def launch(
     kernel: Callable[..., None],
     *arguments: jax.Array,
     out_shape: jax.ShapeDtypeStruct,
-    grid: Mapping[str, int],
-    warpgroups: int,
+    grid: Grid,
     scratch: Mapping[str, Any],
     name: str,
     interpret: bool,
-    cluster: Mapping[str, int] | None = None,
 ) -> jax.Array:
-    """Launches a kernel, which runs once in each of a program's `warpgroups` + 1 warpgroups.
+    """Launches a kernel, which runs once in each of a program's warpgroups.
 
     The kernel gets references to the arguments and the output by position, and those of `scratch`
     by name. The index of the axis "warpgroup" says which warpgroup it runs in.
 
-    grid: the number of programs along each named axis.
-    warpgroups: the number of consumers; the producer is one more.
     scratch: types of references to shared memory and barriers.
     interpret: run as plain JAX, traced for the current target.
-    cluster: further named axes. Programs that differ only along these are a cluster: they run at
-        the same time and can write to each other's shared memory. Not with `interpret`.
     """
 
     def run(*references: Any, **shared: Any) -> None:
         with tracing_for(current_target() if interpret else Warpgroups()):
             kernel(*references, **shared)
 
-    cluster = cluster or {}
     parameters = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     options: dict[str, Any] = {"compiler_params": parameters}
     if interpret:
@@ -83,11 +92,11 @@ def launch(
     call: Any = plgpu.kernel(
         run,
         out_type=out_shape,
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        cluster=tuple(cluster.values()),
-        cluster_names=tuple(cluster),
-        num_threads=warpgroups + 1,
+        grid=tuple(grid.axes.values()),
+        grid_names=tuple(grid.axes),
+        cluster=tuple(grid.cluster.values()),
+        cluster_names=tuple(grid.cluster),
+        num_threads=grid.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=dict(scratch),
         kernel_name=name,

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache import hadamard
 from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
+from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.rowwise.reference import rms_norm
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["query", "key"], meta_fields=["epsilon"]
-)
-@dataclasses.dataclass(frozen=True)
-class HeadNorms:
-    """RMS norms over each query's and key's head dimension (Qwen3).
-
-    epsilon: a Python number, which kernels are compiled for; under `jit` it is part of the type.
-    """
-
-    query: jax.Array  # [head dim]
-    key: jax.Array  # [head dim]
-    epsilon: float
 
 
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
@@ -53,24 +37,13 @@ def split_heads(
 
 
 def rotate_and_append(
-    terms: jax.Array,
-    pages: KVPages,
-    cosines: jax.Array,
-    sines: jax.Array,
-    block_tables: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    dtype: jnp.dtype,
-    heads: tuple[int, int],
-    norms: HeadNorms | None,
-    *,
-    transform_queries: bool = False,
+    terms: jax.Array, pages: KVPages, span: Span, rotation: Rotation, dtype: jnp.dtype
 ) -> tuple[jax.Array, KVPages]:
     """Queries and pages; see the public function."""
     product = narrow(terms.astype(jnp.float32).sum(0), dtype)
-    query, key, value = split_heads(product, heads, norms)
-    query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
-    if transform_queries and pages.format.key_codes.hadamard:
+    query, key, value = split_heads(product, rotation.heads, rotation.norms)
+    query, key = (rotate(x, rotation.cosines, rotation.sines) for x in (query, key))
+    if rotation.transform_queries and pages.format.key_codes.hadamard:
         [transformed] = hadamard.transform_pieces([query], query.shape[-1], dtype)
         query = transformed.astype(dtype)
-    return query, kv_cache.append(pages, key, value, block_tables, starts, counts)
+    return query, kv_cache.append(pages, key, value, span)

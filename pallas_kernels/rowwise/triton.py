@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from mpjax.kernels import arithmetic
 from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
-from mpjax.kernels.launch import first_program_id, launch, load_masked, store
+from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rowwise.reference import quantizes
 from mpjax.kernels.target import current_target
@@ -109,9 +109,9 @@ def _launch(kernel: Any, operands: Any, outputs: Any, name: str, interpret: bool
         operands,
         out_shape=outputs,
         grid=(rows,),
-        name=name,
-        warps=min(16, max(1, pl.next_power_of_2(channels) // CHANNELS_PER_WARP)),
-        stages=1,
+        settings=Settings(
+            name, warps=min(16, max(1, pl.next_power_of_2(channels) // CHANNELS_PER_WARP))
+        ),
         interpret=interpret,
     )
 

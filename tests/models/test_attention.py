@@ -12,13 +12,14 @@ from flax import nnx
 from mpjax.kernels import (
     ActivationFormat,
     KVFormat,
+    KVLayout,
     PagedKVCache,
+    Span,
     WeightFormat,
     quantize,
     quantize_activations,
 )
 from mpjax.models import Attention, DecoderConfig, Packed
-from mpjax.models.attention import Span
 from tests.models.small import CONFIG, small_config
 from tests.pallas_kernels.oracles import random_array
 
@@ -36,14 +37,12 @@ def span(cache: PagedKVCache, counts: list[int], *, fresh: bool) -> Span:
 
 def empty_cache(batch: int) -> PagedKVCache:
     return PagedKVCache.create(
+        KVLayout(
+            CONFIG.num_kv_heads, CONFIG.head_dim, KVFormat(16), page_size=64, dtype=CONFIG.dtype
+        ),
         layers=1,
         batch=batch,
         max_tokens=64,
-        kv_heads=CONFIG.num_kv_heads,
-        head_dim=CONFIG.head_dim,
-        format=KVFormat(16),
-        page_size=64,
-        dtype=CONFIG.dtype,
     )
 
 
@@ -142,11 +141,3 @@ def test_norms_make_the_size_of_queries_irrelevant(rng):
     fused.kernel = nnx.Param(kernel * scale[None])
     after, _ = attention(x, angles, None, None)
     np.testing.assert_allclose(after, before, atol=1e-5)
-
-
-def test_a_span_is_a_pytree_whose_freshness_is_static():
-    cache = empty_cache(2)
-    fresh, later = (span(cache, [1, 1], fresh=fresh) for fresh in (True, False))
-    assert len(jax.tree.leaves(fresh)) == 3
-    structures: list[Any] = [jax.tree.structure(fresh), jax.tree.structure(later)]
-    assert structures[0] != structures[1]

@@ -7,7 +7,7 @@ import pytest
 
 from mpjax.arguments import (
     compute_dtype,
-    new_token_limits,
+    most_new_tokens,
     positive_whole,
     read_text,
     require_documents,
@@ -17,27 +17,29 @@ from mpjax.arguments import (
 from mpjax.precision import Precision
 
 
-@pytest.mark.parametrize("limits", [(0, 1), (4, 4), (np.int64(2), np.int32(3)), (0, jnp.int32(2))])
-def test_limits_become_plain_numbers(limits):
-    found = new_token_limits(*limits)
-    assert found == tuple(int(limit) for limit in limits)
-    assert [type(limit) for limit in found] == [int, int]
+@pytest.mark.parametrize(
+    ("maximum", "minimum"),
+    [(1, None), (4, 4), (np.int32(3), np.int64(2)), (jnp.int32(2), 0), (5, np.array([5, 0, 2]))],
+)
+def test_the_maximum_becomes_a_plain_number(maximum, minimum):
+    found = most_new_tokens(maximum, minimum)
+    assert found == int(maximum)
+    assert type(found) is int
 
 
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ((0, 0), "min_new_tokens is 0 and max_new_tokens 0; .* at least one new token"),
-        ((9, 4), "min_new_tokens is 9 and max_new_tokens 4"),
-        ((-1, 4), "min_new_tokens is -1"),
-        ((0, 4.0), r"max_new_tokens is 4\.0; it must be a whole number"),
-        ((0, "4"), "max_new_tokens is '4'; it must be a whole number"),
-        ((0.5, 4), r"min_new_tokens is 0\.5; it must be a whole number"),
+        ((0, 0), "max_new_tokens is 0; expected at least one new token"),
+        ((4, 9), "min_new_tokens is 9 and max_new_tokens 4"),
+        ((4, np.array([0, 5])), r"min_new_tokens is \[0 5\] and max_new_tokens 4"),
+        ((4.0, 0), r"max_new_tokens is 4\.0; it must be a whole number"),
+        (("4", None), "max_new_tokens is '4'; it must be a whole number"),
     ],
 )
 def test_limits_that_no_row_can_keep(limits, message):
     with pytest.raises(ValueError, match=message):
-        new_token_limits(*limits)
+        most_new_tokens(*limits)
 
 
 def test_positive_whole_numbers():
@@ -53,8 +55,7 @@ def test_positive_whole_numbers():
 
 
 def test_a_traced_minimum_is_left_alone():
-    found = jax.jit(lambda minimum: new_token_limits(minimum, np.int64(4))[0])(jnp.int32(9))
-    assert found == 9
+    jax.jit(lambda minimum: most_new_tokens(np.int64(4), minimum))(jnp.int32(9))
 
 
 def test_ids_without_an_embedding_are_refused():

@@ -56,8 +56,7 @@ def test_padding_rows_change_nothing(tiny):
         padded,
         np.asarray([len(tokens) for tokens in ids]),
         max_new_tokens=NEW,
-        sampling=sampling,
-        stop_ids=tiny.tokenizer.stop_ids,
+        sampling=dataclasses.replace(sampling, stop_ids=tiny.tokenizer.stop_ids),
         kv_format=tiny.kv_format,
     )
     lengths = expected.lengths.tolist()
@@ -71,16 +70,8 @@ def test_padding_rows_generate_nothing(tiny, three, monkeypatch):
     """So that the loop ends as soon as all others have ended."""
     ends = [row[2] for row in three.tokens]
     monkeypatch.setattr(tiny.tokenizer, "stop_ids", tuple(ends))
-    options = {"min_new_tokens": 0, "stop": (), "chat_template": None, "page_size": 128}
-    [*_, batch] = module.run(
-        tiny,
-        PROMPTS,
-        max_new_tokens=NEW,
-        sampling=HOT,
-        seeds=[1, 2, 3],
-        watch=False,
-        **options,
-    )
+    job = module.Job(PROMPTS, NEW, HOT, stop=(), seeds=[1, 2, 3], chat_template=None)
+    [*_, batch] = module.run(tiny, job, watch=False)
     counts = [len(row.tokens) for row in batch.rows]
     assert max(counts) <= 3
     assert batch.state.counts.tolist() == [*counts, 0]
@@ -89,7 +80,8 @@ def test_padding_rows_generate_nothing(tiny, three, monkeypatch):
 
 
 def test_padding_rows_are_left_out_where_there_is_no_memory_for_them(tiny, monkeypatch):
-    sizes = {"padded": 16, "room": 32, "page_size": 64}
+    tiny = dataclasses.replace(tiny, page_size=64)
+    sizes = {"padded": 16, "room": 32}
     needed = {rows: module._needed_bytes(tiny, rows, **sizes) for rows in (3, 4)}
     for free, rows in ((None, 4), (needed[4], 4), (needed[4] - 1, 3), (needed[3], 3)):
         monkeypatch.setattr("mpjax.memory.free_bytes", lambda device, free=free: free)
@@ -115,7 +107,7 @@ def test_a_batch_is_read_in_one_round_trip(tiny, three, monkeypatch):
 def counted(monkeypatch, trace_counter):
     """Fresh jits in the place of the module's, which count how often they are traced."""
     prefill, decode = trace_counter(decoding.prefill), trace_counter(decoding.decode)
-    jitted = jax.jit(prefill, static_argnames="room", donate_argnames="cache")
+    jitted = jax.jit(prefill, donate_argnames="cache")
     monkeypatch.setattr(module, "jit_prefill", jitted)
     jitted_decode = jax.jit(decode, donate_argnames="state")
     monkeypatch.setattr(module, "decode_program", lambda model, state: jitted_decode)
@@ -130,7 +122,8 @@ def test_the_same_shapes_are_never_traced_twice(tiny, counted):
     assert counted() == (1, 1)
     # Another prompt and numbers of the same buckets, other values, seeds and stops.
     other = Sampling(temperature=2, top_p=0.5)
-    run("def f(", max_new_tokens=16, min_new_tokens=3, sampling=other, seeds=[4], stop="zzz")
+    longer = dataclasses.replace(other, min_new_tokens=3, stop_ids=[5, 6])
+    run("def f(", max_new_tokens=16, sampling=longer, seeds=[4], stop="zzz")
     run("def f(", max_new_tokens=16, sampling=other, stop=["<|endoftext|>"])  # stops by its id
     list(mpjax.stream(tiny, "x", max_new_tokens=12, sampling=other, seed=9))
     assert counted() == (1, 1)

@@ -61,9 +61,9 @@ def run(tiny, prompts):
     """generate_tokens of the three prompts, of some of them, or of others."""
 
     def call(rows=slice(None), tokens=None, **options: Any):
-        defaults: dict[str, Any] = {"stop_ids": (0,), "max_new_tokens": NEW}
+        options = {"max_new_tokens": NEW} | options
         tokens = prompts[0][rows] if tokens is None else tokens
-        return generate_tokens(tiny.model, tokens, prompts[1][rows], **(defaults | options))
+        return generate_tokens(tiny.model, tokens, prompts[1][rows], **options)
 
     return call
 
@@ -121,7 +121,7 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on(run):
     free = run()
     stop = int(free.tokens[0, 2])
     first = free.tokens[0].tolist().index(stop)
-    found = run(stop_ids=(stop,))
+    found = run(sampling={"stop_ids": (stop,)})
     ends = [row.index(stop) + 1 if stop in row else NEW for row in np.asarray(free.tokens).tolist()]
     assert ends[0] == first + 1 < NEW
     assert max(ends) == NEW
@@ -137,9 +137,9 @@ def test_stop_tokens_are_held_back_until_the_minimum(run, prompts, full_logits):
     free = run().tokens[0].tolist()
     stop = free[2]
     for minimum in (free.index(stop), free.index(stop) + 1):
-        length = int(run(stop_ids=(stop,), min_new_tokens=minimum).lengths[0])
+        length = int(run(sampling=Sampling(stop_ids=(stop,), min_new_tokens=minimum)).lengths[0])
         assert (length == free.index(stop) + 1) == (minimum == free.index(stop))
-    found = run(stop_ids=(stop,), min_new_tokens=5)
+    found = run(sampling=Sampling(stop_ids=(stop,), min_new_tokens=5))
     assert stop not in found.tokens[0, :5].tolist()
     assert found.lengths.min() >= 5
     text = [*prompt(prompts, 0), *found.tokens[0, :2].tolist()]
@@ -149,6 +149,16 @@ def test_stop_tokens_are_held_back_until_the_minimum(run, prompts, full_logits):
     assert found.tokens[0, 2] == np.argmax(logits)
 
 
+def test_each_row_may_have_a_minimum_of_its_own(run):
+    free = run().tokens
+    stops = sorted({int(token) for token in free[:, 2]})
+    held = run(sampling=Sampling(stop_ids=stops, min_new_tokens=[NEW, 0, NEW]))
+    alone = run(sampling={"stop_ids": stops})
+    assert held.lengths[0] == held.lengths[2] == NEW
+    assert held.lengths[1] == alone.lengths[1] < NEW
+    np.testing.assert_array_equal(held.tokens[1], alone.tokens[1])
+
+
 def test_stop_tokens_that_are_held_back_count_in_logprobs(run, prompts, full_logits):
     logits = full_logits(prompt(prompts, 0))
     ranked = np.argsort(-logits)
@@ -156,7 +166,7 @@ def test_stop_tokens_that_are_held_back_count_in_logprobs(run, prompts, full_log
     expected = log_softmax(logits)
     without = -np.log1p(-np.exp(expected[stops]).sum())
     assert without > 1e-2, "the stop tokens are too unlikely to be missed: choose more"
-    found = run(stop_ids=tuple(stops.tolist()), min_new_tokens=1)
+    found = run(sampling=Sampling(stop_ids=stops.tolist(), min_new_tokens=1))
     assert found.tokens[0, 0] == ranked[len(stops)]
     np.testing.assert_allclose(found.logprobs[0, 0], expected[ranked[len(stops)]], rtol=1e-4)
 
@@ -191,13 +201,13 @@ def test_rows_that_are_not_finite_can_be_told(run, tiny, prompts):
     assert bad not in others
     lm = with_damaged_token(tiny, bad)
     for length, finite in ((4, True), (NEW, False)):
-        found = generate_tokens(lm.model, *prompts, max_new_tokens=length, stop_ids=(0,))
+        found = generate_tokens(lm.model, *prompts, max_new_tokens=length)
         assert found.finite.tolist() == [finite, True, True]
 
 
 def test_it_can_be_jitted(run, tiny, prompts):
     jitted = jax.jit(
-        functools.partial(generate_tokens, max_new_tokens=NEW, stop_ids=(0,)),
+        functools.partial(generate_tokens, max_new_tokens=NEW),
         static_argnames="kv_format",
     )
     keys = row_keys(range(ROWS))  # the seeds that are the default
@@ -222,11 +232,14 @@ def test_padding_does_not_matter(run, prompts):
         ({"lengths": [5, 0, 9]}, "each must be from 1 to 16"),
         ({"lengths": [5, 1, 17]}, "each must be from 1 to 16"),
         ({"lengths": [5.7, 1, 9]}, "lengths are float32; expected integers"),
-        ({"max_new_tokens": 0}, "max_new_tokens 0; .* at least one new token"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; expected at least one new token"),
         ({"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
-        ({"max_new_tokens": 4, "min_new_tokens": 5}, "min_new_tokens is 5 and max_new_tokens 4"),
+        (
+            {"max_new_tokens": 4, "sampling": {"min_new_tokens": [5, 0, 1]}},
+            r"min_new_tokens is \[5 0 1\] and max_new_tokens 4",
+        ),
         ({"max_new_tokens": 250}, "250 new tokens would pass the 256 positions"),
-        ({"stop_ids": (3, -1)}, r"stop_ids are \[3, -1\]; each must be 0 or above"),
+        ({"sampling": {"stop_ids": (3, -1)}}, r"stop_ids are \[3, -1\]; each must be 0 or above"),
         ({"seeds": [1, 2]}, "there are 2 seeds for a batch of 3; expected one for each row"),
         ({"seeds": jax.random.key(0)}, r"seeds are keys of threefry2x32 \(\); expected one of"),
         ({"seeds": jax.random.PRNGKey(0)}, "there are 2 seeds for a batch of 3"),
@@ -244,7 +257,7 @@ def test_arguments_that_do_not_fit_are_refused(tiny, prompts, change, message):
 def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill, maximum=16):
     """The state after prefill in a cache of two pages for each row, and the limits."""
     most = jnp.broadcast_to(jnp.asarray(maximum, jnp.int32), (rows,))
-    limits = Limits(jnp.asarray([0], jnp.int32), jnp.zeros(rows, jnp.int32), most)
+    limits = Limits(jnp.asarray([0], jnp.int32), most, room=16)
     state = program(
         model,
         jnp.ones((rows, 16), jnp.int32),
@@ -253,7 +266,6 @@ def begin(model, format, sampling, rows=2, lengths=(16, 5), program=jit_prefill,
         row_keys(range(rows)),
         sampling,
         limits,
-        room=16,
     )
     return state, limits
 
@@ -390,7 +402,7 @@ def test_the_loop_does_not_copy_the_cache_on_the_gpu(format):
     model = Llama(KERNELS_CONFIG, nnx.Rngs(0))
     check_that_the_loop_copies_nothing(model, format, stride=8)
     prompt = jnp.arange(40, dtype=jnp.int32).reshape(2, 20)
-    options = {"max_new_tokens": 12, "kv_format": format, "stop_ids": ()}
+    options = {"max_new_tokens": 12, "kv_format": format, "sampling": {"stop_ids": ()}}
     first, again = (generate_tokens(model, prompt, jnp.array([20, 7]), **options) for _ in range(2))
     np.testing.assert_array_equal(first.tokens, again.tokens)
     assert first.lengths.tolist() == [12, 12]
@@ -433,7 +445,7 @@ def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monk
         arrays, flushed = 2, 6
 
     def program(model, tokens):
-        limits = Limits(jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32), jnp.full(2, 8, jnp.int32))
+        limits = Limits(jnp.zeros(1, jnp.int32), jnp.full(2, 8, jnp.int32), room=8)
         state = prefill(
             model,
             tokens,
@@ -442,7 +454,6 @@ def test_on_a_gpu_the_append_kernels_write_in_place(format, lower_for_cuda, monk
             row_keys(jnp.arange(2)),
             sampling,
             limits,
-            room=8,
         )
         return decode(model, state, sampling, limits, jnp.int32(8)).tokens
 

@@ -11,7 +11,6 @@ from mpjax.kernels import KVFormat
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 
-HOT = Sampling(temperature=1.5)
 LENGTHS = (5, 1, 9)
 ROWS = len(LENGTHS)
 
@@ -41,23 +40,21 @@ def test_what_is_not_given_has_a_default(tiny, given_to_prefill):
     cache, keys, sampling, limits = given_to_prefill(max_new_tokens=3)
     assert (cache.format, cache.page_size) == (KVFormat(16), 128)
     assert (keys == row_keys(range(ROWS))).all()
-    assert sampling == Sampling()
-    assert limits.minimum.tolist() == [0] * ROWS
+    assert sampling == Sampling(min_new_tokens=0)
+    assert limits.room == 3
     assert limits.maximum.tolist() == [3] * ROWS
     assert stop_tokens(limits) == set(tiny.config.stop_ids) == {0}
     cache, keys, sampling, limits = given_to_prefill(
         max_new_tokens=3,
         kv_format="KV8",
-        page_size=32,
         seeds=[5, 6, 7],
-        sampling=HOT,
-        stop_ids=(4,),
+        sampling=Sampling(temperature=1.5, min_new_tokens=2, stop_ids=(4,)),
     )
-    assert (cache.format, cache.page_size) == (KVFormat(8), 32)
+    assert cache.format == KVFormat(8)
     assert (keys == row_keys([5, 6, 7])).all()
-    assert sampling is HOT
+    assert sampling == Sampling(temperature=1.5, min_new_tokens=2)
     assert stop_tokens(limits) == {4}
-    assert stop_tokens(given_to_prefill(max_new_tokens=3, stop_ids=())[3]) == set()
+    assert stop_tokens(given_to_prefill(max_new_tokens=3, sampling={"stop_ids": ()})[3]) == set()
 
 
 def stop_tokens(limits):

@@ -50,7 +50,7 @@ def nats_of(logits, targets):
 def chunked(tiny, monkeypatch):
     """`evaluate` on the documents, read in chunks of 8 tokens: windows take three of them."""
     monkeypatch.setattr(evaluation, "MAXIMUM_CHUNK", 8)
-    return lambda lm=tiny: evaluate(lm, DOCUMENTS, window=WINDOW, batch=BATCH, page_size=64)
+    return lambda lm=tiny: evaluate(lm, DOCUMENTS, window=WINDOW, batch=BATCH)
 
 
 @jax.jit
@@ -114,7 +114,7 @@ def test_each_token_has_a_score_in_the_order_given(tiny, monkeypatch):
     monkeypatch.setattr(evaluation, "MAXIMUM_CHUNK", 8)
     sequences = [np.asarray(tiny.tokenizer.encode(text), np.int32) for text in DOCUMENTS[::2]]
     sequences = [sequences[0][:1], *sequences]  # nothing to predict in the first
-    found = token_scores(tiny, sequences, batch=BATCH, page_size=64)
+    found = token_scores(tiny, sequences, batch=BATCH)
     assert [len(scores.logprobs) for scores in found] == [len(ids) - 1 for ids in sequences]
     for ids, scores in zip(sequences, found, strict=True):
         logits = forward(tiny.model, ids)
@@ -123,7 +123,7 @@ def test_each_token_has_a_score_in_the_order_given(tiny, monkeypatch):
             assert scores.logprobs[position] == pytest.approx(expected, rel=1e-4)
             assert scores.greedy[position] == (np.argmax(logits[position]) == target)
     assert token_scores(tiny, []) == []
-    for alone in token_scores(tiny, sequences[:1] * BATCH, batch=BATCH, page_size=64):
+    for alone in token_scores(tiny, sequences[:1] * BATCH, batch=BATCH):
         assert (len(alone.logprobs), len(alone.greedy)) == (0, 0)
 
 
@@ -223,9 +223,9 @@ def test_what_is_not_finite_is_no_perplexity(tiny, chunked):
         chunked(lm)
     other = next(i for i in range(2048) if i != token)
     sequences = [np.asarray([other] * 3), np.asarray([other, token]), np.asarray([token] * 2)]
-    assert len(token_scores(lm, sequences[:2], batch=BATCH, page_size=64)) == 2
+    assert len(token_scores(lm, sequences[:2], batch=BATCH)) == 2
     with pytest.raises(NotFiniteError, match=r"^sequence 2: "):
-        token_scores(lm, sequences, batch=BATCH, page_size=64)
+        token_scores(lm, sequences, batch=BATCH)
 
 
 def test_memory_is_asked_for_first(tiny, monkeypatch):

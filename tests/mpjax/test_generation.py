@@ -15,8 +15,8 @@ import mpjax
 from mpjax import Sampling, decoding
 from mpjax.buckets import bucket_tokens
 from mpjax.finite import NotFiniteError
-from mpjax.kernels import KVFormat, PagedKVCache
-from mpjax.kernels.kv_cache.cache import PAGE_SIZES
+from mpjax.kernels import KVFormat, KVLayout
+from mpjax.kernels.kv_cache.layout import PAGE_SIZES
 from mpjax.models import Llama
 from mpjax.tokenizer import Tokenizer
 from tests.mpjax.conftest import TINY
@@ -190,13 +190,12 @@ def test_stop_strings_wait_for_the_minimum_as_stop_tokens_do(tiny, alone):
         whole[: whole.index(stop)]
     ]
     for minimum in (3, 4, NEW):
-        found = mpjax.generate(tiny, PROMPTS[2], seeds=[3], min_new_tokens=minimum, **options)
+        options["sampling"] = dataclasses.replace(HOT, min_new_tokens=minimum)
+        found = mpjax.generate(tiny, PROMPTS[2], seeds=[3], **options)
         ends = minimum == 3  # whose third token is the end of the stop string
         assert found.tokens == [tokens[:3] if ends else tokens]
         assert found.text == [whole[: whole.index(stop)] if ends else whole]
-        pieces, returned = drain(
-            mpjax.stream(tiny, PROMPTS[2], seed=3, min_new_tokens=minimum, **options)
-        )
+        pieces, returned = drain(mpjax.stream(tiny, PROMPTS[2], seed=3, **options))
         assert ["".join(pieces)] == found.text
         assert returned.finish_reasons == found.finish_reasons == ["stop" if ends else "length"]
 
@@ -214,7 +213,8 @@ def test_minimum_and_maximum(tiny, hot, monkeypatch):
     token = hot.tokens[1][4]
     monkeypatch.setattr(tiny.tokenizer, "stop_ids", (token,))
     options: dict[str, Any] = {"sampling": HOT, "seeds": [1, 2, 3]}
-    found = mpjax.generate(tiny, PROMPTS, max_new_tokens=17, min_new_tokens=10, **options)
+    longer = options | {"sampling": dataclasses.replace(HOT, min_new_tokens=10)}
+    found = mpjax.generate(tiny, PROMPTS, max_new_tokens=17, **longer)
     assert all(10 <= len(row) <= 17 for row in found.tokens)
     assert token not in found.tokens[1][:9]
     assert found.tokens[0] == hot.tokens[0][:17]
@@ -251,8 +251,12 @@ def test_chats_go_through_the_template(tiny, monkeypatch):
         (["x", "import os\n" * 100], {}, "prompt 1 has .* positions"),
         ("x", {"max_new_tokens": 256}, "prompt 0 has 1 tokens, and with 256 .* 256 positions"),
         ("x", {"max_new_tokens": 0}, "at least one new token"),
-        ("x", {"min_new_tokens": 200}, "min_new_tokens is 200 and max_new_tokens 128"),
-        ("x", {"min_new_tokens": -1}, "min_new_tokens is -1"),
+        (
+            "x",
+            {"sampling": {"min_new_tokens": 200}},
+            "min_new_tokens is 200 and max_new_tokens 128",
+        ),
+        ("x", {"sampling": {"min_new_tokens": -1}}, "min_new_tokens is -1; it must be 0 or"),
         ("x", {"stop": ""}, "empty stop string"),
         ("x", {"stop": ["a", ""]}, "empty stop string"),
         ("x", {"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
@@ -263,7 +267,6 @@ def test_chats_go_through_the_template(tiny, monkeypatch):
         ("x", {"chat_template": "default"}, "chat_template is for chats"),
         ([[1, 2], [3, 2048]], {}, "prompt 1 has token 2048, and the model knows 0 to 2047"),
         (["x", "y"], {"sampling": Sampling([1.0] * 4)}, r"temperature has shape \(4,\); a batch"),
-        ("x", {"page_size": 48}, r"page size 48: expected one of \(16, 32, 64, 128, 256\)"),
         (
             {"role": "user", "content": "x"},
             {},
@@ -377,10 +380,9 @@ def test_float16_that_overflows_is_told_of_bfloat16(tiny_folder, tmp_path):
 @pytest.mark.parametrize(
     "function",
     [
-        mpjax.generate,
-        mpjax.generate_tokens,
-        mpjax.evaluate,
-        PagedKVCache.create,
+        mpjax.load,
+        mpjax.LanguageModel,
+        KVLayout,
         Llama.create_cache,
     ],
     ids=lambda function: function.__name__,

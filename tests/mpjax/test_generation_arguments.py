@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_decoding_ends_soon_after_all_rows_have(tiny, monkeypatch):
     assert called == []
 
 
-def test_stop_tokens_are_the_tokenizers_or_else_the_configs(tiny, monkeypatch):
+def test_stop_tokens_are_those_given_or_the_tokenizers_or_else_the_configs(tiny, monkeypatch):
     def see(batch, stop_ids, *rest):
         raise Seen(stop_ids)
 
@@ -56,19 +57,20 @@ def test_stop_tokens_are_the_tokenizers_or_else_the_configs(tiny, monkeypatch):
     assert tiny.config.stop_ids == (0,)
     for of_tokenizer, expected in (((5, 7), (5, 7)), ((), (0,))):
         monkeypatch.setattr(tiny.tokenizer, "stop_ids", of_tokenizer)
-        with pytest.raises(Seen) as seen:
-            mpjax.generate(tiny, "x")
-        assert seen.value.args == (expected,)
+        for sampling, ids in ((None, expected), ({"stop_ids": [3, 9]}, (3, 9))):
+            with pytest.raises(Seen) as seen:
+                mpjax.generate(tiny, "x", sampling=sampling)
+            assert seen.value.args == (ids,)
 
 
-def test_pages_have_the_size_that_was_asked_for(tiny, monkeypatch):
+def test_pages_have_the_models_size(tiny, monkeypatch):
     def see(model, tokens, lengths, cache, *rest, **options):
         raise Seen(cache.page_size)
 
     monkeypatch.setattr(module, "jit_prefill", see)
     for calls in (mpjax.generate, lambda *given, **more: list(mpjax.stream(*given, **more))):
         with pytest.raises(Seen) as seen:
-            calls(tiny, "x", page_size=32)
+            calls(dataclasses.replace(tiny, page_size=32), "x")
         assert seen.value.args == (32,)
 
 

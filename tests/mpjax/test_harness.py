@@ -401,6 +401,7 @@ def test_what_lm_eval_passes_is_read_or_refused(harness, tiny_folder, options, m
     create = harness.HarnessLM.create_from_arg_string
     assert create(f"pretrained={tiny_folder}", usual).batch_size == 4
     assert create(f"pretrained={tiny_folder},max_positions=300", usual).max_length == 300
+    assert create(f"pretrained={tiny_folder},page_size=64", usual).lm.page_size == 64
     with pytest.raises(ValueError, match=message):  # before anything is loaded
         create("precision=W4A16KV8,pretrained=no/such/folder", usual | options)
 

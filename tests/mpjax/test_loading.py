@@ -105,6 +105,23 @@ def test_a_caller_sets_how_many_positions_there_are(folder, tmp_path):
             load(folder, max_positions=value)
 
 
+def test_a_caller_sets_the_size_of_pages(folder, tmp_path):
+    lm = load(folder, page_size=32)
+    save(lm, tmp_path / "saved")
+    for path, options, size in (
+        (folder, {"page_size": 32}, 32),
+        (folder, {}, 128),
+        (tmp_path / "saved", {"page_size": np.int64(64)}, 64),
+    ):
+        assert load(path, **options).page_size == size
+    for options, message in (
+        ({"page_size": 48}, r"page size 48: expected one of \(16, 32, 64, 128, 256\)"),
+        ({"page_size": 64, "precision": "A16KV4c"}, "page size 64: KV4c needs a multiple of 128"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load("nowhere", **options)
+
+
 def test_rotten_weights_are_found_unless_nobody_asks(folder, tmp_path):
     save(load(folder), tmp_path / "saved")
     path = tmp_path / "saved" / "weights.safetensors"

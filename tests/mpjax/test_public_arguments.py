@@ -39,16 +39,23 @@ def stream(**arguments: Any) -> str:
 
 def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Calls that are right, by name."""
-    of_text = {"max_new_tokens": 2, "min_new_tokens": 0, "sampling": None, "stop": "zz"}
+    of_text = {"max_new_tokens": 2, "sampling": None, "stop": "zz"}
+    of_tokens = {"model": lm.model, "tokens": TOKENS, "lengths": [4, 2], "max_new_tokens": 2}
     calibrated = dataclasses.replace(lm, kv_format=KVFormat("8s"))
     return {
-        "generate": (mpjax.generate, {"lm": lm, "prompts": "x =", "page_size": 16} | of_text),
-        "stream": (stream, {"lm": lm, "prompt": "x =", "page_size": 16} | of_text),
+        "generate": (mpjax.generate, {"lm": lm, "prompts": "x ="} | of_text),
+        "stream": (stream, {"lm": lm, "prompt": "x ="} | of_text),
         "generate_tokens": (
             mpjax.generate_tokens,
-            {"model": lm.model, "tokens": TOKENS, "lengths": [4, 2], "max_new_tokens": 2}
-            | {"min_new_tokens": 0, "sampling": None, "stop_ids": [1], "kv_format": "KV16"}
-            | {"page_size": 16},
+            of_tokens | {"sampling": None, "kv_format": "KV16"},
+        ),
+        "the fields of a Sampling": (
+            lambda **fields: mpjax.generate_tokens(**of_tokens, sampling=fields),
+            {"min_new_tokens": 0, "stop_ids": [1], "repetition_penalty": 1.1},
+        ),
+        "page_size": (
+            lambda page_size: dataclasses.replace(lm, page_size=page_size),
+            {"page_size": 16},
         ),
         "calibrate_cache": (
             mpjax.calibrate_cache,
@@ -56,13 +63,17 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
         ),
         "evaluate": (
             evaluate,
-            {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1, "page_size": 16},
+            {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1},
         ),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["generate", "stream", "generate_tokens", "calibrate_cache", "evaluate"]
+    "name",
+    [
+        *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
+        *("calibrate_cache", "evaluate"),
+    ],
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):
     """Never an AttributeError or a TypeError from somewhere below."""

@@ -299,11 +299,32 @@ def test_per_row_sampling_can_be_mapped():
         ({"temperature": 1.0, "min_p": -0.5}, "min_p is -0.5"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0.0; it must be finite and above 0"),
         ({"top_p": 0.9}, "top_p is set but temperature is not"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1; it must be 0 or above"),
+        ({"min_new_tokens": [3, -1]}, "min_new_tokens is .*; it must be 0 or above"),
+        ({"min_new_tokens": 0.5}, r"min_new_tokens is 0\.5; it must be a whole number"),
+        ({"stop_ids": [3, -1]}, r"stop_ids are \[3, -1\]; each must be 0 or above"),
+        ({"stop_ids": [0.5]}, "stop_ids are float32 of shape .*; expected a list of token ids"),
+        ({"stop_ids": 7}, "stop_ids are .*7.*; expected a list of token ids"),
+        ({"stop_ids": "</s>"}, "stop_ids is '</s>': expected an array"),
     ],
 )
 def test_fields_out_of_range_are_errors(fields, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**fields)
+
+
+def test_what_ends_a_row_is_no_rule_of_drawing():
+    """`split` gives the ids apart, and a minimum in any case, as an argument of one program."""
+    usual = Sampling().split((4, 5))
+    assert usual == (Sampling(min_new_tokens=0), (4, 5))
+    held = Sampling(min_new_tokens=np.array([2, 0]), stop_ids=[7])
+    drawn, ids = held.split((4, 5))
+    assert drawn.stop_ids is None
+    assert (np.asarray(ids).tolist(), ids.dtype) == ([7], np.int32)
+    assert jax.tree.structure(drawn) == jax.tree.structure(usual[0])
+    padded = pad_sampling(held, 2, 4)
+    assert padded.min_new_tokens.tolist() == [2, 0, 0, 0]
+    assert np.asarray(padded.stop_ids).tolist() == [7]
 
 
 def test_arguments_that_do_not_fit_are_errors():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import bits
-from mpjax.kernels.launch import launch, load, store
+from mpjax.kernels.launch import Settings, launch, load, store
 from tests.pallas_kernels.oracles import NUMPY_DTYPES
 
 ALL_WORDS = np.arange(2**16, dtype=np.uint16)
@@ -152,9 +152,7 @@ def test_copies_of_codes_are_alike_and_stay_apart(dtype, lower_for_cuda):
             words,
             out_shape=jax.ShapeDtypeStruct((2, 64), jnp.dtype(dtype)),
             grid=(1,),
-            name="copies",
-            warps=1,
-            stages=1,
+            settings=Settings("copies"),
             interpret=False,
         )
 
@@ -246,9 +244,7 @@ def multiply_in_kernel(values: jax.Array, scales: jax.Array) -> jax.Array:
         scales,
         out_shape=jax.ShapeDtypeStruct(values.shape, values.dtype),
         grid=(values.size // tile,),
-        name="multiply",
-        warps=4,
-        stages=1,
+        settings=Settings("multiply", warps=4),
         interpret=False,
     )
 

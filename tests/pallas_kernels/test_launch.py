@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels import device
 from mpjax.kernels.launch import (
+    Settings,
     first_program_id,
     join,
     launch,
@@ -36,9 +37,7 @@ def masked_copy(x: jax.Array, rows: int | None, interpret: bool) -> jax.Array:
         x,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(1,),
-        name="masked_copy",
-        warps=1,
-        stages=1,
+        settings=Settings("masked_copy"),
         interpret=interpret,
     )
 
@@ -62,9 +61,7 @@ def add_in_place(x: jax.Array, total: jax.Array, interpret: bool) -> jax.Array:
         total,
         out_shape=jax.ShapeDtypeStruct(total.shape, total.dtype),
         grid=(1,),
-        name="add_in_place",
-        warps=1,
-        stages=1,
+        settings=Settings("add_in_place"),
         interpret=interpret,
         aliases={1: 0},
     )
@@ -92,9 +89,7 @@ def divide_in_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
         y,
         out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
         grid=(x.size // tile,),
-        name="divide",
-        warps=1,
-        stages=1,
+        settings=Settings("divide"),
         interpret=False,
     )
 
@@ -128,9 +123,7 @@ def multiply_add_in_kernel(factor: jax.Array, other: jax.Array, addend: jax.Arra
         addend,
         out_shape=jax.ShapeDtypeStruct(factor.shape, jnp.float32),
         grid=(1,),
-        name="multiply_add",
-        warps=4,
-        stages=1,
+        settings=Settings("multiply_add", warps=4),
         interpret=False,
     )
 
@@ -174,9 +167,7 @@ def test_kernels_let_the_next_one_be_launched_early(capability, lower_for_cuda):
             kernel,
             out_shape=jax.ShapeDtypeStruct((3,), jnp.int32),
             grid=(3,),
-            name="numbers",
-            warps=1,
-            stages=1,
+            settings=Settings("numbers"),
             interpret=interpret,
         )
 
@@ -200,9 +191,7 @@ def test_the_target_is_that_of_the_launch(lower_for_cuda):
             kernel,
             out_shape=out_shape,
             grid=(1,),
-            name="empty",
-            warps=1,
-            stages=1,
+            settings=Settings("empty"),
             interpret=interpret,
         )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels import ptx
-from mpjax.kernels.launch import first_program_id, launch, load, store
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, store
 from mpjax.kernels.target import current_target
 
 LANES, PAIRS = 32, 256
@@ -30,9 +30,7 @@ def look_up(halves: jax.Array) -> jax.Array:
         halves,
         out_shape=jax.ShapeDtypeStruct((PAIRS, LANES), jnp.uint32),
         grid=(1,),
-        name="look_up",
-        warps=1,
-        stages=1,
+        settings=Settings("look_up"),
         interpret=False,
     )
 

@@ -6,6 +6,7 @@ a ValueError of the library's own, in one sentence that names the argument.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.refusals import require_a_result_or_its_name
 WEIGHT = jnp.linspace(-1, 1, 64 * 16).reshape(64, 16)
 PACKED = kernels.quantize(WEIGHT, "uint4:g32")
 CACHE = kernels.PagedKVCache.create(
-    layers=1, batch=2, max_tokens=32, kv_heads=2, head_dim=32, format="KV8", page_size=16
+    kernels.KVLayout(2, 32, "KV8", page_size=16), layers=1, batch=2, max_tokens=32
 )
 HEADS = jnp.linspace(-1, 1, 2 * 8 * 2 * 32).reshape(2, 8, 2, 32)
 PLACES = {
@@ -28,6 +29,8 @@ PLACES = {
     "starts": jnp.zeros(2, jnp.int32),
     "counts": jnp.full(2, 8, jnp.int32),
 }
+SPAN = kernels.Span(**PLACES)
+MASKS = kernels.Masks(scale=0.1, window=4, softcap=2.0, sinks=jnp.ones(4))
 ANGLES = {"cosines": jnp.ones((2, 8, 16)), "sines": jnp.zeros((2, 8, 16))}
 QUERIES = HEADS[:, :, [0, 0, 1, 1]]
 X = jnp.linspace(-1, 1, 3 * 64).reshape(3, 64)
@@ -35,28 +38,70 @@ PLAIN = kernels.unpack(PACKED)
 SCALES = PLAIN.scales
 NORMS = kernels.HeadNorms(jnp.ones(32), jnp.ones(32), 1e-6)
 
+
+def in_span(operation):
+    """An operation that is given the fields of its span apart."""
+
+    def call(block_tables, starts, counts, fresh, longest, **others):
+        span = kernels.Span(block_tables, starts, counts, fresh=fresh, longest=longest)
+        return operation(span=span, **others)
+
+    return call
+
+
+def masked(operation):
+    """An operation that is given the fields of its masks apart."""
+
+    def call(scale, window, softcap, sinks, **others):
+        return operation(masks=kernels.Masks(scale, window, softcap, sinks), **others)
+
+    return call
+
+
+def rotated(cosines, sines, heads, norms, transform_queries, **others):
+    """`rotate_and_append`, given the fields of its rotation apart."""
+    rotation = kernels.Rotation(cosines, sines, heads, norms, transform_queries)
+    return kernels.rotate_and_append(rotation=rotation, **others)
+
+
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "append": (
         kernels.append,
-        {"pages": CACHE.layers[0], "keys": HEADS, "values": HEADS, **PLACES}
+        {"pages": CACHE.layers[0], "keys": HEADS, "values": HEADS, "span": SPAN}
         | {"implementation": "reference"},
+    ),
+    "append to the fields of a span": (
+        in_span(functools.partial(kernels.append, CACHE.layers[0], HEADS, HEADS)),
+        {**PLACES, "fresh": True, "longest": 8},
     ),
     "paged_attention": (
         kernels.paged_attention,
-        {"queries": QUERIES, "pages": CACHE.layers[0], **PLACES, "scale": 0.1, "window": 4}
-        | {"softcap": 2.0, "sinks": jnp.ones(4), "longest": None, "transformed": False}
-        | {"implementation": "reference"},
+        {"queries": QUERIES, "pages": CACHE.layers[0], "span": SPAN, "masks": MASKS}
+        | {"transformed": False, "implementation": "reference"},
+    ),
+    "paged_attention with the fields of masks": (
+        masked(functools.partial(kernels.paged_attention, QUERIES, CACHE.layers[0], SPAN)),
+        vars(MASKS),
     ),
     "prefill_attention": (
         kernels.prefill_attention,
-        {"queries": QUERIES, "keys": HEADS, "values": HEADS, "scale": 0.1, "window": 4}
-        | {"softcap": 2.0, "sinks": jnp.ones(4), "implementation": "reference"},
+        {"queries": QUERIES, "keys": HEADS, "values": HEADS, "masks": MASKS}
+        | {"implementation": "reference"},
+    ),
+    "prefill_attention with the fields of masks": (
+        masked(functools.partial(kernels.prefill_attention, QUERIES, HEADS, HEADS)),
+        vars(MASKS),
     ),
     "rotate_and_append": (
         kernels.rotate_and_append,
-        {"terms": jnp.ones((1, 2, 8, 256)), "pages": CACHE.layers[0], **ANGLES, **PLACES}
-        | {"dtype": "float32", "heads": (4, 2), "norms": NORMS, "transform_queries": False}
+        {"terms": jnp.ones((1, 2, 8, 256)), "pages": CACHE.layers[0], "span": SPAN}
+        | {"rotation": kernels.Rotation(**ANGLES, heads=(4, 2)), "dtype": "float32"}
         | {"implementation": "reference"},
+    ),
+    "rotate_and_append with the fields of a rotation": (
+        rotated,
+        {"terms": jnp.ones((1, 2, 8, 256)), "pages": CACHE.layers[0], "span": SPAN, **ANGLES}
+        | {"dtype": "float32", "heads": (4, 2), "norms": NORMS, "transform_queries": False},
     ),
     "rotate": (kernels.rotate, {"x": HEADS, **ANGLES}),
     "matmul": (
@@ -95,10 +140,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"terms": X[None], "dtype": "f32", "format": None, "implementation": "reference"},
     ),
     "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
+    "KVLayout": (
+        kernels.KVLayout,
+        {"kv_heads": 2, "head_dim": 32, "format": "KVfp8", "page_size": 16, "dtype": "bf16"},
+    ),
     "PagedKVCache.create": (
         kernels.PagedKVCache.create,
-        {"layers": 1, "batch": 2, "max_tokens": 8, "kv_heads": 2, "head_dim": 32, "page_size": 16}
-        | {"format": "KVfp8", "dtype": "bf16", "scales": jnp.ones((1, 2, 2))},
+        {"layout": kernels.KVLayout(2, 32, "KVfp8", 16), "layers": 1, "batch": 2}
+        | {"max_tokens": 8, "scales": jnp.ones((1, 2, 2))},
     ),
     "require_room": (CACHE.require_room, {"tokens": jnp.ones(2, jnp.int32)}),
     "WeightFormat": (

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.pallas.triton import lowering
 
-from mpjax.kernels.launch import first_program_id, launch, load, store
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, store
 from mpjax.kernels.registers import MOST_REGISTERS, registers_for
 
 SCHEDULER = 16 * 1024  # a quarter of a multiprocessor's registers
@@ -39,10 +39,7 @@ def double(x: jax.Array, registers: int | None, *, interpret: bool) -> jax.Array
         x,
         out_shape=x,
         grid=(1,),
-        name="double",
-        warps=1,
-        stages=1,
-        registers=registers,
+        settings=Settings("double", registers=registers),
         interpret=interpret,
     )
 

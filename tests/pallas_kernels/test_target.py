@@ -8,7 +8,7 @@ import pytest
 from mpjax.kernels import matmul, quantize
 from mpjax.kernels.gemm import triton as gemm
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
-from mpjax.kernels.launch import launch, load, store
+from mpjax.kernels.launch import Settings, launch, load, store
 from mpjax.kernels.rowwise import triton as rowwise
 from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, as_array, wide
@@ -28,9 +28,7 @@ def apply(operation, *tiles, dtype="float32", interpret=False):
         *tiles,
         out_shape=jax.ShapeDtypeStruct(tiles[0].shape, dtype),
         grid=(1,),
-        name="arithmetic",
-        warps=1,
-        stages=1,
+        settings=Settings("arithmetic"),
         interpret=interpret,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import add_rms_norm, matmul, varying_axes
-from mpjax.kernels.launch import launch
+from mpjax.kernels.launch import Settings, launch
 from tests.pallas_kernels.gemm.weights import random_weight
 from tests.pallas_kernels.oracles import random_array
 
@@ -60,9 +60,7 @@ def test_a_kernel_varies_like_its_arguments():
             factor,
             out_shape=jax.ShapeDtypeStruct((16,), jnp.float32),
             grid=(1,),
-            name="multiply",
-            warps=1,
-            stages=1,
+            settings=Settings("multiply"),
             interpret=False,
         )
 

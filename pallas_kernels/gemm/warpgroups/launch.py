@@ -28,7 +28,7 @@ from mpjax.kernels.gemm.warpgroups.consumer import Consumer
 from mpjax.kernels.gemm.warpgroups.epilogue import Epilogue
 from mpjax.kernels.gemm.warpgroups.producer import produce
 from mpjax.kernels.gemm.warpgroups.program import Arguments, Call, Program, Shared, shared_memory
-from mpjax.kernels.mosaic.launch import give_registers, launch, take_registers
+from mpjax.kernels.mosaic.launch import Grid, give_registers, launch, take_registers
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 from mpjax.kernels.target import tracing_for
 
@@ -85,12 +85,12 @@ def matmul_terms(
         interpret=interpret,
     )
     # The last axis varies fastest, so that programs that read the same words run at the same time.
-    grid = {"column": pl.cdiv(outputs, config.tile_n), "row": band_tiles}
+    axes = {"column": pl.cdiv(outputs, config.tile_n), "row": band_tiles}
     if band_tiles < tiles:
-        grid = {"band": pl.cdiv(tiles, band_tiles), **grid}
+        axes = {"band": pl.cdiv(tiles, band_tiles), **axes}
     cluster = {"split": splits} if is_cluster else {}
     if not is_cluster:
-        grid = {"split": splits, **grid}
+        axes = {"split": splits, **axes}
     terms = launch(
         functools.partial(_kernel, call),
         jnp.pad(values, ((0, missing), (0, padding))) if missing or padding else values,
@@ -99,10 +99,8 @@ def matmul_terms(
         *(() if weight.table is None else (weight.table.astype(jnp.float32),)),
         *(() if weight.channel_scales is None else (weight.channel_scales,)),
         *(() if x_scales is None else (jnp.pad(x_scales[:, 0], (0, -rows % config.tile_m)),)),
-        out_shape=jax.ShapeDtypeStruct((grid.get("split", 1), rows + missing, outputs), dtype),
-        grid=grid,
-        cluster=cluster,
-        warpgroups=config.warpgroups,
+        out_shape=jax.ShapeDtypeStruct((axes.get("split", 1), rows + missing, outputs), dtype),
+        grid=Grid(axes, config.warpgroups, cluster),
         scratch=shared_memory(call, weight.words.dtype, dtype),
         name=f"matmul_warpgroups_{format.codes}",
         interpret=interpret,

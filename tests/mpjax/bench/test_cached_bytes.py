@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mpjax.bench.cached_bytes import cached_bytes
-from mpjax.kernels import PagedKVCache
+from mpjax.kernels import KVLayout, PagedKVCache
 
 HEADS, DIM = 2, 64
 PAIR, WORD = 4, 2  # bytes of a scale with its zero, and of a 16-bit number
@@ -33,12 +33,10 @@ GIVEN = 2 * HEADS * 4  # FP8's scales, of keys' and values' heads
 )
 def test_bytes_are_those_that_sequences_have(text, lengths, expected):
     cache = PagedKVCache.create(
+        KVLayout(HEADS, DIM, text),
         layers=1,
         batch=len(lengths),
         max_tokens=1024,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        format=text,
         scales=1.0 if text == "KVfp8" else None,
     )
     assert cached_bytes(cache.layers[0], lengths) == expected

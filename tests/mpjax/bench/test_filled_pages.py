@@ -5,18 +5,15 @@ import numpy as np
 import pytest
 
 from mpjax.bench import filled_pages
-from mpjax.kernels import KVFormat, PagedKVCache
+from mpjax.kernels import KVFormat, KVLayout, PagedKVCache
 
 
 def cache(format="KV16", page_size=16):
     return PagedKVCache.create(
+        KVLayout(1, 64, KVFormat.parse(format), page_size=page_size),
         layers=1,
         batch=2,
         max_tokens=7 * page_size,
-        kv_heads=1,
-        head_dim=64,
-        format=KVFormat.parse(format),
-        page_size=page_size,
     )
 
 

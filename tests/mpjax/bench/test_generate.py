@@ -153,7 +153,7 @@ def test_the_state_of_a_filled_case_decodes_on_from_its_context():
     written = numpy.abs(numpy.asarray(state.cache.layers[0].keys, "float32")).sum((1, 3)) > 0
     assert written.sum() == 2 * 140
     ends = numpy.full(2, 4, numpy.int32)
-    limits = generate.Limits(jax.numpy.zeros(0, "int32"), jax.numpy.zeros(2, "int32"), ends)
+    limits = generate.Limits(jax.numpy.zeros(0, "int32"), ends, room=4)
     arguments = lm.model, state, generate.Sampling(), limits, jax.numpy.int32(4)
     state = generate.decode_program(lm.model, state)(*arguments)
     assert state.cache.lengths.tolist() == [143, 143]

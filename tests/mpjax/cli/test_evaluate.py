@@ -147,17 +147,18 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
 ):
     seen = []
 
-    def measure(*arguments):
-        seen.append(arguments)
+    def measure(precisions, load, score, samples):
+        seen.append((*score("model"), samples))
         return ROWS
 
     monkeypatch.setattr(command, "_measure", measure)
+    monkeypatch.setattr("mpjax.evaluation.evaluate", lambda *given, **more: (*given, more))
     path = tmp_path / "text.txt"
     path.write_text("größer\n\nx", encoding="utf-8")
     CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path), "--window", "7"])
     CliRunner().invoke(app, ["evaluate", str(tiny_folder)])
-    assert seen[0][4:] == (["größer\n\nx"], None, 7, 8)
-    assert len(seen[1][4]) == 17
+    assert seen[0] == ("model", ["größer\n\nx"], {"window": 7, "batch": 8}, None)
+    assert len(seen[1][1]) == 17
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,7 @@ def test_precision_minimum_and_stop_are_passed_on(run, tiny, expected):
     cached = dataclasses.replace(tiny, kv_format=KVFormat(4))
     options: dict[str, Any] = {
         "max_new_tokens": 20,
-        "min_new_tokens": 2,
-        "sampling": HOT,
+        "sampling": dataclasses.replace(HOT, min_new_tokens=2),
         "seeds": [3],
     }
     assert result.stdout == mpjax.generate(cached, "def f", **options).text[0] != expected

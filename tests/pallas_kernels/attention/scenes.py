@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import KVFormat, KVPages
+from mpjax.kernels import KVFormat, KVPages, Masks, Span
 from mpjax.kernels.attention import triton
 from mpjax.kernels.attention.plans import Problem, rule
 from mpjax.kernels.kv_cache import hadamard
@@ -48,9 +48,7 @@ CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
 def kernel(
     queries,
     pages,
-    block_tables,
-    starts,
-    counts,
+    span,
     *,
     splits,
     waiting_splits=None,
@@ -66,7 +64,7 @@ def kernel(
     waiting_splits: of what waits, or None for as many as it would have.
     is_balanced: whether programs help each other, whatever the lengths.
     """
-    _, tokens, heads, dim = queries.shape
+    _, tokens, heads, _ = queries.shape
     if pages.format.key_codes.hadamard:
         queries = hadamard.transform(queries)
     rows = tokens * heads // pages.keys.shape[1]
@@ -74,24 +72,14 @@ def kernel(
     tokens = 0 if is_balanced else 1 << 30
     long = dict.fromkeys(["LONG_SEQUENCE", "LONG_TOKENS"], tokens)
     with mock.patch.multiple(rule, **long):
-        config = rule.config_by_rule(Problem.of(rows, pages, block_tables.shape))
+        config = rule.config_by_rule(Problem.of(rows, pages, span.block_tables.shape))
     assert config.is_balanced == is_balanced
     config = dataclasses.replace(config, splits=splits or config.splits)
     if waiting_splits is not None:
         config = dataclasses.replace(config, waiting_splits=waiting_splits)
-    return triton.paged_attention(
-        queries,
-        pages,
-        block_tables,
-        starts,
-        counts,
-        config,
-        scale=dim**-0.5 if scale is None else scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        interpret=interpret,
-    )
+    masks = Masks(scale, window, softcap, sinks)
+    span = span.read("kernel", queries.shape[:-2])
+    return triton.paged_attention(queries, pages, span, masks, config, interpret=interpret)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,34 +88,38 @@ class Scene:
 
     queries: jax.Array
     pages: KVPages
-    block_tables: jax.Array
-    starts: jax.Array
-    counts: jax.Array
+    span: Span
     keys: np.ndarray  # float64 [batch, capacity, KV heads, head dim]
     values: np.ndarray
 
     @property
     def arguments(self) -> tuple:
-        return self.queries, self.pages, self.block_tables, self.starts, self.counts
+        return self.queries, self.pages, self.span
 
-    def packed_queries(self, padding: int = 0) -> jax.Array:
+    def varlen_queries(self, padding: int = 0) -> jax.Array:
         """The queries of sequences one after another, and zeros after all."""
-        rows = [np.asarray(x)[:count] for x, count in zip(self.queries, self.counts, strict=True)]
+        rows = [
+            np.asarray(x)[:count] for x, count in zip(self.queries, self.span.counts, strict=True)
+        ]
         zeros = np.zeros((padding, *rows[0].shape[1:]), rows[0].dtype)
         return jnp.asarray(np.concatenate([*rows, zeros]))
 
-    def unpacked(self, out: jax.Array) -> jax.Array:
+    def padded(self, out: jax.Array) -> jax.Array:
         """The inverse for outputs, with zeros for padding."""
-        result = np.zeros(self.queries.shape, out.dtype)
-        ends = np.cumsum(np.asarray(self.counts))
-        for row, count, end in zip(result, np.asarray(self.counts), ends, strict=True):
+        result, counts = np.zeros(self.queries.shape, out.dtype), np.asarray(self.span.counts)
+        for row, count, end in zip(result, counts, np.cumsum(counts), strict=True):
             row[:count] = np.asarray(out)[end - count : end]
         return jnp.asarray(result)
 
     def alone(self, row: int) -> Scene:
         """One sequence of the batch."""
-        fields = "queries", "block_tables", "starts", "counts", "keys", "values"
-        return dataclasses.replace(self, **{n: getattr(self, n)[row : row + 1] for n in fields})
+        fields = {n: getattr(self, n)[row : row + 1] for n in ("queries", "keys", "values")}
+        span = jax.tree.map(lambda x: x[row : row + 1], self.span)
+        return dataclasses.replace(self, **fields, span=span)
+
+    def moved(self, **arrays: Any) -> Scene:
+        """With other starts, counts or block tables."""
+        return dataclasses.replace(self, span=dataclasses.replace(self.span, **arrays))
 
     def error(self, out: jax.Array, scale: float | None = None, **masks: Any) -> float:
         """mean|Δ| / mean|reference| over the real rows; infinite where any row is no number.
@@ -138,7 +130,7 @@ class Scene:
         assert out.dtype == self.queries.dtype
         if not np.isfinite(np.asarray(out).astype(np.float32)).all():
             return np.inf
-        starts, counts = np.asarray(self.starts), np.asarray(self.counts)
+        starts, counts = np.asarray(self.span.starts), np.asarray(self.span.counts)
         tokens = np.arange(self.queries.shape[1])
         expected = softmax_attention(
             np.asarray(self.queries).astype(np.float64),
@@ -244,9 +236,7 @@ def scene(
             residual,
             parameter_dtype(format, dtype),
         ),
-        jnp.asarray(block_tables.astype(np.int32)),
-        jnp.asarray(np.array(starts, np.int32)),
-        jnp.asarray(np.array(counts, np.int32)),
+        Span(*(jnp.asarray(np.asarray(x, np.int32)) for x in (block_tables, starts, counts))),
         gathered(keys, 0),
         gathered(values, 1),
     )

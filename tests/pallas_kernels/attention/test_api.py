@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import UnsupportedError, device, paged_attention, prefill_attention
+from mpjax.kernels import Masks, UnsupportedError, device, paged_attention, prefill_attention
 from mpjax.kernels.attention import gathered, reference, triton
 from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
@@ -34,34 +34,33 @@ def test_implementations_agree(implementation, transformed, rng, interpreted_tri
     test = scene(rng, "KV4", "float16", **DECODE)
     queries, *others = test.arguments
     attend = functools.partial(
-        paged_attention, implementation=implementation, window=50, transformed=transformed
+        paged_attention, implementation=implementation, transformed=transformed
     )
     queries = hadamard.transform(queries) if transformed else queries
-    out = jax.jit(attend)(queries, *others)
+    out = jax.jit(attend)(queries, *others, Masks(window=50))
     assert test.error(out, window=50) < GATES["float16"]
 
 
 @pytest.mark.parametrize(
     ("implementation", "longest"), [("triton", None), ("triton", 20), ("reference", None)]
 )
-def test_sequences_can_be_packed(implementation, longest, rng, interpreted_triton):
+def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     """A prompt, one token, nothing, a continuation across a page; and tokens of no sequence."""
     lengths: dict[str, Any] = {"starts": [0, 70, 9, 50], "counts": [13, 1, 0, 20]}
     test = scene(rng, "KV8", "float16", heads=(2, 3), **lengths)
     masks = {"window": 30, "sinks": sinks_of(rng, 6)}
-    attend = functools.partial(
-        paged_attention, implementation=implementation, longest=longest, **masks
-    )
-    queries = test.packed_queries(padding=2)
-    out = jax.jit(attend)(queries, *test.arguments[1:])
+    attend = functools.partial(paged_attention, implementation=implementation)
+    queries = test.varlen_queries(padding=2)
+    span = dataclasses.replace(test.span, longest=longest)
+    out = jax.jit(attend)(queries, test.pages, span, Masks(**masks))
     assert out.shape == queries.shape
-    assert test.error(test.unpacked(out), **masks) < GATES["float16"]
+    assert test.error(test.padded(out), **masks) < GATES["float16"]
 
 
 def test_the_scale_can_be_chosen(rng):
     test = scene(rng, "KV16", "float32", **DECODE)
-    attend = jax.jit(paged_attention, static_argnames="scale")
-    assert test.error(attend(*test.arguments, scale=0.7), scale=0.7) < 1e-5
+    attend = jax.jit(paged_attention)
+    assert test.error(attend(*test.arguments, Masks(scale=0.7)), scale=0.7) < 1e-5
     assert test.error(attend(*test.arguments)) < 1e-5
 
 
@@ -69,16 +68,10 @@ def test_the_scale_can_be_chosen(rng):
 def test_queries_must_fit_the_pages(shape, rng):
     test = scene(rng, "KV16", "float32", **DECODE)
     message = (
-        r"must be .*, or packed \[tokens, query heads, 64\], with query heads a multiple of the 2"
+        r"must be .*, or varlen \[tokens, query heads, 64\], with query heads a multiple of the 2"
     )
     with pytest.raises(ValueError, match=message):
         paged_attention(jnp.zeros(shape), *test.arguments[1:])
-
-
-def test_the_longest_sequence_has_a_token(rng):
-    test = scene(rng, "KV16", "float32", **DECODE)
-    with pytest.raises(ValueError, match="longest is 0"):
-        paged_attention(*test.arguments, longest=0)
 
 
 def test_unknown_implementations_are_refused(rng):
@@ -128,8 +121,9 @@ def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
 def prefill_error(dtype: str, rng: np.random.Generator, *, dim: int = 64, **options: Any) -> float:
     queries = random_array(rng, (2, 33, 4, dim), dtype)
     keys, values = (random_array(rng, (2, 33, 2, dim), dtype) for _ in range(2))
-    attend = functools.partial(prefill_attention, **options)
-    out = jax.jit(attend)(queries, keys, values)
+    masks = {name: value for name, value in options.items() if name != "implementation"}
+    attend = functools.partial(prefill_attention, implementation=options.get("implementation"))
+    out = jax.jit(attend)(queries, keys, values, Masks(**masks))
     assert out.dtype == queries.dtype
     expected = softmax_attention(
         wide(queries),
@@ -176,35 +170,26 @@ def test_jax_has_no_softcap_and_no_sinks(implementation, rng):
             prefill_error("float16", rng, implementation=implementation, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale": -1.0}, "scale is -1.0: expected a positive number, or None"),
-        ({"window": 0}, "window is 0: expected a number of keys, or None"),
-        ({"window": -5}, "window is -5: expected a number of keys, or None"),
-        ({"softcap": 0.0}, "softcap is 0.0: expected a positive number, or None"),
-        ({"scale": np.nan}, "scale is nan: expected a positive number, or None"),
-        ({"softcap": np.inf}, "softcap is inf: expected a positive number, or None"),
-        ({"window": 3.5}, "window is 3.5: expected a number of keys, or None"),
-        ({"sinks": np.zeros(2, np.float32)}, r"sinks have shape \(2,\): expected \(4,\), one for"),
-    ],
-)
-def test_options_must_make_sense(options, message, rng):
-    with pytest.raises(ValueError, match=f"attention: {message}"):
-        prefill_error("float32", rng, **options)
+def test_there_is_a_sink_for_each_query_head(rng):
+    message = r"sinks have shape \(2,\): expected \(4,\), one for"
+    with pytest.raises(ValueError, match=f"prefill_attention: {message}"):
+        prefill_error("float32", rng, sinks=np.zeros(2, np.float32))
     test = scene(rng, "KV16", "float32", heads=(2, 2), **DECODE)
-    with pytest.raises(ValueError, match=f"attention: {message}"):
-        paged_attention(*test.arguments, **options)
+    with pytest.raises(ValueError, match=f"paged_attention: {message}"):
+        paged_attention(*test.arguments, Masks(sinks=jnp.zeros(2)))
 
 
-@pytest.mark.parametrize(("name", "value"), [("scale", 0.5), ("window", 3), ("softcap", 1.0)])
-def test_options_are_not_traced(name, value, rng):
+def test_masks_are_arguments_of_jit(rng, trace_counter):
+    """Their numbers are static; other sinks trace nothing anew."""
     test = scene(rng, "KV16", "float32", **DECODE)
-    attend = jax.jit(lambda value: paged_attention(*test.arguments, **{name: value}))
-    message = f"attention: {name} is traced, .*: pass a Python number, or name it in the static_arg"
-    with pytest.raises(ValueError, match=message):
-        attend(value)
-    jax.jit(paged_attention, static_argnames=name).lower(*test.arguments, **{name: value})
+    counted = trace_counter(paged_attention)
+    attend = jax.jit(counted)
+    for number in range(2):
+        masks = {"window": 20, "softcap": 2.0, "sinks": sinks_of(rng, 4)}
+        assert test.error(attend(*test.arguments, Masks(**masks)), **masks) < 1e-5, number
+    assert counted.count == 1
+    assert test.error(attend(*test.arguments, Masks(window=9)), window=9) < 1e-5
+    assert counted.count == 2
 
 
 @pytest.mark.parametrize(
@@ -214,16 +199,18 @@ def test_options_are_not_traced(name, value, rng):
         ({"counts": np.array([1, 2], np.int32)}, r"counts are \[1, 2\]: expected 0 to 1, the new"),
         ({"starts": np.zeros(1, np.int32)}, r"starts is int32 of shape \(1,\): expected int32"),
         ({"counts": np.ones(2, np.float32)}, "counts is float32 of shape"),
-        (
-            {"queries": np.zeros((3, 1, 4, 64), np.float32)},
-            "tokens are of a batch of 3: expected 2",
-        ),
     ],
 )
-def test_places_are_those_of_the_queries(change, message, rng):
-    test = dataclasses.replace(scene(rng, "KV16", "float32", **DECODE), **change)
+def test_a_span_is_that_of_the_queries(change, message, rng):
+    test = scene(rng, "KV16", "float32", **DECODE).moved(**change)
     with pytest.raises(ValueError, match=f"paged_attention: {message}"):
         paged_attention(*test.arguments)
+
+
+def test_a_span_is_that_of_the_batch(rng):
+    test, others = scene(rng, "KV16", "float32", **DECODE), np.zeros((3, 1, 4, 64), np.float32)
+    with pytest.raises(ValueError, match="tokens are of a batch of 3: expected 2"):
+        paged_attention(others, *test.arguments[1:])
 
 
 @pytest.mark.parametrize("text", ["KV8", "KV4c"])
@@ -297,7 +284,7 @@ def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_size_and_masks(
     monkeypatch.setattr(triton, "paged_attention", choose("triton"))
     monkeypatch.setattr(reference, "attention", choose("reference"))
     x = jnp.zeros((1, 4, 2, dim), dtype)
-    prefill_attention(x, x, x, softcap=softcap)
+    prefill_attention(x, x, x, Masks(softcap=softcap))
     assert chosen == [expected]
 
 
@@ -308,8 +295,8 @@ def test_long_prompts_say_that_this_jax_keeps_them_from_cudnn(monkeypatch, prete
     queries, *rest = test.arguments
     paged_attention(queries, *rest)  # short: cuDNN would not be asked
     long = jnp.zeros((queries.shape[0], gathered.LEAST_TOKENS, *queries.shape[2:]), queries.dtype)
-    paged_attention(long, *rest, window=100)  # nor for what it can't do anywhere
-    paged_attention(long[0], *rest, longest=9)
+    paged_attention(long, *rest, Masks(window=100))  # nor for what it can't do anywhere
+    paged_attention(long[0], *rest)
     with pytest.warns(UserWarning, match=r"long prompts over a cache take longer: JAX .* has no"):
         paged_attention(long, *rest)
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels.attention import balance
 from mpjax.kernels.attention.combine import Parts
-from mpjax.kernels.launch import launch
+from mpjax.kernels.launch import Settings, launch
 
 
 @functools.cache
@@ -61,9 +61,7 @@ def tasks_kernel(
                 Parts(None, None, numbers, numbers),
             ),
             grid=(batch, own),
-            name="balance",
-            warps=1,
-            stages=1,
+            settings=Settings("balance"),
             interpret=True,
         )
 

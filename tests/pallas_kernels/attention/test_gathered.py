@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import UnsupportedError, device, paged_attention
+from mpjax.kernels import Masks, UnsupportedError, device, paged_attention
 from mpjax.kernels.attention import gathered, reference, triton
 from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
@@ -57,14 +57,14 @@ def test_old_and_new_tokens_are_joined(text, dtype, rng):
 def test_what_it_can_do(text, dtype, head_dim, scratch, reason, rng, pretend_gpu, monkeypatch):
     monkeypatch.setattr(gathered, "MOST_SCRATCH_BYTES", scratch)
     test = scene(rng, text, dtype, head_dim=head_dim, **CHUNKS)
-    found = gathered.why_not(test.queries, test.pages, test.block_tables)
+    found = gathered.why_not(test.queries, test.pages, test.span)
     assert found is None if reason is None else reason in str(found)
-    assert "packed" in str(gathered.why_not(test.queries[0], test.pages, test.block_tables))
+    assert "varlen" in str(gathered.why_not(test.queries[0], test.pages, test.span))
     monkeypatch.setattr(device, "compute_capability", lambda: 7.5)
-    found = gathered.why_not(test.queries, test.pages, test.block_tables)
+    found = gathered.why_not(test.queries, test.pages, test.span)
     assert found == "compute capability 7.5 is below 8.0"
     monkeypatch.setattr(gathered, "dot_product_attention", None)
-    assert "no cuDNN" in str(gathered.why_not(test.queries, test.pages, test.block_tables))
+    assert "no cuDNN" in str(gathered.why_not(test.queries, test.pages, test.span))
 
 
 def test_many_new_tokens_without_masks_choose_it(rng, pretend_gpu, monkeypatch):
@@ -80,14 +80,16 @@ def test_many_new_tokens_without_masks_choose_it(rng, pretend_gpu, monkeypatch):
     rest = test.arguments[1:]
     monkeypatch.setattr(gathered, "LEAST_TOKENS", 40)
     paged_attention(test.queries, *rest)
-    short = test.queries[:, :39], *rest[:-1], np.minimum(rest[-1], 39)
+    fewer = test.moved(counts=np.minimum(test.span.counts, 39))
+    short = test.queries[:, :39], *fewer.arguments[1:]
     paged_attention(*short)
-    paged_attention(test.queries, *rest, window=7)
+    paged_attention(test.queries, *rest, Masks(window=7))
     paged_attention(test.queries, *rest, implementation="triton")
     paged_attention(*short, implementation="cudnn")
     assert chosen == ["cudnn", "triton", "triton", "triton", "cudnn"]
+    masks = Masks(sinks=sinks_of(rng, 4))
     with pytest.raises(UnsupportedError, match="'cudnn' can't run: it knows no window"):
-        paged_attention(test.queries, *rest, sinks=sinks_of(rng, 4), implementation="cudnn")
+        paged_attention(test.queries, *rest, masks, implementation="cudnn")
 
 
 def test_heads_that_no_kernel_takes_may_be_cudnns(rng, pretend_gpu, monkeypatch):
@@ -106,8 +108,9 @@ def test_heads_that_no_kernel_takes_may_be_cudnns(rng, pretend_gpu, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         paged_attention(test.queries, *rest)
+    fewer = test.moved(counts=np.minimum(test.span.counts, 39))
     with pytest.warns(UserWarning, match="head dimension 80 is not one of"):
-        paged_attention(test.queries[:, :39], *rest[:-1], np.minimum(rest[-1], 39))
+        paged_attention(test.queries[:, :39], *fewer.arguments[1:])
     assert chosen == ["cudnn", "reference"]
 
 

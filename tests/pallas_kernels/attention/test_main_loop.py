@@ -58,7 +58,7 @@ def test_rows_see_each_key_up_to_their_own_around_the_ends_of_tiles(
 def test_a_table_that_ends_within_a_tile_has_no_keys_behind_it(rng):
     """Positions go on: a row sees the three pages that there are, of the four in a tile."""
     test = scene(rng, "KV16", "bfloat16", starts=[44, 46], counts=[4, 2], page_size=16)
-    longer = dataclasses.replace(test, starts=test.starts + 2)
+    longer = test.moved(starts=test.span.starts + 2)
     assert test.keys.shape[1] == 48
     assert longer.error(kernel(*longer.arguments, splits=1)) < GATES["bfloat16"]
 
@@ -189,7 +189,7 @@ def test_steps_of_channels_at_sixteen_rows(text, dtype, rng):
 def test_slots_that_were_never_written_have_no_step(text, rng):
     test = scene(rng, text, "bfloat16", starts=[70, 3], counts=[1, 1], page_size=64)
     parameters = np.array(test.pages.value_parameters)  # [pages, heads, tokens]
-    for length, table in zip((71, 4), np.asarray(test.block_tables), strict=True):
+    for length, table in zip((71, 4), np.asarray(test.span.block_tables), strict=True):
         for number, page in enumerate(table):
             parameters[page, :, max(0, length - 64 * number) :] = 0
     pages = dataclasses.replace(test.pages, value_parameters=jnp.asarray(parameters))
@@ -256,8 +256,10 @@ def test_what_the_table_says_behind_the_end_is_not_read(text, behind, page_size,
     """A tile spans four pages, or is one, or a half; tables go on behind the last page in use."""
     starts = [start * page_size // 16 for start in (20, 3, 63)]
     test = scene(rng, text, "bfloat16", starts=starts, counts=[1, 1, 1], page_size=page_size)
-    [poisoned] = set(range(test.pages.keys.shape[0])) - set(np.asarray(test.block_tables).ravel())
-    tables = np.array(test.block_tables)
+    [poisoned] = set(range(test.pages.keys.shape[0])) - set(
+        np.asarray(test.span.block_tables).ravel()
+    )
+    tables = np.array(test.span.block_tables)
     for row, start in zip(tables, starts, strict=True):
         row[start // page_size + 1 :] = poisoned if behind == "poison" else behind
     value = np.nan
@@ -270,5 +272,5 @@ def test_what_the_table_says_behind_the_end_is_not_read(text, behind, page_size,
             for x in (test.pages.key_parameters, test.pages.value_parameters)
         )
         pages = dataclasses.replace(test.pages, key_parameters=keys, value_parameters=values)
-    poisoned_test = dataclasses.replace(test, pages=pages, block_tables=jnp.asarray(tables))
+    poisoned_test = dataclasses.replace(test, pages=pages).moved(block_tables=jnp.asarray(tables))
     assert test.error(kernel(*poisoned_test.arguments, splits=1)) < GATES["bfloat16"]

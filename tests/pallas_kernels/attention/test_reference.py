@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mpjax.kernels import Masks
 from mpjax.kernels.attention import reference
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
@@ -18,11 +17,12 @@ from tests.pallas_kernels.oracles import (
 
 SCALE = 0.125
 
-paged = jax.jit(
-    functools.partial(reference.paged_attention, scale=SCALE),
-    static_argnames=("window", "softcap"),
-)
-attention = jax.jit(reference.attention, static_argnames=("scale", "window", "softcap"))
+attention = jax.jit(reference.attention)
+attend = jax.jit(reference.paged_attention)
+
+
+def paged(*arguments, **masks):
+    return attend(*arguments, Masks(SCALE, **masks))
 
 
 @pytest.mark.parametrize("window", [None, 1, 9])
@@ -38,8 +38,7 @@ def test_attention(kv_heads, group, window, rng):
         values,
         jnp.asarray(positions),
         jnp.asarray(lengths),
-        scale=SCALE,
-        window=window,
+        Masks(SCALE, window),
     )
     expected = softmax_attention(
         wide(queries), wide(keys), wide(values), positions, lengths, SCALE, window
@@ -90,8 +89,7 @@ def test_huge_scores_do_not_overflow(rng):
         keys,
         jnp.arange(4)[None],
         jnp.array([4]),
-        scale=1.0,
-        window=None,
+        Masks(1.0),
     )
     assert np.isfinite(out).all()
 
@@ -101,9 +99,7 @@ def test_gradients_are_numbers_even_where_nothing_is_visible(rng):
     positions, lengths = jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.array([0, 3])
 
     def total(keys):
-        return reference.attention(
-            keys, keys, keys, positions, lengths, scale=1.0, window=None
-        ).sum()
+        return reference.attention(keys, keys, keys, positions, lengths, Masks(1.0)).sum()
 
     gradient = np.asarray(jax.jit(jax.grad(total))(keys))
     assert np.isfinite(gradient).all()
@@ -117,9 +113,8 @@ def test_gradients_beside_a_large_sink_are_numbers(rng):
     positions, lengths = jnp.arange(5)[None], jnp.array([5])
 
     def total(queries, keys, values, sinks=None):
-        out = reference.attention(
-            queries, keys, values, positions, lengths, scale=1.0, window=None, sinks=sinks
-        )
+        masks = Masks(1.0, sinks=sinks)
+        out = reference.attention(queries, keys, values, positions, lengths, masks)
         return (out @ jnp.arange(8.0)).sum()
 
     gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))

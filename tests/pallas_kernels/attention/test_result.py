@@ -11,7 +11,7 @@ from mpjax.kernels.attention import rows, tiles
 from mpjax.kernels.attention.combine import FLOOR
 from mpjax.kernels.attention.orientation import Orientation
 from mpjax.kernels.attention.result import Result
-from mpjax.kernels.launch import first_program_id, launch
+from mpjax.kernels.launch import Settings, first_program_id, launch
 
 TOKENS, HEADS, DIM, PROGRAMS = 4, 2, 24, 3
 ROWS = 8
@@ -31,8 +31,8 @@ def test_means_and_totals_go_to_the_place_of_their_rows(few_rows, shift, rng):
         sums_ref, total_ref, base_ref = references
         number = first_program_id() + jnp.arange(ROWS)
         of_rows = rows.Rows(number // HEADS, number % HEADS, number, number < 5, jnp.int32(5))
-        parts = [tiles.Part(span, range(1)) for span in tiles.spans(DIM)]
-        lanes = [part.span.lanes for part in parts]
+        parts = [tiles.Part(words, range(1)) for words in tiles.cover(DIM)]
+        lanes = [part.words.lanes for part in parts]
         tile = [sums_ref[jnp.arange(ROWS)[:, None], lane[None, :]] for lane in lanes]
         result = Result(
             tuple(x.T if few_rows else x for x in tile),
@@ -51,9 +51,7 @@ def test_means_and_totals_go_to_the_place_of_their_rows(few_rows, shift, rng):
         before,
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in before),
         grid=(1,),
-        name="store",
-        warps=1,
-        stages=1,
+        settings=Settings("store"),
         aliases={3: 0, 4: 1},
         interpret=True,
     )

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from mpjax.kernels.attention import rows, tiles
-from mpjax.kernels.launch import first_program_id, launch, store
+from mpjax.kernels.launch import Settings, first_program_id, launch, store
 
 GROUP, KV_HEADS, LONGEST, NUMBERS = 3, 2, 4, 16
 STARTS, COUNTS = [10, 0, 7], [4, 0, 2]
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_packed):
+@pytest.mark.parametrize("is_varlen", [False, True])
+def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_varlen):
     """Of every sequence and KV head, against what counting tokens and heads says."""
-    firsts = np.cumsum([0, *COUNTS[:-1]]) if is_packed else np.arange(3) * LONGEST
-    offsets = jnp.asarray(firsts, jnp.int32) if is_packed else None
+    firsts = np.cumsum([0, *COUNTS[:-1]]) if is_varlen else np.arange(3) * LONGEST
+    offsets = jnp.asarray(firsts, jnp.int32) if is_varlen else None
 
     def kernel(references: Any, out_ref: Any) -> None:
         offsets_ref, starts_ref, counts_ref = references
@@ -35,14 +35,12 @@ def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_packed):
         (offsets, jnp.asarray(STARTS), jnp.asarray(COUNTS)),
         out_shape=jax.ShapeDtypeStruct((3 * KV_HEADS, 5, NUMBERS), jnp.int32),
         grid=(3 * KV_HEADS,),
-        name="rows",
-        warps=1,
-        stages=1,
+        settings=Settings("rows"),
         interpret=True,
     )
     for program, (token, query_head, position, mask, real) in enumerate(np.asarray(out)):
         batch, head = divmod(program, KV_HEADS)
-        there = COUNTS[batch] if is_packed else LONGEST
+        there = COUNTS[batch] if is_varlen else LONGEST
         expected = [(t, h) for t in range(there) for h in range(GROUP)]
         assert (real == COUNTS[batch] * GROUP).all()
         assert mask.sum() == len(expected)
@@ -57,7 +55,7 @@ def test_channels_that_there_are_not_are_masked():
     whole, padded = (
         rows.Rows(
             jnp.arange(8), jnp.arange(8), jnp.arange(8), jnp.arange(8) < 5, jnp.int32(5)
-        ).locate(tiles.Part(tiles.Span(0, 16, width), range(1)))
+        ).locate(tiles.Part(tiles.Words(0, 16, width), range(1)))
         for width in (16, 12)
     )
     for (token, query_head, channel), mask in (whole, padded):
@@ -73,10 +71,10 @@ def test_channels_that_there_are_not_are_masked():
 @pytest.mark.parametrize(
     ("span", "plane"),
     [
-        (tiles.Span(0, 16, 16), 3),
-        (tiles.Span(0, 64, 64), 1),
-        (tiles.Span(32, 16, 48), 1),
-        (tiles.Span(0, 32, 24), 3),
+        (tiles.Words(0, 16, 16), 3),
+        (tiles.Words(0, 64, 64), 1),
+        (tiles.Words(32, 16, 48), 1),
+        (tiles.Words(0, 32, 24), 3),
     ],
 )
 def test_few_rows_come_as_others_do(span, plane, rng):
@@ -95,9 +93,7 @@ def test_few_rows_come_as_others_do(span, plane, rng):
         jnp.asarray(queries),
         out_shape=jax.ShapeDtypeStruct((2, 8, span.size), jnp.float32),
         grid=(1,),
-        name="queries",
-        warps=1,
-        stages=1,
+        settings=Settings("queries"),
         interpret=True,
     )
     np.testing.assert_array_equal(in_pieces, whole)
@@ -124,9 +120,7 @@ def test_the_largest_magnitude_of_each_row(dim, rng):
         jnp.asarray(queries),
         out_shape=jax.ShapeDtypeStruct((8,), jnp.float32),
         grid=(1,),
-        name="largest",
-        warps=1,
-        stages=1,
+        settings=Settings("largest"),
         interpret=True,
     )
     expected = np.abs(queries.astype(np.float32)).max((1, 2))

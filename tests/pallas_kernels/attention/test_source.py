@@ -11,7 +11,7 @@ from mpjax.kernels import KVFormat
 from mpjax.kernels.attention import tiles
 from mpjax.kernels.attention.source import Source
 from mpjax.kernels.kv_cache.cache import KVPages
-from mpjax.kernels.launch import launch
+from mpjax.kernels.launch import Settings, launch
 
 PAGE_SIZE, PROGRAMS = 64, 3
 
@@ -51,9 +51,7 @@ def visited(tile_keys: int, entries: int, first_tile: int, last: int, rng: np.ra
         (jnp.asarray(tables), pages),
         out_shape=jax.ShapeDtypeStruct((last + 2, 2), jnp.int32),
         grid=(1,),
-        name="source",
-        warps=1,
-        stages=1,
+        settings=Settings("source"),
         interpret=True,
     )
     return np.asarray(out), tables[1]

@@ -11,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpjax.kernels.attention import tiles
-from mpjax.kernels.launch import first_program_id, launch
+from mpjax.kernels.launch import Settings, first_program_id, launch
 
 
 @given(st.integers(1, 600))
 def test_spans_cover_a_width_once(width):
-    spans = tiles.spans(width)
+    spans = tiles.cover(width)
     assert spans[0].first == 0
     for span, following in itertools.pairwise(spans):
         assert following.first == span.first + span.size
         assert span.mask is None
     for span in spans:
-        assert span.size >= tiles.MINIMUM_SPAN
+        assert span.size >= tiles.MINIMUM_WORDS
         assert span.size & (span.size - 1) == 0
     last = spans[-1]
     assert last.first < width <= last.first + last.size
     assert (last.mask is None) == (last.first + last.size == width)
-    assert last.size - (width - last.first) < tiles.MINIMUM_SPAN
+    assert last.size - (width - last.first) < tiles.MINIMUM_WORDS
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_spans_cover_a_width_once(width):
 )
 def test_spans_of_heads(width, sizes):
     """All but 24 words, of 96 channels in four bits, come without padding."""
-    assert [span.size for span in tiles.spans(width)] == sizes
+    assert [span.size for span in tiles.cover(width)] == sizes
 
 
 @pytest.mark.parametrize(("first", "there"), [(8, 4), (9, 4), (17, 4), (18, 3), (23, 1)])
 def test_a_span_with_gaps_is_masked_where_it_leaves_the_head(first, there):
-    span = tiles.Span(first, 4, 24, stride=2)
+    span = tiles.Words(first, 4, 24, stride=2)
     np.testing.assert_array_equal(span.lanes, range(first, first + 8, 2))
     assert (span.mask is None) == (there == 4)
     if span.mask is not None:
@@ -69,9 +69,7 @@ def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
         jnp.asarray(tables),
         out_shape=[jax.ShapeDtypeStruct((count, slots), jnp.int32)] * 2,
         grid=(count,),
-        name="places",
-        warps=1,
-        stages=1,
+        settings=Settings("places"),
         interpret=True,
     )
     entry, position = np.divmod(np.arange(count * slots), page_size)
@@ -96,9 +94,7 @@ def test_pages_that_are_looked_up_at_once_are_those_of_their_tiles(slots, rng):
         jnp.asarray(tables),
         out_shape=jax.ShapeDtypeStruct((tiles.LOOKED_UP,), jnp.int32),
         grid=(1,),
-        name="look_up",
-        warps=1,
-        stages=1,
+        settings=Settings("look_up"),
         interpret=True,
     )
     entry = (1 + 3 * np.arange(tiles.LOOKED_UP)) // (page_size // slots)

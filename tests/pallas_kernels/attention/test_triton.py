@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, PagedKVCache, paged_attention
+from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, paged_attention
 from mpjax.kernels.attention import shapes, triton
 from mpjax.kernels.attention.plans import Problem
 from mpjax.kernels.attention.plans.rule import config_by_rule
@@ -28,7 +28,7 @@ every_variant = pytest.mark.parametrize(
 def check(test: Scene, dtype: str, splits: int | None, window: int | None = None) -> None:
     out = kernel(*test.arguments, splits=splits, window=window)
     assert test.error(out, window=window) < GATES[dtype]
-    empty = np.asarray(test.starts + test.counts) == 0
+    empty = np.asarray(test.span.ends) == 0
     np.testing.assert_array_equal(np.asarray(out)[empty], 0)
 
 
@@ -203,16 +203,16 @@ def test_programs_that_help_read_what_waits_on_the_gpu(text, dtype, rng):
     ("text", "dtype", "heads"),
     [("KV2", "float16", (1, 3)), ("KV2t", "bfloat16", (2, 3)), ("K8V4c", "float16", (1, 8))],
 )
-def test_packed_sequences_whose_programs_read_both(text, dtype, heads, rng):
+def test_varlen_sequences_whose_programs_read_both(text, dtype, heads, rng):
     test = scene(rng, text, dtype, heads=heads, starts=[0, 126, 400, 250], counts=[3, 4, 0, 1])
     masks: dict[str, Any] = {"window": 90, "sinks": sinks_of(rng, heads[0] * heads[1])}
-    _, pages, tables, starts, counts = test.arguments
-    config = config_by_rule(Problem.of(4 * heads[1], pages, tables.shape, is_varlen=True))
+    _, pages, span = test.arguments
+    shape = span.block_tables.shape
+    config = config_by_rule(Problem.of(4 * heads[1], pages, shape, is_varlen=True))
     config = dataclasses.replace(config, splits=1, waiting_splits=0)
-    places, options = (tables, starts, counts), {"scale": 64**-0.5, "longest": 4, **masks}
-    queries = test.packed_queries(padding=5)
-    out = triton.paged_attention(queries, pages, *places, config, **options, interpret=True)
-    assert test.error(test.unpacked(out), **masks) < GATES[dtype]
+    span, queries = dataclasses.replace(span, longest=4), test.varlen_queries(padding=5)
+    out = triton.paged_attention(queries, pages, span, Masks(**masks), config, interpret=True)
+    assert test.error(test.padded(out), **masks) < GATES[dtype]
 
 
 @pytest.mark.gpu
@@ -241,14 +241,12 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
         for dtype, window, page_size in variants[:: (-1) ** number]:
             cache = jax.eval_shape(
                 lambda shape=shape, dtype=dtype, page_size=page_size: PagedKVCache.create(
+                    KVLayout(
+                        shape.kv_heads, shape.head_dim, text, page_size=page_size, dtype=dtype
+                    ),
                     layers=1,
                     batch=shape.batch,
                     max_tokens=shape.context + tokens,
-                    kv_heads=shape.kv_heads,
-                    head_dim=shape.head_dim,
-                    format=text,
-                    page_size=page_size,
-                    dtype=dtype,
                     scales=1.0 if KVFormat.parse(text).scaling else None,
                 )
             )
@@ -264,17 +262,17 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
                 continue
             lowered.add(key)
             queries = (shape.batch, tokens, shape.query_heads, shape.head_dim)
-            is_packed = tokens > 1 and dtype == "float16"
-            masks = {"window": window, "softcap": None if window is None else 30.0}
-            sinks = jax.ShapeDtypeStruct((shape.query_heads,), dtype)
+            is_varlen = tokens > 1 and dtype == "float16"
+            masks = Masks(0.1)
+            if window is not None:
+                sinks = jax.ShapeDtypeStruct((shape.query_heads,), dtype)
+                masks = Masks(0.1, window, 30.0, sinks)
             program = lower_for_cuda(
-                functools.partial(triton.paged_attention, config=config, scale=0.1, **masks),
-                jax.ShapeDtypeStruct(queries[1:] if is_packed else queries, dtype),
+                functools.partial(triton.paged_attention, config=config),
+                jax.ShapeDtypeStruct(queries[1:] if is_varlen else queries, dtype),
                 cache.layers[0],
-                cache.block_tables,
-                cache.lengths,
-                cache.lengths,
-                sinks=None if window is None else sinks,
+                Span(cache.block_tables, cache.lengths, cache.lengths, longest=tokens),
+                masks,
             )
             assert f'name = "attention_{text.lower()}"' in program
             is_decoded = any(f"{name}.b32" in program for name in ("lop3", "prmt"))
@@ -360,13 +358,13 @@ def test_a_long_prompt_in_chunks_on_the_gpu(text, rng):
 
 @pytest.mark.gpu
 @every_format
-def test_packed_sequences_on_the_gpu(text, rng):
+def test_varlen_sequences_on_the_gpu(text, rng):
     attend = jax.jit(functools.partial(paged_attention, implementation="triton"))
     sizes: dict[str, Any] = {"heads": (2, 4), "head_dim": 128, "page_size": 128}
     for counts in ([300, 1, 0, 57], [1, 1, 1, 1]):
         test = scene(rng, text, "bfloat16", starts=[0, 900, 5, 130], counts=counts, **sizes)
-        out = attend(test.packed_queries(padding=3), *test.arguments[1:])
-        assert test.error(test.unpacked(out)) < GATES["bfloat16"]
+        out = attend(test.varlen_queries(padding=3), *test.arguments[1:])
+        assert test.error(test.padded(out)) < GATES["bfloat16"]
 
 
 @pytest.mark.gpu
@@ -383,7 +381,7 @@ def test_keys_beyond_the_block_table_are_not_read(text, rng):
     """A length that the table has no pages for: what is there counts."""
     end = KVFormat.parse(text).group or 64
     test = scene(rng, text, "bfloat16", starts=[end - 4, end - 2], counts=[4, 2], page_size=64)
-    longer = dataclasses.replace(test, starts=jnp.asarray(np.array([end - 2, end], np.int32)))
+    longer = test.moved(starts=jnp.asarray(np.array([end - 2, end], np.int32)))
     assert test.keys.shape[1] == end
     assert longer.error(kernel(*longer.arguments, splits=2)) < GATES["bfloat16"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import WeightFormat, codes
-from mpjax.kernels.launch import launch, load, store
+from mpjax.kernels.launch import Settings, launch, load, store
 from mpjax.kernels.target import PLAIN, Target, tracing_for
 
 TILE = 4096  # words of a column that a program decodes on a GPU
@@ -65,9 +65,7 @@ def decode_words(
                 (format.planes, rows, width), jnp.float32 if scaled else dtype
             ),
             grid=(rows // tile,),
-            name="decode",
-            warps=4,
-            stages=1,
+            settings=Settings("decode", warps=4),
             interpret=interpret,
         )
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import KVFormat, KVPages
+from mpjax.kernels import KVFormat, KVPages, Span
 from tests.pallas_kernels.oracles import KEY_GROUPS, NUMPY_DTYPES, kv_key, kv_side
 
 SEQUENCES = 4  # of `ragged_append`
@@ -142,8 +142,13 @@ class Append:
     starts: np.ndarray
     counts: np.ndarray
 
-    def arrays(self) -> list[jax.Array]:
-        return [jnp.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)]
+    def arrays(self) -> tuple[jax.Array, jax.Array, Span]:
+        return jnp.asarray(self.keys), jnp.asarray(self.values), self.span()
+
+    def span(self) -> Span:
+        """As one that has been read."""
+        arrays = (jnp.asarray(x) for x in (self.block_tables, self.starts, self.counts))
+        return Span(*arrays, longest=self.keys.shape[1])
 
     def oracle(self, pages: KVPages) -> KVPages:
         return appended(pages, *(getattr(self, field.name) for field in dataclasses.fields(self)))

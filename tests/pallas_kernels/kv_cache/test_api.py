@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, PagedKVCache, UnsupportedError, append, device
+from mpjax.kernels import KVFormat, KVLayout, PagedKVCache, Span, UnsupportedError, append, device
 from mpjax.kernels.kv_cache import api, reference, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, ragged_append, random_pages
 from tests.pallas_kernels.oracles import as_array, relative_error
@@ -33,17 +34,17 @@ def test_implementations_agree(implementation, rng, interpreted_triton):
 def test_places_are_integers_of_any_size(dtype, rng, interpreted_triton):
     pages = pages_of(rng)
     new = ragged_append(rng, pages, 2, "bfloat16")
-    keys, values, *places = new.arrays()
+    keys, values, span = new.arrays()
     with jax.enable_x64(True):
-        places = [jnp.asarray(array, dtype) for array in places]
+        span = jax.tree.map(lambda array: jnp.asarray(array, dtype), span)
         written = jax.jit(functools.partial(append, implementation="triton"))(
-            pages, keys, values, *places
+            pages, keys, values, span
         )
     assert_same_bits(written, new.oracle(pages))
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_sequences_can_be_packed(implementation, rng, interpreted_triton):
+@pytest.mark.parametrize(("implementation", "longest"), [("triton", 3), ("reference", None)])
+def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     """Four of them, of which one adds nothing and one runs past its end, and then padding."""
     pages = pages_of(rng)
     new = ragged_append(rng, pages, 3, "bfloat16")
@@ -52,7 +53,7 @@ def test_sequences_can_be_packed(implementation, rng, interpreted_triton):
         for x in (new.keys, new.values)
     )
     write = functools.partial(append, implementation=implementation)
-    written = jax.jit(write)(pages, keys, values, *new.arrays()[2:])
+    written = jax.jit(write)(pages, keys, values, dataclasses.replace(new.span(), longest=longest))
     assert_same_bits(written, new.oracle(pages))
 
 
@@ -67,10 +68,10 @@ def test_sequences_can_be_packed(implementation, rng, interpreted_triton):
     ],
 )
 def test_keys_and_values_must_fit_the_pages(keys, values, rng):
-    arguments = [jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32), jnp.ones(4, jnp.int32)]
+    span = Span(jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32), jnp.ones(4, jnp.int32))
     message = r"must be \[batch, tokens, 2, 64\], the KV heads and head dimension of the pages"
     with pytest.raises(ValueError, match=message):
-        append(pages_of(rng), jnp.zeros(keys), jnp.zeros(values), *arguments)
+        append(pages_of(rng), jnp.zeros(keys), jnp.zeros(values), span)
 
 
 def test_unknown_implementations_are_refused(rng):
@@ -119,17 +120,18 @@ def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
 def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
     pages = pages_of(rng)
     new = ragged_append(rng, pages, 4, "bfloat16")
-    keys, values, block_tables, starts, counts = new.arrays()
+    keys, values, span = new.arrays()
     counted = trace_counter(append)
     step = jax.jit(counted, donate_argnums=0)
     expected = new.oracle(pages)
     for token in range(4):
         chosen = slice(token, token + 1)
-        more = (counts > token).astype(jnp.int32)
-        pages = step(pages, keys[:, chosen], values[:, chosen], block_tables, starts + token, more)
+        more = (span.counts > token).astype(jnp.int32)
+        one = Span(span.block_tables, span.starts + token, more)
+        pages = step(pages, keys[:, chosen], values[:, chosen], one)
     assert counted.count == 1
     assert_same_bits(pages, expected)
-    assert np.asarray(counts).tolist() == [4, 0, 3, 4]
+    assert np.asarray(span.counts).tolist() == [4, 0, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -146,56 +148,53 @@ def test_scales_have_the_dtype_of_the_cache(
 ):
     """Whatever that of keys and values is; of the two blocks that there are, one waits."""
     cache = PagedKVCache.create(
-        layers=1,
-        batch=1,
-        max_tokens=256,
-        kv_heads=1,
-        head_dim=64,
-        format=KVFormat.parse(text),
-        dtype=dtype,
+        KVLayout(1, 64, KVFormat.parse(text), dtype=dtype), layers=1, batch=1, max_tokens=256
     )
     new = rng.standard_normal((2, 1, 130, 1, 64))
     write = functools.partial(append, implementation=implementation)
-    places = cache.block_tables, jnp.zeros(1, jnp.int32), jnp.full(1, 130, jnp.int32)
+    span = Span(cache.block_tables, jnp.zeros(1, jnp.int32), jnp.full(1, 130, jnp.int32))
     keys, values = as_array(new, of_keys)
-    pages = jax.jit(write)(cache.layers[0], keys, values, *places)
+    pages = jax.jit(write)(cache.layers[0], keys, values, span)
     assert jax.tree.structure(pages) == jax.tree.structure(cache.layers[0])
     found = reference.gather(pages, cache.block_tables, jnp.full(1, 130, jnp.int32))
     for side, expected in zip(found, new, strict=True):
         assert relative_error(side[:, :130], expected) < (0.15 if text == "KV4c" else 0.01)
 
 
-def places_of(batch, *, tables=None, starts=None, counts=None, dtype="int32"):
-    """Block tables, starts and counts, some of other batches."""
-    return (
+def span_of(batch, *, tables=None, starts=None, counts=None, dtype="int32"):
+    """A span, some of whose arrays are of other batches."""
+    return Span(
         jnp.zeros((batch if tables is None else tables, 2), "int32"),
         jnp.zeros(batch if starts is None else starts, dtype),
         jnp.ones(batch if counts is None else counts, "int32"),
     )
 
 
-WRONG_PLACES = [
-    (places_of(4, starts=1), r"starts is int32 of shape \(1,\): expected int32 \[batch\], and the"),
-    (places_of(4, counts=5), r"counts is int32 of shape \(5,\): expected .* block_tables is 4"),
-    (places_of(4, dtype="float32"), r"starts is float32 of shape \(4,\): expected int32"),
-    ((jnp.zeros(4, "int32"), *places_of(4)[1:]), r"block_tables is int32 of shape \(4,\): exp"),
+WRONG_SPANS = [
+    (span_of(4, starts=1), r"starts is int32 of shape \(1,\): expected int32 \[batch\], and the"),
+    (span_of(4, counts=5), r"counts is int32 of shape \(5,\): expected .* block_tables is 4"),
+    (span_of(4, dtype="float32"), r"starts is float32 of shape \(4,\): expected int32"),
+    (
+        dataclasses.replace(span_of(4), block_tables=jnp.zeros(4, "int32")),
+        r"block_tables is int32 of shape \(4,\): exp",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("places", "message"),
-    [*WRONG_PLACES, (places_of(3), "append: tokens are of a batch of 4: expected 3, that of bloc")],
+    ("span", "message"),
+    [*WRONG_SPANS, (span_of(3), "append: tokens are of a batch of 4: expected 3, that of bloc")],
 )
-def test_places_are_those_of_the_tokens(places, message, rng):
-    """Also of packed ones, but for the batch that these don't have."""
+def test_a_span_is_that_of_the_tokens(span, message, rng):
+    """Also of varlen ones, but for the batch that these don't have."""
     pages, new = pages_of(rng), jnp.zeros((4, 1, 2, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match=message):
-        append(pages, new, new, *places)
+        append(pages, new, new, span)
     if "tokens" in message:
-        jax.eval_shape(append, pages, new[:, 0], new[:, 0], *places)
+        jax.eval_shape(append, pages, new[:, 0], new[:, 0], span)
         return
     with pytest.raises(ValueError, match=message):
-        append(pages, new[:, 0], new[:, 0], *places)
+        append(pages, new[:, 0], new[:, 0], span)
 
 
 def test_a_residual_is_that_of_the_batch(rng):
@@ -205,7 +204,7 @@ def test_a_residual_is_that_of_the_batch(rng):
     new = jnp.zeros((3, 1, 2, 64), jnp.bfloat16)
     message = "append: the pages' residual is of a batch of 4: expected 3, that of block_tables"
     with pytest.raises(ValueError, match=message):
-        append(pages, new, new, *places_of(3))
+        append(pages, new, new, span_of(3))
 
 
 @pytest.mark.parametrize(
@@ -219,20 +218,21 @@ def test_a_residual_is_that_of_the_batch(rng):
 def test_starts_and_counts_are_those_of_tokens(starts, counts, message, rng):
     """Where they are known."""
     pages, new = pages_of(rng), jnp.zeros((2, 3, 2, 64), jnp.bfloat16)
-    places = (jnp.zeros((2, 2), jnp.int32), *(np.asarray(x, np.int32) for x in (starts, counts)))
+    arrays = (np.asarray(x, np.int32) for x in (starts, counts))
+    span = Span(jnp.zeros((2, 2), jnp.int32), *arrays)
     with pytest.raises(ValueError, match=f"append: {message}"):
-        append(pages, new, new, *places)
+        append(pages, new, new, span)
     with pytest.raises(ValueError, match=f"append: {message}"):
-        append(pages, new[0], new[0], *places)
-    jax.eval_shape(append, pages, new, new, *places)
+        append(pages, new[0], new[0], span)
+    jax.eval_shape(append, pages, new, new, span)
 
 
-def test_packed_sequences_have_no_more_than_all_tokens(rng):
+def test_varlen_sequences_have_no_more_than_all_tokens(rng):
     pages, new = pages_of(rng), jnp.zeros((3, 2, 64), jnp.bfloat16)
     tables, starts = jnp.zeros((2, 2), jnp.int32), np.zeros(2, np.int32)
-    append(pages, new, new, tables, starts, np.array([1, 2], np.int32))
-    with pytest.raises(ValueError, match=r"counts are \[3, 3\]: .*0 to 3, .*no more in all"):
-        append(pages, new, new, tables, starts, np.array([3, 3], np.int32))
+    append(pages, new, new, Span(tables, starts, np.array([1, 2], np.int32)))
+    with pytest.raises(ValueError, match=r"counts are \[3, 3\]: .*0 to 3, .*more than 3 in all"):
+        append(pages, new, new, Span(tables, starts, np.array([3, 3], np.int32)))
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -242,4 +242,4 @@ def test_integers_are_no_keys_and_values(side, rng):
     with pytest.raises(
         ValueError, match=r"append: (keys|values) has the dtype int32: expected floa"
     ):
-        append(pages_of(rng), *new, *places_of(4))
+        append(pages_of(rng), *new, span_of(4))

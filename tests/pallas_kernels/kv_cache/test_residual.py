@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache, append
+from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, append
 from mpjax.kernels.kv_cache import residual, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
 from tests.pallas_kernels.oracles import kv_keys, kv_values
@@ -21,14 +21,10 @@ HEADS, DIM = 2, 64
 
 def empty(text: str, dtype: str, batch: int, max_tokens: int, page_size: int) -> PagedKVCache:
     return PagedKVCache.create(
+        KVLayout(HEADS, DIM, KVFormat.parse(text), page_size=page_size, dtype=dtype),
         layers=1,
         batch=batch,
         max_tokens=max_tokens,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        format=KVFormat.parse(text),
-        page_size=page_size,
-        dtype=dtype,
     )
 
 
@@ -113,8 +109,8 @@ def write(
         chunk = np.zeros((2, len(counts), max(*counts, width), HEADS, DIM), new.dtype)
         for b, count in enumerate(counts):
             chunk[:, b, :count] = new[:, b, starts[b] : starts[b] + count]
-        places = cache.block_tables, jnp.asarray(starts), jnp.asarray(np.array(counts, np.int32))
-        pages = step(pages, jnp.asarray(chunk[0]), jnp.asarray(chunk[1]), *places)
+        span = Span(cache.block_tables, jnp.asarray(starts), jnp.asarray(counts, jnp.int32))
+        pages = step(pages, jnp.asarray(chunk[0]), jnp.asarray(chunk[1]), span)
         starts = starts + np.array(counts, np.int32)
     return pages
 
@@ -176,15 +172,15 @@ def test_token_by_token_equals_all_at_once(rng):
             starts = jnp.full(2, token, jnp.int32)
             counts = (starts < jnp.array(lengths)).astype(jnp.int32)
             one = (jax.lax.dynamic_slice_in_dim(x, token, 1, 1) for x in (keys, values))
-            return append(pages, *one, cache.block_tables, starts, counts)
+            return append(pages, *one, Span(cache.block_tables, starts, counts))
 
         return jax.lax.fori_loop(0, 261, body, pages)
 
     assert_same(one_by_one(cache.layers[0]), expected_pages(cache, new, lengths), lengths)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_sequences_can_be_packed(implementation, rng, interpreted_triton):
+@pytest.mark.parametrize(("implementation", "longest"), [("triton", None), ("reference", 20)])
+def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     """One completes a block, one adds nothing, one begins; behind them is padding."""
     cache = empty("KV4c", "bfloat16", 3, 256, 128)
     new = vectors(rng, (2, 3, 140, HEADS, DIM), "bfloat16")
@@ -196,9 +192,8 @@ def test_sequences_can_be_packed(implementation, rng, interpreted_triton):
     ]
     flat = np.concatenate([*rows, np.zeros_like(rows[2])], 1)
     places = (jnp.asarray(np.array(x, np.int32)) for x in (starts, counts))
-    pages = compiled(implementation)(
-        pages, *(jnp.asarray(x) for x in flat), cache.block_tables, *places
-    )
+    span = Span(cache.block_tables, *places, longest=longest)
+    pages = compiled(implementation)(pages, *(jnp.asarray(x) for x in flat), span)
     lengths = np.add(starts, counts).tolist()
     assert_same(pages, expected_pages(cache, new, lengths), lengths)
 
@@ -224,12 +219,9 @@ def test_flush_lowers_with_every_page_array_aliased(text, tokens, lower_for_cuda
     cache = jax.eval_shape(lambda: empty(text, "bfloat16", 4, 4096, 128))
     new = None
     if tokens > 1:
-        new = jax.ShapeDtypeStruct((4 * tokens, HEADS, DIM), jnp.bfloat16)
-
-    def flush(pages, keys, values, block_tables, lengths):
-        return triton.flush(pages, keys, values, lengths, tokens, block_tables, lengths, lengths)
-
-    program = lower_for_cuda(flush, cache.layers[0], new, new, cache.block_tables, cache.lengths)
+        new = jax.ShapeDtypeStruct((4, tokens, HEADS, DIM), jnp.bfloat16)
+    span = Span(cache.block_tables, cache.lengths, cache.lengths, longest=tokens)
+    program = lower_for_cuda(triton.flush, cache.layers[0], new, new, span)
     assert f'name = "flush_{text.lower()}"' in program
     arrays = 6  # words and parameters of keys and values, and both that wait
     assert program.count("#stablehlo.output_operand_alias<") == arrays

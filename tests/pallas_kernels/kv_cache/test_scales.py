@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, PagedKVCache, append, cache_scales
+from mpjax.kernels import KVFormat, KVLayout, PagedKVCache, Span, append, cache_scales
 from mpjax.kernels.kv_cache import reference
 from tests.pallas_kernels.oracles import wide
 
@@ -40,12 +40,10 @@ def test_what_is_too_small_for_a_scale_has_one_that_the_cache_takes(value, text)
     scales = cache_scales(jnp.full((3, 2, 4), value), text)
     np.testing.assert_array_equal(scales, 1)
     PagedKVCache.create(
+        KVLayout(2, 4, text),
         layers=1,
         batch=1,
         max_tokens=16,
-        kv_heads=2,
-        head_dim=4,
-        format=text,
         scales=jnp.stack([scales, scales])[None],
     )
 
@@ -62,11 +60,11 @@ def test_what_they_were_measured_on_is_off_by_half_a_step(rng):
     format = KVFormat.parse("KV8s")
     scales = jnp.stack([cache_scales(keys, format), cache_scales(values, format)])
     cache = PagedKVCache.create(
-        layers=1, batch=2, max_tokens=64, kv_heads=3, head_dim=64, format=format, scales=scales
+        KVLayout(3, 64, format), layers=1, batch=2, max_tokens=64, scales=scales
     )
     counts = jnp.full(2, 40, jnp.int32)
     write = jax.jit(append)
-    pages = write(cache.layers[0], keys, values, cache.block_tables, cache.lengths, counts)
+    pages = write(cache.layers[0], keys, values, Span(cache.block_tables, cache.lengths, counts))
     found = jax.jit(reference.gather)(pages, cache.block_tables)
     for side, stored, scale in zip((keys, values), found, wide(scales), strict=True):
         error = np.abs(wide(stored)[:, :40] - wide(side))

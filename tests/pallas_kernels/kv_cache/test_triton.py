@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import KVFormat, KVPages, PagedKVCache, device
+from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, device
 from mpjax.kernels.kv_cache import reference, triton
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
@@ -73,21 +73,16 @@ def test_lowers_with_every_page_array_aliased(text, dtype, tokens, lower_for_cud
     batch, heads, dim = 4, 8, 128
     cache = jax.eval_shape(
         lambda: PagedKVCache.create(
+            KVLayout(heads, dim, text, dtype=dtype),
             layers=1,
             batch=batch,
             max_tokens=4096,
-            kv_heads=heads,
-            head_dim=dim,
-            format=text,
-            dtype=dtype,
             scales=1.0 if KVFormat.parse(text).scaling else None,
         )
     )
     new = jax.ShapeDtypeStruct((batch, tokens, heads, dim), dtype)
-    counts = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    kernel = lower_for_cuda(
-        triton.append, cache.layers[0], new, new, cache.block_tables, cache.lengths, counts
-    )
+    span = Span(cache.block_tables, cache.lengths, jax.ShapeDtypeStruct((batch,), jnp.int32))
+    kernel = lower_for_cuda(triton.append, cache.layers[0], new, new, span)
     assert f'name = "append_{text.lower()}"' in kernel
     arrays = 2 if text == "KV16" else 4
     assert kernel.count("#stablehlo.output_operand_alias<") == arrays
@@ -140,11 +135,10 @@ def check_flush(rng, text, dtype, head_dim, page_size, tokens, programs=None, se
     counts = np.array([1, 1, 1, tokens] * (sequences // 4), np.int32)
     new = (None, None)
     if tokens > 1:
-        shape = (sequences * tokens, heads, head_dim)
+        shape = (sequences, tokens, heads, head_dim)
         new = tuple(jnp.asarray(vectors(rng, shape, dtype)) for _ in range(2))
-    arrays = [jnp.asarray(x) for x in (tables, starts, counts)]
-    first_tokens = jnp.arange(sequences, dtype=jnp.int32) * tokens
-    arguments = (pages, *new, first_tokens, tokens, *arrays)
+    span = Span(*(jnp.asarray(x) for x in (tables, starts, counts)), longest=tokens)
+    arguments = (pages, *new, span)
     options = {} if device.on_gpu() else {"interpret": True}
     with pytest.MonkeyPatch.context() as patch:
         if programs is not None:

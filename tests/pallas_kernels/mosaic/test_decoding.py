@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from mpjax.kernels.codes.look_up import InBoth, InSharedRows, LookUp
 from mpjax.kernels.mosaic import decoding, memory
-from mpjax.kernels.mosaic.launch import give_registers, launch, take_registers
+from mpjax.kernels.mosaic.launch import Grid, give_registers, launch, take_registers
 from mpjax.kernels.target import tracing_for
 
 WARPGROUPS, WIDTH, PLANES = 2, 64, 4
@@ -55,8 +55,7 @@ def look_up(
         words,
         table,
         out_shape=jax.ShapeDtypeStruct((PLANES, WIDTH, channels), dtype),
-        grid={"one": 1},
-        warpgroups=WARPGROUPS,
+        grid=Grid({"one": 1}, WARPGROUPS),
         scratch={
             "word_tiles": memory.shared((channels, WIDTH), words.dtype),
             "out_tiles": memory.shared((WARPGROUPS, WIDTH, 64), dtype),

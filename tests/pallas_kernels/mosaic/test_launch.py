@@ -12,7 +12,13 @@ from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.warpgroups.launch import matmul_terms
 from mpjax.kernels.mosaic import memory
 from mpjax.kernels.mosaic.decoding import Warpgroups
-from mpjax.kernels.mosaic.launch import PRODUCER_REGISTERS, launch, registers_per_thread, why_slow
+from mpjax.kernels.mosaic.launch import (
+    PRODUCER_REGISTERS,
+    Grid,
+    launch,
+    registers_per_thread,
+    why_slow,
+)
 from mpjax.kernels.target import PLAIN, Target, current_target, tracing_for
 from tests.pallas_kernels.gemm.warpgroups.programs import interpreted_here
 from tests.pallas_kernels.gemm.weights import weight_struct
@@ -56,8 +62,7 @@ def copied(x: jax.Array, seen: list | None = None, *, interpret: bool = False) -
         kernel,
         x,
         out_shape=jax.ShapeDtypeStruct((64, 64), x.dtype),
-        grid={"one": 1},
-        warpgroups=1,
+        grid=Grid({"one": 1}, 1),
         scratch={"tile": memory.shared((64, 64), x.dtype), "full": memory.Barrier()},
         name="copied",
         interpret=interpret,

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from mpjax.kernels.mosaic import memory
-from mpjax.kernels.mosaic.launch import give_registers, launch, take_registers
+from mpjax.kernels.mosaic.launch import Grid, give_registers, launch, take_registers
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,7 @@ def double_transposed(words: jax.Array) -> jax.Array:
         double_kernel,
         words,
         out_shape=jax.ShapeDtypeStruct((64, 64), jnp.bfloat16),
-        grid={"one": 1},
-        warpgroups=1,
+        grid=Grid({"one": 1}, 1),
         scratch={"tiles": memory.shared((64, 64), jnp.bfloat16), "full": memory.Barrier()},
         name="double_transposed",
         interpret=False,
@@ -76,9 +75,7 @@ def test_what_is_sent_to_another_program_has_no_barrier_of_several(lower_for_cud
             kernel,
             x,
             out_shape=jax.ShapeDtypeStruct((64, 8), jnp.float32),
-            grid={"row": 1},
-            cluster={"split": 2},
-            warpgroups=1,
+            grid=Grid({"row": 1}, 1, {"split": 2}),
             scratch={
                 "tiles": memory.shared((2, 64, 8), jnp.float32),
                 "received": memory.Barrier(num_barriers=2),

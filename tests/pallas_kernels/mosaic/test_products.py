@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from mpjax.kernels.mosaic import memory, products
-from mpjax.kernels.mosaic.launch import give_registers, launch, take_registers
+from mpjax.kernels.mosaic.launch import Grid, give_registers, launch, take_registers
 
 
 def multiply_kernel(
@@ -53,8 +53,7 @@ def multiply(x: jax.Array, weights: jax.Array, *, add_products) -> jax.Array:
         x,
         weights,
         out_shape=jax.ShapeDtypeStruct((16, 64), jnp.float32),
-        grid={"one": 1},
-        warpgroups=1,
+        grid=Grid({"one": 1}, 1),
         scratch={
             "x_tiles": memory.shared((16, 256), jnp.bfloat16),
             "weight_tiles": memory.shared((64, 256), jnp.bfloat16, columns=32),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mpjax.kernels import HeadNorms, KVFormat, KVPages
+from mpjax.kernels import HeadNorms, KVFormat, KVPages, Rotation, Span
 from tests.pallas_kernels.kv_cache.pages import (
     Append,
     assert_same_bits,
@@ -52,46 +53,37 @@ class Scene:
         return self.queries.shape[2], self.places.keys.shape[2]
 
     @property
-    def arrays(self) -> tuple[jax.Array | KVPages, ...]:
-        """All that is not static."""
+    def rotation(self) -> Rotation:
+        """With the transform of queries."""
         cosines, sines = np.cos(self.angles), np.sin(self.angles)
         if self.turns_by_quarters:
             cosines, sines = np.round(cosines), np.round(sines)
-        places = self.places
-        return (
-            jnp.asarray(self.terms),
-            self.pages,
-            jnp.asarray(cosines.astype(np.float32)),
-            jnp.asarray(sines.astype(np.float32)),
-            *(jnp.asarray(x) for x in (places.block_tables, places.starts, places.counts)),
-        )
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        arrays: tuple[Any, ...] | None = None,
-        *,
-        transform_queries: bool = True,
-    ) -> tuple[jax.Array, KVPages]:
-        """By a compiled implementation, or the public function, of `rotate_and_append`.
-
-        Norms are an argument of `jit`, too: their epsilon must stay a number there.
-        """
-
-        @jax.jit
-        def compute(arguments: Any, norms: HeadNorms | None) -> Any:
-            return function(
-                *arguments,
-                dtype=jnp.dtype(self.dtype),
-                heads=self.heads,
-                norms=norms,
-                transform_queries=transform_queries,
-            )
-
         norms = None
         if self.norms is not None:
             norms = HeadNorms(*map(jnp.asarray, self.norms), EPSILON)
-        return compute(self.arrays if arrays is None else arrays, norms)
+        turn = (jnp.asarray(x.astype(np.float32)) for x in (cosines, sines))
+        return Rotation(*turn, self.heads, norms, transform_queries=True)
+
+    @property
+    def arguments(self) -> tuple[jax.Array, KVPages, Span, Rotation]:
+        return jnp.asarray(self.terms), self.pages, self.places.span(), self.rotation
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> tuple[jax.Array, KVPages]:
+        """By a compiled implementation, or the public function, of `rotate_and_append`.
+
+        arguments: in the place of the scene's own.
+        """
+        compute = jax.jit(functools.partial(function, dtype=jnp.dtype(self.dtype)))
+        return compute(*(arguments or self.arguments))
+
+    def token(self, number: int) -> tuple[np.ndarray, Span, Rotation]:
+        """Terms, span and rotation of one token of each sequence."""
+        one = slice(number, number + 1)
+        span = jax.tree.map(np.asarray, self.places.span())
+        counts = (span.counts > number).astype(np.int32)
+        rotation = self.rotation.map_angles(lambda x: np.asarray(x)[:, one])
+        span = Span(span.block_tables, span.starts + np.int32(number), counts)
+        return self.terms[:, :, one], span, rotation
 
     @property
     def turns_by_quarters(self) -> bool:

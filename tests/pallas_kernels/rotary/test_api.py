@@ -11,7 +11,10 @@ import pytest
 
 from mpjax.kernels import (
     HeadNorms,
+    KVLayout,
     PagedKVCache,
+    Rotation,
+    Span,
     UnsupportedError,
     append,
     device,
@@ -32,14 +35,16 @@ def test_implementations_agree(implementation, rng, interpreted_triton):
 def test_it_is_a_rotation_and_an_append(rng):
     """What a program would write without it, in the dtypes of the public functions."""
     test = scene(rng, 4, "bfloat16", tokens=3)
-    queries, pages = test.run(rotate_and_append, transform_queries=False)
-    _, before, cosines, sines, *places = test.arrays
+    terms, before, span, rotation = test.arguments
+    rotation = dataclasses.replace(rotation, transform_queries=False)
+    queries, pages = test.run(rotate_and_append, terms, before, span, rotation)
+    cosines, sines = rotation.cosines, rotation.sines
     keys, values = jnp.asarray(test.places.keys), jnp.asarray(test.places.values)
 
     @jax.jit
     def separate(queries, keys):
         queries, keys = (rotate(x, cosines, sines) for x in (queries, keys))
-        return queries, append(before, keys, values, *places)
+        return queries, append(before, keys, values, span)
 
     expected = separate(jnp.asarray(test.queries), keys)
     jax.tree.map(np.testing.assert_array_equal, (queries, pages), expected)
@@ -55,82 +60,69 @@ def test_beside_a_residual_it_is_a_rotation_and_an_append_on_the_gpu(rng):
     check_beside_a_residual("triton", rng)
 
 
-def as_numpy(x):
-    """Where slices are taken, for each of which JAX would compile a program."""
-    return np.asarray(x) if isinstance(x, jax.Array) else x
-
-
 def check_beside_a_residual(implementation, rng):
     """Three tokens at once, and one by one; the third sequence goes on to the next block."""
     test = scene(rng, "KV4c", "bfloat16", page_size=128, tokens=3, quarters=True)
     before = test.pages
-    terms, _, cosines, sines, table, starts, counts = map(as_numpy, test.arrays)
     keys, values = jnp.asarray(test.turned(test.places.keys, 1)), jnp.asarray(test.places.values)
-    step = functools.partial(
-        rotate_and_append, dtype="bfloat16", heads=test.heads, implementation=implementation
-    )
+    step = functools.partial(rotate_and_append, dtype="bfloat16", implementation=implementation)
     step = jax.jit(step)
 
     def equal(one, other):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
     write = jax.jit(functools.partial(append, implementation="reference"))
-    expected = write(before, keys, values, table, starts, counts)
-    queries, pages = step(terms, before, cosines, sines, table, starts, counts)
+    expected = write(before, keys, values, test.places.span())
+    queries, pages = step(*test.arguments)
     equal((queries, pages), (test.turned(test.queries, 0), expected))
     pages = before
     for token in range(3):
-        one = slice(token, token + 1)
-        more = (counts > token).astype(np.int32)
-        query, pages = step(
-            terms[:, :, one], pages, cosines[:, one], sines[:, one], table, starts + token, more
-        )
-        equal(query, np.asarray(queries)[:, one])
+        terms, *where = test.token(token)
+        query, pages = step(terms, pages, *where)
+        equal(query, np.asarray(queries)[:, token : token + 1])
     equal(dataclasses.replace(pages, residual=None), dataclasses.replace(expected, residual=None))
     assert (np.asarray(pages.keys) != np.asarray(before.keys)).any()
 
 
 @pytest.mark.parametrize(("bits", "implementation"), [(8, "triton"), ("KV4c", "reference")])
-def test_sequences_can_be_packed(bits, implementation, rng, interpreted_triton):
-    check_packed(bits, implementation, rng)
+def test_tokens_can_be_varlen(bits, implementation, rng, interpreted_triton):
+    check_varlen(bits, implementation, rng)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [16, 8, "KV4c"])
-def test_sequences_can_be_packed_on_the_gpu(bits, rng):
-    check_packed(bits, "triton", rng)
+def test_tokens_can_be_varlen_on_the_gpu(bits, rng):
+    check_varlen(bits, "triton", rng)
 
 
-def check_packed(bits, implementation, rng):
+def check_varlen(bits, implementation, rng):
     """Bit by bit as with padding: four, of which one adds nothing, and two tokens of padding."""
     test = scene(rng, bits, "bfloat16", page_size=128, tokens=4, splits=3, normed=True)
-    before = test.pages
-    terms, _, cosines, sines, *places = map(as_numpy, test.arrays)
+    terms, before, span, rotation = test.arguments
     counts = test.places.counts
     assert counts.tolist() == [4, 0, 3, 4]
 
-    def packed(x):
+    def varlen(x):
         """[..., batch, tokens, channels] without the padding of sequences, and with some behind."""
+        x = np.asarray(x)
         rows = [x[..., b, :count, :] for b, count in enumerate(counts)]
         return np.concatenate([*rows, x[..., 1, :2, :]], -2)
 
     run = functools.partial(rotate_and_append, implementation=implementation)
     expected, expected_pages = test.run(run)
-    flat = (packed(terms), before, packed(cosines), packed(sines), *places)
-    queries, pages = test.run(run, flat)
+    queries, pages = test.run(run, varlen(terms), before, span, rotation.map_angles(varlen))
     assert queries.shape == (13, 4, 64)
     jax.tree.map(np.testing.assert_array_equal, pages, expected_pages)
     real = np.arange(4) < counts[:, None]
     np.testing.assert_array_equal(np.asarray(queries)[:11], np.asarray(expected)[real])
 
 
-def test_packed_sequences_are_one_kernel_too(rng, pretend_gpu, lower_for_cuda):
-    test = scene(rng, 8, "bfloat16")
-    _, pages, _, _, *places = test.arrays
-    angles = jax.ShapeDtypeStruct((300, 32), jnp.float32)
-    append = functools.partial(rotate_and_append, dtype="bfloat16", heads=(4, 2))
+def test_varlen_sequences_are_one_kernel_too(rng, pretend_gpu, lower_for_cuda):
+    _, pages, span, rotation = scene(rng, 8, "bfloat16").arguments
+    rotation = rotation.map_angles(lambda _: jax.ShapeDtypeStruct((300, 32), jnp.float32))
+    append = functools.partial(rotate_and_append, dtype="bfloat16")
     terms = jax.ShapeDtypeStruct((1, 300, 512), jnp.bfloat16)
-    program = lower_for_cuda(append, terms, pages, angles, angles, *places)
+    program = lower_for_cuda(append, terms, pages, span, rotation)
     assert program.count("custom_call @__gpu$xla.gpu.triton") == 1
     assert 'name = "rotate_and_append_kv8"' in program
     assert program.count("#stablehlo.output_operand_alias<") == 4
@@ -140,24 +132,22 @@ def test_packed_sequences_are_one_kernel_too(rng, pretend_gpu, lower_for_cuda):
     ("terms", "angles"), [((512,), ()), ((1, 4, 512), (4, 1)), ((1, 4, 1, 512), (4,))]
 )
 def test_angles_are_those_of_the_tokens(terms, angles, rng):
-    _, pages, _, _, *places = scene(rng, 8, "bfloat16").arrays
-    cosines = jnp.ones((*angles, 32))
-    with pytest.raises(ValueError, match="or all without the batch where sequences are packed"):
-        rotate_and_append(
-            jnp.ones(terms), pages, cosines, cosines, *places, dtype="bfloat16", heads=(4, 2)
-        )
+    _, pages, span, rotation = scene(rng, 8, "bfloat16").arguments
+    rotation = rotation.map_angles(lambda _: jnp.ones((*angles, 32)))
+    with pytest.raises(ValueError, match="or all without the batch where tokens are varlen"):
+        rotate_and_append(jnp.ones(terms), pages, span, rotation, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("width", [16, 33, 64])
 def test_angles_are_half_a_heads_channels(width, rng):
     """The kernel would read past the end of others, or those of another token."""
-    terms, pages, cosines, sines, *places = scene(rng, 8, "bfloat16").arrays
-    wrong = jnp.ones((*cosines.shape[:-1], width))
-    for angles in ((wrong, sines), (cosines, wrong)):
+    test = scene(rng, 8, "bfloat16")
+    wrong = jnp.ones((*test.rotation.cosines.shape[:-1], width))
+    for name in ("cosines", "sines"):
         with pytest.raises(
             ValueError, match=r"expected .* and \[batch, tokens, 32\], half of"
         ) as e:
-            rotate_and_append(terms, pages, *angles, *places, dtype="bfloat16", heads=(4, 2))
+            call(test, **{name: wrong})
         assert str(wrong.shape) in str(e.value)
 
 
@@ -170,31 +160,29 @@ def test_norms_are_of_a_heads_channels(shapes, rng):
 
 
 def test_starts_and_counts_are_those_of_tokens(rng):
-    *others, starts, counts = scene(rng, 8, "bfloat16").arrays
-    rotated = functools.partial(rotate_and_append, *others, dtype="bfloat16", heads=(4, 2))
-    with pytest.raises(ValueError, match=r"rotate_and_append: counts are .* 0 to 1, the new"):
-        rotated(starts, np.asarray(counts) + 2)
-    with pytest.raises(ValueError, match=r"rotate_and_append: starts are .*: expected 0 or above"):
-        rotated(np.asarray(starts) - 1000, counts)
+    terms, pages, span, rotation = scene(rng, 8, "bfloat16").arguments
+    for change, message in (
+        ({"counts": np.asarray(span.counts) + 2}, "counts are .* 0 to 1, the new"),
+        ({"starts": np.asarray(span.starts) - 1000}, "starts are .*: expected 0 or above"),
+    ):
+        wrong = dataclasses.replace(span, **change)
+        with pytest.raises(ValueError, match=f"rotate_and_append: {message}"):
+            rotate_and_append(terms, pages, wrong, rotation, dtype="bfloat16")
 
 
 def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
     test = scene(rng, 8, "bfloat16", tokens=4, quarters=True)
-    terms, _, cosines, sines, table, starts, counts = map(as_numpy, test.arrays)
-    step = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
+    step = functools.partial(rotate_and_append, dtype="bfloat16")
     pages = jax.tree.map(jnp.copy, test.pages)  # donated below
     counted = trace_counter(step)
     step = jax.jit(counted, donate_argnums=1)
     queries = []
     for token in range(4):
-        one = slice(token, token + 1)
-        more = (counts > token).astype(np.int32)
-        query, pages = step(
-            terms[:, :, one], pages, cosines[:, one], sines[:, one], table, starts + token, more
-        )
+        terms, *where = test.token(token)
+        query, pages = step(terms, pages, *where)
         queries.append(np.asarray(query))
     assert counted.count == 1
-    assert counts.tolist() == [4, 0, 3, 4]
+    assert test.places.counts.tolist() == [4, 0, 3, 4]
     test.check(np.concatenate(queries, 1), pages)
 
 
@@ -203,30 +191,31 @@ def test_tokens_one_at_a_time_equal_all_at_once(rng, trace_counter):
 )
 def test_terms_must_fit_the_pages(channels, heads, rng):
     test = scene(rng, 8, "bfloat16")
-    _, *others = test.arrays
+    terms = np.ones((1, 4, 1, channels), np.float32)
     with pytest.raises(ValueError, match="rotate_and_append: terms have shape") as caught:
-        rotate_and_append(jnp.ones((1, 4, 1, channels)), *others, dtype="bfloat16", heads=heads)
+        call(dataclasses.replace(test, terms=terms), heads=heads)
     assert str(caught.value) == (
         f"rotate_and_append: terms have shape (1, 4, 1, {channels}), and the pages 2 heads of 64; "
         f"{heads[0]} query and {heads[1]} KV heads take {(heads[0] + 2 * heads[1]) * 64} channels"
     )
 
 
-def test_places_are_those_of_the_tokens(rng):
-    test = scene(rng, 8, "bfloat16")
-    *others, starts, counts = test.arrays
+def test_a_span_is_that_of_the_tokens(rng):
+    terms, pages, span, rotation = scene(rng, 8, "bfloat16").arguments
+    span = dataclasses.replace(span, counts=span.counts[:3])
     message = r"rotate_and_append: counts is int32 of shape \(3,\): expected int32 \[batch\], and"
     with pytest.raises(ValueError, match=message):
-        rotate_and_append(*others, starts, counts[:3], dtype="bfloat16", heads=test.heads)
-    terms, pages, cosines, sines, table = others
-    flat = terms[:, 0], pages, cosines[0], sines[0]
+        rotate_and_append(terms, pages, span, rotation, dtype="bfloat16")
+    rotation = rotation.map_angles(lambda x: x[0])
     with pytest.raises(ValueError, match=message):
-        rotate_and_append(*flat, table, starts, counts[:3], dtype="bfloat16", heads=test.heads)
+        rotate_and_append(terms[:, 0], pages, span, rotation, dtype="bfloat16")
 
 
-def call(test, **keywords):
-    keywords = {"dtype": test.dtype, "heads": test.heads} | keywords
-    return rotate_and_append(*test.arrays, **keywords)
+def call(test, implementation=None, **changes):
+    """With changes of the rotation."""
+    *others, rotation = test.arguments
+    rotation = dataclasses.replace(rotation, **changes)
+    return rotate_and_append(*others, rotation, dtype=test.dtype, implementation=implementation)
 
 
 def test_unknown_implementations_are_refused(rng):
@@ -275,13 +264,14 @@ def test_the_kernel_is_chosen_where_it_can_run(supported, rng, monkeypatch):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_no_tokens_go_to_the_reference(bits, rng, pretend_gpu):
     test = scene(rng, bits, "bfloat16")
-    terms, pages, cosines, sines, *places = test.arrays
-    call = functools.partial(rotate_and_append, dtype="bfloat16", heads=test.heads)
-    run = jax.jit(functools.partial(call, transform_queries=True))
-    queries, written = run(terms[:, :, :0], pages, cosines[:, :0], sines[:, :0], *places)
+    terms, pages, span, rotation = test.arguments
+    run = jax.jit(functools.partial(rotate_and_append, dtype="bfloat16"))
+    none = rotation.map_angles(lambda x: x[:, :0])
+    queries, written = run(terms[:, :, :0], pages, span, none)
     assert queries.shape == (4, 0, 4, 64)
     jax.tree.map(np.testing.assert_array_equal, written, pages)
-    queries, written = run(terms[:, 0, :0], pages, cosines[0, :0], sines[0, :0], *places)
+    none = rotation.map_angles(lambda x: x[0, :0])
+    queries, written = run(terms[:, 0, :0], pages, span, none)
     assert queries.shape == (0, 4, 64)
     jax.tree.map(np.testing.assert_array_equal, written, pages)
 
@@ -317,12 +307,11 @@ def test_rotate_is_the_reference_with_its_shapes_checked(rng):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": 4}, "heads is 4: expected a pair, query heads and KV heads"),
-        ({"heads": (4.0, 2)}, r"query heads is 4\.0: expected 1 or more, a whole number"),
         ({"norms": (1, 2)}, r"norms is \(1, 2\): expected a HeadNorms, or None"),
         ({"norms": HeadNorms([1.0] * 64, [1.0] * 64, -1)}, "norms: epsilon is -1: expected a fin"),
         ({"dtype": "int8"}, "dtype is 'int8': expected a dtype, such as bfloat16"),
-        ({"transform_queries": "no"}, "transform_queries is 'no': expected a bool"),
+        ({"span": "all"}, "span is 'all': expected a Span"),
+        ({"rotation": 3}, "rotation is 3: expected a Rotation"),
         (
             {"pages": "cache"},
             "pages is 'cache': expected a KVPages, one of a PagedKVCache's layers",
@@ -330,11 +319,18 @@ def test_rotate_is_the_reference_with_its_shapes_checked(rng):
     ],
 )
 def test_what_is_wrong_is_named(change, message):
-    cache = PagedKVCache.create(layers=1, batch=1, max_tokens=16, kv_heads=2, head_dim=64)
+    cache = PagedKVCache.create(KVLayout(2, 64), layers=1, batch=1, max_tokens=16)
+    norms = HeadNorms([1.0] * 64, [1.0] * 64, 1e-6)
     angles = jnp.ones((1, 1, 32))
-    arguments = {"terms": jnp.ones((1, 1, 1, 512)), "pages": cache.layers[0], "cosines": angles}
-    arguments |= {"sines": angles, "block_tables": cache.block_tables, "starts": [0], "counts": [1]}
-    arguments |= {"dtype": "bf16", "heads": (4, 2)}
-    rotate_and_append(**arguments, norms=HeadNorms([1.0] * 64, [1.0] * 64, 1e-6))
+    arguments = {
+        "terms": jnp.ones((1, 1, 1, 512)),
+        "pages": cache.layers[0],
+        "span": Span(cache.block_tables, [0], [1]),
+        "rotation": Rotation(angles, angles, (4, 2), norms),
+        "dtype": "bf16",
+    }
+    rotate_and_append(**arguments)
+    if "norms" in change:
+        change = {"rotation": dataclasses.replace(arguments["rotation"], **change)}
     with pytest.raises(ValueError, match=f"rotate_and_append: {message}"):
         rotate_and_append(**arguments | change)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import rotate
+from mpjax.kernels import HeadNorms, Rotation, Span, rotate
 from mpjax.kernels.rotary import reference
 from tests.pallas_kernels.oracles import random_array, wide
 from tests.pallas_kernels.rotary.heads import EPSILON, ROUNDING, head_error, scene
@@ -47,11 +47,8 @@ def test_rotate_turns_pairs_as_complex_numbers(dtype, rng):
 def test_every_step_is_rounded(normed, roundings, rng):
     """The product, norms and rotations: on a GPU, XLA would remove a cast there and back."""
     test = scene(rng, 16, "bfloat16", splits=3, normed=normed)
-    norms = None if test.norms is None else reference.HeadNorms(*test.norms, EPSILON)
-    append = functools.partial(
-        reference.rotate_and_append, dtype=jnp.dtype("bfloat16"), heads=test.heads, norms=norms
-    )
-    program = jax.jit(append).lower(*test.arrays).as_text()
+    append = functools.partial(reference.rotate_and_append, dtype=jnp.dtype("bfloat16"))
+    program = jax.jit(append).lower(*test.arguments).as_text()
     assert program.count("stablehlo.reduce_precision") == roundings
 
 
@@ -59,11 +56,9 @@ def test_every_step_is_rounded(normed, roundings, rng):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_values_are_rounded_before_they_are_coded_on_the_gpu(bits, rng):
     test = scene(rng, bits, "bfloat16", tokens=3, splits=2)
-    terms, *others = test.arrays
+    terms, *others = test.arguments
     terms = random_array(rng, terms.shape, "float32")
-    append = functools.partial(
-        reference.rotate_and_append, dtype=jnp.dtype("bfloat16"), heads=test.heads, norms=None
-    )
+    append = functools.partial(reference.rotate_and_append, dtype=jnp.dtype("bfloat16"))
     rounded = (terms[0] + terms[1]).astype("bfloat16")[None]
     (_, pages), (_, expected) = (jax.jit(append)(x, *others) for x in (terms, rounded))
     np.testing.assert_array_equal(pages.values, expected.values)
@@ -76,7 +71,7 @@ def test_split_heads_norms_queries_and_keys_alone(rng):
     expected = parts[:, :, :3], parts[:, :, 3:5], parts[:, :, 5:]
     for part, other in zip(reference.split_heads(product, (3, 2), None), expected, strict=True):
         np.testing.assert_array_equal(part, other)
-    norms = reference.HeadNorms(jnp.full(8, 2.0), jnp.full(8, 3.0), 0.0)
+    norms = HeadNorms(jnp.full(8, 2.0), jnp.full(8, 3.0), 0.0)
     query, key, value = reference.split_heads(product, (3, 2), norms)
     for part, size in ((query, 2), (key, 3)):
         np.testing.assert_allclose((wide(part) ** 2).mean(-1), size**2, rtol=1e-5)
@@ -87,13 +82,11 @@ def test_split_heads_norms_queries_and_keys_alone(rng):
 def test_no_tokens(shape, rng):
     pages = scene(rng, 8, "bfloat16").pages
     angles, lengths = jnp.zeros((*shape, 32)), jnp.zeros(shape[0], jnp.int32)
-    norms = reference.HeadNorms(jnp.ones(64), jnp.ones(64), EPSILON)
+    norms = HeadNorms(jnp.ones(64), jnp.ones(64), EPSILON)
     terms, table = jnp.zeros((3, *shape, 512)), jnp.zeros((shape[0], 2), jnp.int32)
-    append = functools.partial(
-        reference.rotate_and_append, dtype=jnp.dtype("bfloat16"), heads=(4, 2), norms=norms
-    )
-    arguments = terms, pages, angles, angles, table, lengths, lengths
-    queries, written = jax.jit(append)(*arguments)
+    append = functools.partial(reference.rotate_and_append, dtype=jnp.dtype("bfloat16"))
+    rotation = Rotation(angles, angles, (4, 2), norms)
+    queries, written = jax.jit(append)(terms, pages, Span(table, lengths, lengths), rotation)
     assert (queries.shape, queries.dtype) == ((*shape, 4, 64), jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, written, pages)
 
@@ -101,15 +94,9 @@ def test_no_tokens(shape, rng):
 @pytest.mark.parametrize("bits", [16, 4])
 def test_donated_pages_are_written_in_place(bits, rng):
     test = scene(rng, bits, "bfloat16", tokens=3, splits=3, quarters=True)
-    terms, pages, *others = test.arrays
+    terms, pages, *others = test.arguments
     pages = jax.tree.map(jnp.copy, pages)  # numpy's own buffers can't be donated
-    append = functools.partial(
-        reference.rotate_and_append,
-        dtype=jnp.dtype("bfloat16"),
-        heads=test.heads,
-        norms=None,
-        transform_queries=True,
-    )
+    append = functools.partial(reference.rotate_and_append, dtype=jnp.dtype("bfloat16"))
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pages)]
     queries, written = jax.jit(append, donate_argnums=1)(terms, pages, *others)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == pointers

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import HeadNorms, KVFormat, PagedKVCache, device
+from mpjax.kernels import HeadNorms, KVFormat, KVLayout, PagedKVCache, Rotation, Span, device
 from mpjax.kernels.rotary import reference, triton
 from tests.pallas_kernels.oracles import NUMPY_DTYPES, random_array, wide
 from tests.pallas_kernels.rotary.heads import (
@@ -83,10 +83,10 @@ def test_with_norms_by_any_angle(bits, dtype, heads, head_dim, tokens, splits, r
 @pytest.mark.parametrize(("bits", "dtype"), [(16, "bfloat16"), (8, "float16")])
 def test_a_product_is_rounded_before_anything_else(bits, dtype, rng):
     test = scene(rng, bits, dtype, normed=True)
-    _, *others = test.arrays
+    _, *others = test.arguments
     terms = random_array(rng, test.terms.shape, "float32")
     kernel = functools.partial(triton.rotate_and_append, interpret=True)
-    wide_terms, rounded = (test.run(kernel, (x, *others)) for x in (terms, terms.astype(dtype)))
+    wide_terms, rounded = (test.run(kernel, x, *others) for x in (terms, terms.astype(dtype)))
     jax.tree.map(np.testing.assert_array_equal, wide_terms, rounded)
 
 
@@ -99,41 +99,25 @@ def test_lowers_with_every_page_array_aliased(bits, dtype, splits, tokens, norme
     batch, queries, heads, dim = 4, 32, 8, 128
     cache = jax.eval_shape(
         lambda: PagedKVCache.create(
+            KVLayout(heads, dim, KVFormat(bits), dtype=dtype),
             layers=1,
             batch=batch,
             max_tokens=4096,
-            kv_heads=heads,
-            head_dim=dim,
-            format=KVFormat(bits),
-            dtype=dtype,
         )
     )
     terms = jax.ShapeDtypeStruct(
         (splits, batch, tokens, (queries + 2 * heads) * dim), "float32" if splits > 1 else dtype
     )
     angles = jax.ShapeDtypeStruct((batch, tokens, dim // 2), jnp.float32)
-    places = cache.block_tables, cache.lengths, cache.lengths
+    span = Span(cache.block_tables, cache.lengths, cache.lengths)
     weight = jax.ShapeDtypeStruct((dim,), dtype)
-    weights = (weight, weight) if normed else ()
-
-    def append(terms, pages, cosines, sines, *others):
-        norms = HeadNorms(*others[3:], 1e-6) if others[3:] else None
-        return triton.rotate_and_append(
-            terms,
-            pages,
-            cosines,
-            sines,
-            *others[:3],
-            jnp.dtype(dtype),
-            (queries, heads),
-            norms,
-            transform_queries=True,
-        )
-
-    program = lower_for_cuda(append, terms, cache.layers[0], angles, angles, *places, *weights)
+    norms = HeadNorms(weight, weight, 1e-6) if normed else None
+    rotation = Rotation(angles, angles, (queries, heads), norms, transform_queries=True)
+    append = functools.partial(triton.rotate_and_append, dtype=jnp.dtype(dtype))
+    program = lower_for_cuda(append, terms, cache.layers[0], span, rotation)
     assert f'name = "rotate_and_append_kv{bits}"' in program
     assert ("div.rn.f32" in program) == (bits < 16)
-    arrays, first = 2 if bits == 16 else 4, 6 + len(weights)
+    arrays, first = 2 if bits == 16 else 4, 6 + 2 * normed
     assert program.count("#stablehlo.output_operand_alias<") == arrays
     for index in range(arrays):
         alias = f"output_tuple_indices = [{1 + index}], operand_index = {first + index},"
@@ -156,16 +140,10 @@ def test_many_tokens_bit_for_bit_and_in_place_on_the_gpu(bits, dtype, tokens, rn
     """Four sequences of up to 512 tokens; quarter turns leave nothing to round."""
     sizes = {"heads": (8, 2), "head_dim": 128, "page_size": 128, "tokens": tokens}
     test = scene(rng, bits, dtype, splits=3, quarters=True, pages=24, **sizes)
-    terms, pages, *others = test.arrays
+    terms, pages, *others = test.arguments
     pages = jax.tree.map(jnp.copy, pages)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pages)]
-    append = functools.partial(
-        triton.rotate_and_append,
-        dtype=jnp.dtype(dtype),
-        heads=test.heads,
-        norms=None,
-        transform_queries=True,
-    )
+    append = functools.partial(triton.rotate_and_append, dtype=jnp.dtype(dtype))
     queries, written = jax.jit(append, donate_argnums=1)(terms, pages, *others)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(written)] == pointers
     test.check(queries, written)

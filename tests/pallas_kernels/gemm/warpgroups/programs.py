@@ -15,7 +15,7 @@ from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.plans.shared_memory import stages
 from mpjax.kernels.gemm.warpgroups.producer import produce
 from mpjax.kernels.gemm.warpgroups.program import Arguments, Call, Program, Shared, shared_memory
-from mpjax.kernels.mosaic.launch import launch
+from mpjax.kernels.mosaic.launch import Grid, launch
 
 FLOAT = jnp.dtype(jnp.float32)
 CODE_UNIT = 64  # of four bits in bfloat16: codes are decoded to so much less than they are
@@ -79,8 +79,10 @@ def run_program(
         weight.words,
         weight.parameters,
         out_shape=jax.ShapeDtypeStruct(out_shape, FLOAT),
-        grid={"split": 1, "column": -(-weight.shape[1] // config.tile_n), "row": 1},
-        warpgroups=config.warpgroups,
+        grid=Grid(
+            {"split": 1, "column": -(-weight.shape[1] // config.tile_n), "row": 1},
+            config.warpgroups,
+        ),
         scratch=shared_memory(call, weight.words.dtype, FLOAT),
         name="program",
         interpret=True,

@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpjax.kernels.kv_cache import packed
+from mpjax.kernels import Span
+from mpjax.kernels.kv_cache import varlen
 
-tokens_of = jax.jit(packed.tokens_of, static_argnums=1)
+tokens_of = jax.jit(varlen.tokens_of, static_argnums=1)
 
 
 @settings(max_examples=20)
@@ -27,18 +28,22 @@ def test_tokens_of(counts, tokens):
 def test_single_tokens_have_the_page_and_slot_of_their_position(rng):
     """The second sequence has room for one more token than three, and the last one is padding."""
     tables = rng.permutation(8).astype(np.int32).reshape(2, 4)
-    pages, starts, counts = packed.as_single_tokens(
-        *(jnp.asarray(x) for x in (tables, np.array([30, 63]), np.array([3, 2]))), 6, 16
-    )
-    assert pages[:4, 0].tolist() == [tables[0, 1], tables[0, 1], tables[0, 2], tables[1, 3]]
-    assert starts[:4].tolist() == [14, 15, 0, 15]
-    assert counts.tolist() == [1, 1, 1, 1, 0, 0]
+    arrays = (jnp.asarray(x) for x in (tables, np.array([30, 63]), np.array([3, 2])))
+    found = varlen.as_single_tokens(Span(*arrays), 6, 16)
+    assert found.block_tables[:4, 0].tolist() == [
+        tables[0, 1],
+        tables[0, 1],
+        tables[0, 2],
+        tables[1, 3],
+    ]
+    assert found.starts[:4].tolist() == [14, 15, 0, 15]
+    assert found.counts.tolist() == [1, 1, 1, 1, 0, 0]
+    assert found.longest == 1
 
 
 def test_tokens_at_negative_positions_are_no_sequences(rng):
     tables = jnp.asarray(rng.permutation(4).astype(np.int32).reshape(1, 4))
-    starts, counts = jnp.array([-2]), jnp.array([4])
-    pages, starts, counts = packed.as_single_tokens(tables, starts, counts, 4, 16)
-    assert counts.tolist() == [0, 0, 1, 1]
-    assert starts[2:].tolist() == [0, 1]
-    assert pages[2:, 0].tolist() == [int(tables[0, 0])] * 2
+    found = varlen.as_single_tokens(Span(tables, jnp.array([-2]), jnp.array([4])), 4, 16)
+    assert found.counts.tolist() == [0, 0, 1, 1]
+    assert found.starts[2:].tolist() == [0, 1]
+    assert found.block_tables[2:, 0].tolist() == [int(tables[0, 0])] * 2

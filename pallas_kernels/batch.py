@@ -1,0 +1,127 @@
+"""A ragged batch: which tokens of which sequences are new, and where they lie in the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type, static_number
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["block_tables", "starts", "counts"],
+    meta_fields=["fresh", "longest"],
+)
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Where the new tokens of a batch lie in a paged cache; the same for all layers.
+
+    The new tokens themselves are an array [batch, tokens, ...], of whose rows the first counts[b]
+    tokens are real; or [tokens, ...], where the tokens of a sequence lie behind those of the one
+    before, without padding between them ("varlen").
+
+    block_tables: int32 [batch, pages per sequence]; entry p is the page of the tokens at positions
+        p · page size and on.
+    starts: int32 [batch], the position of each sequence's first new token.
+    counts: int32 [batch], how many new tokens each sequence has. Other tokens are padding.
+    fresh: all starts are known to be 0 (static).
+    longest: no count exceeds it (static), so that varlen tokens launch no more than is needed; None
+        where that is not known, and all of them may be of one sequence.
+
+    Under `jit` a span is an argument like any other; lists and NumPy's arrays do, too. Raises
+    ValueError for a `longest` below 1. What else doesn't fit is refused by the operation.
+    """
+
+    block_tables: jax.Array
+    starts: jax.Array
+    counts: jax.Array
+    fresh: bool = False
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        # Arrays are not looked at here: a pytree's leaves may be anything.
+        require_type("Span: fresh", self.fresh, bool, np.bool)
+        longest = static_number("Span: longest", self.longest, operator.index, "a number of tokens")
+        object.__setattr__(self, "fresh", bool(self.fresh))
+        object.__setattr__(self, "longest", longest)
+
+    @property
+    def ends(self) -> jax.Array:
+        """The position behind each sequence's last new token, int32 [batch]."""
+        return self.starts + self.counts
+
+    @property
+    def offsets(self) -> jax.Array:
+        """The index of each sequence's first token among varlen tokens, int32 [batch]."""
+        return jnp.cumsum(self.counts) - self.counts
+
+    @property
+    def most_tokens(self) -> int:
+        """The `longest` of a span that has been read."""
+        assert self.longest is not None, "Span.read was not called"
+        return self.longest
+
+    def read(self, operation: str, new: tuple[int, ...]) -> Span:
+        """The span in int32, in which positions are computed, and with its `longest`.
+
+        new: the shape [batch, tokens] of the new tokens, or [tokens] of varlen ones.
+
+        Raises ValueError, which names the operation, unless arrays are integers that fit the
+        tokens.
+        """
+        block_tables, starts, counts = as_arrays(
+            operation, block_tables=self.block_tables, starts=self.starts, counts=self.counts
+        )
+        sequences, *_ = (*block_tables.shape, 0)
+        for name, array, shape in (
+            ("block_tables", block_tables, "[batch, pages per sequence]"),
+            ("starts", starts, "[batch]"),
+            ("counts", counts, "[batch]"),
+        ):
+            is_fitting = array.ndim == len(shape.split(",")) and array.shape[0] == sequences
+            if not (is_fitting and jnp.issubdtype(array.dtype, jnp.integer)):
+                raise ValueError(
+                    f"{operation}: {name} is {array.dtype} of shape {array.shape}: expected int32 "
+                    f"{shape}, and the batch of block_tables is {sequences}"
+                )
+        if len(new) == 2 and new[0] != sequences:
+            raise ValueError(
+                f"{operation}: tokens are of a batch of {new[0]}: expected {sequences}, that of "
+                "block_tables, starts and counts"
+            )
+        self._require_limits(operation, starts, counts, new)
+        block_tables, starts, counts = (
+            jnp.asarray(array, jnp.int32) for array in (block_tables, starts, counts)
+        )
+        longest = new[-1]
+        if len(new) == 1 and self.longest is not None:
+            longest = min(self.longest, longest)
+        return Span(block_tables, starts, counts, self.fresh, max(1, longest))
+
+    def _require_limits(
+        self, operation: str, starts: jax.Array, counts: jax.Array, new: tuple[int, ...]
+    ) -> None:
+        """Raises ValueError for starts and counts, where they are known, that there can't be."""
+        is_varlen, most, limits = len(new) == 1, new[-1], f"0 to {new[-1]}, the new tokens"
+        if self.longest is not None and self.longest < most:
+            most, limits = self.longest, f"0 to {self.longest}, the longest of the span"
+        if is_varlen:
+            limits += f", and no more than {new[-1]} in all"
+        is_fitting = are_between(counts, 0, most)
+        if is_varlen and is_known(counts):
+            is_fitting = is_fitting and int(np.asarray(counts).sum()) <= new[-1]
+        latest, expected = (0, "0 in a fresh span") if self.fresh else (2**31 - 1, "0 or above")
+        for name, array, is_right, limit in (
+            ("starts", starts, are_between(starts, 0, latest), expected),
+            ("counts", counts, is_fitting, limits),
+        ):
+            if not is_right:
+                raise ValueError(
+                    f"{operation}: {name} are {np.asarray(array).tolist()}: expected {limit}"
+                )

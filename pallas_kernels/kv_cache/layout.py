@@ -1,0 +1,77 @@
+"""How one layer's keys and values are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.checks import as_dtype, whole_number
+from mpjax.kernels.kv_cache import quantize
+from mpjax.kernels.kv_cache.codes import KVCodes
+from mpjax.kernels.kv_cache.formats import KVFormat
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+def read_page_size(page_size: Any, format: KVFormat) -> int:
+    """Tokens in a page, as a number. Raises ValueError for what the format can't have."""
+    page_size = whole_number("page_size", page_size)
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
+    if page_size % (group := format.group or 1):
+        raise ValueError(f"page size {page_size}: {format} needs a multiple of {group}")
+    return page_size
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLayout:
+    """The heads of a layer, and the pages that hold their keys and values.
+
+    kv_heads, head_dim: heads of keys and values, and channels of each.
+    format: a KVFormat, or what KVFormat.parse reads, such as "K8V4".
+    page_size: tokens in a page: 16, 32, 64, 128 or 256, and a multiple of the format's groups of
+        tokens where it has some (KV4c, KV2). It says where tokens lie, and changes no result but
+        for rounding.
+    dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
+        beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
+        (KVPages.parameter_dtype), and those of keys' channels float16: what is beyond ±65,504 is
+        stored as that, and keys below about 1e-3 lose more than others. Keys and queries of another
+        dtype give the right result, too, but no kernel attends with 16-bit queries of another dtype
+        than the scales'.
+
+    Raises ValueError for sizes that there can't be.
+    """
+
+    kv_heads: int
+    head_dim: int
+    format: KVFormat | str = "KV16"
+    page_size: int = 128
+    dtype: jax.typing.DTypeLike = jnp.bfloat16
+
+    def __post_init__(self) -> None:
+        format = KVFormat.of(self.format)
+        for name, value in (
+            ("format", format),
+            ("dtype", as_dtype("KVLayout: dtype", self.dtype)),
+            ("page_size", read_page_size(self.page_size, format)),
+            ("kv_heads", whole_number("kv_heads", self.kv_heads)),
+            ("head_dim", whole_number("head_dim", self.head_dim)),
+        ):
+            object.__setattr__(self, name, value)
+        if self.head_dim % (planes := max(codes.planes for codes in self.codes)):
+            raise ValueError(f"{format} needs a head dimension divisible by {planes}")
+
+    @property
+    def codes(self) -> tuple[KVCodes, KVCodes]:
+        """Of keys, and of values."""
+        format = KVFormat.of(self.format)
+        return format.key_codes, format.value_codes
+
+    @property
+    def parameter_dtype(self) -> str | None:
+        """What scales and zeros of tokens and channels are; None where there are none."""
+        dtype = quantize.parameter_dtype(jnp.dtype(self.dtype))
+        return dtype.name if KVFormat.of(self.format).keeps_scales else None

@@ -11,7 +11,6 @@ import numpy as np
 
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import as_array, is_known, optional_array
-from mpjax.kernels.codes.base import by_group
 from mpjax.kernels.plain_codes import PlainCodes
 
 
@@ -95,7 +94,8 @@ def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None
     if not is_known((codes, steps, offsets)):
         return
     with jax.ensure_compile_time_eval():
-        peaks = by_group(jnp.asarray(codes), steps.shape[-2]).max(-2)
+        groups = (*codes.shape[:-2], steps.shape[-2], -1, codes.shape[-1])
+        peaks = jnp.asarray(codes).reshape(groups).max(-2)
         peaks, steps, offsets = (jnp.asarray(x).astype(jnp.int32) for x in (peaks, steps, offsets))
         largest = int((peaks * steps + offsets).max())
     if largest > 255:  # a carry into the byte of another code

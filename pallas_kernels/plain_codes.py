@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import as_dtype
+from mpjax.kernels.codes.base import Parameters
+from mpjax.kernels.codes.liquid import Liquid
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.leading_axes import over_leading_axes
 
@@ -62,9 +66,32 @@ class PlainCodes:
 
 @jax.jit
 def _dequantize(plain: PlainCodes) -> jax.Array:
-    from mpjax.kernels import codes as code_kinds  # here, as kinds of codes make PlainCodes
-
-    values = code_kinds.of(plain.format).dequantize(plain)
+    values = _decode(plain, code_kinds.of(plain.format).decode)
     if plain.permutation is None:
         return values
     return jnp.zeros_like(values).at[plain.permutation].set(values)
+
+
+def operands(plain: PlainCodes) -> jax.Array:
+    """The int8 [K, N] that a product with int8 activations multiplies, before any scale."""
+    kind = code_kinds.of(plain.format)
+    return _decode(plain, kind.first_level) if isinstance(kind, Liquid) else plain.codes
+
+
+def _decode(
+    plain: PlainCodes, decode_groups: Callable[[jax.Array, Parameters], jax.Array]
+) -> jax.Array:
+    groups = in_groups(plain.codes, plain.format)
+    parameters = Parameters(plain.scales, plain.zeros, plain.channel_scales, plain.table)
+    values = decode_groups(groups, parameters.of_groups())
+    return values.reshape(-1, plain.shape[1])[: plain.shape[0]]
+
+
+def in_groups(values: jax.Array, format: WeightFormat) -> jax.Array:
+    """Values [K, N] as [groups, size, N], with zeros at the end of a group that is cut."""
+    channels, outputs = values.shape
+    size = format.group_size or channels
+    missing = -channels % size
+    if missing:
+        values = jnp.pad(values, ((0, missing), (0, 0)))
+    return values.reshape(-1, size, outputs)

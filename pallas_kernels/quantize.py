@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.checks import are_finite, as_array, is_known
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
-from mpjax.kernels.codes.table import quantize_with_table
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.grid import fit
 from mpjax.kernels.leading_axes import over_leading_axes
 from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
@@ -77,13 +76,11 @@ def _quantize(
     if table is not None and table.shape != (2**format.bits,):
         raise ValueError(f"table has shape {table.shape}; {format} expects ({2**format.bits},)")
 
-    def quantize_matrix(weight: jax.Array) -> PlainCodes:
+    def round_matrix(weight: jax.Array) -> PlainCodes:
         values = weight.astype(jnp.float32)
-        if table is None:
-            return code_kinds.of(format).quantize(values, format)
-        return quantize_with_table(values, format, table)
+        return fit(values, format, table).round(values)
 
-    return pack(over_leading_axes(quantize_matrix, weight.ndim - 2)(weight))
+    return pack(over_leading_axes(round_matrix, weight.ndim - 2)(weight))
 
 
 def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> str | None:

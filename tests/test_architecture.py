@@ -44,12 +44,6 @@ CLOSED = {
     "pallas_kernels.gemm.plans": "pallas_kernels/gemm",
 }
 
-# Rooms of which one imports the other inside a function alone, and why.
-MUTUAL = {
-    # `PlainCodes.dequantize` asks its kind of codes, and kinds of codes make PlainCodes.
-    ("pallas_kernels/plain_codes.py", "pallas_kernels/codes"),
-}
-
 MOST_PARAMETERS = 7  # but for commands: theirs are the options of the command line
 
 # Source files without a test file of the same name, and why.
@@ -149,9 +143,7 @@ def test_no_room_of_a_floor_is_in_a_circle(floor):
         if path.parts[0] == floor:
             room = Path(*path.parts[:2])
             others = rooms_that_are_imported(path) - {room}
-            left.setdefault(room, set()).update(
-                other for other in others if (str(room), str(other)) not in MUTUAL
-            )
+            left.setdefault(room, set()).update(others)
     assert left
     while free := [
         room

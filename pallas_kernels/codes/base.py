@@ -11,9 +11,27 @@ import jax.numpy as jnp
 
 from mpjax.kernels.bits import multiply, pack_pair, unpack_pair
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.plain_codes import PlainCodes
 
 Decoder = Callable[[int], jax.Array]
+
+
+class Parameters(NamedTuple):
+    """What turns codes into numbers; of whole groups, or of any values that they broadcast with.
+
+    scales: [groups, N]. zeros: [groups, N], or None. channel_scales: float32 [N], or None.
+    table: float32 [2**bits], or None. Dtypes are those of PlainCodes.
+    """
+
+    scales: jax.Array
+    zeros: jax.Array | None = None
+    channel_scales: jax.Array | None = None
+    table: jax.Array | None = None
+
+    def of_groups(self) -> Parameters:
+        """The same, such as they broadcast with values [groups, size, N]."""
+        channel_scales = None if self.channel_scales is None else self.channel_scales[None, None]
+        zeros = None if self.zeros is None else self.zeros[:, None]
+        return Parameters(self.scales[:, None], zeros, channel_scales, self.table)
 
 
 class Group(NamedTuple):
@@ -40,12 +58,21 @@ class CodeKind(abc.ABC):
     has_table = False
 
     @abc.abstractmethod
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
-        """Rounds float32 [K, N], which the format can split, to the nearest codes."""
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
+        """The parameters with which the codes reach all weights of each group.
+
+        groups: float32 [groups, size, N]. table: of a kind with a table; None for its usual one.
+        """
 
     @abc.abstractmethod
-    def dequantize(self, plain: PlainCodes) -> jax.Array:
-        """The values float32 [K, N] of codes, rows in their order."""
+    def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
+        """The codes whose values are nearest to float32 values; parameters broadcast with them."""
+
+    @abc.abstractmethod
+    def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
+        """The float32 values of codes; parameters broadcast with them."""
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Words [..., columns, width] of codes uint8 [..., planes, width]; not of flat formats."""
@@ -124,14 +151,3 @@ class CodeKind(abc.ABC):
 def divisible(scales: jax.Array) -> jax.Array:
     """Float32 scales, with 1 for those too small to divide by: of zeros, or nearly zeros."""
     return jnp.where(scales < jnp.finfo(jnp.float32).tiny, 1.0, scales)
-
-
-def by_group(values: jax.Array, groups: int) -> jax.Array:
-    """Values [..., K, N] as [..., groups, K / groups, N]."""
-    return values.reshape(*values.shape[:-2], groups, -1, values.shape[-1])
-
-
-def scaled(values: jax.Array, scales: jax.Array) -> jax.Array:
-    """Values [K, N] times the scales [groups, N] of their groups, in float32."""
-    groups = by_group(values.astype(jnp.float32), len(scales))
-    return (groups * scales.astype(jnp.float32)[:, None]).reshape(values.shape)

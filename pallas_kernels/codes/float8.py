@@ -9,12 +9,10 @@ from mpjax.kernels.codes.base import (
     CodeKind,
     Decoder,
     Group,
-    by_group,
+    Parameters,
     divisible,
-    scaled,
 )
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.rounding import narrow
 from mpjax.kernels.target import current_target
 
@@ -26,12 +24,6 @@ def to_float8(x: jax.Array) -> jax.Array:
     return narrow(jnp.clip(x, -LARGEST, LARGEST), jnp.float8_e4m3fn)
 
 
-def _whole_groups(values: jax.Array, format: WeightFormat) -> jax.Array:
-    """Values [K, N] with rows of zeros at the end of a group that is cut."""
-    missing = -values.shape[0] % (format.group_size or 1)
-    return jnp.pad(values, ((0, missing), (0, 0))) if missing else values
-
-
 class Float8(CodeKind):
     """W = e4m3(code) · scale, the scale of an output channel or of 128 of its input channels.
 
@@ -41,11 +33,10 @@ class Float8(CodeKind):
     code_dtype = jnp.dtype(jnp.float8_e4m3fn)
     scale_dtypes = ("float32",)
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
         """Scale = max|w| / 448 over a channel, or over a block of 128 × 128 (DeepSeek-V3)."""
-        channels = weight.shape[0]
-        weight = _whole_groups(weight, format)
-        groups = by_group(weight, format.groups(channels))
         peak = jnp.abs(groups).max(1)  # [groups, N]
         if format.group_size is not None:
             outputs = peak.shape[1]
@@ -53,14 +44,15 @@ class Float8(CodeKind):
             tiles = tiles.reshape(len(peak), -1, format.group_size).max(2, keepdims=True)
             peak = jnp.broadcast_to(tiles, (*tiles.shape[:2], format.group_size))
             peak = peak.reshape(len(groups), -1)[:, :outputs]
-        scales = divisible(peak * (1 / LARGEST))
-        codes = to_float8(groups / scales[:, None])
-        return PlainCodes(format, codes.reshape(weight.shape)[:channels], scales)
+        return Parameters(divisible(peak * (1 / LARGEST)))
 
-    def dequantize(self, plain: PlainCodes) -> jax.Array:
+    def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
+        """The e4m3 nearest to value / scale."""
+        return to_float8(values / parameters.scales)
+
+    def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
         """e4m3(code) · scale."""
-        values = _whole_groups(plain.codes.astype(jnp.float32), plain.format)
-        return scaled(values, plain.scales)[: plain.shape[0]]
+        return codes.astype(jnp.float32) * parameters.scales
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Plane 0 is the low byte of a word, plane 1 the high one."""

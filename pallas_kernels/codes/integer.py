@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import bits as bit_planes
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, by_group, scaled
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.rounding import round_to
 from mpjax.kernels.target import current_target
 
@@ -21,37 +20,40 @@ class Integer(CodeKind):
     def __init__(self, bits: int):
         self.bits = bits
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
-        """Rounds to the nearest codes, with the float16 scale that is stored.
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
+        """The float16 scales that are stored, and zero points.
 
         scale = (max − min) / (2**b − 1) over a range that includes zero, zero point =
         round(−min / scale). The scale's own rounding costs nothing but at the ends of a range. A
         group of zeros stays zero.
         """
-        groups = by_group(weight, format.groups(weight.shape[0]))
         low = jnp.minimum(groups.min(1), 0.0)
         steps = self._steps(jnp.maximum(groups.max(1), 0.0) - low)
         zeros = jnp.clip(jnp.round(-low * (1 / steps)), 0, 2**self.bits - 1)
-        codes = self._round(groups, steps, zeros)
-        return PlainCodes(format, codes, steps.astype(jnp.float16), zeros.astype(jnp.uint16))
+        return Parameters(steps.astype(jnp.float16), zeros.astype(jnp.uint16))
 
     def _steps(self, ranges: jax.Array) -> jax.Array:
         """Scales [groups, N] that float16 holds; products in the place of XLA's own divisions."""
         steps = round_to(ranges * (1 / (2**self.bits - 1)), jnp.float16)
         return jnp.where(steps == 0, 1.0, steps)
 
-    def _round(self, groups: jax.Array, steps: jax.Array, zeros: jax.Array) -> jax.Array:
-        """The nearest codes [K, N] of groups [groups, K / groups, N]."""
-        codes = jnp.round(groups * (1 / steps)[:, None]) + zeros[:, None]
-        codes = jnp.clip(codes, 0, 2**self.bits - 1)
-        return codes.reshape(-1, groups.shape[-1]).astype(jnp.uint8)
+    def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
+        """round(value / scale) + zero, within the codes that there are."""
+        codes = jnp.round(values * (1 / parameters.scales.astype(jnp.float32)))
+        codes = jnp.clip(codes + self._zeros(parameters), 0, 2**self.bits - 1)
+        return codes.astype(jnp.uint8)
 
-    def dequantize(self, plain: PlainCodes) -> jax.Array:
+    def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
         """(code − zero) · scale."""
-        zeros = jnp.asarray(self.zero_point) if plain.zeros is None else plain.zeros[:, None]
-        groups = by_group(plain.codes.astype(jnp.float32), len(plain.scales))
-        centred = groups - zeros.astype(jnp.float32)
-        return scaled(centred.reshape(plain.shape), plain.scales)
+        centred = codes.astype(jnp.float32) - self._zeros(parameters)
+        return centred * parameters.scales.astype(jnp.float32)
+
+    def _zeros(self, parameters: Parameters) -> jax.Array:
+        if parameters.zeros is None:
+            return jnp.full_like(parameters.scales, self.zero_point, jnp.float32)
+        return parameters.zeros.astype(jnp.float32)
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Plane j is bits j·b … of a word."""
@@ -96,12 +98,11 @@ class Symmetric(Integer):
         super().__init__(bits)
         self.zero_point = 2 ** (bits - 1)
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
-        """Rounds to the nearest codes; scale = 2·max|w| / (2**b − 1), as GPTQ's quantiser."""
-        groups = by_group(weight, format.groups(weight.shape[0]))
-        steps = self._steps(2 * jnp.abs(groups).max(1))
-        codes = self._round(groups, steps, jnp.full_like(steps, self.zero_point))
-        return PlainCodes(format, codes, steps.astype(jnp.float16))
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
+        """Scale = 2·max|w| / (2**b − 1), as GPTQ's quantiser."""
+        return Parameters(self._steps(2 * jnp.abs(groups).max(1)).astype(jnp.float16))
 
     def scaled_decoder(
         self,

@@ -17,12 +17,10 @@ from mpjax.kernels.codes.base import (
     CodeKind,
     Decoder,
     Group,
-    by_group,
+    Parameters,
     divisible,
-    scaled,
 )
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.target import current_target
 
 PROTECTED = 119  # the range of the first level that keeps the second from overflowing
@@ -37,40 +35,43 @@ class Liquid(CodeKind):
     has_channel_scales = True
     has_group_scales = False
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
-        """Rounds at both levels.
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
+        """Channel scales of the first level; steps and offsets of the second.
 
         The paper leaves the rounding of the step open. Rounded to nearest, at least 1, with the
         code clamped to 15, no pair (min, max) overflows a byte, and the error is smaller than
         with a step that is rounded up.
         """
-        channel_scales = divisible(jnp.abs(weight).max(0) * (1 / PROTECTED))
-        first = jnp.clip(jnp.round(weight / channel_scales[None]), -PROTECTED, PROTECTED)
-        groups = by_group(first.astype(jnp.int32), format.groups(weight.shape[0]))
-        low = groups.min(1)
-        shifted = groups - low[:, None]
-        steps = jnp.maximum(1, (2 * shifted.max(1) + TOP) // (2 * TOP))
-        codes = (2 * shifted + steps[:, None]) // (2 * steps[:, None])  # halves go up
-        codes = jnp.minimum(codes, TOP).reshape(weight.shape).astype(jnp.uint8)
+        channel_scales = divisible(jnp.abs(groups).max((0, 1)) * (1 / PROTECTED))
+        first = _round_first(groups, channel_scales[None, None])
+        low = first.min(1)
+        steps = jnp.maximum(1, (2 * (first.max(1) - low) + TOP) // (2 * TOP))
         offsets = (low + 128).astype(jnp.uint16)
-        return PlainCodes(
-            *(format, codes, steps.astype(jnp.uint16), offsets), channel_scales=channel_scales
-        )
+        return Parameters(steps.astype(jnp.uint16), offsets, channel_scales)
 
-    def dequantize(self, plain: PlainCodes) -> jax.Array:
+    def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
+        """Rounds at both levels, halves of the second up."""
+        assert parameters.channel_scales is not None
+        assert parameters.zeros is not None
+        first = _round_first(values, parameters.channel_scales)
+        steps = parameters.scales.astype(jnp.int32)
+        shifted = first - (parameters.zeros.astype(jnp.int32) - 128)
+        codes = (2 * shifted + steps) // (2 * steps)
+        return jnp.clip(codes, 0, TOP).astype(jnp.uint8)
+
+    def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
         """The int8 of the first level times its channel's scale."""
-        assert plain.channel_scales is not None
-        return scaled(self.first_level(plain), plain.channel_scales[None])
+        assert parameters.channel_scales is not None
+        return self.first_level(codes, parameters).astype(jnp.float32) * parameters.channel_scales
 
-    def first_level(self, plain: PlainCodes) -> jax.Array:
-        """The int8 [K, N] that the kernel multiplies."""
-        assert plain.zeros is not None
-        codes, steps, offsets = (
-            array.astype(jnp.uint8) for array in (plain.codes, plain.scales, plain.zeros)
-        )
-        values = by_group(codes, len(steps)) * steps[:, None] + offsets[:, None]
-        values ^= jnp.uint8(0x80)
-        return jax.lax.bitcast_convert_type(values, jnp.int8).reshape(plain.shape)
+    def first_level(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
+        """The int8 that the kernel multiplies."""
+        assert parameters.zeros is not None
+        steps, offsets = (a.astype(jnp.uint8) for a in (parameters.scales, parameters.zeros))
+        values = (codes.astype(jnp.uint8) * steps + offsets) ^ jnp.uint8(0x80)
+        return jax.lax.bitcast_convert_type(values, jnp.int8)
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Plane 0 is the low nibble of a byte, plane 1 the high one."""
@@ -112,6 +113,12 @@ class Liquid(CodeKind):
             registers = target.register_column(parameters, words.shape)
             return lambda plane: _decode_with_ptx(words, plane, registers)
         return lambda plane: _decode(words, plane, parameters)
+
+
+def _round_first(values: jax.Array, channel_scales: jax.Array) -> jax.Array:
+    """The integers int32 of the first level."""
+    rounded = jnp.round(values / channel_scales)
+    return jnp.clip(rounded, -PROTECTED, PROTECTED).astype(jnp.int32)
 
 
 def _decode(words: jax.Array, plane: int, parameters: jax.Array) -> jax.Array:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, divisible, scaled
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters, divisible
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.target import current_target
 
 
@@ -17,15 +16,19 @@ class Signed(CodeKind):
     code_dtype = jnp.dtype(jnp.int8)
     scale_dtypes = ("float32",)
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
         """Per output channel: scale = max|w| / 127 (SmoothQuant's convention)."""
-        scales = divisible(jnp.abs(weight).max(0, keepdims=True) * (1 / 127))
-        codes = jnp.clip(jnp.round(weight / scales), -127, 127).astype(jnp.int8)
-        return PlainCodes(format, codes, scales)
+        return Parameters(divisible(jnp.abs(groups).max(1) * (1 / 127)))
 
-    def dequantize(self, plain: PlainCodes) -> jax.Array:
+    def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
+        """round(value / scale), without −128."""
+        return jnp.clip(jnp.round(values / parameters.scales), -127, 127).astype(jnp.int8)
+
+    def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
         """Code · scale."""
-        return scaled(plain.codes, plain.scales)
+        return codes.astype(jnp.float32) * parameters.scales
 
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.kernels.codes.base import CodeKind, Decoder, Group, by_group, scaled
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters
 from mpjax.kernels.codes.look_up import InBoth, InRegisters, InSharedMemory, InSharedRows, LookUp
 from mpjax.kernels.formats import WeightFormat
-from mpjax.kernels.plain_codes import PlainCodes
 from mpjax.kernels.rounding import round_to
 from mpjax.kernels.target import current_target
 
@@ -57,14 +56,27 @@ class Table(CodeKind):
             return InBoth() if is_small else InSharedRows()
         return InSharedMemory() if self.bits == 4 else InRegisters()
 
-    def quantize(self, weight: jax.Array, format: WeightFormat) -> PlainCodes:
-        """Nearest entries of the normal-float table, scaled by the group's largest magnitude."""
-        return quantize_with_table(weight, format, jnp.asarray(normal_float(self.bits)))
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
+        """Scales with which the larger end of an ascending table, or normal float, is max|w|."""
+        table = jnp.asarray(normal_float(self.bits)) if table is None else table
+        scales = round_to(jnp.abs(groups).max(1) / jnp.abs(table).max(), jnp.float16)
+        return Parameters(scales.astype(jnp.float16), table=table.astype(jnp.float32))
 
-    def dequantize(self, plain: PlainCodes) -> jax.Array:
+    def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
+        """The index of the nearest entry."""
+        assert parameters.table is not None
+        scales = parameters.scales.astype(jnp.float32)
+        # The scale of a group of zeros is 0: not every table has an entry that is.
+        values = values / jnp.where(scales == 0, 1.0, scales)
+        middles = (parameters.table[1:] + parameters.table[:-1]) / 2
+        return jnp.searchsorted(middles, values, method="compare_all").astype(jnp.uint8)
+
+    def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
         """table[code] · scale."""
-        assert plain.table is not None
-        return scaled(plain.table[plain.codes], plain.scales)
+        assert parameters.table is not None
+        return parameters.table[codes] * parameters.scales.astype(jnp.float32)
 
     def pack(self, planes: jax.Array) -> jax.Array:
         """Words as the module describes."""
@@ -156,19 +168,6 @@ class Table(CodeKind):
             lop3.b32 $0, u, 0x44444444, t, 0xEA;
         }"""
         return inline_ptx(assembly, *columns, carried, dtype=jnp.int16)
-
-
-def quantize_with_table(weight: jax.Array, format: WeightFormat, table: jax.Array) -> PlainCodes:
-    """The nearest entries of an ascending table, scaled so that its larger end is max|w|."""
-    groups = by_group(weight, format.groups(weight.shape[0]))
-    largest = jnp.abs(table).max()
-    scales = round_to(jnp.abs(groups).max(1) / largest, jnp.float16)
-    # The scale of a group of zeros is 0: not every table has an entry that is.
-    divisors = jnp.where(scales == 0, 1.0, scales)[:, None]
-    middles = (table[1:] + table[:-1]) / 2
-    codes = jnp.searchsorted(middles, groups / divisors, method="compare_all")
-    codes = codes.astype(jnp.uint8).reshape(weight.shape)
-    return PlainCodes(format, codes, scales.astype(jnp.float16), table=table.astype(jnp.float32))
 
 
 def _quads(rank: int) -> jax.Array:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activations import QuantizedActivations
-from mpjax.kernels.codes.liquid import Liquid
+from mpjax.kernels.plain_codes import operands
 from mpjax.kernels.quantized_tensor import QuantizedTensor, unpack
 
 
@@ -20,8 +19,7 @@ def matmul(
     order of W, those of any other x in their own order.
     """
     if isinstance(x, QuantizedActivations) and x.values.dtype == jnp.int8:
-        plain, kind = unpack(weight), code_kinds.of(weight.format)
-        codes = kind.first_level(plain) if isinstance(kind, Liquid) else plain.codes
+        codes = operands(unpack(weight))
         sums = jnp.dot(x.values, codes, preferred_element_type=jnp.int32)
         scales = weight.channel_scales if weight.channel_scales is not None else weight.scales()[0]
         return (sums.astype(jnp.float32) * x.scales * scales[None]).astype(out_dtype)

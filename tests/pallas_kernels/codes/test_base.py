@@ -4,22 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mpjax.kernels import WeightFormat, codes
-from mpjax.kernels.codes.base import by_group, scaled
 from tests.pallas_kernels.codes import decoding
-
-
-def test_groups_are_runs_of_channels(rng):
-    values = rng.standard_normal((6, 4)).astype(np.float32)
-    np.testing.assert_array_equal(by_group(jnp.asarray(values), 3), values.reshape(3, 2, 4))
-    scales = jnp.asarray([[1, 2, 4, 8], [0.5, 0.25, 3, 0], [-1, 1, 1, 1]], jnp.bfloat16)
-    expected = values * np.repeat(np.asarray(scales, np.float32), 2, axis=0)
-    found = scaled(jnp.asarray(values), scales)
-    assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found, expected)
 
 
 def operands(format: WeightFormat) -> list[str]:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from mpjax.kernels import PlainCodes, WeightFormat, codes
+from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels.grid import fit
 
 FORMAT = WeightFormat.parse("liquid4:g64")
 ALL_BYTES = np.arange(256, dtype=np.uint8)
@@ -43,8 +44,7 @@ def every_range() -> tuple[np.ndarray, np.ndarray]:
 def test_no_range_overflows_a_byte_or_errs_by_more_than_eight():
     values, width = every_range()
     assert values.shape == (320, 28680)
-    quantize = jax.jit(codes.of(FORMAT).quantize, static_argnums=1)
-    found = quantize(values.astype(np.float32), FORMAT)
+    found = jax.jit(lambda weight: fit(weight, FORMAT).round(weight))(values.astype(np.float32))
     nibbles, steps, offsets, scales = as_integers(found)
     np.testing.assert_allclose(scales, 1, rtol=1e-6)
 

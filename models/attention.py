@@ -22,7 +22,7 @@ from mpjax.kernels import (
     rotate_and_append,
 )
 from mpjax.kernels.checks import as_array
-from mpjax.models.config import AttentionSpec, DecoderConfig, LinearMaps
+from mpjax.models.config import AttentionSpec, DecoderConfig, Fold, LinearMaps
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations, rotate
 
 
@@ -56,6 +56,11 @@ class GroupedQuerySpec(AttentionSpec):
         """The weights of the norms."""
         norms = ("query_norm", "key_norm") if self.qk_norm else ()
         return {f"{norm}.weight": (config.head_dim,) for norm in norms}
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """From the values to the output map: attention takes weighted means of each channel."""
+        copies = config.num_heads // config.num_kv_heads
+        return (Fold("output", "qkv", 2, (config.num_kv_heads, copies, config.head_dim)),)
 
 
 class Attention(nnx.Module):

@@ -45,6 +45,27 @@ class LinearMaps(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Fold:
+    """A place where scales of channels can move from one parameter to the linear map behind it.
+
+    Dividing the outputs of the source by scales, and multiplying the rows of the target by them,
+    leaves a layer's outputs as they are, if all that lies between is linear in each channel.
+
+    target: the path of the linear map whose rows are multiplied, such as `attention.qkv`. It is
+        all that reads the source's outputs.
+    source: the path of the norm or the linear map whose outputs are divided.
+    part: which outputs of a source that is several maps joined; None for all.
+    repeats: (heads, copies, channels) where the target reads each head of the source several times,
+        as query heads that share values do; None where it reads each channel once.
+    """
+
+    target: str
+    source: str
+    part: int | None = None
+    repeats: tuple[int, int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class SublayerSpec(abc.ABC):
     """What one half of a layer is, an attention or an MLP: static, hashable.
 
@@ -71,6 +92,10 @@ class SublayerSpec(abc.ABC):
         """Shapes of all other parameters, which are never quantised, by their paths."""
         return {}
 
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """The places inside of the module where scales of channels can move; see Fold."""
+        return ()
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec(SublayerSpec):
@@ -92,6 +117,30 @@ class LayerSpec:
 
     attention: AttentionSpec
     mlp: MLPSpec
+
+    def linear_paths(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The paths of all linear maps in the layer, in the order of the computation."""
+        return tuple(
+            f"{half}.{maps.path}"
+            for half, spec in (("attention", self.attention), ("mlp", self.mlp))
+            for maps in spec.linear_maps(config)
+        )
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """The folds of the layer, in the order of the computation.
+
+        The first linear maps of each half are all that reads the norm before it.
+        """
+        found = []
+        for half, spec in (("attention", self.attention), ("mlp", self.mlp)):
+            found.append(Fold(f"{half}.{spec.linear_maps(config)[0].path}", f"{half}_norm"))
+            found += [
+                dataclasses.replace(
+                    fold, target=f"{half}.{fold.target}", source=f"{half}.{fold.source}"
+                )
+                for fold in spec.folds(config)
+            ]
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,6 +58,23 @@ class DecoderLayer(nnx.Module):
         residual, x = self.mlp_norm.add(terms, residual, format)
         return mlp.terms(x, quantized=cached), residual, pages
 
+    def inputs(
+        self, hidden: jax.Array, angles: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The next residual stream, and what each linear map reads, by paths.
+
+        hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
+        angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
+        """
+        mlp: MLP = self.mlp
+        x = self.attention_norm(hidden)
+        attended, _ = self.attention.attend(x, angles, None, None)
+        found = {"attention.qkv": x, "attention.output": attended}
+        hidden = hidden + self.attention.output(attended)
+        x = self.mlp_norm(hidden)
+        found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}
+        return hidden + mlp.terms(x, quantized=False).sum(0).astype(hidden.dtype), found
+
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _apply(
@@ -223,6 +240,15 @@ class Decoder(nnx.Module):
             scales=scales,
         )
 
+    def angles(self, positions: jax.Array) -> jax.Array:
+        """Angles of the rotary embedding, float32 [batch, tokens, head dim / 2].
+
+        positions: int32 [batch, tokens].
+        """
+        config = self.config
+        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        return positions[..., None].astype(jnp.float32) * frequencies[None, None]
+
     def _read_tokens(self, tokens: Any) -> jax.Array:
         tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -241,10 +267,8 @@ class Decoder(nnx.Module):
         pages: tuple[KVPages, ...] | None,
         span: Span | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        config = self.config
         positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]  # [batch, tokens]
-        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+        angles = self.angles(positions)
         terms = jnp.take(self.embedding.get_value(), tokens, axis=0)[None]
         residual = None
         written = []

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from mpjax.kernels import ActivationFormat, gated_silu
-from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
+from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, as_activations
 
 
@@ -26,6 +26,9 @@ class MLP(Protocol):
         quantized: whether activations between the maps may be rounded as a weight wants them,
             where no gradient is wanted.
         """
+
+    def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
+        """What each linear map reads where the module reads x [..., hidden], by paths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,10 @@ class GatedMLPSpec(MLPSpec):
             LinearMaps("gate_up", ((hidden, inner), (hidden, inner)), self.bias),
             LinearMaps("down", ((inner, hidden),), self.bias),
         )
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """From up to down: the gate multiplies each channel."""
+        return (Fold("down", "gate_up", 1),)
 
 
 class GatedMLP(nnx.Module):
@@ -69,6 +76,12 @@ class GatedMLP(nnx.Module):
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the map of x [..., hidden]; see MLP."""
         return self.down.terms(self.gated(x, self.down.activations if quantized else None))
+
+    def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
+        """What each linear map reads where the module reads x [..., hidden], by paths."""
+        gated = self.gated(x)
+        assert isinstance(gated, jax.Array)  # nothing was said to be quantised
+        return {"gate_up": x, "down": gated}
 
     def __call__(self, x: Activations) -> jax.Array:
         """Maps [..., hidden] to the same shape."""

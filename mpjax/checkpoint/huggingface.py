@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,34 @@ def load(
     agreement.require_mixture(folder, plan, precision)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
-    _fill(model, checkpoint, plan, progress)
+    with bytes_bar("Loading", folder, progress, plan.file_bytes) as advance:
+        fill(model, checkpoint, plan, advance)
     return model
+
+
+def open_plain(
+    folder: Path, dtype: jax.typing.DTypeLike | None = None
+) -> tuple[Decoder, Checkpoint, Plan]:
+    """A decoder that `fill` can fill part by part, from a checkpoint that is not quantised.
+
+    dtype: what the decoder computes in; by default that of the checkpoint, or bfloat16 where that
+        is float32.
+
+    Raises CheckpointError for a folder that can't be loaded, or is quantised already.
+    """
+    hf = read_config(folder)
+    decoder, config = decoder_config(folder, hf)
+    checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
+    if is_quantized(checkpoint):
+        raise CheckpointError(
+            f"{folder} is quantised already: take the 16-bit checkpoint that it was made from"
+        )
+    if dtype is None and config.dtype == "float32":
+        dtype = "bfloat16"
+    if dtype is not None:
+        config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
+    plan = make_plan(checkpoint, decoder, config, None, None)
+    return nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0))), checkpoint, plan
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -110,21 +136,32 @@ def read_scheme(folder: Path, hf: Mapping[str, Any]) -> Scheme | None:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _fill(model: Decoder, checkpoint: Checkpoint, plan: Plan, progress: bool | None) -> None:
-    """Puts all weights in their places, waiting for each before the next tensor is mapped."""
+def fill(
+    model: Decoder,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    advance: Callable[[int], None] = lambda count: None,
+    belongs: Callable[[str], bool] = lambda path: True,
+) -> None:
+    """Puts weights in their places, waiting for each before the next tensor is mapped.
+
+    advance: is called with the bytes of each tensor that was read.
+    belongs: tells by its path whether a parameter is wanted.
+    """
     dtype = plan.config.dtype
-    with bytes_bar("Loading", checkpoint.folder, progress, plan.file_bytes) as advance:
 
-        def read(info: TensorInfo) -> np.ndarray:
-            advance(info.nbytes)
-            return checkpoint.read(info.name)
+    def read(info: TensorInfo) -> np.ndarray:
+        advance(info.nbytes)
+        return checkpoint.read(info.name)
 
-        for array, info in plan.arrays:
+    for array, info in plan.arrays:
+        if belongs(array.path):
             array.assign(model, jax.block_until_ready(convert_array(info, dtype, read)))
-        for place, sources in plan.linears:
+    for place, sources in plan.linears:
+        if belongs(place.path):
             parts = convert_linear(place, sources, dtype, read)
             jax.block_until_ready([nnx.state(part) for part in parts])
             place.assign(model, parts)
-        if plan.cache_scales:
-            scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
-            model.cache_scales = CacheScales(jnp.asarray(scales))
+    if plan.cache_scales and belongs("cache_scales"):
+        scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
+        model.cache_scales = CacheScales(jnp.asarray(scales))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from mpjax.kernels import QuantizedTensor, WeightFormat
 from mpjax.kernels.packed_shapes import packed_shapes
-from mpjax.models import CacheScales, Decoder, DecoderConfig, Linear, LinearPlace
+from mpjax.models import ArrayPlace, CacheScales, Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.models.config_checks import DTYPES
 
 # The arrays of a QuantizedTensor; those that a format has no use for are None.
@@ -39,10 +39,11 @@ class _Expected(NamedTuple):
     dtypes: tuple[str, ...]
 
 
-def take(model: Decoder) -> dict[str, jax.Array]:
-    """All arrays of a model, by name."""
-    arrays = {place.path: place.read(model) for place in model.array_places(model.config)}
-    for place in model.linear_places(model.config):
+def take(model: Decoder, prefix: str = "") -> dict[str, jax.Array]:
+    """The arrays of a model, by name; prefix: of the names to take, such as `layers.0.`."""
+    array_places, linear_places = _places(model, prefix)
+    arrays = {place.path: place.read(model) for place in array_places}
+    for place in linear_places:
         for index, part in enumerate(place.parts(model)):
             path = f"{place.path}.{index}"
             kernel = part.kernel.get_value()
@@ -54,7 +55,7 @@ def take(model: Decoder) -> dict[str, jax.Array]:
                 arrays[f"{path}.kernel"] = kernel
             if part.bias is not None:
                 arrays[f"{path}.bias"] = part.bias.get_value()
-    if model.cache_scales is not None:
+    if model.cache_scales is not None and CACHE_SCALES.startswith(prefix):
         arrays[CACHE_SCALES] = model.cache_scales.get_value()
     return arrays
 
@@ -72,11 +73,12 @@ def take_parts(model: Decoder) -> dict[str, list[PackedPart | None]]:
     }
 
 
-def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts) -> None:
+def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts, prefix: str = "") -> None:
     """Puts arrays, or their shapes, in their places; the inverse of `take` and `take_parts`."""
-    for place in model.array_places(model.config):
+    array_places, linear_places = _places(model, prefix)
+    for place in array_places:
         place.assign(model, arrays[place.path])
-    for linear_place in model.linear_places(model.config):
+    for linear_place in linear_places:
         linears = []
         for index, part in enumerate(parts[linear_place.path]):
             path = f"{linear_place.path}.{index}"
@@ -96,6 +98,13 @@ def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts) -> None:
         linear_place.assign(model, linears)
     if (scales := arrays.get(CACHE_SCALES)) is not None:
         model.cache_scales = CacheScales(scales)
+
+
+def _places(model: Decoder, prefix: str) -> tuple[list[ArrayPlace], list[LinearPlace]]:
+    config = model.config
+    arrays = [place for place in model.array_places(config) if place.path.startswith(prefix)]
+    linears = [place for place in model.linear_places(config) if place.path.startswith(prefix)]
+    return arrays, linears
 
 
 def require_fitting(

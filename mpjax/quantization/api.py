@@ -1,0 +1,222 @@
+"""Quantises a model with a recipe, on text where its methods need some."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import jax
+import rich.console
+import rich.progress
+from flax import nnx
+
+from mpjax.arguments import compute_dtype, require_documents
+from mpjax.checkpoint import huggingface
+from mpjax.checkpoint.description import is_saved
+from mpjax.kernels.checks import require_type, whole_number
+from mpjax.language_model import LanguageModel
+from mpjax.loading import find_folder
+from mpjax.models import Decoder, DecoderLayer
+from mpjax.precision import Precision
+from mpjax.quantization.finished import FinishedLayers, describe_run
+from mpjax.quantization.pipeline import quantize_decoder
+from mpjax.quantization.recipe import Recipe
+from mpjax.quantization.text import Windows, windows_of
+from mpjax.tokenizer import Tokenizer
+
+WINDOW, MOST_TOKENS, BATCH = 2048, 128 * 2048, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """How much of the text is read, and how.
+
+    window: tokens of a window, each read from an empty context; the model's longest context at
+        most. tokens: the most that are read of all documents. batch: windows that are read at a
+        time.
+    """
+
+    window: int = WINDOW
+    tokens: int = MOST_TOKENS
+    batch: int = BATCH
+
+    def __post_init__(self) -> None:
+        for name in ("window", "tokens", "batch"):
+            object.__setattr__(
+                self, name, whole_number(f"Calibration: {name}", getattr(self, name))
+            )
+
+
+def quantize(
+    source: LanguageModel | str | os.PathLike[str],
+    recipe: Recipe | Precision | str,
+    documents: Iterable[str] | None = None,
+    *,
+    calibration: Calibration = Calibration(),
+    dtype: jax.typing.DTypeLike | None = None,
+    work: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> LanguageModel:
+    """A model with the weights that a recipe says, which change its outputs least on a text.
+
+    source: a 16-bit model, or a checkpoint's folder or hub id. From a folder, one layer at a time
+        is read: the device needs no room for the 16-bit model.
+    recipe: a Recipe; or a precision such as "W4A16KV8", for all linear maps by the default method.
+    documents: the text, whose statistics methods need; None is enough for `rtn`.
+    dtype: what the model computes in; by default as `load` chooses it. Only for a folder.
+    work: a folder that keeps finished layers, so that a run that is interrupted goes on where it
+        was; it is deleted in the end. Only for a folder.
+    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+
+    Raises ValueError for a recipe that does not fit the model, a method without text, and hidden
+    states that are NaN or infinite; CheckpointError for a folder that can't be loaded.
+    """
+    if not isinstance(recipe, Recipe):
+        recipe = Recipe.of(recipe)
+    require_type("calibration", calibration, Calibration)
+    if documents is not None:
+        require_documents(documents)
+        documents = list(documents)
+    if isinstance(source, LanguageModel):
+        if dtype is not None or work is not None:
+            raise ValueError("dtype and work are for a folder: leave them out beside a model")
+        return _from_model(source, recipe, documents, calibration, progress)
+    folder = find_folder(source).resolve()
+    if is_saved(folder):
+        raise ValueError(
+            f"{folder} is a model that mpjax saved: take the 16-bit checkpoint that it was made "
+            "from, or load it and pass the model"
+        )
+    return _from_folder(folder, recipe, documents, calibration, dtype, work, progress)
+
+
+def _from_model(
+    lm: LanguageModel,
+    recipe: Recipe,
+    documents: list[str] | None,
+    calibration: Calibration,
+    progress: bool | None,
+) -> LanguageModel:
+    _check(recipe, lm.model, documents)
+    for place in lm.model.linear_places(lm.config):
+        if any(not isinstance(kernel, jax.Array) for kernel in place.kernels(lm.model)):
+            raise ValueError(
+                f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
+            )
+    model: Decoder = nnx.merge(*nnx.split(lm.model))
+    batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
+    with _bar(lm.source, model.config.num_layers, progress) as advance:
+        quantize_decoder(model, model.layers.__getitem__, batches, recipe, lambda *done: advance())
+    return _with_cache(dataclasses.replace(lm, model=model, kv_format=recipe.kv), documents)
+
+
+def _from_folder(
+    folder: Path,
+    recipe: Recipe,
+    documents: list[str] | None,
+    calibration: Calibration,
+    dtype: jax.typing.DTypeLike | None,
+    work: str | os.PathLike[str] | None,
+    progress: bool | None,
+) -> LanguageModel:
+    model, checkpoint, plan = huggingface.open_plain(folder, compute_dtype(dtype, None))
+    _check(recipe, model, documents)
+    has_tokenizer = os.path.lexists(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+    batches = _read(documents, tokenizer, folder, model, calibration)
+    finished = None
+    if work is not None:
+        run = describe_run(folder, recipe, batches, model.config.dtype)
+        finished = FinishedLayers.open(Path(work), run)
+    huggingface.fill(model, checkpoint, plan, belongs=lambda path: not path.startswith("layers."))
+
+    def read_layer(number: int) -> DecoderLayer:
+        if finished is None or not finished.load(model, number, recipe):
+            prefix = f"layers.{number}."
+            huggingface.fill(model, checkpoint, plan, belongs=lambda path: path.startswith(prefix))
+        return model.layers[number]
+
+    with _bar(folder, model.config.num_layers, progress) as advance:
+
+        def watch(number: int, layer: DecoderLayer) -> None:
+            if finished is not None:
+                finished.save(model, number)
+            advance()
+
+        quantize_decoder(model, read_layer, batches, recipe, watch)
+    lm = _with_cache(LanguageModel(model, tokenizer, recipe.kv, folder), documents)
+    if finished is not None:
+        finished.remove()
+    return lm
+
+
+def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
+    """Raises ValueError where a recipe does not fit a model's linear maps, or lacks text."""
+    places = model.linear_places(model.config)
+    recipe.require_used([place.path for place in places])
+    for place in places:
+        rule = recipe.rule_of(place.path)
+        if not rule.weights.is_packed:
+            continue
+        for shape in place.shapes:
+            rule.weights.require_matrix(shape, place.path)
+        if documents is None and rule.method.needs_text:
+            raise ValueError(
+                f"the method {rule.method} needs text: pass documents, or choose the method rtn"
+            )
+    if documents is None and recipe.kv.scaling == "static":
+        raise ValueError(f"{recipe.kv} has scales that are measured on text: pass documents")
+
+
+def _read(
+    documents: list[str] | None,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    model: Decoder,
+    calibration: Calibration,
+) -> list[Windows]:
+    if documents is None:
+        return []
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer.json, which text needs")
+    window = min(calibration.window, model.config.max_position_embeddings)
+    return windows_of(
+        documents,
+        tokenizer,
+        model.config.vocab_size,
+        window=window,
+        most=calibration.tokens,
+        batch=calibration.batch,
+    )
+
+
+def _with_cache(lm: LanguageModel, documents: list[str] | None) -> LanguageModel:
+    """The model with measured scales for its cache, where its KV format needs them."""
+    if lm.kv_format.scaling != "static":
+        return lm
+    from mpjax.calibration import calibrate_cache
+
+    assert documents is not None  # `_check` sees to that
+    return calibrate_cache(lm, documents)
+
+
+@contextlib.contextmanager
+def _bar(folder: Path, layers: int, progress: bool | None) -> Iterator[Callable[[], None]]:
+    """Shows a bar on stderr while its block runs, which calls what it gets after each layer."""
+    console = rich.console.Console(stderr=True, force_terminal=progress or None)
+    shown = console.is_terminal if progress is None else progress
+    columns = (
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeElapsedColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(
+        *columns, console=console, transient=True, disable=not shown
+    ) as bar:
+        task = bar.add_task(f"Quantising {folder.name}, layer", total=layers)
+        yield lambda: bar.advance(task)

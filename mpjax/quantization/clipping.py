@@ -1,0 +1,80 @@
+"""Learned clipping: shares of groups' ranges, found by gradient descent on the error of outputs.
+
+Shao et al., "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models"
+(2023), §3.2; COMET rounds its weights so. Unlike a search, it sees how the errors of groups add up.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import WeightFormat
+from mpjax.kernels.grid import Grid, fit
+from mpjax.kernels.plain_codes import in_groups
+from mpjax.quantization.statistics import squared_error
+
+STEPS, RATE = 200, 1e-2
+FIRST_LOGIT = 4.0  # of a share, 0.982
+
+
+def learn_ranges(
+    weight: jax.Array,
+    hessian: jax.Array,
+    format: WeightFormat,
+    *,
+    steps: int = STEPS,
+    rate: float = RATE,
+) -> Grid:
+    """The grid whose rounding has the least error of outputs that descent comes across.
+
+    weight: float32 [K, N]. hessian: float32 [K, K], the mean of x xᵀ over inputs.
+
+    A group's range is from sigmoid(a) · min to sigmoid(b) · max. The gradient is that of values
+    with their codes held: codes are chosen anew in each step. Raises ImportError without optax.
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise ImportError(
+            'learned clipping needs optax: pip install "mpjax[train]", or choose another method'
+        ) from error
+    return _descend(optax.adam(rate), weight, hessian, format, steps)
+
+
+@functools.partial(jax.jit, static_argnames=("optimizer", "format", "steps"))
+def _descend(
+    optimizer: Any, weight: jax.Array, hessian: jax.Array, format: WeightFormat, steps: int
+) -> Grid:
+    groups = in_groups(weight, format)
+    low, high = jnp.minimum(groups.min(1), 0.0), jnp.maximum(groups.max(1), 0.0)
+
+    def grid_of(logits: jax.Array) -> Grid:
+        least, most = jax.nn.sigmoid(logits[0]) * low, jax.nn.sigmoid(logits[1]) * high
+        cut = jnp.clip(groups, least[:, None], most[:, None])
+        return fit(cut.reshape(-1, weight.shape[1])[: len(weight)], format)
+
+    def loss(logits: jax.Array) -> tuple[jax.Array, Grid]:
+        grid = grid_of(logits)
+        held = jax.lax.stop_gradient(grid.round(weight).codes)
+        difference = grid.with_codes(held).dequantize() - weight
+        return squared_error(difference, hessian).sum(), grid
+
+    def step(state: Any, _: None) -> tuple[Any, None]:
+        logits, moments, best, least = state
+        (found, grid), gradient = jax.value_and_grad(loss, has_aux=True)(logits)
+        is_better = found < least
+        best = jax.tree.map(functools.partial(jnp.where, is_better), grid, best)
+        with jax.numpy_dtype_promotion("standard"):  # optax relies on promotion
+            updates, moments = optimizer.update(gradient, moments)
+        return (logits + updates, moments, best, jnp.minimum(found, least)), None
+
+    whole = fit(weight, format)
+    least = squared_error(whole.round(weight).dequantize() - weight, hessian).sum()
+    logits = jnp.full((2, *low.shape), FIRST_LOGIT)
+    start = logits, optimizer.init(logits), whole, least
+    (_, _, best, _), _ = jax.lax.scan(step, start, None, length=steps)
+    return best

@@ -1,0 +1,57 @@
+"""Applies folds: moves scales of channels from one parameter of a layer to the next."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.models import FusedLinear, Linear
+from mpjax.models.config import Fold
+from mpjax.models.parameters import find
+
+
+def linear_of(layer: nnx.Module, path: str) -> Linear:
+    """The Linear at a path, or the one that a FusedLinear there consists of."""
+    node = find(layer, path)
+    return node.parts[0] if isinstance(node, FusedLinear) else node
+
+
+def tie(fold: Fold, scales: jax.Array) -> jax.Array:
+    """Scales of the target's rows [K], in which all copies of a channel have one scale.
+
+    It is the geometric mean of the scales of its copies.
+    """
+    if fold.repeats is None:
+        return scales
+    mean = jnp.exp(jnp.log(scales.reshape(fold.repeats)).mean(1, keepdims=True))
+    return jnp.broadcast_to(mean, fold.repeats).reshape(-1)
+
+
+def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:
+    """Divides the outputs of a fold's source by scales float32, and multiplies its target's rows.
+
+    scales: of the target's rows [K], as `tie` returns them. Changes the layer, whose kernels are
+    plain arrays; each parameter keeps its dtype.
+    """
+    rows = linear_of(layer, fold.target).kernel
+    rows.set_value(_times(rows.get_value(), scales[:, None]))
+    inverse = 1 / scales
+    if fold.repeats is not None:
+        inverse = inverse.reshape(fold.repeats)[:, 0].reshape(-1)
+    source = find(layer, fold.source)
+    if not isinstance(source, Linear | FusedLinear):  # a norm
+        source.weight.set_value(_times(source.weight.get_value(), inverse))
+        return
+    if isinstance(source, FusedLinear) and fold.part is not None:
+        parts = [jnp.ones(size, jnp.float32) for size in source.sizes]
+        parts[fold.part] = inverse
+        inverse = jnp.concatenate(parts)
+    linear = linear_of(layer, fold.source)
+    linear.kernel.set_value(_times(linear.kernel.get_value(), inverse[None]))
+    if linear.bias is not None:
+        linear.bias.set_value(_times(linear.bias.get_value(), inverse))
+
+
+def _times(array: jax.Array, factors: jax.Array) -> jax.Array:
+    return (array.astype(jnp.float32) * factors).astype(array.dtype)

@@ -1,0 +1,131 @@
+"""GPTQ: rounds a weight row by row, and lets later rows make up for the error of earlier ones.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
+(2022), with the order of rows by the size of their inputs and groups that keep their place (static
+act-order), so that the result needs no permutation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import PlainCodes
+from mpjax.kernels.grid import Grid
+
+BLOCK = 128  # rows between two updates of all later rows
+DAMPING = 0.01
+# Each attempt to factor a Hessian adds ten times the damping of the one before.
+ATTEMPTS = 4
+PRECISION = jax.lax.Precision.HIGHEST
+
+# From a row float32 [N] and its index to its codes and their values.
+Nearest = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class Compensated(NamedTuple):
+    """The codes that GPTQ chose.
+
+    damping: float32 [], the damping with which the Hessian had a Cholesky factor; NaN where none of
+        the attempts did. Codes are then those of rounding to nearest.
+    """
+
+    plain: PlainCodes
+    damping: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="is_ordered")
+def gptq(
+    weight: jax.Array,
+    hessian: jax.Array,
+    grid: Grid,
+    *,
+    damping: float = DAMPING,
+    is_ordered: bool = True,
+) -> Compensated:
+    """Rounds a weight to a grid so that the products of its inputs change least.
+
+    weight: float32 [K, N]. hessian: float32 [K, K], the mean of x xᵀ over inputs x, times any
+    factor. grid: the scales and zero points of all groups, which stay as they are.
+    damping: the share of the mean of the Hessian's diagonal that is added to all of it.
+    is_ordered: takes rows in the order of falling diagonals of the Hessian; else in their own.
+
+    A row whose input is always zero is rounded to nearest.
+    """
+    channels = weight.shape[0]
+    order = jnp.argsort(-jnp.diagonal(hessian)) if is_ordered else jnp.arange(channels)
+    factor, used = inverse_factor(hessian[order][:, order], damping)
+    groups = grid.group_of(jnp.arange(channels))[order]
+
+    def nearest(row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        at = grid.row(groups[index])
+        codes = at.nearest(row)
+        return codes, at.decode(codes)
+
+    codes = _compensate(weight[order], factor, nearest)
+    return Compensated(grid.with_codes(jnp.zeros_like(codes).at[order].set(codes)), used)
+
+
+def _compensate(weight: jax.Array, factor: jax.Array, nearest: Nearest) -> jax.Array:
+    """The codes [K, N] of rows in turn; `factor` is upper triangular, as `inverse_factor` gives."""
+    channels, outputs = weight.shape
+    missing = -channels % BLOCK
+    weight = jnp.pad(weight, ((0, missing), (0, 0)))
+    factor = jnp.pad(factor, ((0, missing), (0, missing)))
+    factor += jnp.diag((jnp.arange(len(factor)) >= channels).astype(factor.dtype))
+    last = channels - 1
+
+    def block(weight: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = jax.lax.dynamic_slice(weight, (first, 0), (BLOCK, outputs))
+        from_here = jax.lax.dynamic_slice(factor, (first, 0), (BLOCK, len(factor)))
+        within = jax.lax.dynamic_slice(from_here, (0, first), (BLOCK, BLOCK))
+
+        def row(rows: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            codes, values = nearest(rows[index], jnp.minimum(first + index, last))
+            error = (rows[index] - values) / within[index, index]
+            later = jnp.where(jnp.arange(BLOCK) > index, within[index], 0.0)
+            return rows - later[:, None] * error[None], (codes, error)
+
+        _, (codes, errors) = jax.lax.scan(row, rows, jnp.arange(BLOCK))
+        return weight - jnp.matmul(from_here.T, errors, precision=PRECISION), codes
+
+    _, codes = jax.lax.scan(block, weight, jnp.arange(0, len(weight), BLOCK))
+    return codes.reshape(-1, outputs)[:channels]
+
+
+def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array]:
+    """The upper triangular U with Uᵀ U = H⁻¹, and the damping with which H had one.
+
+    A matrix reversed along both axes has the factor L Lᵀ; L reversed is the upper R of H = R Rᵀ,
+    and U its inverse: one factorisation, and no inverse of H. Where all attempts fail, U is the
+    identity and the damping NaN.
+    """
+    diagonal = jnp.diagonal(hessian)
+    size = jnp.maximum(diagonal.mean(), jnp.finfo(jnp.float32).tiny)
+    identity = jnp.eye(len(hessian), dtype=hessian.dtype)
+    # A row that no input reaches would have no factor at all with a damping of zero.
+    lifted = hessian + jnp.diag(jnp.where(diagonal == 0, size, 0.0))
+
+    def attempt(damping: jax.Array) -> jax.Array:
+        reversed_ = jnp.flip(lifted + damping * size * identity)
+        return jnp.flip(jnp.linalg.cholesky(reversed_))
+
+    def is_unsolved(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        _, root, attempts = state
+        return ~jnp.isfinite(root).all() & (attempts < ATTEMPTS)
+
+    def again(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        damping, _, attempts = state
+        return 10 * damping, attempt(10 * damping), attempts + 1
+
+    first = jnp.float32(damping)
+    used, root, _ = jax.lax.while_loop(is_unsolved, again, (first, attempt(first), jnp.int32(1)))
+    inverse = jax.scipy.linalg.solve_triangular(root, identity)
+    is_found = jnp.isfinite(inverse).all()
+    return jnp.where(is_found, inverse, identity), jnp.where(is_found, used, jnp.nan)

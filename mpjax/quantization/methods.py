@@ -1,0 +1,93 @@
+"""The methods by name: which scales they fold, and how they choose codes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels.checks import did_you_mean, nearest, require_type
+from mpjax.kernels.grid import fit
+from mpjax.quantization.clipping import learn_ranges
+from mpjax.quantization.gptq import gptq
+from mpjax.quantization.ranges import search_ranges
+from mpjax.quantization.scaling import awq_scales, smooth_scales, threshold_scales
+from mpjax.quantization.statistics import Statistics
+
+SCALINGS: dict[str, Any] = {
+    "awq": awq_scales,
+    "smooth": smooth_scales,
+    "os+": threshold_scales,
+}
+ROUNDINGS = ("rtn", "range", "clip", "gptq")
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How a linear map is quantised, written as the names of its steps: `awq+gptq`.
+
+    scalings: the steps that fold scales, in their order: `awq`, `smooth`, `os+`.
+    rounding: how codes are chosen: `rtn`, to nearest; `range`, to nearest, within the ranges of
+        groups that cost least; `clip`, the same, with ranges found by descent; `gptq`, row by row,
+        within ranges that cost least.
+    """
+
+    scalings: tuple[str, ...]
+    rounding: str
+
+    @classmethod
+    def parse(cls, text: str) -> Method:
+        """Reads steps joined by `+`; the rounding comes last, and is `range` where there is none.
+
+        `os+` keeps its sign: `os++gptq`, or `os+` alone. Raises ValueError for an unknown step.
+        """
+        require_type("the method", text, str, hint=", such as 'awq+gptq'")
+        names = [name for name in text.strip().lower().replace("os+", "os").split("+") if name]
+        steps = ["os+" if name == "os" else name for name in names]
+        known = (*SCALINGS, *ROUNDINGS)
+        for step in steps:
+            if step not in known:
+                hint = did_you_mean(nearest(step, known))
+                raise ValueError(
+                    f"{text!r}: there is no method {step!r}{hint}: expected one or several of "
+                    f"{', '.join(known)}, joined by +"
+                )
+        roundings = [step for step in steps if step in ROUNDINGS]
+        if len(roundings) > 1 or (roundings and steps[-1] != roundings[0]) or not steps:
+            raise ValueError(
+                f"the method is {text!r}: expected scalings first, and one of "
+                f"{', '.join(ROUNDINGS)} last, joined by +, such as awq+gptq"
+            )
+        scalings = tuple(step for step in steps if step in SCALINGS)
+        return cls(scalings, roundings[0] if roundings else "range")
+
+    def __str__(self) -> str:
+        return "+".join((*self.scalings, self.rounding))
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it needs statistics of a text."""
+        return bool(self.scalings) or self.rounding != "rtn"
+
+
+def choose_codes(
+    weight: jax.Array, statistics: Statistics | None, format: WeightFormat, rounding: str
+) -> PlainCodes:
+    """The codes of a weight float32 [K, N] in a packed format.
+
+    statistics: of what the weight is multiplied with; None only where rounding is `rtn`.
+    rounding: one of ROUNDINGS.
+    """
+    if rounding == "rtn":
+        return fit(weight, format).round(weight)
+    assert statistics is not None
+    hessian = statistics.hessian
+    if rounding == "range":
+        return search_ranges(weight, hessian, format).round(weight)
+    if rounding == "clip":
+        return learn_ranges(weight, hessian, format).round(weight)
+    grid = search_ranges(weight, jnp.diagonal(hessian), format)
+    return gptq(weight, hessian, grid).plain

@@ -1,0 +1,201 @@
+"""Quantises a model layer by layer.
+
+A layer is read, its inputs give statistics, these give folds and codes, and the quantised layer
+makes the inputs of the next. The device holds one plain layer beside the quantised ones, and one
+batch of hidden states; all others are on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mpjax.kernels import pack
+from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
+from mpjax.models.config import Fold
+from mpjax.models.parameters import find
+from mpjax.quantization import folds
+from mpjax.quantization.methods import SCALINGS, choose_codes
+from mpjax.quantization.recipe import Recipe, Rule
+from mpjax.quantization.statistics import Statistics
+from mpjax.quantization.text import Windows
+
+SAMPLES = 512  # inputs of each linear map whose outputs are compared
+
+
+@dataclasses.dataclass
+class Stream:
+    """The hidden states between two layers, on the host.
+
+    states: [batch, tokens, hidden] each. is_real: bool [batch, tokens] each; False for padding.
+    angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
+    """
+
+    states: list[np.ndarray]
+    is_real: list[np.ndarray]
+    angles: jax.Array
+
+    @classmethod
+    def of(cls, model: Decoder, batches: Sequence[Windows]) -> Stream:
+        """The embeddings of tokens."""
+        embedding = model.embedding.get_value()
+        states = [np.asarray(_embed(embedding, windows.tokens)) for windows in batches]
+        positions = jnp.broadcast_to(jnp.arange(states[0].shape[1])[None], states[0].shape[:2])
+        return cls(states, [windows.is_real for windows in batches], model.angles(positions))
+
+    def statistics(self, layer: DecoderLayer) -> dict[str, Statistics]:
+        """The statistics of what each linear map of a layer reads, by paths."""
+        samples = max(1, SAMPLES // len(self.states))
+        found: dict[str, Statistics] | None = None
+        for states, is_real in zip(self.states, self.is_real, strict=True):
+            part = _statistics(layer, states, self.angles, is_real, samples)
+            found = part if found is None else {name: found[name] + part[name] for name in part}
+        assert found is not None
+        return found
+
+    def advance(self, layer: DecoderLayer) -> None:
+        """Goes through a layer. Raises ValueError where it gives NaN or infinities."""
+        for index, states in enumerate(self.states):
+            states, is_finite = _advance(layer, states, self.angles, self.is_real[index])
+            if not is_finite:
+                raise ValueError(
+                    "the hidden states are NaN or infinite: compute in bfloat16 or float32 "
+                    "instead of float16, or look whether the checkpoint is damaged"
+                )
+            self.states[index] = np.asarray(states)
+
+
+def quantize_layer(
+    layer: DecoderLayer,
+    found: Mapping[str, Statistics],
+    rules: Mapping[str, Rule],
+    places: Sequence[Fold],
+) -> DecoderLayer:
+    """A layer with packed kernels, from one with plain ones, which stays as it is.
+
+    found: the statistics of what each linear map reads, by paths; empty where no rule needs them.
+    rules: for each linear map, by paths. places: the folds of the layer.
+    """
+    graph, state = nnx.split(layer)
+    layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # with variables of its own
+    found = dict(found)
+    for fold in places:
+        rule = rules[fold.target]
+        if not rule.weights.is_packed:
+            continue
+        for name in rule.method.scalings:
+            scales = SCALINGS[name](
+                _wide(folds.linear_of(layer, fold.target)),
+                found[fold.target],
+                rule.weights,
+                tie=functools.partial(folds.tie, fold),
+            )
+            folds.apply(layer, fold, scales)
+            found[fold.target] = found[fold.target] / scales
+    for path, rule in rules.items():
+        if rule.weights.is_packed:
+            linear = folds.linear_of(layer, path)
+            rounding = _rounding_for(path, rule, found.get(path))
+            plain = choose_codes(_wide(linear), found.get(path), rule.weights, rounding)
+            bias = None if linear.bias is None else linear.bias.get_value()
+            _replace(layer, path, Linear(pack(plain), bias))
+    return layer
+
+
+def quantize_decoder(
+    model: Decoder,
+    read_layer: Callable[[int], DecoderLayer],
+    batches: Sequence[Windows],
+    recipe: Recipe,
+    watch: Callable[[int, DecoderLayer], None] = lambda number, layer: None,
+) -> None:
+    """Puts quantised layers into a model whose other parameters are there.
+
+    read_layer: gives the layer of a number with plain kernels, or quantised already, as from an
+        interrupted run: then it is only gone through.
+    batches: of text for the statistics; none where no method of the recipe needs them.
+    watch: is called with each number and layer when it is done.
+
+    Raises ValueError for maps that the recipe does not name, or that are not plain, and for hidden
+    states that are NaN or infinite.
+    """
+    stream = Stream.of(model, batches) if batches else None
+    for number, spec in enumerate(model.config.layers):
+        layer = read_layer(number)
+        paths = spec.linear_paths(model.config)
+        if _is_plain(layer, paths):
+            rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
+            found = {} if stream is None else stream.statistics(layer)
+            layer = quantize_layer(layer, found, rules, spec.folds(model.config))
+        model.layers[number] = layer
+        if stream is not None and number + 1 < len(model.config.layers):
+            try:
+                stream.advance(layer)
+            except ValueError as error:
+                raise ValueError(f"behind layer {number}, {error}") from error
+        watch(number, layer)
+
+
+def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:
+    """The rounding of a rule, or `range` with a warning where the text is too short for GPTQ."""
+    if rule.method.rounding != "gptq" or found is None:
+        return rule.method.rounding
+    channels = len(found.magnitudes)
+    tokens = int(found.tokens)
+    if tokens >= channels:
+        return "gptq"
+    warnings.warn(
+        f"{path} has {channels} input channels, and the text has {tokens} tokens: GPTQ needs at "
+        "least as many tokens, so that ranges are searched instead; give more text",
+        stacklevel=2,
+    )
+    return "range"
+
+
+def _is_plain(layer: DecoderLayer, paths: Sequence[str]) -> bool:
+    return all(isinstance(folds.linear_of(layer, path).kernel, nnx.Param) for path in paths)
+
+
+def _wide(linear: Linear) -> jax.Array:
+    kernel: Any = linear.kernel.get_value()
+    return kernel.astype(jnp.float32)
+
+
+def _replace(layer: DecoderLayer, path: str, linear: Linear) -> None:
+    node = find(layer, path)
+    if isinstance(node, FusedLinear):
+        node.parts = nnx.List([linear])
+        return
+    parent, _, name = path.rpartition(".")
+    setattr(find(layer, parent), name, linear)
+
+
+@jax.jit
+def _embed(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take(embedding, tokens, axis=0)
+
+
+# One program each for all layers that are alike.
+@functools.partial(jax.jit, static_argnames="samples")
+def _statistics(
+    layer: DecoderLayer, states: jax.Array, angles: jax.Array, is_real: jax.Array, samples: int
+) -> dict[str, Statistics]:
+    _, inputs = layer.inputs(states, angles)
+    return {path: Statistics.of(x, is_real, samples) for path, x in inputs.items()}
+
+
+@jax.jit
+def _advance(
+    layer: DecoderLayer, states: jax.Array, angles: jax.Array, is_real: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The next hidden states, and whether those of real tokens are finite."""
+    states, _ = layer.inputs(states, angles)
+    return states, (jnp.isfinite(states) | ~is_real[..., None]).all()

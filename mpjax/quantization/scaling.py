@@ -1,0 +1,144 @@
+"""Scales of input channels that move magnitude between activations and weights.
+
+A fold divides the inputs of a linear map by scales s [K], and multiplies its rows by them: its
+outputs stay as they are, and rounding has another error. AWQ makes weights that meet large inputs
+larger next to the others of their group; SmoothQuant and Outlier Suppression+ make large inputs
+smaller where these are rounded, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import WeightFormat, quantize_activations
+from mpjax.kernels.grid import fit
+from mpjax.kernels.plain_codes import in_groups
+from mpjax.quantization.statistics import PRECISION, Statistics, squared_error
+
+AWQ_STEPS = 20
+ALPHAS = tuple(alpha / 20 for alpha in range(1, 20))
+THRESHOLDS = 40
+LEAST_SCALE = 1e-4
+
+# From scales [K] to the error of what is rounded with them, and to scales that a fold can have.
+Loss = Callable[[jax.Array], jax.Array]
+Tie = Callable[[jax.Array], jax.Array]
+
+
+@functools.partial(jax.jit, static_argnames=("format", "tie"))
+def awq_scales(
+    weight: jax.Array, statistics: Statistics, format: WeightFormat, *, tie: Tie | None = None
+) -> jax.Array:
+    """The scales [K] of AWQ's grid with the least error of outputs (Lin et al. 2023, §3.2).
+
+    weight: float32 [K, N], of all linear maps that read the input, side by side.
+    tie: makes scales [K] such as a fold can have, where rows share scales (`Fold.shared`).
+
+    Candidates are ones, and x̄**r with and without 1 / w̄**(1 − r) for r in 0, 0.05 … 1, where x̄ is
+    the mean of |x| and w̄ that of |w| over the largest of its group. Each is divided by the
+    geometric mean of its extremes.
+    """
+    inputs = statistics.mean_magnitude
+    groups = in_groups(jnp.abs(weight), format)
+    shares = groups / (groups.max(1, keepdims=True) + 1e-6)
+    weights = shares.reshape(-1, weight.shape[1])[: len(weight)].mean(1)
+    powers = jnp.linspace(0.0, 1.0, AWQ_STEPS + 1)[:, None]
+    plain = inputs[None] ** powers
+    both = plain / (weights[None] ** (1 - powers) + 1e-4)
+    candidates = jnp.concatenate([jnp.ones_like(inputs)[None], plain[1:], both])
+    loss = functools.partial(_weight_error, weight, statistics, format)
+    return best_scales(candidates, loss, tie)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "tie", "alphas"))
+def smooth_scales(
+    weight: jax.Array,
+    statistics: Statistics,
+    format: WeightFormat,
+    *,
+    tie: Tie | None = None,
+    alphas: Sequence[float] = ALPHAS,
+) -> jax.Array:
+    """The scales [K] of SmoothQuant's rule (Xiao et al. 2022, eq. 4), of the best of some α.
+
+    s = max|x|**α / max|w|**(1 − α). weight, statistics, tie: as in `awq_scales`.
+    """
+    inputs = statistics.largest_magnitude[None]
+    weights = jnp.abs(weight).max(1)[None]
+    alpha = jnp.asarray(alphas, jnp.float32)[:, None]
+    candidates = jnp.maximum(inputs, 1e-5) ** alpha / jnp.maximum(weights, 1e-5) ** (1 - alpha)
+    candidates = jnp.concatenate([jnp.ones_like(inputs), candidates])
+    loss = functools.partial(deployed_error, weight, statistics, format)
+    return best_scales(candidates, loss, tie)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "tie", "steps"))
+def threshold_scales(
+    weight: jax.Array,
+    statistics: Statistics,
+    format: WeightFormat,
+    *,
+    tie: Tie | None = None,
+    steps: int = THRESHOLDS,
+) -> jax.Array:
+    """The scales [K] of Outlier Suppression+ (Wei et al. 2023, §4.2): LiquidGEMM's §6.
+
+    One threshold t of all inputs: s = max(1, max x / t, −min x / t), so that only the channels
+    beyond t are scaled. t falls from the largest magnitude in equal steps.
+    """
+    ranges = statistics.largest_magnitude
+    thresholds = ranges.max() * jnp.linspace(1.0, 1 / steps, steps)
+    candidates = ranges[None] / jnp.maximum(thresholds, LEAST_SCALE)[:, None]
+    candidates = jnp.maximum(candidates, 1.0)
+    loss = functools.partial(deployed_error, weight, statistics, format)
+    return best_scales(candidates, loss, tie, is_centred=False)
+
+
+def best_scales(
+    candidates: jax.Array, loss: Loss, tie: Tie | None = None, *, is_centred: bool = True
+) -> jax.Array:
+    """The candidate [K] of candidates [count, K] with the least loss.
+
+    tie: is applied to each candidate. is_centred: divides each by the geometric mean of its
+    extremes first.
+    """
+    candidates = jnp.clip(candidates, LEAST_SCALE, 1 / LEAST_SCALE)
+    if tie is not None:
+        candidates = jax.vmap(tie)(candidates)
+    if is_centred:
+        middles = jnp.sqrt(candidates.max(1) * candidates.min(1))
+        candidates = candidates / middles[:, None]
+    losses = jax.lax.map(loss, candidates)
+    return candidates[jnp.argmin(jnp.where(jnp.isfinite(losses), losses, jnp.inf))]
+
+
+def _weight_error(
+    weight: jax.Array, statistics: Statistics, format: WeightFormat, scales: jax.Array
+) -> jax.Array:
+    """The mean squared error of outputs where only the weight is rounded."""
+    scaled = weight * scales[:, None]
+    rounded = fit(scaled, format).round(scaled).dequantize() / scales[:, None]
+    return squared_error(rounded - weight, statistics.hessian).sum()
+
+
+def deployed_error(
+    weight: jax.Array, statistics: Statistics, format: WeightFormat, scales: jax.Array
+) -> jax.Array:
+    """The mean squared error of outputs where weights and activations are rounded as they will be.
+
+    It is the error of `statistics.samples`; of formats with 16-bit activations, only the weight's.
+    """
+    if format.operand is None:
+        return _weight_error(weight, statistics, format, scales)
+    scaled = weight * scales[:, None]
+    rounded = fit(scaled, format).round(scaled).dequantize()
+    x = statistics.samples
+    read = quantize_activations(x / scales[None], format).dequantize()
+    exact, found = (
+        jnp.matmul(a, b, precision=PRECISION) for a, b in ((x, weight), (read, rounded))
+    )
+    return ((found - exact) ** 2).sum(1).mean()

@@ -1,0 +1,100 @@
+"""What quantisers have to know of the inputs of a linear map: sums over the tokens of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+PRECISION = jax.lax.Precision.HIGHEST
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "products", "magnitudes", "largest", "smallest", "samples"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """Sums over the inputs x [K] that a linear map has read; a pytree.
+
+    tokens: float32 [], how many inputs. products: float32 [K, K], the sum of x xᵀ.
+    magnitudes: float32 [K], the sum of |x|. largest, smallest: float32 [K], of all inputs and 0.
+    samples: float32 [S, K], some of the inputs, spread over the text.
+    """
+
+    tokens: jax.Array
+    products: jax.Array
+    magnitudes: jax.Array
+    largest: jax.Array
+    smallest: jax.Array
+    samples: jax.Array
+
+    @classmethod
+    def of(cls, inputs: jax.Array, is_real: jax.Array, samples: int) -> Statistics:
+        """Those of inputs [batch, tokens, K], of which `is_real` bool [batch, tokens] count.
+
+        samples: how many inputs to keep, at most as many as there are.
+        """
+        x = inputs.reshape(-1, inputs.shape[-1]).astype(jnp.float32)
+        real = is_real.reshape(-1)
+        x = jnp.where(real[:, None], x, 0.0)
+        # Real inputs come first, and of them every n-th is kept.
+        order = jnp.argsort(~real, stable=True)
+        kept = jnp.arange(samples) * jnp.maximum(real.sum() // samples, 1)
+        return cls(
+            real.sum().astype(jnp.float32),
+            jnp.matmul(x.T, x, precision=PRECISION),
+            jnp.abs(x).sum(0),
+            x.max(0, initial=0.0),
+            x.min(0, initial=0.0),
+            x[order[jnp.minimum(kept, len(order) - 1)]],
+        )
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """The statistics of both."""
+        return Statistics(
+            self.tokens + other.tokens,
+            self.products + other.products,
+            self.magnitudes + other.magnitudes,
+            jnp.maximum(self.largest, other.largest),
+            jnp.minimum(self.smallest, other.smallest),
+            jnp.concatenate([self.samples, other.samples]),
+        )
+
+    def __truediv__(self, scales: jax.Array) -> Statistics:
+        """The statistics of inputs that are divided by positive scales [K]."""
+        row = scales[None]
+        return Statistics(
+            self.tokens,
+            self.products / (row * row.T),
+            self.magnitudes / scales,
+            self.largest / scales,
+            self.smallest / scales,
+            self.samples / row,
+        )
+
+    @property
+    def hessian(self) -> jax.Array:
+        """The mean of x xᵀ, float32 [K, K]: half the second derivative of the squared error."""
+        return self.products / jnp.maximum(self.tokens, 1.0)
+
+    @property
+    def mean_magnitude(self) -> jax.Array:
+        """The mean of |x|, float32 [K]."""
+        return self.magnitudes / jnp.maximum(self.tokens, 1.0)
+
+    @property
+    def largest_magnitude(self) -> jax.Array:
+        """The largest |x|, float32 [K]."""
+        return jnp.maximum(self.largest, -self.smallest)
+
+
+def squared_error(difference: jax.Array, hessian: jax.Array) -> jax.Array:
+    """The mean over inputs x of |x · difference|², float32 [N], for each output channel.
+
+    difference: float32 [K, N], of two weights. hessian: float32 [K, K], the mean of x xᵀ.
+    """
+    return (difference * jnp.matmul(hessian, difference, precision=PRECISION)).sum(0)

@@ -1,0 +1,63 @@
+"""Text for calibration as batches of token windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from mpjax.arguments import require_documents, require_known_ids
+from mpjax.evaluation import document_tokens
+from mpjax.tokenizer import Tokenizer
+
+
+class Windows(NamedTuple):
+    """A batch of windows of tokens.
+
+    tokens: int32 [batch, window]. is_real: bool [batch, window], False for padding, on the right.
+    """
+
+    tokens: np.ndarray
+    is_real: np.ndarray
+
+
+def windows_of(
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    *,
+    window: int,
+    most: int,
+    batch: int,
+) -> list[Windows]:
+    """The first `most` tokens of documents, in batches of windows, each an empty context.
+
+    Raises ValueError for documents that are no list, or have no token, and for a tokenizer of
+    another model.
+    """
+    require_documents(documents)
+    pieces: list[list[int]] = []
+    for text in documents:
+        ids = document_tokens(tokenizer, text)[:most]
+        require_known_ids([ids], vocabulary)
+        most -= len(ids)
+        pieces += [ids[begin : begin + window] for begin in range(0, len(ids), window)]
+        if most == 0:
+            break
+    if not pieces:
+        raise ValueError("there is nothing to calibrate on: the documents are empty")
+    longest = max(map(len, pieces))
+    batch = min(batch, len(pieces))
+    return list(_batches(pieces, longest, batch))
+
+
+def _batches(pieces: list[list[int]], longest: int, batch: int) -> Iterator[Windows]:
+    """Batches of one shape; the last is filled up with padding."""
+    for first in range(0, len(pieces), batch):
+        tokens = np.zeros((batch, longest), np.int32)
+        is_real = np.zeros((batch, longest), bool)
+        for row, ids in enumerate(pieces[first : first + batch]):
+            tokens[row, : len(ids)] = ids
+            is_real[row, : len(ids)] = True
+        yield Windows(tokens, is_real)

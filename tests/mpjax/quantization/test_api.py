@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax.quantization import api
+
+TEXTS = ["the quick brown fox " * 40, "jumps over the lazy dog " * 40]
+LITTLE = mpjax.Calibration(window=64, tokens=512, batch=2)
+
+
+def leaves_of(lm):
+    return jax.tree.leaves(nnx.state(lm.model))
+
+
+def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
+    recipe = mpjax.Recipe.of("W4g32A16KV8", "awq")
+    found = mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
+    assert found.precision == "W4g32A32KV8"
+    assert tiny.precision == "W32A32KV16"  # as it was
+    streamed = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, dtype="float32")
+    for leaves in zip(leaves_of(found), leaves_of(streamed), strict=True):
+        np.testing.assert_array_equal(*leaves)
+    mpjax.save(found, tmp_path / "saved")
+    assert mpjax.load(tmp_path / "saved").precision == found.precision
+
+
+def test_rounding_to_nearest_is_what_load_does(tiny_folder):
+    expected = mpjax.load(tiny_folder, precision="W4A16KV8")
+    found = mpjax.quantize(tiny_folder, mpjax.Recipe.of("W4A16KV8", "rtn"))
+    for leaves in zip(leaves_of(found), leaves_of(expected), strict=True):
+        np.testing.assert_array_equal(*leaves)
+
+
+def test_an_interrupted_run_goes_on(tiny_folder, tmp_path, monkeypatch):
+    recipe, work = mpjax.Recipe.of("W4g32A16KV16", "range"), tmp_path / "work"
+    expected = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE)
+    done, real = [], api.FinishedLayers.save
+
+    def save(self, model, number):
+        real(self, model, number)
+        done.append(number)
+        if len(done) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(api.FinishedLayers, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, work=work)
+    assert [file.name for file in sorted(work.iterdir())] == ["layer-00000.safetensors", "run.json"]
+    loaded = []
+    original = api.FinishedLayers.load
+
+    def load(self, model, number, recipe):
+        loaded.append(original(self, model, number, recipe))
+        return loaded[-1]
+
+    monkeypatch.setattr(api.FinishedLayers, "load", load)
+    found = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, work=work)
+    assert loaded == [True, *[False] * (found.config.num_layers - 1)]
+    for leaves in zip(leaves_of(found), leaves_of(expected), strict=True):
+        np.testing.assert_array_equal(*leaves)
+    assert not work.exists()
+
+
+def test_static_scales_of_the_cache_are_measured(tiny):
+    found = mpjax.quantize(tiny, mpjax.Recipe.of("W8g64A16KV8s", "rtn"), TEXTS, calibration=LITTLE)
+    assert found.model.cache_scales.get_value().ndim == 4
+    assert tiny.model.cache_scales is None
+
+
+def test_bad_input_is_refused_before_anything_is_read(tiny, tiny_folder, tmp_path):
+    def refuses(message, *arguments, **options):
+        with pytest.raises(ValueError, match=message):
+            mpjax.quantize(*arguments, **options)
+
+    refuses("gptq needs text", tiny, "W4A16KV8")
+    refuses("has scales that are measured", tiny, mpjax.Recipe.of("W4A16KV8s", "rtn"))
+    refuses("documents is a text", tiny, "W4A16KV8", TEXTS[0])
+    refuses("the documents are empty", tiny, "W4A16KV8", [])
+    refuses("does not say what weights become", tiny, "A16KV8", TEXTS)
+    refuses("dtype and work are for a folder", tiny, "W4A16KV8", TEXTS, dtype="float16")
+    refuses("documents is 3", tiny, "W4A16KV8", 3)
+    refuses("calibration is", tiny, "W4A16KV8", TEXTS, calibration=3)
+    packed = mpjax.quantize(tiny, mpjax.Recipe.of("W8g64A16KV16", "rtn"))
+    refuses("is quantised already", packed, mpjax.Recipe.of("W4A16KV16", "rtn"))
+    mpjax.save(packed, tmp_path / "saved")
+    refuses("is a model that mpjax saved", tmp_path / "saved", "W4A16KV16", TEXTS)
+    rules = [{"modules": "no.*", "method": "rtn"}]
+    recipe = mpjax.Recipe.parse({"precision": "W4A16KV8", "rules": rules})
+    refuses(r"'no\.\*' matches no linear map", tiny, recipe, TEXTS)
+    with pytest.raises(ValueError, match="Calibration: window is 0"):
+        mpjax.Calibration(window=0)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import builtins
+
+import jax.numpy as jnp
+import pytest
+
+from mpjax.kernels import WeightFormat, grid
+from mpjax.quantization.clipping import learn_ranges
+from mpjax.quantization.ranges import search_ranges
+from mpjax.quantization.statistics import squared_error
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "uint4:g64:sym", "table3:g32", "liquid4:g64/int8"])
+def test_it_is_better_than_the_whole_range(rng, text):
+    format = WeightFormat.parse(text)
+    x = rng.standard_normal((256, 64)) @ rng.standard_normal((64, 64))
+    hessian = jnp.asarray(x.T @ x / len(x), jnp.float32)
+    weight = jnp.asarray(rng.standard_t(3, (64, 16)), jnp.float32)
+
+    def error(fitted):
+        return float(squared_error(fitted.round(weight).dequantize() - weight, hessian).sum())
+
+    found = error(learn_ranges(weight, hessian, format, steps=60, rate=0.05))
+    whole = error(grid.fit(weight, format))
+    assert found <= whole
+    if not format.codes.startswith("liquid"):  # whose steps are integers
+        assert found < 0.97 * whole
+        assert found < 1.1 * error(search_ranges(weight, jnp.diagonal(hessian), format))
+
+
+def test_without_optax_it_says_so(monkeypatch):
+    real = builtins.__import__
+
+    def fail(name, *rest):
+        if name == "optax":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    with pytest.raises(ImportError, match=r'pip install "mpjax\[train\]"'):
+        learn_ranges(jnp.ones((32, 2)), jnp.eye(32), WeightFormat.parse("uint4:g32"))

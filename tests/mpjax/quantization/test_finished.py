@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax.quantization.finished import FinishedLayers, describe_run
+from mpjax.quantization.pipeline import quantize_decoder
+from mpjax.quantization.recipe import Recipe
+from mpjax.quantization.text import Windows
+from tests.models.small import CONFIG, small_model
+
+CONTENT = {
+    "precision": "W4g32A16KV16",
+    "method": "rtn",
+    "rules": [{"modules": "layers.*.mlp.down", "precision": "W16A16KV16"}],
+}
+RECIPE = Recipe.parse(CONTENT)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = small_model(CONFIG)
+    quantize_decoder(model, model.layers.__getitem__, [], RECIPE)
+    return model
+
+
+def test_layers_come_back_bit_for_bit(model, tmp_path):
+    finished = FinishedLayers.open(tmp_path / "work", "run")
+    finished.save(model, 1)
+    other = small_model(CONFIG, seed=1)
+    again = FinishedLayers.open(tmp_path / "work", "run")
+    assert not again.load(other, 0, RECIPE)
+    assert again.load(other, 1, RECIPE)
+    states = [jax.tree.leaves(nnx.state(m.layers[1])) for m in (model, other)]
+    for leaves in zip(*states, strict=True):
+        np.testing.assert_array_equal(*leaves)
+    finished.remove()
+    assert not (tmp_path / "work").exists()
+
+
+def test_another_run_starts_anew(model, tmp_path):
+    FinishedLayers.open(tmp_path, "run").save(model, 0)
+    assert not FinishedLayers.open(tmp_path, "another").load(small_model(CONFIG), 0, RECIPE)
+
+
+def test_a_file_that_was_cut_is_no_layer(model, tmp_path):
+    finished = FinishedLayers.open(tmp_path, "run")
+    finished.save(model, 0)
+    [file] = tmp_path.glob("layer-*")
+    file.write_bytes(file.read_bytes()[:100])
+    assert not finished.load(small_model(CONFIG), 0, RECIPE)
+
+
+def test_runs_are_told_apart(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    windows = Windows(np.ones((1, 2), np.int32), np.ones((1, 2), bool))
+    other = Windows(np.zeros((1, 2), np.int32), np.ones((1, 2), bool))
+    run = describe_run(tmp_path, RECIPE, [windows], "bfloat16")
+    assert run == describe_run(tmp_path, RECIPE, [windows], "bfloat16")
+    others = {
+        describe_run(tmp_path, RECIPE, [other], "bfloat16"),
+        describe_run(tmp_path, RECIPE, [windows], "float16"),
+        describe_run(tmp_path, Recipe.of("W4A16KV16"), [windows], "bfloat16"),
+    }
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    others.add(describe_run(tmp_path, RECIPE, [windows], "bfloat16"))
+    assert len(others) == 4
+    assert run not in others

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax.models import DecoderLayer
+from mpjax.models.config import Fold
+from mpjax.quantization import folds
+from tests.models.small import CONFIG, small_config
+
+
+def make_layer(config):
+    return DecoderLayer(config, config.layers[0], nnx.Rngs(0))
+
+
+def test_a_layer_computes_what_it_computed(rng):
+    layer, spec = make_layer(CONFIG), CONFIG.layers[0]
+    hidden = jnp.asarray(rng.standard_normal((2, 9, CONFIG.hidden_size)), jnp.float32)
+    angles = jnp.asarray(rng.uniform(0, 3, (2, 9, CONFIG.head_dim // 2)), jnp.float32)
+    expected, inputs = layer.inputs(hidden, angles)
+    assert {fold.target for fold in spec.folds(CONFIG)} == set(spec.linear_paths(CONFIG))
+    for fold in spec.folds(CONFIG):
+        rows = inputs[fold.target].shape[-1]
+        scales = folds.tie(fold, jnp.asarray(rng.uniform(0.3, 3, rows), jnp.float32))
+        before = folds.linear_of(layer, fold.target).kernel.get_value()
+        folds.apply(layer, fold, scales)
+        after = folds.linear_of(layer, fold.target).kernel.get_value()
+        np.testing.assert_allclose(after, before * scales[:, None], rtol=1e-6)
+        found, read = layer.inputs(hidden, angles)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            read[fold.target] * scales[None, None], inputs[fold.target], rtol=1e-4, atol=1e-6
+        )
+        inputs = read
+
+
+def test_copies_of_a_channel_share_a_scale():
+    fold = Fold("output", "qkv", 2, (2, 3, 4))
+    scales = jnp.arange(1.0, 25.0)
+    shared = folds.tie(fold, scales).reshape(2, 3, 4)
+    np.testing.assert_allclose(shared, jnp.broadcast_to(shared[:, :1], shared.shape))
+    np.testing.assert_allclose(shared[1, 0, 2], (15 * 19 * 23) ** (1 / 3), rtol=1e-6)
+    assert folds.tie(Fold("down", "gate_up", 1), scales) is scales
+    assert hash(functools.partial(folds.tie, fold).args) == hash((fold,))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_biases_are_divided_too(number):
+    config = small_config((None,), qkv_bias=True, mlp_bias=True)
+    layer = make_layer(config)
+    fold = config.layers[0].folds(config)[number]
+    bias = folds.linear_of(layer, fold.source).bias
+    bias.set_value(jnp.ones_like(bias.get_value()))
+    rows = folds.linear_of(layer, fold.target).kernel.get_value().shape[0]
+    folds.apply(layer, fold, jnp.full(rows, 2.0))
+    last = folds.find(layer, fold.source).sizes[-1]  # values are the last, and so is up
+    np.testing.assert_array_equal(bias.get_value()[-last:], 0.5)
+    np.testing.assert_array_equal(bias.get_value()[:-last], 1)

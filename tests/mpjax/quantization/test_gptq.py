@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.kernels import WeightFormat, grid
+from mpjax.quantization.gptq import ATTEMPTS, BLOCK, gptq, inverse_factor
+from mpjax.quantization.statistics import squared_error
+
+FORMATS = ("uint4:g32", "uint4:g64:sym", "uint8:gK", "table3:g32", "float8:gK", "int8/int8")
+
+
+def make_inputs(rng, channels: int, tokens: int = 512) -> np.ndarray:
+    """Correlated inputs, some channels of them large."""
+    mixed = rng.standard_normal((tokens, channels)) @ rng.standard_normal((channels, channels))
+    return mixed / np.sqrt(channels) * np.exp(rng.standard_normal(channels))
+
+
+def textbook(weight, hessian, fitted, damping, order):
+    """GPTQ one row after another in float64, without blocks and with the inverse written out."""
+    weight, hessian = np.array(weight, np.float64)[order], np.array(hessian, np.float64)
+    damped = hessian + damping * np.diag(hessian).mean() * np.eye(len(hessian))
+    inverse = np.linalg.inv(damped[order][:, order])
+    codes = np.zeros(weight.shape, np.float64)
+    for index, channel in enumerate(order):
+        row = fitted.row(int(fitted.group_of(channel)))
+        found = row.nearest(jnp.asarray(weight[index], jnp.float32))
+        codes[channel] = np.asarray(found.astype(jnp.float32))
+        error = (weight[index] - np.asarray(row.decode(found))) / inverse[0, 0]
+        weight[index:] -= np.outer(inverse[0], error)[: len(weight) - index]
+        # The inverse without its first row and column, by one step of elimination.
+        inverse = (inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:]
+    return codes
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+@pytest.mark.parametrize("channels", [64, BLOCK + 64])
+def test_it_is_the_textbook_loop(rng, channels, is_ordered):
+    x = make_inputs(rng, channels)
+    hessian = (x.T @ x / len(x)).astype(np.float32)
+    weight = rng.standard_normal((channels, 24)).astype(np.float32)
+    fitted = grid.fit(jnp.asarray(weight), WeightFormat.parse("uint4:g32"))
+    found = gptq(weight, hessian, fitted, is_ordered=is_ordered)
+    order = np.argsort(-np.diag(hessian), kind="stable") if is_ordered else np.arange(channels)
+    expected = textbook(weight, hessian, fitted, 0.01, order)
+    # Float32 may round to the other neighbour now and then, and what follows makes up for it.
+    assert (np.asarray(found.plain.codes) == expected).mean() > 0.99
+    assert found.damping == np.float32(0.01)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_outputs_are_nearer_than_those_of_rounding_to_nearest(rng, text):
+    x = make_inputs(rng, 128).astype(np.float32)
+    hessian = jnp.asarray(x.T @ x / len(x))
+    weight = jnp.asarray(rng.standard_normal((128, 16)), jnp.float32)
+    fitted = grid.fit(weight, WeightFormat.parse(text))
+    errors = [
+        float(squared_error(plain.dequantize() - weight, hessian).sum())
+        for plain in (fitted.round(weight), gptq(weight, hessian, fitted).plain)
+    ]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_unseen_channels_are_rounded_to_nearest(rng):
+    """The textbook sets them to zero; here they keep the values that other text may meet."""
+    x = make_inputs(rng, 64).astype(np.float32)
+    x[:, 7] = 0
+    weight = jnp.asarray(rng.standard_normal((64, 8)), jnp.float32)
+    fitted = grid.fit(weight, WeightFormat.parse("uint4:g32"))
+    found = gptq(weight, x.T @ x, fitted).plain
+    np.testing.assert_array_equal(found.codes[7], fitted.round(weight).codes[7])
+
+
+def test_a_singular_hessian_gets_more_damping(rng):
+    """Of fewer inputs than channels, and of inputs of very different sizes."""
+    x = make_inputs(rng, 96, tokens=8).astype(np.float32) * np.logspace(-6, 6, 96, dtype=np.float32)
+    factor, damping = inverse_factor(jnp.asarray(x.T @ x), 1e-9)
+    assert jnp.isfinite(factor).all()
+    assert 1e-9 < damping <= 1e-9 * 10**ATTEMPTS
+
+
+def test_without_a_factor_codes_are_the_nearest(rng):
+    weight = jnp.asarray(rng.standard_normal((64, 8)), jnp.float32)
+    fitted = grid.fit(weight, WeightFormat.parse("uint4:g32"))
+    found = gptq(weight, -jnp.eye(64), fitted)
+    assert jnp.isnan(found.damping)
+    np.testing.assert_array_equal(found.plain.codes, fitted.round(weight).codes)
+
+
+def test_the_factor_is_that_of_the_inverse(rng):
+    x = make_inputs(rng, 48)
+    hessian = x.T @ x / len(x)
+    factor, _ = inverse_factor(jnp.asarray(hessian, jnp.float32), 0.01)
+    damped = hessian + 0.01 * np.diag(hessian).mean() * np.eye(48)
+    np.testing.assert_allclose(np.tril(factor, -1), 0)
+    np.testing.assert_allclose(factor.T @ factor, np.linalg.inv(damped), rtol=0.02, atol=1e-3)

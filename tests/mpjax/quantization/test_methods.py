@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from mpjax.kernels import WeightFormat
+from mpjax.quantization.methods import ROUNDINGS, SCALINGS, Method, choose_codes
+from mpjax.quantization.statistics import Statistics, squared_error
+
+
+@pytest.mark.parametrize(
+    ("text", "scalings", "rounding"),
+    [
+        ("rtn", (), "rtn"),
+        ("GPTQ", (), "gptq"),
+        ("awq", ("awq",), "range"),
+        (" awq+gptq ", ("awq",), "gptq"),
+        ("os+", ("os+",), "range"),
+        ("os++gptq", ("os+",), "gptq"),
+        ("smooth+os++rtn", ("smooth", "os+"), "rtn"),
+    ],
+)
+def test_methods_are_read(text, scalings, rounding):
+    method = Method.parse(text)
+    assert method == Method(scalings, rounding)
+    assert Method.parse(str(method)) == method
+    assert method.needs_text == (text != "rtn")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gtpq", "no method 'gtpq' (did you mean 'gptq'?)"),
+        ("gptq+awq", "scalings first"),
+        ("rtn+gptq", "one of rtn, range, clip, gptq last"),
+        ("", "expected scalings first"),
+        ("+", "expected scalings first"),
+        (4, "the method is 4: expected a text"),
+    ],
+)
+def test_other_texts_are_refused(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Method.parse(text)
+
+
+def test_every_rounding_is_better_than_to_nearest(rng):
+    x = jnp.asarray(rng.standard_normal((1, 256, 64)) @ rng.standard_normal((64, 64)), jnp.float32)
+    statistics = Statistics.of(x, jnp.ones((1, 256), bool), 1)
+    weight = jnp.asarray(rng.standard_t(4, (64, 16)), jnp.float32)
+    errors = [
+        float(squared_error(plain.dequantize() - weight, statistics.hessian).sum())
+        for rounding in ROUNDINGS
+        for plain in [choose_codes(weight, statistics, WeightFormat.parse("uint4:g32"), rounding)]
+    ]
+    nearest, searched, learned, compensated = errors
+    assert compensated < min(searched, learned)
+    assert max(searched, learned) < nearest
+    assert compensated < 0.6 * nearest
+    assert set(SCALINGS) == {"awq", "smooth", "os+"}

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax.kernels import QuantizedTensor
+from mpjax.quantization.pipeline import Stream, quantize_decoder, quantize_layer
+from mpjax.quantization.recipe import Recipe
+from mpjax.quantization.text import Windows
+from tests.models.small import CONFIG, small_model
+
+PATHS = CONFIG.layers[0].linear_paths(CONFIG)
+
+
+@pytest.fixture
+def batches(rng):
+    tokens = rng.integers(0, CONFIG.vocab_size, (2, 4, 32)).astype(np.int32)
+    is_real = np.ones((2, 4, 32), bool)
+    is_real[1, 3, 5:] = False
+    return [Windows(*pair) for pair in zip(tokens, is_real, strict=True)]
+
+
+def rules_of(recipe, number=0):
+    return {path: recipe.rule_of(f"layers.{number}.{path}") for path in PATHS}
+
+
+def test_statistics_are_of_what_each_map_reads(batches):
+    model = small_model(CONFIG)
+    stream = Stream.of(model, batches)
+    found = stream.statistics(model.layers[0])
+    assert found.keys() == set(PATHS)
+    assert {float(statistics.tokens) for statistics in found.values()} == {256 - 27}
+    hidden = jnp.asarray(stream.states[0])
+    normed = model.layers[0].attention_norm(hidden)
+    first = np.asarray(normed.reshape(-1, normed.shape[-1]), np.float64)
+    alone = Stream.of(model, batches[:1]).statistics(model.layers[0])["attention.qkv"]
+    np.testing.assert_allclose(alone.products, first.T @ first, rtol=1e-4, atol=1e-3)
+
+
+def test_the_stream_goes_on_as_the_model_does(batches):
+    model = small_model(CONFIG)
+    stream = Stream.of(model, batches)
+    for layer in model.layers:
+        stream.advance(layer)
+    head = (model.embedding if model.head is None else model.head).get_value()
+    logits = model.norm(jnp.asarray(stream.states[0])) @ head.T
+    np.testing.assert_allclose(logits, model(batches[0].tokens), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq", "os++gptq"])
+def test_a_layer_is_quantised_and_the_plain_one_stays(batches, method):
+    model = small_model(CONFIG)
+    plain = model.layers[0]
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(plain))]
+    stream = Stream.of(model, batches)
+    recipe = Recipe.of("W8g64A16KV16", method)
+    found = stream.statistics(plain)
+    layer = quantize_layer(plain, found, rules_of(recipe), CONFIG.layers[0].folds(CONFIG))
+    for leaves in zip(before, jax.tree.leaves(nnx.state(plain)), strict=True):
+        np.testing.assert_array_equal(*leaves)
+    kernels = [layer.attention.qkv.parts[0], layer.attention.output, layer.mlp.gate_up.parts[0]]
+    kernels.append(layer.mlp.down)
+    assert all(isinstance(linear.kernel.get_value(), QuantizedTensor) for linear in kernels)
+    hidden = jnp.asarray(stream.states[0])
+    expected, _ = plain.inputs(hidden, stream.angles)
+    outputs, _ = layer.inputs(hidden, stream.angles)
+    error = np.abs(outputs - expected).mean() / np.abs(expected - hidden).mean()
+    assert 0 < error < 0.02
+
+
+def test_better_methods_lose_less(batches):
+    model = small_model(CONFIG)
+    expected = np.asarray(model(batches[0].tokens), np.float64)
+    errors = {}
+    for method in ("rtn", "gptq"):
+        quantized = nnx.merge(*nnx.split(model))
+        recipe = Recipe.of("W4g32A16KV16", method)
+        quantize_decoder(quantized, model.layers.__getitem__, batches, recipe)
+        errors[method] = np.abs(quantized(batches[0].tokens) - expected).mean()
+    assert errors["gptq"] < 0.8 * errors["rtn"]
+
+
+def test_maps_of_16_bits_stay(batches):
+    model = small_model(CONFIG)
+    quantized = nnx.merge(*nnx.split(model))
+    content = {"precision": "W4g32A16KV16", "method": "rtn"}
+    rules = [{"modules": "layers.1.*", "precision": "W16A16KV16"}]
+    done = []
+    quantize_decoder(
+        quantized,
+        model.layers.__getitem__,
+        [],
+        Recipe.parse(content | {"rules": rules}),
+        lambda number, layer: done.append(number),
+    )
+    assert done == [0, 1]
+    kinds = [type(layer.mlp.down.kernel.get_value()) for layer in quantized.layers]
+    assert kinds[0] is QuantizedTensor
+    assert issubclass(kinds[1], jax.Array)
+
+
+def test_too_little_text_for_gptq_is_said(batches):
+    model = small_model(CONFIG)
+    [few] = [Windows(batches[0].tokens[:1], batches[0].is_real[:1])]
+    stream = Stream.of(model, [few])
+    found = stream.statistics(model.layers[0])
+    rules = rules_of(Recipe.of("W4g32A16KV16", "gptq"))
+    places = CONFIG.layers[0].folds(CONFIG)
+    with pytest.warns(UserWarning, match="the text has 32 tokens: GPTQ") as said:
+        layer = quantize_layer(model.layers[0], found, rules, places)
+    assert [str(warning.message).split()[0] for warning in said] == list(PATHS)
+    ranges = quantize_layer(
+        model.layers[0], found, rules_of(Recipe.of("W4g32A16KV16", "range")), places
+    )
+    for leaves in zip(*(jax.tree.leaves(nnx.state(x)) for x in (layer, ranges)), strict=True):
+        np.testing.assert_array_equal(*leaves)
+
+
+def test_infinite_states_are_refused_with_the_layer(batches):
+    model = small_model(CONFIG)
+    weight = model.layers[0].mlp_norm.weight
+    weight.set_value(weight.get_value() * jnp.inf)
+    with pytest.raises(ValueError, match="behind layer 0, the hidden states are NaN or infinite"):
+        quantize_decoder(model, model.layers.__getitem__, batches, Recipe.of("W8g64A16KV16", "rtn"))

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.quantization.methods import Method
+from mpjax.quantization.recipe import Recipe
+
+TEXT = """
+precision = "W4A16KV8"
+method = "awq+gptq"
+
+[[rules]]
+modules = "layers.*.mlp.down"
+precision = "W8A16KV16"
+
+[[rules]]
+modules = "layers.0.*"
+method = "range"
+
+[[rules]]
+modules = "layers.1.*"
+precision = "W16A16KV16"
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to_file(text):
+        path = tmp_path / "recipe.toml"
+        path.write_text(text)
+        return path
+
+    return to_file
+
+
+def test_the_first_rule_that_matches_counts(write):
+    recipe = Recipe.read(write(TEXT))
+    assert recipe.kv == KVFormat.parse("KV8")
+    found = {
+        path: (str(rule.weights), str(rule.method))
+        for path in (
+            "layers.0.mlp.down",
+            "layers.0.attention.qkv",
+            "layers.1.mlp.gate_up",
+            "layers.7.mlp.gate_up",
+        )
+        for rule in [recipe.rule_of(path)]
+    }
+    assert found == {
+        "layers.0.mlp.down": ("uint8:g128", "awq+gptq"),
+        "layers.0.attention.qkv": ("uint4:g128", "range"),
+        "layers.1.mlp.gate_up": ("bfloat16", "awq+gptq"),
+        "layers.7.mlp.gate_up": ("uint4:g128", "awq+gptq"),
+    }
+
+
+def test_a_precision_is_a_recipe():
+    recipe = Recipe.of("W4A8KV4")
+    [rule] = recipe.rules
+    assert (rule.weights, rule.method) == (
+        WeightFormat.parse("liquid4:g64/int8"),
+        Method((), "gptq"),
+    )
+    assert Recipe.of("W4A8KV4", "os+").rules[0].method == Method(("os+",), "range")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the recipe has no precision"),
+        ('precision = "W4A16KV8"\nmethods = "awq"', "has a key 'methods': expected method,"),
+        ('precision = "A16KV8"', "does not say what weights become"),
+        ('precision = "W5A16KV8"', "W5A16 is not implemented"),
+        ('precision = "W4A16KV8"\nmethod = "gtpq"', "did you mean 'gptq'"),
+        ('precision = "W4A16KV8"\nrules = 3', "rules is 3: expected a list"),
+        ('precision = "W4A16KV8"\n[[rules]]\nprecision = "W8A16KV16"', "a rule has no modules"),
+        ('precision = "W4A16KV8"\n[[rules]]\nmodules = "a"', "and a precision or method"),
+        ('precision = "W4A16KV8"\nrules = [3]', "a rule is 3: expected a table"),
+        ("precision = ", "Invalid value"),
+    ],
+)
+def test_faults_are_named_with_the_file(write, text, message):
+    path = write(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        Recipe.read(path)
+    assert str(path) in str(error.value)
+
+
+def test_rules_must_name_every_map_and_match_one():
+    rules = Recipe.of("W4A16KV16").rules
+    content = {"precision": "W4A16KV8", "rules": [{"modules": "layers.0.*", "method": "rtn"}]}
+    partial = Recipe(Recipe.parse(content).rules[:1])
+    with pytest.raises(ValueError, match=r"no rule of the recipe names layers\.1\.mlp\.down"):
+        partial.rule_of("layers.1.mlp.down")
+    partial.require_used(["layers.0.mlp.down"])
+    Recipe(rules).require_used(["layers.0.mlp.down"])
+    with pytest.raises(ValueError, match=r"'layers\.0\.\*' matches no linear map .* mlp\.down"):
+        partial.require_used(["layers.1.mlp.down"])

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.kernels import WeightFormat, grid, quantize_activations
+from mpjax.quantization.scaling import (
+    ALPHAS,
+    AWQ_STEPS,
+    awq_scales,
+    best_scales,
+    deployed_error,
+    smooth_scales,
+    threshold_scales,
+)
+from mpjax.quantization.statistics import Statistics
+
+INT8 = ("int8/int8", "liquid4:g64/int8", "float8:gK/float8")
+
+
+@pytest.fixture
+def weight(rng):
+    return jnp.asarray(rng.standard_normal((128, 24)), jnp.float32)
+
+
+@pytest.fixture
+def inputs(rng):
+    """Of few channels that are far larger than the others."""
+    x = rng.standard_normal((256, 128)).astype(np.float32)
+    x[:, 5] *= 30
+    x[:, 77] *= 60
+    return x
+
+
+@pytest.fixture
+def statistics(inputs):
+    return Statistics.of(jnp.asarray(inputs)[None], jnp.ones((1, 256), bool), 128)
+
+
+def output_error(x, weight, scales, format):
+    """The mean squared error of x · W in float64, computed from the definition."""
+    scaled = weight * scales[:, None]
+    rounded = np.asarray(grid.fit(scaled, format).round(scaled).dequantize(), np.float64)
+    read = x / np.asarray(scales)[None]
+    if format.operand is not None:
+        read = np.asarray(quantize_activations(jnp.asarray(read), format).dequantize())
+    return ((read @ rounded - x @ np.asarray(weight, np.float64)) ** 2).sum(1).mean()
+
+
+def test_awq_takes_the_least_of_its_grid(weight, inputs, statistics):
+    format = WeightFormat.parse("uint4:g32")
+    found = awq_scales(weight, statistics, format)
+    mean = np.abs(inputs).mean(0)
+    shares = np.abs(weight).reshape(4, 32, -1)
+    shares = (shares / (shares.max(1, keepdims=True) + 1e-6)).reshape(128, -1).mean(1)
+    candidates = [np.ones(128, np.float32)]
+    for power in np.linspace(0, 1, AWQ_STEPS + 1, dtype=np.float32):
+        candidates += [mean**power, mean**power / (shares ** (1 - power) + 1e-4)]
+    centred = [c / np.sqrt(c.max() * c.min()) for c in candidates]
+    losses = [output_error(inputs, weight, jnp.asarray(c), format) for c in centred]
+    assert output_error(inputs, weight, found, format) == pytest.approx(min(losses), rel=1e-3)
+    assert min(losses) < 0.8 * losses[0]
+    np.testing.assert_allclose(found, centred[int(np.argmin(losses))], rtol=1e-4)
+
+
+@pytest.mark.parametrize("text", INT8)
+def test_smoothing_takes_the_best_alpha(weight, inputs, statistics, text):
+    format = WeightFormat.parse(text)
+    found = smooth_scales(weight, statistics, format)
+    ones = deployed_error(weight, statistics, format, jnp.ones(128))
+    assert deployed_error(weight, statistics, format, found) < 0.5 * ones
+    largest, weights = np.abs(inputs).max(0), np.abs(weight).max(1)
+    for alpha in ALPHAS:
+        scales = jnp.asarray(largest**alpha / weights ** (1 - alpha))
+        scales /= jnp.sqrt(scales.max() * scales.min())
+        loss = deployed_error(weight, statistics, format, scales)
+        assert deployed_error(weight, statistics, format, found) <= loss * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("text", INT8)
+def test_a_threshold_scales_what_is_beyond_it(weight, inputs, statistics, text):
+    format = WeightFormat.parse(text)
+    found = np.asarray(threshold_scales(weight, statistics, format))
+    assert found[77] > found[5] > 1
+    assert (found >= 1).all()
+    scaled = np.abs(inputs).max(0)[found > 1] / found[found > 1]
+    np.testing.assert_allclose(scaled, scaled[0], rtol=1e-5)  # all of them to the threshold
+    ones = deployed_error(weight, statistics, format, jnp.ones(128))
+    if text != "float8:gK/float8":  # floating point hardly minds outliers
+        assert deployed_error(weight, statistics, format, jnp.asarray(found)) < 0.5 * ones
+
+
+def test_the_deployed_error_is_of_rounded_operands(weight, inputs, statistics):
+    samples = np.asarray(statistics.samples)
+    scales = jnp.asarray(np.abs(inputs).max(0) ** 0.5)
+    for text in ("int8/int8", "liquid4:g64/int8"):
+        format = WeightFormat.parse(text)
+        expected = output_error(samples, weight, scales, format)
+        found = deployed_error(weight, statistics, format, scales)
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_without_16_bit_errors_ones_are_the_best(weight):
+    """Inputs that are all alike, and a weight that its format holds exactly."""
+    format = WeightFormat.parse("uint8:gK")
+    exact = grid.fit(weight, format).round(weight).dequantize()
+    alike = Statistics.of(jnp.ones((1, 8, 128)), jnp.ones((1, 8), bool), 8)
+    np.testing.assert_array_equal(awq_scales(exact, alike, format), jnp.ones(128))
+
+
+def test_candidates_that_overflow_lose():
+    candidates = jnp.asarray([[1.0, 1.0], [2.0, 0.5], [4.0, 0.25]])
+    found = best_scales(candidates, lambda s: jnp.where(s[0] > 3, jnp.nan, -s[0]))
+    np.testing.assert_array_equal(found, [2, 0.5])
+
+
+def test_tied_scales(weight, statistics):
+    def tie(scales):
+        return jnp.repeat(scales[:64], 2)
+
+    found = awq_scales(weight, statistics, WeightFormat.parse("uint4:g32"), tie=tie)
+    np.testing.assert_array_equal(found[::2], found[1::2])
+    assert len(np.unique(found)) > 32

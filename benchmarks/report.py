@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import quantization, summary
+from benchmarks import methods, quantization, summary
 from mpjax.bench import attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
@@ -47,7 +47,12 @@ def write(results: Path, docs: Path) -> None:
         ("generate", ("generate*.json",), _generate, _summary_of_generate),
         ("gemm", ("gemm*.json",), _gemm, _summary_of_gemm),
         ("attention", ("attention*.json",), _attention, _summary_of_attention),
-        ("quality", ("perplexity*.json", "quantization.json"), _quality, _summary_of_quality),
+        (
+            "quality",
+            ("perplexity*.json", "methods*.json", "quantization.json"),
+            _quality,
+            _summary_of_quality,
+        ),
     ):
         paths = [path for pattern in patterns for path in sorted(results.glob(pattern))]
         if found := [json.loads(path.read_text()) for path in paths]:
@@ -262,8 +267,20 @@ def _quality(results: Results, folder: Path) -> list[str]:
         parts += _perplexity(evaluated)
     for result in results:
         if "rows" not in result:
-            parts += _quantization(result)
+            parts += _methods(result) if "model" in result else _quantization(result)
     return parts
+
+
+def _methods(result: dict[str, Any]) -> list[str]:
+    command = "python -m benchmarks.methods"
+    is_bundled = result["model"] == "bundled"
+    return [
+        f"## Methods of quantisation: {'the bundled model' if is_bundled else result['model']}\n",
+        "Perplexity on text that calibration has not seen; Δ against 16 bits. The command says "
+        "which texts.\n",
+        tables.markdown(methods.HEADERS, map(methods.cells, result["results"])),
+        _source(result, command if is_bundled else f"{command} {result['model']}"),
+    ]
 
 
 def _quantization(result: dict[str, Any]) -> list[str]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from mpjax.loading import bundled_model, load
     from mpjax.models import trainable
     from mpjax.precision import Precision
+    from mpjax.quantization.api import Calibration, quantize
+    from mpjax.quantization.recipe import Recipe
     from mpjax.sampling import Sampling
 
 __version__ = "0.1.0"
@@ -34,11 +36,13 @@ __version__ = "0.1.0"
 plain_names.install()
 
 __all__ = [
+    "Calibration",
     "Evaluation",
     "GeneratedTokens",
     "Generation",
     "LanguageModel",
     "Precision",
+    "Recipe",
     "Sampling",
     "TextPiece",
     "bundled_model",
@@ -47,6 +51,7 @@ __all__ = [
     "generate",
     "generate_tokens",
     "load",
+    "quantize",
     "save",
     "stream",
     "stream_batch",
@@ -54,11 +59,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Calibration": "quantization.api",
     "Evaluation": "evaluation",
     "GeneratedTokens": "decoding",
     "Generation": "generation",
     "LanguageModel": "language_model",
     "Precision": "precision",
+    "Recipe": "quantization.recipe",
     "Sampling": "sampling",
     "TextPiece": "generation",
     "bundled_model": "loading",
@@ -67,6 +74,7 @@ _MODULES = {
     "generate": "generation",
     "generate_tokens": "decoding",
     "load": "loading",
+    "quantize": "quantization.api",
     "save": "checkpoint.saving",
     "stream": "generation",
     "stream_batch": "generation",

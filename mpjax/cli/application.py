@@ -22,6 +22,7 @@ from mpjax.cli import (
     info,
     interrupts,
     output,
+    quantize,
     tune,
 )
 
@@ -31,6 +32,7 @@ Examples:
   mpjax generate "def fibonacci(n):"
   mpjax chat --model Qwen3-8B-AWQ --precision W4A16KV8
   mpjax convert Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8
+  mpjax quantize Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8 --text book.txt
 
 \b
 A precision says how the weights (W), activations (A) and the KV cache are
@@ -109,7 +111,7 @@ def _explain(error: Exception) -> str | None:
 app = typer.Typer(
     name="mpjax",
     cls=Commands,
-    help="Mixed-precision LLM inference in JAX: generate, chat, convert and measure.",
+    help="Mixed-precision LLM inference in JAX: generate, chat, quantise and measure.",
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -146,7 +148,7 @@ def _options(
     pass
 
 
-for _module in (generate, chat, convert, info, evaluate, tune, environment):
+for _module in (generate, chat, convert, quantize, info, evaluate, tune, environment):
     # Programs compiled for tuning are run once, and would push others out of the cache.
     _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
     app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)

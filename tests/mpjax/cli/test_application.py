@@ -16,7 +16,7 @@ from mpjax.cli import application, bench, main
 from mpjax.cli.application import app
 from mpjax.memory import DeviceMemoryError
 
-COMMANDS = ("generate", "chat", "convert", "info", "evaluate", "tune", "bench", "env")
+COMMANDS = ("generate", "chat", "convert", "quantize", "info", "evaluate", "tune", "bench", "env")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_examples_are_right_usage(example, tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(typer.core.TyperCommand, "invoke", lambda self, ctx: ran.append(self.name))
     monkeypatch.chdir(tmp_path)
-    for name in ("book.txt", "wikitext.txt"):
+    for name in ("book.txt", "wikitext.txt", "recipe.toml"):
         Path(name).write_text("text")
     result = CliRunner().invoke(app, example)
     assert (result.exit_code, result.stderr) == (0, "")

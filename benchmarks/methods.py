@@ -1,0 +1,102 @@
+"""What each method of quantisation costs in perplexity, on text that calibration has not seen.
+
+python -m benchmarks.methods             the bundled model, on Python source
+python -m benchmarks.methods FOLDER      another model, on English: the help topics of Python
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import pydoc_data.topics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mpjax
+from mpjax.bench import measure
+from mpjax.evaluation import read_held_out
+
+RESULTS = Path(__file__).parent / "results"
+# Modules of the standard library that the bundled model was trained on, and not measured on.
+MODULES = ("argparse", "textwrap", "logging", "difflib", "http.client", "unittest.case")
+CASES = {
+    "W4g64A16KV16": ("rtn", "range", "awq", "gptq", "awq+gptq"),
+    "W4A8KV16": ("rtn", "gptq", "os++gptq"),
+    "W8A8KV16": ("rtn", "os++rtn", "gptq"),
+    "WNF4A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
+    "WNF3A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
+}
+CALIBRATION = mpjax.Calibration(window=512, tokens=48 * 512, batch=8)
+HELD_OUT_CHARACTERS = 20_000
+HEADERS = ("precision", "method", "perplexity", "Δ")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes the results of a model."""
+    parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
+    parser.add_argument("folder", nargs="?", help="of a 16-bit checkpoint")
+    folder = parser.parse_args(arguments).folder
+    text, held_out = python_source() if folder is None else english()
+    source = mpjax.bundled_model() if folder is None else Path(folder)
+    rows = []
+    for row in run(source, text, held_out, CASES):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    name = "methods" if folder is None else f"methods-{source.name.lower()}"
+    print(measure.save(name, {"model": source.name, "results": rows}, RESULTS))
+
+
+def run(
+    source: Path,
+    text: Sequence[str],
+    held_out: Sequence[str],
+    cases: Mapping[str, Sequence[str]],
+    calibration: mpjax.Calibration = CALIBRATION,
+) -> Iterator[dict[str, Any]]:
+    """A row for the 16-bit model, and one for each precision and method."""
+    base = mpjax.load(source, precision="A16KV16", progress=False)
+    plain = _perplexity(base, held_out, calibration)
+    yield {"precision": base.precision, "method": "", "perplexity": plain, "rise": 0.0}
+    for precision, methods in cases.items():
+        for method in methods:
+            recipe = mpjax.Recipe.of(precision, method)
+            lm = mpjax.quantize(base, recipe, text, calibration=calibration, progress=False)
+            found = _perplexity(lm, held_out, calibration)
+            yield {
+                "precision": precision,
+                "method": method,
+                "perplexity": found,
+                "rise": found / plain - 1,
+            }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The texts of a row of the table, in the order of HEADERS."""
+    rise = f"{row['rise']:+.2%}" if row["method"] else ""
+    return [row["precision"], row["method"], f"{row['perplexity']:.3f}", rise]
+
+
+def python_source() -> tuple[list[str], list[str]]:
+    """Text to calibrate on and text to measure on, for the bundled model."""
+    text = [inspect.getsource(importlib.import_module(name)) for name in MODULES]
+    return text, read_held_out(mpjax.bundled_model() / "held_out.jsonl")
+
+
+def english() -> tuple[list[str], list[str]]:
+    """The same in English: every second help topic of Python, and some of the others."""
+    topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
+    return ["\n\n".join(topics[::2])], ["\n\n".join(topics[1::2])[:HELD_OUT_CHARACTERS]]
+
+
+def _perplexity(
+    lm: mpjax.LanguageModel, held_out: Sequence[str], calibration: mpjax.Calibration
+) -> float:
+    found = mpjax.evaluate(lm, held_out, window=calibration.window, progress=False)
+    return found.perplexity
+
+
+if __name__ == "__main__":
+    main()

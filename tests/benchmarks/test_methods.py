@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import json
+
+import mpjax
+from benchmarks import methods
+
+LITTLE = mpjax.Calibration(window=64, tokens=1024, batch=4)
+
+
+def test_a_row_for_each_method(tmp_path, monkeypatch, capsys):
+    text, held_out = methods.python_source()
+    short = [document[:1500] for document in text[:2]], [held_out[0][:1500]]
+    monkeypatch.setattr(methods, "RESULTS", tmp_path)
+    monkeypatch.setattr(methods, "CASES", {"WNF3A16KV16": ("rtn", "gptq")})
+    monkeypatch.setattr(methods, "CALIBRATION", LITTLE)
+    monkeypatch.setattr(methods, "python_source", lambda: short)
+    monkeypatch.setattr(methods.run, "__defaults__", (LITTLE,))
+    methods.main([])
+    rows = json.loads((tmp_path / "methods.json").read_text())["results"]
+    assert [row["method"] for row in rows] == ["", "rtn", "gptq"]
+    assert min(rows[1]["rise"], rows[2]["rise"]) > 0.05
+    assert methods.cells(rows[0])[3] == ""
+    assert methods.cells(rows[1])[3].startswith("+")
+    assert "methods.json" in capsys.readouterr().out
+
+
+def test_english_is_split_in_two():
+    text, held_out = methods.english()
+    assert len(text[0]) > 100_000
+    assert len(held_out[0]) == methods.HELD_OUT_CHARACTERS
+    assert held_out[0][:2000] not in text[0]

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+import mpjax
+from mpjax.cli.application import app
+
+
+def quantize(*arguments):
+    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog " * 30)
+    return path
+
+
+def test_a_folder_is_written_and_loads(tiny_folder, text, tmp_path):
+    target = tmp_path / "quantized"
+    options = ("--precision", "W4g32A16KV8", "--method", "awq", "--text", text, "--window", 64)
+    result = quantize(tiny_folder, target, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{target}: W4g32A16KV8, ")
+    assert mpjax.load(target).precision == "W4g32A16KV8"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    again = quantize(tiny_folder, target, *options)
+    assert again.exit_code == 1
+    assert "is not empty" in again.stderr
+
+
+def test_a_recipe_gives_maps_other_precisions(tiny_folder, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'precision = "W4g32A16KV16"\nmethod = "rtn"\n'
+        '[[rules]]\nmodules = "layers.*.mlp.down"\nprecision = "W8g64A16KV16"\n'
+    )
+    result = quantize(tiny_folder, tmp_path / "mixed", "--recipe", recipe)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert mpjax.load(tmp_path / "mixed").precision == "W4g32+W8g64A16KV16"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ((), 2, "give either --precision or --recipe"),
+        (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
+        (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),
+        (("--precision", "nonsense"), 2, "nonsense"),
+    ],
+)
+def test_wrong_usage(tiny_folder, tmp_path, options, code, message):
+    result = quantize(tiny_folder, tmp_path / "target", *options)
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "target").exists()

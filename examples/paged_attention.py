@@ -1,4 +1,4 @@
-"""An attention layer of your own over a paged low-bit cache: two prompts, and decoding in a `jit`."""
+"""Your own attention layer over a paged low-bit cache: two prompts, and decoding in one `jit`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `mpjax bench` measured, and the page of the docs that is written from it."""
+"""Results of `mpjax bench`, and the scripts that write docs/benchmarks.md from them."""

@@ -1,9 +1,9 @@
-"""How much a KV format's codes change what attention gives, against exact keys and values.
+"""Measures the error of attention's result that each KV format's quantisation causes.
 
 python -m benchmarks.quantization
 
-Runs anywhere: the reference implementation attends. What the kernels add is in the tables of
-`mpjax bench attention`.
+Runs on any machine, because it uses the reference implementation. `mpjax bench attention` measures
+the additional error of the kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpjax.kernels import (
 
 RESULTS = Path(__file__).parent / "results"
 FORMATS = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "KV2", "KV2t")
-# What a few channels of the keys are: like the others, ten times as large, or far from zero.
+# Kinds of keys: CHANNELS of them are like the others, ten times as large, or shifted by ten.
 KINDS = ("normal", "large channels", "offset channels")
 CHANNELS = (7, 40, 101)
 TOKENS, KV_HEADS, GROUP, DIM = 4096, 2, 4, 128
@@ -37,13 +37,13 @@ HEADERS = ("format", *KINDS)
 
 
 def main() -> None:
-    """Writes the results of this checkout."""
+    """Measures all formats, writes the results to this checkout, and prints the path."""
     rows = list(run(FORMATS, TOKENS))
     print(measure.save("quantization", {"tokens": TOKENS, "results": rows}, RESULTS))
 
 
 def run(formats: tuple[str, ...], tokens: int) -> Iterator[dict[str, Any]]:
-    """The relative error of each format, for each kind of keys."""
+    """Yields a row for each format: its relative error for each kind of keys."""
     scenes = {kind: _scene(kind, tokens) for kind in KINDS}
     for text in formats:
         errors = {kind: _error(KVFormat.parse(text), *scenes[kind]) for kind in KINDS}

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md, the tables behind it and their plots, from saved results.
+"""Writes docs/benchmarks.md, the pages of tables in docs/benchmarks, and plots from saved results.
 
 python -m benchmarks.report
 """
@@ -22,23 +22,23 @@ from mpjax.kernels.plans.tables import SHIPPED, file_name
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
-SHARES = 10  # kernels of a step that are named
-GPUS = {"NVIDIA H200": Limits(132, 9.0)}  # whose plans can be told here
+SHARES = 10  # number of kernels of a decoding step that are listed by name
+GPUS = {"NVIDIA H200": Limits(132, 9.0)}  # GPUs with a shipped table, and their limits
 Results = list[dict[str, Any]]
 
 
 def main() -> None:
-    """Writes the pages of this checkout."""
+    """Writes the pages of this checkout, and prints the path of the first."""
     write(RESULTS, DOCS)
     print(DOCS / "benchmarks.md")
 
 
 def write(results: Path, docs: Path) -> None:
-    """Writes benchmarks.md into a folder of docs, and pages of tables into benchmarks/ there.
+    """Writes benchmarks.md into the folder `docs`, and pages of tables into docs/benchmarks.
 
-    Of each benchmark there may be several files, `gemm*.json` for example, which were measured at
-    different times: each has its table and its source, and a plot shows the rows of all. What is
-    missing is left out.
+    A benchmark may have several result files, such as `gemm*.json`, measured at different times.
+    Each has its own table and source; a plot shows the rows of all. A benchmark without result
+    files is left out.
     """
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _plot(text: str, name: str) -> str:
 
 
 def _generate(results: Results, folder: Path) -> list[str]:
-    # A file has the rows of a sweep, or is a row itself.
+    # A result file holds the rows of a sweep, or is itself a row.
     sweeps = [result.get("results", [result]) for result in results]
     order = sorted(range(len(sweeps)), key=lambda i: _first_case(sweeps[i]))
     results, sweeps = [results[i] for i in order], [sweeps[i] for i in order]
@@ -131,13 +131,13 @@ def _generate(results: Results, folder: Path) -> list[str]:
             parts.append(_plot(about, name))
     if any(row.get("filled") for row in others + over_contexts):
         parts.append(
-            "Without a time to the first token: decoded from a cache of random keys and values, "
-            "for which there is no text to check against.\n"
+            "Rows without a time to the first token were decoded from a cache of random keys and "
+            "values, for which there is no text to check against.\n"
         )
     for result, rows in zip(results, sweeps, strict=True):
         parts.append(_source(result, _generate_command(rows)))
         if not all("step_bytes" in row for row in rows):
-            parts.append("Its peak memory was read after the 2 GB that measure bandwidth.\n")
+            parts.append("Peak memory includes the 2 GB with which bandwidth was measured.\n")
     return [*parts, *(_shares(rows[0]) for rows in sweeps)]
 
 
@@ -150,7 +150,7 @@ def _spans_contexts(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def _generate_command(rows: Sequence[dict[str, Any]]) -> str:
-    """The command of a sweep's rows, without options that say what would be so anyway."""
+    """The command that measured a sweep's rows, without options that have their default."""
     options = {"precision": _distinct(rows, "precision"), "batch": _distinct(rows, "batch")}
     options["prompt-tokens"] = _distinct(rows, "prompt_tokens")
     options["new-tokens"] = _distinct(rows, "new_tokens")
@@ -203,21 +203,24 @@ def _gemm(results: Results, folder: Path) -> list[str]:
             texts[-1] += " \\*" if is_other else ""
         parts.append(tables.markdown(["K × N", *gemm.HEADERS], cells))
         if count := sum(others):
-            parts.append(f"\\* With another plan since: {count} of {len(rows)} rows.\n")
+            parts.append(f"\\* The plan of {count} of {len(rows)} rows has changed since.\n")
         if not all("packed_bytes" in row for row in rows):
-            parts.append("This floor reads the codes alone, without scales and zero points.\n")
+            parts.append("The floor of this table reads codes without scales and zero points.\n")
         parts.append(_source(result, "mpjax bench gemm" + command))
     return parts
 
 
 def _is_partial(row: dict[str, Any]) -> bool:
-    """Whether a product is not the whole one that runs by itself."""
+    """Whether a row measured only a part of a product, or a forced implementation."""
     is_rounded = row.get("rounded") and WeightFormat.parse(row["format"]).operand is not None
     return bool(row.get("forced") or row.get("in_model") or is_rounded)
 
 
 def runs_otherwise(row: dict[str, Any], device: str) -> bool:
-    """Whether a product would run with another plan on its GPU now: as the shipped table says."""
+    """Whether the shipped table, or the rule, now has another plan for a measured product.
+
+    device: the GPU of the row; False for a GPU without a shipped table.
+    """
     if row.get("forced") or "configuration" not in row or device not in GPUS:
         return False
     format = WeightFormat.parse(row["format"])
@@ -227,12 +230,12 @@ def runs_otherwise(row: dict[str, Any], device: str) -> bool:
     plan = entry.plan if entry else plan_by_rule(problem)
     if plan.implementation != row["implementation"]:
         return True
-    # What a plan could not say yet when it was measured has its default.
+    # A field that configurations did not have when the row was measured has its default.
     return plan.config is not None and plan.config != type(plan.config)(**row["configuration"])
 
 
 def _models_or_shapes(rows: Sequence[dict[str, Any]]) -> str:
-    """Names of all shapes that were measured, in the place of a whole model's the model's."""
+    """Names of the measured shapes, or a model's name for all of its shapes, with commas."""
     measured = list(dict.fromkeys(row["shape"] for row in rows))
     parts: list[str] = []
     for model in roofline.models(rows):
@@ -251,7 +254,7 @@ def _attention(results: Results, folder: Path) -> list[str]:
         rows = result["results"]
         parts.append(tables.markdown(attention.HEADERS, map(attention.cells, rows)))
         if not all("copies" in row for row in rows):
-            parts.append("Read without rotation: a cache below 60 MB may lie in the L2 cache.\n")
+            parts.append("Calls read the same copy: a cache below 60 MB may be in the L2 cache.\n")
         shapes, formats = (_distinct(rows, name) for name in ("shape", "format"))
         for name, shapes_of in attention.SETS.items():
             shapes = name if shapes == ",".join(shape.name for shape in shapes_of) else shapes
@@ -285,26 +288,28 @@ def _methods(result: dict[str, Any]) -> list[str]:
 
 def _quantization(result: dict[str, Any]) -> list[str]:
     return [
-        "## What quantisation changes in attention\n",
-        f"One query over {result['tokens']} random keys and values, of bfloat16, against exact "
-        "attention in float64: mean error over mean magnitude. Values have nothing in common here, "
-        "so what attention gives is small, and the errors are large beside it; perplexity is what "
-        "counts. Three of 128 channels of the keys are as the others, ten times as large, or "
-        "around ten. Tokens that wait in 16 bits are exact.\n",
+        "## Error of attention by quantisation\n",
+        f"Attention of one query over {result['tokens']} random keys and values in bfloat16, "
+        "against exact attention in float64: mean error over mean magnitude. Random values "
+        "average out, so the result of attention is small, and the relative errors are larger "
+        "than in a model; perplexity is the better measure. In the three columns, three of 128 "
+        "channels of the keys are like the others, ten times as large, or shifted by ten. Tokens "
+        "of the residual are exact.\n",
         tables.markdown(quantization.HEADERS, map(quantization.cells, result["results"])),
         _source(result, "python -m benchmarks.quantization"),
     ]
 
 
 def _distinct(rows: Sequence[dict[str, Any]], key: str) -> str:
-    """The values of a column, once each, with commas between them."""
+    """The distinct values of a column, with commas between them."""
     return ",".join(dict.fromkeys(str(row[key]) for row in rows))
 
 
 def _perplexity(results: Results) -> list[str]:
     parts = [
         "## Perplexity of the bundled model\n",
-        "On its held-out text, every token read through the cache; Δ against the first row.\n",
+        "On its held-out text, with keys and values read from the cache; Δ is the change from the "
+        "first row.\n",
     ]
     for result in results:
         command, output = "mpjax evaluate", "perplexity"

@@ -1,4 +1,4 @@
-"""The four tables of docs/benchmarks.md: a selection of the saved results."""
+"""Makes the four tables of docs/benchmarks.md from a selection of the saved results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Row = Mapping[str, Any]
 CONTEXT = 2048  # tokens before the first decoded one
 BATCHES = (1, 16, 64)
 SHAPE, ROWS = "qwen3-8b.gate_up", (1, 16, 64, 256, 4096)
-# [batch, tokens of each sequence], of 32 query heads and 8 KV heads of 128 channels.
+# (batch, tokens of each sequence) of shapes with 32 query heads and 8 KV heads of 128 channels.
 CACHES = ((1, 4096), (1, 32768), (1, 131072), (8, 4096), (32, 4096), (128, 2048))
 
 
 def generate(rows: Sequence[Row]) -> str:
-    """Tokens/s of each precision and batch, and their share of the roofline."""
+    """Table of tokens/s by precision and batch, with the share of the roofline."""
     found = {
         (row["precision"], row["batch"]): row
         for row in rows
@@ -34,13 +34,15 @@ def generate(rows: Sequence[Row]) -> str:
 
 
 def gemm(rows: Sequence[Row]) -> str:
-    """How many times as fast as cuBLAS each format is, by rows of x.
+    """Table of the speed-up over cuBLAS by format and rows of x, with the time over the floor.
 
-    8-bit activations come rounded, as from a model's norm, where that was measured.
+    For formats with 8-bit activations, a measurement with x already rounded is preferred, since a
+    model's norm rounds x.
     """
     whole = [row for row in rows if not row.get("forced") and not row.get("in_model")]
     found: dict[tuple[str, int], Row] = {}
-    for row in sorted(whole, key=lambda row: bool(row.get("rounded"))):  # rounded ones replace
+    # A later row replaces an earlier one, so rows with rounded x come last.
+    for row in sorted(whole, key=lambda row: bool(row.get("rounded"))):
         if row["shape"] == SHAPE and row["M"] in ROWS:
             found[row["format"], row["M"]] = row
     headers = ["× cuBLAS (× floor)", *(f"{rows} rows" for rows in ROWS)]
@@ -48,7 +50,7 @@ def gemm(rows: Sequence[Row]) -> str:
 
 
 def attention(rows: Sequence[Row]) -> str:
-    """How many times as fast as cuDNN over 16 bits each format is, by batch and context."""
+    """Table of the speed-up over cuDNN on 16 bits by format and cache, with time over floor."""
     shapes = {
         AttentionShape(batch, 32, 8, 128, tokens).name: (batch, tokens) for batch, tokens in CACHES
     }
@@ -58,7 +60,7 @@ def attention(rows: Sequence[Row]) -> str:
 
 
 def perplexity(rows: Sequence[Row]) -> str:
-    """Perplexity of the bundled model in each precision, once each, against the first."""
+    """Table of the bundled model's perplexity by precision, with the change from the first."""
     found = {row["precision"]: row["perplexity"] for row in rows}
     first = rows[0]["perplexity"]
     cells = [[name, f"{value:.3f}", f"{value / first - 1:+.1%}"] for name, value in found.items()]
@@ -76,9 +78,10 @@ def _grid(
     cell: Callable[[Row], str],
     least: int = 1,
 ) -> str:
-    """A table with a line for each name in text order, and a column for each second key.
+    """A Markdown table with a line for each name, sorted, and a cell for each column.
 
-    least: cells that a line has, or is left out.
+    found: rows by (name, column). cell: the text of a row's cell. least: the number of cells that a
+    name needs; a name with fewer is left out.
     """
     columns = list(columns)
     counts = collections.Counter(name for name, _ in found)

@@ -9,17 +9,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mpjax
+from mpjax.kernels import ActivationFormat
 from mpjax.models import Decoder, Linear
 
 RANK, STEPS, BATCH, LENGTH, RATE = 8, 24, 4, 128, 0.1
 
 
 class Adapter(nnx.Param):
-    """What is trained."""
+    """A trained matrix; the only variables with gradients."""
 
 
 class AdaptedLinear(Linear):
-    """A linear map plus a map of low rank; at first the same map."""
+    """A linear map plus a map of low rank, which is zero at first."""
 
     def __init__(self, base: Linear, key: jax.Array):
         kernel: Any = base.kernel.get_value()
@@ -29,16 +30,17 @@ class AdaptedLinear(Linear):
         self.up = Adapter(jnp.zeros((RANK, outputs)))
 
     @property
-    def format(self) -> None:
-        """None, so that x comes in 16 bits whatever the kernel multiplies."""
+    def activations(self) -> ActivationFormat:
+        """16 bits for any kernel, because the low-rank map needs x unrounded."""
+        return ActivationFormat()
 
     def __call__(self, x: Any) -> jax.Array:
-        """Maps [..., in] to [..., out]."""
+        """Maps x [..., in] to [..., out]."""
         change: jax.Array = x.astype(jnp.float32) @ self.down.get_value() @ self.up.get_value()
         return super().__call__(x) + change.astype(x.dtype)
 
     def terms(self, x: Any) -> jax.Array:
-        """The map as one term: see Linear.terms."""
+        """The map as a single term [1, ..., out]; see Linear.terms."""
         return self(x)[None]
 
 
@@ -49,7 +51,7 @@ for index, layer in enumerate(lm.model.layers):
     layer.mlp.down = AdaptedLinear(layer.mlp.down, keys[1])
 structure, adapters, frozen = nnx.split(lm.model, Adapter, ...)  # type: ignore[misc]
 
-# Something that the model, which knows Python, has not seen.
+# A text unlike the Python source on which the model was trained.
 text = "\n".join(f"The {n}th line says that {n} plus {n} is {2 * n}." for n in range(400))
 assert lm.tokenizer is not None
 ids = lm.tokenizer.encode(text)
@@ -57,7 +59,7 @@ tokens = jnp.array(ids[: len(ids) // LENGTH * LENGTH]).reshape(-1, LENGTH)
 
 
 def loss(adapters: nnx.State, frozen: nnx.State, tokens: jax.Array) -> jax.Array:
-    """Mean negative log-likelihood of each token after the ones before it."""
+    """Mean negative log-likelihood, in nats, of each token given the tokens before it."""
     model: Decoder = nnx.merge(structure, adapters, frozen)
     chances = jax.nn.log_softmax(model(tokens[:, :-1]))
     return -jnp.take_along_axis(chances, tokens[:, 1:, None], axis=-1).mean()
@@ -65,7 +67,7 @@ def loss(adapters: nnx.State, frozen: nnx.State, tokens: jax.Array) -> jax.Array
 
 @jax.jit
 def step(adapters: nnx.State, frozen: nnx.State, tokens: jax.Array) -> tuple[nnx.State, jax.Array]:
-    """One step of gradient descent on the adapters alone."""
+    """Makes a step of gradient descent; returns the new adapters and the loss before it."""
     value, gradient = jax.value_and_grad(loss)(adapters, frozen, tokens)
     return jax.tree.map(lambda weight, g: weight - RATE * g, adapters, gradient), value
 

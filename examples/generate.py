@@ -1,4 +1,4 @@
-"""Load a model in W4A16KV8 and complete two prompts, greedily and by sampling.
+"""Loads a model in W4A16KV8 and completes two prompts, greedily and by sampling.
 
 python examples/generate.py                 # the bundled model
 python examples/generate.py Qwen3-8B-AWQ/   # any checkpoint folder
@@ -19,7 +19,7 @@ sampled = mpjax.generate(
     prompts,
     max_new_tokens=48,
     sampling=mpjax.Sampling(temperature=0.8, top_p=0.95),
-    seeds=[1, 2],  # alone decide what a row draws, whatever its neighbours
+    seeds=[1, 2],  # one for each row; a row's draws don't depend on other rows
     stop="\n\n",
 )
 for prompt, first, second in zip(prompts, greedy.text, sampled.text, strict=True):

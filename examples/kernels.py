@@ -1,4 +1,4 @@
-"""The kernels alone: a packed matrix product, and attention over a low-bit paged KV cache."""
+"""Uses kernels without a model: a packed product, and attention over a low-bit paged KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ x = jax.random.normal(keys[1], (3, 1024), jnp.bfloat16)
 error = jnp.abs(matmul(x, packed) - x @ weight).mean() / jnp.abs(x @ weight).mean()
 print(f"{packed.format}: {weight.nbytes} bytes become {packed.nbytes}, mean error {error:.1%}")
 
-# Two sequences in a cache of 8-bit pages: 100 and 37 tokens, then attention of one more each.
+# Two sequences of 100 and 37 tokens in a cache of 8-bit pages, and attention of their last tokens.
 layout = KVLayout(kv_heads=2, head_dim=64, format="KV8")
 cache = PagedKVCache.create(layout, layers=1, batch=2, max_tokens=256)
 key, value = (jax.random.normal(k, (2, 100, 2, 64), jnp.bfloat16) for k in keys[2:4])

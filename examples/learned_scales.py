@@ -1,4 +1,4 @@
-"""Learn the scales of a model whose weights are packed in 2 bits (FLUTE), and save the result."""
+"""Learns the scales of a model whose weights are packed in 2 bits (FLUTE), and saves the result."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STEPS, ROWS, LENGTH, RATE = 16, 8, 96, 0.03
 
 
 class Scales(nnx.Param):
-    """What is trained: float32 [groups, outputs]."""
+    """Trained scales, float32 [groups, outputs]; the only variables with gradients."""
 
 
 class ScaledLinear(Linear):
-    """A packed linear map whose scales are a parameter; at first the same map."""
+    """A packed linear map whose scales are a parameter, which begins as the weight's own."""
 
     def __init__(self, base: Linear):
         kernel: Any = base.kernel.get_value()
@@ -32,37 +32,37 @@ class ScaledLinear(Linear):
         self.scales = Scales(unpack(kernel).scales.astype(jnp.float32))
 
     def product(self, x: Any) -> jax.Array:
-        """X · kernel; the scales count as they are stored, rounded to 16 bits."""
+        """Product of x and the kernel; the scales are rounded to 16 bits, as when stored."""
         kernel: Any = self.kernel.get_value()
         return matmul(x, kernel, scales=self.scales.get_value())
 
     def terms(self, x: Any) -> jax.Array:
-        """The map as one term: see Linear.terms."""
+        """The map as a single term [1, ..., out]; see Linear.terms."""
         return self(x)[None]
 
     def packed(self) -> Linear:
-        """The same map with the scales in the packed weight."""
+        """A Linear with the learned scales in its packed weight."""
         kernel = replace_scales(self.kernel.get_value(), self.scales.get_value())
         return Linear(kernel, None if self.bias is None else self.bias.get_value())
 
 
 @nnx.jit
 def loss(model: Decoder, tokens: jax.Array) -> jax.Array:
-    """Mean negative log-likelihood of each token after the ones before it."""
+    """Mean negative log-likelihood, in nats, of each token given the tokens before it."""
     chances = jax.nn.log_softmax(model(tokens[:, :-1]))
     return -jnp.take_along_axis(chances, tokens[:, 1:, None], axis=-1).mean()
 
 
 @nnx.jit
 def step(model: Decoder, tokens: jax.Array) -> None:
-    """One step of descent on the scales alone: each a little larger or smaller, by its sign."""
+    """Makes a step of sign descent: each scale grows or shrinks by RATE, against its gradient."""
     gradient = nnx.grad(loss, argnums=nnx.DiffState(0, Scales))(model, tokens)
     scales = nnx.state(model, Scales)
     nnx.update(model, jax.tree.map(lambda s, g: s * (1 - RATE * jnp.sign(g)), scales, gradient))
 
 
 def replace(model: Decoder, change: Any) -> None:
-    """Changes every linear map of a model."""
+    """Replaces every linear map of a model by change(map)."""
     for layer in model.layers:
         layer.attention.output = change(layer.attention.output)
         layer.mlp.down = change(layer.mlp.down)
@@ -72,7 +72,7 @@ def replace(model: Decoder, change: Any) -> None:
 
 lm = mpjax.load(mpjax.bundled_model(), precision="WNF2A16KV16", progress=False)
 assert lm.tokenizer is not None
-ids = lm.tokenizer.encode(inspect.getsource(textwrap))  # Python, as the model knew in 16 bits
+ids = lm.tokenizer.encode(inspect.getsource(textwrap))  # Python, as in training
 tokens, others = jnp.array(ids[: 2 * ROWS * LENGTH]).reshape(2, ROWS, LENGTH)
 
 before = loss(lm.model, others)

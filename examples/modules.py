@@ -1,4 +1,4 @@
-"""A decoder as an ordinary Flax NNX module: initialise it, run it, differentiate it, step it."""
+"""Uses a decoder as an ordinary Flax NNX module: initialises, runs, differentiates and steps it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ config = DecoderConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
-    # Windows, one per layer, say how many keys a query sees; None: all.
+    # One window for each layer, the number of keys that a query attends to; None: all.
     layers=llama_layers((None, None), intermediate_size=256, qk_norm=True),
     max_position_embeddings=512,
     dtype="float32",
@@ -24,7 +24,7 @@ tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size)
 
 
 def loss(model: Qwen3, tokens: jax.Array) -> jax.Array:
-    """Mean negative log-likelihood of each token after the ones before it."""
+    """Mean negative log-likelihood, in nats, of each token given the tokens before it."""
     chances = jax.nn.log_softmax(model(tokens[:, :-1]))
     return -jnp.take_along_axis(chances, tokens[:, 1:, None], axis=-1).mean()
 
@@ -32,7 +32,7 @@ def loss(model: Qwen3, tokens: jax.Array) -> jax.Array:
 value, gradient = jax.jit(jax.value_and_grad(loss))(model, tokens)
 print(f"loss {value:.3f}, gradient of the embedding {gradient.embedding[...].shape}")
 
-# The same model with a KV cache: the cache goes in and comes out, and nothing else changes.
+# The same model with a KV cache, which is an argument and a result; the model holds no state.
 step = jax.jit(Qwen3.step, static_argnames="fresh", donate_argnames="cache")
 cache = model.create_cache(batch=2, max_tokens=64, format="KV8")
 logits, cache = step(model, tokens, jnp.array([16, 9], jnp.int32), cache, fresh=True)

@@ -1,4 +1,4 @@
-"""Your own attention layer over a paged low-bit cache: two prompts, then decoding in one `jit`."""
+"""Your own attention layer over a paged low-bit cache: two prompts, and decoding in one `jit`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ Weights = dict[str, jax.Array]
 def attend(
     weights: Weights, x: jax.Array, counts: jax.Array, cache: PagedKVCache
 ) -> tuple[jax.Array, PagedKVCache]:
-    """Maps x [batch, tokens, channels], of which counts[b] tokens are new in sequence b."""
+    """Attends to the cache; returns the same shape as x and the cache with the new tokens.
+
+    x: [batch, tokens, channels], of which the first counts[b] tokens of sequence b are not padding.
+    """
     positions = cache.lengths[:, None] + jnp.arange(x.shape[1])[None]  # [batch, tokens]
     frequencies = 1e4 ** -(jnp.arange(0.0, DIM, 2) / DIM)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     span = Span(cache.block_tables, cache.lengths, counts)
     heads = (QUERY_HEADS, KV_HEADS)
     rotation = Rotation(jnp.cos(angles), jnp.sin(angles), heads, transform_queries=True)
-    # One kernel adds the splits of the product (here one), rotates, quantises and appends.
+    # One kernel adds the terms of the product (here a single one), rotates, quantises and appends.
     terms = (x @ weights["qkv"])[None]
     queries, pages = rotate_and_append(terms, cache.layers[0], span, rotation, dtype=x.dtype)
     attended = paged_attention(queries, pages, span, transformed=True)
@@ -36,7 +39,7 @@ def attend(
 # The cache is donated: tokens are written into its buffers, and nothing is copied.
 @functools.partial(jax.jit, donate_argnames="cache")
 def decode(weights: Weights, x: jax.Array, cache: PagedKVCache) -> tuple[jax.Array, PagedKVCache]:
-    """STEPS tokens for each sequence, each the normalised result of the last."""
+    """Decodes STEPS tokens of each sequence; the input of a step is the last output, normalised."""
 
     def step(carry, _):  # type: ignore[no-untyped-def]
         x, cache = carry

@@ -30,8 +30,8 @@ from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_ac
 class GroupedQuerySpec(AttentionSpec):
     """Grouped-query attention with rotary positions.
 
-    qkv_bias, output_bias: whether the query, key and value maps, and the output map, have biases.
-    qk_norm: whether an RMSNorm maps each query and key head before it is rotated.
+    qkv_bias: whether the query, key and value maps have biases. output_bias: whether the output
+    map has one. qk_norm: whether an RMSNorm maps each query and key head before its rotation.
     """
 
     kind: ClassVar[str] = "grouped_query"
@@ -40,11 +40,11 @@ class GroupedQuerySpec(AttentionSpec):
     qk_norm: bool = False
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
-        """The module, with random weights."""
+        """An Attention module with random weights."""
         return Attention(config, self, rngs)
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """The maps query, key and value, and output."""
+        """Two products: query, key and value together (`qkv`), and `output`."""
         hidden = config.hidden_size
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         return (
@@ -53,7 +53,7 @@ class GroupedQuerySpec(AttentionSpec):
         )
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """The weights of the norms."""
+        """Shapes of the query and key norms' weights, by path; empty without `qk_norm`."""
         norms = ("query_norm", "key_norm") if self.qk_norm else ()
         return {f"{norm}.weight": (config.head_dim,) for norm in norms}
 
@@ -82,17 +82,22 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
     ) -> tuple[jax.Array, KVPages | None]:
-        """Maps x [batch, tokens, hidden] to the same shape; see `attend`."""
+        """Attention and its output map: x [batch, tokens, hidden] to the same shape, and the pages.
+
+        The arguments are those of `attend`.
+        """
         attended, pages = self.attend(x, angles, pages, span)
         return self.output(attended), pages
 
     def attend(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
     ) -> tuple[jax.Array, KVPages | None]:
-        """What `output` maps, [batch, tokens, heads · head dim], and the pages with the new tokens.
+        """Attends without the output map; returns [batch, tokens, heads · head dim] and the pages.
 
-        pages and span come together: a layer's part of the cache and where the tokens go in it.
-        Without them x is whole sequences from position 0.
+        x: [batch, tokens, hidden]. angles: rotary angles, float32 [batch, tokens, head dim / 2].
+        pages and span come together: this layer's part of the cache, and where the new tokens lie
+        in it; the returned pages hold the new keys and values. Without them x holds whole sequences
+        from position 0.
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
         batch, tokens, _ = x.shape

@@ -1,4 +1,4 @@
-"""The shape of a decoder: its sizes, and what each of its layers is."""
+"""The configuration of a decoder: its sizes, and a spec for each of its layers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class RopeScaling:
 class LinearMaps(NamedTuple):
     """Linear maps of one input, which a layer computes as one product where it can.
 
-    path: of the Linear or FusedLinear in the half of a layer, such as `gate_up`.
-    shapes: [input, output channels] of each map. bias: whether each has one.
+    path: the attribute of the layer's attention or MLP that holds the Linear or FusedLinear, such
+        as `gate_up`.
+    shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
     """
 
     path: str
@@ -67,12 +68,12 @@ class Fold:
 
 @dataclasses.dataclass(frozen=True)
 class SublayerSpec(abc.ABC):
-    """What one half of a layer is, an attention or an MLP: static, hashable.
+    """Base class of AttentionSpec and MLPSpec, the specs of a layer's two halves; hashable.
 
-    A subclass is a frozen dataclass whose fields are numbers, switches and texts, so that a saved
-    model can say them in JSON; config_checks checks them by their types.
+    A subclass is a frozen dataclass whose fields are numbers, booleans and strings, so that a saved
+    model can hold them in JSON; config_checks checks them by their types.
 
-    kind: what a saved model calls the subclass.
+    kind: the name of the subclass in a saved model's mpjax.json.
     """
 
     kind: ClassVar[str]
@@ -82,14 +83,14 @@ class SublayerSpec(abc.ABC):
 
     @abc.abstractmethod
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Any:
-        """The module, with random weights."""
+        """The module that this spec describes, with random weights."""
 
     @abc.abstractmethod
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """All linear maps of the module, in the order of the computation."""
+        """Linear maps of the module, in the order of the computation."""
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of all other parameters, which are never quantised, by their paths."""
+        """Shapes of the module's other parameters, which are never quantised, by path."""
         return {}
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
@@ -99,21 +100,24 @@ class SublayerSpec(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec(SublayerSpec):
-    """What a layer's attention is. window: keys that a query sees, itself included (None: all)."""
+    """Base class of attention specs.
+
+    window: how many keys a query attends to, its own included (sliding window); None: all.
+    """
 
     window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class MLPSpec(SublayerSpec):
-    """What a layer's MLP is. intermediate_size: channels between its maps, of each token."""
+    """Base class of MLP specs. intermediate_size: channels of the hidden layer inside the MLP."""
 
     intermediate_size: int
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What one layer is; layers may differ."""
+    """The specs of one layer's attention and MLP. Layers of a decoder may differ."""
 
     attention: AttentionSpec
     mlp: MLPSpec
@@ -148,10 +152,11 @@ class DecoderConfig:
     """Everything that a decoder's computation depends on besides its weights; static, hashable.
 
     num_heads, num_kv_heads, head_dim: the same in all layers, since a cache has one shape.
-    layers: what each layer is.
-    dtype: what the model computes in, also as a short name such as `bf16`.
-    max_position_embeddings: tokens that a sequence may have, a limit that nothing else depends on.
-    stop_ids: tokens that end a text; not used by the model itself.
+    layers: a spec for each layer.
+    max_position_embeddings: the most tokens that a sequence may have. It only limits lengths; no
+        parameter's shape depends on it.
+    dtype: of parameters and activations: bfloat16, float16 or float32, or a short name (`bf16`).
+    stop_ids: token ids that end a text; the model itself does not use them.
     """
 
     vocab_size: int
@@ -174,7 +179,7 @@ class DecoderConfig:
             object.__setattr__(self, "dtype", as_dtype("DecoderConfig: dtype", self.dtype).name)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for name in ("layers", "stop_ids"):  # of a list, the configuration would have no hash
+        for name in ("layers", "stop_ids"):  # tuples, because a list has no hash
             value = getattr(self, name)
             if not isinstance(value, list | tuple):
                 raise ConfigError(f"DecoderConfig: {name} is {shown(value)}: expected a list")
@@ -182,22 +187,22 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer's attention."""
+        """Sliding window of each layer, in keys; None for a layer that attends to all keys."""
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
     def intermediate_size(self) -> int:
-        """The largest of the layers' MLPs."""
+        """The largest intermediate_size of the layers' MLPs."""
         return max(layer.mlp.intermediate_size for layer in self.layers)
 
 
 def _make_plain(config: DecoderConfig | SublayerSpec) -> None:
-    """Makes Python numbers of NumPy's: a saved model says them in JSON."""
+    """Replaces NumPy scalars in fields by Python numbers, which JSON can hold."""
     for field in dataclasses.fields(config):
         if isinstance(value := getattr(config, field.name), np.generic):
             object.__setattr__(config, field.name, value.item())

@@ -1,7 +1,7 @@
-"""Checks what a configuration says: types, ranges, and what fits together.
+"""Checks of a configuration's values: types, ranges, and values that must fit together.
 
-Every message has one form: `where: name is value: expected ...`. Readers of files check with the
-same functions what they compute with.
+Every message has one form: `where: name is value: expected ...`. Readers of config.json check
+single values with the same functions before they compute with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
 
 
 def refuse(where: str, name: str, value: Any, expected: str) -> typing.NoReturn:
-    """Raises ConfigError about a value, which is shown on one line."""
+    """Raises ConfigError: `where: name is value: expected ...`, on one line."""
     shown = " ".join(repr(value).split())
     raise ConfigError(f"{where}: {name} is {shown:.80}: expected {expected}")
 
@@ -38,7 +38,7 @@ def refuse(where: str, name: str, value: Any, expected: str) -> typing.NoReturn:
 def whole(
     where: str, name: str, value: Any, minimum: int = 1, maximum: int = MAXIMUM_INTEGER
 ) -> int:
-    """The value, a whole number in a range. Raises ConfigError for another one."""
+    """The value, if it is an integer from minimum to maximum; else raises ConfigError."""
     if type(value) is int and value > maximum:
         refuse(where, name, value, f"at most {maximum}")
     if type(value) is not int or value < minimum:
@@ -48,28 +48,31 @@ def whole(
 
 
 def positive(where: str, name: str, value: Any) -> float:
-    """The value, a positive, finite number. Raises ConfigError for another one."""
+    """The value, if it is a positive, finite number; else raises ConfigError."""
     if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         refuse(where, name, value, "a positive number")
     return value
 
 
 def switch(where: str, name: str, value: Any) -> bool:
-    """The value, true or false. Raises ConfigError for another one."""
+    """The value, if it is a boolean; else raises ConfigError."""
     if type(value) is not bool:
         refuse(where, name, value, "true or false")
     return value
 
 
 def choice(where: str, name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """The value, one of some texts. Raises ConfigError for another one."""
+    """The value, if it is one of `choices`; else raises ConfigError."""
     if value not in choices:
         refuse(where, name, value, " or ".join(choices))
     return value
 
 
 def token_ids(where: str, name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
-    """The value, a sequence of token ids, or one of them. Raises ConfigError for another one."""
+    """Token ids as a tuple, from a list of them or a single one.
+
+    vocabulary: the number of token ids. Raises ConfigError for anything but integers below it.
+    """
     ids = value if isinstance(value, list | tuple) else [value]
     if not all(type(i) is int and 0 <= i < vocabulary for i in ids):
         refuse(where, name, value, f"token ids from 0 to {vocabulary - 1}")
@@ -81,9 +84,10 @@ def require_sound(
     where: str = "DecoderConfig",
     names: Mapping[str, str] = types.MappingProxyType({}),
 ) -> None:
-    """Raises ConfigError for a value that no decoder can have.
+    """Raises ConfigError for a value that no decoder can be built from.
 
-    where: what the configuration comes from. names: of fields that are called otherwise there.
+    where: the source of the configuration, for messages, such as `config.json`.
+    names: the source's names of fields, where they differ from DecoderConfig's.
     """
 
     def name(field: str) -> str:
@@ -127,8 +131,8 @@ def _check_layer(layer: LayerSpec, where: str, name: str) -> None:
 def _check_fields(
     config: DecoderConfig | SublayerSpec | RopeScaling, where: str, names: Mapping[str, str]
 ) -> None:
-    """The numbers, switches and texts of a dataclass; all numbers are positive."""
-    kind: Any = type(config)  # which mypy takes for one without a hash
+    """Checks the numbers (all must be positive), booleans and strings of a dataclass."""
+    kind: Any = type(config)  # Any, because mypy takes the type for one without a hash
     for field, kinds in _field_types(kind).items():
         value, name = getattr(config, field), names.get(field, field)
         if value is None and type(None) in kinds:
@@ -145,7 +149,7 @@ def _check_fields(
 
 @functools.cache
 def _field_types(config: type) -> dict[str, tuple[Any, ...]]:
-    """The types that each field of a dataclass may have."""
+    """The types that each field of a dataclass may have, by the field's name."""
     hints = typing.get_type_hints(config)
     unions = (typing.Union, types.UnionType)
     return {

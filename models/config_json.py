@@ -1,4 +1,4 @@
-"""Reads what every family's `config.json` says in common."""
+"""Readers of the keys of `config.json` that families share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from mpjax.models.config_checks import DTYPES, MAXIMUM_INTEGER
 
 WHERE = "config.json"
 ROTARY = f"{WHERE}, rotary scaling"
-# More than any model has: bounds what is made for each layer, where no tensors are at hand.
+# More layers than any model has. A config.json alone, without tensors, can't make mpjax build specs
+# and shapes for more.
 MAXIMUM_LAYERS = 10_000
-# Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. Where
-# there are both, somebody added the scaling to a newer file, and it counts.
+# Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. A file
+# with both is a newer one to which somebody added rope_scaling, so rope_scaling comes first.
 ROTARY_KEYS = ("rope_scaling", "rope_parameters")
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-# Fields of a DecoderConfig and of what is in it that the file calls otherwise.
+# Keys in config.json of the fields of DecoderConfig and RopeScaling that have other names there.
 NAMES = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -32,11 +33,11 @@ NAMES = {
 
 
 def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The DecoderConfig fields but `layers`, which all families read alike from a `config.json`.
+    """DecoderConfig's fields except `layers`: all families read them alike from `config.json`.
 
     Raises ConfigError for a missing key, an activation other than SiLU, a rotary scaling that is
-    not implemented, and values that numbers and switches can't have. What fits together,
-    `Decoder.config_from_hf` checks.
+    not implemented, and a value of a wrong type or outside its range. `Decoder.config_from_hf`
+    checks whether the values fit together.
     """
     for key in SWITCHES:
         flag(hf, key)
@@ -64,7 +65,7 @@ def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def field_names(hf: Mapping[str, Any]) -> dict[str, str]:
-    """What a DecoderConfig's fields are called in this file, for `config_checks.require_sound`."""
+    """Keys in this config.json of DecoderConfig's fields, for `config_checks.require_sound`."""
     if hf.get("head_dim") is not None:
         return NAMES
     return NAMES | {"head_dim": "head_dim (hidden_size / num_attention_heads)"}
@@ -84,7 +85,10 @@ def integer(
     minimum: int = 1,
     maximum: int = MAXIMUM_INTEGER,
 ) -> int:
-    """A whole number, which must be there unless there is a default. Raises ConfigError."""
+    """hf[key], an integer from minimum to maximum, or the default where the key is missing.
+
+    Raises ConfigError for another value, and for a missing key without a default.
+    """
     value = hf.get(key)
     if value is None:
         value = require(hf, key) if default is None else default
@@ -92,18 +96,18 @@ def integer(
 
 
 def flag(hf: Mapping[str, Any], key: str) -> bool:
-    """A switch; false where the file doesn't have it. Raises ConfigError."""
+    """hf[key], a boolean; False where the key is missing. Raises ConfigError for another value."""
     value = hf.get(key)
     return False if value is None else config_checks.switch(WHERE, key, value)
 
 
 def layer_count(hf: Mapping[str, Any]) -> int:
-    """How many layers there are. Raises ConfigError."""
+    """The number of layers, at most MAXIMUM_LAYERS. Raises ConfigError for another value."""
     return integer(hf, "num_hidden_layers", maximum=MAXIMUM_LAYERS)
 
 
 def sliding_window(hf: Mapping[str, Any], default: int | None = None) -> int | None:
-    """How many keys a query sees where there is a window: null means that there is none."""
+    """The sliding window in keys; None where config.json has null. Raises ConfigError."""
     value = hf.get("sliding_window", default)
     if value is not None and (type(value) is not int or value < 1):
         expected = "a positive integer, or null where there is no window"
@@ -114,7 +118,10 @@ def sliding_window(hf: Mapping[str, Any], default: int | None = None) -> int | N
 def _positive(
     values: Mapping[str, Any], key: str, default: float | None = None, where: str = WHERE
 ) -> float:
-    """A number, which must be there unless there is a default."""
+    """values[key], a positive number, or the default where the key is missing.
+
+    Raises ConfigError for another value, and for a missing key without a default.
+    """
     value: Any = values.get(key)
     value = default if value is None else value
     if value is None:
@@ -123,7 +130,11 @@ def _positive(
 
 
 def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
-    """Each layer's window: by `layer_types` where the file lists them, else the same for all."""
+    """The window of each layer: by `layer_types` where the file lists them, else the same for all.
+
+    window: the window of layers of type `sliding_attention`. Raises ConfigError for a list of
+    another length, and for other types of layers.
+    """
     layers = layer_count(hf)
     usual = "full_attention" if window is None else "sliding_attention"
     kinds = hf.get("layer_types") or [usual] * layers
@@ -177,12 +188,18 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """What stands under a key; ConfigError for a kind of scaling that is not implemented."""
+    """The object hf[key], empty where it is missing: rotary scaling as `_rope` reads it.
+
+    Raises ConfigError for anything but an object, and for a kind of scaling not implemented here.
+    """
     written = hf.get(key) or {}
     if not isinstance(written, Mapping):
         raise ConfigError(f"config.json: {key} is {written!r}: expected an object")
     if any(isinstance(value, Mapping) for value in written.values()):
-        raise ConfigError(f"config.json: {key} for each kind of layer are not supported")
+        raise ConfigError(
+            f"config.json: {key} holds an object for each kind of layer, which is not supported: "
+            "expected one object for all layers"
+        )
     kinds = [kind for name in ("rope_type", "type") if (kind := written.get(name)) is not None]
     for kind in kinds:
         if kind not in ("default", "linear", "llama3"):
@@ -198,10 +215,12 @@ def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _positions(hf: Mapping[str, Any], scaling: RopeScaling | None) -> int:
-    """How many positions a model has: with linear scaling, `factor` times those before it.
+    """The number of positions of a model, after its rotary scaling.
 
-    `max_position_embeddings` are those before it, as Hugging Face's documentation asks for, unless
-    `original_max_position_embeddings` stands beside the factor; other kinds write the final ones.
+    With linear scaling, `max_position_embeddings` counts the positions before scaling, as Hugging
+    Face's documentation asks for, unless `original_max_position_embeddings` stands beside the
+    factor; the result is `factor` times that. With other kinds, and without scaling,
+    `max_position_embeddings` is the result.
     """
     written = integer(hf, "max_position_embeddings", 2048)
     if scaling is None or scaling.kind != "linear":

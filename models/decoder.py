@@ -42,11 +42,13 @@ class DecoderLayer(nnx.Module):
         pages: KVPages | None,
         span: Span | None,
     ) -> tuple[jax.Array, jax.Array, KVPages | None]:
-        """Maps a residual stream and terms to add to it to the next of both; see Attention.
+        """Runs the layer; returns the next terms, the next residual stream, and the pages.
 
-        terms: [splits, batch, tokens, hidden]; residual: [batch, tokens, hidden], or None.
-        Whoever normalises next adds the terms: one pass over the stream instead of two. With a
-        cache, where no gradient is wanted, 8-bit activations are rounded on the way, too.
+        terms: [splits, batch, tokens, hidden], partial sums of the previous layer's output, which
+        the norm adds to the residual stream as it reads it: one pass over the stream instead of
+        two. residual: [batch, tokens, hidden], or None before the first layer.
+        angles, pages, span: as for `Attention.attend`. With a cache no gradient is wanted, so norms
+        also round activations to the 8-bit format that the next weight asks for.
         """
         cached = span is not None
         mlp: MLP = self.mlp
@@ -80,27 +82,28 @@ class DecoderLayer(nnx.Module):
 def _apply(
     plans: Hashable, layer: DecoderLayer, *arguments: Any
 ) -> tuple[jax.Array, jax.Array, KVPages | None]:
-    """The layer, traced and lowered once for all that are alike: kernels make that slow.
+    """Applies a layer. JAX traces and lowers alike layers once: with kernels, that is slow.
 
-    plans: what its products' plans depend on. A trace is kept for as long as that is the same.
+    plans: the conditions that plans depend on besides the arguments, such as the device and the
+    tables of plans; `jit` traces anew when they change.
     """
     return layer(*arguments)
 
 
 class CacheScales(nnx.Variable):
-    """Scales of keys and values, measured once, that a cache is given; no parameter to train."""
+    """Scales of keys and values for a cache, measured once; not a parameter to train."""
 
 
 class Decoder(nnx.Module):
-    """A causal language model; families subclass it to read their configuration and name tensors.
+    """A causal language model. A family subclasses it, reads config.json and names its tensors.
 
-    Calling it is an ordinary forward pass over whole sequences, differentiable; `step` is the one
-    function behind prefill and decoding, pure in (parameters, tokens, cache).
+    Calling it is a differentiable forward pass over whole sequences; `step` is the function behind
+    prefill and decoding, pure in (parameters, tokens, counts, cache).
 
-    names: what a family's tensors are called in Hugging Face's files; see `parameters.NAMES`.
-    specs: the kinds of attentions and MLPs that a family's layers may have.
-    cache_scales: CacheScales of float32 [layers, 2, KV heads] for FP8, or [layers, 2, KV heads,
-        head dim] for 8s, keys first, or None; a checkpoint or a calibration brings them.
+    names: the names of a family's tensors in Hugging Face's files; see `parameters.NAMES`.
+    specs: the classes of attention and MLP specs that a family's layers may have.
+    cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
+        2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
     """
 
     names: ClassVar[Names] = parameters.NAMES
@@ -126,7 +129,8 @@ class Decoder(nnx.Module):
     def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """The configuration in a Hugging Face `config.json` of this family, checked.
 
-        Raises ConfigError, naming the key, for what is missing, not supported, or unsound.
+        Raises ConfigError, which names the key, for a missing key, an unsupported value, and values
+        that don't fit together.
         """
         config = cls.read_config(hf)
         require_sound(config, config_json.WHERE, config_json.field_names(hf))
@@ -134,24 +138,27 @@ class Decoder(nnx.Module):
 
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
-        """What a family's `config.json` says; `config_from_hf` checks what fits together."""
+        """Reads the family's `config.json`; `config_from_hf` checks that its values fit together.
+
+        Raises ConfigError, which names the key.
+        """
         raise NotImplementedError(f"{cls.__name__} does not read config.json; its subclasses do")
 
     @classmethod
     def array_places(cls, config: DecoderConfig) -> list[ArrayPlace]:
-        """Where all parameters outside linear maps lie, in the module and in files."""
+        """Places of all parameters outside linear maps, in the module and in files."""
         return parameters.array_places(config, cls.names)
 
     @classmethod
     def linear_places(cls, config: DecoderConfig) -> list[LinearPlace]:
-        """Where all linear maps of the layers lie, in the module and in files."""
+        """Places of all linear maps of the layers, in the module and in files."""
         return parameters.linear_places(config, cls.names)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits float32 [batch, tokens, vocabulary] of every position of int [batch, tokens].
+        """Logits float32 [batch, tokens, vocabulary] after every token of int [batch, tokens].
 
-        Raises ValueError for another shape or dtype, for more tokens than the model has positions,
-        under `jit`, too, and, where values are known, for tokens that the vocabulary lacks.
+        Raises ValueError for another shape or dtype and for more tokens than the model has
+        positions, also under `jit`; outside `jit` also for token ids that the vocabulary lacks.
         """
         tokens = self._read_tokens(tokens)
         _require_positions(self.config, tokens.shape[1])
@@ -168,30 +175,34 @@ class Decoder(nnx.Module):
         fresh: bool = False,
         every_position: bool = False,
     ) -> tuple[jax.Array, PagedKVCache]:
-        """Adds tokens to the cache and predicts what follows each sequence.
+        """Adds tokens to the cache and computes the logits of the token after them.
 
-        tokens: int [batch, tokens], padded on the right; counts: int32 [batch], the real ones.
-        fresh: the cache is known to be empty (static): attention then reads the prompt itself.
-        every_position: predict what follows each of the tokens, not only the last (static).
+        tokens: int [batch, tokens], padded on the right. counts: int32 [batch], each row's number
+        of tokens without the padding.
+        fresh: whether the cache is known to be empty (static); attention then reads the prompt's
+        keys and values before they are quantised.
+        every_position: whether to return logits after each token, not only the last (static).
 
-        In formats with blocks (KV4c, K4cV4c, KV2) new tokens see those before them in the cache's
-        codes where a block ended between them, and in 16 bits else: what is predicted is that of
-        single tokens as long as none of the steps goes past the end of a block.
+        Returns float32 logits and the next cache. Logits are [batch, vocabulary], after each row's
+        last token, or with every_position [batch, tokens, vocabulary].
 
-        Raises ValueError for shapes and dtypes that don't fit and, where values are known, for
-        tokens that the vocabulary lacks, more of them than the cache has room for or the model
-        positions, counts that tokens don't have, and a cache that is not fresh; under `jit` the
-        caller sees to that, and what doesn't fit in the cache is not written.
+        In KV formats with blocks (KV4c, K4cV4c, KV2) a new token reads earlier keys and values from
+        codes once their block is complete, and in 16 bits until then. A step of several tokens
+        therefore gives the logits of steps of single tokens only if it does not pass the end of a
+        block.
 
-        Returns logits float32 and the next cache. Logits are [batch, vocabulary], after the last
-        real token, or with every_position [batch, tokens, vocabulary].
+        Raises ValueError for shapes and dtypes that don't fit. Outside `jit` it also raises for
+        token ids that the vocabulary lacks, more tokens than the cache has room for or the model
+        has positions, counts above the number of tokens, and a cache that is not empty though
+        `fresh`. Under `jit` the caller answers for these; tokens without room in the cache are not
+        written.
         """
         tokens, counts = self._read_tokens(tokens), as_array("counts", counts)
         require_type("cache", cache, PagedKVCache, hint=", as model.create_cache makes it")
         if len(cache.layers) != self.config.num_layers:
             raise ValueError(
-                f"the cache is of {len(cache.layers)} layers, and the model has "
-                f"{self.config.num_layers}: create it with model.create_cache"
+                f"the cache has {len(cache.layers)} layers, and the model has "
+                f"{self.config.num_layers}: create the cache with model.create_cache"
             )
         _require_counts(counts, tokens)
         cache.require_room(counts)
@@ -211,12 +222,13 @@ class Decoder(nnx.Module):
     def create_cache(
         self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
     ) -> PagedKVCache:
-        """An empty cache that fits this model, with its scales if they are those of the format.
+        """An empty cache for this model, with the model's cache_scales where the format uses them.
 
-        batch: sequences. max_tokens: of each, rounded up to whole pages. format, page_size: as for
-        KVLayout; page_size is the tokens in a page: 16, 32, 64, 128 or 256.
+        batch: number of sequences. max_tokens: the room of each, rounded up to whole pages.
+        format: a KV format, such as `KV8`. page_size: tokens in a page: 16, 32, 64, 128 or 256.
 
-        Warns where a format of heads' scales finds those of channels: its own are 1 then.
+        Warns where the format has a scale for each head and cache_scales are for each channel: the
+        cache's scales are 1 then.
         """
         config, scales, format = self.config, None, KVFormat.of(format)
         if self.cache_scales is not None:
@@ -225,7 +237,7 @@ class Decoder(nnx.Module):
                 scales = found
             elif format.scaling == "head":
                 warnings.warn(
-                    f"the model's cache_scales are of channels, and {format} has scales of heads, "
+                    f"the model's cache_scales are for channels, and {format} has scales of heads, "
                     f"which are 1 now: measure them with mpjax.calibrate_cache for {format}",
                     stacklevel=2,
                 )
@@ -307,7 +319,8 @@ def _require_counts(counts: jax.Array, tokens: jax.Array) -> None:
         )
     if not are_between(counts, 0, most):
         raise ValueError(
-            f"counts are {np.asarray(counts).tolist()}; each must be from 0 to {most}, the tokens"
+            f"counts are {np.asarray(counts).tolist()}: expected 0 to {most}, the number of tokens "
+            "in a row"
         )
 
 

@@ -16,8 +16,11 @@ Kernel = jax.Array | QuantizedTensor
 
 
 def join(maps: Sequence[Linear]) -> list[Linear]:
-    """One map with the outputs of all, in their order; each of them where their formats differ."""
-    kernels = _alike([linear.kernel.get_value() for linear in maps])
+    """Joins maps along their output channels, in their order, into one Linear.
+
+    Where their formats differ, the result is a list of the separate maps.
+    """
+    kernels = _with_one_symmetry([linear.kernel.get_value() for linear in maps])
     biases = [None if linear.bias is None else linear.bias.get_value() for linear in maps]
     joint = _join(kernels)
     if joint is None:
@@ -26,8 +29,11 @@ def join(maps: Sequence[Linear]) -> list[Linear]:
     return [Linear(joint, jnp.concatenate(given) if given else None)]
 
 
-def _alike(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
-    """Symmetric kernels as others are, unless all are symmetric: one product serves them all."""
+def _with_one_symmetry(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
+    """Declares symmetric kernels asymmetric where any kernel is, so that one product serves all.
+
+    The numbers stay the same: a symmetric format is an asymmetric one whose zero points are equal.
+    """
     packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]
     if all(kernel.format.symmetric for kernel in packed):
         return kernels
@@ -40,7 +46,7 @@ def _alike(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
 
 
 def _join(kernels: Sequence[Kernel]) -> Kernel | None:
-    """One kernel with the outputs of all, or None where their formats differ."""
+    """One kernel with all output channels, or None where the kernels' formats differ."""
     if len(kernels) == 1:
         return kernels[0]
     packed = [kernel for kernel in kernels if isinstance(kernel, QuantizedTensor)]

@@ -1,4 +1,4 @@
-"""The layers that decoders are made of. None holds state: calling one changes nothing."""
+"""Layers that decoders are made of. None holds state: calling one changes nothing."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ Activations = jax.Array | QuantizedActivations
 
 
 def as_activations(name: str, x: Any) -> Activations:
-    """Quantised activations as they are, and else an array. Raises ValueError for anything else."""
+    """x, converted to an array unless it is quantised activations.
+
+    name: of the argument, for the message. Raises ValueError for anything else.
+    """
     return x if isinstance(x, QuantizedActivations) else as_array(name, x)
 
 
 def _as_array_or_shape(name: str, value: Any) -> Any:
-    """What has a shape as it is, also without numbers, and else an array."""
+    """The value if it has a shape (such as a ShapeDtypeStruct), else the value as an array."""
     return value if hasattr(value, "shape") else as_array(name, value)
 
 
 class Packed(nnx.Variable):
-    """A QuantizedTensor in a module. Its codes have no derivative: it is no nnx.Param to train."""
+    """A QuantizedTensor in a module. Codes have no derivative, so it is not an nnx.Param."""
 
 
 class Linear(nnx.Module):
-    """x · kernel + bias, with a kernel [in, out] in any weight format.
+    """Linear map x · kernel + bias, with a kernel [in, out] in any weight format.
 
-    A packed kernel is a Packed variable, any other an nnx.Param.
+    A packed kernel is a Packed variable, a plain array an nnx.Param.
     """
 
     def __init__(self, kernel: jax.Array | QuantizedTensor, bias: jax.Array | None = None):
@@ -57,27 +60,27 @@ class Linear(nnx.Module):
     def create(cls, shape: tuple[int, int], *, bias: bool, dtype: str, rngs: nnx.Rngs) -> Linear:
         """A randomly initialised map (normal, 0.02) of `shape` [in, out]."""
         require_type("Linear: rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
-        of = as_dtype("Linear: dtype", dtype)
+        parameter_dtype = as_dtype("Linear: dtype", dtype)
         if not isinstance(shape, tuple | list) or len(shape) != 2:
             raise ValueError(f"Linear: shape is {shown(shape)}: expected [in, out]")
         shape = whole_number("Linear: shape", shape[0]), whole_number("Linear: shape", shape[1])
-        kernel = nnx.initializers.normal(0.02)(rngs.params(), shape, of)
-        return cls(kernel, jnp.zeros(shape[1], of) if bias else None)
+        kernel = nnx.initializers.normal(0.02)(rngs.params(), shape, parameter_dtype)
+        return cls(kernel, jnp.zeros(shape[1], parameter_dtype) if bias else None)
 
     def __call__(self, x: Activations) -> jax.Array:
-        """Maps [..., in] to [..., out]."""
+        """Maps x [..., in] to [..., out]."""
         y = self.product(x)
         if self.bias is None:
             return y
         return y + jax.lax.broadcast_to_rank(self.bias.get_value(), y.ndim)
 
     def product(self, x: Activations) -> jax.Array:
-        """X · kernel, without the bias."""
+        """Product of x and the kernel, without the bias: [..., in] to [..., out]."""
         kernel: Any = self.kernel.get_value()
         return matmul(x, kernel)
 
     def terms(self, x: Activations) -> jax.Array:
-        """Terms [splits, ..., out] whose sum is the map of x, for `RMSNorm.add` to add."""
+        """Terms [splits, ..., out] whose sum is x · kernel + bias, for `RMSNorm.add` to add."""
         kernel: Any = self.kernel.get_value()
         if self.bias is None and isinstance(kernel, QuantizedTensor):
             return matmul_terms(x, kernel)
@@ -85,7 +88,10 @@ class Linear(nnx.Module):
 
     @property
     def activations(self) -> ActivationFormat:
-        """What activations may become before they come here: 16 bits with a permutation."""
+        """The activation format in which the kernel takes its input.
+
+        16 bits for a plain kernel, and for one with a permutation: its channels move first.
+        """
         kernel: Any = self.kernel.get_value()
         if not isinstance(kernel, QuantizedTensor) or kernel.permutation is not None:
             return ActivationFormat()
@@ -93,10 +99,10 @@ class Linear(nnx.Module):
 
 
 class FusedLinear(nnx.Module):
-    """Linear maps of one input as one product; returns the output of each.
+    """Linear maps of one input, computed as one product where their formats allow it.
 
-    parts: a single Linear over all outputs, or several over neighbouring ones where their formats
-    forbid fusing. sizes: output channels of each map that the caller gets back.
+    parts: one Linear over the output channels of all maps; where formats forbid that, a Linear for
+    each map. sizes: output channels of each map.
     """
 
     def __init__(self, parts: Sequence[Linear], sizes: tuple[int, ...]):
@@ -112,18 +118,18 @@ class FusedLinear(nnx.Module):
 
     @property
     def activations(self) -> ActivationFormat:
-        """What activations may become before they come here; 16 bits where parts differ."""
+        """The activation format in which the parts take their input; 16 bits where they differ."""
         formats = {part.activations for part in self.parts}
         return formats.pop() if len(formats) == 1 else ActivationFormat()
 
     def terms(self, x: Activations) -> jax.Array:
-        """Terms [splits, ..., sum of sizes] whose sum are all outputs side by side."""
+        """Terms [splits, ..., sum of sizes] whose sum is the outputs of all maps, concatenated."""
         if len(self.parts) == 1:
             return self.parts[0].terms(x)
         return jnp.concatenate([part(x) for part in self.parts], -1)[None]
 
     def __call__(self, x: Activations) -> list[jax.Array]:
-        """Maps [..., in] to one array [..., size] for each of `sizes`."""
+        """Maps x [..., in] to a list with one array [..., size] for each of `sizes`."""
         outputs = [part(x) for part in self.parts]
         if len(outputs) == len(self.sizes):
             return outputs
@@ -133,7 +139,7 @@ class FusedLinear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / √(mean(x²) + ε) · weight over the last axis, computed in float32."""
+    """Norm x / √(mean(x²) + ε) · weight over the last axis, computed in float32."""
 
     def __init__(self, size: int, epsilon: float, dtype: str):
         size = whole_number("RMSNorm: size", size)
@@ -148,16 +154,20 @@ class RMSNorm(nnx.Module):
     def add(
         self, terms: jax.Array, residual: jax.Array | None, format: ActivationFormat | str | None
     ) -> tuple[jax.Array, Activations]:
-        """The residual stream with the sum of `terms` added to it, and its norm.
+        """Adds the sum of terms [splits, ..., size] to the residual stream [..., size].
 
-        format: what the norm becomes. See `add_rms_norm`.
+        Returns the new residual stream and its norm. format: the activation format of the norm, or
+        None for 16 bits. See `add_rms_norm`.
         """
         weight = self.weight.get_value()
         return add_rms_norm(terms, residual, weight, self.epsilon, format=format)
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """Angle per position of each channel pair, float32 [dim / 2] (RoFormer, Llama 3.1)."""
+    """Rotary frequencies: radians per position of each channel pair, float32 [dim / 2].
+
+    dim: channels of a head. The formula is RoFormer's; `llama3` scaling is Llama 3.1's.
+    """
     frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if scaling is None:
         return frequencies

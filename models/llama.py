@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x, and what shares its class: Yi, DeepSeek-R1's Llama distills, and others."""
+"""Llama 1 to 3.x, and models of the same class: Yi, DeepSeek-R1's Llama distills, and others."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def llama_layers(
     qk_norm: bool = False,
     mlp_bias: bool = False,
 ) -> tuple[LayerSpec, ...]:
-    """Layers of grouped-query attention and a gated MLP, which differ in their windows alone.
+    """Specs of layers with grouped-query attention and a gated MLP that differ only in windows.
 
-    windows: for each layer, how many keys a query sees, itself included (None: all).
+    windows: for each layer, how many keys a query attends to, its own included (None: all).
     """
     mlp = GatedMLPSpec(intermediate_size, mlp_bias)
     return tuple(

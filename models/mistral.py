@@ -1,4 +1,4 @@
-"""Mistral."""
+"""The Mistral family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Mistral(Decoder):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `MistralForCausalLM` config.json."""
-        # 4096 is what a file without the key means; null means no window.
+        # A file without the key means 4096; null means no window.
         windows = layer_windows(hf, sliding_window(hf, 4096))
         layers = llama_layers(windows, integer(hf, "intermediate_size"))
         return DecoderConfig(**common_fields(hf), layers=layers)

@@ -1,4 +1,4 @@
-"""The gated MLP of a layer. A layer's MLP of another kind has a file like this one."""
+"""The gated MLP of a layer. Another kind of MLP is another file like this one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mpjax.models.layers import Activations, FusedLinear, Linear, as_activations
 
 
 class MLP(Protocol):
-    """What a DecoderLayer asks of the module that an MLPSpec builds."""
+    """Interface that a DecoderLayer uses of the module that an MLPSpec builds."""
 
     @property
     def activations(self) -> ActivationFormat:
-        """What its input may become before it comes here."""
+        """The activation format in which the first map takes its input."""
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the map of x [..., hidden].
+        """Terms [splits, ..., hidden] whose sum is the MLP's output for x [..., hidden].
 
-        quantized: whether activations between the maps may be rounded as a weight wants them,
-            where no gradient is wanted.
+        quantized: whether activations inside the MLP are rounded to the activation format of the
+            next weight. Rounding has no useful gradient, so training passes False.
         """
 
     def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
@@ -33,17 +33,17 @@ class MLP(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GatedMLPSpec(MLPSpec):
-    """down(SiLU(gate(x)) · up(x)). bias: whether the three maps have one."""
+    """Spec of the MLP down(SiLU(gate(x)) · up(x)). bias: whether the three maps have biases."""
 
     kind: ClassVar[str] = "gated"
     bias: bool = False
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedMLP:
-        """The module, with random weights."""
+        """A GatedMLP module with random weights."""
         return GatedMLP(config, self, rngs)
 
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
-        """The maps gate and up, and down."""
+        """Two products: gate and up together (`gate_up`), and `down`."""
         hidden, inner = config.hidden_size, self.intermediate_size
         return (
             LinearMaps("gate_up", ((hidden, inner), (hidden, inner)), self.bias),
@@ -56,7 +56,7 @@ class GatedMLPSpec(MLPSpec):
 
 
 class GatedMLP(nnx.Module):
-    """down(SiLU(gate(x)) · up(x))."""
+    """The MLP down(SiLU(gate(x)) · up(x))."""
 
     def __init__(self, config: DecoderConfig, spec: GatedMLPSpec, rngs: nnx.Rngs):
         gate_up, down = spec.linear_maps(config)
@@ -65,16 +65,16 @@ class GatedMLP(nnx.Module):
 
     @property
     def activations(self) -> ActivationFormat:
-        """What gate and up allow their input to become."""
+        """The activation format in which gate and up take their input."""
         return self.gate_up.activations
 
     def gated(self, x: Activations, format: ActivationFormat | str | None = None) -> Activations:
-        """SiLU(gate(x)) · up(x) [..., inner], quantised if `format` says so."""
+        """SiLU(gate(x)) · up(x) [..., intermediate_size], rounded to `format` (None: 16 bits)."""
         x = as_activations("GatedMLP: x", x)
         return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
-        """Terms [splits, ..., hidden] whose sum is the map of x [..., hidden]; see MLP."""
+        """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""
         return self.down.terms(self.gated(x, self.down.activations if quantized else None))
 
     def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
@@ -84,5 +84,5 @@ class GatedMLP(nnx.Module):
         return {"gate_up": x, "down": gated}
 
     def __call__(self, x: Activations) -> jax.Array:
-        """Maps [..., hidden] to the same shape."""
+        """Maps x [..., hidden] to the same shape."""
         return self.down(self.gated(x))

@@ -1,4 +1,4 @@
-"""Where the parameters of a Decoder lie: their paths in the module, their names in files."""
+"""Places of a Decoder's parameters: paths in the module, names in Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from mpjax.models.config import DecoderConfig
 from mpjax.models.join import join
 from mpjax.models.layers import FusedLinear, Linear
 
-# Of each path in the module, the tensor in Hugging Face's files; of linear maps, the modules.
-# Paths in a layer have no number, and `{layer}` in a name is its number.
+# For each path in the Decoder, the name of the tensor in Hugging Face's files. For linear maps, the
+# names are of modules, to which `.weight` or a scheme's suffix is added. Paths inside a layer leave
+# out `layers.<number>.`, and `{layer}` in a name stands for the number.
 Names = Mapping[str, str | tuple[str, ...]]
 
 NAMES: Names = {
@@ -47,8 +48,8 @@ NAMES: Names = {
 class ArrayPlace:
     """A parameter that is never quantised: an embedding, a head, the weight of a norm.
 
-    path: of the nnx.Param in the module, such as `layers.0.mlp_norm.weight`.
-    name: of the tensor in Hugging Face's files. shape: the same in both.
+    path: of the nnx.Param in the Decoder, such as `layers.0.mlp_norm.weight`.
+    name: of the tensor in Hugging Face's files. shape: of both.
     """
 
     path: str
@@ -56,23 +57,23 @@ class ArrayPlace:
     shape: tuple[int, ...]
 
     def read(self, model: nnx.Module) -> Any:
-        """The array that lies there."""
+        """The parameter's array."""
         return find(model, self.path).get_value()
 
     def assign(self, model: nnx.Module, value: Any) -> None:
-        """Puts an array there."""
+        """Replaces the parameter's array."""
         _replace(model, self.path, nnx.Param(value))
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearPlace:
-    """Linear maps of one input, which the module computes as one product where it can.
+    """Place of linear maps of one input, which the module computes as one product where it can.
 
-    Where a module holds its maps otherwise, such as experts in a stack, a subclass says how.
+    A module that holds its maps in another way, such as experts in a stack, has a subclass.
 
-    path: of the Linear or FusedLinear in the module, such as `layers.0.attention.qkv`.
-    names: the maps in Hugging Face's files, such as `model.layers.0.self_attn.q_proj`.
-    shapes: [input, output channels] of each map. bias: whether each has one.
+    path: of the Linear or FusedLinear in the Decoder, such as `layers.0.attention.qkv`.
+    names: of the maps in Hugging Face's files, such as `model.layers.0.self_attn.q_proj`.
+    shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
     """
 
     path: str
@@ -81,22 +82,22 @@ class LinearPlace:
     bias: bool
 
     def parts(self, model: nnx.Module) -> list[Linear]:
-        """The Linear there, or the parts of the FusedLinear there."""
+        """The Linear at the path, or the parts of the FusedLinear at the path."""
         node = find(model, self.path)
         return list(node.parts) if isinstance(node, FusedLinear) else [node]
 
     def kernels(self, model: nnx.Module) -> list[Any]:
-        """The kernels of those parts, plain arrays or QuantizedTensors."""
+        """Kernels of the parts, plain arrays or QuantizedTensors."""
         return [part.kernel.get_value() for part in self.parts(model)]
 
     def join(self, maps: Sequence[Linear]) -> list[Linear]:
-        """The parts that one Linear for each name makes: as few as their formats allow."""
+        """Joins one Linear for each of `names` into parts: one, or as many where formats differ."""
         return join(maps)
 
     def part_shapes(self, count: int) -> list[tuple[int, int]]:
-        """The shapes of that many parts: one for all maps, or one for each.
+        """Kernel shapes (in, out) of `count` parts: one part for all maps, or a part for each.
 
-        Raises ValueError for another number.
+        Raises ValueError for another count.
         """
         if count == len(self.shapes):
             return list(self.shapes)
@@ -105,7 +106,7 @@ class LinearPlace:
         return [(self.shapes[0][0], sum(outputs for _, outputs in self.shapes))]
 
     def assign(self, model: nnx.Module, parts: Sequence[Linear]) -> None:
-        """Puts parts there."""
+        """Replaces the parts at the path."""
         node = find(model, self.path)
         if isinstance(node, FusedLinear):
             node.parts = nnx.List(parts)
@@ -114,7 +115,7 @@ class LinearPlace:
 
 
 def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
-    """All parameters outside linear maps, in the order of the computation."""
+    """Places of all parameters outside linear maps, in the order of the computation."""
     hidden = (config.hidden_size,)
     table = (config.vocab_size, config.hidden_size)
     places = [ArrayPlace("embedding", name_of(names, "embedding"), table)]
@@ -134,7 +135,7 @@ def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
 
 
 def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
-    """All linear maps of the layers, in the order of the computation."""
+    """Places of all linear maps of the layers, in the order of the computation."""
     return [
         LinearPlace(
             f"layers.{number}.{half}.{maps.path}",
@@ -149,10 +150,13 @@ def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
 
 
 def names_of(names: Names, path: str, layer: int = 0) -> tuple[str, ...]:
-    """The names in files of what lies at a path; ValueError where a family doesn't say them."""
+    """Names in Hugging Face's files of the parameter or the maps at a path.
+
+    path: a key of `names`. Raises ValueError for a path that the family gives no name.
+    """
     if path not in names:
         raise ValueError(
-            f"the family's names have no {path!r}: expected what it is called in files"
+            f"the family's names have no {path!r}: add the tensor's name in Hugging Face's files"
         )
     found = names[path]
     return tuple(
@@ -162,13 +166,13 @@ def names_of(names: Names, path: str, layer: int = 0) -> tuple[str, ...]:
 
 
 def name_of(names: Names, path: str, layer: int = 0) -> str:
-    """The one name in files of what lies at a path; see `names_of`."""
+    """Name in Hugging Face's files of the parameter at a path; see `names_of`."""
     [name] = names_of(names, path, layer)
     return name
 
 
 def find(model: nnx.Module, path: str) -> Any:
-    """What lies at a path of attributes and list indices, such as `layers.0.attention.qkv`."""
+    """The module or variable at a path of attributes and indices: `layers.0.attention.qkv`."""
     node: Any = model
     for part in path.split("."):
         node = node[int(part)] if part.isdigit() else getattr(node, part)

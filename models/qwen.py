@@ -19,14 +19,17 @@ from mpjax.models.llama import llama_layers
 
 
 def _windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's window holds from layer `max_window_layers` on, and only if use_sliding_window."""
+    """The window of each layer: by `layer_types` where the file lists them.
+
+    Otherwise the window applies from layer `max_window_layers` on, if `use_sliding_window` is true.
+    """
     layers = layer_count(hf)
     window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
     if window is None:
         return (None,) * layers
     if hf.get("layer_types"):
         return layer_windows(hf, window)
-    full = integer(hf, "max_window_layers", 28, minimum=0)  # 28: what a file without it means
+    full = integer(hf, "max_window_layers", 28, minimum=0)  # Hugging Face's default
     return tuple(None if layer < full else window for layer in range(layers))
 
 

@@ -1,4 +1,4 @@
-"""Which class implements which architecture."""
+"""Registry of families: the class that implements each architecture of a config.json."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FAMILIES: dict[str, type[Decoder]] = {
 
 
 def family(hf: Mapping[str, Any]) -> type[Decoder]:
-    """The class for a Hugging Face `config.json`, by its `architectures`.
+    """The Decoder class for a Hugging Face `config.json`, by its `architectures`.
 
-    Raises ConfigError, naming what was found and what is supported.
+    Raises ConfigError, which names the architectures found and those supported.
     """
     if not isinstance(hf, Mapping):
         raise ConfigError(f"config.json is {shown(hf)}: expected an object")

@@ -1,4 +1,4 @@
-"""The part of a model that gradients reach."""
+"""A filter for the part of a model that gradients reach."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flax import nnx
 
 
 def trainable(path: tuple[Any, ...], value: Any) -> bool:
-    """A filter for `nnx.split`, `nnx.state` and `nnx.DiffState`: parameters that are plain numbers.
+    """Whether a variable can be trained: a filter for `nnx.split`, `nnx.state`, `nnx.DiffState`.
 
-    These are every nnx.Param, adapters and learned scales among them, but for one that somebody
-    filled with a packed weight, whose codes have no derivative; and no other variable, such as
-    Packed and CacheScales.
+    True for every nnx.Param of floating-point arrays, adapters and learned scales among them. False
+    for an nnx.Param that holds a packed weight, because codes have no derivative, and for other
+    variables, such as Packed and CacheScales.
 
         gradients = nnx.grad(loss, argnums=nnx.DiffState(0, trainable))(model, tokens)
         structure, parameters, rest = nnx.split(model, trainable, ...)

@@ -1,4 +1,4 @@
-"""`python -m mpjax`: the command line."""
+"""Runs the command line as `python -m mpjax`."""
 
 from mpjax.cli import main
 

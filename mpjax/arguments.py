@@ -1,4 +1,4 @@
-"""Checks of what people pass that several functions share; each refusal is one sentence."""
+"""Checks of arguments that several public functions share; each error is one sentence."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def most_new_tokens(maximum: Any, minimum: Any = None) -> int:
-    """max_new_tokens as a whole number.
+    """max_new_tokens as a Python integer.
 
-    minimum: min_new_tokens of a Sampling: a number, one for each row, or None.
+    minimum: min_new_tokens of a Sampling: a number, an array with one for each row, or None.
 
-    Raises ValueError for other numbers, and for limits that no row can keep; a traced minimum is
-    taken as it is.
+    Raises ValueError unless 1 ≤ max_new_tokens and 0 ≤ min_new_tokens ≤ max_new_tokens; a traced
+    minimum is not compared.
     """
     maximum = _whole("max_new_tokens", maximum)
     if maximum < 1:
-        raise ValueError(f"max_new_tokens is {maximum}; expected at least one new token")
+        raise ValueError(f"max_new_tokens is {maximum}: expected at least one new token")
     if minimum is not None and not are_between(minimum, 0, maximum):
         raise ValueError(
             f"min_new_tokens is {minimum} and max_new_tokens {maximum}; "
@@ -41,14 +41,14 @@ def _whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError as error:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number") from error
+        raise ValueError(f"{name} is {value!r}: expected a whole number") from error
 
 
 def compute_dtype(dtype: Any, precision: Precision | None) -> str | None:
-    """The name of the dtype that a model is to compute in; None for that of its checkpoint.
+    """The name of the dtype that a caller asks for; None means the checkpoint's.
 
-    Raises ValueError for a dtype that no model computes in, and for another than float32 beside
-    a precision with A32.
+    dtype: bfloat16, float16 or float32 under any name that NumPy, JAX or PyTorch has for it.
+    Raises ValueError for another dtype, and for bfloat16 or float16 with a precision of A32.
     """
     name = None if dtype is None else as_dtype("dtype", dtype, kind=np.generic).name
     if name not in (None, *COMPUTE_DTYPES):
@@ -57,21 +57,24 @@ def compute_dtype(dtype: Any, precision: Precision | None) -> str | None:
         return name
     if name not in (None, "float32"):
         raise ValueError(
-            f"precision is {precision}, of a model in float32, and dtype is {name}: leave dtype "
-            "out, or ask for A16"
+            f"precision is {precision}, which is float32, and dtype is {name}: leave dtype out, or "
+            "ask for A16"
         )
     return "float32"
 
 
 def positive_whole(name: str, value: Any) -> int:
-    """A positive whole number as Python's. Raises ValueError for anything else."""
+    """A positive Python integer. Raises ValueError for anything else."""
     if (number := _whole(name, value)) < 1:
-        raise ValueError(f"{name} is {number}; it must be a positive whole number")
+        raise ValueError(f"{name} is {number}: expected a positive whole number")
     return number
 
 
 def require_known_ids(sequences: Iterable[Sequence[int] | np.ndarray], vocabulary: int) -> None:
-    """Raises ValueError for an id, of those a tokenizer gave, that no embedding belongs to."""
+    """Raises ValueError for a token id outside the model's vocabulary.
+
+    sequences: ids from the tokenizer; they are outside only if it belongs to another model.
+    """
     for ids in sequences:
         if not len(ids):
             continue
@@ -85,9 +88,10 @@ def require_known_ids(sequences: Iterable[Sequence[int] | np.ndarray], vocabular
 
 
 def require_documents(documents: Iterable[str]) -> None:
-    """Raises ValueError for a text in the place of a list, and for what is no list of texts.
+    """Raises ValueError for anything but an iterable of texts.
 
-    A text would be read by characters. What comes one by one is not looked at before it is used.
+    A single text is refused, since iterating over it gives characters. The items of an iterator
+    are not checked, since that would consume it.
     """
     if isinstance(documents, str):
         raise ValueError("documents is a text: pass a list, [text]")
@@ -97,25 +101,28 @@ def require_documents(documents: Iterable[str]) -> None:
 
 
 def _is_iterable(value: Any) -> bool:
-    """Whether there may be texts in it; a scalar array has the method, too."""
+    """Whether a value can be iterated over; jax.Array is excluded, since scalars have __iter__."""
     return isinstance(value, Iterable) and not isinstance(value, jax.Array)
 
 
 def stop_strings(stop: Any) -> list[str]:
-    """The strings that end a text: of one, of several, or of None. ValueError for anything else."""
+    """Stop strings as a list, from one string, several, or None.
+
+    Raises ValueError for an empty string and for anything that is not a string.
+    """
     if stop is None:
         return []
     texts = list(stop) if _is_iterable(stop) and not isinstance(stop, str) else [stop]
     if others := [text for text in texts if not isinstance(text, str)]:
-        raise ValueError(f"the stop string {shown(others[0])} is no text; expected some, or a list")
+        raise ValueError(f"stop has {shown(others[0])}: expected a string, or a list of strings")
     if "" in texts:
-        raise ValueError("an empty stop string would end every text before it begins")
+        raise ValueError("stop has an empty string, which would end every text: leave it out")
     return texts
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a UTF-8 file, line ends as they are.
+    """The text of a UTF-8 file, with its line ends unchanged.
 
-    Raises ValueError, naming the file and the byte, for another encoding.
+    Raises ValueError, which names the file and the byte, for another encoding.
     """
     return files.decode(Path(path).read_bytes(), str(path), ValueError)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Writes a file completely or not at all."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 
 
 def require_writable(path: Path) -> None:
-    """Raises OSError, naming the path, where `atomic_write` could not write it; makes its folder.
+    """Makes a file's folder; raises OSError, which names the path, if it can't be written.
 
-    To be called before the work whose result is written.
+    Call it before the work whose result `atomic_write` is to write.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     target = path.resolve()
     if target.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; expected the name of a file to write")
-    # A regular file is replaced, which its folder must allow; a device or a pipe is written to.
+        raise IsADirectoryError(f"{path} is a folder: expected the name of a file to write")
+    # `atomic_write` replaces a regular file, which its folder must allow, and writes to others.
     changed = target if _is_special(target) else target.parent
     if not os.access(changed, os.W_OK):
         raise PermissionError(f"{path} can't be written: {changed} allows no changes by this user")
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replaces a file by one that holds the text in UTF-8, or leaves it as it was.
+    """Replaces a file by one that holds the text in UTF-8; on failure the old file stays.
 
-    The text goes to a hidden file beside the target first. A link keeps pointing to its target,
-    which is replaced, with the mode that it had; a device or a pipe is written to.
+    The text goes to a hidden file beside the target first. Of a link, the target is replaced. The
+    file keeps its mode. A device or a pipe is written to directly.
     """
     target = path.resolve()
     if _is_special(target):

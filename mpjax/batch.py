@@ -1,4 +1,4 @@
-"""A batch of prompts on its way through prefill and decoding, seen from the host."""
+"""Runs a batch of prompts through prefill and decoding, from the host's side."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mpjax.row_text import RowText
 from mpjax.sampling import Sampling, pad_sampling
 from mpjax.tokenizer import Tokenizer
 
-# Tokens between two looks at the text, where somebody watches it: each look costs a round trip to
-# the device, and a stop string can only be noticed then.
+# Decoding steps between two reads of the tokens, when streaming or with stop strings. A read costs
+# a round trip to the device, and only a read can notice a stop string.
 CHUNK = 8
 
 
@@ -34,9 +34,11 @@ CHUNK = 8
 class Batch:
     """A batch in the middle of generation.
 
-    state: on the device, where padding rows follow those of the prompts. rows: tokens and text of
-    the prompts' rows, as of the last `read`. logprobs: float32 [rows, room], of their tokens.
-    stop_ids: tokens that end a row. prompt_tokens: tokens of each prompt. dtype: of the model.
+    state: arrays on the device; padding rows follow the prompts' rows.
+    rows: tokens and text of each prompt's row, as of the last `read`.
+    stop_ids: token ids that end a row. prompt_tokens: number of tokens of each prompt.
+    dtype: of the model. prefill_seconds, decode_seconds: wall time so far.
+    logprobs: float32 [rows with padding, room], log-probabilities of the tokens.
     """
 
     state: DecodingState
@@ -49,9 +51,9 @@ class Batch:
     logprobs: np.ndarray = dataclasses.field(init=False)
 
     def read(self) -> None:
-        """Brings the rows up to the state on the device, in one round trip.
+        """Copies new tokens from the device to `rows`, in one round trip.
 
-        Raises NotFiniteError for a row whose logits were NaN or infinite.
+        Raises NotFiniteError for a row with a NaN or infinite logit.
         """
         state = self.state
         tokens, self.logprobs, counts, finished = jax.device_get(
@@ -65,7 +67,7 @@ class Batch:
                 row.finish()
 
     def stop_rows(self) -> None:
-        """Ends, on the device, the rows that a stop string has ended."""
+        """Marks the rows that a stop string has ended as finished on the device."""
         stopped = np.zeros(self.state.finished.shape, bool)
         stopped[: len(self.rows)] = [row.stopped for row in self.rows]
         if stopped.any():
@@ -73,14 +75,14 @@ class Batch:
             self.state = dataclasses.replace(self.state, finished=finished)
 
     def finish_reason(self, row: int) -> str:
-        """Why a row has ended: `stop` (a stop token or string) or `length`."""
+        """The reason why a row has ended: `stop` (a stop token or string) or `length`."""
         found = self.rows[row]
         return "stop" if found.stopped or found.tokens[-1] in self.stop_ids else "length"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The prompts of a batch, and what is asked for; as arguments of `generate`."""
+    """The arguments of `generate` but the model; seeds of None are row numbers."""
 
     prompts: Prompts
     max_new_tokens: int
@@ -91,9 +93,10 @@ class Job:
 
 
 def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
-    """Yields a batch, the same one, after prefill and then after each chunk or all of decoding.
+    """Generates; yields the same Batch after prefill and again after each chunk of decoding.
 
-    watch: in chunks also without stop strings. Errors are those of `generate`.
+    watch: whether to decode in chunks of CHUNK steps also without stop strings, for streaming;
+    otherwise one chunk is all of decoding. Errors are those of `generate`.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     stop, sampling = stop_strings(job.stop), Sampling.of(job.sampling)
@@ -137,7 +140,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     done = 1
     while done < max_new_tokens and not all(row.ended for row in batch.rows):
         batch.stop_rows()
-        # The clock stands while the caller has the text: that time is not decoding's.
+        # Only the time of decoding counts, not the caller's time between two chunks.
         begin = time.perf_counter()
         done = min(done + chunk, max_new_tokens)
         batch.state = decode(lm.model, batch.state, sampling, limits, jnp.int32(done))
@@ -147,7 +150,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
 
 
 def _special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
-    """Special tokens that are a stop string: they have no text, and end a row as tokens."""
+    """Ids of special tokens that are stop strings: they have no text, so they stop by id."""
     named = (tokenizer.backend.token_to_id(text) for text in stop)
     return [i for i in named if i is not None and i in tokenizer.special_ids]
 
@@ -165,7 +168,10 @@ def _check_lengths(lm: LanguageModel, encoded: Sequence[Sequence[int]], new_toke
 
 
 def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int) -> int:
-    """Rows that a batch is padded to; none is added where the device lacks the memory for them."""
+    """The number of rows to which a batch is padded: `batch` where memory lacks for more.
+
+    Raises DeviceMemoryError where it lacks for the batch itself.
+    """
     needed = functools.partial(_needed_bytes, lm, padded=padded, room=room)
     rows = bucket_rows(batch)
     rows = rows if has_free(needed(rows)) else batch
@@ -176,7 +182,7 @@ def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int) -> int:
 
 
 def _needed_bytes(lm: LanguageModel, rows: int, *, padded: int, room: int) -> int:
-    """What the cache takes, and a layer's activations at their widest, inside the MLP."""
+    """Bytes of the cache and of a layer's widest activations, inside the MLP, during prefill."""
     shapes = jax.eval_shape(
         lambda: lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size)
     )
@@ -186,7 +192,10 @@ def _needed_bytes(lm: LanguageModel, rows: int, *, padded: int, room: int) -> in
 
 
 def _pad(encoded: Sequence[Sequence[int]], rows: int, padded: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32 [rows, padded] and lengths int32 [rows]; a padding row has one token."""
+    """Pads prompts: tokens int32 [rows, padded] and lengths int32 [rows].
+
+    A padding row has one token, since an empty row has no last token to predict from.
+    """
     tokens, lengths = np.zeros((rows, padded), np.int32), np.ones(rows, np.int32)
     for row, ids in enumerate(encoded):
         tokens[row, : len(ids)] = ids

@@ -1,15 +1,15 @@
-"""Sizes that are rounded up, so that near ones share a compiled program."""
+"""Rounds sizes up to buckets, so that inputs of similar sizes share a compiled program."""
 
 from __future__ import annotations
 
 
 def bucket_tokens(tokens: int) -> int:
-    """The length that so many tokens are padded to: 16, 32, … 512, or a multiple of 512."""
+    """The length to which `tokens` tokens are padded: 16, 32, … 512, or a multiple of 512."""
     return _bucket(tokens, 16, 512)
 
 
 def bucket_rows(rows: int) -> int:
-    """The batch that so many rows are padded to: 1, 2, 4, or a multiple of 8."""
+    """The batch to which `rows` rows are padded: 1, 2, 4, or a multiple of 8."""
     return _bucket(rows, 1, 8)
 
 

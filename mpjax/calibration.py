@@ -1,4 +1,4 @@
-"""Measuring the scales that a KV cache is given, on text that the model reads."""
+"""Measures scales for a KV cache on text that the model reads."""
 
 from __future__ import annotations
 
@@ -28,32 +28,36 @@ def calibrate_cache(
     window: int | None = None,
     max_tokens: int = 32768,
 ) -> LanguageModel:
-    """The model with scales for a cache in `lm.kv_format`, KV8s or KVfp8, measured on documents.
+    """Measures scales for a cache in `lm.kv_format` (KV8s or KVfp8); returns a model with them.
 
-    The documents are read in windows, each from an empty context, and the largest keys and values
-    become the largest codes (mpjax.kernels.cache_scales). Scales are part of the result's model,
-    in `model.cache_scales`: generation, evaluation and saving take them along. Weights are shared
-    with `lm`, which stays as it is.
+    The model reads the documents in windows, each from an empty context. The largest key and the
+    largest value become the largest code: of each channel for KV8s, of each head for KVfp8
+    (mpjax.kernels.cache_scales). The returned model has them in `model.cache_scales`, which
+    generation, evaluation and saving use. It shares its weights with `lm`, which is unchanged.
 
-    window: tokens of a window; 1024 by default, or the model's longest context. max_tokens: to read
-    at most.
+    window: tokens of a window; the smaller of 1024 and the model's positions by default.
+    max_tokens: the most tokens that are read, of all documents together.
 
-    Raises ValueError for a format that is given no scales, a model without a tokenizer or with
-    another model's, documents that are no list or without a token, and a window or max_tokens
-    below 1; mpjax.finite.NotFiniteError, a ValueError, for keys or values that are NaN or infinite.
+    Raises ValueError for a KV format without calibrated scales, a model without a tokenizer or with
+    another model's tokenizer, anything but a list of texts, documents without a token, and a window
+    or max_tokens below 1; mpjax.finite.NotFiniteError, a ValueError, for keys or values that are
+    NaN or infinite.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     require_documents(documents)
     format = lm.kv_format
     if format.scaling is None:
-        raise ValueError(f"{format} is given no scales to calibrate: KV8s and KVfp8 are")
+        raise ValueError(
+            f"{format} has no scales to calibrate: load the model with KV8s or KVfp8, or set its "
+            "kv_format"
+        )
     tokenizer = lm.require_tokenizer()
     window = DEFAULT_WINDOW if window is None else window
     window = min(whole_number("window", window), lm.config.max_position_embeddings)
     max_tokens = whole_number("max_tokens", max_tokens)
     largest: jax.Array | None = None
     left = max_tokens
-    owners: list[int] = []  # of each window its document
+    owners: list[int] = []  # the document of each window
     finite: list[jax.Array] = []
     for document, text in enumerate(documents):
         ids = document_tokens(tokenizer, text)[:left]
@@ -70,7 +74,7 @@ def calibrate_cache(
         if left == 0:
             break
     if largest is None:
-        raise ValueError("there is nothing to calibrate on: the documents are empty")
+        raise ValueError("documents are empty: expected a text with at least one token")
     for document, is_finite in zip(owners, jax.device_get(finite), strict=True):
         if not is_finite:
             raise NotFiniteError("document", document, lm.config.dtype)
@@ -82,9 +86,10 @@ def calibrate_cache(
 
 @jax.jit
 def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of keys and values of the first `count` tokens: the largest, and whether all are finite.
+    """The largest magnitudes of keys and values, and whether all are finite (bool scalar).
 
-    The largest are float32 [layers, 2, KV heads, head dim], keys first.
+    tokens: int32 [1, window], of which the first `count` are read. Magnitudes are float32 [layers,
+    2 (keys, values), KV heads, head dim].
     """
     cache = model.create_cache(1, tokens.shape[1], KVFormat())
     _, cache = model.step(tokens, count[None], cache, fresh=True)
@@ -93,7 +98,7 @@ def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> tuple[jax.A
         sides = jnp.stack(gather(pages, cache.block_tables))
         real = (jnp.arange(sides.shape[2]) < count)[None, None, :, None, None]
         sides = jnp.where(real, jnp.abs(sides), 0.0)
-        # A maximum passes over NaN on a CPU.
+        # On a CPU, a maximum ignores NaN, so that only this check finds them.
         return sides.max((1, 2)), jnp.isfinite(sides).all()
 
     found, finite = zip(*map(largest, cache.layers), strict=True)

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja programs that come with a checkpoint and write its prompts."""
+"""Renders chat templates: Jinja programs in a checkpoint that turn messages into a prompt."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def render(
     Args:
       source: Jinja source.
       messages: dicts with at least a "role"; a key whose value is `None` counts as missing.
-      variables: what else the template reads, in plain JSON types.
-      name: whose template it is, for the error message.
+      variables: further variables of the template, in plain JSON types.
+      name: the tokenizer's name, for error messages.
 
     Raises:
-      ValueError: messages of another form, values that are not plain JSON types, or a template
-        that fails or refuses; the message says which.
+      ValueError: for messages of another form, values that are not plain JSON types, and a template
+        that fails or calls `raise_exception`; the message says which.
     """
     conversation = _checked(messages)
     for key, value in variables.items():
         _check_plain(value, key)
     try:
         return _compile(source).render({**variables, "messages": conversation})
-    except Exception as error:  # the template is the checkpoint's program: anything can happen
+    except Exception as error:  # a template is a program, which may raise anything
         raise ValueError(
             f"the chat template of {name} can't render these messages: "
             f"{type(error).__name__}: {error}"
@@ -59,7 +59,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes &, < and > for HTML, which no model was trained on.
+    # Jinja's own filter escapes &, < and > for HTML; models are trained on prompts without that.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -67,9 +67,9 @@ def _to_json(
 
 @functools.lru_cache(maxsize=32)
 def _compile(source: str) -> jinja2.Template:
-    """A chat template in the environment that transformers documents for them."""
+    """Compiles a chat template in the environment that transformers documents for templates."""
     # A template comes with the checkpoint and is not trusted: the sandbox hides Python's internals
-    # and lets it change nothing.
+    # and forbids it to change its arguments.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -87,18 +87,18 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
     example = '[{"role": "user", "content": "Hello"}]'
     if not isinstance(messages, (list, tuple)) or not messages:
         found = "empty" if isinstance(messages, (list, tuple)) else type(messages).__name__
-        raise ValueError(f"messages is {found}; expected a list like {example}.")
+        raise ValueError(f"messages is {found}: expected a list like {example}.")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(
-                f"message {number} is {message!r:.80}; expected a dict with a role, as {example}."
+                f"message {number} is {message!r:.80}: expected a dict with a role, as {example}."
             )
         _check_plain(message, f"message {number}")
     return [{key: value for key, value in m.items() if value is not None} for m in messages]
 
 
 def _check_plain(value: Any, where: str) -> None:
-    """Rich objects have methods, and the template could call them."""
+    """Raises ValueError for anything but plain JSON types: a template could call its methods."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _check_plain(item, f"{where}[{key!r}]")

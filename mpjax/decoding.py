@@ -1,7 +1,7 @@
-"""The generation loop, on arrays: prefill, then one `while_loop` of decoding steps.
+"""The generation loop on arrays: prefill, then one `while_loop` of decoding steps.
 
-One compiled loop serves both ways of generating. `decode` runs until a step that is an argument,
-not a constant, so that streaming calls it for a few tokens at a time and `generate_tokens` once.
+The step at which `decode` stops is an array argument, so one compiled program serves both ways of
+generating: streaming calls it for a few tokens at a time, and `generate_tokens` once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mpjax.models import Decoder
 from mpjax.random_keys import row_keys, step_keys
 from mpjax.sampling import Sampling, logprobs, sample
 
-STRIDE = 8
-STOP_IDS = 8  # their number is rounded up to a multiple
+STRIDE = 8  # decoding steps between two checks whether all rows are finished, on a GPU
+STOP_IDS = 8  # the number of stop ids is rounded up to a multiple
 
 
 @functools.partial(
@@ -34,10 +34,10 @@ STOP_IDS = 8  # their number is rounded up to a multiple
 )
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """When a row ends.
+    """Conditions that end a row.
 
-    stop_ids: int32 [any number], tokens that end it. maximum: int32 [batch], new tokens at most.
-    room: new tokens that a state can hold (static).
+    stop_ids: int32 [any number], tokens that end a row. maximum: int32 [batch], the most new tokens
+    of each row. room: columns for new tokens in a DecodingState (static).
     """
 
     stop_ids: jax.Array
@@ -46,9 +46,9 @@ class Limits:
 
     @classmethod
     def of(cls, batch: int, stop_ids: Any, maximum: Any, room: int) -> Limits:
-        """Limits of a batch; the maximum is a number for all rows, or one for each."""
+        """Limits of a batch. maximum: a number for all rows, or an array [batch]."""
         ids = jnp.asarray(stop_ids, jnp.int32)
-        # What no vocabulary has is never drawn: so one more stop token compiles nothing anew.
+        # The padding is an id that no vocabulary has. With it, few sizes of stop_ids are compiled.
         padding = (0, -len(ids) % STOP_IDS)
         return cls(
             jnp.pad(ids, padding, constant_values=jnp.iinfo(jnp.int32).max),
@@ -73,14 +73,15 @@ class Limits:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodingState:
-    """A batch in the middle of generation; all of it is carried through the loop.
+    """The carry of the generation loop.
 
-    cache: what the rows have read so far, all but their newest token.
-    keys: one PRNG key per row [batch].
+    cache: keys and values of all tokens but each row's newest.
+    keys: typed PRNG keys [batch], one for each row.
     tokens, logprobs: new tokens int32 and their log-probabilities float32 [batch, room].
-    counts: int32 [batch], new tokens of each row. finished: bool [batch].
-    seen: bool [batch, vocabulary], tokens of prompt and text; None without repetition penalty.
-    step: int32 scalar, tokens that the longest row has.
+    counts: int32 [batch], number of new tokens of each row. finished: bool [batch].
+    seen: bool [batch, vocabulary], whether a token is in the prompt or among the new tokens; None
+        without repetition penalty.
+    step: int32 scalar, number of new tokens of the longest row.
     """
 
     cache: PagedKVCache
@@ -100,15 +101,15 @@ class DecodingState:
 )
 @dataclasses.dataclass(frozen=True)
 class GeneratedTokens:
-    """What generate_tokens returns.
+    """The new tokens of a batch, as `generate_tokens` returns them.
 
     tokens: int32 [batch, max_new_tokens], the stop token included, zeros after each row's end.
-    lengths: int32 [batch], tokens that each row generated.
-    logprobs: float32 [batch, max_new_tokens], of each token under the unmodified softmax.
+    lengths: int32 [batch], number of new tokens of each row.
+    logprobs: float32 [batch, max_new_tokens], natural logarithm of each token's probability under
+        the softmax of the unmodified logits.
     stopped: bool [batch], whether a stop token ended the row rather than its maximum.
-    finite: bool [batch], whether the model computed no NaN or infinite logits for the row. Where it
-        did, the tokens mean nothing: in float16 numbers beyond 65504 are infinite, and
-        `load(..., dtype="bfloat16")` has room for them.
+    finite: bool [batch], whether all logits of the row were finite. If not, its tokens mean
+        nothing. float16 has no numbers beyond 65504: load such a model with dtype="bfloat16".
     """
 
     tokens: jax.Array
@@ -129,7 +130,8 @@ def prefill(
 ) -> DecodingState:
     """Reads the prompts into an empty cache and draws the first token of each row.
 
-    tokens: int [batch, tokens], padded on the right; lengths: int32 [batch].
+    tokens: int [batch, tokens], padded on the right. lengths: int32 [batch], tokens of each prompt.
+    keys: typed PRNG keys [batch].
     """
     batch, room = tokens.shape[0], limits.room
     logits, cache = model.step(tokens, lengths, cache, fresh=True)
@@ -162,12 +164,12 @@ def decode(
 ) -> DecodingState:
     """Generates until the longest row has `until` tokens (int32 scalar) or all rows are finished.
 
-    One `while_loop`: no token visits the host. Donate `state` to `jit`, and the cache is written
-    in place.
+    The loop is one `while_loop`, without a copy to the host. With `state` donated to `jit`, the
+    cache is written in place.
 
-    stride: steps between two looks at whether there is more to do (static). On a GPU the host takes
-        that look, and the GPU waits for it: STRIDE there, 1 elsewhere. Steps past the end change
-        nothing.
+    stride: decoding steps between two checks whether to go on (static); by default STRIDE on a GPU,
+        where the host makes the check and the GPU waits for it, and 1 elsewhere. Steps past the end
+        change nothing.
     """
     stride = stride or (STRIDE if device.on_gpu() else 1)
 
@@ -178,13 +180,13 @@ def decode(
         newest = jnp.take_along_axis(
             state.tokens, jnp.full_like(state.counts, state.step - 1)[:, None], 1
         )
-        # A finished row adds nothing to the cache; what it computes is thrown away.
+        # A finished row adds nothing to the cache, and its logits are not used.
         alive = ~state.finished & (state.step < until)
         logits, cache = model.step(newest, alive.astype(jnp.int32), state.cache)
         return _draw(dataclasses.replace(state, cache=cache), logits, sampling, limits, alive)
 
     def advance_all(state: DecodingState) -> DecodingState:
-        # A loop whose length is known is launched ahead of the GPU.
+        # XLA launches all steps of a loop of known length without waiting for the GPU.
         return jax.lax.fori_loop(0, stride, advance, state) if stride > 1 else advance(0, state)
 
     return jax.lax.while_loop(unfinished, advance_all, state)
@@ -197,7 +199,10 @@ def _draw(
     limits: Limits,
     alive: jax.Array,
 ) -> DecodingState:
-    """Samples a token for each row that is alive (bool [batch]) and records it."""
+    """Samples a token for each row and records it where `alive` (bool [batch]).
+
+    logits: [batch, vocabulary], any float dtype.
+    """
     batch, vocabulary = logits.shape
     is_stop = jnp.zeros(vocabulary, bool).at[limits.stop_ids].set(True)
     allowed = logits
@@ -212,7 +217,8 @@ def _draw(
         seen = seen.at[jnp.arange(batch), drawn].max(alive)
 
     def record(tokens: jax.Array, new: jax.Array) -> jax.Array:
-        # What is not alive keeps its zeros; after the last step there is no room for more.
+        # Rows that are not alive keep the old value: zeros, or after the last step the last column,
+        # to which dynamic_slice clamps.
         old = jax.lax.dynamic_slice_in_dim(tokens, state.step, 1, axis=1)
         new = jnp.where(alive[:, None], new[:, None], old)
         return jax.lax.dynamic_update_slice_in_dim(tokens, new, state.step, axis=1)
@@ -228,7 +234,7 @@ def _draw(
     )
 
 
-# The state is donated, so that the loop owns the cache's buffers; the model never is.
+# The cache and the state are donated, so that XLA reuses their buffers. The model is not.
 jit_prefill = jax.jit(prefill, donate_argnames="cache")
 jit_decode = jax.jit(decode, static_argnames="stride", donate_argnames="state")
 jit_decode_in_turn = jax.jit(
@@ -240,20 +246,21 @@ jit_decode_in_turn = jax.jit(
 
 
 def decode_program(model: Decoder, state: DecodingState) -> Callable[..., DecodingState]:
-    """`decode` as it is compiled for this model and batch, with the state donated.
+    """The jitted `decode` for this model and batch, with the state donated.
 
-    On Hopper, XLA launches a kernel before the last one has ended. That gains where Triton's
-    kernels follow each other, and loses beside those of warpgroups, which are not launched early:
-    where there are any, no kernel is. Inside of another `jit` that is for its caller to say.
+    On Hopper, XLA launches a kernel before the previous one has ended (programmatic dependent
+    launch). That makes sequences of Triton's kernels faster, and steps with warpgroup kernels,
+    which are never launched early, slower; so it is off if any product runs on warpgroups. Inside
+    another `jit` the compiler options are its caller's.
     """
-    # Inside of a `jit` all that is made is traced, also where model and state are not.
+    # Under `jit` every new array is a tracer, also where the model and the state are not.
     is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
     in_turn = not is_traced and _has_warpgroups(model, len(state.tokens))
     return jit_decode_in_turn if in_turn else jit_decode
 
 
 def _has_warpgroups(model: Decoder, batch: int) -> bool:
-    """Whether warpgroups multiply any weight in a step of so many rows."""
+    """Whether any weight is multiplied by a warpgroup kernel in a step of `batch` rows."""
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
     weights = [leaf for leaf in leaves if isinstance(leaf, QuantizedTensor)]
     different = {(weight.format, weight.shape): weight for weight in weights}
@@ -270,46 +277,51 @@ def generate_tokens(
     sampling: Sampling | Mapping[str, Any] | None = None,
     kv_format: KVFormat | str | None = None,
 ) -> GeneratedTokens:
-    """Continues a batch of prompts: pure, and jit-able with `max_new_tokens` and formats static.
+    """Continues a batch of prompts, as a pure function of arrays.
 
-    tokens: int [batch, tokens], prompts padded on the right to one length; lengths: int32 [batch].
-    seeds: integers [batch], or JAX's keys (typed [batch], raw uint32 [batch, 2]; of threefry2x32),
-        one per row, which alone decide what a row draws; 0 … batch − 1 by default. Greedy
+    Works under `jit` with `max_new_tokens` and `kv_format` static.
+
+    tokens: int [batch, tokens], prompts padded on the right to one length.
+    lengths: int [batch], tokens of each prompt.
+    seeds: one for each row: integers [batch], or JAX keys of threefry2x32 (typed [batch], or raw
+        uint32 [batch, 2]); 0 … batch − 1 by default. A row's draws depend on its seed alone. Greedy
         generation uses none.
+    max_new_tokens: the most new tokens of each row.
     sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default. Without
-        stop_ids, rows end at those of the model's configuration, which are the eos_token_id of
-        config.json. `generate` stops at `lm.tokenizer.stop_ids`: also at eos_token, and at those of
-        generation_config.json in the place of config.json's. Pass these for the same ends.
-    kv_format: of the cache, which is created here and dropped at the end, as KVLayout takes it;
-        KV16 by default. Its pages have the usual size, which changes no result but for rounding.
+        stop_ids, rows end at the stop ids of the model's configuration (eos_token_id in
+        config.json). `generate` instead ends them at `lm.tokenizer.stop_ids`, which come from
+        generation_config.json and eos_token: pass these as stop_ids for the same ends.
+    kv_format: of the cache, such as `KV8`; KV16 by default. The cache is created here, with pages
+        of 128 tokens, and dropped at the end.
 
-    A row's output does not depend on its neighbours, but for rounding: kernels choose their tiles,
-    and with them the order of sums, by the batch's size.
+    A row's output does not depend on its neighbours, except for rounding: kernels choose their
+    tiles, and so the order of sums, by the size of the batch.
 
-    Raises ValueError for shapes, dtypes and limits that don't fit, and, where values are known, for
-    an empty prompt, a token out of range, or more tokens than the model has positions.
+    Raises ValueError for shapes, dtypes and limits that don't fit. Outside `jit` it also raises for
+    an empty prompt, a token id outside the vocabulary, and more tokens than the model has
+    positions.
     """
     require_type("model", model, Decoder, hint=", such as lm.model")
     tokens, lengths = as_arrays("generate_tokens", tokens=tokens, lengths=lengths)
     if tokens.ndim != 2:
         raise ValueError(
-            f"tokens have shape {tokens.shape}; expected [batch, tokens], also for one prompt"
+            f"tokens have shape {tokens.shape}: expected [batch, tokens], also for one prompt"
         )
     batch, padded = tokens.shape
     if lengths.shape != (batch,):
         raise ValueError(
-            f"lengths have shape {lengths.shape}; tokens {tokens.shape} need ({batch},)"
+            f"lengths have shape {lengths.shape}: expected ({batch},), as tokens are {tokens.shape}"
         )
     for name, array in (("tokens", tokens), ("lengths", lengths)):
         if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{name} are {array.dtype}; expected integers")
+            raise ValueError(f"{name} are {array.dtype}: expected integers")
     sampling = Sampling.of(sampling)
     max_new_tokens = most_new_tokens(max_new_tokens, sampling.min_new_tokens)
     vocabulary = model.config.vocab_size
     if not are_between(tokens, 0, vocabulary - 1):
         raise ValueError(f"tokens must be from 0 to {vocabulary - 1}, the model's vocabulary")
     if not are_between(lengths, 1, padded):
-        raise ValueError(f"lengths are {lengths.tolist()}; each must be from 1 to {padded}")
+        raise ValueError(f"lengths are {lengths.tolist()}: expected each from 1 to {padded}")
     positions = model.config.max_position_embeddings
     if not are_between(lengths, 1, positions - max_new_tokens):
         raise ValueError(
@@ -331,7 +343,7 @@ def generate_tokens(
 
 
 def collect(state: DecodingState, limits: Limits) -> GeneratedTokens:
-    """The tokens that a state has so far."""
+    """The new tokens that a state has so far."""
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.counts - 1, 0)[:, None], 1)
     stopped = (last == limits.stop_ids[None]).any(-1) & (state.counts > 0)
     finite = ~jnp.isnan(state.logprobs).any(-1)

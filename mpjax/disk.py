@@ -1,4 +1,4 @@
-"""How much room a disk has, asked before anything is written to it."""
+"""Checks a disk's free space before anything is written to it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskSpaceError(OSError):
-    """Something needs more room than a disk has; the message names the disk and both figures."""
+    """A disk has less free space than is needed; the message names the disk and both figures."""
 
 
 def size(count: int) -> str:
-    """Bytes for people, such as `4.70 GB`."""
+    """A number of bytes as a text, such as `4.70 GB`."""
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Bytes that this user can still write to the disk of a folder; None where nobody knows."""
+    """Bytes that this user can still write to the disk of a folder; None if unknown."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -31,9 +31,9 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def require_room(needed_bytes: int, what: str, folder: Path) -> None:
-    """Raises DiskSpaceError unless the disk of a folder has `needed_bytes` free, or nobody knows.
+    """Raises DiskSpaceError if the disk of a folder is known to have less than `needed_bytes` free.
 
-    what: what needs them, as the sentence's subject: "saving Qwen3-8B-W4".
+    what: the subject of the message, such as "saving Qwen3-8B-W4".
     """
     free = free_bytes(folder)
     if free is not None and needed_bytes > free:
@@ -42,13 +42,16 @@ def require_room(needed_bytes: int, what: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def naming_a_full_disk(needed_bytes: int, what: str, folder: Path) -> Iterator[None]:
-    """Raises DiskSpaceError where the block finds the disk of a folder full, or a quota used up."""
+    """Turns the block's OSError for a full disk or a used-up quota into DiskSpaceError.
+
+    needed_bytes, what, folder: as for `require_room`.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise
-        reason = "" if error.errno == errno.ENOSPC else ", but allows this user no more"
+        reason = "" if error.errno == errno.ENOSPC else ", but this user's quota is used up"
         raise DiskSpaceError(_full(needed_bytes, what, folder, reason)) from error
 
 

@@ -1,4 +1,4 @@
-"""What a bug report needs to know about the machine: versions, driver, devices, settings."""
+"""Collects facts about the machine for a bug report: versions, driver, devices, settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUIRED = (
     *("jax", "jaxlib", "flax", "tokenizers", "safetensors"),
     *("numpy", "ml-dtypes"),
 )
-# The CUDA libraries are here because JAX takes them from their wheels, not from the system.
+# JAX loads the CUDA libraries from these wheels, not from the system.
 CUDA = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cublas-cu12", "nvidia-cudnn-cu12"),
     *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cublas", "nvidia-cudnn-cu13"),
@@ -24,11 +24,11 @@ VARIABLE_PREFIXES = ("JAX_", "XLA_", "MPJAX_")
 
 
 def collect() -> dict[str, Any]:
-    """Returns the facts by section, as JSON-compatible values.
+    """Facts by section, as JSON-compatible values.
 
-    A section that can't be found out holds the sentence that says why: a bug report is written
-    where something is broken, so nothing is raised here. Asking for the devices starts JAX's
-    backend, which takes GPU memory in the way that JAX is configured to.
+    Nothing is raised, since bug reports are written on broken machines: a section that fails holds
+    a sentence with the error. Listing the devices starts JAX's backend, which allocates GPU memory
+    as JAX is configured to.
     """
     return {
         "system": _attempt(_system),
@@ -42,7 +42,7 @@ def collect() -> dict[str, Any]:
 
 
 def report() -> str:
-    """Returns what `collect` finds as text to paste into a bug report, a line for each fact."""
+    """The facts of `collect` as text to paste into a bug report, a line for each."""
     lines = []
     for section, facts in collect().items():
         lines.append(section.replace("_", " "))
@@ -121,7 +121,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _memory_statistics(device: Any) -> dict[str, int] | None:
-    """The allocator's figures; None where the backend keeps none (the CPU's)."""
+    """The allocator's statistics; None for a backend without them, such as the CPU's."""
     try:
         return device.memory_stats()
     except (
@@ -131,7 +131,7 @@ def _memory_statistics(device: Any) -> dict[str, int] | None:
 
 
 def _kernels() -> dict[str, str]:
-    """Which backends of Pallas can run here, by the names that `implementation=` has for them."""
+    """Whether each of Pallas's backends can run here, by its name in `implementation=`."""
     from mpjax.kernels import device
     from mpjax.kernels.gemm.plans import why_no_wgmma
 
@@ -140,7 +140,7 @@ def _kernels() -> dict[str, str]:
     yes = f"yes: compute capability {device.compute_capability()}"
     found = {name: f"no: {reason}" if reason else yes for name, reason in reasons.items()}
     if found["mosaic"] == yes:
-        from mpjax.kernels.mosaic.launch import why_slow  # which takes a while
+        from mpjax.kernels.mosaic.launch import why_slow  # imported late, because it takes long
 
         slow = why_slow()
         found["mosaic"] += f"; {slow}" if slow else ""
@@ -148,7 +148,7 @@ def _kernels() -> dict[str, str]:
 
 
 def _tuning_tables() -> dict[str, str] | str:
-    """Each table that products and attention look their plans up in, the first one first."""
+    """Number of plans in each table of products and attention, in the order of the look-up."""
     from mpjax.kernels import device
     from mpjax.kernels.attention import plans as of_attention
     from mpjax.kernels.gemm import plans as of_products

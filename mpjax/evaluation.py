@@ -1,4 +1,4 @@
-"""Perplexity of a model on text, read through the KV cache so that the cache's format counts."""
+"""Measures a model's perplexity, with keys and values read from the cache in its KV format."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ LOGITS_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How well a model predicts a text.
+    """Measures of how well a model predicts texts.
 
-    perplexity: exp of nats_per_token, the mean of −ln p over `tokens` predicted tokens.
-    bits_per_byte: their sum of −log2 p over the UTF-8 bytes of the text, which compares models of
-        different tokenizers.
-    window: how many tokens a prediction could see.
+    nats_per_token: mean of −ln p over `tokens` predicted tokens. perplexity: its exponential.
+    bits_per_byte: sum of −log2 p over the number of UTF-8 bytes of the texts; comparable between
+        models with different tokenizers.
+    window: the most tokens that a prediction depends on.
     """
 
     perplexity: float
@@ -49,12 +49,11 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-    """How a model predicts each token of a sequence but the first, from those before it.
+    """Scores of all tokens of a sequence but the first, each predicted from the tokens before it.
 
-    An empty sequence has none, as one of a single token.
-
-    logprobs: float32 [tokens − 1], natural logarithms. greedy: bool [tokens − 1], whether the token
-    is the most likely one.
+    logprobs: float32 [tokens − 1], natural logarithms of the tokens' probabilities.
+    greedy: bool [tokens − 1], whether each token is the most likely one.
+    Both are empty for an empty sequence.
     """
 
     logprobs: np.ndarray
@@ -69,23 +68,27 @@ def evaluate(
     batch: int = 8,
     progress: bool | None = None,
 ) -> Evaluation:
-    """Predicts each token of the documents from those before it, as decoding would.
+    """Predicts each token of the documents from the tokens before it; returns perplexity.
 
-    Every token is appended to a paged cache in `lm.kv_format` and attends the cache, itself
-    included, exactly as in a decoding step; so rounding of keys and values shows. Documents do not
-    see each other. A document begins with the bos token, or where the tokenizer has none its eos
-    token, which is not predicted itself; without either its first token isn't predicted. The end of
-    a document isn't predicted. A document longer than a window is cut: each window starts with an
-    empty context, and with the last token of the one before, so that every token is predicted once.
+    Every token is appended to a cache in `lm.kv_format` and attends to the cache, its own key
+    included, as in a decoding step, so that the rounding of keys and values counts. Each document
+    is read from an empty context. It begins with the bos token, or with the eos token if the
+    tokenizer has no bos; that token is not predicted. Without either, the first token is not
+    predicted. The end of a document is not predicted. A document longer than a window is cut: each
+    window begins with an empty context and the last token of the window before, so that every token
+    is predicted once.
 
-    window: tokens that a prediction can see; 1024 by default, or the model's longest context.
-    batch: windows that are read at a time.
-    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+    documents: a list of texts.
+    window: the most tokens that a prediction depends on; the smaller of 1024 and the model's
+        positions by default.
+    batch: number of windows that are read together.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
-    Raises ValueError for a model without a tokenizer, documents that are no list or without a token
-    to predict, or a window that the model can't see; mpjax.finite.NotFiniteError, a ValueError, for
-    a model that computes NaN or infinite logits; DeviceMemoryError, before anything is
-    allocated, where the cache and the logits are too large.
+    Raises ValueError for a model without a tokenizer, anything but a list of texts, documents
+    without a token to predict, and a window above the model's positions;
+    mpjax.finite.NotFiniteError, a ValueError, for NaN or infinite logits;
+    mpjax.memory.DeviceMemoryError, before anything is allocated, where the cache and the logits are
+    too large.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     require_documents(documents)
@@ -95,8 +98,7 @@ def evaluate(
     batch = whole_number("batch", batch)
     if window > positions:
         raise ValueError(
-            f"window is {window}; expected one that fits into the {positions} positions of this "
-            "model"
+            f"window is {window}: expected at most {positions}, the positions of this model"
         )
     documents = list(documents)
     windows = [
@@ -104,7 +106,7 @@ def evaluate(
     ]
     tokens = sum(len(piece) - 1 for piece in windows)
     if not tokens:
-        raise ValueError("there is no token to predict: the documents are empty")
+        raise ValueError("documents have no token to predict: expected a text that is not empty")
     scores = token_scores(lm, windows, batch=batch, progress=progress, kind="window")
     nats = -math.fsum(np.sum(found.logprobs, dtype=np.float64) for found in scores)
     characters = sum(len(text.encode()) for text in documents)
@@ -118,9 +120,9 @@ def evaluate(
 
 
 def read_held_out(path: str | os.PathLike[str]) -> list[str]:
-    """The texts of a file with one JSON object per line, each with a "text".
+    """Reads texts from a file with one JSON object per line, each with a "text".
 
-    Raises ValueError, naming file and line, for a line of another form or encoding.
+    Raises ValueError, which names file and line, for a line of another form or encoding.
     """
     texts = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
@@ -135,17 +137,17 @@ def read_held_out(path: str | os.PathLike[str]) -> list[str]:
 
 
 def document_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a document, behind the token that begins one."""
+    """Token ids of a document, with the bos token (or the eos token without one) in front."""
     ids = tokenizer.encode(text)
     start = tokenizer.bos_id
     if start is None:
         start = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
-    # Some checkpoints' tokenizers write the bos token themselves.
+    # Some checkpoints' tokenizers add the bos token themselves.
     return ids if start is None or ids[:1] == [start] else [start, *ids]
 
 
 def _windows(ids: Sequence[int], window: int) -> Iterator[np.ndarray]:
-    """The ids in pieces of `window` and the token that the last of them predicts."""
+    """Cuts ids into pieces of `window` tokens and the next one, which the last of them predicts."""
     for begin in range(0, len(ids) - 1, window):
         yield np.asarray(ids[begin : begin + window + 1], np.int32)
 
@@ -158,14 +160,14 @@ def token_scores(
     progress: bool | None = None,
     kind: str = "sequence",
 ) -> list[TokenScores]:
-    """Predicts each token of the sequences but the first, as `evaluate` does each window's.
+    """Predicts each token of the sequences but the first, through the cache as `evaluate` does.
 
-    sequences: int [tokens] each, with at most one token more than the model has positions. They
-        may come in any order; those of near lengths share a batch.
-    batch, progress: as for `evaluate`. kind: what errors call a sequence.
+    sequences: int [tokens] each, at most one token more than the model has positions. Sequences of
+        similar lengths share a batch, whatever their order; the scores come in the given order.
+    batch, progress: as for `evaluate`. kind: the word for a sequence in error messages.
 
-    Raises ValueError for tokens that the model doesn't know; NotFiniteError and DeviceMemoryError
-    as `evaluate`.
+    Raises ValueError for token ids that the vocabulary lacks; NotFiniteError and DeviceMemoryError
+    as `evaluate` does.
     """
     if not sequences:
         return []
@@ -178,7 +180,7 @@ def token_scores(
     capacity = -(-longest // chunk) * chunk
     create = functools.partial(
         lm.model.create_cache, batch, capacity, lm.kv_format, lm.page_size
-    )  # one for all batches: what an earlier one left there is not visible
+    )  # all batches use this cache: lengths of zero hide an earlier batch's keys and values
     shapes = jax.tree.leaves(jax.eval_shape(create))
     needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     needed += batch * chunk * lm.config.vocab_size * 4
@@ -198,7 +200,8 @@ def token_scores(
                 padded[row, : len(sequences[index])] = sequences[index]
             cache = dataclasses.replace(cache, lengths=jnp.zeros(batch, jnp.int32))
             parts = []
-            for begin in range(0, max(int(counts.max()), 1), chunk):  # also where none has a target
+            # At least one chunk is read, so that there is something to concatenate.
+            for begin in range(0, max(int(counts.max()), 1), chunk):
                 tokens = padded[:, begin : begin + chunk + 1]
                 real = np.clip(counts - begin, 0, chunk)
                 part, cache = _score(lm.model, tokens, real, cache)
@@ -207,7 +210,7 @@ def token_scores(
                 np.concatenate(arrays, 1) for arrays in zip(*jax.device_get(parts), strict=True)
             )
             for row, index in enumerate(group):
-                end = counts[row]  # padding follows
+                end = counts[row]  # the scores of padding follow
                 scores[index] = TokenScores(chances[row, :end], greedy[row, :end])
                 if np.isnan(chances[row, :end]).any():
                     raise NotFiniteError(kind, index, lm.config.dtype)
@@ -219,7 +222,12 @@ def token_scores(
 def _score(
     model: Decoder, tokens: jax.Array, counts: jax.Array, cache: PagedKVCache
 ) -> tuple[tuple[jax.Array, jax.Array], PagedKVCache]:
-    """For tokens[:, 1:]: log-probabilities float32 and whether likeliest, [batch, chunk]; cache."""
+    """Scores of tokens[:, 1:] and the next cache.
+
+    tokens: int32 [batch, chunk + 1]. counts: int32 [batch], tokens of each row that are read.
+    Scores are log-probabilities float32 and whether a token is the most likely one, bool, both
+    [batch, chunk].
+    """
     logits, cache = model.step(tokens[:, :-1], counts, cache, every_position=True)
     targets = tokens[:, 1:]
     return (logprobs(logits, targets), logits.argmax(-1) == targets), cache

@@ -1,22 +1,21 @@
-"""The refusal of results that are no numbers."""
+"""The error for a model that computes NaN or infinite numbers."""
 
 from __future__ import annotations
 
 
 class NotFiniteError(ValueError):
-    """A model computes NaN or infinite numbers; the message says for what, and what to do.
+    """A model computes NaN or infinite numbers; the message names the input and what to do.
 
-    kind, row: what the model reads, such as "prompt", and which of them, from 0. dtype: what it
-        computes in.
+    kind: the word for an input, such as "prompt". row: the input's number, from 0. dtype: of the
+    model.
     """
 
     def __init__(self, kind: str, row: int, dtype: str) -> None:
         remedy = (
-            ', as those beyond 65504 are in float16: load it with dtype="bfloat16"'
+            ' in float16, which has none beyond 65504: load it with dtype="bfloat16"'
             if dtype == "float16"
-            else f" in {dtype}, which has room for larger ones than any model needs: its weights "
-            "are damaged, or not those that its configuration describes; fetch or convert them "
-            "again"
+            else f" in {dtype}, whose range is larger than any model needs: its weights are "
+            "damaged, or belong to another configuration; fetch or convert the checkpoint again"
         )
         super().__init__(f"{kind} {row}: the model computes NaN or infinite numbers{remedy}")
         self.row = row

@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""Generates text: `generate` for batches, `stream` and `stream_batch` for text as it comes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from mpjax.sampling import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What `generate` returns: one entry per prompt in each list.
+    """Completions of a batch, as `generate` returns them; lists have an entry for each prompt.
 
-    text: the completions, without stop strings; behind the prompts they are what the tokenizer
-        decodes of both. tokens: their ids, stop token included.
-    logprobs: of each token, natural logarithm, under the unmodified distribution.
+    text: the completions, without stop strings. Prompt and completion joined are the text that the
+        tokenizer decodes from the tokens of both.
+    tokens: ids of the completions, stop token included.
+    logprobs: natural logarithm of each token's probability under the softmax of the unmodified
+        logits.
     finish_reasons: `stop` (a stop token or string) or `length`.
-    prompt_tokens: tokens of each prompt. prefill_seconds: until the first token of all rows, and
-    decode_seconds after it, both including compilation where something was new.
+    prompt_tokens: number of tokens of each prompt.
+    prefill_seconds: wall time until the first token of all rows. decode_seconds: wall time after
+        it. Both include compilation of programs that were not compiled before.
     """
 
     text: list[str]
@@ -35,18 +38,18 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rows after the first, over the time that decoding took."""
+        """Tokens per second of decoding: of all rows together, without each row's first token."""
         decoded = sum(len(row) - 1 for row in self.tokens)
         return decoded / self.decode_seconds if self.decode_seconds else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class TextPiece:
-    """What `stream_batch` yields: a part of a row's text.
+    """A part of a row's text, as `stream_batch` yields it.
 
-    row: of which prompt. text: what follows the row's earlier pieces.
+    row: number of the prompt. text: the text after the row's earlier pieces.
     finish_reason: `stop` or `length` in the last piece of a row, whose text may be empty; None in
-        the others.
+        earlier pieces.
     """
 
     row: int
@@ -66,28 +69,29 @@ def generate(
 ) -> Generation:
     """Completes a batch of prompts.
 
-    prompts: texts; token ids, which are read as they are; or chats (lists of
-        `{"role": ..., "content": ...}`) that go through a chat template. One of any is a batch of
-        one. Ids may be lists or arrays, and an array [batch, tokens] is a batch.
-    max_new_tokens: of each row.
-    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default. Until its
-        min_new_tokens, stop tokens are held back, and stop strings are text like any other.
-    stop: strings that end a row; the text ends before them.
-    seeds: one per prompt, which alone decide what it draws, whatever its neighbours (but for
-        rounding: kernels choose their tiles by the batch's size); row numbers by default. Integers
-        or JAX's keys, as for generate_tokens.
-    chat_template: of chats: the name of one of the checkpoint's templates, or Jinja source. By
+    prompts: a list of prompts, or a single one. A prompt is a text; token ids in a list or array,
+        to which nothing is added; or a chat, a list of `{"role": ..., "content": ...}` that a chat
+        template turns into a prompt. An array [batch, tokens] is a batch of token ids.
+    max_new_tokens: the most new tokens of each row.
+    sampling: a Sampling, or a mapping such as {"temperature": 0.7}; greedy by default. With
+        min_new_tokens, no stop token is drawn and no stop string ends the row before that number.
+    stop: a string, or several, that end a row; the text ends before them.
+    seeds: one for each prompt; row numbers by default. Integers or JAX keys, as for
+        generate_tokens. A row's draws depend on its seed, and on its neighbours only by rounding,
+        because kernels choose their tiles by the size of the batch.
+    chat_template: for chats: the name of one of the checkpoint's templates, or Jinja source; by
         default the checkpoint's own.
 
-    A program is compiled for each size of the batch, of the longest prompt and of max_new_tokens,
-    and all three are rounded up so that few are: the batch to 1, 2, 4 or a multiple of 8, the
+    A program is compiled for each size of the batch, of the longest prompt and of max_new_tokens.
+    To compile few of them, all three are rounded up: the batch to 1, 2, 4 or a multiple of 8, the
     others to a power of two from 16 to 512 or a multiple of 512. Padding changes no row's result,
-    and takes time and memory like any other row and token; where the device lacks the memory for
+    and takes time and memory like other rows and tokens. If the device lacks the memory for
     padding rows, there are none.
 
-    Raises ValueError for an empty prompt, a prompt that leaves no room, or arguments that don't
-    fit; mpjax.finite.NotFiniteError, a ValueError, for a model that computes NaN or infinite
-    logits; DeviceMemoryError, before anything is allocated, where the cache is too large.
+    Raises ValueError for an empty prompt, a prompt that leaves no room for max_new_tokens in the
+    model's positions, and arguments that don't fit; mpjax.finite.NotFiniteError, a ValueError, for
+    NaN or infinite logits; mpjax.memory.DeviceMemoryError, before anything is allocated, where the
+    cache is too large.
     """
     job = Job(prompts, max_new_tokens, sampling, stop, seeds, chat_template)
     [batch] = collections.deque(run(lm, job, watch=False), maxlen=1)
@@ -104,14 +108,16 @@ def stream(
     seed: Any = 0,
     chat_template: str | None = None,
 ) -> Generator[str, None, Generation]:
-    """Completes one prompt and yields its text as it comes: `generate` in pieces.
+    """Completes one prompt and yields its text in pieces, as it is generated.
 
     The pieces joined are the text that `generate` returns. The generator's return value (of
-    `yield from`, or StopIteration.value) is the Generation. Arguments are those of `generate`, and
-    errors are raised where the first piece is asked for.
+    `yield from`, or StopIteration.value) is the Generation. Arguments and errors are those of
+    `generate`; errors are raised when the first piece is asked for.
     """
     if not is_single(prompt):
-        raise ValueError(f"stream completes one prompt, {EXPECTED}: stream_batch takes several")
+        raise ValueError(
+            f"prompt is not a single prompt: expected {EXPECTED}; stream_batch takes several"
+        )
     job = Job([prompt], max_new_tokens, sampling, stop, [seed], chat_template)
     for batch in run(lm, job, watch=True):
         if text := batch.rows[0].take():
@@ -129,14 +135,15 @@ def stream_batch(
     seeds: Any = None,
     chat_template: str | None = None,
 ) -> Generator[TextPiece, None, Generation]:
-    """Completes a batch of prompts and yields the text of all rows as it comes.
+    """Completes a batch of prompts and yields the text of all rows in pieces, as it is generated.
 
         for piece in mpjax.stream_batch(lm, ["def f(", "import "]):
             texts[piece.row] += piece.text
 
     The texts of a row's pieces joined are the text that `generate` returns for it, and each row has
     one piece with a finish_reason, its last. The generator's return value is the Generation.
-    Arguments and errors are those of `generate`, as for `stream`.
+    Arguments and errors are those of `generate`; errors are raised when the first piece is asked
+    for.
     """
     ended: set[int] = set()
     job = Job(prompts, max_new_tokens, sampling, stop, seeds, chat_template)
@@ -152,7 +159,7 @@ def stream_batch(
 
 
 def _generation(batch: Batch) -> Generation:
-    """The finished batch."""
+    """Collects the lists of a finished batch."""
     return Generation(
         text=[row.text for row in batch.rows],
         tokens=[row.tokens for row in batch.rows],

@@ -1,6 +1,8 @@
-"""Benchmarks with lm_eval, the Language Model Evaluation Harness (`pip install "mpjax[eval]"`).
+"""Runs benchmarks of lm_eval, the Language Model Evaluation Harness.
 
-Hand it a model that `mpjax.load` gave, in the precision to measure:
+It needs `pip install "mpjax[eval]"`. Load a model in the precision to measure:
+
+    lm = mpjax.load("Qwen/Qwen3-8B", precision="W4A16KV8")
 
     lm_eval.simple_evaluate(HarnessLM(lm), tasks=["arc_challenge", "gsm8k"])
 """
@@ -18,7 +20,7 @@ from rich.progress import track
 from mpjax.evaluation import document_tokens, token_scores
 from mpjax.finite import NotFiniteError
 from mpjax.generation import generate
-from mpjax.generation_kwargs import GenerationArguments, parse
+from mpjax.harness_arguments import GenerationArguments, generation_arguments
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import load
@@ -32,19 +34,21 @@ except ImportError as error:
     raise ImportError('mpjax.harness needs lm_eval: pip install "mpjax[eval]"') from error
 
 
-# Marks where a message ends in a rendered chat; the tab is gone where the template trims messages.
+# Marks the end of a message in a rendered chat. A template that trims messages removes the tab.
 END_OF_MESSAGE = "MPJAX_END_OF_MESSAGE\t"
 
 
 @register_model("mpjax")
 class HarnessLM(TemplateLM):
-    """A language model as lm_eval sees it; every token is read through a cache in `lm.kv_format`.
+    """Adapter of a LanguageModel to lm_eval; keys and values are read from a cache in its format.
 
-    batch_size: requests that are read at a time; those of near lengths share a batch.
-    max_length: tokens that a prediction can see, all positions by default; earlier ones are cut.
-    max_new_tokens: generated for a request that doesn't say how many.
+    batch_size: number of requests that are read together; those of similar lengths share a batch.
+    max_length: the most tokens that a prediction depends on, the model's positions by default;
+        longer contexts lose their beginning.
+    max_new_tokens: the most new tokens for a request that doesn't set its own number.
 
-    Raises ValueError for a model without a tokenizer, and numbers that don't fit the model.
+    Raises ValueError for a model without a tokenizer, and for numbers below 1 or above the model's
+    positions.
     """
 
     def __init__(
@@ -61,25 +65,29 @@ class HarnessLM(TemplateLM):
         max_length = positions if max_length is None else whole_number("max_length", max_length)
         if max_length > positions:
             raise ValueError(
-                f"max_length is {max_length}; expected one that fits into the {positions} "
-                "positions of this model"
+                f"max_length is {max_length}: expected at most {positions}, the positions of this "
+                "model"
             )
         self.lm, self.tokenizer, self.max_length = lm, tokenizer, max_length
         self.batch_size = whole_number("batch_size", batch_size)
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         bos = tokenizer.special_tokens.get("bos_token", "")
-        self._template: str | None = None  # name of the chat template; by default the default one
+        self._template: str | None = None  # name of the chat template; None for "default"
         self._added = bos if tokenizer.encode("")[:1] == [tokenizer.bos_id] else ""
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
     ) -> HarnessLM:
-        """For `model="mpjax", model_args={"pretrained": folder, "precision": "W4A16KV8", ...}`."""
+        """Loads a model from lm_eval's `model_args={"pretrained": folder, "precision": ...}`.
+
+        Keys are `pretrained`, the arguments of `mpjax.load` and those of this class. Raises
+        ValueError for other keys.
+        """
         given = {**arg_dict, **(additional_config or {})}
         given = {name: value for name, value in given.items() if value is not None}
         if "pretrained" not in given:
-            raise ValueError("model_args lacks pretrained=, the model's folder or hub id")
+            raise ValueError("model_args has no pretrained: give the model's folder or hub id")
         if "device" in given:
             raise ValueError(
                 f"device is {given['device']!r}, and JAX chooses the device: leave it out, and set "
@@ -92,8 +100,8 @@ class HarnessLM(TemplateLM):
             )
         if not str(size := given.get("batch_size", 1)).isdecimal():
             raise ValueError(
-                f"batch_size is {size!r}; expected a whole number, as mpjax doesn't look for the "
-                "largest batch that fits: give one, such as 8"
+                f"batch_size is {size!r}: expected a whole number, such as 8, because mpjax "
+                "doesn't look for the largest batch that fits"
             )
         of_loading = ("precision", "dtype", "max_positions", "page_size")
         _, *others = inspect.signature(cls).parameters  # the first is the model
@@ -112,44 +120,47 @@ class HarnessLM(TemplateLM):
     def create_from_arg_string(
         cls, arg_string: str, additional_config: Mapping[str, Any] | None = None
     ) -> HarnessLM:
-        """The same for `model_args="pretrained=folder,precision=W4A16KV8,..."`."""
+        """Loads a model from lm_eval's `model_args="pretrained=folder,precision=W4A16KV8,..."`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval records beside its results."""
+        """The folder and the precision, which lm_eval records with its results."""
         return {"pretrained": str(self.lm.source), "precision": self.lm.precision}
 
     @property
     def eot_token_id(self) -> int | None:
-        """The first of the tokens that end a text."""
+        """Id of the first stop token, None without one."""
         return next(iter(self.tokenizer.stop_ids), None)
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text without context: bos, or else eos."""
+        """Id of the token in front of a text without context: bos, or else eos."""
         if not (start := document_tokens(self.tokenizer, "")):
-            raise ValueError(f"{self.lm.source} has no bos or eos token to stand for no context")
+            raise ValueError(
+                f"{self.lm.source} has neither a bos nor an eos token, and a text without context "
+                "needs one in front: add one to tokenizer_config.json"
+            )
         return start[0]
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text, by default with what `tokenizer.json` adds to one."""
+        """Token ids of a text, by default with the special tokens that `tokenizer.json` adds."""
         if add_special_tokens is False:
             return self.tokenizer.backend.encode(string, add_special_tokens=False).ids
-        # A rendered chat begins with the bos token that the tokenizer adds again.
+        # A rendered chat begins with a bos token already, and `encode` adds one.
         return self.tokenizer.encode(string.removeprefix(self._added))
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells tokenizers and chat templates apart where lm_eval caches requests."""
+        """A name for the tokenizer and chat template, under which lm_eval caches requests."""
         return f"{self.lm.source}{'' if self._template is None else '#' + self._template}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The Jinja source that apply_chat_template renders from now on, for lm_eval's records.
+        """Chooses the template of `apply_chat_template`; returns its Jinja source, for records.
 
-        chat_template: True for the default one, or the name of another of the checkpoint's. Raises
-        ValueError for a name that there isn't.
+        chat_template: True for the checkpoint's default template, or the name of another. Raises
+        ValueError for a name that the checkpoint lacks.
         """
         templates = self.tokenizer.chat_templates
         named = isinstance(chat_template, str) and chat_template not in ("", "default")
@@ -164,16 +175,17 @@ class HarnessLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """A chat as text; without generation prompt it ends in the last message, unfinished.
+        """Renders a chat; without generation prompt, the text ends inside the last message.
 
-        Raises ValueError for a last message that isn't text, or that the template leaves out.
+        The model can then continue that message. Raises ValueError for a last message that isn't
+        text, or that the template leaves out.
         """
         if add_generation_prompt or not chat_history:
             return self.tokenizer.chat(chat_history, add_generation_prompt, self._template)
         *before, last = chat_history
         if not isinstance(content := last.get("content"), str):
-            raise ValueError(f"the last message has content {content!r:.40}; expected a text")
-        # The message alone could also stand in the markup behind it.
+            raise ValueError(f"the last message has content {content!r:.40}: expected a text")
+        # A mark, because the message's own text could also occur in the markup behind it.
         marked = [*before, {**last, "content": content + END_OF_MESSAGE}]
         text = self.tokenizer.chat(marked, False, self._template)
         text, mark, rest = text.rpartition(END_OF_MESSAGE.strip())
@@ -185,19 +197,24 @@ class HarnessLM(TemplateLM):
             )
         if rest.startswith("\t"):
             return text
-        inner = content.lstrip()  # of only spaces the template has left none
+        # The template has trimmed the message: its trailing spaces come off too.
+        inner = content.lstrip()
         return text.removesuffix(inner[len(inner.rstrip()) :])
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """For (texts, context, continuation): the continuation's ln p, and whether it's greedy."""
+        """Scores requests (texts, context ids, continuation ids).
+
+        Returns for each the continuation's ln p and whether all its tokens are the most likely.
+        """
         spans = []
         for texts, context, continuation in requests:
             count = len(continuation)
             if not 1 <= count <= self.max_length:
                 raise ValueError(
-                    f"continuation {texts[1]!r:.40} has {count} tokens, not 1 to {self.max_length}"
+                    f"the continuation {texts[1]!r:.40} has {count} tokens: expected 1 to "
+                    f"{self.max_length}, the max_length"
                 )
             ids = [*(context or [self.prefix_token_id]), *continuation]
             spans.append((ids[-self.max_length - 1 :], count))
@@ -206,7 +223,10 @@ class HarnessLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Sums over whole texts, by windows of max_length, of which the last reaches back."""
+        """Sums ln p over whole texts in windows of max_length.
+
+        The last window is full too: it begins with tokens that the window before has predicted.
+        """
         spans, owners = [], []
         for owner, request in enumerate(requests):
             start, *ids = document_tokens(self.tokenizer, request.args[0]) or [0]
@@ -223,9 +243,12 @@ class HarnessLM(TemplateLM):
     def _score(
         self, spans: list[tuple[list[int], int]], quiet: bool, kind: str
     ) -> list[tuple[float, bool]]:
-        """For (ids, count): the last `count` tokens' ln p, and whether all are the likeliest."""
+        """Scores the last `count` tokens of each (ids, count).
+
+        Returns for each the sum of ln p and whether all are the most likely tokens.
+        """
         ids = [np.asarray(span, np.int32) for span, _ in spans]
-        progress = False if quiet else None  # None: in a terminal
+        progress = False if quiet else None  # None shows a bar if stderr is a terminal
         scores = token_scores(self.lm, ids, batch=self.batch_size, progress=progress, kind=kind)
         return [
             (float(found.logprobs[-count:].sum(dtype="f8")), bool(found.greedy[-count:].all()))
@@ -233,16 +256,17 @@ class HarnessLM(TemplateLM):
         ]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What `mpjax.generate` writes for each context; a request's index is its seed."""
+        """Generates a text for each context; a request's index is its seed."""
         groups: dict[GenerationArguments, list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault(parse(request.args[1], self.max_new_tokens), []).append(index)
+            arguments = generation_arguments(request.args[1], self.max_new_tokens)
+            groups.setdefault(arguments, []).append(index)
         batches = []
         for arguments, members in groups.items():
-            rows = [(*self._end(requests[i].args[0], arguments), i) for i in members]
-            rows.sort(reverse=True)  # near lengths share a batch, and batches a compiled program
+            rows = [(*self._cut_context(requests[i].args[0], arguments), i) for i in members]
+            rows.sort(reverse=True)  # similar lengths share a batch, and so a compiled program
             size = min(self.batch_size, len(rows))
-            rows += rows[-1:] * (-len(rows) % size)  # the last batch is filled to the same shape
+            rows += rows[-1:] * (-len(rows) % size)  # fills the last batch, for the same program
             batches += [(arguments, rows[i : i + size]) for i in range(0, len(rows), size)]
         texts = [""] * len(requests)
         console = rich.console.Console(stderr=True)
@@ -259,17 +283,25 @@ class HarnessLM(TemplateLM):
                 self.cache_hook.add_partial("generate_until", requests[index].args, text)
         return texts
 
-    def _end(self, context: str, arguments: GenerationArguments) -> tuple[int, str]:
-        """What of a context fits before the new tokens, its end, behind its number of tokens."""
+    def _cut_context(self, context: str, arguments: GenerationArguments) -> tuple[int, str]:
+        """Cuts the beginning of a context that leaves no room for the new tokens.
+
+        Returns the number of tokens of the rest, and the rest.
+        """
         if (room := self.max_length - arguments.max_new_tokens) < 1:
-            raise ValueError(f"{arguments.max_new_tokens} new tokens leave no room for a context")
+            raise ValueError(
+                f"the task asks for {arguments.max_new_tokens} new tokens, which leave no room for "
+                f"a context in a max_length of {self.max_length}: raise max_length, or lower the "
+                "task's max_gen_toks"
+            )
         context = context.removeprefix(self._added)
         while (count := len(self.tokenizer.encode(context))) > room and context:
             found = self.tokenizer.backend.encode(context)
-            # Where each token of the text ends; bos and the like are added again to the rest.
+            # Ends of the text's tokens; special tokens such as bos are not part of the text.
             added = zip(found.offsets, found.special_tokens_mask, strict=True)
             ends = [end for (_, end), special in added if not special]
             cut = ends[min(count - room, len(ends)) - 1] if ends else len(context)
-            # A token can be a part of a character, and what is left be split another way.
+            # At least one character goes, since a token may end within a character. The rest may be
+            # split into other tokens, so the loop counts again.
             context = context[max(cut, 1) :]
         return count, context

@@ -1,4 +1,4 @@
-"""A model with all that generating text takes."""
+"""LanguageModel: a decoder with its tokenizer and the format of its KV cache."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MEGABYTE = 1e6
 class LanguageModel:
     """A decoder with its tokenizer, and the format and page size of its KV cache.
 
-    tokenizer: None where the folder has no tokenizer.json. source: the folder it was loaded from.
-    page_size: tokens in a page of the cache, as for KVLayout: 16, 32, 64, 128 or 256.
+    tokenizer: None for a checkpoint without tokenizer.json. source: the folder of the checkpoint.
+    page_size: tokens in a page of the cache: 16, 32, 64, 128 or 256.
 
-    Raises ValueError for a page size that there isn't, or that the format can't have.
+    Raises ValueError for another page size, and for one that the KV format can't have.
     """
 
     model: Decoder
@@ -46,7 +46,7 @@ class LanguageModel:
         return self.model.config
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValueError, with what to do, where there is none."""
+        """The tokenizer. Raises ValueError, which says what to do, for a model without one."""
         if self.tokenizer is None:
             raise ValueError(
                 f"{explain_missing(self.source)} Without it there is no text: generate_tokens "
@@ -61,7 +61,7 @@ class LanguageModel:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that the weights stand for, however they are stored."""
+        """Number of the model's weights; a packed weight counts as one, whatever its bits."""
         total = sum(math.prod(place.shape) for place in self.model.array_places(self.config))
         for place in self.model.linear_places(self.config):
             total += sum(math.prod(kernel.shape) for kernel in place.kernels(self.model))
@@ -70,17 +70,19 @@ class LanguageModel:
 
     @property
     def precision(self) -> str:
-        """What is really there, such as `W4A16KV8`; `W16+W4A16KV8` where linear maps differ.
+        """The model's precision, such as `W4A16KV8`, or `W16+W4A16KV8` where linear maps differ.
 
-        `load(path, precision=...)` takes it, of the checkpoint that the model came from.
+        It comes from the weights themselves. `load(path, precision=...)` accepts it for the
+        checkpoint that the model came from.
         """
         bits = jnp.dtype(self.config.dtype).itemsize * 8
         return str(Precision.mixed(weight_formats(self.model), self.kv_format, bits))
 
     def summary(self) -> dict[str, Any]:
-        """What `mpjax info --json` prints, in JSON's types.
+        """Facts about the model in JSON's types, as `mpjax info --json` prints them.
 
-        `linear_maps` has, for each kind of linear map, in how many layers it has which formats.
+        `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
+        each weight format.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
@@ -108,9 +110,13 @@ class LanguageModel:
         }
 
     def describe(self) -> list[tuple[str, str]]:
-        """What `mpjax info` prints: the summary as labels and texts, in order."""
+        """The summary as labels and texts, in the order in which `mpjax info` prints them."""
         found = self.summary()
-        scales = {None: "none", "heads": "of heads, for KVfp8", "channels": "of channels, for KV8s"}
+        scales = {
+            None: "none",
+            "heads": "for each head, for KVfp8",
+            "channels": "for each channel, for KV8s",
+        }
         rows = [
             ("model", f"{found['model']} from {found['source']}"),
             ("precision", found["precision"]),
@@ -138,7 +144,7 @@ class LanguageModel:
 
 
 def weight_formats(model: Decoder) -> set[WeightFormat]:
-    """The formats that occur among a model's linear maps; bfloat16 for any that is not packed."""
+    """Weight formats of a model's linear maps; a plain kernel of any dtype counts as bfloat16."""
     return {
         kernel.format if isinstance(kernel, QuantizedTensor) else WeightFormat("bfloat16")
         for place in model.linear_places(model.config)
@@ -147,7 +153,7 @@ def weight_formats(model: Decoder) -> set[WeightFormat]:
 
 
 def _formats(model: Decoder, place: LinearPlace) -> list[str]:
-    """The W part of the precision of each part of a linear map."""
+    """The W part of the precision, such as `W4`, of each part of a linear map."""
     return [
         describe_weights(kernel.format)
         if isinstance(kernel, QuantizedTensor)

@@ -1,4 +1,4 @@
-"""Loads a language model from wherever it lies."""
+"""Loads a language model from a checkpoint folder, a saved model, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
 from mpjax.tokenizer import Tokenizer
 
-# What loading needs; a repository often holds the same weights in other formats as well.
+# Files that loading reads; a repository often has the same weights in other formats too.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 HUB_IGNORED = ["consolidated*", "original/*"]
 
@@ -37,32 +37,32 @@ def load(
 ) -> LanguageModel:
     """Loads a model, with its tokenizer if it has one, onto the default device.
 
-    path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ or FP8) or
-        one that `mpjax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which is fetched
+    path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ or FP8), a
+        folder that `mpjax.save` wrote, or a hub id such as `Qwen/Qwen3-8B-AWQ`, which is fetched
         first.
-    precision: such as `W4A16KV8`; docs/precision.md lists them. Linear maps of a 16-bit checkpoint
-        are rounded to nearest where it asks for fewer bits; a quantised checkpoint must agree with
-        it, but for `sym`: integers of one count as symmetric where its zero points are, whatever is
-        asked for. Several W parts must be what is there: `lm.precision` is always taken. By default
-        weights stay as they are, with a KV cache of 16 bits, or as saved. FP8 weights meet the
-        activations that the checkpoint was made for, mostly FP8 too, unless the precision has a W
-        part, which says what they meet: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
-    dtype: what the model computes in: bfloat16, float16 or float32, also as bf16, fp16 and fp32 or
-        as a dtype of NumPy, JAX or PyTorch; float32 where precision has A32, else the checkpoint's
-        by default.
-    max_positions: tokens that a sequence may have, prompt and new ones together, in the place of
-        what the checkpoint says, or said when it was saved; nothing else of the model changes.
-    page_size: tokens in a page of the KV cache, as for KVLayout: 16, 32, 64, 128 or 256. Each
-        sequence's room is rounded up to whole pages.
-    verify: whether the arrays of a model that `mpjax.save` wrote are compared with their checksums,
-        which finds what a disk or a copy has changed, and takes half a second for a gigabyte.
-        Checkpoints of others have none.
-    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+    precision: such as `W4A16KV8`; docs/precision.md lists them. A 16-bit checkpoint's linear maps
+        are rounded to nearest if the precision has fewer bits. A quantised checkpoint must already
+        have the precision's weight format; only `sym` need not match, because the zero points
+        decide. Several W parts, as in `W16+W4A16KV8`, must all be in the checkpoint;
+        `lm.precision` of a loaded model is always accepted. By default the weights keep their
+        format, and the KV cache has 16 bits, or its format when the model was saved. FP8 weights
+        are multiplied by activations in the checkpoint's own format, mostly FP8 too; a precision
+        with a W part chooses another: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
+    dtype: of 16-bit weights and activations: bfloat16, float16 or float32, also as bf16, fp16 and
+        fp32 or as a dtype of NumPy, JAX or PyTorch. By default float32 if the precision has A32,
+        else the checkpoint's.
+    max_positions: the most tokens of a sequence, prompt and new tokens together, instead of the
+        checkpoint's number. Nothing else of the model changes.
+    page_size: tokens in a page of the KV cache: 16, 32, 64, 128 or 256. The room of each sequence
+        is rounded up to whole pages.
+    verify: whether to compare the arrays of a model that `mpjax.save` wrote with their checksums,
+        which finds damage by a disk or a copy. Other checkpoints have no checksums.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
-    Raises CheckpointError for what can't be loaded, ValueError for a precision or dtype that the
-    checkpoint doesn't have, max_positions below 1 and a page size that there isn't, and
-    mpjax.memory.DeviceMemoryError, before anything is allocated, where the device has not enough
-    memory left.
+    Raises CheckpointError for a path or checkpoint that can't be loaded, ValueError for a precision
+    or dtype that the checkpoint doesn't have, max_positions below 1 and another page size, and
+    mpjax.memory.DeviceMemoryError, before anything is allocated, where the device does not have
+    enough memory left.
     """
     precision = None if precision is None else Precision.of(precision)
     dtype = compute_dtype(dtype, precision)
@@ -89,59 +89,62 @@ def load(
 
 
 def _with_limits(lm: LanguageModel, positions: int | None, page_size: int) -> LanguageModel:
-    """The model with pages of another size; its configuration is given another limit in place."""
+    """The model with another page size; the limit of positions is changed in place."""
     if positions is not None:
         lm.model.config = dataclasses.replace(lm.config, max_position_embeddings=positions)
     return dataclasses.replace(lm, page_size=page_size)
 
 
 def bundled_model() -> Path:
-    """The folder of the small model that comes with mpjax, for `load`."""
+    """The folder of the small model that is part of mpjax; `load` takes it."""
     return Path(__file__).parent / "bundled"
 
 
 def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
-    """The folder, fetched from the hub where it has to be."""
+    """The folder at a path, or the folder of a hub id's files, which are fetched first.
+
+    Raises CheckpointError for a path that is not a folder, and where the hub gives no files.
+    """
     if not isinstance(path_or_id, str | os.PathLike):
         raise ValueError(f"the model is {shown(path_or_id)}: expected a folder's path or a hub id")
     path = _parse_path(path_or_id)
-    if not path.exists():  # perhaps because a save that replaced it was killed
+    if not path.exists():  # a save that was killed may have moved it away
         staging.clean_up(path)
     if path.is_dir():
         return path
     if os.path.lexists(path):
-        kind = "a file" if path.is_file() else "no folder"
+        kind = "a file" if path.is_file() else "not a folder"
         remedy = f"; {foreign.REMEDIES['*.gguf']}" if path.suffix == ".gguf" else ""
         raise CheckpointError(f"{path} is {kind}: expected the folder of a checkpoint{remedy}")
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path_or_id)):
         raise CheckpointError(
-            f"{path} does not exist: expected a checkpoint folder, or a hub id, which names an "
-            "owner, too, such as Qwen/Qwen3-8B-AWQ"
+            f"{path} does not exist: expected a checkpoint folder, or a hub id of the form "
+            "owner/name, such as Qwen/Qwen3-8B-AWQ"
         )
     try:
         import huggingface_hub
     except ImportError as error:
         raise CheckpointError(
-            f"{path_or_id} is no folder here; to fetch it from the Hugging Face hub, "
+            f"{path_or_id} is not a folder here; to fetch it from the Hugging Face hub, "
             'pip install "mpjax[hub]"'
         ) from error
     try:
         fetched = huggingface_hub.snapshot_download(
             str(path_or_id), allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
         )
-    except (OSError, ValueError) as error:  # what the hub's client raises, offline and on refusal
+    except (OSError, ValueError) as error:  # errors of the hub's client: offline, or refused
         raise CheckpointError(
-            f"{path_or_id} is no folder here, and the hub did not give it: {error}"
+            f"{path_or_id} is not a folder here, and the hub did not give it: {error}"
         ) from error
     return Path(fetched)
 
 
 def _parse_path(path_or_id: str | os.PathLike[str]) -> Path:
-    """A path, with ~ read as a home. Raises CheckpointError for one that nothing can have."""
+    """A path, with ~ expanded. Raises CheckpointError for one that no folder can have."""
     try:
         path = Path(path_or_id).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, ~ of nobody, a null byte
+    except (OSError, RuntimeError, ValueError) as error:  # too long, ~ without a home, a null byte
         raise CheckpointError(f"{path_or_id} can't be a folder: {error}") from error
     return path

@@ -1,4 +1,4 @@
-"""How much memory a device has left, asked before anything is allocated on it."""
+"""Checks a device's free memory before anything is allocated on it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ GIGABYTE = 1e9
 
 
 class DeviceMemoryError(MemoryError):
-    """Something needs more memory than the device has left; the message gives both figures."""
+    """A device has less free memory than is needed; the message gives both figures."""
 
 
 def free_bytes(device: jax.Device | None = None) -> int | None:
-    """Bytes that JAX can still allocate on a device, the default one unless given.
+    """Bytes that JAX can still allocate on a device, the default device unless given.
 
-    On a GPU this is what is left of the share that JAX is allowed to take (three quarters of the
-    GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise); on a CPU, what the system has
-    available. None where nobody knows.
+    On a GPU, the rest of the share that JAX may take (three quarters of the GPU, unless
+    XLA_PYTHON_CLIENT_MEM_FRACTION sets another); on a CPU, the system's available memory. None if
+    unknown.
     """
     device = device or default_device()
     if device.platform == "cpu":
         return _available_system_bytes()
     try:
         statistics = device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:  # a backend that doesn't keep them
+    except jax.errors.JaxRuntimeError:  # a backend without statistics
         return None
     if "bytes_limit" not in statistics:
         return None
@@ -36,15 +36,15 @@ def free_bytes(device: jax.Device | None = None) -> int | None:
 
 
 def has_free(needed_bytes: int, device: jax.Device | None = None) -> bool:
-    """Whether a device has `needed_bytes` left, or nobody knows."""
+    """Whether a device has `needed_bytes` free; True if unknown."""
     free = free_bytes(device or default_device())
     return free is None or needed_bytes <= free
 
 
 def require_free(needed_bytes: int, what: str, device: jax.Device | None = None) -> None:
-    """Raises DeviceMemoryError unless a device has `needed_bytes` left, or nobody knows.
+    """Raises DeviceMemoryError if a device is known to have less than `needed_bytes` free.
 
-    what: what needs them, as the sentence's subject: "the weights of Qwen3-8B".
+    what: the subject of the message, such as "loading Qwen3-8B".
     """
     device = device or default_device()
     free = free_bytes(device)
@@ -56,7 +56,8 @@ def require_free(needed_bytes: int, what: str, device: jax.Device | None = None)
 
 
 def _available_system_bytes() -> int | None:
-    # Linux: what can be had without swapping, page cache included. Elsewhere: pages that are free.
+    # On Linux, memory that is available without swapping, page cache included; elsewhere, free
+    # pages.
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

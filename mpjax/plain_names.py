@@ -1,8 +1,8 @@
-"""Makes the floors importable by their plain names, `models` and `pallas_kernels`, too.
+"""Makes the floors also importable by their plain names, `models` and `pallas_kernels`.
 
 The library imports its floors as `mpjax.models` and `mpjax.kernels`, so that a `models.py` in the
-working folder, or another installed package of that name, is in nobody's way. Where there is none,
-the plain names are second names of the same module objects.
+working folder, or another installed package of that name, does not get in the way. Where there is
+none, the plain names are second names of the same module objects.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 
-TYPE_CHECKING = False  # importing `typing` takes as long as all else that `import mpjax` does
+TYPE_CHECKING = False  # `import typing` would double the time that `import mpjax` takes
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
@@ -23,30 +23,30 @@ PLAIN_NAMES = {"models": "mpjax.models", "pallas_kernels": "mpjax.kernels"}
 
 
 def install() -> None:
-    """Adds the finder of plain names to this process, once."""
+    """Adds the finder of plain names to `sys.meta_path`, once."""
     if not any(isinstance(finder, PlainNameFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, PlainNameFinder())
 
 
 class PlainNameFinder:
-    """Finds `models.layers` as `mpjax.models.layers`, where `models` is not somebody else's."""
+    """Finds `models.layers` as `mpjax.models.layers`, unless `models` is another package."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec of a module that has a second name; None for all others."""
+        """The spec of a floor's module under its plain name; None for other names."""
         root, _, rest = name.partition(".")
         if root not in PLAIN_NAMES or not _is_ours(root, within=bool(rest)):
             return None
         real = f"{PLAIN_NAMES[root]}.{rest}" if rest else PLAIN_NAMES[root]
         if importlib.util.find_spec(real) is None:
             return None
-        loader: Any = _SecondName(real)  # no importlib.abc.Loader, which takes long to import, too
+        loader: Any = _SecondName(real)  # not a subclass of Loader: importlib.abc imports slowly
         return importlib.machinery.ModuleSpec(name, loader)
 
 
 class _SecondName:
-    """Loads a module that has another name already."""
+    """Loads a module under a second name. real: its first name."""
 
     def __init__(self, real: str) -> None:
         self.real = real
@@ -57,13 +57,14 @@ class _SecondName:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # importlib has put the second name's in its place
+        module.__spec__ = self.spec  # importlib has replaced it by the second name's spec
 
 
 def _is_ours(root: str, within: bool) -> bool:
-    """Whether a plain name means a floor of this library; within: of which a module is asked for.
+    """Whether a plain name means a floor of this library, and not another package.
 
-    A floor that was imported by its plain name before mpjax is ours too: `models` in a checkout.
+    root: the plain name. within: whether a module inside the package is being imported. In a
+    checkout, `models` may have been imported by its plain name before mpjax; it counts as ours too.
     """
     if within:
         imported = sys.modules.get(root)

@@ -1,4 +1,4 @@
-"""Precisions, written as the papers write them: `W4A16KV8`."""
+"""Precisions in the notation of the papers, such as `W4A16KV8`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpjax.kernels.checks import nearest, shown
 from mpjax.kernels.formats import can_be_symmetric, describe_sizes, group_sizes
 
 EXPECTED = (
-    "expected, for example, W4A16KV8, W16A16KV16, WNF3g128A16KV4c, W8A8K8V4, or A16KV8 for weights "
-    "as they are"
+    "expected, for example, W4A16KV8, W16A16KV16, WNF3g128A16KV4c, W8A8K8V4, or A16KV8, which "
+    "keeps the weights' format"
 )
 DEFAULT_GROUP_SIZE = 128  # of integers beside 16-bit activations
-# The weight format and its usual group size, by the W and the A part.
+# Codes and the usual group size of the weight format, by the W part and the A part.
 _FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
     ("16", "16"): ("bfloat16", None),
     ("8", "16"): ("uint8", DEFAULT_GROUP_SIZE),
@@ -32,24 +32,24 @@ _FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
 _ACTIVATIONS = {"16": None, "8": "int8", "FP8": "float8"}
 _W_PART = r"W([A-Z]*\d+)(?:g(\d+|K))?(sym)?"
 _A_PART = r"A([A-Z]*\d+)"
-# Where what somebody wrote is compared with what there is.
+# KV formats in the precisions that are suggested for one that can't be read.
 _USUAL_CACHES = ("KV16", "KV8", "KV8s", "KV4", "KV4c", "KV2", "KVfp8")
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """How weights, activations and the KV cache are held; hashable.
+    """Formats of weights, activations and the KV cache; hashable.
 
-    weights: the format of the decoder layers' linear maps, which says how activations meet them. A
-        16-bit format means the dtype that the model computes in; None means as they are in the
-        checkpoint.
-    kv: how keys and values are cached.
-    mixture: the formats that linear maps have, each of at least one, where they differ and stay as
-        they are in the checkpoint; `weights` is None then. Empty where nothing is said about that.
+    weights: the format of the decoder layers' linear maps, with their activation format. A 16-bit
+        format means the model's dtype; None keeps the checkpoint's format.
+    kv: the format of cached keys and values.
+    mixture: the weight formats of a checkpoint whose linear maps differ, two or more, each of which
+        occurs; `weights` is None then. Empty otherwise.
     bits: of weights that aren't packed and of activations that aren't rounded: 16, or 32 for a
         model in float32.
 
-    weights and kv may be given as texts, too. `str` writes what `parse` reads.
+    weights and kv may also be texts, as WeightFormat and KVFormat read them. `str` writes what
+    `parse` reads.
     """
 
     weights: WeightFormat | None = None
@@ -59,36 +59,42 @@ class Precision:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mixture, tuple | list):
-            raise ValueError(f"mixture is {shown(self.mixture)}: expected weight formats in a list")
+            raise ValueError(f"mixture is {shown(self.mixture)}: expected a list of weight formats")
         mixture = tuple(sorted({WeightFormat.of(each) for each in self.mixture}, key=str))
         object.__setattr__(self, "mixture", mixture)
         if self.weights is not None:
             object.__setattr__(self, "weights", WeightFormat.of(self.weights))
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
         if mixture and (self.weights is not None or len(mixture) == 1):
-            raise ValueError("a mixture takes two formats or more, and no weights beside it")
+            raise ValueError(
+                f"mixture has {len(mixture)} format(s) and weights is {self.weights}: expected a "
+                "mixture of two formats or more, and weights of None"
+            )
         if self.bits not in (16, 32):
             raise ValueError(f"bits is {shown(self.bits)}: expected 16 or 32")
         if self.formats and all(format.operand for format in self.formats):
-            object.__setattr__(self, "bits", 16)  # there is nothing of which it says something
+            # All weights are packed and all activations rounded, so `bits` describes nothing.
+            object.__setattr__(self, "bits", 16)
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """Reads `W…A…KV…` and `W…A…K…V…`.
+        """Reads `W…A…KV…` and `W…A…K…V…`, in capitals or not.
 
-        W is 16; 8 or 4 (integers); FP8 (e4m3); NF4, NF3 or NF2 (normal float). A is 16, or what
-        activations are rounded to on the fly: 8 beside W8 (W8A8) and W4 (LiquidQuant), FP8 beside
-        WFP8. A32 in the place of A16, and W32A32, are a model in float32. KV, or K and V apart as
-        in K8V4, is 16, 8 or 4 (integers), fp8 (e4m3), 4c or 2 (integers whose keys have scales of
-        channels, and in K4cV4c values, too), 2t (of tokens), 4t (4 without a Hadamard transform of
-        the keys) or 8s (static scales of channels, from a calibration): see KVFormat. `gSIZE` is
-        the number of input channels that share a scale, or K for all; `sym` fixes an integer zero
-        point in the middle. Without the W part, as in `A16KV8`, linear maps stay as they are in
-        the checkpoint, with the activations that it says if it is FP8; several, as in
-        `W16+W4A16KV8` and `W16A16+W8A8KV8`, say what they are there.
+        W, the weights: 16; 8 or 4 (integers); FP8 (e4m3); NF4, NF3 or NF2 (normal float). `gSIZE`
+            behind it is the number of input channels that share a scale, or K for all; `sym` fixes
+            the zero point of integers in the middle. Without a W part, as in `A16KV8`, linear maps
+            keep the checkpoint's format, and FP8 ones its activation format. Several W parts, as in
+            `W16+W4A16KV8` and `W16A16+W8A8KV8`, name all formats of a checkpoint's linear maps.
+        A, the activations: 16, or the format to which a product rounds them: 8 with W8 (W8A8) and
+            with W4 (LiquidQuant), FP8 with WFP8. A32 instead of A16, and W32A32, mean a model in
+            float32.
+        KV, the cached keys and values, or K and V apart as in K8V4: 16; 8 or 4 (integers); fp8
+            (e4m3); 4c or 2 (integers; keys have a scale for each channel, and in K4cV4c values
+            too); 2t (2 bits with a scale for each token); 4t (4 without a Hadamard transform of the
+            keys); 8s (static scales of channels, from a calibration). See KVFormat.
 
-        Capitals and spaces around it don't matter. Raises ValueError that names what can't be
-        read, with the precision that was probably meant.
+        Raises ValueError, which names the part that can't be read and the precision that was
+        probably meant.
         """
         if not isinstance(text, str):
             meant = _meant(str(text)) or "W4A16KV8"
@@ -105,30 +111,30 @@ class Precision:
 
     @classmethod
     def of(cls, precision: Precision | str) -> Precision:
-        """A precision as it is, or as `parse` reads it: what functions that take one accept."""
+        """A Precision from a Precision, or from a text that `parse` reads."""
         return precision if isinstance(precision, Precision) else cls.parse(precision)
 
     @classmethod
     def mixed(cls, formats: Iterable[WeightFormat], kv: KVFormat, bits: int) -> Precision:
-        """The precision in which linear maps have these formats, one or more."""
+        """The precision of a model whose linear maps have these formats, one or more."""
         first, *others = formats = tuple(set(formats))
         return cls(None, kv, formats, bits) if others else cls(first, kv, (), bits)
 
     @property
     def of_weights(self) -> Precision:
-        """The same but for the KV cache, KV16: equal where models can share their weights."""
+        """The precision with KV16: equal for two models that can share their weights."""
         return dataclasses.replace(self, kv=KVFormat())
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
-        """The formats that linear maps are to have: one, those of the mixture, or none."""
+        """Formats of linear maps: one, several of a mixture, or none if the precision has none."""
         return self.mixture if self.weights is None else (self.weights,)
 
     def agrees_with(self, found: Iterable[WeightFormat]) -> bool:
-        """Whether linear maps that stay as they are may have the formats found.
+        """Whether a checkpoint whose linear maps have the formats `found` has this precision.
 
-        Maps that a checkpoint left in 16 bits don't count beside a single W part, nor does
-        symmetry, which the zero points decide.
+        With a single W part, maps in 16 bits beside packed ones are allowed. Symmetry is not
+        compared, since the zero points decide it.
         """
         there, asked = _without_symmetry(found), _without_symmetry(self.formats)
         if self.mixture or not asked:
@@ -146,9 +152,9 @@ class Precision:
 
 
 def describe_weights(format: WeightFormat, bits: int = 16) -> str:
-    """The W part of a precision, `W4`, `W4g32`, `WNF3`, `W16`; with an A part unless it is A16.
+    """The W part of a precision, such as `W4`, `W4g32`, `WNF3` or `W16`, and its A part if not A16.
 
-    bits: of a format that isn't packed.
+    bits: of a format that isn't packed, 16 or 32.
     """
     if not format.is_packed:
         return f"W{bits}"
@@ -166,7 +172,7 @@ def _without_symmetry(formats: Iterable[WeightFormat]) -> set[WeightFormat]:
 
 
 def _read(text: str) -> Precision | None:
-    """The precision, or None for a text of another form. ValueError for parts that there aren't."""
+    """The precision in a text; None for a text of another form, ValueError for an unknown part."""
     *firsts, last = text.strip().split("+")
     match = re.fullmatch(rf"(?:{_W_PART})?{_A_PART}(K\w*V\w+)", last, re.IGNORECASE)
     others = [re.fullmatch(rf"{_W_PART}(?:{_A_PART})?", part, re.IGNORECASE) for part in firsts]
@@ -181,9 +187,9 @@ def _read(text: str) -> Precision | None:
         if weights is not None:
             formats.append(_format(weights.upper(), size, symmetric is not None, activations))
         elif activations not in ("16", "32"):
-            raise ValueError(f"A{activations} needs a W part: it says what activations meet")
+            raise ValueError(f"A{activations} needs a W part, such as W8A{activations}")
     if len(bits) > 1:
-        raise ValueError("A16 and A32 can't be in one model: it computes in one dtype")
+        raise ValueError("A16 and A32 can't be in one model, which has one dtype: choose one")
     width = max(bits, default=16)
     kv = KVFormat.parse(match[5])
     return Precision.mixed(formats, kv, width) if formats else Precision(None, kv, (), width)
@@ -192,8 +198,8 @@ def _read(text: str) -> Precision | None:
 def _format(weights: str, size: str | None, symmetric: bool, activations: str) -> WeightFormat:
     if (weights, activations) == ("16", "32") or (weights == "32" and activations != "32"):
         raise ValueError(
-            f"W{weights}A{activations} is not implemented: weights that aren't packed are in the "
-            "dtype that the model computes in, as in W16A16 and W32A32"
+            f"W{weights}A{activations} is not implemented: weights that aren't packed have the "
+            "model's dtype, as in W16A16 and W32A32"
         )
     plain = {"32": "16"}
     weights, activations = plain.get(weights, weights), plain.get(activations, activations)
@@ -204,16 +210,16 @@ def _format(weights: str, size: str | None, symmetric: bool, activations: str) -
         )
     if (weights, activations) not in _FORMATS:
         possible = ", ".join(f"W{w}A{a}" for w, a in _FORMATS)
-        raise ValueError(f"W{weights}A{activations} is not implemented: there are {possible}")
+        raise ValueError(f"W{weights}A{activations} is not implemented: expected {possible}")
     codes, usual = _FORMATS[weights, activations]
     if codes == "bfloat16":
         if size or symmetric:
-            raise ValueError("weights that aren't packed take no group size and no sym")
+            raise ValueError("W16 and W32 have no group size and no sym: leave both out")
         return WeightFormat(codes)
     group_size = usual if size is None else None if size in "kK" else int(size)
     if group_size not in group_sizes(codes):
         raise ValueError(
-            f"W{weights}g{size} is not implemented beside A{activations}: expected "
+            f"W{weights}g{size} is not implemented with A{activations}: expected "
             f"{describe_sizes(codes, prefix='g')}"
         )
     if symmetric and not can_be_symmetric(codes):
@@ -222,7 +228,10 @@ def _format(weights: str, size: str | None, symmetric: bool, activations: str) -
 
 
 def _meant(text: str) -> str | None:
-    """What a text is one part short of, or names otherwise: W4A16KV16 for W4, 4 and uint4:g128."""
+    """The precision that a text with missing or other parts probably means, None if unclear.
+
+    W4A16KV16 for W4, 4, 4bit and uint4:g128.
+    """
     with contextlib.suppress(ValueError):
         return str(Precision(WeightFormat.parse(text)))
     part = _compact(text).removeprefix("INT").removesuffix("BIT")

@@ -1,4 +1,4 @@
-"""What can be continued: texts, token ids and chats, one of them or a batch."""
+"""Encodes prompts: texts, token ids and chats, a single one or a batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpjax.tokenizer import Tokenizer
 Messages = Sequence[Mapping[str, Any]]
 TokenIds = Sequence[int] | np.ndarray | jax.Array
 Prompt = str | TokenIds | Messages
-# A two-dimensional array is a batch, too.
+# An array [batch, tokens] is a batch too.
 Prompts = Prompt | Sequence[Prompt]
 
 EXPECTED = "a text, token ids, or the messages of one chat"
 
 
 def is_single(prompts: Any) -> bool:
-    """Whether this is one prompt rather than a batch; what is neither counts as a batch."""
+    """Whether the argument is one prompt rather than a batch; anything else counts as a batch."""
     if _is_array(prompts):
         return prompts.ndim == 1
     if isinstance(prompts, str):
@@ -37,19 +37,19 @@ def is_single(prompts: Any) -> bool:
 def encode(
     tokenizer: Tokenizer, prompts: Prompts, vocabulary: int, chat_template: str | None = None
 ) -> list[list[int]]:
-    """The token ids of each prompt; ids stay as they are, without a bos token in front.
+    """Token ids of each prompt; prompts of ids are unchanged, without a bos token in front.
 
-    vocabulary: what ids are below. chat_template: for chats, as Tokenizer.chat takes it.
+    vocabulary: the model's number of token ids. chat_template: for chats, as for Tokenizer.chat.
 
-    Raises ValueError for what is no prompt, a prompt without tokens, ids that the model doesn't
-    know, and a chat template without a chat.
+    Raises ValueError for anything but prompts, a prompt without tokens, ids outside the vocabulary,
+    and a chat template without a chat.
     """
     batch: Sequence[Any] = [prompts] if is_single(prompts) else _require_batch(prompts)
     batch = [np.asarray(prompt) if _is_array(prompt) else prompt for prompt in batch]
     kinds = [_kind(index, prompt) for index, prompt in enumerate(batch)]
     if chat_template is not None and "chat" not in kinds:
         raise ValueError(
-            "chat_template is for chats, and no prompt is one: pass lists of messages, such as "
+            "chat_template is given, and no prompt is a chat: pass lists of messages, such as "
             '[{"role": "user", "content": "Hello"}]'
         )
     encoded = []
@@ -62,13 +62,11 @@ def encode(
             ids = [operator.index(i) for i in prompt]
             if wrong := [i for i in ids if not 0 <= i < vocabulary]:
                 raise ValueError(
-                    f"prompt {index} has token {wrong[0]}, and the model knows 0 to "
-                    f"{vocabulary - 1}"
+                    f"prompt {index} has the token id {wrong[0]}: expected 0 to {vocabulary - 1}, "
+                    "the model's vocabulary"
                 )
         if not ids:
-            raise ValueError(
-                f"prompt {index} is empty: it has no tokens, and a model continues at least one"
-            )
+            raise ValueError(f"prompt {index} is empty: expected at least one token")
         encoded.append(ids)
     return encoded
 
@@ -78,16 +76,16 @@ def _require_batch(prompts: Any) -> Sequence[Any]:
         prompts = list(np.asarray(prompts))
     if not _is_sequence(prompts):
         raise ValueError(
-            f"prompts are {_describe(prompts)}; expected {EXPECTED}, or a list of such prompts (a "
-            "single message is a list, too)"
+            f"prompts are {_describe(prompts)}: expected {EXPECTED}, or a list of such prompts (a "
+            "chat of a single message is a list too)"
         )
     if not prompts:
-        raise ValueError("there are no prompts; pass a text, or a list of texts")
+        raise ValueError("prompts are empty: pass a text, or a list of texts")
     return prompts
 
 
 def _kind(index: int, prompt: Any) -> str:
-    """`text`, `chat` or `ids`."""
+    """The kind of a prompt: `text`, `chat` or `ids`. Raises ValueError for anything else."""
     if isinstance(prompt, str):
         return "text"
     if _is_array(prompt) and prompt.ndim == 1 and jnp.issubdtype(prompt.dtype, jnp.integer):
@@ -97,11 +95,11 @@ def _kind(index: int, prompt: Any) -> str:
             return "ids"
         if all(isinstance(item, Mapping) for item in prompt):
             return "chat"
-    raise ValueError(f"prompt {index} is {_describe(prompt)}; expected {EXPECTED}")
+    raise ValueError(f"prompt {index} is {_describe(prompt)}: expected {EXPECTED}")
 
 
 def _is_sequence(value: Any) -> bool:
-    # Bytes are numbers, too, but nobody means them as token ids.
+    # Bytes are sequences of numbers, but nobody means them as token ids.
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
@@ -110,7 +108,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _as_id(value: Any) -> int | None:
-    """A whole number as Python's; None for anything else."""
+    """A whole number as a Python integer; None for anything else."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

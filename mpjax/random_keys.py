@@ -1,4 +1,4 @@
-"""The PRNG keys of a batch: one for each row, made from seeds, and one for each of its steps."""
+"""PRNG keys of a batch: a key for each row, made from seeds, and a key for each decoding step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ EXPECTED = "integers [batch], or keys: typed [batch], or raw uint32 [batch, 2]"
 
 
 def row_keys(seeds: Any, batch: int | None = None, rows: int | None = None) -> jax.Array:
-    """One typed PRNG key per row from seeds.
+    """Makes a typed PRNG key [batch] for each row from seeds.
 
     seeds: integers [batch], each in [0, 2**32), or JAX's keys: typed [batch], or raw uint32
         [batch, 2]. A seed n is the same as `jax.random.key(n, impl="threefry2x32")`.
-    batch: how many there must be. rows: how many keys seeds that are known are padded to.
+    batch: the expected number of seeds. rows: the number of keys to which seeds are padded; only
+    for seeds that are not traced.
 
-    The generator is threefry whatever `jax_default_prng_impl` says: `vmap` over keys of the
-    hardware generators does not give a row the same numbers in another batch. Raises ValueError for
-    keys of these, and for seeds of another number, shape or range.
+    The generator is threefry whatever `jax_default_prng_impl` says: with hardware generators,
+    `vmap` over keys gives a row other numbers in another batch. Raises ValueError for keys of other
+    generators, and for seeds of another number, shape or range.
     """
     words = _key_words(seeds)
     if batch is not None and len(words) != batch:
         raise ValueError(
-            f"there are {len(words)} seeds for a batch of {batch}; expected one for each row."
+            f"there are {len(words)} seeds for a batch of {batch}: expected one for each row"
         )
     if rows is not None:
         words = np.pad(words, ((0, rows - len(words)), (0, 0)))
@@ -34,38 +35,36 @@ def row_keys(seeds: Any, batch: int | None = None, rows: int | None = None) -> j
 
 
 def step_keys(keys: jax.Array, step: Any) -> jax.Array:
-    """The keys [batch] of one decoding step: `step` is a number, or one number per row [batch]."""
+    """Keys [batch] of a decoding step. step: an integer, or an array [batch] with one per row."""
     steps = jnp.broadcast_to(jnp.asarray(step, jnp.uint32), keys.shape)
     return jax.vmap(jax.random.fold_in)(keys, steps)
 
 
 def _key_words(seeds: Any) -> Any:
-    """The two words of each key, uint32 [batch, 2]; on the host for integers that are known."""
+    """The two words of each key, uint32 [batch, 2]; a NumPy array for integers not traced."""
     if not isinstance(seeds, jax.Array):
         try:
             is_list = isinstance(seeds, list | tuple)
             seeds = jnp.stack(seeds) if is_list and any(map(_is_key, seeds)) else np.asarray(seeds)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"seeds are no array, nor rows of one; expected {EXPECTED}."
-            ) from error
+            raise ValueError(f"seeds can't be made into an array: expected {EXPECTED}") from error
     if _is_key(seeds):
         kind = str(jax.random.key_impl(seeds))
         if seeds.ndim != 1 or kind != THREEFRY:
             raise ValueError(
-                f"seeds are keys of {kind} {seeds.shape}; expected one of {THREEFRY} for each row, "
-                f'as in jax.random.split(jax.random.key(0, impl="{THREEFRY}"), batch).'
+                f"seeds are keys of {kind} {seeds.shape}: expected one of {THREEFRY} for each row, "
+                f'as in jax.random.split(jax.random.key(0, impl="{THREEFRY}"), batch)'
             )
         return jax.random.key_data(seeds)
     if seeds.ndim == 2 and seeds.shape[1] == 2 and seeds.dtype == np.uint32:
         return seeds
     if seeds.ndim != 1 or not np.issubdtype(seeds.dtype, np.integer):
-        raise ValueError(f"seeds are {seeds.dtype} {seeds.shape}; expected {EXPECTED}.")
+        raise ValueError(f"seeds are {seeds.dtype} {seeds.shape}: expected {EXPECTED}")
     if isinstance(seeds, jax.core.Tracer):
         return jnp.stack([jnp.zeros_like(seeds), seeds], 1).astype(jnp.uint32)
     seeds = np.asarray(seeds)
     if np.any(seeds < 0) or np.any(seeds >= 2**32):
-        raise ValueError(f"seeds are {seeds.tolist()}; each must be in [0, 2**32).")
+        raise ValueError(f"seeds are {seeds.tolist()}: expected each in [0, 2**32)")
     return np.stack([np.zeros_like(seeds), seeds], 1).astype(np.uint32)
 
 

@@ -1,4 +1,4 @@
-"""The text of one row while it is generated, and the stop strings that end it."""
+"""Text of one row while it is generated, and the stop strings that end it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from mpjax.tokenizer import Tokenizer
 
 
 class RowText:
-    """A row's tokens and text so far.
+    """A row's new tokens and their text so far.
 
-    prompt: the ids in front, which decide how the text begins. stop: strings that end the row, and
-        its text before them, where they come to their end with token number `minimum` or later.
+    prompt: the ids in front; whether the text begins with a space can depend on them.
+    stop: strings that end the row; its text then ends before the string.
+    minimum: stop strings that are complete before token number `minimum` don't count.
 
-    tokens: ids of the row. text: what they say so far, without a stop string that has ended it.
-    stopped: whether one has. ended: whether no more text can come.
+    Attributes:
+      tokens: ids of the row's new tokens.
+      text: their text, without a stop string that has ended the row.
+      stopped: whether a stop string has ended the row.
+      ended: whether no more text can come.
     """
 
     def __init__(
@@ -23,13 +27,13 @@ class RowText:
     ) -> None:
         self._stream: TextStream = tokenizer.stream(context=prompt)
         self._stop, self._minimum = stop, minimum
-        self._taken = 0  # characters
+        self._taken = 0  # characters that `take` has returned
         self.tokens: list[int] = []
         self.text = ""
         self.stopped = self.ended = False
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Takes the row's next tokens; none after a stop string."""
+        """Adds the row's next tokens, up to the one that completes a stop string."""
         for token in tokens:
             if self.stopped:
                 return
@@ -37,19 +41,19 @@ class RowText:
             self._extend(self._stream.push([token]))
 
     def finish(self) -> None:
-        """Ends the row: what its last tokens say is text as it is."""
+        """Ends the row; bytes that the text stream has held back become text."""
         if not self.ended:
             self._extend(self._stream.finish())
             self.ended = True
 
     def take(self) -> str:
-        """The text that is certain and was not taken before."""
+        """The text that `take` has not returned before and that can't become a stop string."""
         certain = self.text[: len(self.text) - self._uncertain()]
         piece, self._taken = certain[self._taken :], len(certain)
         return piece
 
     def _uncertain(self) -> int:
-        """Characters at the end of the text that may turn out to begin a stop string."""
+        """Number of characters at the end of the text that may begin a stop string."""
         if self.ended:
             return 0
         return max(
@@ -67,7 +71,7 @@ class RowText:
         self.text += piece
         if len(self.tokens) < self._minimum:
             return
-        # A string that came to its end in what was known did so before the minimum.
+        # A string that lies in the text before this piece was complete before the minimum.
         found = (self.text.find(string, max(0, known + 1 - len(string))) for string in self._stop)
         if ends := [at for at in found if at >= 0]:
             self.text = self.text[: min(ends)]

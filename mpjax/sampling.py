@@ -1,8 +1,8 @@
-"""Choosing the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
+"""Chooses the next token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
-Everything here is a pure function of arrays, so it runs inside `jit`, `vmap` and `while_loop`.
-A row of a batch is drawn with a key of its own: its token depends neither on its neighbours nor
-on the size of the batch.
+Everything here is a pure function of arrays and runs inside `jit`, `vmap` and `while_loop`. Each
+row of a batch is drawn with its own key, so its token depends neither on its neighbours nor on the
+size of the batch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ import numpy as np
 from mpjax.kernels.checks import are_between, as_array, did_you_mean, nearest, shown
 
 FILTERS = ("top_k", "top_p", "min_p")
-# By less, logits could become infinite; and by this already, only the largest is ever drawn.
+# Division by a smaller temperature could make logits infinite. At this one, already only the most
+# likely token is drawn.
 LEAST_TEMPERATURE = 2.0**-100
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a next token is drawn, and which end a row; every field is off (`None`) unless given.
+    """Settings for drawing the next token, and tokens that end a row; `None` switches a field off.
 
-    A field, but for stop_ids, is a number, or an array [batch] with one number per row. `None` is
-    pytree structure and a number is a leaf, so `jit` traces again when a feature is switched on or
-    off and never for another value of it.
+    Each field but stop_ids is a number, or an array [batch] with one number for each row. `None` is
+    pytree structure and a number is a leaf, so `jit` traces again when a field is switched on or
+    off, and not for another value of it.
 
     Attributes:
-      temperature: logits are divided by it; `None` or 0 is greedy (for an array: 0 makes its row
-        greedy). Greedy everywhere leaves the three filters nothing to do, so they become `None`.
+      temperature: divides the logits; `None` or 0 is greedy, and in an array, 0 makes its row
+        greedy. If all rows are greedy, temperature and the three filters become `None`.
       top_k: keep the k most likely tokens, at least 1 (and those that tie with the last of them).
       top_p: keep the smallest set of most likely tokens whose probabilities sum to top_p, in
         (0, 1]; the most likely token always stays (Holtzman et al., 2019).
@@ -40,15 +41,14 @@ class Sampling:
         (Nguyen et al., 2024).
       repetition_penalty: a seen token's logit is divided by it when positive and multiplied by it
         when negative; above 0, 1 changes nothing (Keskar et al., 2019, section 4.1).
-      min_new_tokens: until a row has so many new tokens, 0 or above, those that end it are not
-        drawn; in text, stop strings don't count so long. What generates sees to it: `sample` knows
-        no lengths.
-      stop_ids: ids of the tokens that end a row, a list of any length; `None` for those of the
-        checkpoint: the tokenizer's, or where there is no tokenizer those of config.json.
+      min_new_tokens: number of new tokens, 0 or above, before which no stop token is drawn and no
+        stop string ends the row. The generation loop applies it: `sample` knows no lengths.
+      stop_ids: ids of the tokens that end a row, a list of any length; `None` for the checkpoint's,
+        which are the tokenizer's, or, without a tokenizer, those of config.json.
 
     Raises:
       ValueError: for a number outside these ranges, for an array that is not [batch], and for a
-        filter without a temperature. Tracers are taken as they are.
+        filter without a temperature. The values of tracers are not checked.
     """
 
     temperature: Any = None
@@ -65,7 +65,7 @@ class Sampling:
             value = _canonical(name, getattr(self, name))
             object.__setattr__(self, name, value)
             if _concrete(value) and not bool(np.all(accepts(np.asarray(value)))):
-                raise ValueError(f"{name} is {value}; it must be {expected}.")
+                raise ValueError(f"{name} is {value}: expected a number {expected}")
         if _concrete(self.temperature) and not np.any(np.asarray(self.temperature)):
             for name in ("temperature", *FILTERS):
                 object.__setattr__(self, name, None)
@@ -74,14 +74,14 @@ class Sampling:
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name} is set but temperature is not, and greedy decoding ignores it: "
-                        "pass a temperature too (1.0 leaves the distribution as it is)."
+                        "pass a temperature too (1.0 leaves the distribution unchanged)"
                     )
 
     @classmethod
     def of(cls, sampling: Sampling | Mapping[str, Any] | None) -> Sampling:
-        """A Sampling as it is, of a mapping from its fields' names, or, of None, greedy.
+        """A Sampling from a Sampling, from a mapping of its fields, or from None, which is greedy.
 
-        Functions that take a Sampling take all of these. Raises ValueError for anything else.
+        Functions that take a Sampling accept all three. Raises ValueError for anything else.
         """
         if sampling is None:
             return cls()
@@ -99,9 +99,10 @@ class Sampling:
         return cls(**sampling)
 
     def split(self, usual: Sequence[int]) -> tuple[Sampling, Any]:
-        """How tokens are drawn, and the ids that end a row: `usual` ones where none are given.
+        """Splits off the stop ids, which are `usual` where `stop_ids` is None.
 
-        The former has a number as its min_new_tokens: loops are compiled once, with and without.
+        Returns a Sampling without stop_ids, and the ids. The Sampling's min_new_tokens is a number
+        (0 instead of None), so that one compiled loop serves both.
         """
         least = 0 if self.min_new_tokens is None else self.min_new_tokens
         ids = usual if self.stop_ids is None else self.stop_ids
@@ -109,17 +110,20 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """True when every row takes its most likely token."""
+        """Whether every row takes its most likely token."""
         return self.temperature is None
 
 
 _RANGES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
-    "temperature": (lambda value: (value >= 0) & np.isfinite(value), "finite and 0 or above"),
-    "top_k": (lambda value: value >= 1, "1 or above (leave it None to switch it off)"),
+    "temperature": (lambda value: (value >= 0) & np.isfinite(value), "that is finite, 0 or above"),
+    "top_k": (lambda value: value >= 1, "of 1 or above, or None to switch it off"),
     "top_p": (lambda value: (value > 0) & (value <= 1), "above 0 and at most 1"),
-    "min_p": (lambda value: (value >= 0) & (value < 1), "0 or above and below 1"),
-    "repetition_penalty": (lambda value: (value > 0) & np.isfinite(value), "finite and above 0"),
-    "min_new_tokens": (lambda value: value >= 0, "0 or above"),
+    "min_p": (lambda value: (value >= 0) & (value < 1), "of 0 or above and below 1"),
+    "repetition_penalty": (
+        lambda value: (value > 0) & np.isfinite(value),
+        "that is finite and above 0",
+    ),
+    "min_new_tokens": (lambda value: value >= 0, "of 0 or above"),
 }
 _WHOLE = ("top_k", "min_new_tokens")
 _NAMES = (*_RANGES, "stop_ids")
@@ -130,7 +134,10 @@ def _concrete(value: Any) -> bool:
 
 
 def _canonical(name: str, value: Any) -> Any:
-    """One type per field, so that 1 and 1.0 share a trace: a Python number or an array."""
+    """Converts a field to one type, so that 1 and 1.0 share a trace.
+
+    Returns a Python int (top_k, min_new_tokens) or float, or an array [batch] of int32 or float32.
+    """
     if value is None:
         return None
     dtype = np.dtype(np.int32 if name in _WHOLE else np.float32)
@@ -138,13 +145,13 @@ def _canonical(name: str, value: Any) -> Any:
         value = _read(name, value)
     if np.ndim(value) > 1:
         raise ValueError(
-            f"{name} has shape {np.shape(value)}; it must be a number or an array [batch]."
+            f"{name} has shape {np.shape(value)}: expected a number or an array [batch]"
         )
     if name in _WHOLE and _concrete(value):
         found = np.asarray(value)
         if not np.all(np.isfinite(found)) or np.any(found != np.floor(found)):
-            raise ValueError(f"{name} is {value}; it must be a whole number.")
-        # No vocabulary is larger, and no text longer; int32 holds no more.
+            raise ValueError(f"{name} is {value}: expected a whole number")
+        # Larger numbers mean the same as the largest int32: no vocabulary and no text is larger.
         most = np.iinfo(np.int32).max
         bounded = np.clip(found, -most, most)
         value = jnp.asarray(bounded, dtype) if isinstance(value, jax.Array) else bounded
@@ -156,26 +163,30 @@ def _canonical(name: str, value: Any) -> Any:
 
 
 def _stop_ids(ids: Any) -> Any:
-    """Ids int32 [any number], or None. Raises ValueError for anything else."""
+    """Stop ids int32 [any number], or None. Raises ValueError for anything else."""
     if ids is None:
         return None
     found = as_array("stop_ids", ids)
     if found.ndim != 1 or (found.size and not jnp.issubdtype(found.dtype, jnp.integer)):
-        raise ValueError(f"stop_ids are {shown(found)}; expected a list of token ids")
-    if not are_between(found, 0, 2**31 - 1):  # what the vocabulary lacks is never drawn
-        raise ValueError(f"stop_ids are {found.tolist()}; each must be 0 or above")
+        raise ValueError(f"stop_ids are {shown(found)}: expected a list of token ids")
+    # The vocabulary is not known here; an id outside it is never drawn, and so harmless.
+    if not are_between(found, 0, 2**31 - 1):
+        raise ValueError(f"stop_ids are {found.tolist()}: expected each from 0 to 2**31 - 1")
     return found.astype(jnp.int32) if isinstance(found, jax.Array) else found.astype(np.int32)
 
 
 def _read(name: str, value: Any) -> np.ndarray:
-    """The numbers of a field, which may be in lists. Raises ValueError for what is no number."""
+    """The numbers of a field, which may be nested lists, as float64.
+
+    Raises ValueError for anything but real numbers.
+    """
     try:
         if isinstance(value, str | bytes) or np.iscomplexobj(value):
-            raise TypeError("this is no real number, whatever NumPy makes of it")
+            raise TypeError("NumPy would convert it, but it is not a real number")
         return np.asarray(value, np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f"{name} is {shown(value)}; it must be a number or an array [batch]."
+            f"{name} is {shown(value)}: expected a number or an array [batch]"
         ) from error
 
 
@@ -189,8 +200,8 @@ def _flatten_with_keys(sampling: Sampling) -> tuple[tuple[tuple[Any, Any], ...],
 
 
 def _unflatten(_: None, leaves: Any) -> Sampling:
-    # Past the constructor: leaves may be tracers, axes or bare objects, and a leaf that becomes 0
-    # must stay a leaf. `register_dataclass` would call the constructor.
+    # The constructor is not called, as `register_dataclass` would do: leaves may be tracers, axes
+    # or bare objects, and a temperature that becomes 0 must stay a leaf.
     sampling = object.__new__(Sampling)
     for name, leaf in zip(_NAMES, leaves, strict=True):
         object.__setattr__(sampling, name, leaf)
@@ -206,14 +217,15 @@ def sample(
     sampling: Sampling | Mapping[str, Any] | None = None,
     seen: jax.Array | None = None,
 ) -> jax.Array:
-    """Draw one token per row.
+    """Draws one token for each row.
 
     Args:
       logits: [batch, vocabulary], any float dtype; computed in float32.
-      keys: typed PRNG keys [batch], one per row (`row_keys`, `step_keys`). Greedy draws use none.
-      sampling: what to draw from; `None` is greedy.
-      seen: bool [batch, vocabulary], the tokens of the prompt and of the text so far; needed for
-        `repetition_penalty` and ignored without it.
+      keys: typed PRNG keys [batch], one for each row (`row_keys`, `step_keys`). Greedy sampling
+        does not use them.
+      sampling: a Sampling, or a mapping of its fields; `None` is greedy.
+      seen: bool [batch, vocabulary], whether a token is in the prompt or the text so far; needed
+        for `repetition_penalty` and ignored without it.
 
     Returns:
       Tokens int32 [batch]. Among equal logits a greedy row takes the lowest token id.
@@ -227,11 +239,12 @@ def sample(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if keys.shape != logits.shape[:1] or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
         raise ValueError(
-            f"keys are {keys.dtype} {keys.shape}; sample needs one typed key per row of logits "
-            f"{logits.shape}: make them with row_keys(seeds)."
+            f"keys are {keys.dtype} {keys.shape}: expected a typed key for each row of logits "
+            f"{logits.shape}, as row_keys(seeds) makes them"
         )
-    # The maximum of logits plus Gumbel noise is a draw from their softmax. "high" keeps the noise
-    # exact where it is largest, which is where the maximum over a large vocabulary is found.
+    # The index of the maximum of logits plus Gumbel noise is a draw from their softmax. "high"
+    # keeps the noise exact where it is largest, since the maximum over a large vocabulary lies
+    # there.
     noise = jax.vmap(
         lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32, mode="high")
     )(keys)  # [batch, vocabulary]
@@ -245,10 +258,10 @@ def process_logits(
     sampling: Sampling | Mapping[str, Any],
     seen: jax.Array | None = None,
 ) -> jax.Array:
-    """The logits that `sample` draws from, float32 [batch, vocabulary]; what is removed is -inf.
+    """Logits that `sample` draws from, float32 [batch, vocabulary]; removed tokens have -inf.
 
     The steps and their order are Hugging Face's: repetition penalty, temperature, top-k, top-p,
-    min-p, each on what the one before it left. A greedy row gets the penalty alone. Arguments
+    min-p, each on the result of the step before. A greedy row gets the penalty alone. Arguments
     and errors are those of `sample`.
     """
     logits, sampling = as_array("process_logits: logits", logits), Sampling.of(sampling)
@@ -261,15 +274,15 @@ def process_logits(
 
 def _penalised(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) -> jax.Array:
     if logits.ndim != 2:
-        raise ValueError(f"logits have shape {logits.shape}; expected [batch, vocabulary].")
+        raise ValueError(f"logits have shape {logits.shape}: expected [batch, vocabulary]")
     logits = logits.astype(jnp.float32)
     if sampling.repetition_penalty is None:
         return logits
     if seen is None or seen.shape != logits.shape:
         found = "None" if seen is None else f"of shape {seen.shape}"
         raise ValueError(
-            f"repetition_penalty needs seen, a bool array of shape {logits.shape} that marks the "
-            f"tokens of the prompt and of the text so far; it is {found}."
+            f"seen is {found}: repetition_penalty needs a bool array of shape {logits.shape} that "
+            "marks the tokens of the prompt and of the text so far"
         )
     penalty = _per_row(sampling.repetition_penalty, "repetition_penalty", logits)
     penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
@@ -277,7 +290,10 @@ def _penalised(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) ->
 
 
 def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Temperature, top-k, top-p, min-p. Each filter is one threshold per row; ties with it stay."""
+    """Applies temperature, top-k, top-p and min-p; removed logits become -inf.
+
+    Each filter is a threshold for each row. Logits equal to the threshold stay.
+    """
     temperature = _per_row(sampling.temperature, "temperature", logits)
     divisor = jnp.maximum(temperature, LEAST_TEMPERATURE)
     logits = logits / jnp.where(temperature > 0, divisor, jnp.ones_like(temperature))
@@ -292,9 +308,9 @@ def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _rank_threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """The smallest logit that top-k and then top-p keep, [batch, 1]."""
-    # `lax.top_k` wants k while tracing, and top-p may keep any number of tokens, so both read the
-    # same single sort: k stays a value that can change without another trace.
+    """The smallest logit that top-k and then top-p keep, float32 [batch, 1]."""
+    # `lax.top_k` needs a static k, and top-p may keep any number of tokens. Both therefore read one
+    # full sort, and k can change without another trace.
     ranked = jnp.sort(logits, axis=-1, descending=True)  # [batch, vocabulary]
     threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)
     if sampling.top_k is not None:
@@ -306,7 +322,7 @@ def _rank_threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
         kept = jnp.where(ranked >= threshold, ranked, -jnp.inf)
         probabilities = jax.nn.softmax(kept, axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass of likelier tokens
-        # 1.0 means all of them, whatever the rounding of the sum.
+        # A top_p of 1 keeps all tokens, whatever the rounding of the sum.
         inside = (before < top_p) | (top_p >= 1)
         inside = inside.at[:, 0].set(True)
         nucleus = jnp.min(jnp.where(inside, kept, jnp.inf), axis=-1, keepdims=True)
@@ -315,18 +331,18 @@ def _rank_threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _per_row(value: Any, name: str, logits: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """A field as [batch, 1], or [1, 1] when it is one number for all rows."""
+    """A field as an array [batch, 1], or [1, 1] for one number. Raises ValueError."""
     value = jnp.asarray(value, dtype)
     if value.shape not in ((), logits.shape[:1]):
         raise ValueError(
-            f"{name} has shape {value.shape}; logits of shape {logits.shape} need a number or "
-            f"an array of shape {logits.shape[:1]}."
+            f"{name} has shape {value.shape}: logits of shape {logits.shape} need a number or "
+            f"an array of shape {logits.shape[:1]}"
         )
     return value.reshape(-1, 1)
 
 
 def pad_sampling(sampling: Sampling, batch: int, rows: int) -> Sampling:
-    """The same for a batch that is padded to `rows`: arrays of rows repeat their last number.
+    """Pads the arrays of a Sampling from [batch] to [rows] by repeating their last number.
 
     Raises ValueError for an array that is not [batch].
     """
@@ -336,8 +352,8 @@ def pad_sampling(sampling: Sampling, batch: int, rows: int) -> Sampling:
             return value
         if np.shape(value) != (batch,):
             raise ValueError(
-                f"{path[0].name} has shape {np.shape(value)}; a batch of {batch} needs a number or "
-                f"an array of shape ({batch},)."
+                f"{path[0].name} has shape {np.shape(value)}: a batch of {batch} needs a number or "
+                f"an array of shape ({batch},)"
             )
         return np.pad(np.asarray(value), (0, rows - batch), "edge")
 
@@ -345,14 +361,14 @@ def pad_sampling(sampling: Sampling, batch: int, rows: int) -> Sampling:
 
 
 def logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Log-probability of each token under the unmodified softmax of its logits.
+    """Log-probability of each token under the softmax of the unmodified logits.
 
     Args:
       logits: [..., vocabulary], any float dtype; computed in float32.
       tokens: integers [...].
 
     Returns:
-      float32 [...], natural logarithm; NaN where any of the logits is NaN or +inf.
+      float32 [...], natural logarithms; NaN for a row with a logit of NaN or +inf.
     """
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]

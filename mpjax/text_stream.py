@@ -1,4 +1,4 @@
-"""Text of token ids that arrive a few at a time."""
+"""Decodes token ids that arrive a few at a time to pieces of text."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ if TYPE_CHECKING:
     from mpjax.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-CONTEXT = 8  # ids of a context that are kept: more than the bytes of a character
+CONTEXT = 8  # ids of the context that are kept: more than the bytes of a character
 
 
 class TextStream:
     """Turns ids that arrive a few at a time into pieces of text.
 
-    The pieces joined are exactly `Tokenizer.decode` of all the ids, and none ends within a
-    character: what later ids could still change is held back until they arrive, or `finish`.
+    The pieces joined are exactly `Tokenizer.decode` of all ids, and no piece ends within a
+    character: text that later ids could change is held back until they arrive, or until `finish`.
 
-    context: ids in front, a prompt's, whose text is known already: the pieces are then what
-        `Tokenizer.decode` of all adds to that of the context, so that a SentencePiece "▁" keeps
-        its space, and a character that the context left unfinished comes whole. After a special
-        token that is skipped, as at the end of a chat template's header, text begins anew.
+    skip_special: whether special tokens have no text.
+    context: ids in front, such as a prompt's, whose text is known already. The pieces joined are
+        then the text that the ids add to `Tokenizer.decode` of the context: a SentencePiece "▁"
+        keeps its space, and a character that the context leaves unfinished comes whole. After a
+        skipped special token, as at the end of a chat template's header, the context is dropped.
     """
 
     def __init__(
@@ -29,20 +30,20 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # A little context, then the ids not yet turned into text.
+        # A few ids of context, then the ids that have not been turned into text.
         self._window: list[int] = []
-        self._run = 0  # byte-fallback tokens at its end
+        self._run = 0  # number of byte-fallback tokens at the window's end
         self._append(self._end(context))
-        # Characters of the window's text that are known already, and how many of these, the last
-        # ones, ids to come may change: U+FFFD in the place of a character that is not finished.
+        # Number of characters of the window's text that are known already, and the number of those,
+        # at their end, that later ids may change: U+FFFD instead of an unfinished character.
         self._emitted = len(self._decode(self._window))
         self._unfinished = self._emitted - self._certain(self._window)
 
     def push(self, ids: Iterable[int]) -> str:
-        """Take the next ids; return the text that is now certain, often a token or so late."""
+        """Adds the next ids; returns the text that later ids can't change, often a token late."""
         self._append(i for i in map(int, ids) if self._has_text(i))
-        # One invalid byte makes byte-fallback tokens all U+FFFD, back to the start of their run:
-        # a run is certain when it has ended.
+        # One invalid byte turns its whole run of byte-fallback tokens into U+FFFD, so the text of a
+        # run is certain only when the run has ended.
         complete = len(self._window) - self._run
         text = self._decode(self._window[:complete])
         # A byte-level decoder shows the start of an unfinished character as one U+FFFD at the end.
@@ -57,7 +58,10 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The rest of the text, whole or not. The stream is then empty and can be used again."""
+        """Returns the rest of the text, unfinished characters as U+FFFD, and empties the stream.
+
+        The stream can be used again, without a context.
+        """
         text = self._decode(self._window)
         piece = text[self._begin(text) :]
         self._window, self._run, self._emitted, self._unfinished = [], 0, 0, 0
@@ -69,15 +73,15 @@ class TextStream:
             self._run = self._run + 1 if index in self._tokenizer.byte_ids else 0
 
     def _begin(self, text: str) -> int:
-        """Where, in the window's text, that begins which was not known before."""
+        """Index in the window's text of the first character that was not known before."""
         begin = self._emitted - self._unfinished
         while begin < self._emitted and text[begin : begin + 1] == REPLACEMENT:
-            begin += 1  # as it was
+            begin += 1  # the later ids have not changed it
         return begin
 
     def _shorten_window(self, complete: int) -> None:
-        # Decoders treat the first token apart (a SentencePiece "▁" loses its space there), so one
-        # that has text stays in front of what is to come.
+        # Drops ids whose text is certain. Decoders treat the first token differently (a
+        # SentencePiece "▁" loses its space), so the last ids with text stay in front of later ones.
         start, context = complete, ""
         while start and not context:
             start -= 1
@@ -86,8 +90,9 @@ class TextStream:
         self._unfinished = 0
 
     def _cut_window(self, text: str, complete: int) -> None:
-        # Of bytes that are no text the last may always be unfinished. A cut must not change how the
-        # rest is read, but for what is left of a character in which it is: three bytes at most.
+        # Drops old ids of a long window that never becomes certain, such as bytes that are not
+        # UTF-8. The cut is made only if the rest still decodes to the same text, except for the
+        # character in which the cut lies: at most three bytes, so three U+FFFD.
         start = complete - 2 * CONTEXT
         kept = self._decode(self._window[start:complete])
         if kept[3:] and text.endswith(kept[3:]):
@@ -95,10 +100,10 @@ class TextStream:
             self._emitted += len(kept) - len(text)
 
     def _end(self, context: Sequence[int]) -> list[int]:
-        """The last ids of a context, as many as what follows can depend on."""
+        """The last ids of a context: as many as the text of later ids can depend on."""
         end: list[int] = []
         for index in map(int, reversed(context)):
-            # Bytes from within a character would spoil the run that they begin.
+            # A window that begins within a character would turn the run of bytes into U+FFFD.
             within = end and 0x80 <= self._tokenizer.byte_ids.get(end[0], 0) < 0xC0
             if len(end) >= CONTEXT and not within and self._decode(end):
                 break
@@ -109,9 +114,10 @@ class TextStream:
         return end
 
     def _certain(self, ids: list[int]) -> int:
-        """Characters of a context that no id to come may change."""
+        """Number of characters of the ids' text that later ids can't change."""
         text = whole = self._decode(ids)
-        # A character's first bytes make all of a run of byte-fallback tokens U+FFFD.
+        # An unfinished character turns its whole run of byte-fallback tokens into U+FFFD. Without
+        # its bytes, three at most, the run decodes to its finished characters.
         for last in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
             if not whole.endswith(REPLACEMENT) or ids[last] not in self._tokenizer.byte_ids:
                 break

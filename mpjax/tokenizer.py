@@ -1,7 +1,7 @@
-"""Text to token ids and back: the tokenizer, chat template and stop tokens of a checkpoint folder.
+"""Converts text to token ids and back with a checkpoint's tokenizer, and renders chats.
 
-The files are Hugging Face's: `tokenizer.json`, which the `tokenizers` package reads, and those
-beside it (`tokenizer_files.py`).
+The files are Hugging Face's: `tokenizer.json`, which the `tokenizers` package reads, and the files
+beside it, which `tokenizer_files.py` reads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mpjax.text_stream import TextStream
 
 
 class Tokenizer:
-    """Encodes, decodes and renders chats as a checkpoint's own tokenizer does.
+    """Encodes text, decodes token ids and renders chats as transformers does for a checkpoint.
 
     Attributes:
       backend: the `tokenizers.Tokenizer`, without truncation or padding.
-      special_tokens: names as chat templates use them ("bos_token", "eos_token", ...) to text.
-      bos_id: id of `bos_token`, or `None` where the checkpoint has none.
-      stop_ids: ids that end a text, without repeats: the `eos_token_id` of
-        `generation_config.json`, or else of `config.json`, then that of `eos_token`.
+      special_tokens: text of each special token by its name in chat templates, such as "bos_token".
+      bos_id: id of `bos_token`, or `None` for a checkpoint without one.
+      stop_ids: ids that end a text, without repeats: `eos_token_id` of `generation_config.json`, or
+        else of `config.json`, and then the id of `eos_token`.
       chat_templates: Jinja sources by name; a single one is called "default".
       special_ids: ids of special tokens.
-      byte_ids: ids of the tokens <0x00> to <0xFF> that stand for single bytes, to these bytes.
+      byte_ids: the byte of each token <0x00> to <0xFF>, by its id.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Tokenizer:
         self.bos_id: int | None = backend.token_to_id(self.special_tokens.get("bos_token", ""))
         eos_id = backend.token_to_id(self.special_tokens.get("eos_token", ""))
         self.stop_ids = tuple(dict.fromkeys([*stop_ids, *([] if eos_id is None else [eos_id])]))
-        backend.no_truncation()  # a length that the tokenizer was trained with must not cut prompts
+        backend.no_truncation()  # tokenizer.json may hold the length at which training cut texts
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -56,11 +56,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint folder.
+        """Reads the tokenizer of a checkpoint folder.
 
         Raises:
-          CheckpointError: no `tokenizer.json`, or a file that can't be read or contradicts
-            another. The message names the file.
+          CheckpointError: for a folder without `tokenizer.json`, and for a file that can't be read
+            or contradicts another. The message names the file.
         """
         folder = Path(folder)
         backend = tokenizer_files.read_backend(folder)
@@ -76,22 +76,25 @@ class Tokenizer:
         """Token ids of a text, with the bos token where the checkpoint's post-processor adds it.
 
         The text of a special token becomes that token. `add_bos_token` in `tokenizer_config.json`
-        plays no part, as in transformers: `tokenizer.json` already says what to add.
+        is not read, as in transformers: `tokenizer.json` says which tokens to add.
 
-        Raises ValueError for what is no text: another type, or half of a surrogate pair, which is
-        what a byte that is not UTF-8 becomes in a terminal or a pipe; CheckpointError where
+        Raises ValueError for another type than str, and for half of a surrogate pair, which Python
+        makes of a byte that is not UTF-8 in a terminal or a pipe; CheckpointError where
         `tokenizer.json` contradicts itself.
         """
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of token ids; ids without a token have none, broken UTF-8 becomes U+FFFD."""
+        """Text of token ids; ids without a token are skipped, broken UTF-8 becomes U+FFFD.
+
+        skip_special: whether special tokens are skipped too.
+        """
         found = [int(i) for i in ids]
         with tokenizer_files.explained(f"the tokenizer.json of {self.name} can't decode these ids"):
             return self.backend.decode(found, skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = True, context: Sequence[int] = ()) -> TextStream:
-        """A `TextStream` that decodes ids as they arrive, after a context whose text is known."""
+        """A `TextStream` that decodes ids as they arrive. context: ids whose text is known."""
         return TextStream(self, skip_special, context)
 
     def chat(
@@ -101,20 +104,21 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Render messages with the checkpoint's chat template.
+        """Renders messages with the checkpoint's chat template.
 
         Args:
           messages: `[{"role": "user", "content": "..."}, ...]`; a key whose value is `None`
             counts as missing.
-          add_generation_prompt: end with the header of the assistant's turn.
+          add_generation_prompt: whether to end with the header of the assistant's turn.
           chat_template: name of one of the checkpoint's templates, or Jinja source. By default
-            "tool_use" when there are tools and such a template, and "default" otherwise.
-          **variables: what else the template reads (`tools`, `documents`, `enable_thinking`, ...),
-            in plain JSON types. They come after `bos_token`, `eos_token` and the like, and win.
+            "tool_use" with `tools` and a template of that name, and "default" otherwise.
+          **variables: further variables of the template (`tools`, `documents`, `enable_thinking`,
+            ...), in plain JSON types. They replace special tokens of the same name.
 
         Raises:
-          ValueError: no template, messages of another form, values that are not plain JSON types,
-            or a template that fails or refuses; the message says which.
+          ValueError: for a checkpoint without a template, messages of another form, values that are
+            not plain JSON types, and a template that fails or calls `raise_exception`; the message
+            says which.
         """
         source = self._template(chat_template, variables)
         values = {"tools": None, "documents": None, **self.special_tokens, **variables}
@@ -124,7 +128,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **rest: Any
     ) -> list[int]:
-        """Token ids of `chat(...)`. The template writes its own special tokens: none is added."""
+        """Token ids of `chat(...)`. None is added, since templates write special tokens."""
         text = self.chat(messages, add_generation_prompt, **rest)
         return self._encode(text, add_special_tokens=False)
 
@@ -139,11 +143,11 @@ class Tokenizer:
             return templates[chosen]
         if chosen is not None and ("{{" in chosen or "{%" in chosen):
             return chosen
-        if chosen is not None:  # a text without markup would be the same prompt for every chat
+        if chosen is not None:  # source without markup would render every chat to the same text
             known = ", ".join(sorted(templates)) or "it has none"
             raise ValueError(
-                f"chat_template {chosen!r:.60} is neither a chat template of {self.name} ({known}) "
-                "nor Jinja source, which has {{ or {%."
+                f"chat_template is {chosen!r:.60}: expected a chat template of {self.name} "
+                f"({known}), or Jinja source, which has {{{{ or {{%"
             )
         if variables.get("tools") is not None and "tool_use" in templates:
             return templates["tool_use"]
@@ -152,17 +156,17 @@ class Tokenizer:
         found = f"no default among its chat templates {sorted(templates)}"
         raise ValueError(
             f"{self.name} has {found if templates else 'no chat template, like most base models'}: "
-            "pass chat_template=, or write the prompt as plain text."
+            "pass chat_template=, or write the prompt as plain text"
         )
 
 
 def _check_text(text: Any) -> None:
     if not isinstance(text, str):
-        raise ValueError(f"text is {type(text).__name__}; encode takes a str.")
+        raise ValueError(f"text is {type(text).__name__}: expected a str")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"character {error.start} of the text is {text[error.start]!r}, which no UTF-8 has: "
-            "expected text; look at how it was decoded, for a file may have another encoding."
+            f"character {error.start} of the text is {text[error.start]!r}, which UTF-8 can't "
+            "encode: read the text with its own encoding, which may be another one than UTF-8"
         ) from error

@@ -1,7 +1,8 @@
-"""Reads the files beside a checkpoint's `tokenizer.json`; each value is checked before it is used.
+"""Reads a checkpoint's tokenizer files; each value is checked before it is used.
 
-`tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja` and what stood in its
-place in earlier years, and the `eos_token_id` of `generation_config.json` or `config.json`.
+The files are `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`, chat templates
+in `chat_template.jinja` and its older forms, and, for `eos_token_id`, `generation_config.json` and
+`config.json`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer in `tokenizer.json`. Raises CheckpointError."""
+    """Reads `tokenizer.json`. Raises CheckpointError where it is missing or can't be read."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
         raise CheckpointError(explain_missing(folder))
@@ -38,9 +39,10 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Makes CheckpointErrors of what the package raises: bare Exceptions, and panics of its Rust.
+    """Turns errors of the `tokenizers` package into CheckpointErrors.
 
-    what: what is not possible, for the message.
+    The package raises bare Exceptions, and panics of its Rust code. what: the failed action as the
+    beginning of the message, such as "tokenizer.json can't be read".
     """
     try:
         yield
@@ -51,11 +53,11 @@ def explained(what: str) -> Iterator[None]:
 
 
 def explain_missing(folder: Path) -> str:
-    """Why a folder has no tokenizer, and what helps."""
+    """A sentence that says why a folder has no tokenizer, and what to do."""
     if not folder.is_dir():
-        return f"{folder} is not a folder; expected a checkpoint folder with a tokenizer.json."
+        return f"{folder} is not a folder: expected a checkpoint folder with a tokenizer.json."
     names = sorted(path.name for path in folder.iterdir())
-    for other in ("tokenizer.model", "vocab.json"):  # neither says how a text is split
+    for other in ("tokenizer.model", "vocab.json"):  # neither defines the whole tokenizer
         if other in names:
             return (
                 f"{folder} has {other} but no tokenizer.json: convert it once with transformers, "
@@ -65,16 +67,16 @@ def explain_missing(folder: Path) -> str:
 
 
 def read_special_tokens(folder: Path, backend: tokenizers.Tokenizer) -> dict[str, str]:
-    """Makes the backend know a folder's special tokens; returns the text of those with names.
+    """Adds a folder's special tokens to the backend; returns the texts of named ones by name.
 
-    Raises CheckpointError.
+    Names are such as "bos_token". Raises CheckpointError.
     """
     path = folder / CONFIG_NAME
     config = read_optional(path)
     _add_tokens(backend, _read_added_tokens(config, path), path)
     _check_tokens(config, path)
     if "added_tokens_decoder" not in config:
-        # With that entry tokenizer_config.json says everything, and the map may be stale.
+        # A tokenizer_config.json with that entry is complete, and the map beside it may be stale.
         mapped = read_optional(folder / MAP_NAME)
         _check_tokens(mapped, folder / MAP_NAME)
         config = {**config, **mapped}
@@ -87,22 +89,26 @@ def read_special_tokens(folder: Path, backend: tokenizers.Tokenizer) -> dict[str
     special = [
         known.get(content, tokenizers.AddedToken(content, normalized=False))
         for content in [*present.values(), *map(_content, extra)]
-        # A name without an id is no token of this model; a plain one is special by being named.
+        # A named text without an id is not a token of this model. A plain token that is named here
+        # becomes special.
         if content is not None and backend.token_to_id(content) is not None
     ]
-    # Which also marks known ones. All at once: each call takes time for all tokens that there are.
+    # The call also marks known tokens as special. There is one call for all of them, because each
+    # takes time proportional to the whole vocabulary.
     backend.add_special_tokens([token for token in special if not token.special])
     return present
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Templates by name: their own files, else tokenizer_config.json, else chat_template.json.
+    """Chat templates by name: from *.jinja, else tokenizer_config.json, else chat_template.json.
 
     Raises CheckpointError.
     """
     others = folder / "additional_chat_templates"
     if os.path.lexists(others) and not others.is_dir():
-        raise CheckpointError(f"{others} is no folder: expected one with chat templates, or none")
+        raise CheckpointError(
+            f"{others} is not a folder: expected a folder of chat templates, or no such entry"
+        )
     paths = {path.stem: path for path in sorted(others.glob("*.jinja"))}
     if os.path.lexists(single := folder / "chat_template.jinja"):
         paths["default"] = single
@@ -118,9 +124,9 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
 
 
 def read_stop_ids(folder: Path) -> list[int]:
-    """eos_token_id of generation_config.json, else of config.json or its text_config.
+    """Stop ids: eos_token_id of generation_config.json, else of config.json or its text_config.
 
-    Raises CheckpointError.
+    Raises CheckpointError for anything but ids in the vocabulary.
     """
     for path in (folder / "generation_config.json", folder / "config.json"):
         found = _of_language_model(path, "eos_token_id")
@@ -132,20 +138,19 @@ def read_stop_ids(folder: Path) -> list[int]:
         if not all(type(i) is int and 0 <= i < (size or i + 1) for i in ids):
             known = f"from 0 to {size - 1}" if size else "0 or above"
             raise CheckpointError(
-                f"eos_token_id in {path} is {found!r:.80}; expected an id or a list of ids, "
-                f"{known}."
+                f"eos_token_id in {path} is {found!r:.80}: expected an id or a list of ids, {known}"
             )
         return ids
     return []
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} where there is no such file: all but tokenizer.json are optional."""
+    """Reads a JSON object; {} for a missing file, as all files but tokenizer.json are optional."""
     return files.read_object(path, CheckpointError) if os.path.lexists(path) else {}
 
 
 def _of_language_model(path: Path, key: str) -> Any:
-    """A value of a file or, for models of several modalities, of its text_config."""
+    """The value of a key in a file or, for models of several modalities, in its text_config."""
     values = read_optional(path)
     if values.get(key) is not None:
         return values[key]
@@ -154,7 +159,7 @@ def _of_language_model(path: Path, key: str) -> Any:
 
 
 def _require(value: Any, kind: type, where: str, expected: str) -> Any:
-    """A value of a type, empty for one that is null or missing. Raises CheckpointError."""
+    """The value, if it has the type `kind`; an empty one for None. Else raises CheckpointError."""
     if value is None:
         return kind()
     if not isinstance(value, kind):
@@ -163,13 +168,16 @@ def _require(value: Any, kind: type, where: str, expected: str) -> Any:
 
 
 def _content(token: Any) -> str | None:
-    """Text of a token that is written as a str or as {"content": ...}; None for anything else."""
+    """Text of a token in JSON, a string or {"content": ...}; None for anything else."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def _check_tokens(config: Mapping[str, Any], path: Path) -> None:
-    """Checks the special tokens that are named; other keys that end in _token may be anything."""
+    """Raises CheckpointError for a named special token without text.
+
+    Keys outside NAMES that end in _token may hold anything.
+    """
     tokens = {name: config[name] for name in NAMES if config.get(name) is not None}
     for key in ("extra_special_tokens", "additional_special_tokens"):
         extra = config.get(key)
@@ -185,7 +193,7 @@ def _check_tokens(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _read_added_tokens(config: Mapping[str, Any], path: Path) -> dict[int, tokenizers.AddedToken]:
-    """The tokens of added_tokens_decoder by their ids, in order."""
+    """The tokens of added_tokens_decoder, by id in ascending order. Raises CheckpointError."""
     where = f"{path}: added_tokens_decoder"
     tokens = {}
     for index, entry in _require(
@@ -208,19 +216,23 @@ def _read_added_tokens(config: Mapping[str, Any], path: Path) -> dict[int, token
 def _add_tokens(
     backend: tokenizers.Tokenizer, tokens: Mapping[int, tokenizers.AddedToken], path: Path
 ) -> None:
-    """Adds those that tokenizer.json lacks, as some folders do; they follow in order of id."""
+    """Adds tokens that tokenizer.json lacks to the backend, in order of id.
+
+    path: tokenizer_config.json. Raises CheckpointError where a token can't have its id there.
+    """
     missing = {
         index: token
         for index, token in tokens.items()
         if backend.token_to_id(token.content) is None
     }
     free = backend.get_vocab_size()
-    backend.add_tokens(list(missing.values()))  # all at once, too
+    backend.add_tokens(list(missing.values()))  # one call, as each takes time for the vocabulary
     for index, token in missing.items():
         if (found := backend.token_to_id(token.content)) != index:
             raise CheckpointError(
                 f"{path} gives {token.content!r:.80} the id {index}, but the next id that "
-                f"tokenizer.json leaves free is {free if found is None else found}."
+                f"tokenizer.json leaves free is {free if found is None else found}: fetch both "
+                "files from the same checkpoint"
             )
 
 

@@ -1,6 +1,6 @@
-"""Measures plans on this GPU; the fastest go into a table.
+"""Measures plans on this GPU and writes the fastest to a table.
 
-Here are the jobs of products with packed weights; those of attention are in `tune_attention`.
+The jobs here are products with packed weights; jobs of attention are in `tune_attention`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from mpjax.kernels.plans.tables import Tables
 from mpjax.loading import find_folder
 from mpjax.models import Decoder, DecoderConfig, presets
 
-GATE = 8e-3  # mean error over mean magnitude that a plan may have, in bfloat16
+GATE = 8e-3  # largest mean error over mean magnitude of a plan's results, in bfloat16
 CHECKED_ROWS = 256
 ITERATIONS = 10
-# Compiling takes most of the time where few rows are multiplied, and running where many are.
+# Number of plans to try. With many rows, running takes longer than compiling, so fewer are tried.
 CANDIDATES = 20
 CANDIDATES_FOR_MANY_ROWS = 12
 MANY_ROWS = 1024
-# A model's next kernel adds the terms of a split product as it reads them. Up to so many rows they
-# are few next to the weight, so that products are timed without the sum.
+# A model's next kernel adds the terms of a split product as it reads them. Up to this number of
+# rows the terms are small beside the weight, so products are timed without their sum.
 ROWS_OF_TERMS = 16
 
 Shape = tuple[int, int]  # [input, output channels] of a weight
@@ -55,29 +55,32 @@ Timer = Callable[..., float]
 
 
 class Job(Protocol):
-    """One line of a table, to be measured on the default device."""
+    """An entry of a table that is to be measured on the default device."""
 
     @property
     def tables(self) -> Tables[Any]:
-        """The tables of its operation."""
+        """The tables of the job's operation."""
 
     @property
     def key(self) -> Any:
-        """Its place in a table."""
+        """The key of the job's entry in a table."""
 
     def plan_by_rule(self) -> Plan:
-        """The plan that runs without a table, one of the candidates."""
+        """The plan that runs without a table; it is among the candidates."""
 
     def candidates(self) -> list[Plan]:
-        """The plans to try."""
+        """Plans to try on this GPU."""
 
     def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
-        """Measures plans, in their order."""
+        """Measures plans on the default device; returns a trial for each, in their order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductJob:
-    """One line of a table: x of `rows` rows, a bucket, times a weight [channels, outputs]."""
+    """A table's entry for a product: x [rows, channels] times a weight [channels, outputs].
+
+    rows: the largest number of rows of a bucket.
+    """
 
     format: WeightFormat
     channels: int
@@ -86,18 +89,18 @@ class ProductJob:
 
     @property
     def problem(self) -> Problem:
-        """The product, on the default device."""
+        """The product on the default device."""
         format = ProductFormat.of(self.format)
         return Problem(self.rows, format, self.channels, self.outputs, limits())
 
     @property
     def tables(self) -> Tables[Problem]:
-        """Those of products."""
+        """The tables of products."""
         return TABLES
 
     @property
     def key(self) -> Key:
-        """Its place in a table."""
+        """The key of the product's entry in a table."""
         return TABLES.key_of(self.problem)
 
     def plan_by_rule(self) -> Plan:
@@ -105,12 +108,12 @@ class ProductJob:
         return gemm_plans.plan_by_rule(self.problem)
 
     def candidates(self) -> list[Plan]:
-        """The plans to try on this GPU."""
+        """Plans to try on this GPU."""
         most = CANDIDATES if self.rows < MANY_ROWS else CANDIDATES_FOR_MANY_ROWS
         return gemm_plans.candidates(self.problem, most)
 
     def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
-        """See `try_products`."""
+        """Measures plans; see `try_products`."""
         return try_products(self, plans)
 
     def __str__(self) -> str:
@@ -119,7 +122,7 @@ class ProductJob:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What became of a plan: its time for one call, or the problem that ruled it out."""
+    """The result of trying a plan: microseconds of a call, or the reason why it is unusable."""
 
     plan: Plan
     microseconds: float | None = None
@@ -128,9 +131,10 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a job: its entry, None where no plan did it, and the trials behind it.
+    """The result of a job: its entry for the table, and the trials of its plans.
 
-    A job that the table already had comes with its entry and no trials.
+    entry: None where no plan is usable. A job whose entry the table already has comes without
+    trials.
     """
 
     job: Job
@@ -139,28 +143,28 @@ class Outcome:
 
     @property
     def problems(self) -> dict[str, int]:
-        """How many plans each problem ruled out."""
+        """Number of unusable plans for each reason."""
         return dict(collections.Counter(t.problem for t in self.trials if t.problem is not None))
 
     @property
     def heuristic_microseconds(self) -> float | None:
-        """The time of the plan that runs without a table, which is always tried."""
+        """Microseconds of the plan that runs without a table; None if it is unusable."""
         plan = self.job.plan_by_rule()
         return next((trial.microseconds for trial in self.trials if trial.plan == plan), None)
 
 
 def model_shapes(source: str) -> list[Shape]:
-    """The weights [K, N] of a model's layers, each once, joined as `mpjax.load` joins them.
+    """Shapes (K, N) of the weights in a model's layers, each once, joined as `mpjax.load` does.
 
     source: a name in `known_models()`, or a checkpoint's folder or hub id. Raises CheckpointError
-    for what is neither.
+    for anything else.
     """
     known = known_models()
     return known[source] if source in known else _shapes(*_read_config(find_folder(source)))
 
 
 def known_models() -> dict[str, list[Shape]]:
-    """The shapes of published models by name, such as `qwen3-8b`."""
+    """Shapes of the weights of published models, by name, such as `qwen3-8b`."""
     configs = {
         name.lower().replace("_", "-"): _shapes(Decoder, value)
         for name, value in vars(presets).items()
@@ -188,13 +192,16 @@ def _read_config(folder: Path) -> tuple[type[Decoder], DecoderConfig]:
 def make_jobs(
     shapes: Sequence[Shape], formats: Sequence[WeightFormat], rows: Sequence[int]
 ) -> list[ProductJob]:
-    """Every format, shape and bucket of rows, each once; neighbours share their weights.
+    """A job for every combination of format, shape and bucket of rows, each once.
 
-    Raises ValueError for a format that is not packed, or that a shape can't have.
+    Jobs with the same weight are neighbours. Raises ValueError for a format that is not packed, and
+    for a shape that the format's groups don't divide.
     """
     for format in formats:
         if not format.is_packed:
-            raise ValueError(f"{format} is a plain array, whose product XLA tunes by itself")
+            raise ValueError(
+                f"{format} is not packed, and XLA tunes its products itself: choose a packed format"
+            )
         for channels, _ in shapes:
             if format.group_size is not None and channels % format.group_size:
                 raise ValueError(
@@ -212,7 +219,7 @@ def make_jobs(
 
 
 def stamp() -> dict[str, Any]:
-    """What a table says about its measurements: commit, versions and driver."""
+    """Commit, versions and driver, which a table records with its measurements."""
     found = measure.stamp()
     driver = found["driver"]
     return {
@@ -232,10 +239,11 @@ def run(
     again: bool = False,
     try_plans: Callable[[Any, list[Plan]], list[Trial]] | None = None,
 ) -> Iterator[Outcome]:
-    """Does the jobs in turn, and records each in the table at `path` as soon as it is done.
+    """Runs jobs in turn, writes each entry to the table at `path`, and yields its outcome.
 
-    again: measure also what the table has. try_plans: measures a job's plans; by default, it does
-    so itself. Raises TableError, before anything is measured, where the table is damaged.
+    device: the GPU's name in the table. stamp: as `stamp` returns it. again: whether to measure
+    jobs whose entries the table already has. try_plans: a replacement for `Job.try_on_gpu`, for
+    tests. Raises TableError, before anything is measured, for a damaged table.
     """
     exists = os.path.lexists(path)
     known = {t: t.read(path, device).entries if exists else {} for t in {j.tables for j in jobs}}
@@ -262,10 +270,11 @@ def try_products(
     compile: Compile | None = None,
     timer: Timer = measure.microseconds,
 ) -> list[Trial]:
-    """Measures plans on the default device, in their order; wrong answers get no time.
+    """Measures plans on the default device; returns a trial for each, in their order.
 
-    Every product reads another weight and another x, together larger than the L2 cache. All plans
-    compile at the same time, before the first is measured. compile, timer: for tests.
+    A plan with wrong results gets no time. The products of a measurement read different weights and
+    xs, together larger than the L2 cache. All plans compile in parallel before the first is
+    measured. compile, timer: replacements for tests.
     """
     weights = _weights(job.format, job.channels, job.outputs)
     xs = [
@@ -294,10 +303,11 @@ def try_program(
     error_of: Callable[[Program], float],
     time_of: Callable[[Program], float],
 ) -> Trial:
-    """Measures a compiled plan, or says why there is none.
+    """Measures a compiled plan; the trial of a plan that failed has the reason.
 
-    error_of: the mean error over the mean magnitude of a program's results, which must be below
-    GATE. time_of: microseconds of one call.
+    program: the compiled plan, or the error of its compilation. error_of: computes the mean error
+    over the mean magnitude of a program's results, which must be below GATE. time_of: measures
+    microseconds of a call.
     """
     if isinstance(program, Exception):
         return Trial(plan, problem=_sentence("does not compile", program))
@@ -312,15 +322,15 @@ def try_program(
 def compile_products(
     plan: Plan, xs: list[jax.Array], weights: list[QuantizedTensor]
 ) -> Callable[..., Any]:
-    """A program that multiplies each x by its weight as the plan says, one after the other."""
-    # One trace serves all of them, and XLA compiles its kernel once.
+    """Compiles a program that multiplies each x by its weight with a plan, one after the other."""
+    # `jit` makes one trace for all products, and XLA compiles its kernel once.
     few = xs[0].shape[0] <= ROWS_OF_TERMS
     product = jax.jit(lambda x, weight: (matmul_terms if few else matmul)(x, weight))
 
     def each(xs: list[jax.Array], weights: list[QuantizedTensor]) -> list[jax.Array]:
         results: list[jax.Array] = []
         for x, weight in zip(xs, weights, strict=True):
-            if results:  # a chain, so that XLA merges no kernels of neighbours
+            if results:  # each product waits for the one before, so that XLA merges none
                 results[-1], x = jax.lax.optimization_barrier((results[-1], x))
             results.append(product(x, weight))
         return results
@@ -330,17 +340,17 @@ def compile_products(
     return lowered.compile()
 
 
-@functools.lru_cache(maxsize=1)  # the next job has other rows, but most often the same weights
+@functools.lru_cache(maxsize=1)  # the next job has other rows, but mostly the same weights
 def _weights(format: WeightFormat, channels: int, outputs: int) -> list[QuantizedTensor]:
     dense = jax.random.normal(jax.random.key(0), (channels, outputs), jnp.bfloat16)
     weight = quantize(dense, format)
-    assert isinstance(weight, QuantizedTensor)  # make_jobs sees to that
+    assert isinstance(weight, QuantizedTensor)  # make_jobs has refused other formats
     copies = range(measure.copies(weight.nbytes) - 1)
     return [weight, *(jax.tree.map(jnp.copy, weight) for _ in copies)]
 
 
 def _checked_rows(x: jax.Array) -> jax.Array:
-    """Rows from all over x, so that every tile height is caught out at its edges."""
+    """CHECKED_ROWS rows evenly spread over x, so that errors at the edges of any tile show."""
     chosen = np.linspace(0, x.shape[0] - 1, min(x.shape[0], CHECKED_ROWS)).astype(int)
     return x[chosen]
 
@@ -360,14 +370,14 @@ def _sum(product: jax.Array) -> jax.Array:
 
 
 def relative_error(found: jax.Array, exact: jax.Array) -> float:
-    """Mean error over mean magnitude."""
+    """Mean absolute error of `found` over the mean magnitude of `exact`."""
     return float(_mean_error(found, exact))
 
 
 def compile_all(
     compile: Callable[[Plan], Program], plans: Sequence[Plan]
 ) -> list[Program | Exception]:
-    """Programs in the order of the plans, or the errors in their place; all compile at once."""
+    """Compiles plans in parallel; returns a program, or its error, for each, in their order."""
 
     def attempt(plan: Plan) -> Program | Exception:
         try:
@@ -378,7 +388,7 @@ def compile_all(
     executor = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
     try:
         return list(executor.map(attempt, plans))
-    finally:  # interrupted, what has not begun never begins
+    finally:  # after an interrupt, plans that have not begun to compile never do
         executor.shutdown(wait=True, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""Attention over the paged cache as jobs of the tuner (`mpjax.tune`)."""
+"""Jobs of the tuner (`mpjax.tune`) for attention over the paged cache."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Compile = Callable[[Plan, Call], Program]
 
 @dataclasses.dataclass(frozen=True)
 class AttentionJob:
-    """One line of a table: attention of a shape over a cache of a KV format.
+    """A table's entry for attention of a shape over a cache in a KV format.
 
-    The plan serves all shapes whose sizes are in the same buckets.
+    The entry's plan serves all shapes whose sizes are in the same buckets.
     """
 
     shape: AttentionShape
@@ -40,7 +40,7 @@ class AttentionJob:
 
     @property
     def problem(self) -> Problem:
-        """The attention, on the default device."""
+        """The attention on the default device."""
         shape, size = self.shape, attention_plans.PAGE_SIZE
         rows = shape.queries * shape.query_heads // shape.kv_heads
         cache = attention_plans.CacheShape(self.format, shape.kv_heads, shape.head_dim, size)
@@ -49,12 +49,12 @@ class AttentionJob:
 
     @property
     def tables(self) -> Tables[Problem]:
-        """Those of attention."""
+        """The tables of attention."""
         return TABLES
 
     @property
     def key(self) -> Key:
-        """Its place in a table."""
+        """The key of the attention's entry in a table."""
         return TABLES.key_of(self.problem)
 
     def plan_by_rule(self) -> Plan:
@@ -62,11 +62,11 @@ class AttentionJob:
         return attention_plans.plan_by_rule(self.problem)
 
     def candidates(self) -> list[Plan]:
-        """The plans to try on this GPU."""
+        """Plans to try on this GPU."""
         return attention_plans.candidates(self.problem, CANDIDATES)
 
     def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
-        """See `try_attention`."""
+        """Measures plans; see `try_attention`."""
         return try_attention(self, plans)
 
     def __str__(self) -> str:
@@ -74,13 +74,16 @@ class AttentionJob:
 
 
 def make_jobs(shapes: Sequence[AttentionShape], formats: Sequence[KVFormat]) -> list[AttentionJob]:
-    """Every format and shape, each place in a table once.
+    """A job for every combination of format and shape; one for each key of a table.
 
-    Raises ValueError where a sequence is longer than the others: tables don't know lengths.
+    Raises ValueError for a shape with one longer sequence: a table's keys hold no lengths.
     """
     for shape in shapes:
         if shape.longest is not None:
-            raise ValueError(f"{shape.name}: a plan is for sequences of any lengths up to the same")
+            raise ValueError(
+                f"{shape.name} has one longer sequence, and a table's entry serves all lengths up "
+                "to a maximum: choose a shape whose sequences are equally long"
+            )
     jobs = [AttentionJob(shape, format) for format in formats for shape in shapes]
     return list({job.key: job for job in reversed(jobs)}.values())[::-1]
 
@@ -92,10 +95,11 @@ def try_attention(
     compile: Compile | None = None,
     timer: tune.Timer = measure.microseconds,
 ) -> list[Trial]:
-    """Measures plans on the default device, in their order; wrong answers get no time.
+    """Measures plans on the default device; returns a trial for each, in their order.
 
-    Every call reads another cache, together larger than the L2 cache. All plans compile at the same
-    time, before the first is measured. compile, timer: for tests.
+    A plan with wrong results gets no time. The calls of a measurement read different caches,
+    together larger than the L2 cache. All plans compile in parallel before the first is measured.
+    compile, timer: replacements for tests.
     """
     calls = _calls(job)
     checked = _checked(calls[0])
@@ -118,10 +122,10 @@ def try_attention(
 
 
 def compile_attention(plan: Plan, call: Call) -> Program:
-    """A program that attends as the plan says."""
+    """Compiles a program that attends with a plan."""
     attend = functools.partial(_attend, implementation="triton")
     with attention_plans.forced(plan):
-        # A function of its own: what was traced with another plan must not be found.
+        # A new function, so that `jit` does not find the trace of another plan.
         lowered = measure.serial_jit(lambda *arguments: attend(*arguments)).lower(*call)
     return lowered.compile()
 
@@ -131,7 +135,7 @@ def _attend(*call: Any, implementation: Any) -> jax.Array:
 
 
 def _calls(job: AttentionJob) -> list[Call]:
-    """Arguments whose caches together are larger than the L2 cache."""
+    """Calls of the same shape whose caches together are larger than the L2 cache."""
     shape = job.shape
     pages, block_tables = bench.fill(shape, job.format)
     counts = jnp.full(shape.batch, shape.queries, jnp.int32)

@@ -1,4 +1,4 @@
-"""How the small model that ships in `mpjax/bundled` is made, from data to checkpoint.
+"""Makes the small model that ships in `mpjax/bundled`, from data to checkpoint.
 
 The model is trained on the sources of Python's own standard library, which every Python
 installation carries, so nothing has to be downloaded. Run it from the repository root:

@@ -1,7 +1,6 @@
 """Fits a model to a stream of tokens: AdamW in float32, with the forward pass in 16 bits.
 
-Many steps run as one `lax.scan` in one `jit`, with the data on the device, so the host only hears
-of an interval when it is over.
+All steps of an interval run as one `lax.scan` in one `jit`, with the data on the device.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from mpjax.models import DecoderConfig, Llama
 
 
 class DivergedError(TrainingError):
-    """The loss never was a finite number."""
+    """The loss was never a finite number."""
 
 
 class Windows(NamedTuple):
-    """Windows of text, in batches, for measuring a loss.
+    """Windows of text in batches, to measure a loss.
 
     tokens: int32 [batches, batch, context + 1], each window's last token the next one's first.
     weights: float32 [batches, batch, context]: 1 where a token is to be predicted, 0 for padding.
@@ -40,7 +39,7 @@ class Windows(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """One interval of training: what the log and the record hold."""
+    """Losses (nats per token) and speed of one interval of training, for the log and the record."""
 
     step: int
     train_loss: float
@@ -49,7 +48,7 @@ class Progress(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a step changes: the model (float32) and AdamW's moments."""
+    """The carry of the training loop: the model (float32) and AdamW's moments."""
 
     model: Llama
     moments: Any
@@ -57,7 +56,7 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The model at the look with the lowest validation loss, and the whole course."""
+    """The model after the interval with the lowest validation loss, and all intervals."""
 
     recipe: Recipe
     model: Llama
@@ -73,7 +72,7 @@ def train(
     validation: NDArray[np.uint16],
     log: Callable[[str], None] = print,
 ) -> Result:
-    """Fit a new model of `config` to the stream `tokens`; keep the best by validation loss.
+    """Fits a new model of `config` to the stream `tokens`; keeps the best by validation loss.
 
     The same seed gives the same initial weights, order of windows and noise. Results are equal
     bit for bit on a CPU; a GPU adds up some gradients in an order that varies.
@@ -196,9 +195,9 @@ def _train_interval(
     context: int,
     dtype: str,
 ) -> tuple[State, tuple[jax.Array, jax.Array]]:
-    """Some steps, then the mean training loss (with noise) and the validation loss.
+    """Runs some steps; returns the state, the mean training loss (with noise) and validation loss.
 
-    Everything that recipes differ in is an array, so that a sweep compiles once. steps: for each
+    All settings in which recipes differ are arrays, so that a sweep compiles once. steps: for each
     step the windows' starts [steps, batch], the learning rate [steps], a random key [steps].
     """
 

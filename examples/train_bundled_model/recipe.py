@@ -1,4 +1,4 @@
-"""How the bundled model is trained: the defaults are what it was trained with."""
+"""Settings of a training run; the defaults are those of the bundled model."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 
 class TrainingError(ValueError):
-    """Something that a person has to change before training can work; the message says what."""
+    """Training can't work with the given settings or data; the message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What decides how training goes, besides the data and the model's shape.
+    """Settings of a training run, besides the data and the model's shape.
 
     learning_rate: the highest; a linear warm-up leads to it, half a cosine down to a tenth of it.
     weight_decay: of matrices, decoupled and times the learning rate, as in AdamW. A model that
-        sees its text many times wants far more than the usual 0.1 [Kim et al. 2025,
+        sees its text many times needs far more than the usual 0.1 [Kim et al. 2025,
         "Pre-training under infinite compute"].
     noise: the share of input tokens that is replaced by random ones of the training text
         [Xie et al. 2017, "Data noising as smoothing in neural network language models"].
     batch: windows of text in a step. context: tokens in a window.
-    interval: steps between looks at the validation loss.
+    interval: steps between measurements of the validation loss.
     compute_dtype: of the forward and backward pass; the weights are kept in float32.
 
     Raises TrainingError for a value out of range.
@@ -54,7 +54,7 @@ class Recipe:
 
 
 def sweep(base: Recipe) -> list[Recipe]:
-    """Five recipes, `base` the first, that differ only in what needs no new compilation."""
+    """Five recipes, `base` first, that differ only in settings that need no new compilation."""
     shorter, decay = max(1, base.steps // 2), base.weight_decay
     variations: list[dict[str, Any]] = [
         {},

@@ -1,4 +1,4 @@
-"""The training stage: from the tokens of `prepare` to a checkpoint and the record of its making."""
+"""The training stage: makes a checkpoint and its record from the tokens of `prepare`."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def run(
     time_limit: float = math.inf,
     model: dict[str, Any] = MODEL,
 ) -> dict[str, Any]:
-    """Train with each recipe, write the best model into `output`, and return the record of it.
+    """Trains with each recipe, writes the best model to `output`, and returns the record of it.
 
-    The best is that of the lowest validation loss; it is written as soon as it is found. The
-    record, also written as `training.json`, tells how to make the model again, and its perplexity
-    on the held-out text, which had no part in any choice.
+    The best model has the lowest validation loss; it is written as soon as it is found. The record,
+    also written as `training.json`, has everything to make the model again, and its perplexity on
+    the held-out text, which had no part in any choice.
 
     time_limit: seconds after which no further recipe is begun.
 
@@ -81,7 +81,7 @@ def run(
         if index and time.perf_counter() - started > time_limit:
             print(f"time limit reached: {len(recipes) - index} recipes are left out")
             break
-        # The context that was trained is the one that the model is good for.
+        # The model has as many positions as its training context, since longer ones are untrained.
         config = model | {"max_position_embeddings": recipe.context}
         print(f"recipe {index + 1}/{len(recipes)}: {recipe}", flush=True)
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: reading files, and decoding the weights of quantised modules."""
+"""Reads checkpoints, decodes the weights of quantised modules, and saves converted models."""
 
 from __future__ import annotations
 

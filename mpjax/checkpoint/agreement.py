@@ -1,4 +1,4 @@
-"""Whether a checkpoint is, or can be made, what a precision asks for."""
+"""Compares a checkpoint's weights with the precision that is asked for."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from mpjax.precision import Precision, describe_weights
 
 
 def format_to_quantize(precision: Precision | None) -> WeightFormat | None:
-    """The format that a precision rounds 16-bit weights to; None where it leaves them."""
+    """The format to which a precision rounds 16-bit weights; None if it leaves them unchanged."""
     if precision is None or precision.weights is None or not precision.weights.is_packed:
         return None
     return precision.weights
 
 
 def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
-    """The scheme with the activations that a precision asks for, or with its own.
+    """Chooses among `scheme.choices`, by the activations that a precision asks for.
 
-    Raises ValueError for a precision that a quantised checkpoint can't have, and CheckpointError
-    for a checkpoint that only some precision can be asked for.
+    A precision without a W part keeps the scheme, and so does None. Raises ValueError where no
+    choice has the precision's formats, and CheckpointError where the scheme's own activations are
+    not implemented and the precision does not choose others.
     """
     if precision is None or not precision.formats:
-        return _as_it_is(folder, scheme, KVFormat() if precision is None else precision.kv)
-    # Whether zero points are all the middle is seen as they are read, whatever it is called.
+        kv = KVFormat() if precision is None else precision.kv
+        return _with_own_activations(folder, scheme, kv)
+    # Formats compare as asymmetric: only the zero points, which are read later, tell symmetry.
     asked = {dataclasses.replace(format, symmetric=False) for format in precision.formats}
     for choice in scheme.choices:
         if choice.weights in asked:
             return choice
     if precision.mixture and len(scheme.choices) == 1:
-        return scheme  # single modules may have other formats: `require_mixture` sees them
+        return scheme  # `require_mixture` compares the formats of single modules later
     found = describe_weights(dataclasses.replace(scheme.weights, operand=None))
     raise ValueError(
         f"precision is {precision}, but {folder} is {scheme.article} {scheme.title} checkpoint of "
@@ -43,12 +45,12 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
 
 
 def names(scheme: Scheme, kv: KVFormat) -> str:
-    """The precisions that a quantised checkpoint can be loaded in, for messages."""
+    """Names of the precisions in which a quantised checkpoint can be loaded, for messages."""
     return " or ".join(str(Precision(choice.weights, kv)) for choice in scheme.choices)
 
 
 def require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> None:
-    """Raises ValueError where weights are to be a mixture that the checkpoint is not."""
+    """Raises ValueError if a precision asks for several weight formats and the plan has others."""
     if precision is None or not precision.mixture:
         return
     sources = [source for _, sources in plan.linears for source in sources]
@@ -61,11 +63,11 @@ def require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> No
         )
 
 
-def _as_it_is(folder: Path, scheme: Scheme, kv: KVFormat) -> Scheme:
+def _with_own_activations(folder: Path, scheme: Scheme, kv: KVFormat) -> Scheme:
     if scheme.unsupported_activations is None:
         return scheme
     raise CheckpointError(
-        f"{folder / 'config.json'}: it was made for activations in "
+        f"{folder / 'config.json'}: the checkpoint was made for activations in "
         f"{scheme.unsupported_activations}, which are not implemented: ask for the precision "
         f"{names(scheme, kv)}, which leave the weights as they are"
     )

@@ -1,4 +1,4 @@
-"""A safetensors file that is written and read array by array, with a checksum of each.
+"""Writes and reads a safetensors file array by array, with a checksum of each array.
 
 Host memory holds one array at a time. A checksum is the CRC-32 of an array's bytes, as `zlib` and
 `gzip` compute it.
@@ -19,9 +19,9 @@ import numpy as np
 from mpjax.checkpoint.safetensors import DTYPES, LENGTH_BYTES, TensorInfo
 from mpjax.errors import CheckpointError
 
-# Bytes that are written or read at a time: between two, progress is shown and Ctrl-C is answered.
+# Bytes to write or read at a time. Between chunks, progress is shown and Ctrl-C takes effect.
 CHUNK_BYTES = 16 << 20
-# Bytes after which the disk must have what was written: an interrupt has to wait for that.
+# Bytes to write between two calls of fsync. An fsync can't be interrupted, so it must stay short.
 SYNC_BYTES = 256 << 20
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -29,19 +29,20 @@ Advance = Callable[[int], None]
 
 
 def file_bytes(arrays: Mapping[str, Any]) -> int:
-    """Bytes of the file that `write` makes of arrays, or of their shapes."""
+    """Bytes of the file that `write` makes of arrays, or of ShapeDtypeStructs."""
     return len(_header(_in_order(arrays))) + sum(nbytes(array) for array in arrays.values())
 
 
 def nbytes(array: Any) -> int:
-    """Bytes of an array, or of what has its shape and dtype."""
+    """Bytes of an array, or of an array that a ShapeDtypeStruct describes."""
     return array.size * array.dtype.itemsize
 
 
 def write(file: Path, arrays: Mapping[str, jax.Array], advance: Advance) -> dict[str, int]:
-    """Writes arrays to a new file; their checksums, by name.
+    """Writes arrays to a new file and returns their checksums by name.
 
-    advance: is called with the bytes of an array that were written.
+    advance: called after each chunk with the number of bytes written. Raises OSError, and
+    FileExistsError where the file exists.
     """
     arrays = _in_order(arrays)
     checksums, waiting = {}, 0
@@ -63,9 +64,11 @@ def write(file: Path, arrays: Mapping[str, jax.Array], advance: Advance) -> dict
 
 
 def read(info: TensorInfo, checksum: int | None, advance: Advance) -> np.ndarray:
-    """Reads one array. Raises CheckpointError where it can't be read, or has another checksum.
+    """Reads one array.
 
-    checksum: what to expect; None: whatever it is.
+    checksum: the expected CRC-32; None: not compared. advance: called after each chunk with the
+    number of bytes read. Raises CheckpointError where the file can't be read, and for another
+    checksum.
     """
     found, content = 0, np.empty(info.nbytes, np.uint8)
     try:
@@ -81,13 +84,14 @@ def read(info: TensorInfo, checksum: int | None, advance: Advance) -> np.ndarray
     if checksum is not None and found != checksum:
         raise CheckpointError(
             f"{info.name} in {info.file} has other bytes than were saved (checksum {found:08x}, "
-            f"expected {checksum:08x}): copy the saved model again, or convert the original again"
+            f"expected {checksum:08x}): copy the saved model again, or convert the original "
+            "checkpoint again"
         )
     return content.view(info.dtype).reshape(info.shape)
 
 
 def _in_order(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Wide numbers first, so that each array begins at a multiple of its numbers' size."""
+    """Sorts arrays by itemsize, widest first: each begins at a multiple of its itemsize then."""
     return dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
@@ -106,19 +110,20 @@ def _header(arrays: Mapping[str, Any]) -> bytes:
 def _to_host(array: jax.Array) -> np.ndarray:
     """The bytes of an array, uint8 [bytes]."""
     if isinstance(array, jax.Array) and array.is_fully_replicated:
-        # JAX keeps the copy that it makes with the array object: this object is thrown away.
+        # JAX caches the host copy in the array object. The caller keeps its own object, so the copy
+        # is made in a temporary one, which is freed with it.
         array = array.addressable_data(0)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _chunks(content: np.ndarray) -> Iterator[memoryview]:
-    """The memory of uint8 [bytes], in pieces."""
+    """The memory of an array uint8 [bytes], in pieces of at most CHUNK_BYTES."""
     for begin in range(0, content.size, CHUNK_BYTES):
         yield content.data[begin : begin + CHUNK_BYTES]
 
 
 def _fill(view: memoryview, stream: Any, info: TensorInfo) -> None:
-    """Reads as many bytes as `view` has, which the system may give in several parts."""
+    """Fills `view` from a stream, which may return fewer bytes per call than asked for."""
     while view:
         count = stream.readinto(view)
         if not count:

@@ -1,4 +1,4 @@
-"""Brings the tensors of a linear map to the device and into the format that the plan says."""
+"""Brings tensors to the device and converts linear maps to the format that the plan says."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Read = Callable[[TensorInfo], np.ndarray]
 
 
 def convert_array(info: TensorInfo, dtype: str, read: Read) -> jax.Array:
-    """One tensor as it is, in another dtype.
+    """One tensor on the device, converted to a dtype.
 
-    Raises CheckpointError for values that are not finite, in the file or in the dtype.
+    Raises CheckpointError for values that are not finite in the file, or beyond the dtype's range.
     """
     array = _to_device(read(info))
     return _require_finite(info, array, array.astype(dtype))
@@ -38,10 +38,11 @@ def convert_array(info: TensorInfo, dtype: str, read: Read) -> jax.Array:
 def convert_linear(
     place: LinearPlace, sources: Sequence[LinearSource], dtype: str, read: Read
 ) -> list[Linear]:
-    """The linear maps of a place, joined as `LinearPlace.join` joins them.
+    """The linear maps of a place, joined by `LinearPlace.join`.
 
-    dtype: of plain kernels, transposed from the file's [out, in] to [in, out], and of biases.
-    Raises CheckpointError for values that can't be right, naming the tensor.
+    sources: one for each of the place's names. dtype: of biases and of plain kernels, which are
+    transposed from the file's [out, in] to [in, out]. Raises CheckpointError, which names the
+    tensor, for values that are not finite or contradict config.json.
     """
     kernels = [_kernel(source, dtype, read) for source in sources]
     biases = [_bias(source, place.bias, dtype, read) for source in sources]
@@ -62,7 +63,7 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
 
 
 def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
-    """The plain codes of a quantised module, as `pack` takes them."""
+    """The plain codes of a quantised module, with scales and zero points as `pack` takes them."""
     tensors: dict[str, Any] = {
         suffix: read(info) if suffix in scheme.on_host else _to_device(read(info))
         for suffix, info in source.tensors.items()
@@ -70,14 +71,14 @@ def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
     }
     plain = scheme.decode(tensors, source.name, source.shape)
     checks.check_scales(source.name, plain.scales)
-    plain = dataclasses.replace(plain, scales=_narrow(source.name, plain))
-    return _seen_symmetric(plain)
+    plain = dataclasses.replace(plain, scales=_narrow_scales(source.name, plain))
+    return _drop_middle_zeros(plain)
 
 
-def _seen_symmetric(plain: PlainCodes) -> PlainCodes:
-    """The codes without zero points where all are the middle.
+def _drop_middle_zeros(plain: PlainCodes) -> PlainCodes:
+    """Makes unsigned codes symmetric, without zero points, where all zero points are the middle.
 
-    That is seen rather than believed: writers differ by one in how they store zero points.
+    The values decide, not config.json: writers differ by one in how they store zero points.
     """
     format = plain.format
     if not format.codes.startswith("uint") or plain.zeros is None:
@@ -97,14 +98,17 @@ def _bias(source: LinearSource, wanted: bool, dtype: str, read: Read) -> jax.Arr
         return convert_array(info, dtype, read)
     if np.any(read(info) != 0):
         raise CheckpointError(
-            f"{info.name} is not zero, but by config.json the model has no bias there: "
+            f"{info.name} is not zero, but by config.json the module has no bias: "
             "the files and config.json are not of one supported checkpoint"
         )
     return None
 
 
-def _narrow(name: str, plain: PlainCodes) -> jax.Array:
-    """Scales in 16 bits, exactly, where packed tensors of the format hold them so."""
+def _narrow_scales(name: str, plain: PlainCodes) -> jax.Array:
+    """Scales in the 16-bit dtype that holds them exactly, where the format packs 16-bit scales.
+
+    Raises CheckpointError where neither float16 nor bfloat16 holds them exactly.
+    """
     scales = plain.scales
     if scales.dtype != jnp.float32 or "float32" in code_kinds.of(plain.format).scale_dtypes:
         return scales
@@ -119,7 +123,7 @@ def _narrow(name: str, plain: PlainCodes) -> jax.Array:
 
 
 def _require_finite(info: TensorInfo, array: jax.Array, converted: jax.Array) -> jax.Array:
-    """`converted`, made of a file's `array`; CheckpointError where it isn't finite throughout."""
+    """`converted`, which was made of a file's `array`; CheckpointError unless all is finite."""
     if are_finite(converted):
         return converted
     if damaged := int(_count_non_finite(array)):
@@ -136,7 +140,7 @@ def _require_finite(info: TensorInfo, array: jax.Array, converted: jax.Array) ->
 
 
 def _to_device(array: np.ndarray) -> jax.Array:
-    # On a CPU, JAX may take the array's own memory, which is a mapping of a file that may change.
+    # On a CPU, JAX may use the array's memory without a copy: a mapped file, which may change.
     return jax.device_put(array.copy() if default_device().platform == "cpu" else array)
 
 

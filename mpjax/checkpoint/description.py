@@ -1,4 +1,4 @@
-"""What a saved model's mpjax.json says: everything but the numbers in its arrays."""
+"""Reads and writes a saved model's mpjax.json: everything but the numbers in its arrays."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from mpjax.models.config_checks import require_sound
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights.safetensors"
 FORMAT = "mpjax checkpoint"
-VERSION = 5  # since the configuration says what each layer is
-WITH_LIKE_LAYERS = 4  # the version before, which is read, too
+VERSION = 5  # the configuration has a spec for each layer
+WITH_LIKE_LAYERS = 4  # an older version, which is read too: one set of fields for all layers
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 class StoredArray(NamedTuple):
-    """An array in the weights' file. checksum: the CRC-32 of its bytes."""
+    """An array in weights.safetensors. checksum: the CRC-32 of its bytes."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -41,7 +41,10 @@ class StoredArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A saved model without its numbers; parts and arrays by name, as `model_arrays` names them."""
+    """A saved model without the numbers in its arrays.
+
+    parts, arrays: by the names that `model_arrays` gives them.
+    """
 
     decoder: type[Decoder]
     config: DecoderConfig
@@ -51,7 +54,7 @@ class Description:
 
     @classmethod
     def of(cls, lm: LanguageModel, checksums: Mapping[str, int]) -> Description:
-        """Describes a model whose arrays have these checksums."""
+        """The description of a model. checksums: of its arrays, by name."""
         arrays = {
             name: StoredArray(np.dtype(array.dtype), array.shape, checksums[name])
             for name, array in model_arrays.take(lm.model).items()
@@ -68,12 +71,15 @@ class Description:
         path = folder / DESCRIPTION_NAME
         written = _read_json(folder, path)
         if written.get("format") != FORMAT:
-            raise CheckpointError(f"{path} does not describe a model that mpjax saved")
+            raise CheckpointError(
+                f"{path} has the format {written.get('format')!r:.80}: expected {FORMAT!r}; load a "
+                "folder that `mpjax convert` or mpjax.save wrote"
+            )
         if (version := written.get("version")) not in (VERSION, WITH_LIKE_LAYERS):
             raise CheckpointError(
                 f"{path} has the format version {version!r:.80}: this mpjax reads versions "
                 f"{WITH_LIKE_LAYERS} and {VERSION}; install the mpjax that wrote it, or convert "
-                "the original again"
+                "the original checkpoint again"
             )
         try:
             description = _parse(written)
@@ -83,7 +89,7 @@ class Description:
             )
         except ValueError as error:
             raise CheckpointError(
-                f"{path} is damaged: {error}; convert the original again"
+                f"{path} is damaged: {error}; convert the original checkpoint again"
             ) from error
         return description
 
@@ -110,7 +116,7 @@ class Description:
         return json.dumps(value, indent=1)
 
     def abstract(self, folder: Path) -> LanguageModel:
-        """The model with shapes for arrays, and without a tokenizer."""
+        """The model with ShapeDtypeStructs in the place of arrays, and without a tokenizer."""
         model = nnx.eval_shape(lambda: self.decoder(self.config, nnx.Rngs(0)))
         shapes = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype)
@@ -121,26 +127,27 @@ class Description:
 
 
 def decoders() -> dict[str, type[Decoder]]:
-    """The classes whose models can be saved, by name."""
+    """Classes of models that can be saved, by name."""
     known: list[type[Decoder]] = [Decoder, *FAMILIES.values()]
     return {decoder.__name__: decoder for decoder in known}
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether mpjax saved a model in a folder."""
+    """Whether a folder has an mpjax.json, that is, mpjax saved a model in it."""
     return os.path.lexists(folder / DESCRIPTION_NAME)
 
 
 def _read_json(folder: Path, path: Path) -> dict[str, Any]:
     if not os.path.lexists(path):
         raise CheckpointError(
-            f"{folder} has no {DESCRIPTION_NAME}: mpjax did not save a model there"
+            f"{folder} has no {DESCRIPTION_NAME}: expected a folder that `mpjax convert` or "
+            "mpjax.save wrote"
         )
     return files.read_object(path, CheckpointError)
 
 
 def _parse(written: Mapping[str, Any]) -> Description:
-    """Raises ValueError that names the key."""
+    """The description in a parsed mpjax.json. Raises ValueError, which names the key."""
     known, name = decoders(), get(written, "decoder", str)
     if name not in known:
         raise ValueError(f"decoder is {name!r:.80}: expected one of {', '.join(known)}")
@@ -174,7 +181,8 @@ def _parse_array(name: str, written: Mapping[str, Any]) -> StoredArray:
     dtype, shape = get(written, "dtype", str), get(written, "shape", list)
     checksum = get(written, "crc32", int)
     if dtype not in DTYPES_BY_NAME:
-        raise ValueError(f"{name} has the dtype {dtype!r:.80}")
+        known = ", ".join(DTYPES_BY_NAME)
+        raise ValueError(f"{name} has the dtype {dtype!r:.80}: expected one of {known}")
     if not all(type(length) is int and length >= 0 for length in shape):
-        raise ValueError(f"{name} has the shape {shape!r:.80}")
+        raise ValueError(f"{name} has the shape {shape!r:.80}: expected non-negative integers")
     return StoredArray(DTYPES_BY_NAME[dtype], tuple(shape), checksum)

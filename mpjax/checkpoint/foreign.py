@@ -1,26 +1,26 @@
-"""Tells what a folder holds in the place of a checkpoint, and what helps."""
+"""Describes folders without a loadable checkpoint: the files found, and what to do."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Files, and what to do where there are such; the first pattern that matches counts.
+# Patterns of files, and what to do about a folder that has one; the first match counts.
 REMEDIES = {
     "*.gguf": "GGUF is not read: take the safetensors checkpoint that it was made from",
-    "adapter_config.json": "an adapter is no model: merge it into its base model first",
+    "adapter_config.json": "an adapter is not a model: merge it into its base model first",
     "consolidated.*": "take the repository in Hugging Face's format, with config.json",
-    "*.incomplete": "this download did not end: fetch the checkpoint again",
-    "*.part": "this download did not end: fetch the checkpoint again",
+    "*.incomplete": "the download is incomplete: fetch the checkpoint again",
+    "*.part": "the download is incomplete: fetch the checkpoint again",
     "*/config.json": "load the folder that it is in",
     "snapshots/*/config.json": "load the folder that it is in",
     "*.safetensors": "config.json is missing: fetch it into the same folder",
     "*.bin": "PyTorch's files are not read: convert them to safetensors",
-    "tokenizer*": "a tokenizer is no model: fetch config.json and *.safetensors to the same place",
+    "tokenizer*": "a tokenizer is not a model: fetch config.json and *.safetensors to the folder",
 }
 
 
 def describe(folder: Path) -> str:
-    """What a folder without a checkpoint holds, and what to do about it; the end of a sentence."""
+    """The end of an error message: the files in a folder without a checkpoint, and what to do."""
     for pattern, remedy in REMEDIES.items():
         if found := sorted(folder.glob(pattern)):
             return f", and found {found[0].relative_to(folder)}; {remedy}"

@@ -1,7 +1,7 @@
 """Loads a Hugging Face checkpoint folder: config.json and safetensors, plain or quantised.
 
-One tensor at a time goes from the mapped file to the device, so that host memory holds no more
-than the largest of them.
+One tensor at a time goes from the mapped file to the device, so that host memory never holds more
+than the largest tensor.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ def load(
 ) -> Decoder:
     """Loads a decoder with its weights onto the default device.
 
-    precision: packed weights in it mean that the linear maps of a 16-bit checkpoint are rounded to
-        nearest, one by one on the device; a checkpoint that is quantised already must agree. An FP8
-        checkpoint has the activations that it was made for, or those of a precision with a W part.
-        Scales for an FP8 cache become the model's, and count where the precision has KVfp8.
-    dtype: what the model computes in; config.json's by default, or the embedding's where that says
-        none, or bfloat16 where that is float32 and a precision, which has 16-bit activations, is
-        given.
-    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+    precision: a packed weight format rounds the linear maps of a 16-bit checkpoint to nearest, one
+        by one on the device; a quantised checkpoint must already have it. An FP8 checkpoint rounds
+        activations as config.json says, unless the precision has a W part, which decides then. A
+        checkpoint's scales for an FP8 cache become the model's cache_scales; a cache uses them if
+        the precision has KVfp8.
+    dtype: of 16-bit weights and activations. By default that of config.json, or, if config.json
+        has none, that of the embedding; but bfloat16 where that is float32 and a precision is
+        given, because a precision has 16-bit activations.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
-    Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that it
-    doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where the
-    device has not enough memory left.
+    Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that the
+    checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where
+    the device does not have enough memory left.
     """
     folder, dtype = Path(folder), compute_dtype(dtype, precision)
     hf = read_config(folder)
@@ -63,14 +64,14 @@ def load(
     checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
     scheme, quantize = read_scheme(folder, hf), None
     if not is_quantized(checkpoint):
-        scheme = None  # config.json is of a quantised checkpoint, and the tensors are not
+        scheme = None  # the tensors decide, also where config.json has a quantization_config
         quantize = agreement.format_to_quantize(precision)
     elif scheme is not None:
         scheme = agreement.choose(folder, scheme, precision)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     elif precision is not None and config.dtype == "float32":
-        config = dataclasses.replace(config, dtype="bfloat16")  # what A16 means for such a file
+        config = dataclasses.replace(config, dtype="bfloat16")  # A16 of a float32 checkpoint
     plan = make_plan(checkpoint, decoder, config, scheme, quantize)
     agreement.require_mixture(folder, plan, precision)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
@@ -114,7 +115,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], DecoderConfig]:
-    """The decoder's class and configuration. Raises CheckpointError where no class fits."""
+    """The decoder's class and its configuration from a config.json.
+
+    Raises CheckpointError for an architecture or a value that is not supported.
+    """
     try:
         decoder = family(hf)
         return decoder, decoder.config_from_hf(hf)
@@ -123,7 +127,10 @@ def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], 
 
 
 def read_scheme(folder: Path, hf: Mapping[str, Any]) -> Scheme | None:
-    """What quantization_config says, None without one. Raises CheckpointError."""
+    """The scheme of config.json's quantization_config, None without one.
+
+    Raises CheckpointError where no format here can read it.
+    """
     written = hf.get("quantization_config")
     if written is None:
         return None
@@ -143,7 +150,7 @@ def fill(
     advance: Callable[[int], None] = lambda count: None,
     belongs: Callable[[str], bool] = lambda path: True,
 ) -> None:
-    """Puts weights in their places, waiting for each before the next tensor is mapped.
+    """Reads weights into their places, and waits for each before it maps the next tensor.
 
     advance: is called with the bytes of each tensor that was read.
     belongs: tells by its path whether a parameter is wanted.

@@ -1,4 +1,4 @@
-"""Reads the scales of an FP8 KV cache, which a checkpoint was calibrated for.
+"""Reads a checkpoint's calibrated scales for an FP8 KV cache.
 
 llm-compressor writes them beside each attention layer's maps, where quantization_config has a
 `kv_cache_scheme`: `k_scale` and `v_scale`, one number for all heads ([1] or []), or one for each KV
@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def names(decoder: type[Decoder], config: DecoderConfig) -> list[str]:
-    """The tensors of each layer in turn, that for keys before that for values."""
+    """Names of the scale tensors: for each layer that of its keys, then that of its values."""
     layers = range(config.num_layers)
     return [name for i in layers for name in names_of(decoder.names, "cache_scales", i)]
 
@@ -31,7 +31,11 @@ def names(decoder: type[Decoder], config: DecoderConfig) -> list[str]:
 def check(
     tensors: Mapping[str, TensorInfo], decoder: type[Decoder], config: DecoderConfig
 ) -> tuple[TensorInfo, ...]:
-    """The tensors, keys' and values' of each layer in turn. Raises CheckpointError."""
+    """The scale tensors in the order of `names`.
+
+    Raises CheckpointError for another dtype, and for a shape that is neither one number nor one for
+    each KV head.
+    """
     heads, found = config.num_kv_heads, []
     for name in names(decoder, config):
         info = tensors[name]
@@ -48,11 +52,17 @@ def check(
 def read(
     infos: tuple[TensorInfo, ...], heads: int, read_tensor: Callable[[TensorInfo], np.ndarray]
 ) -> np.ndarray:
-    """Scales float32 [layers, 2, KV heads]. Raises CheckpointError where one isn't positive."""
+    """Reads scales float32 [layers, 2 (keys, values), KV heads].
+
+    Raises CheckpointError for a scale that is not positive and finite.
+    """
     scales = []
     for info in infos:
         values = read_tensor(info).astype(np.float32).reshape(-1)
         if not all(value > 0 and math.isfinite(value) for value in values):
-            raise CheckpointError(f"{info.name} is {values.tolist()}: a scale is positive")
+            raise CheckpointError(
+                f"{info.name} is {values.tolist()}: expected positive, finite scales; the "
+                "checkpoint is damaged"
+            )
         scales.append(np.broadcast_to(values, (heads,)))
     return np.stack(scales).reshape(-1, 2, heads)

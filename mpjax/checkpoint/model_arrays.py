@@ -1,8 +1,9 @@
-"""The arrays of a decoder by name, as a saved model holds them: taken out, checked, put in.
+"""Takes a decoder's arrays out by name, as a saved model holds them, checks them, puts them in.
 
-A plain array has the name of its place, such as `layers.0.mlp_norm.weight`. Those of a linear map
-have the number of its part, too: `layers.0.attention.qkv.0.kernel`, or one name for each array of a
-packed kernel, such as `layers.0.attention.qkv.0.words`.
+An array outside linear maps has the path of its place, such as `layers.0.mlp_norm.weight`. The
+arrays of a linear map have the number of a part and a name behind the path: `kernel` and `bias` in
+`layers.0.attention.qkv.0.kernel`, or the arrays of a packed kernel, as in
+`layers.0.attention.qkv.0.words`.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.models import ArrayPlace, CacheScales, Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.models.config_checks import DTYPES
 
-# The arrays of a QuantizedTensor; those that a format has no use for are None.
+# Fields of a QuantizedTensor that hold arrays; a field that the format does not use is None.
 PACKED_ARRAYS = ("words", "parameters", "permutation", "channel_scales", "table")
 CACHE_SCALES = "cache_scales"
 
 
 class PackedPart(NamedTuple):
-    """What the arrays of a packed kernel mean; see QuantizedTensor."""
+    """A packed kernel's fields that are not arrays; see QuantizedTensor."""
 
     format: WeightFormat
     scale_dtype: str
 
 
-# Of each linear map by its path, its parts: None for a plain kernel.
+# For each path of linear maps, its parts in order; None stands for a part with a plain kernel.
 Parts = Mapping[str, Sequence[PackedPart | None]]
 
 
 class _Expected(NamedTuple):
-    shapes: tuple[tuple[int, ...], ...]  # one of them
-    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]  # alternatives
+    dtypes: tuple[str, ...]  # alternatives
 
 
 def take(model: Decoder, prefix: str = "") -> dict[str, jax.Array]:
@@ -61,7 +62,7 @@ def take(model: Decoder, prefix: str = "") -> dict[str, jax.Array]:
 
 
 def take_parts(model: Decoder) -> dict[str, list[PackedPart | None]]:
-    """What a model's linear maps are made of."""
+    """Parts of a model's linear maps, by path."""
     return {
         place.path: [
             PackedPart(kernel.format, kernel.scale_dtype)
@@ -74,7 +75,7 @@ def take_parts(model: Decoder) -> dict[str, list[PackedPart | None]]:
 
 
 def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts, prefix: str = "") -> None:
-    """Puts arrays, or their shapes, in their places; the inverse of `take` and `take_parts`."""
+    """Puts arrays or ShapeDtypeStructs into a model; the inverse of `take` and `take_parts`."""
     array_places, linear_places = _places(model, prefix)
     for place in array_places:
         place.assign(model, arrays[place.path])
@@ -110,8 +111,11 @@ def _places(model: Decoder, prefix: str) -> tuple[list[ArrayPlace], list[LinearP
 def require_fitting(
     decoder: type[Decoder], config: DecoderConfig, parts: Parts, arrays: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError unless arrays, or what has their shapes and dtypes, are a whole model's."""
-    if config.num_layers > len(arrays):  # before anything is made for each of them
+    """Raises ValueError unless `arrays` are all arrays of such a model, in shape and dtype.
+
+    arrays: arrays, or anything with their shapes and dtypes, by name.
+    """
+    if config.num_layers > len(arrays):  # checked before a list with an entry per layer is made
         raise ValueError(f"there are {config.num_layers} layers and only {len(arrays)} arrays")
     expected = _expected(decoder, config, parts, arrays)
     for name in sorted(expected.keys() ^ arrays.keys()):

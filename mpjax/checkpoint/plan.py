@@ -1,7 +1,8 @@
-"""What a Hugging Face checkpoint holds and what becomes of it, from the files' headers alone.
+"""Plans the loading of a Hugging Face checkpoint from the headers of its files alone.
 
-Everything that can be wrong with names, shapes, dtypes and formats is found here, before a tensor
-is read or memory allocated.
+A plan says from which tensors each place of the module is filled, in which format, and how many
+bytes that takes. Wrong names, shapes, dtypes and formats are found here, before a tensor is read or
+memory is allocated.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from mpjax.models import ArrayPlace, Decoder, DecoderConfig, LinearPlace
 from mpjax.models.parameters import name_of
 
 SHOWN_NAMES = 5
-QUANTIZING_BYTES = 6  # per weight, beside a tensor's own: float32 copies, and codes
+# Device memory per weight that quantising takes beside the tensor's own: float32 copies and codes.
+QUANTIZING_BYTES = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearSource:
-    """One linear map as it lies in the file, and as it will be on the device.
+    """One linear map: its tensors in the file, and its format on the device.
 
-    name: the module's. shape: [input, output channels]. tensors: by suffix.
-    scheme: how to decode quantised tensors; None where `weight` holds plain numbers.
-    format: the packed format on the device; None for a plain array in the compute dtype.
+    name: of the module in the file. shape: (input channels, output channels). tensors: by suffix.
+    scheme: decodes quantised tensors; None where `weight` holds floating-point numbers.
+    format: the packed format on the device; None for a plain array in the model's dtype.
     """
 
     name: str
@@ -44,15 +46,16 @@ class LinearSource:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of its tensors in the file."""
+        """Bytes of the tensors in the file."""
         return sum(info.nbytes for info in self.tensors.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What each place in the module is filled from.
+    """The tensors from which each place in the module is filled.
 
-    cache_scales: of keys and of values of each layer in turn; none where there are none.
+    linears: for each place the sources of its maps, in the order of the place's names.
+    cache_scales: tensors in the order of `kv_scales.names`; empty where the checkpoint has none.
     """
 
     config: DecoderConfig
@@ -62,14 +65,14 @@ class Plan:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes that are read."""
+        """Bytes that are read from the files."""
         sources = sum(source.file_bytes for _, sources in self.linears for source in sources)
         scales = sum(info.nbytes for info in self.cache_scales)
         return sources + scales + sum(info.nbytes for _, info in self.arrays)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the finished model takes on the device."""
+        """Bytes of the loaded model on the device."""
         size = jnp.dtype(self.config.dtype).itemsize
         total = sum(math.prod(place.shape) * size for place, _ in self.arrays)
         total += 4 * self.config.num_kv_heads * len(self.cache_scales)
@@ -79,11 +82,11 @@ class Plan:
 
     @property
     def working_bytes(self) -> int:
-        """Bytes that converting takes beside the finished model, at its largest step."""
+        """Bytes on the device that the largest conversion takes beside the loaded model."""
         steps = [info.nbytes for _, info in self.arrays]
         for place, sources in self.linears:
             step = max(_converting_bytes(source) for source in sources)
-            if len(sources) > 1:  # all of them, while they are put together
+            if len(sources) > 1:  # the separate maps exist beside the joined one
                 step += sum(self._linear_bytes(place, source) for source in sources)
             steps.append(step)
         return max(steps)
@@ -100,7 +103,7 @@ class Plan:
 
 
 def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
-    """The tensors of each module, by suffix."""
+    """Tensors by module and suffix: `a.b.weight` is the suffix `weight` of the module `a.b`."""
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
         module, _, suffix = name.rpartition(".")
@@ -109,7 +112,7 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Whether any of its modules is quantised, whatever config.json says."""
+    """Whether any module's tensors are quantised; config.json is not asked."""
     return any(registry.of_module(tensors) for tensors in modules_of(checkpoint).values())
 
 
@@ -120,13 +123,14 @@ def make_plan(
     scheme: Scheme | None,
     quantize: WeightFormat | None,
 ) -> Plan:
-    """Decides for each module, from the tensors that are present, what becomes of it.
+    """Plans how each place of a decoder is filled from a checkpoint's tensors.
 
-    scheme: what config.json says about quantised modules. quantize: the format to round plain maps
-    to, None to leave them plain. Raises CheckpointError for tensors that are missing,
-    unexpected, or of another shape, dtype or packing than the model and config.json say.
+    scheme: of quantised modules, by config.json; None where config.json has none. quantize: the
+    format to which plain linear maps are rounded; None leaves them plain. Raises CheckpointError
+    for tensors that are missing or unexpected, or whose shape, dtype or packing is not the one that
+    the model and config.json ask for.
     """
-    if config.num_layers > len(checkpoint.tensors):  # before anything is made for each layer
+    if config.num_layers > len(checkpoint.tensors):  # checked before a list with an entry per layer
         raise CheckpointError(
             f"config.json says that there are {config.num_layers} layers, and {checkpoint.folder} "
             f"holds {_count(list(checkpoint.tensors))}: they are not of one checkpoint"
@@ -143,14 +147,14 @@ def make_plan(
     for place, shards in linears:
         for name, tensors in zip(place.names, shards, strict=True):
             expected |= {f"{name}.{suffix}" for suffix in tensors}
-            # Other tensors that a quantised module lacks are found missing by its scheme.
+            # `Scheme.check` reports the other tensors that a quantised module lacks.
             expected |= {f"{name}.weight"} if "weight" in _suffixes(tensors) else set()
             expected |= {f"{name}.bias"} if place.bias else set()
     ignored = () if scheme is None else scheme.ignored
     has_cache_scales = scheme is not None and scheme.has_cache_scales
     if has_cache_scales:
         expected |= set(kv_scales.names(decoder, config))
-    if config.tie_word_embeddings:  # the head is the embedding, which `settle` makes sure of
+    if config.tie_word_embeddings:  # `settle` has found that head and embedding are equal
         expected |= {tables[1]} & checkpoint.tensors.keys()
     _check_names(checkpoint, expected, ignored)
     for array in arrays:
@@ -186,7 +190,7 @@ def _require_plain_tables(
 
 
 def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> dict[str, TensorInfo]:
-    """The tensors of a module that are of use, given how it is stored."""
+    """The tensors of a module that are read, by suffix; the module's scheme says which."""
     suffixes = _suffixes(tensors) + (("bias",) if place.bias else ())
     return {suffix: tensors[suffix] for suffix in suffixes if suffix in tensors}
 
@@ -235,7 +239,7 @@ def _check_names(
     unexpected = sorted(
         name
         for name in checkpoint.tensors.keys() - wanted
-        # Old files carry the frequencies, which are constants.
+        # Old files hold the rotary frequencies, which the model computes.
         if not name.endswith(("rotary_emb.inv_freq", *ignored))
     )
     problems = []

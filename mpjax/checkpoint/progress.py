@@ -1,4 +1,4 @@
-"""The bar on stderr that shows how far loading or saving is."""
+"""A progress bar on stderr for loading and saving."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import rich.progress
 def bytes_bar(
     action: str, folder: Path, progress: bool | None, total: int
 ) -> Iterator[Callable[[int], None]]:
-    """Shows a bar while its block runs, which calls what it gets with bytes that are done.
+    """Shows a bar while its block runs.
 
-    action: what the block does, such as "Loading". total: bytes to do.
-    progress: whether to show it; None: where stderr is a terminal.
+    Yields a function that the block calls with the number of bytes just read or written. action:
+    the verb before the bar, such as "Loading". total: bytes of the whole. progress: whether to show
+    the bar; None: if stderr is a terminal.
     """
     console = rich.console.Console(stderr=True, force_terminal=progress or None)
     shown = console.is_terminal if progress is None else progress

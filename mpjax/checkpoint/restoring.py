@@ -1,4 +1,4 @@
-"""Restores what `saving.save` wrote, array by array."""
+"""Restores a model that `saving.save` wrote, array by array."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def restore(
     verify: bool = True,
     progress: bool | None = None,
 ) -> LanguageModel:
-    """Loads what `save` wrote onto the default device, every array bit for bit.
+    """Loads a saved model onto the default device, every array bit for bit.
 
-    precision, dtype: what the weights must be in, if given; of the precision, the KV format may
-        differ from the saved one and replaces it.
-    verify: whether to compare each array with the checksum that it had when it was saved.
-    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+    precision, dtype: if given, the saved weights must have them. The precision's KV format may
+        differ from the saved one, and replaces it.
+    verify: whether to compare each array with its checksum in mpjax.json.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises CheckpointError for a folder that `save` did not write, or that is damaged, ValueError
-    where precision or dtype differ, and mpjax.memory.DeviceMemoryError where the device has not
-    enough memory left.
+    where the weights have another precision or dtype, and mpjax.memory.DeviceMemoryError where the
+    device does not have enough memory left.
     """
     folder = Path(folder).resolve()
     description = Description.read(folder)
@@ -56,7 +56,7 @@ def restore(
         for name, info in infos.items():
             checksum = description.arrays[name].checksum if verify else None
             content = array_file.read(info, checksum, advance)
-            # Waiting for each leaves no more than one array in host memory.
+            # Waiting for each transfer keeps at most one array in host memory.
             arrays[name] = jax.block_until_ready(jax.device_put(content, device))
     model_arrays.put(lm.model, arrays, description.parts)
     kv_format = precision.kv if precision else lm.kv_format
@@ -64,16 +64,20 @@ def restore(
 
 
 def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
-    """What `restore` gives, from mpjax.json alone: shapes for arrays, and no tokenizer.
+    """A saved model with ShapeDtypeStructs in the place of arrays, and without a tokenizer.
 
-    Raises CheckpointError for a folder that `save` did not write, or whose mpjax.json is damaged.
+    Only mpjax.json is read. Raises CheckpointError for a folder that `save` did not write, or whose
+    mpjax.json is damaged.
     """
     folder = Path(folder)
     return Description.read(folder).abstract(folder)
 
 
 def _read_header(folder: Path, description: Description) -> dict[str, TensorInfo]:
-    """The places of all arrays. Raises CheckpointError where the file is not the described one."""
+    """Reads the header of the weights' file: a TensorInfo for each array.
+
+    Raises CheckpointError where the header and the description disagree.
+    """
     path = folder / WEIGHTS_NAME
     if not os.path.lexists(path):
         raise CheckpointError(f"{folder} has no {WEIGHTS_NAME}: copy the saved model again")
@@ -94,8 +98,8 @@ def _require_agreement(
     saved, dtype = model.config.dtype, compute_dtype(dtype, precision)
     if dtype not in (None, saved):
         raise ValueError(
-            f"dtype is {dtype}, but {folder} was saved in {saved}: convert the original checkpoint "
-            "again"
+            f"dtype is {dtype}, but the model in {folder} was saved in {saved}: leave dtype out, "
+            "or convert the original checkpoint again"
         )
     if precision is None or precision.agrees_with(found := weight_formats(model)):
         return
@@ -103,5 +107,6 @@ def _require_agreement(
     names = sorted(describe_weights(format, bits) for format in found)
     raise ValueError(
         f"precision is {precision}, but the weights in {folder} are {'+'.join(names)}: ask for "
-        f"A{bits}{precision.kv}, which leaves them as they are, or convert the original again"
+        f"A{bits}{precision.kv}, which leaves them as they are, or convert the original checkpoint "
+        "again"
     )

@@ -1,4 +1,4 @@
-"""Reads safetensors checkpoints: headers when opened, one tensor's bytes when asked.
+"""Reads safetensors checkpoints: `open` reads the headers, `read` maps one tensor's bytes.
 
 Source: https://github.com/huggingface/safetensors, section "Format". A file is an 8-byte
 little-endian header length, a JSON header, and the tensors' bytes without holes.
@@ -28,7 +28,7 @@ INDEX_NAME = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 # The format's own limit; a larger number means that the file is something else.
 MAXIMUM_HEADER_BYTES = 100_000_000
-# Of numpy's arrays; of the numbers in one, where no dimension is 0.
+# NumPy's limits: dimensions of an array, and numbers in one (dimensions of 0 counted as 1).
 MAXIMUM_DIMENSIONS, MAXIMUM_NUMBERS = 64, 2**59
 SHOWN_NAMES = 5
 
@@ -57,7 +57,7 @@ DTYPES: dict[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: bytes [begin, end) of `file`, counted from the start of the file."""
+    """A tensor's dtype, shape and place: bytes [begin, end) of `file`, from the file's start."""
 
     name: str
     dtype: np.dtype
@@ -81,12 +81,12 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Reads and checks the headers of a folder's safetensors files, and nothing else of them.
+        """Reads and checks the headers of a folder's safetensors files; tensors stay on disk.
 
-        Takes `model.safetensors`, else the shards of `model.safetensors.index.json`, else the one
-        other `*.safetensors` file. What an index says decides: tensors that it does not map to the
-        shard that they are in are left out, with a warning. Raises CheckpointError where a file is
-        missing or damaged, or where a shard lacks what the index says of it.
+        Takes `model.safetensors`, else the shards of `model.safetensors.index.json`, else the only
+        `*.safetensors` file. The index decides: a tensor in another shard than the index says is
+        left out, with a warning. Raises CheckpointError for a file that is missing or damaged, and
+        for a shard that lacks a tensor that the index puts in it.
         """
         root = Path(folder)
         if not root.is_dir():
@@ -107,9 +107,9 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """Maps one tensor's bytes into memory as a read-only array of its shape and dtype.
 
-        Every call makes a mapping of its own, which goes with the array: reading a checkpoint
-        tensor by tensor never holds more than one of them in host memory. Raises CheckpointError
-        when there is no such tensor.
+        Every call makes its own mapping, which is released with the array, so that reading a
+        checkpoint tensor by tensor never holds more than one of them in host memory. Raises
+        CheckpointError for a name that the checkpoint lacks, with the nearest name.
         """
         info = self.tensors.get(name)
         if info is None:
@@ -154,7 +154,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         if header_bytes > MAXIMUM_HEADER_BYTES:
             raise CheckpointError(
                 f"{file} is not a safetensors file: its first 8 bytes give a header of "
-                f"{header_bytes} bytes, and at most {MAXIMUM_HEADER_BYTES} are allowed"
+                f"{header_bytes} bytes, and at most {MAXIMUM_HEADER_BYTES} are allowed; fetch the "
+                "file again"
             )
         if LENGTH_BYTES + header_bytes > size:
             raise CheckpointError(
@@ -177,7 +178,9 @@ def _check_metadata(metadata: Any, file: Path) -> None:
     if metadata is None:  # null means none
         return
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"__metadata__ in the header of {file} is not a map of strings")
+        raise CheckpointError(
+            f"__metadata__ in the header of {file} is {metadata!r:.80}: expected a map of strings"
+        )
 
 
 def _is_sizes(value: Any) -> bool:
@@ -225,7 +228,7 @@ def _parse_entry(name: str, entry: Any, file: Path, data_begin: int) -> TensorIn
 
 
 def _check_layout(tensors: dict[str, TensorInfo], file: Path, data_begin: int, size: int) -> None:
-    """Checks that the tensors fill the file from the header's end to the file's, each byte once."""
+    """Checks that tensors cover every byte from the header's end to the file's end exactly once."""
     position, previous = data_begin, "the header"
     for info in sorted(tensors.values(), key=lambda info: (info.begin, info.end)):
         if info.begin < position:
@@ -252,7 +255,7 @@ def _check_layout(tensors: dict[str, TensorInfo], file: Path, data_begin: int, s
 
 
 def _read_shards(index: Path) -> dict[str, TensorInfo]:
-    """The tensors of all shards: each from the shard that the index says it is in."""
+    """Tensors of all shards, each from the shard in which the index puts it."""
     weight_map = _read_index(index)
     tensors, others = {}, []
     for shard in sorted(set(weight_map.values())):
@@ -277,12 +280,12 @@ def _read_shards(index: Path) -> dict[str, TensorInfo]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Reads which shard holds each tensor, and checks that every shard is there."""
+    """Reads the shard's file name for each tensor, and checks that every shard exists."""
     weight_map = files.read_object(file, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file} has no weight_map: expected a map from tensors to shards")
     for name, shard in weight_map.items():
-        # A shard elsewhere than in the checkpoint's own folder is nothing that a hub writes.
+        # A path to another folder is refused: a downloaded index must not choose files to open.
         if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise CheckpointError(
                 f"{file} puts tensor {name!r} in {shard!r:.80}: expected the name of a file beside "
@@ -303,8 +306,8 @@ def _some(names: list[str]) -> str:
 
 
 def _only_safetensors_file(folder: Path) -> Path:
-    """The one safetensors file of a folder that has neither of the usual names."""
-    # Those that begin with a dot are a file system's notes about others.
+    """The only safetensors file of a folder without model.safetensors and without an index."""
+    # macOS writes metadata of other files into files whose names begin with a dot.
     found = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
     if len(found) == 1:
         return found[0]

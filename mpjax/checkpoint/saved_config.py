@@ -1,4 +1,4 @@
-"""A DecoderConfig in JSON, as mpjax.json says it."""
+"""Converts a DecoderConfig to the JSON of mpjax.json and back."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpjax.models.config import RopeScaling, SublayerSpec
 
 JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict: "object"}
 HALVES = ("attention", "mlp")
-# Switches that version 4 says once for all layers.
+# Fields of GroupedQuerySpec that version 4 of mpjax.json has once for all layers.
 OF_ATTENTION_IN_VERSION_4 = ("qkv_bias", "output_bias", "qk_norm")
 
 
 def to_json(config: DecoderConfig) -> dict[str, Any]:
-    """The configuration in JSON's types."""
+    """The configuration as dictionaries, lists, numbers, booleans and strings."""
     layers = [
         {half: {"kind": spec.kind} | dataclasses.asdict(spec) for half, spec in _halves(layer)}
         for layer in config.layers
@@ -25,9 +25,10 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
 
 
 def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -> DecoderConfig:
-    """The configuration that `to_json` wrote; `require_sound` checks its numbers.
+    """The configuration that `to_json` wrote; the caller checks its values with `require_sound`.
 
-    specs: the kinds of attentions and MLPs that there may be. Raises ValueError that names the key.
+    specs: classes of attention and MLP specs that layers may have. Raises ValueError, which names
+    the key.
     """
     _require_fields("config", written, DecoderConfig)
     kinds = {spec.kind: spec for spec in specs}
@@ -44,9 +45,10 @@ def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -
 
 
 def upgrade(written: Mapping[str, Any]) -> dict[str, Any]:
-    """What version 5 says in the place of a configuration of version 4.
+    """Converts the JSON of a configuration from version 4 of mpjax.json to version 5.
 
-    Version 4 has a window for each layer, and all else of layers once for all.
+    Version 4 has a list of windows, and every other field of layers once for all layers. Raises
+    ValueError, which names the key.
     """
     values = dict(written)
 
@@ -68,14 +70,14 @@ def upgrade(written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get(written: Mapping[str, Any], key: str, kind: type) -> Any:
-    """What an object has under a key. Raises ValueError for nothing, or for another JSON type."""
+    """written[key]. Raises ValueError for a missing key, and for a value of another JSON type."""
     if key not in written:
-        raise ValueError(f"there is no {key!r}")
+        raise ValueError(f"the key {key!r} is missing")
     return require(key, written[key], kind)
 
 
 def require(name: str, value: Any, kind: type) -> Any:
-    """The value. Raises ValueError for one of another JSON type."""
+    """The value, if it has the JSON type `kind`; else raises ValueError."""
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r:.80}: expected a JSON {JSON_NAMES[kind]}")
     return value

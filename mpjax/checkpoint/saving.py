@@ -1,7 +1,7 @@
 """Saves a converted model in a folder of mpjax's own, from which it is restored bit for bit.
 
-The folder holds the arrays, in weights.safetensors, the files of the tokenizer, and mpjax.json,
-which says what the arrays mean. The checkpoint that the model came from is needed no more.
+The folder holds the arrays in weights.safetensors, the tokenizer's files, and mpjax.json, which
+says what the arrays mean. Loading it does not need the original checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
 from mpjax.models.config_checks import require_sound
 
-# What the tokenizer reads; config.json is there for its stop tokens.
+# Files that the tokenizer reads; config.json has the stop tokens.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
@@ -43,24 +43,24 @@ def save(
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> None:
-    """Writes a model and its tokenizer into a folder: all of it, or on failure nothing.
+    """Writes a model and its tokenizer into a folder: everything, or on failure nothing.
 
-    `mpjax.load` restores every array bit for bit, and compares it with the checksum that it has
-    now. Until all is written, it is in a hidden folder beside `folder`. Where the process is killed
-    that one is left, and the next save to the same folder cleans it up.
+    `mpjax.load` restores every array bit for bit and compares it with its checksum. Files are
+    written to a hidden folder beside `folder`, which takes its place when it is complete. If the
+    process is killed, the hidden folder stays, and the next save to the same folder deletes it.
 
-    overwrite: replace what an earlier save left there. That stays whole until the new one is, so
-        that the disk must have room for both.
-    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+    overwrite: whether to replace a saved model in the folder. The old one stays until the new one
+        is complete, so the disk must have room for both.
+    progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
-    Raises ValueError where the folder holds anything else, or another process is saving there;
-    where the model or its tokenizer can't be saved, or holds what the format doesn't, such as
+    Raises ValueError where the folder holds anything but a saved model, or another process is
+    saving to it; for a model whose class, tokenizer or arrays can't be saved, such as one with
     adapters; and for a KV format that needs scales which the model lacks. Raises
-    mpjax.disk.DiskSpaceError where the disk has not enough room, before anything is written if
-    that can be known.
+    mpjax.disk.DiskSpaceError where the disk does not have enough room, before anything is written
+    if the free space is known.
     """
     folder = Path(os.path.realpath(Path(folder).expanduser()))
-    clean_up(folder)  # which may put a model there that a killed save has moved away
+    clean_up(folder)  # may put back a model that a killed save has moved away
     _require_writable(folder, overwrite)
     arrays = _take_arrays(lm)
     sources = [lm.source / name for name in TOKENIZER_FILES]
@@ -76,20 +76,20 @@ def save(
             checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
         text = Description.of(lm, checksums).to_json()
         (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
-        _require_writable(folder, overwrite)  # again: writing has taken its time
+        _require_writable(folder, overwrite)  # again: somebody may have written to it meanwhile
 
 
 def _require_writable(folder: Path, overwrite: bool) -> None:
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() and not is_saved(folder):
-        raise ValueError(f"{folder} exists and is no saved model: choose another folder")
+        raise ValueError(f"{folder} exists and is not a saved model: choose another folder")
     if folder.exists() and not overwrite:
         raise ValueError(f"{folder} holds a saved model: replace it with overwrite=True")
 
 
 def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
-    """The arrays to write, by name. Raises ValueError for a model that could not be restored."""
+    """The arrays to write, by name. Raises ValueError for a model that can't be restored."""
     name, known = type(lm.model).__name__, decoders()
     if known.get(name) is not type(lm.model):
         raise ValueError(
@@ -113,7 +113,7 @@ def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
 
 
 def _require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
-    """Raises ValueError where a model has arrays besides those that are written."""
+    """Raises ValueError for a model with an array that is not among `arrays`, which are written."""
     held = {id(array) for array in arrays.values()}
     for path, array in jax.tree.leaves_with_path(nnx.state(model)):
         if id(array) not in held:
@@ -121,17 +121,20 @@ def _require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
             raise ValueError(
                 f"the model can't be saved with {name}, which a {type(model).__name__} does not "
                 "have: put learned scales back with mpjax.kernels.replace_scales, and save "
-                "adapters and the like apart"
+                "adapters in a file of their own"
             )
 
 
 def _require_scales(lm: LanguageModel) -> None:
-    """Raises ValueError for a cache that can't be made: other formats' scales have a default."""
+    """Raises ValueError where the KV format needs static scales of channels and the model has none.
+
+    In other KV formats, scales that the model lacks have a default.
+    """
     scales = lm.model.cache_scales
     given = None if scales is None else scales.get_value().ndim
     if lm.kv_format.scaling == "static" and given != 4:
         raise ValueError(
-            f"{lm.kv_format} needs scales of channels, which the model lacks: measure them first, "
+            f"{lm.kv_format} needs a scale for each channel, and the model has none: measure them "
             "with mpjax.calibrate_cache or `mpjax convert --calibrate`, or choose another KV format"
         )
 

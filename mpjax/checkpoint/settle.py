@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint decide where config.json says nothing, or something else."""
+"""Corrects config.json by a checkpoint's tensors: whether the head is tied, and the dtype."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ COMPARED_ROWS = 1024
 def settle(
     checkpoint: Checkpoint, decoder: type[Decoder], config: DecoderConfig, hf: Mapping[str, Any]
 ) -> tuple[Checkpoint, DecoderConfig]:
-    """The checkpoint and the configuration that agree with each other.
+    """Makes a checkpoint and its configuration agree, and returns both.
 
-    A tied head and embedding may stand under either name. Where they stand under both and differ,
-    they are two, as in transformers, and there is a warning: to see that, both are read. Where hf,
-    config.json, has no dtype, it is the embedding's.
+    A tied table may have the name of the embedding or of the head; the returned checkpoint has it
+    under the embedding's. If both are present and differ, the configuration becomes untied, as in
+    transformers, with a warning; to find that out, both are read. If hf (config.json) has no dtype,
+    the configuration takes the embedding's.
     """
     embedding, head = name_of(decoder.names, "embedding"), name_of(decoder.names, "head")
     checkpoint, config = _settle_head(checkpoint, config, embedding, head)
@@ -42,24 +43,24 @@ def _settle_head(
     tensors = checkpoint.tensors
     if not config.tie_word_embeddings or head not in tensors:
         return checkpoint, config
-    if embedding not in tensors:  # of tensors that share memory, safetensors' save_model keeps one
+    if embedding not in tensors:  # safetensors' save_model keeps one name of a shared tensor
         named = types.MappingProxyType({**tensors, embedding: tensors[head]})
         return dataclasses.replace(checkpoint, tensors=named), config
-    if len(tensors[embedding].shape) != 2:  # which `make_plan` refuses
+    if len(tensors[embedding].shape) != 2:  # `make_plan` refuses such an embedding
         return checkpoint, config
     are_numbers = all(tensors[name].dtype.name in FLOAT_DTYPES for name in (embedding, head))
     if are_numbers and _are_equal(checkpoint.read(embedding), checkpoint.read(head)):
         return checkpoint, config
     warnings.warn(
         f"{checkpoint.folder}: config.json says tie_word_embeddings: true, but {head} is not "
-        f"{embedding}: the model has both; write false there if that is what it is",
+        f"{embedding}: the model gets both; set tie_word_embeddings to false if that is right",
         stacklevel=2,
     )
     return checkpoint, dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two tables hold the same numbers; a few rows at a time, up to some that differ."""
+    """Whether two tables hold the same numbers; compares COMPARED_ROWS rows at a time."""
     if first.shape != second.shape:
         return False
     runs = [slice(begin, begin + COMPARED_ROWS) for begin in range(0, len(first), COMPARED_ROWS)]

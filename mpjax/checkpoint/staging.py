@@ -1,14 +1,15 @@
-"""Writes a folder as a whole: afterwards the new one stands there, or what stood there before.
+"""Replaces a folder as a whole: afterwards its path holds the new folder, or the old one.
 
-A save works in a hidden folder beside its target, `.<name>.saving-<host>-<boot>`, which holds
+A save works in a hidden staging folder beside its target, `.<name>.saving-<host>-<boot>`. It holds
 
-    lock      locked by the process that saves, for as long as it lives
-    new       what is being written
-    previous  what stood in the target's place, from just before `new` moves there
+    lock      a file that the saving process keeps locked until it ends
+    new       the folder that is being written
+    previous  the target's old folder, moved here just before `new` takes its place
 
-A process that is killed leaves its hidden folder, and the next save to the same target cleans it
-up. Locks tell whether a process lives; some file systems don't show them to other machines, so that
-only hidden folders count that are of this host, or of this boot, which containers share.
+A process that is killed leaves its staging folder, and the next save to the same target cleans it
+up. A lock that can be taken shows that its process has ended. Some file systems don't show locks to
+other machines, so only staging folders of this host, or of this boot (which the containers of one
+machine share), are cleaned up.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder to write, which takes the place of `folder` where the block ends well.
+    """Yields an empty folder to write, which replaces `folder` if the block ends without error.
 
-    After an error or an interrupt, what stood there stands there again, and nothing is left of what
-    was written. An interrupt in the moment in which folders change places comes after it.
+    After an error or an interrupt, `folder` is as before, and nothing of the new files is left. An
+    interrupt during the exchange of the folders takes effect after it.
 
     Raises ValueError where another process saves to the same folder, or may do so on a file system
     without locks, and where the only copy of another model would be deleted.
@@ -46,7 +47,7 @@ def staged(folder: Path) -> Iterator[Path]:
     lock, new = None, staging / NEW
     try:
         with _interrupts_wait():
-            lock = _take(folder, staging)
+            lock = _create(folder, staging)
         yield new
         _sync(new)
         with _interrupts_wait():
@@ -58,12 +59,12 @@ def staged(folder: Path) -> Iterator[Path]:
             if lock is not None:
                 _release(folder, staging, lock)
             for parent in made:
-                with contextlib.suppress(OSError):  # it has something in it
+                with contextlib.suppress(OSError):  # the folder is not empty
                     parent.rmdir()
 
 
 def clean_up(folder: Path) -> None:
-    """Deletes what killed processes left of saves to a folder, and puts back what they moved away.
+    """Deletes the staging folders of killed saves to a folder, and puts back what they moved away.
 
     Raises ValueError where the only copy of a model would be deleted.
     """
@@ -74,7 +75,7 @@ def clean_up(folder: Path) -> None:
     for staging in sorted(found):
         try:
             lock = (staging / LOCK).open("r+b")
-        except OSError:  # it ends or begins just now, or is another user's
+        except OSError:  # the other save is just beginning or ending, or is another user's
             continue
         if _try_to_lock(lock) and _is_file(lock, staging / LOCK):
             with _interrupts_wait():
@@ -94,13 +95,17 @@ def _boot() -> str:
         return _host()
 
 
-def _take(folder: Path, staging: Path) -> BinaryIO:
-    """Makes the hidden folder with an empty `new`; the file that holds its lock until closed."""
+def _create(folder: Path, staging: Path) -> BinaryIO:
+    """Makes the staging folder with an empty `new`; returns the locked file, which holds the lock.
+
+    Raises ValueError where another process has the lock, or may have it on a file system without
+    locks.
+    """
     while True:
         staging.mkdir(exist_ok=True)
         try:
             lock = (staging / LOCK).open("ab")
-        except FileNotFoundError:  # another process has deleted the hidden folder just now
+        except FileNotFoundError:  # another process has just deleted the staging folder
             continue
         locked = _try_to_lock(lock)
         if locked is None or (locked and _is_file(lock, staging / LOCK)):
@@ -113,23 +118,24 @@ def _take(folder: Path, staging: Path) -> BinaryIO:
             )
     try:
         if locked:
-            _settle(folder, staging)
+            _undo(folder, staging)
         (staging / NEW).mkdir()
     except FileExistsError as error:
         lock.close()
         raise ValueError(
-            f"{staging} is there: either another process saves a model to {folder}, or one was "
-            "killed; this file system has no locks to tell, so delete it if none is saving"
+            f"{staging} exists: either another process saves a model to {folder}, or one was "
+            "killed; this file system has no locks to tell, so delete that folder if no process "
+            "is saving"
         ) from error
     except BaseException:
-        with contextlib.suppress(ValueError, OSError):  # the same error again
+        with contextlib.suppress(ValueError, OSError):  # the first error is the one to raise
             _release(folder, staging, lock)
         raise
     return lock
 
 
 def _sync(folder: Path) -> None:
-    """Waits until the disk has all files; some disks say only now that they are full."""
+    """Waits until all files are on the disk; some disks report only now that they are full."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -137,7 +143,7 @@ def _sync(folder: Path) -> None:
 
 
 def _try_to_lock(file: BinaryIO) -> bool | None:
-    """Whether this process has a file's lock now; None where the file system has no locks."""
+    """Whether this process now holds a file's lock; None where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -148,7 +154,7 @@ def _try_to_lock(file: BinaryIO) -> bool | None:
 
 
 def _is_file(file: BinaryIO, path: Path) -> bool:
-    """Whether an open file is the one at a path: it may have been deleted before it was locked."""
+    """Whether the file at a path is still this open file, which may have been deleted since."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -157,20 +163,20 @@ def _is_file(file: BinaryIO, path: Path) -> bool:
 
 def _release(folder: Path, staging: Path, lock: BinaryIO) -> None:
     with lock:
-        _settle(folder, staging)
+        _undo(folder, staging)
         (staging / LOCK).unlink()
-    with contextlib.suppress(OSError):  # another process may have taken it over
+    with contextlib.suppress(OSError):  # another process may use the staging folder already
         staging.rmdir()
 
 
-def _settle(folder: Path, staging: Path) -> None:
-    """Puts back what stood in the target's place, unless `new` is there; deletes the rest."""
+def _undo(folder: Path, staging: Path) -> None:
+    """Moves `previous` back to the target if `new` did not take its place; deletes the rest."""
     new, previous = staging / NEW, staging / PREVIOUS
     if previous.exists() and new.exists():
         if _is_occupied(folder):
             raise ValueError(
-                f"{previous} is what stood in {folder} before a save that was killed, and now "
-                "something else stands there: move or delete one of them"
+                f"{previous} is the content of {folder} before a save that was killed, and "
+                f"{folder} now holds something else: move or delete one of them"
             )
         previous.rename(folder)
     for path in (new, previous):
@@ -183,9 +189,10 @@ def _is_occupied(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Lets SIGINT take effect only after the block, which must be short."""
+    """Delays SIGINT until the block, which must be short, has ended."""
     handler = signal.getsignal(signal.SIGINT)
-    # Only the main thread gets signals, and Python can't put back what a library in C has set.
+    # Only the main thread gets signals. A handler of None was set by C code, and Python can't
+    # restore it.
     if threading.current_thread() is not threading.main_thread() or handler is None:
         yield
         return

@@ -35,24 +35,33 @@ Examples:
   mpjax quantize Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8 --text book.txt
 
 \b
-A precision says how the weights (W), activations (A) and the KV cache are
-held: W4A16KV8. Beside A16, weights are W16, W8, W4 (integers), WNF4, WNF3,
-WNF2 (normal float) or WFP8, in groups of input channels that share a scale:
-W4g32, W4g64 and W4gK (one group) choose another size than the usual one, and
-W4sym fixes the zero point. W8A8, W4A8 and WFP8AFP8 round the activations on
-the fly. The cache is KV16, KV8, KV4 (integers) or KVfp8, or keys and values
-apart, as in K8V4; KV4t is KV4 without the Hadamard transform of the keys; in
-KV4c and KV2, each channel of the keys has scales of its own, over 128 tokens
-(KV4cg32, KV4cg64: fewer), and the last tokens wait in 16 bits; in K4cV4c those
-of the values have, too. KV8s has static scales of channels, from a calibration
-(mpjax evaluate --calibrate). A16KV8 leaves the weights as they are in the
-checkpoint.
+A precision, such as W4A16KV8, names the formats of the weights (W), the
+activations (A) and the KV cache:
+  W16, W8, W4      weights in 16 bits, or integers of 8 or 4 bits
+  WNF4 WNF3 WNF2   normal float of 4, 3 or 2 bits
+  WFP8             float8 (e4m3)
+  W4g32, W4gK      32 input channels, or all, share a scale (W4 alone: 128)
+  W4sym            integers with a fixed zero point in the middle
+  A16              activations in 16 bits; A32 is a model in float32
+  W8A8, W4A8       activations rounded to int8 in each product
+  WFP8AFP8         activations rounded to float8 in each product
+  A16KV8           no W part: the weights keep the checkpoint's format
+  KV16, KV8, KV4   keys and values in 16 bits, or integers of 8 or 4 bits
+                   with a scale for each token and head; K8V4: keys 8, values 4
+  KVfp8            float8 (e4m3), with a scale for each head
+  KV4t             KV4 without the Hadamard transform of the keys
+  KV4c, KV2        4 or 2 bits; keys have a scale for each channel, over 128
+                   tokens (KV4cg32, KV4cg64: 32, 64), and the last tokens stay
+                   in 16 bits; K4cV4c: values have such scales too
+  KV8s             8 bits with a static scale for each channel, measured by
+                   mpjax convert --calibrate or mpjax evaluate --calibrate
+docs/precision.md in the repository has the accuracy and the memory of each.
 
 \b
-Compiled programs are kept in mpjax/compiled in XDG_CACHE_HOME or ~/.cache, up
-to 2 GiB, so that the next command need not compile them; in the folder that
-JAX_COMPILATION_CACHE_DIR names where it is set. MPJAX_COMPILATION_CACHE=0 is
---no-compilation-cache, MPJAX_DEBUG=1 is --traceback.
+Compiled programs are kept for the next command, up to 2 GiB, in
+mpjax/compiled in XDG_CACHE_HOME or ~/.cache; JAX_COMPILATION_CACHE_DIR names
+another folder. MPJAX_COMPILATION_CACHE=0 is --no-compilation-cache,
+MPJAX_DEBUG=1 is --traceback.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted, 141 broken pipe.
 """
@@ -130,18 +139,23 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
     traceback: Annotated[
         bool,
-        typer.Option("--traceback", envvar="MPJAX_DEBUG", help="Show where an error came from."),
+        typer.Option(
+            "--traceback", envvar="MPJAX_DEBUG", help="Show the Python traceback of an error."
+        ),
     ] = False,
     compilation_cache: Annotated[
         bool,
         typer.Option(
             "--compilation-cache/--no-compilation-cache",
             envvar=compilation.VARIABLE,
-            help="Keep compiled programs for the next command.",
+            help="Keep compiled programs on disk for the next command.",
         ),
     ] = True,
 ) -> None:

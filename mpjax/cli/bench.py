@@ -35,11 +35,11 @@ Examples:
   mpjax bench generate --precision W4A16KV8 --batch 1,16
 
 \b
-Times are those of the kernels on the GPU, from CUPTI, every helper kernel
-counted; what is read is larger than the L2 cache, or rotated past it. Results
-are saved as JSON with the device, versions and commit: in benchmarks/results
-of a checkout, else in the current folder. Exit code 1 if any result misses
-the reference by more than its gate.
+A time is the sum of the kernels that a call runs on the GPU, measured by
+CUPTI. Repeated calls read different copies, together larger than the L2
+cache. Results are saved as JSON with the device, versions and commit: in
+benchmarks/results of a checkout, else in the current folder. The exit code is
+1 if the error of any result, against the reference, is above its gate.
 """
 GEMM_EPILOG = """\b
 Examples:
@@ -49,23 +49,25 @@ Examples:
   mpjax bench gemm --formats liquid4:g64/int8 --rows 1,16 --in-model
 
 \b
-x [M, K] times a packed weight [K, N], in bfloat16. Formats by default:
+Measures x [M, K] times a packed weight [K, N], in bfloat16. Default formats:
 uint4:g128 uint8:g128 float8:g128 int8/int8 liquid4:g64/int8 table4:g64
 table3:g64 float8:gK/float8.
   µs         one product, the median of five
-  GB/s       packed weight, x and product, each once
-  TFLOP/s    2 M K N operations
-  × floor    µs over the time in which an XLA reduction reads the same packed
-             bytes, in the same run: up to 16 rows or so nothing can be faster
-             than 1, below 1.35 is good and below 1.15 very good
-  speed-up   over cuBLAS (jnp.dot in bfloat16) at the same shape: with many
-             rows the operations count, not the bytes, and 1 is good for
-             16-bit activations, 1.5 and more for 8-bit ones
-  error      mean error over mean magnitude against the float32 reference over
+  GB/s       bytes of the packed weight, x and the product, each counted once,
+             over the time
+  TFLOP/s    2 M K N operations over the time
+  × floor    the time over the floor, in which an XLA reduction reads the
+             same packed bytes, in the same run. Up to about 16 rows nothing
+             is faster than 1; below 1.35 is good, below 1.15 very good
+  speed-up   time of cuBLAS (jnp.dot in bfloat16) at the same shape over the
+             time. With many rows operations limit, not bytes: 1 is good with
+             16-bit activations, 1.5 and more with 8-bit ones
+  error      mean error over mean magnitude, against the float32 reference on
              the same packed weight; the gate is 8e-3
-  as         what ran: triton (fused), dequantize (then cuBLAS), or xla
+  as         the implementation: triton or mosaic (fused kernels), dequantize
+             (then cuBLAS), or xla
 
-The plot, which needs pip install "mpjax[bench]", has each format's line below its rooflines.
+The plot needs pip install "mpjax[bench]". It has a line for each format, and its rooflines.
 """
 ATTENTION_EPILOG = """\b
 Examples:
@@ -75,26 +77,29 @@ Examples:
   mpjax bench attention --shapes prefill --formats uncached,KV8,KV4
 
 \b
-New tokens of each sequence over a full paged cache, in bfloat16: one where
-the shape doesn't say how many, such as q2048 of the c32768 in the cache. One
-that ends with l65536 has a first sequence of so many tokens, longer than the
-others; there cuDNN is told all lengths.
+Measures attention of new tokens over a full paged cache, in bfloat16. A shape
+b8-h32/8-d128-c32768-q2048-l65536 has 8 sequences, 32 query heads and 8 KV
+heads of 128 channels, and 32768 tokens in the cache of each sequence, of
+which 2048 are new. Without q there is one new token. With l, the first
+sequence has 65536 tokens; cuDNN is given all lengths then.
   TB/s       bytes of the cache over the time
-  TFLOP/s    two products of each query with what it sees
-  × floor    over the time in which an XLA reduction reads the same bytes, in
-             the same run: for one token, 1.1 is good
-  speed-up   over cuDNN (jax.nn.dot_product_attention) on an unpaged 16-bit
-             cache: for one token, 8 and 4 bits should gain what they save in
-             bytes; for many, the operations count, and 0.8 is good. cuDNN
-             computes tokens over a cache in two calls, whose times are added
-  append µs  to quantise the new tokens and write them to the cache, which a
-             model does with the rotation of keys, in one kernel
-  error      mean error over mean magnitude against the reference over the
-             same cache, up to 524288 tokens in all, the last 32 new tokens of
-             each sequence; the gate is 8e-3
-The plot has the shapes of one token, each format below its rooflines.
-The format "uncached" is for prompts from their first token on: they attend to
-themselves in 16 bits, as in a model, whatever is then written to the cache.
+  TFLOP/s    operations of the two products of each query, with the keys and
+             with the values that it attends to, over the time
+  × floor    the time over the floor, in which an XLA reduction reads the
+             same bytes, in the same run. With one new token, 1.1 is good
+  speed-up   time of cuDNN (jax.nn.dot_product_attention) on a contiguous
+             16-bit cache over the time. With one new token, 8 and 4 bits
+             should gain as much as they save in bytes; with many, operations
+             limit, and 0.8 is good. Many tokens over a cache take cuDNN two
+             calls, whose times are added
+  append µs  time to quantise the new tokens and write them to the cache; a
+             model does this and the rotation of the keys in one kernel
+  error      mean error over mean magnitude, against the reference on the same
+             cache, of the last 32 new tokens of each sequence; the gate is
+             8e-3. Empty above 524288 tokens in all
+The plot has the shapes with one new token: each format and its roofline.
+The format "uncached" is a prompt from its first token on, which attends to
+its own keys and values in 16 bits, as in a model, before they are quantised.
 """
 GENERATE_EPILOG = """\b
 Examples:
@@ -105,34 +110,36 @@ Examples:
   mpjax bench generate --from-disk
 
 \b
-Qwen3-8B's shapes with random weights, greedy, without stop tokens. The model
-has 40960 positions, and as many more as the longest context needs.
-  context      tokens that are in the cache when decoding begins
-  first token  wall time of reading the prompts and drawing from what comes
-               out; empty where the cache was filled (--filled)
-  step         wall time of one decoding step, all rows; tokens/s follow
-  kernels      the sum of a step's kernels, one by one; in a step, the next
-               one is launched early, and waits beside the last. Empty where
-               the cache was filled
-  roofline     the time to read all weights and the cache at half of the new
-               tokens, at the rate of an XLA reduction over 2 GB
-  of it        its share of the step: 100 % is the limit of any
-               implementation, above 60 % is good
-  peak memory  if this row set it: the allocator keeps only the highest
-  check        log-probabilities of the first row's new tokens against those
-               of one pass over the whole text, which uses other kernels and
-               no cache; the gate is 1 nat on average, 1.5 with a cache of two
-               bits. Empty where the cache was filled, for there is no
-               such text, and above 8192 tokens
+Measures greedy generation with random weights in the shapes of Qwen3-8B,
+without stop tokens. The model has 40960 positions, or more if the longest
+context needs them.
+  context      tokens in the cache when decoding begins
+  first token  wall time to read the prompts and draw the first new token;
+               empty where the cache was filled (--filled)
+  tokens/s     new tokens of all rows per second, from the time of a step
+  step         wall time of a decoding step of all rows
+  kernels      sum of the times of a step's kernels, launched one after the
+               other; in a real step a kernel may start before the previous
+               one ends. Empty where the cache was filled
+  roofline     time to read all weights, and the cache with half of the new
+               tokens in it, at the rate of an XLA reduction over 2 GB
+  of it        roofline over step: no implementation exceeds 100 %, above 60 %
+               is good
+  peak memory  highest memory use so far, shown in the row that reached it
+  check        mean difference, in nats, between the log-probabilities of the
+               first row's new tokens and those of a pass over the whole text
+               without a cache, by other kernels; the gate is 1, or 1.5 with a
+               cache of two bits. Empty above 8192 tokens, and where the cache
+               was filled, since there is no text then
 
 \b
-Several contexts are drawn as lines below their rooflines, one as bars.
-A case compiles for some ten seconds, and its prompt for as many again:
---filled reads one prompt for each precision, to check it, and no other.
+The plot shows several contexts as lines below their rooflines, one context as
+bars. Compiling takes some ten seconds for each case, and as long again for
+its prompt; --filled reads only one prompt for each precision.
 """
 
 app = typer.Typer(
-    help="Measure kernels and whole models, beside what this GPU could do.",
+    help="Measure kernels and whole models against this GPU's limits.",
     epilog=EPILOG,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -153,7 +160,7 @@ Output = Annotated[
     typer.Option(
         metavar="FOLDER|FILE.json",
         show_default=False,
-        help="Where results go: a folder, or the file itself.",
+        help="Folder or file to which results are saved.",
     ),
 ]
 Plot = Annotated[bool, typer.Option(help="Draw a plot (SVG) beside the results; needs matplotlib.")]
@@ -169,33 +176,33 @@ def gemm_command(
     formats: Annotated[
         str, _texts("FORMAT", "Weight formats; by default the eight below.", show_default=False)
     ] = WEIGHT_FORMATS,
-    rows: Annotated[str, _texts("M", "Rows of x.")] = ROWS,
+    rows: Annotated[str, _texts("M", "Numbers of rows of x.")] = ROWS,
     shapes: Annotated[
-        str, _texts("NAME", "Models, qwen3-8b or llama3-70b, or a matrix such as qwen3-8b.qkv.")
+        str, _texts("NAME", "Models (qwen3-8b, llama3-70b), or single matrices (qwen3-8b.qkv).")
     ] = "qwen3-8b",
     implementation: Annotated[
         Implementation | None,
-        typer.Option(help="Force one for the packed weights.", show_default=False),
+        typer.Option(help="Force an implementation; by default the plan's.", show_default=False),
     ] = None,
     in_model: Annotated[
         bool,
         typer.Option(
             "--in-model",
-            help="Leave out what a model's other kernels do: x comes rounded to 8 bits where that "
-            "is wanted, and splits of K are not added.",
+            help="Leave out the work of a model's other kernels: x comes already rounded for "
+            "formats with 8-bit activations, and the terms of splits of K are not added.",
         ),
     ] = False,
     rounded: Annotated[
         bool,
         typer.Option(
             "--rounded",
-            help="Leave out rounding x to 8 bits alone, which a norm or a gate before does.",
+            help="Leave out only the rounding of x to 8 bits, which a norm or a gate does.",
         ),
     ] = False,
     output: Output = None,
     plot: Plot = True,
 ) -> None:
-    """Measure products with packed weights, beside floor and cuBLAS."""
+    """Measure products with packed weights, compared with their floor and cuBLAS."""
     from mpjax.bench import gemm, tables
     from mpjax.kernels.gemm.shapes import named
 
@@ -226,12 +233,12 @@ def gemm_command(
 def attention_command(
     formats: Annotated[str, _texts("FORMAT", "KV formats, or uncached.")] = "KV16,KV8,KV4",
     shapes: Annotated[
-        str, _texts("NAME", "Any, such as b8-h32/8-d128-c32768, or decode, ragged or prefill.")
+        str, _texts("SHAPE", "Shapes (b8-h32/8-d128-c32768), or sets (decode, ragged, prefill).")
     ] = "decode,prefill",
     output: Output = None,
     plot: Plot = True,
 ) -> None:
-    """Measure paged attention, beside floor and cuDNN."""
+    """Measure paged attention, compared with its floor and cuDNN."""
     from mpjax.bench import attention, tables
 
     sweep = _checked(lambda: attention.Sweep(attention.named(_split(shapes)), _split(formats)))
@@ -245,33 +252,33 @@ def attention_command(
 @app.command("generate", cls=CompilingCommand, epilog=GENERATE_EPILOG)
 def generate_command(
     precision: Annotated[
-        str, _texts("W4A16KV8", "Precisions, as `mpjax --help` explains them.")
+        str, _texts("W4A16KV8", "Precisions; `mpjax --help` explains them.")
     ] = "W4A16KV8",
-    batch: Annotated[str, _texts("ROWS", "Rows that are decoded at a time.")] = "1",
+    batch: Annotated[str, _texts("ROWS", "Numbers of rows that are decoded together.")] = "1",
     prompt_tokens: Annotated[
-        str, _texts("TOKENS", "Tokens of each prompt: contexts to decode from.")
+        str, _texts("TOKENS", "Numbers of tokens of each row's prompt.")
     ] = "2048",
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each row.")] = 256,
     filled: Annotated[
         bool,
         typer.Option(
             "--filled",
-            help="Read a prompt in the first case of each precision only, and in the others fill "
-            "the cache with random keys and values: long contexts in no time.",
+            help="Read a prompt only in the first case of each precision, and fill the cache with "
+            "random keys and values in the others, which is fast for long contexts.",
         ),
     ] = False,
     from_disk: Annotated[
         bool,
         typer.Option(
             "--from-disk",
-            help="Write an AWQ checkpoint (5 GB) to a temporary folder and time loading it; "
-            "otherwise the weights are made on the GPU.",
+            help="Write an AWQ checkpoint (5 GB) to a temporary folder and measure the time to "
+            "load it; by default the weights are made on the GPU.",
         ),
     ] = False,
     output: Output = None,
     plot: Plot = True,
 ) -> None:
-    """Measure tokens/s of a whole model, beside its roofline."""
+    """Measure tokens/s of a whole model, compared with its roofline."""
     from mpjax.bench import generate, tables
 
     sweep = _checked(

@@ -26,7 +26,7 @@ Examples:
 
 \b
 In the conversation:
-  /reset   forget what was said        /exit    leave (as does Ctrl-D)
+  /reset   forget the conversation     /exit    leave (as does Ctrl-D)
   Ctrl-C   stop the answer
 """
 
@@ -35,9 +35,9 @@ def command(
     model: options.Model = None,
     precision: options.PrecisionText = None,
     system: Annotated[
-        str | None, typer.Option(help="What the model is told before the conversation.")
+        str | None, typer.Option(help="System message: instructions before the conversation.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 512,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -48,7 +48,7 @@ def command(
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
 ) -> None:
-    """Talk with a model."""
+    """Chat with a model in the terminal."""
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
     lm = options.load(model, precision, dtype, max_positions)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
@@ -61,7 +61,9 @@ def command(
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (importing it gives `input` line editing and a history)
-        typer.echo("/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+        typer.echo(
+            "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+        )
     _converse(conversation)
 
 
@@ -101,7 +103,8 @@ class Conversation:
         room = positions - tokens
         if room < 1:
             raise ValueError(
-                f"the conversation would pass the {positions} positions of this model: /reset it"
+                f"the conversation has {tokens} tokens, and the model {positions} positions: "
+                "/reset it"
             )
         new_tokens = min(self._max_new_tokens, room)
         pieces = mpjax.stream(
@@ -164,7 +167,7 @@ def _converse(conversation: Conversation) -> None:
         if text == "/reset":
             conversation.reset()
         elif text.startswith("/"):
-            output.note(f"unknown command {text}: there are /reset and /exit")
+            output.note(f"unknown command {text}: expected /reset or /exit")
         elif text:
             try:
                 conversation.answer(text)

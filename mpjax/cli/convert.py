@@ -21,15 +21,15 @@ Examples:
   mpjax convert Qwen/Qwen3-8B-AWQ Qwen3-8B-AWQ-packed
   mpjax convert Qwen3-8B Qwen3-8B-W8 --precision W8A8KV8s --calibrate book.txt
 
-The target is loaded like any other checkpoint, bit for bit as converted, without packing anything
-again. The KV format in the precision becomes its default; --calibrate measures the scales that KV8s
-needs and KVfp8 can have, and saves them with the model.
+Load the target folder like any other checkpoint: its weights are restored bit for bit, without
+quantising or packing again. The KV format in the precision becomes the model's default. --calibrate
+measures the cache scales that KV8s needs and KVfp8 can use, and saves them with the model.
 """
 
 
 def command(
     source: Annotated[str, typer.Argument(help=options.SOURCE_HELP.split(" By default")[0])],
-    target: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
+    target: Annotated[Path, typer.Argument(help="Folder to write the model to.", file_okay=False)],
     precision: options.PrecisionText = None,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
@@ -39,12 +39,12 @@ def command(
             exists=True,
             dir_okay=False,
             show_default=False,
-            help="Text to measure the cache's scales on, which KV8s needs and KVfp8 can have: one "
-            'document, or for .jsonl one per line, as {"text": ...}.',
+            help="Text on which to measure the cache scales that KV8s needs and KVfp8 can use: a "
+            'file with one document, or a .jsonl file with {"text": ...} on each line.',
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a model saved there before.")
+        bool, typer.Option("--overwrite", help="Replace a saved model in the target folder.")
     ] = False,
 ) -> None:
     """Quantise and pack a checkpoint once, and save the result."""
@@ -90,7 +90,7 @@ def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None)
     scaling = None if chosen is None else chosen.kv.scaling
     if calibrate is not None and scaling is None:
         raise typer.BadParameter(
-            f"the cache of {chosen or 'KV16'} has no scales to measure: KV8s and KVfp8 have",
+            f"the cache of {chosen or 'KV16'} has no scales to measure: choose KV8s or KVfp8",
             param_hint="--calibrate",
         )
     if calibrate is None and scaling == "static" and not was_saved:  # a saved model may have scales

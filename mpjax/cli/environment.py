@@ -15,9 +15,9 @@ Examples:
   mpjax env --json > environment.json
 
 \b
-Paste it into bug reports. The keys of --json: system, packages, driver,
-devices, kernels, tuning_tables and variables; what could not be found out is
-a sentence that says why.
+Paste the output into bug reports. The keys of --json: system, packages,
+driver, devices, kernels, tuning_tables and variables. A part that can't be
+found out is a sentence with the error.
 """
 
 

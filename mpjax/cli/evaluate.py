@@ -40,16 +40,17 @@ Examples:
   mpjax evaluate Qwen3-8B-AWQ --text wikitext.txt --window 2048
 
 \b
-The text is read through the KV cache, as in decoding, so its format counts
-like that of the weights. Δ is the change against the first precision. The
-text by default is part of Python's standard library, which the bundled model
-was not trained on; perplexities compare only on the same text and windows.
+The model reads the text through its KV cache, as in decoding, so that the
+rounding of the cache counts as well as that of the weights. Δ is the change
+of the perplexity from the first precision. The default text is a part of
+Python's standard library on which the bundled model was not trained.
+Perplexities are comparable only for the same text and window.
 
 \b
---json and --output give one JSON object: model, text, documents, bytes,
-calibration, batch, device, versions, and in rows, for each precision,
-precision, perplexity, nats_per_token, bits_per_byte, tokens, window and
-weights_bytes. A number that is none, as after an overflow, is null.
+--json and --output give one JSON object with model, text, documents, bytes,
+calibration, batch, device, versions and rows; each row has precision,
+perplexity, nats_per_token, bits_per_byte, tokens, window and weights_bytes.
+A number that is not finite, as after an overflow, is null.
 """
 
 
@@ -69,8 +70,8 @@ def command(
             exists=True,
             dir_okay=False,
             show_default=False,
-            help='Text to measure on: one document, or for .jsonl one per line, as {"text": ...}. '
-            "By default the held-out text that comes with mpjax.",
+            help="Text to measure on: a file with one document, or a .jsonl file with "
+            '{"text": ...} on each line. By default the held-out text that comes with mpjax.',
         ),
     ] = None,
     precision: Annotated[
@@ -78,8 +79,9 @@ def command(
         typer.Option(
             metavar="W4A16KV8",
             show_default=False,
-            help="What to measure; may be given several times. By default every kind of "
-            "weights, and the KV formats, or for a quantised checkpoint these alone.",
+            help="Precision to measure, as `mpjax --help` explains; may be given several times. By "
+            "default every weight format and KV format; for a quantised checkpoint KV16, KV8 and "
+            "KV4.",
         ),
     ] = None,
     window: Annotated[
@@ -87,10 +89,11 @@ def command(
         typer.Option(
             min=1,
             show_default=False,
-            help="Tokens that a prediction can see: 1024, or the model's longest context.",
+            help="The most tokens that a prediction depends on. By default 1024, or the model's "
+            "positions if it has fewer.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Windows to read at a time.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Number of windows to read together.")] = 8,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     calibrate: Annotated[
@@ -99,14 +102,16 @@ def command(
             exists=True,
             dir_okay=False,
             show_default=False,
-            help="Text to measure the cache's scales on, which KV8s needs and KVfp8 can have: in "
-            "the place of those that a checkpoint brings.",
+            help="Text on which to measure the cache scales that KV8s needs and KVfp8 can use. "
+            "They replace the checkpoint's scales.",
         ),
     ] = None,
-    format: Annotated[Format, typer.Option(help="How to print the results.")] = Format.table,
-    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    format: Annotated[Format, typer.Option(help="Format of the printed results.")] = Format.table,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print results as JSON, like --format json.")
+    ] = False,
     output: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write the results as JSON, too.")
+        Path | None, typer.Option(dir_okay=False, help="Also write the results to a JSON file.")
     ] = None,
 ) -> None:
     """Measure the perplexity of a model in several precisions."""
@@ -126,7 +131,7 @@ def command(
     samples = None if calibrate is None else options.read_documents(calibrate)
     if samples is not None and not any(one.kv.scaling for one in chosen):
         raise typer.BadParameter(
-            "no precision has a cache with scales to measure: KV8s and KVfp8 do",
+            "no precision has a cache with scales to measure: choose KV8s or KVfp8",
             param_hint="--calibrate",
         )
     documents = options.read_documents(text)

@@ -28,27 +28,29 @@ Examples:
   mpjax generate --input prompts.jsonl --output results.jsonl
 
 \b
-One completion comes alone on stdout as it is made, so it can be piped. A line
-on stderr then tells how fast it was. So that compiling isn't in these
-figures, the beginning is generated once before: the warm-up.
+The completion of a single prompt is written to stdout as it is generated,
+and nothing else, so that it can be piped. Then a line on stderr gives the
+speed. The beginning of the text is generated once before (the warm-up), so
+that the speed does not include compilation.
 
 \b
-Several prompts are generated together, and their completions come under
-headers. --input has one prompt a line, an object such as
+Several prompts are generated together, and each completion is written below
+a header. A line of --input is a prompt: an object such as
   {"prompt": "def f(x):"}
   {"id": "q1", "messages": [{"role": "user", "content": "Why?"}], "seed": 7}
-with an "id", "max_new_tokens" and a "seed" of its own if you like.
+"id", "max_new_tokens" and "seed" are optional, and override the options.
 
 \b
-With --input, --output or --json, results are JSON Lines, in the order of the
-prompts, and nothing else is on stdout. Their keys:
-  id             that of the line, or the number of the line or prompt
+With --input, --output or --json, results are JSON Lines in the order of the
+prompts, and stdout has nothing else. The keys of a result:
+  id             the "id" of the line, else the number of the line or prompt
   text           the completion
-  finish_reason  stop (a stop token or --stop) or length
-  prompt_tokens  how many tokens the prompt has
+  finish_reason  stop (a stop token or --stop) or length (--max-new-tokens)
+  prompt_tokens  number of tokens of the prompt
   tokens         ids of the new tokens
-  logprobs       of each, natural logarithms
-A file is replaced when all is done, or stays as it was.
+  logprobs       natural logarithm of each new token's probability
+The --output file is replaced when all results are there; after an error it
+stays unchanged.
 """
 
 
@@ -56,17 +58,17 @@ def command(
     prompt: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Texts to continue; a single - reads one from stdin.", show_default=False
+            help="Texts to continue. A single - reads a text from stdin.", show_default=False
         ),
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Read the prompt from a file (UTF-8)."),
+        typer.Option(exists=True, dir_okay=False, help="Read a prompt from a text file (UTF-8)."),
     ] = None,
     input: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.jsonl", help="Read prompts from JSON Lines; - reads them from stdin."
+            metavar="FILE.jsonl", help="Read prompts from a JSON Lines file, or from stdin with -."
         ),
     ] = None,
     output_file: Annotated[
@@ -75,15 +77,17 @@ def command(
             "--output",
             dir_okay=False,
             metavar="FILE.jsonl",
-            help="Write results as JSON Lines; - is stdout.",
+            help="Write results to a JSON Lines file, or to stdout with -.",
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print results as JSON Lines.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print results as JSON Lines to stdout.")
+    ] = False,
     model: options.Model = None,
     precision: options.PrecisionText = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens.")] = 128,
     min_new_tokens: Annotated[
-        int, typer.Option(min=0, help="Hold back stop tokens until there are so many tokens.")
+        int, typer.Option(min=0, help="Number of new tokens before which nothing ends the text.")
     ] = 0,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -93,21 +97,28 @@ def command(
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=2**32 - 1, help="Of the first prompt's draws; the next prompt has the next."
+            min=0,
+            max=2**32 - 1,
+            help="Seed of the random draws. The first prompt has this seed, the next one the next.",
         ),
     ] = 0,
     stop: options.Stop = None,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     batch_size: Annotated[
-        int, typer.Option("--batch", min=1, help="Prompts to generate together, at most.")
+        int, typer.Option("--batch", min=1, help="The most prompts to generate together.")
     ] = 16,
-    echo: Annotated[bool, typer.Option("--echo", help="Write the prompt first.")] = False,
+    echo: Annotated[
+        bool, typer.Option("--echo", help="Write the prompt before its completion.")
+    ] = False,
 ) -> None:
-    """Continue one prompt as the text comes, or many together."""
+    """Complete prompts: one as the text comes, or many together."""
     as_json = json or input is not None or output_file is not None
     if as_json and echo:
-        raise typer.BadParameter("results in JSON have ids instead", param_hint="--echo")
+        raise typer.BadParameter(
+            "results in JSON don't contain the prompt, only its id: leave --echo out",
+            param_hint="--echo",
+        )
     if str(output_file) == "-":
         output_file = None
     if output_file is not None:
@@ -150,7 +161,9 @@ def _check_output(file: Path, input: Path | None) -> None:
     from mpjax.atomic_write import require_writable
 
     if input is not None and file.exists() and input.exists() and file.samefile(input):
-        raise typer.BadParameter(f"{file} is --input, too", param_hint="--output")
+        raise typer.BadParameter(
+            f"{file} is also --input: choose another file", param_hint="--output"
+        )
     require_writable(file)
 
 

@@ -23,22 +23,23 @@ Examples:
   mpjax info Qwen3-8B-AWQ
   mpjax info --json | python -m json.tool
 
-Of a folder only headers are read, so it answers at once and needs no GPU, and of a tied model with
-a head of its own that head and the embedding. A hub id is fetched whole first.
+Only the headers of the files are read, which takes no time and no GPU. (If config.json says that
+head and embedding are tied, and the files have both, both are read and compared.) A hub id is
+fetched completely first.
 
 \b
-The last rows say how the linear maps of the layers are stored, and in how
-many layers so. Maps of one input (query, key and value; gate and up) are one
-product where their formats agree. Where they don't, there is one for each
-format, as in `W4 | W4 | W16`. "cache scales" are what KV8s needs and KVfp8
-can have.
+The last rows give the weight formats of each kind of linear map, and the
+number of layers with them. Maps of one input (query, key and value; gate and
+up) are one product if their formats agree; if not, there is a product for
+each format, as in `W4 | W4 | W16`. "cache scales" are the scales that KV8s needs
+and KVfp8 can use.
 
 \b
 The keys of --json: model, source, precision, num_layers, hidden_size,
 num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
-other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (for
-each kind, its formats and the number of layers), and activations (what to
-choose in an FP8 checkpoint, or null).
+other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
+number of layers for each kind of map and format), and activations (the choice
+that an FP8 checkpoint needs, or null).
 """
 
 

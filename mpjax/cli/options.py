@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpjax.sampling import Sampling
 
 SOURCE_HELP = (
-    "Folder of a Hugging Face checkpoint or of one that `mpjax convert` wrote, or a hub id such as "
+    "Folder of a Hugging Face checkpoint, folder that `mpjax convert` wrote, or hub id such as "
     "Qwen/Qwen3-8B-AWQ. By default the small model that comes with mpjax, which writes Python."
 )
 
@@ -36,43 +36,52 @@ PrecisionText = Annotated[
     typer.Option(
         "--precision",
         metavar="W4A16KV8",
-        help="Bits of weights, activations and KV cache, as `mpjax --help` explains. By default "
-        "weights as in the checkpoint, and a 16-bit cache.",
+        help="Formats of weights, activations and KV cache; `mpjax --help` explains them. By "
+        "default the weights keep the checkpoint's format, and the cache has 16 bits, or its "
+        "format in a model that `mpjax convert` wrote.",
         show_default=False,
     ),
 ]
 ComputeDtype = Annotated[
     Dtype | None,
-    typer.Option("--dtype", help="What to compute in; the checkpoint's by default."),
+    typer.Option("--dtype", help="Dtype of the computation; the checkpoint's by default."),
 ]
 MaxPositions = Annotated[
     int | None,
     typer.Option(
         min=1,
         show_default=False,
-        help="Tokens that a sequence may have, prompt and new ones together; by default as many as "
-        "the checkpoint says.",
+        help="The most tokens of a sequence, prompt and new tokens together; the checkpoint's "
+        "number by default.",
     ),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="Draw from the softmax of logits / temperature; greedy without it."),
+    typer.Option(
+        help="Draw tokens from the softmax of logits / temperature. Without it, always take the "
+        "most likely token (greedy)."
+    ),
 ]
-TopK = Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")]
 TopP = Annotated[
-    float | None, typer.Option(help="Draw from the likeliest tokens that make up this probability.")
+    float | None,
+    typer.Option(help="Draw from the most likely tokens whose probabilities sum to p."),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option(help="Draw from tokens at least this share as likely as the likeliest."),
+    typer.Option(help="Draw from tokens at least p times as likely as the most likely one."),
 ]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1, makes tokens that were there already less likely.")
+    float | None,
+    typer.Option(help="Above 1, tokens that the text already has become less likely."),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draws.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random draws.")]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="End before this text; may be given several times.", show_default=False),
+    typer.Option(
+        help="Text before which the completion ends; may be given several times.",
+        show_default=False,
+    ),
 ]
 
 

@@ -131,7 +131,7 @@ def _parse(line: str, number: int, place: str, max_new_tokens: int, seed: int) -
     except ValueError as error:
         raise ValueError(f"{place} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{place} holds a {type(found).__name__}; expected a JSON object")
+        raise ValueError(f"{place} holds a {type(found).__name__}: expected a JSON object")
     if unknown := [key for key in found if key not in KEYS]:
         raise ValueError(
             f"{place} has the key {unknown[0]!r}; there are {', '.join(KEYS)}, and an id may be "
@@ -154,7 +154,7 @@ def _parse(line: str, number: int, place: str, max_new_tokens: int, seed: int) -
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _is_object(value: Any) -> bool:
@@ -167,7 +167,7 @@ def _integer(
     value = found.get(key, default)
     if type(value) is not int or value < least or (most is not None and value > most):
         bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise ValueError(f'{place}: "{key}" is {value!r:.40}; expected a whole number {bounds}')
+        raise ValueError(f'{place}: "{key}" is {value!r:.40}: expected a whole number {bounds}')
     return value
 
 
@@ -178,7 +178,9 @@ def count_tokens(lm: LanguageModel, request: Request) -> int:
     the chat template refuses its messages, or if the model has fewer positions than tokens.
     """
     if lm.tokenizer is None:
-        raise ValueError(f"{lm.source} has no tokenizer.json, so there is no text: add one")
+        raise ValueError(
+            f"{lm.source} has no tokenizer.json, which encodes prompts: fetch it into the folder"
+        )
     try:
         if isinstance(request.prompt, str):
             tokens = len(lm.tokenizer.encode(request.prompt))
@@ -188,9 +190,7 @@ def count_tokens(lm: LanguageModel, request: Request) -> int:
         raise ValueError(f"{request.place}: {error}") from error
     positions = lm.config.max_position_embeddings
     if not tokens:
-        raise ValueError(
-            f"{request.place} is empty: it has no tokens, and a model continues at least one"
-        )
+        raise ValueError(f"{request.place} is empty: expected at least one token")
     if tokens + request.max_new_tokens > positions:
         raise ValueError(
             f"{request.place} has {tokens} tokens, and with {request.max_new_tokens} new ones it "

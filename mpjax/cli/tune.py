@@ -28,25 +28,27 @@ Examples:
   mpjax tune --attention b16-h32/8-d128-c8192,b1-h32/8-d128-c32768-q2048
 
 \b
-Measures configurations of the kernels and writes the fastest into a table,
-which later processes use for such shapes on such a GPU. A checkpoint whose
-zero points are all the middle, as those of symmetric GPTQ are, is loaded in a
-format with :sym, which has plans of its own.
+Measures configurations of the kernels for some shapes, and writes the fastest
+to a table. Later processes on a GPU of the same kind use it for these shapes.
+A checkpoint whose zero points are all in the middle, such as a symmetric GPTQ
+one, is loaded in a format with :sym, which has its own plans.
 
 \b
-Of attention, a shape says the batch, query and KV heads, the head dimension,
-the tokens that the cache has room for (max_tokens) and, if more than 1, new
-tokens. Its plan serves sizes down to a fifth less, whatever tokens there are.
+A shape of attention, such as b16-h32/8-d128-c8192-q2048, gives the batch, the
+query and KV heads, the channels of a head, the tokens for which the cache has
+room (max_tokens), and the new tokens if more than 1. Its plan also serves
+sizes up to a fifth smaller, and any number of tokens in the cache.
 
 \b
-Tables are looked up in the folder MPJAX_TUNED (by default mpjax/tuned in
-XDG_CACHE_HOME or in ~/.cache), then among those that come with mpjax; where
-both have nothing, a rule of thumb chooses. With MPJAX_TUNED set to nothing,
-that is all there is. `mpjax env` says which tables are in use.
+Plans are looked up in the tables in the folder MPJAX_TUNED (by default
+mpjax/tuned in XDG_CACHE_HOME or in ~/.cache), then in the tables that come
+with mpjax; without an entry in either, a rule chooses. If MPJAX_TUNED is set
+to an empty text, the rule always chooses. `mpjax env` lists the tables that
+are in use.
 
 \b
-Every result is saved as soon as it is there: interrupted, the same command
-goes on where it stopped.
+Every result is saved at once. After an interrupt, the same command goes on
+where it stopped.
 """
 
 
@@ -56,8 +58,8 @@ def command(
         typer.Option(
             metavar="NAME_OR_FOLDER",
             show_default=False,
-            help="Tune the shapes of a model: qwen3-8b, llama3-70b or llama3-1-8b, a checkpoint's "
-            "folder, or a hub id.",
+            help="Tune the products of a model: qwen3-8b, llama3-70b or llama3-1-8b, a "
+            "checkpoint's folder, or a hub id.",
         ),
     ] = None,
     shapes: Annotated[
@@ -65,19 +67,19 @@ def command(
         typer.Option(
             metavar="KxN,...",
             show_default=False,
-            help="Tune these shapes: input x output channels of the weight.",
+            help="Tune products with weights of these shapes, input x output channels.",
         ),
     ] = None,
     formats: Annotated[
-        str, typer.Option(metavar="FORMAT,...", help="Weight formats.")
+        str, typer.Option(metavar="FORMAT,...", help="Weight formats of the products.")
     ] = DEFAULT_FORMATS,
     rows: Annotated[
         str | None,
         typer.Option(
             metavar="M,...",
             show_default=False,
-            help="Numbers of rows, tokens in a batch, each rounded up to 7, 15, 31, 64, 128 ... "
-            "8192, and a multiple of 8 to 8, 16 or 32. By default all of these.",
+            help="Numbers of rows of x (tokens of a step), each rounded up to a bucket: 7, 15, 31, "
+            "64, 128 ... 8192, or 8, 16, 32 for multiples of 8. By default all buckets.",
         ),
     ] = None,
     attention: Annotated[
@@ -85,8 +87,8 @@ def command(
         typer.Option(
             metavar="SHAPE,...",
             show_default=False,
-            help="Tune attention over the paged cache: shapes such as b16-h32/8-d128-c8192, or the "
-            "sets decode and prefill.",
+            help="Tune attention over the paged cache, for shapes such as b16-h32/8-d128-c8192, or "
+            "the sets decode and prefill.",
         ),
     ] = None,
     kv_formats: Annotated[
@@ -97,11 +99,11 @@ def command(
         typer.Option(
             file_okay=False,
             show_default=False,
-            help="Folder of the table, where MPJAX_TUNED can find it. By default your own.",
+            help="Folder of the table. By default MPJAX_TUNED, or mpjax/tuned in the cache folder.",
         ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure also what the table has already.")
+        bool, typer.Option("--again", help="Also measure shapes that the table already has.")
     ] = False,
 ) -> None:
     """Measure the fastest kernels for a model's shapes on this GPU."""
@@ -112,7 +114,7 @@ def command(
 
     if sum(given is not None for given in (model, shapes, attention)) != 1:
         raise typer.BadParameter(
-            "give either --model or --shapes or --attention", param_hint="--model"
+            "give exactly one of --model, --shapes and --attention", param_hint="--model"
         )
     wanted = _parse_shapes(shapes) if shapes is not None else None
     packed = _parse_formats(formats)
@@ -126,7 +128,8 @@ def command(
     folder = output or tables.own_folder()
     if folder is None:
         raise ValueError(
-            f"{tables.VARIABLE} is empty, so that no tables are used: give --output, or unset it"
+            f"{tables.VARIABLE} is empty, so no tables are used: give --output, or unset "
+            f"{tables.VARIABLE}"
         )
     jobs: Sequence[Job]
     if attended is not None:
@@ -151,7 +154,10 @@ def command(
     for line in summary(outcomes, path):
         typer.echo(line)
     if failed := sum(outcome.entry is None for outcome in outcomes):
-        raise ValueError(f"no configuration worked for {failed} of {len(outcomes)} jobs")
+        raise ValueError(
+            f"no configuration worked for {failed} of {len(outcomes)} jobs: the lines above give "
+            "the reasons"
+        )
 
 
 def _progress() -> rich.progress.Progress:

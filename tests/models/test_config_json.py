@@ -125,7 +125,7 @@ def test_defaults_are_those_of_the_file_format(key, field, expected):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "no 'low_freq_factor'"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}}},
-            "rope_parameters for each kind of layer",
+            "rope_parameters holds an object for each kind of layer",
         ),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]: expected an object"),

@@ -377,8 +377,8 @@ def test_a_model_on_the_gpu(text, bits, dtype, rng):
     ("count", "length", "fresh", "message"),
     [
         (5, 60, False, "holds 64 tokens per sequence, but 65 are needed"),
-        (6, 0, True, r"counts are \[6\]; each must be from 0 to 5, the tokens"),
-        (-1, 9, False, r"counts are \[-1\]; each must be from 0 to 5"),
+        (6, 0, True, r"counts are \[6\]: expected 0 to 5, the number of tokens"),
+        (-1, 9, False, r"counts are \[-1\]: expected 0 to 5"),
         (2, 1, True, r"the cache holds \[1\] tokens, and fresh says that it is empty"),
         (4, 60, False, None),
         (5, 0, True, None),

@@ -83,7 +83,7 @@ def test_a_family_names_all_of_its_parameters():
     class Nameless(Decoder):
         names: ClassVar[Names] = {path: NAMES[path] for path in NAMES if path != "mlp.down"}
 
-    with pytest.raises(ValueError, match=r"^the family's names have no 'mlp.down': expected what"):
+    with pytest.raises(ValueError, match=r"^the family's names have no 'mlp.down': add the"):
         Nameless.linear_places(CONFIG)
 
 

@@ -114,11 +114,14 @@ def test_lists_are_arrays(name):
         (lambda: MODEL([[1, 50]]), "tokens must be from 0 to 49, the model's vocabulary"),
         (lambda: MODEL([[1, -1]]), "tokens must be from 0 to 49"),
         (lambda: step(counts=[4, 4]), r"counts are int32 of shape \(2,\): .* of shape \(1,\)"),
-        (lambda: step(counts=[5]), r"counts are \[5\]; each must be from 0 to 4"),
+        (lambda: step(counts=[5]), r"counts are \[5\]: expected 0 to 4"),
         (lambda: step(counts=[0.5]), r"counts are float32 of shape \(1,\): expected integers"),
         (lambda: step(tokens=[1, 2]), "a single sequence is tokens"),
         (lambda: step(cache=MODEL), "cache is .*: expected a PagedKVCache, as model.create_cache"),
-        (lambda: step(cache=small_model().create_cache(1, 16, "KV8")), "of 2 layers, .* has 1"),
+        (
+            lambda: step(cache=small_model().create_cache(1, 16, "KV8")),
+            "cache has 2 layers, .* has 1",
+        ),
         (lambda: Decoder(SHALLOW, 0), r"rngs is 0: expected a Rngs, such as nnx\.Rngs\(0\)"),
         (lambda: Decoder({}, nnx.Rngs(0)), "config is {}: expected a DecoderConfig"),
         (

@@ -30,11 +30,11 @@ def test_the_maximum_becomes_a_plain_number(maximum, minimum):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ((0, 0), "max_new_tokens is 0; expected at least one new token"),
+        ((0, 0), "max_new_tokens is 0: expected at least one new token"),
         ((4, 9), "min_new_tokens is 9 and max_new_tokens 4"),
         ((4, np.array([0, 5])), r"min_new_tokens is \[0 5\] and max_new_tokens 4"),
-        ((4.0, 0), r"max_new_tokens is 4\.0; it must be a whole number"),
-        (("4", None), "max_new_tokens is '4'; it must be a whole number"),
+        ((4.0, 0), r"max_new_tokens is 4\.0: expected a whole number"),
+        (("4", None), "max_new_tokens is '4': expected a whole number"),
     ],
 )
 def test_limits_that_no_row_can_keep(limits, message):
@@ -45,10 +45,10 @@ def test_limits_that_no_row_can_keep(limits, message):
 def test_positive_whole_numbers():
     assert positive_whole("n", np.int64(3)) == 3
     for value, message in (
-        (0, "n is 0; it must be a positive whole number"),
-        (-1, "n is -1; it must be"),
-        (2.0, r"n is 2\.0; it must be a whole number"),
-        ("8", "n is '8'; it must be a whole number"),
+        (0, "n is 0: expected a positive whole number"),
+        (-1, "n is -1: expected"),
+        (2.0, r"n is 2\.0: expected a whole number"),
+        ("8", "n is '8': expected a whole number"),
     ):
         with pytest.raises(ValueError, match=message):
             positive_whole("n", value)
@@ -98,7 +98,7 @@ def test_the_dtype_to_compute_in(dtype, precision, expected):
         (float, "A16KV8", "dtype is float64: expected one of bfloat16"),
         ("auto", "A16KV8", "dtype is 'auto': expected a dtype, such as bfloat16"),
         (16, "A16KV8", "dtype is 16: expected a dtype"),
-        ("bf16", "W4A32KV8", "precision is W4A32KV8, of a model in float32, and dtype is bfloat16"),
+        ("bf16", "W4A32KV8", "precision is W4A32KV8, which is float32, and dtype is bfloat16"),
     ],
 )
 def test_dtypes_that_no_model_computes_in(dtype, precision, message):
@@ -116,14 +116,12 @@ def test_stop_strings(stop, expected):
 
 @pytest.mark.parametrize("stop", [3, b"end", [b"end"], ["a", 1], jnp.ones(()), object()])
 def test_stop_strings_are_texts(stop):
-    with pytest.raises(
-        ValueError, match=r"the stop string .* is no text; expected some, or a list"
-    ):
+    with pytest.raises(ValueError, match=r"stop has .*: expected a string, or a list"):
         stop_strings(stop)
 
 
 def test_a_stop_string_is_not_empty():
-    with pytest.raises(ValueError, match="an empty stop string would end every text"):
+    with pytest.raises(ValueError, match="stop has an empty string, which would end every text"):
         stop_strings(["a", ""])
 
 

@@ -87,17 +87,17 @@ def test_scales_of_another_format_are_not_used_and_that_is_said(tiny):
     lm = dataclasses.replace(tiny, kv_format=KVFormat.parse("KV8s"))
     lm = calibrate_cache(lm, DOCUMENTS, window=WINDOW)
     with pytest.warns(
-        UserWarning, match="are of channels, and KVfp8 has scales of heads, which are 1"
+        UserWarning, match="are for channels, and KVfp8 has scales of heads, which are 1"
     ):
         cache = lm.model.create_cache(1, 16, KVFormat("fp8"))
     np.testing.assert_array_equal(cache.layers[0].key_parameters, 1)
 
 
 def test_refusals(tiny):
-    with pytest.raises(ValueError, match="KV16 is given no scales to calibrate"):
+    with pytest.raises(ValueError, match="KV16 has no scales to calibrate"):
         calibrate_cache(tiny, DOCUMENTS)
     lm = dataclasses.replace(tiny, kv_format=KVFormat("fp8"))
-    with pytest.raises(ValueError, match="nothing to calibrate on"):
+    with pytest.raises(ValueError, match="documents are empty"):
         calibrate_cache(lm, [])
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         calibrate_cache(dataclasses.replace(lm, tokenizer=None), DOCUMENTS)

@@ -78,10 +78,10 @@ def test_tojson_does_not_escape_for_html():
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", "messages is str; expected a list like"),
+        ("hello", "messages is str: expected a list like"),
         ([], "messages is empty"),
-        (["hello"], "message 0 is 'hello'; expected a dict with a role"),
-        ([{"content": "hello"}], "message 0 is {'content': 'hello'}; expected a dict with a role"),
+        (["hello"], "message 0 is 'hello': expected a dict with a role"),
+        ([{"content": "hello"}], "message 0 is {'content': 'hello'}: expected a dict with a role"),
         (
             [{"role": "user", "content": object()}],
             r"message 0\['content'\] is object; .* plain JSON",
@@ -112,6 +112,6 @@ def test_templates_and_variables_that_are_refused():
     with pytest.raises(ValueError, match="SecurityError"):
         ours.chat(hello, chat_template="{{ ''.__class__.__mro__ }}")
     for chosen in ("default", "tool_use", "", "{ name }"):
-        message = rf"'{chosen}' is neither a chat template of folder \(it has none\) nor Jinja"
+        message = rf"'{chosen}': expected a chat template of folder \(it has none\), or Jinja"
         with pytest.raises(ValueError, match=message):
             ours.chat(hello, chat_template=chosen)

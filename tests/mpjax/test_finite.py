@@ -9,8 +9,8 @@ def test_float16_is_told_of_bfloat16():
     error = NotFiniteError("prompt", 3, "float16")
     assert error.row == 3
     assert str(error) == (
-        "prompt 3: the model computes NaN or infinite numbers, as those beyond 65504 are in "
-        'float16: load it with dtype="bfloat16"'
+        "prompt 3: the model computes NaN or infinite numbers in float16, which has none beyond "
+        '65504: load it with dtype="bfloat16"'
     )
 
 
@@ -18,7 +18,7 @@ def test_float16_is_told_of_bfloat16():
 def test_types_with_more_room_are_not_to_blame(dtype):
     text = str(NotFiniteError("window", 0, dtype))
     assert text.startswith(
-        f"window 0: the model computes NaN or infinite numbers in {dtype}, which"
+        f"window 0: the model computes NaN or infinite numbers in {dtype}, whose"
     )
     assert "its weights are damaged" in text
     assert "load it with" not in text

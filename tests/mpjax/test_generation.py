@@ -245,7 +245,7 @@ def test_chats_go_through_the_template(tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ([], {}, "there are no prompts"),
+        ([], {}, "prompts are empty"),
         ("", {}, "prompt 0 is empty"),
         (["x", ""], {}, "prompt 1 is empty"),
         (["x", "import os\n" * 100], {}, "prompt 1 has .* positions"),
@@ -256,24 +256,24 @@ def test_chats_go_through_the_template(tiny, monkeypatch):
             {"sampling": {"min_new_tokens": 200}},
             "min_new_tokens is 200 and max_new_tokens 128",
         ),
-        ("x", {"sampling": {"min_new_tokens": -1}}, "min_new_tokens is -1; it must be 0 or"),
+        ("x", {"sampling": {"min_new_tokens": -1}}, "min_new_tokens is -1: expected a number"),
         ("x", {"stop": ""}, "empty stop string"),
         ("x", {"stop": ["a", ""]}, "empty stop string"),
-        ("x", {"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0; it must be a whole number"),
-        ("x", {"stop": [5]}, "stop string 5 is no text"),
+        ("x", {"max_new_tokens": 4.0}, r"max_new_tokens is 4\.0: expected a whole number"),
+        ("x", {"stop": [5]}, "stop has 5: expected a string"),
         (["x", "y"], {"seeds": [1]}, "there are 1 seeds for a batch of 2"),
-        ("x", {"seeds": 5}, r"seeds are int64 \(\); expected integers \[batch\]"),
+        ("x", {"seeds": 5}, r"seeds are int64 \(\): expected integers \[batch\]"),
         ([[{"role": "user", "content": "x"}]], {}, "no chat template, .*: pass chat_template="),
-        ("x", {"chat_template": "default"}, "chat_template is for chats"),
-        ([[1, 2], [3, 2048]], {}, "prompt 1 has token 2048, and the model knows 0 to 2047"),
+        ("x", {"chat_template": "default"}, "chat_template is given"),
+        ([[1, 2], [3, 2048]], {}, "prompt 1 has the token id 2048: expected 0 to 2047"),
         (["x", "y"], {"sampling": Sampling([1.0] * 4)}, r"temperature has shape \(4,\); a batch"),
         (
             {"role": "user", "content": "x"},
             {},
-            "prompts are a dict; .* a list",
+            "prompts are a dict: .* a list",
         ),
         (iter(["x"]), {}, "prompts are a list_iterator"),
-        ("caf\udce9", {}, "character 3 of the text is .* no UTF-8 has"),
+        ("caf\udce9", {}, "character 3 of the text is .* which UTF-8 can't"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tiny, prompts, options, message):
@@ -353,7 +353,7 @@ def test_a_batch_streams_the_text_of_all_rows(tiny, hot, monkeypatch):
 def test_one_stream_is_of_one_prompt(tiny):
     for prompts in (PROMPTS, [], [[1, 2]], None):
         with pytest.raises(
-            ValueError, match=r"stream completes one prompt, .*: stream_batch takes"
+            ValueError, match=r"prompt is not a single prompt: expected .*; stream_batch takes"
         ):
             next(mpjax.stream(tiny, prompts))
     assert [piece.row for piece in mpjax.stream_batch(tiny, "x", max_new_tokens=1)] == [0]

@@ -216,7 +216,7 @@ def test_a_long_prompt_loses_its_beginning(harness, tiny, prompts):
     [[prompt]] = prompts
     assert context.endswith(prompt)
     assert 5 <= len(tiny.tokenizer.encode(prompt)) <= 10
-    with pytest.raises(ValueError, match="16 new tokens leave no room"):
+    with pytest.raises(ValueError, match="16 new tokens, which leave no room"):
         model.generate_until(requests("generate_until", ("x", {"max_gen_toks": 16})))
 
 
@@ -298,7 +298,7 @@ def test_a_chat_template_can_be_named(harness, tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_length": 257}, "max_length is 257; .* 256 positions"),
+        ({"max_length": 257}, "max_length is 257: expected at most 256, the positions"),
         ({"max_length": 0}, "max_length is 0"),
         ({"batch_size": 0}, "batch_size is 0: expected 1 or more"),
         ({"batch_size": "eight"}, "batch_size is 'eight': expected 1 or more, a whole number"),
@@ -317,10 +317,10 @@ def test_what_can_not_be_scored_is_refused(harness, tiny):
     model = harness.HarnessLM(tiny, max_length=4)
     long = "\n" + CODE
     for continuation, count in (("", 0), (long, len(tiny.tokenizer.encode("x" + long)) - 1)):
-        with pytest.raises(ValueError, match=f"has {count} tokens, not 1 to 4"):
+        with pytest.raises(ValueError, match=f"has {count} tokens: expected 1 to 4"):
             model.loglikelihood(requests("loglikelihood", ("x", continuation)))
     bare = harness.HarnessLM(with_tokenizer(tiny, bos_id=None, special_tokens={}))
-    with pytest.raises(ValueError, match="no bos or eos token"):
+    with pytest.raises(ValueError, match="neither a bos nor an eos token"):
         bare.loglikelihood(requests("loglikelihood", ("", "x")))
 
 
@@ -389,10 +389,10 @@ def test_lm_eval_runs_tasks(harness, tiny, tiny_folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pretrained": None}, "lacks pretrained="),
+        ({"pretrained": None}, "has no pretrained"),
         ({"device": "cuda:0"}, "device is 'cuda:0', and JAX chooses .* CUDA_VISIBLE_DEVICES or"),
         ({"max_batch_size": 64}, "max_batch_size is 64, .* give the number as batch_size"),
-        ({"batch_size": "auto"}, "batch_size is 'auto'; expected a whole number"),
+        ({"batch_size": "auto"}, "batch_size is 'auto': expected a whole number"),
         ({"peft": "x", "kv": 4}, "has kv, peft, which .*: expected pretrained, .*, max_new_tokens"),
     ],
 )

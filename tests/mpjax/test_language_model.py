@@ -189,8 +189,8 @@ def test_describe(tmp_path, rng):
         "attention.output": "W4g32 in 2 layers",
     } == dict(rows)
     for shape, text in (
-        ((2, 2, 2), "of heads, for KVfp8"),
-        ((2, 2, 2, 16), "of channels, for KV8s"),
+        ((2, 2, 2), "for each head, for KVfp8"),
+        ((2, 2, 2, 16), "for each channel, for KV8s"),
     ):
         lm.model.cache_scales = CacheScales(jnp.ones(shape))
         assert dict(lm.describe())["cache scales"] == text

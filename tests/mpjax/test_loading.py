@@ -57,7 +57,7 @@ def test_dtypes_by_their_usual_names(dtype, folder):
         ({"dtype": "auto"}, "dtype is 'auto': expected a dtype"),
         (
             {"dtype": "bf16", "precision": "W4A32KV8"},
-            "precision is W4A32KV8, of a model in float32",
+            "precision is W4A32KV8, which is float32",
         ),
         ({"path_or_id": 7}, "the model is 7: expected a folder's path or a hub id"),
         ({"path_or_id": None}, "the model is None: expected a folder's path or a hub id"),
@@ -101,7 +101,7 @@ def test_a_caller_sets_how_many_positions_there_are(folder, tmp_path):
     assert load(tmp_path / "saved").config == lm.config
     assert load(tmp_path / "saved", max_positions=64).config.max_position_embeddings == 64
     for value in (0, 1.5):
-        with pytest.raises(ValueError, match=f"max_positions is {value}; it must be a"):
+        with pytest.raises(ValueError, match=f"max_positions is {value}: expected a"):
             load(folder, max_positions=value)
 
 
@@ -193,7 +193,10 @@ def test_what_is_no_checkpoint(tmp_path):
             ["model-Q4_K_M.gguf", "tokenizer.model"],
             "found model-Q4_K_M.gguf; GGUF is not read: take",
         ),
-        (["tokenizer.model"], "found tokenizer.model; a tokenizer is no model: fetch config.json"),
+        (
+            ["tokenizer.model"],
+            "found tokenizer.model; a tokenizer is not a model: fetch config.json",
+        ),
         (["adapter_config.json", "adapter.safetensors"], "adapter is no model: merge it into its"),
         (["consolidated.00.pth", "params.json", "tokenizer.model"], "in Hugging Face's format"),
         (
@@ -219,7 +222,7 @@ def test_a_file_of_another_format(tmp_path):
 @pytest.mark.parametrize("name", ["Qwen3-8B-AWQ", "gpt2"])
 def test_a_hub_id_has_an_owner(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    message = f"^{name} does not exist: .* a hub id, which names an owner, too, such as Qwen/Qwen3"
+    message = f"^{name} does not exist: .* a hub id of the form owner/name, such as Qwen/Qwen3"
     with pytest.raises(CheckpointError, match=message):
         load(name)
 
@@ -250,14 +253,14 @@ def test_a_hub_that_does_not_answer(monkeypatch):
         raise OSError("no such repository")
 
     hub(monkeypatch, refuse)
-    message = "org/name is no folder here, and the hub did not give it: no such repository"
+    message = "org/name is not a folder here, and the hub did not give it: no such repository"
     with pytest.raises(CheckpointError, match=message):
         load("org/name")
 
 
 def test_without_the_hub_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    message = r'org/name is no folder here; .* pip install "mpjax\[hub\]"'
+    message = r'org/name is not a folder here; .* pip install "mpjax\[hub\]"'
     with pytest.raises(CheckpointError, match=message):
         load("org/name")
 
@@ -271,9 +274,9 @@ def test_the_bundled_model_has_a_folder():
     [
         ("x" * 300, "can't be a folder: .*File name too long"),
         ("~nobody-of-this-name/model", "can't be a folder: Could not determine home directory"),
-        ("loop", "loop is no folder: expected the folder of a checkpoint"),
-        ("gone", "gone is no folder: expected the folder of a checkpoint"),
-        ("pipe", "pipe is no folder: expected the folder of a checkpoint"),
+        ("loop", "loop is not a folder: expected the folder of a checkpoint"),
+        ("gone", "gone is not a folder: expected the folder of a checkpoint"),
+        ("pipe", "pipe is not a folder: expected the folder of a checkpoint"),
         ("null\0byte", "can't be a folder: embedded null byte"),
     ],
 )

@@ -73,30 +73,30 @@ def test_what_is_one_prompt():
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([], "there are no prompts"),
-        (np.zeros((0, 3), int), "there are no prompts"),
+        ([], "prompts are empty"),
+        (np.zeros((0, 3), int), "prompts are empty"),
         ("", "prompt 0 is empty"),
         ([[]], "prompt 0 is empty"),
         (np.zeros((1, 0), int), "prompt 0 is empty"),
         (["x", np.zeros(0, int)], "prompt 1 is empty"),
-        ([[1], [2, 256]], "prompt 1 has token 256, and the model knows 0 to 255"),
-        ([3, -1], "prompt 0 has token -1, and the model knows 0 to 255"),
-        ([1, 2**70], f"prompt 0 has token {2**70}"),
-        ([1, "a"], r"prompt 0 is \[1, 'a'\]; expected a text, token ids, or the messages"),
-        ([CHAT[0], "a"], "prompt 0 is .*; expected a text"),
-        (["a", None], "prompt 1 is a NoneType; expected a text"),
-        ([[[1, 2]]], r"prompt 0 is \[\[1, 2\]\]; expected"),
-        ([1.5, 2.5], "prompt 0 is a float; expected"),
-        ([True, False], "prompt 0 is a bool; expected"),
-        (["a", [True]], r"prompt 1 is \[True\]; expected"),
-        (["a", b"b"], "prompt 1 is a bytes; expected a text"),
-        (np.ones(3, np.float32), r"prompt 0 is an array of float32 \[3\]; expected a text, token"),
-        (np.ones((2, 3), bool), r"prompt 0 is an array of bool \[3\]; expected"),
-        (np.ones((2, 3, 4), int), r"prompt 0 is an array of int64 \[3, 4\]; expected"),
-        (np.int64(3), "prompts are a int64; expected"),
-        (np.asarray(3), r"prompts are an array of int64 \[\]; expected"),
-        (b"abc", "prompts are a bytes; expected"),
-        (CHAT[0], "prompts are a dict; .* a list"),
+        ([[1], [2, 256]], "prompt 1 has the token id 256: expected 0 to 255"),
+        ([3, -1], "prompt 0 has the token id -1: expected 0 to 255"),
+        ([1, 2**70], f"prompt 0 has the token id {2**70}"),
+        ([1, "a"], r"prompt 0 is \[1, 'a'\]: expected a text, token ids, or the messages"),
+        ([CHAT[0], "a"], "prompt 0 is .*: expected a text"),
+        (["a", None], "prompt 1 is a NoneType: expected a text"),
+        ([[[1, 2]]], r"prompt 0 is \[\[1, 2\]\]: expected"),
+        ([1.5, 2.5], "prompt 0 is a float: expected"),
+        ([True, False], "prompt 0 is a bool: expected"),
+        (["a", [True]], r"prompt 1 is \[True\]: expected"),
+        (["a", b"b"], "prompt 1 is a bytes: expected a text"),
+        (np.ones(3, np.float32), r"prompt 0 is an array of float32 \[3\]: expected a text, token"),
+        (np.ones((2, 3), bool), r"prompt 0 is an array of bool \[3\]: expected"),
+        (np.ones((2, 3, 4), int), r"prompt 0 is an array of int64 \[3, 4\]: expected"),
+        (np.int64(3), "prompts are a int64: expected"),
+        (np.asarray(3), r"prompts are an array of int64 \[\]: expected"),
+        (b"abc", "prompts are a bytes: expected"),
+        (CHAT[0], "prompts are a dict: .* a list"),
         (iter(["x"]), "prompts are a list_iterator"),
         (None, "prompts are a NoneType"),
     ],
@@ -108,10 +108,10 @@ def test_what_is_no_prompt_is_refused(prompts, message):
 
 @pytest.mark.parametrize("prompts", ["x", IDS, ["x", IDS]])
 def test_a_chat_template_is_for_chats(prompts):
-    with pytest.raises(ValueError, match="chat_template is for chats, and no prompt is one"):
+    with pytest.raises(ValueError, match="chat_template is given, and no prompt is a chat"):
         encode(LETTERS, prompts, 256, "shouting")
 
 
 def test_a_chat_template_is_known_or_a_template():
-    with pytest.raises(ValueError, match=r"'shuoting' is neither a chat .* \(default, shouting\)"):
+    with pytest.raises(ValueError, match=r"'shuoting': expected a chat .* \(default, shouting\)"):
         encode(LETTERS, CHAT, 256, "shuoting")

@@ -51,23 +51,23 @@ def test_row_keys_are_seeds_as_keys():
 @pytest.mark.parametrize(
     ("seeds", "message"),
     [
-        (jax.random.key(0, impl="threefry2x32"), r"keys of threefry2x32 \(\); .*random\.split"),
+        (jax.random.key(0, impl="threefry2x32"), r"keys of threefry2x32 \(\): .*random\.split"),
         (
             jax.random.split(jax.random.key(0, impl="rbg"), 2),
-            r"keys of rbg \(2,\); .* threefry2x32",
+            r"keys of rbg \(2,\): .* threefry2x32",
         ),
         (
             np.zeros((2, 4), np.uint32),
-            r"seeds are uint32 \(2, 4\); expected integers \[batch\], or",
+            r"seeds are uint32 \(2, 4\): expected integers \[batch\], or",
         ),
-        (np.zeros((2, 2), np.int32), r"seeds are int32 \(2, 2\); expected .* raw uint32"),
+        (np.zeros((2, 2), np.int32), r"seeds are int32 \(2, 2\): expected .* raw uint32"),
         (np.zeros((2, 2, 2), np.uint32), r"seeds are uint32 \(2, 2, 2\)"),
-        ([1, 2, 3], "there are 3 seeds for a batch of 2; expected one for each row"),
+        ([1, 2, 3], "there are 3 seeds for a batch of 2: expected one for each row"),
         (jax.random.split(jax.random.key(0, impl="threefry2x32"), 1), "there are 1 seeds"),
-        ([jax.random.key(0), 1], "seeds are no array, nor rows of one; expected integers"),
-        ([[1], [2, 3]], "seeds are no array, nor rows of one; expected integers"),
-        ("ab", r"seeds are <U2 \(\); expected"),
-        (None, r"seeds are object \(\); expected"),
+        ([jax.random.key(0), 1], "seeds can't be made into an array: expected integers"),
+        ([[1], [2, 3]], "seeds can't be made into an array: expected integers"),
+        ("ab", r"seeds are <U2 \(\): expected"),
+        (None, r"seeds are object \(\): expected"),
     ],
 )
 def test_seeds_that_are_none(seeds, message):

@@ -236,7 +236,7 @@ def test_sampling_of_a_batch_that_is_padded():
     assert (found.min_p, found.top_p, found.repetition_penalty) == (0.5, None, None)
     assert [found.temperature.dtype, found.top_k.dtype] == [np.float32, np.int32]
     assert pad_sampling(Sampling(), 2, 4) == Sampling()
-    message = r"^top_k has shape \(4,\); a batch of 2 needs a number or an array of shape \(2,\)"
+    message = r"^top_k has shape \(4,\): a batch of 2 needs a number or an array of shape \(2,\)"
     with pytest.raises(ValueError, match=message):
         pad_sampling(Sampling(1.0, top_k=[1, 2, 3, 4]), 2, 4)
 
@@ -285,26 +285,26 @@ def test_per_row_sampling_can_be_mapped():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1; it must be finite and 0 or above"),
+        ({"temperature": -0.1}, "temperature is -0.1: expected a number that is finite"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": [1.0, -1.0]}, "temperature is"),
         ({"temperature": np.ones((2, 2))}, r"temperature has shape \(2, 2\)"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0: expected above 0 and at most 1"),
         ({"temperature": 1.0, "top_p": 1.1}, "top_p is 1.1"),
-        ({"temperature": 1.0, "top_k": 0}, "top_k is 0; it must be 1 or above"),
-        ({"temperature": 1.0, "top_k": 2.5}, "top_k is 2.5; it must be a whole number"),
-        ({"temperature": 1.0, "top_k": np.inf}, "top_k is inf; it must be a whole number"),
-        ({"temperature": 1.0, "top_k": jnp.asarray([1.5])}, "it must be a whole number"),
-        ({"temperature": 1.0, "min_p": 1.0}, "min_p is 1.0; it must be 0 or above and below 1"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k is 0: expected a number of 1 or above"),
+        ({"temperature": 1.0, "top_k": 2.5}, "top_k is 2.5: expected a whole number"),
+        ({"temperature": 1.0, "top_k": np.inf}, "top_k is inf: expected a whole number"),
+        ({"temperature": 1.0, "top_k": jnp.asarray([1.5])}, "expected a whole number"),
+        ({"temperature": 1.0, "min_p": 1.0}, "min_p is 1.0: expected 0 or above and below 1"),
         ({"temperature": 1.0, "min_p": -0.5}, "min_p is -0.5"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0.0; it must be finite and above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0.0: expected finite and above 0"),
         ({"top_p": 0.9}, "top_p is set but temperature is not"),
-        ({"min_new_tokens": -1}, "min_new_tokens is -1; it must be 0 or above"),
-        ({"min_new_tokens": [3, -1]}, "min_new_tokens is .*; it must be 0 or above"),
-        ({"min_new_tokens": 0.5}, r"min_new_tokens is 0\.5; it must be a whole number"),
-        ({"stop_ids": [3, -1]}, r"stop_ids are \[3, -1\]; each must be 0 or above"),
-        ({"stop_ids": [0.5]}, "stop_ids are float32 of shape .*; expected a list of token ids"),
-        ({"stop_ids": 7}, "stop_ids are .*7.*; expected a list of token ids"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1: expected a number above"),
+        ({"min_new_tokens": [3, -1]}, "min_new_tokens is .*: expected 0 or above"),
+        ({"min_new_tokens": 0.5}, r"min_new_tokens is 0\.5: expected a whole number"),
+        ({"stop_ids": [3, -1]}, r"stop_ids are \[3, -1\]: expected each from 0"),
+        ({"stop_ids": [0.5]}, "stop_ids are float32 of shape .*: expected a list of token ids"),
+        ({"stop_ids": 7}, "stop_ids are .*7.*: expected a list of token ids"),
         ({"stop_ids": "</s>"}, "stop_ids is '</s>': expected an array"),
     ],
 )
@@ -329,7 +329,7 @@ def test_what_ends_a_row_is_no_rule_of_drawing():
 
 def test_arguments_that_do_not_fit_are_errors():
     logits, keys = jnp.zeros((2, 8)), row_keys([0, 1])
-    with pytest.raises(ValueError, match="repetition_penalty needs seen"):
+    with pytest.raises(ValueError, match="seen is None: repetition_penalty needs"):
         sample(logits, keys, Sampling(repetition_penalty=1.1))
     with pytest.raises(ValueError, match=r"of shape \(2, 7\)"):
         sample(logits, keys, Sampling(repetition_penalty=1.1), jnp.zeros((2, 7), bool))
@@ -442,13 +442,13 @@ def test_a_sampling_may_come_as_a_mapping(given, expected):
             "sampling has 'do_sample': expected temperature, top_k, top_p, min_p",
         ),
         ({1: 2}, "sampling has 1: expected temperature"),
-        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number or an array"),
-        ({"temperature": 1, "top_k": "5"}, "top_k is '5'; it must be a number or an array"),
+        ({"temperature": "hot"}, "temperature is 'hot': expected a number or an array"),
+        ({"temperature": 1, "top_k": "5"}, "top_k is '5': expected a number or an array"),
         ({"temperature": [[1]]}, r"temperature has shape \(1, 1\)"),
-        ({"temperature": [1, [2]]}, r"temperature is \[1, \[2\]\]; it must be a number"),
-        ({"temperature": {}}, "temperature is {}; it must be a number"),
-        ({"temperature": 10**400}, r"temperature is 1000.*; it must be a number"),
-        ({"temperature": -1}, r"temperature is -1\.0; it must be finite and 0 or above"),
+        ({"temperature": [1, [2]]}, r"temperature is \[1, \[2\]\]: expected a number"),
+        ({"temperature": {}}, "temperature is {}: expected a number"),
+        ({"temperature": 10**400}, r"temperature is 1000.*: expected a number"),
+        ({"temperature": -1}, r"temperature is -1\.0: expected a number that is finite"),
     ],
 )
 def test_what_is_no_sampling_is_refused(given, message):

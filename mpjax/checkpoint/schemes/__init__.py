@@ -1,1 +1,1 @@
-"""Checkpoint formats: a file for each, a line for each in the registry."""
+"""Schemes of quantised checkpoints: a file for each format, and a line for it in the registry."""

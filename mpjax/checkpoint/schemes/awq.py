@@ -22,7 +22,7 @@ from mpjax.kernels import PlainCodes, WeightFormat
 SOURCE = "quantization_config of an AWQ checkpoint"
 BITS = 4
 CODES_PER_WORD = 8
-# Column j of eight lies in field FIELD_OF_COLUMN[j] of its word, lowest bits first.
+# Column j of eight lies in field FIELD_OF_COLUMN[j] of its word; field 0 is the lowest bits.
 FIELD_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -30,8 +30,8 @@ FIELD_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 class AWQScheme(Scheme):
     """AWQ in the `gemm` layout.
 
-    group_size: input channels per group; None means one group of all.
-    zero_point: whether zero points differ; else the layout stores 8 for all of them.
+    group_size: input channels per group; None: one group of all channels.
+    zero_point: whether zero points differ; if not, the file stores 8 for all of them.
     """
 
     title: ClassVar[str] = "AWQ"
@@ -44,9 +44,10 @@ class AWQScheme(Scheme):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> AWQScheme:
-        """Reads config.json's `quantization_config`, in the spelling of AutoAWQ or GPTQModel.
+        """Reads config.json's `quantization_config`, with the keys of AutoAWQ or of GPTQModel.
 
-        Raises CheckpointError when it isn't AWQ, isn't 4 bits, or isn't the `gemm` layout.
+        Raises CheckpointError for another method, other than 4 bits, and another layout than
+        `gemm`.
         """
         method = config.get("quant_method")
         if method != "awq":
@@ -74,12 +75,12 @@ class AWQScheme(Scheme):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module's tensors are packed as AWQ packs them."""
+        """Whether a module's tensors have AWQ's packing."""
         return words.packing(specs) == "awq"
 
     @classmethod
     def refuse(cls, name: str, specs: Specs, method: str | None) -> NoReturn:
-        """Raises CheckpointError about a module packed so, where config.json says otherwise."""
+        """Raises CheckpointError: the module has AWQ's packing, and config.json names another."""
         words.refuse_packing(name, specs, method)
 
     @property
@@ -98,9 +99,8 @@ class AWQScheme(Scheme):
         words.check_packing(name, specs, "awq")
         if "qzeros" not in specs and not self.zero_point:
             raise CheckpointError(
-                f"{name} has no tensor qzeros and the config says zero_point: false: AWQ's gemm "
-                "layout always stores zero points, and without them it isn't defined where zero "
-                "lies"
+                f"{name} has no tensor qzeros, and config.json says zero_point: false: AWQ's gemm "
+                "layout always stores zero points, and without them the weights are not defined"
             )
         rows, columns = specs["qweight"].shape[0], specs["scales"].shape[1]
         checks.check_weight_shape(name, (rows, columns), shape, self.group_size)
@@ -120,9 +120,9 @@ class AWQScheme(Scheme):
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
     ) -> PlainCodes:
-        """The plain codes of one module.
+        """Decodes one module: codes uint8 [K, N], scales [G, N] as stored, zeros uint16 [G, N].
 
-        Raises CheckpointError as `check` does, and for zero points that contradict the config.
+        Raises CheckpointError as `check` does, and for zero points that contradict config.json.
         """
         channels, _ = self.check(tensors, name, shape)
         codes, zeros = _unpack(jnp.asarray(tensors["qweight"]), jnp.asarray(tensors["qzeros"]))

@@ -1,4 +1,4 @@
-"""What a checkpoint format says of itself: all that the reader of checkpoints knows about it."""
+"""Base class of schemes: everything that the reader of checkpoints needs of a format."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ class TensorSpec(Protocol):
         """The tensor's numpy dtype."""
 
 
-Specs = Mapping[str, TensorSpec]  # a module's tensors, by suffix
+Specs = Mapping[str, TensorSpec]  # a module's tensors, or their descriptions, by suffix
 
 
 class Scheme(abc.ABC):
-    """How a checkpoint's quantised linear maps are stored.
+    """The way in which a checkpoint stores its quantised linear maps.
 
-    A subclass is a format, with one line in `registry.SCHEMES`. An instance is one checkpoint's:
-    the part of its `quantization_config` that reading it depends on. Modules that a checkpoint
-    left in 16 bits are told by their tensors, so an instance need not know them.
+    A subclass is a format, with one line in `registry.SCHEMES`. An instance belongs to one
+    checkpoint: it holds the part of `quantization_config` that decoding depends on. It need not
+    know the modules that the checkpoint left in 16 bits: their tensors show that.
 
-    title: what messages call the format. article: before it.
-    methods: what `quant_method` may be in config.json.
-    suffixes: a module's tensors of use; its bias only where writers add one that models lack.
-    ignored: ends of tensors' names that may be there and are of no use.
-    on_host: suffixes of tensors whose values decide the order of the channels: they stay NumPy's.
-    decoding_bytes: bytes per weight that live beside a module's own tensors while it is decoded.
+    title: the format's name in messages. article: the article before the name.
+    methods: values of `quant_method` in config.json.
+    suffixes: of the tensors that are read. `bias` is among them only if writers of the format add
+        biases to modules whose model has none.
+    ignored: ends of names of tensors that a checkpoint may have and that are not read.
+    on_host: suffixes of tensors that stay NumPy arrays, because decoding needs their values in
+        Python, such as the order of the channels.
+    decoding_bytes: device memory per weight that decoding takes beside the module's own tensors.
     """
 
     title: ClassVar[str]
@@ -50,7 +52,7 @@ class Scheme(abc.ABC):
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` is of this format."""
+        """Whether a `quantization_config` names this format."""
         return config.get("quant_method", config.get("method")) in cls.methods
 
     @classmethod
@@ -58,81 +60,84 @@ class Scheme(abc.ABC):
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Reads config.json's `quantization_config`.
 
-        Raises CheckpointError where it is of another format, or of a layout that can't be read.
+        Raises CheckpointError for another format, and for a layout that can't be read.
         """
 
     @classmethod
     @abc.abstractmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module is stored so, judged by names, shapes and dtypes alone."""
+        """Whether a module has this format, judged by its tensors' names, shapes and dtypes."""
 
     @classmethod
     def refuse(cls, name: str, specs: Specs, method: str | None) -> NoReturn:
-        """Raises CheckpointError about a module stored so, where config.json says otherwise.
+        """Raises CheckpointError: the module has this format, and config.json names another.
 
-        name: the module. method: what config.json says, None where it says nothing.
+        name: of the module. method: the `quant_method` of config.json, None without one.
         """
         raise CheckpointError(
             f"{name} is {cls.article} {cls.title} module ({', '.join(specs)}), but config.json has "
-            f"no quantization_config with quant_method {' or '.join(map(repr, cls.methods))}"
+            f"no quantization_config with quant_method {' or '.join(map(repr, cls.methods))}: take "
+            "the config.json of the same checkpoint"
         )
 
     @property
     def quant_method(self) -> str:
-        """What config.json says."""
+        """The `quant_method` of this checkpoint's config.json."""
         return self.methods[0]
 
     @property
     @abc.abstractmethod
     def weights(self) -> WeightFormat:
-        """The format of the checkpoint's weights on the device; single modules may differ."""
+        """The weight format of most modules on the device; `format` gives that of each module."""
 
     @abc.abstractmethod
     def format(self, name: str, channels: int) -> WeightFormat:
-        """The format of one module on the device.
+        """The weight format of one module on the device.
 
-        name: the module. channels: its input channels. Raises CheckpointError where there is none.
+        name: of the module. channels: its input channels. Raises CheckpointError where no weight
+        format has the module's bits and groups.
         """
 
     @abc.abstractmethod
     def check(
         self, specs: Specs, name: str, shape: tuple[int, int] | None = None
     ) -> tuple[int, int]:
-        """Checks a module's tensors by shape and dtype and returns its (K, N).
+        """Checks the shapes and dtypes of a module's tensors and returns the weight's (K, N).
 
-        specs: the tensors or their descriptions. name: the module, for messages and rules.
-        shape: the (K, N) that the model expects, if known. Raises CheckpointError.
+        specs: the tensors or their descriptions, by suffix. name: of the module, for messages and
+        for rules of config.json. shape: the (K, N) of the model, if known. Raises CheckpointError.
         """
 
     @abc.abstractmethod
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
     ) -> PlainCodes:
-        """The plain codes of one module, on its arrays' device; may be called inside `jax.jit`.
+        """Decodes one module to plain codes, on its arrays' device; also inside `jax.jit`.
 
-        tensors: the arrays as in the file, by suffix; those of `on_host` are NumPy's. Scales may
-        be in any float dtype, and zero points all the middle: the reader makes of that what `pack`
-        takes. Raises CheckpointError as `check` does, and for values that can't be right.
+        tensors: the arrays as in the file, by suffix; those of `on_host` are NumPy arrays. The
+        returned scales may have any float dtype, and all zero points may be the middle: the reader
+        (`convert.py`) turns both into the form that `pack` takes. Raises CheckpointError as `check`
+        does, and for values that contradict config.json or are not finite.
         """
 
     @property
     def choices(self) -> tuple[Scheme, ...]:
-        """The schemes of the same weights among which a precision may choose."""
+        """Schemes that decode the same weights for other activations; a precision chooses one."""
         return (self,)
 
     @property
     def unsupported_activations(self) -> str | None:
-        """What the checkpoint rounds activations to, in words, if no format here does; else None.
+        """A description of the checkpoint's activation format, if it is not implemented; else None.
 
-        Somebody must choose another one of `choices` then.
+        Such a checkpoint loads only with a precision that chooses another one of `choices`.
         """
         return None
 
     @property
     def has_cache_scales(self) -> bool:
-        """Whether there are scales for an FP8 cache, too."""
+        """Whether the checkpoint also has scales for an FP8 cache."""
         return False
 
     def extra_bytes(self, specs: Specs, shape: tuple[int, int]) -> int:
-        """Bytes of a module on the device beside its codes and scales, such as a permutation's."""
+        """Bytes of a module on the device beside codes, scales and zeros, such as a permutation."""
         return 0

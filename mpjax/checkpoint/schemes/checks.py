@@ -1,4 +1,4 @@
-"""Checks that schemes share: of tensors, and of values in config.json."""
+"""Checks of tensors and of values in config.json that schemes share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def describe(spec: TensorSpec) -> str:
-    """A tensor's dtype and shape for messages, such as `int32 [512, 4096]`."""
+    """The dtype and shape of a tensor for messages, such as `int32 [512, 4096]`."""
     return f"{spec.dtype} {list(spec.shape)}"
 
 
@@ -26,10 +26,10 @@ def check_tensors(
     expected: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]],
     said: str = "",
 ) -> None:
-    """Raises CheckpointError when a tensor is missing or of another shape or dtype than expected.
+    """Raises CheckpointError for a tensor that is missing, or has another shape or dtype.
 
-    expected: for each suffix, the shape and the names of the dtypes that may be. said: what
-    config.json says that makes it so, such as `group_size 128`.
+    expected: for each suffix, the shape and the names of the allowed dtypes. said: the setting of
+    config.json from which the shapes follow, such as `group_size 128`, for messages.
     """
     reason = f", by {said} in config.json" if said else ""
     for suffix, (shape, dtypes) in expected.items():
@@ -53,10 +53,10 @@ def check_weight_shape(
     group_size: int | None,
     said: str = "",
 ) -> None:
-    """Raises CheckpointError when [K, N] isn't as the model expects, or K isn't whole groups.
+    """Raises CheckpointError for a weight of another (K, N), or if groups don't divide K.
 
-    found: what the module's tensors hold. expected: what the model's config wants, None for any.
-    said: what config.json says of the tensors that makes it so, such as `bits 8`.
+    found: the (K, N) of the module's tensors. expected: the (K, N) of the model, None if unknown.
+    said: the setting of config.json from which `found` follows, such as `bits 8`, for messages.
     """
     if expected is not None and found != tuple(expected):
         reason = f", by {said} in config.json" if said else ""
@@ -72,10 +72,9 @@ def check_weight_shape(
 
 
 def check_scales(name: str, scales: jax.Array) -> None:
-    """Raises CheckpointError when a module's scales have a NaN or an infinity.
+    """Raises CheckpointError for scales with a NaN or an infinity; traced scales pass.
 
-    name: the module. scales: any float dtype and shape; counted on its device, and waited for. Of
-    traced ones, nothing is raised.
+    name: of the module. scales: any float dtype and shape. Counts on their device, and waits.
     """
     if is_known(scales) and (count := int(_count_non_finite(scales))):
         raise CheckpointError(
@@ -85,7 +84,11 @@ def check_scales(name: str, scales: jax.Array) -> None:
 
 
 def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str) -> int:
-    """The first of the keys that a quantization_config has, which must be an integer."""
+    """The integer under the first of `keys` that a quantization_config has.
+
+    source: the file and object, for messages. Raises CheckpointError where all keys are missing,
+    and for another type.
+    """
     for key in keys:
         if key in config:
             if type(config[key]) is not int:
@@ -97,7 +100,7 @@ def parse_integer(config: Mapping[str, Any], keys: tuple[str, ...], source: str)
 
 
 def parse_switch(config: Mapping[str, Any], key: str, source: str) -> bool | None:
-    """What a quantization_config says of a key, true or false; None where it says nothing."""
+    """config[key], a boolean; None where it is missing. Raises CheckpointError for another type."""
     value = config.get(key)
     if value is not None and type(value) is not bool:
         raise CheckpointError(f"{source}: {key} is {value!r:.80}: expected true or false")
@@ -105,7 +108,10 @@ def parse_switch(config: Mapping[str, Any], key: str, source: str) -> bool | Non
 
 
 def parse_group_size(config: Mapping[str, Any], keys: tuple[str, ...], source: str) -> int | None:
-    """The input channels per group; −1 in the file means all of them and is returned as None."""
+    """Input channels per group; None for −1, which means one group of all channels.
+
+    Raises CheckpointError for a missing key and another value.
+    """
     group_size = parse_integer(config, keys, source)
     if group_size != -1 and group_size < 1:
         raise CheckpointError(
@@ -121,9 +127,9 @@ def require_choice(
     source: str,
     default: Any = None,
 ) -> None:
-    """Raises CheckpointError unless a config has one of some values, or nothing, under a key.
+    """Raises CheckpointError unless config[key] is one of `supported`.
 
-    default: what nothing means.
+    default: the value that a missing key stands for.
     """
     value = config.get(key)
     value = default if value is None else value

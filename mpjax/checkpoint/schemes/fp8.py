@@ -1,14 +1,15 @@
-"""Decodes FP8 (e4m3) checkpoints: the fine-grained format, and that of compressed-tensors.
+"""Decodes FP8 (e4m3) checkpoints of two kinds: fine-grained FP8, and compressed-tensors.
 
-With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and its scales: one
-for each block of output and input channels, `weight_scale_inv` or `weight_scale`
-[⌈N / block⌉, ⌈K / block⌉]; for each output channel, `weight_scale` [N, 1]; or one, [1]. The weight
-is code · scale, in both ("inv" is the inverse of what the quantiser multiplied by). Source:
-DeepSeek-V3 §3.3.2 and its README_WEIGHTS.md; compressed-tensors, compressors/quantized_compressors.
+With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and scales: one for
+each block of output and input channels, `weight_scale_inv` or `weight_scale`
+[⌈N / block⌉, ⌈K / block⌉]; one for each output channel, `weight_scale` [N, 1]; or one scale, [1].
+The weight is code · scale under both names ("inv" is the inverse of the quantiser's factor).
+Source: DeepSeek-V3 §3.3.2 and its README_WEIGHTS.md; compressed-tensors,
+compressors/quantized_compressors.
 
-Two quantisers write it. `fp8` is the fine-grained format of DeepSeek-V3 and of Qwen's FP8 models;
-source: transformers, utils/quantization_config.py (FineGrainedFP8Config). `compressed-tensors` is
-llm-compressor's; source: compressed-tensors, quantization/quant_args.py and
+In config.json, the `quant_method` `fp8` is the fine-grained format of DeepSeek-V3 and of Qwen's FP8
+models; source: transformers, utils/quantization_config.py (FineGrainedFP8Config).
+`compressed-tensors` is llm-compressor's; source: compressed-tensors, quantization/quant_args.py and
 quantization/quant_scheme.py.
 """
 
@@ -30,26 +31,26 @@ from mpjax.kernels.checks import is_known
 
 SOURCE = "quantization_config of an FP8 checkpoint"
 SCALE_NAMES = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
-GROUP_SIZE = 128  # input channels, of the blocks that there are kernels for
+GROUP_SIZE = 128  # input channels per block: the only size for which there are kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class FP8Scheme(Scheme):
-    """FP8 weights (e4m3) with scales of blocks, channels or matrices.
+    """FP8 weights (e4m3) with a scale for each block, each output channel, or each matrix.
 
     method: `fp8` or `compressed-tensors`, which name their tensors differently.
     block: output and input channels that share a scale; None means all of them.
-    activations: what products round activations to, on the fly, with a scale for each token (and
-        each of a block's input channels): `float8`, or None for 16-bit activations.
-    unsupported_activations: see Scheme; None where `activations` says what there is.
-    has_cache_scales: that there are scales for an FP8 cache, too.
+    activations: the format to which products round activations: `float8`, with a scale computed
+        for each token (and each group of a block's input channels), or None for 16 bits.
+    unsupported_activations: see Scheme; None where `activations` is the checkpoint's own format.
+    has_cache_scales: whether the checkpoint also has scales for an FP8 cache.
     """
 
     title: ClassVar[str] = "FP8"
     article: ClassVar[str] = "an"
     methods: ClassVar[tuple[str, ...]] = tuple(SCALE_NAMES)
     suffixes: ClassVar[tuple[str, ...]] = ("weight", *SCALE_NAMES.values())
-    # Static scales of activations, which are rounded on the fly here, or not at all.
+    # Static scales of activations; products here compute an activation's scale, or use 16 bits.
     ignored: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
 
     method: str
@@ -62,7 +63,7 @@ class FP8Scheme(Scheme):
     def from_config(cls, config: Mapping[str, Any]) -> FP8Scheme:
         """Reads config.json's `quantization_config`.
 
-        Raises CheckpointError when it isn't FP8, or FP8 in a layout that can't be read.
+        Raises CheckpointError for another method, and for an FP8 layout that can't be read.
         """
         method = config.get("quant_method")
         if method == "fp8":
@@ -75,19 +76,19 @@ class FP8Scheme(Scheme):
 
     @property
     def scale_name(self) -> str:
-        """The name of the tensor beside a module's `weight`."""
+        """The suffix of the scales beside a module's `weight`."""
         return SCALE_NAMES[self.method]
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module's tensors are FP8 ones."""
+        """Whether a module has an FP8 weight, or a tensor with the name of its scales."""
         if any(name in specs for name in SCALE_NAMES.values()):
             return True
         return "weight" in specs and str(specs["weight"].dtype).startswith("float8")
 
     @property
     def quant_method(self) -> str:
-        """What config.json says."""
+        """The `quant_method` of config.json."""
         return self.method
 
     @property
@@ -101,7 +102,7 @@ class FP8Scheme(Scheme):
 
     @property
     def choices(self) -> tuple[FP8Scheme, ...]:
-        """The same weights with activations of 16 bits, and rounded to FP8."""
+        """Two schemes of the same weights: with 16-bit activations, and with FP8 activations."""
         return tuple(
             dataclasses.replace(self, activations=activations, unsupported_activations=None)
             for activations in (None, "float8")
@@ -119,7 +120,7 @@ class FP8Scheme(Scheme):
         checks.check_weight_shape(name, (channels, outputs), shape, None)
         size = self.block[0]
         groups = self.weights.groups(channels)  # as of the outputs, the last may be cut
-        # One scale for all is written as a vector.
+        # A single scale is stored as a vector of one number, not as a matrix.
         grid = (1,) if size is None else (-(-outputs // size), groups)
         checks.check_tensors(
             name,
@@ -135,9 +136,9 @@ class FP8Scheme(Scheme):
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
     ) -> PlainCodes:
-        """Codes float8_e4m3fn [K, N] with scales float32 [groups, N].
+        """Decodes one module: codes float8_e4m3fn [K, N] with scales float32 [groups, N].
 
-        Raises CheckpointError as `check` does, and for a NaN, which decoders take for a number.
+        Raises CheckpointError as `check` does, and for a NaN, which kernels decode to a number.
         """
         channels, outputs = self.check(tensors, name, shape)
         weight = jnp.asarray(tensors["weight"])
@@ -146,7 +147,7 @@ class FP8Scheme(Scheme):
                 f"{name}.weight has weights that are NaN: the checkpoint is damaged"
             )
         scales = jnp.asarray(tensors[self.scale_name])
-        checks.check_scales(name, scales)  # before each stands for many channels
+        checks.check_scales(name, scales)  # before the repetition, so that it counts each once
         scales = scales.reshape(-1, self.weights.groups(channels))
         size = min(self.block[0] or outputs, outputs)
         scales = _scales_of_channels(scales, size=size, outputs=outputs)
@@ -168,7 +169,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> FP8Scheme:
     checks.require_choice(config, "format", layouts, SOURCE)
     if config.get("transform_config"):
         raise CheckpointError(
-            f"{SOURCE}: there is a transform_config: checkpoints with one can't be read"
+            f"{SOURCE}: there is a transform_config, and rotated weights can't be read: load a "
+            "checkpoint without one"
         )
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -192,7 +194,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> FP8Scheme:
 
 
 def _check_cache(scheme: Any) -> bool:
-    """Whether there is a scheme, which must be FP8 with static scales of tensors or heads."""
+    """Whether there is a kv_cache_scheme.
+
+    Raises CheckpointError unless it is FP8 with a static scale for each tensor or each head.
+    """
     if not scheme:
         return False
     source = f"{SOURCE}, kv_cache_scheme"
@@ -222,7 +227,7 @@ def _parse_weights(weights: Any, source: str) -> tuple[int | None, int | None]:
 def _parse_activations(
     written: Any, block: tuple[int | None, int | None], source: str
 ) -> tuple[str | None, str | None]:
-    """The fields `activations` and `unsupported_activations`."""
+    """FP8Scheme's fields `activations` and `unsupported_activations`, from input_activations."""
     if not written:
         return None, None
     if not isinstance(written, Mapping):
@@ -255,7 +260,7 @@ def _parse_block(config: Mapping[str, Any], key: str, source: str) -> tuple[int,
 
 @functools.partial(jax.jit, static_argnames=("size", "outputs"))
 def _scales_of_channels(scales: jax.Array, *, size: int, outputs: int) -> jax.Array:
-    """Float32 [groups, N] from [blocks of `size` output channels, groups]; the last may be cut."""
+    """Scales float32 [groups, N] from [⌈N / size⌉, groups]: one for each of a block's channels."""
     return jnp.repeat(scales.astype(jnp.float32), size, axis=0)[:outputs].T
 
 

@@ -30,10 +30,10 @@ SUPPORTED_FORMATS = ("gptq", "gptq_v2")
 
 @dataclasses.dataclass(frozen=True)
 class DynamicRule:
-    """What GPTQModel did otherwise for modules whose path a pattern matches from its start.
+    """GPTQModel's settings for the modules whose path a pattern matches from its start.
 
-    bits, group_size, symmetric: as in GPTQScheme, already completed from the checkpoint's own.
-    quantized: False for modules that were left in 16 bits.
+    quantized: False for modules that were left in 16 bits. bits, group_size, symmetric: as in
+    GPTQScheme; settings that the rule leaves out have the checkpoint's values.
     """
 
     pattern: re.Pattern[str]
@@ -47,17 +47,18 @@ class DynamicRule:
 class GPTQScheme(Scheme):
     """GPTQ of 4 or 8 bits.
 
-    bits: 4 or 8. group_size: input channels per group; None means one group of all.
+    bits: 4 or 8. group_size: input channels per group; None: one group of all channels.
     checkpoint_format: `gptq` (v1, zero points stored minus 1) or `gptq_v2`.
     desc_act: whether channels were quantised in order of activation (act-order).
-    static_groups: whether groups were fixed before act-order, and so stay in order.
-    symmetric: whether all zero points are 2**(bits − 1); None where the file does not say.
-    dynamic: rules for single modules, of which the first that matches counts.
+    static_groups: whether groups were fixed before act-order, so that channels of one group lie
+        side by side.
+    symmetric: whether all zero points are 2**(bits − 1); None where config.json does not say.
+    dynamic: rules for single modules; the first that matches counts.
     """
 
     title: ClassVar[str] = "GPTQ"
     methods: ClassVar[tuple[str, ...]] = ("gptq",)
-    # Some writers give each module a bias, of zeros where the model has none.
+    # Some writers give each module a bias, all zeros where the model has none.
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx", "bias")
     on_host: ClassVar[tuple[str, ...]] = ("g_idx",)
 
@@ -73,12 +74,12 @@ class GPTQScheme(Scheme):
     def from_config(cls, config: Mapping[str, Any]) -> GPTQScheme:
         """Reads config.json's `quantization_config`.
 
-        Raises CheckpointError when it isn't GPTQ, or has bits or a layout that can't be read.
+        Raises CheckpointError for another method, and for bits or a layout that can't be read.
         """
         method = config.get("quant_method", config.get("method"))
         if method != "gptq":
             raise CheckpointError(f"{SOURCE}: quant_method is {method!r}: expected 'gptq'")
-        # GPTQModel writes the layout under both names; older writers under the first, or nowhere.
+        # GPTQModel writes the layout under both keys; older writers under the first, or not at all.
         keys = [k for k in ("checkpoint_format", "format") if config.get(k) is not None]
         formats = {str(config[key]).lower() for key in keys} or {"gptq"}
         if checks.parse_switch(config, "is_marlin_format", SOURCE):
@@ -117,7 +118,7 @@ class GPTQScheme(Scheme):
         )
 
     def for_module(self, name: str) -> GPTQScheme | None:
-        """The config of one module after `dynamic` rules; None if it was left in 16 bits.
+        """The scheme of one module after `dynamic` rules; None if it was left in 16 bits.
 
         name: the module's path, such as `model.layers.0.mlp.down_proj`.
         """
@@ -136,17 +137,17 @@ class GPTQScheme(Scheme):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module has words, and not as AWQ packs them."""
+        """Whether a module has a `qweight` that does not have AWQ's packing."""
         return "qweight" in specs and words.packing(specs) != "awq"
 
     @classmethod
     def refuse(cls, name: str, specs: Specs, method: str | None) -> NoReturn:
-        """Raises CheckpointError about a module packed so, where config.json says otherwise."""
+        """Raises CheckpointError: the module has GPTQ's packing, and config.json names another."""
         words.refuse_packing(name, specs, method)
 
     @property
     def weights(self) -> WeightFormat:
-        """The format of the modules that no rule is about."""
+        """The format of the modules that no `dynamic` rule changes."""
         return words.usual_format(self.bits, self.group_size)
 
     def format(self, name: str, channels: int) -> WeightFormat:
@@ -186,11 +187,12 @@ class GPTQScheme(Scheme):
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
     ) -> PlainCodes:
-        """The plain codes of one module.
+        """Decodes one module: codes uint8 [K, N], scales [G, N] as stored, zeros uint16 [G, N].
 
-        `g_idx` must be concrete (a numpy array, not an argument of a jitted function), since the
-        order of the channels is decided here. Raises CheckpointError as `check` and
-        `permutation_of` do, and for zero points that contradict the config.
+        With act-order, rows of the codes are in the order of a permutation int32 [K], which comes
+        with them. `g_idx` must be concrete (a NumPy array, not an argument of a jitted function),
+        because the permutation is computed from its values. Raises CheckpointError as `check` and
+        `permutation_of` do, and for zero points that contradict config.json.
         """
         rows, _ = self.check(tensors, name, shape)
         config = self._of_packed_module(name)
@@ -218,11 +220,14 @@ class GPTQScheme(Scheme):
         return PlainCodes(self.format(name, rows), codes, scales, zeros, permutation)
 
     def extra_bytes(self, specs: Specs, shape: tuple[int, int]) -> int:
-        """Bytes of the permutation, where there is `g_idx`."""
+        """Bytes of the permutation, for a module with `g_idx`; an upper bound."""
         return 4 * shape[0] if "g_idx" in specs else 0
 
     def _of_packed_module(self, name: str) -> GPTQScheme:
-        """The config after `dynamic` rules, for a module whose tensors are quantised."""
+        """The scheme after `dynamic` rules, of a module whose tensors are quantised.
+
+        Raises CheckpointError where a rule says that the module was left in 16 bits.
+        """
         resolved = self.for_module(name)
         if resolved is None:
             raise CheckpointError(
@@ -233,10 +238,11 @@ class GPTQScheme(Scheme):
 
 
 def permutation_of(g_idx: np.ndarray, group_size: int, name: str) -> np.ndarray | None:
-    """The order of input channels in which groups lie side by side; None if they already do.
+    """The permutation of input channels that puts each group's channels side by side.
 
-    g_idx: integers [K], the group of each channel. Returns int32 [K], channels of one group in
-    their own order. Raises CheckpointError unless every group has exactly group_size channels.
+    g_idx: integers [K], the group of each channel. Returns int32 [K], groups in order and channels
+    of a group in their original order; None where `g_idx` is in that order already. Raises
+    CheckpointError unless every group has exactly group_size channels.
     """
     channels = g_idx.shape[0]
     ordered = np.arange(channels) // group_size
@@ -254,9 +260,10 @@ def permutation_of(g_idx: np.ndarray, group_size: int, name: str) -> np.ndarray 
 
 
 def _centred(zeros: jax.Array, config: GPTQScheme) -> jax.Array:
-    """Zero points of a symmetric weight as they are meant, whichever storage config.json names.
+    """Corrects zero points of a symmetric weight where config.json names the wrong version.
 
-    Writers of v2 call it v1, and the reverse: then all of them are read one beside the middle.
+    Some writers call v2 `gptq`, or v1 `gptq_v2`; every zero point then reads as the middle plus or
+    minus 1. Zero points that are all off by that become the middle; others stay.
     """
     middle = 2 ** (config.bits - 1)
     beside = middle + (1 if config.checkpoint_format == "gptq" else -1)
@@ -273,7 +280,11 @@ def _parse_bits(config: Mapping[str, Any], source: str) -> int:
 def _parse_dynamic(
     rules: Any, bits: int, group_size: int | None, symmetric: bool | None
 ) -> tuple[DynamicRule, ...]:
-    """Reads `dynamic`: patterns with `-:` leave modules out, with `+:` or nothing change them."""
+    """Reads `dynamic`, a map from patterns to settings.
+
+    A pattern that begins with `-:` names modules left in 16 bits; with `+:` or no sign, modules
+    with other settings. Raises CheckpointError.
+    """
     if not isinstance(rules, Mapping):
         raise CheckpointError(f"{SOURCE}: dynamic is {rules!r}: expected a map of patterns")
     parsed = []

@@ -1,4 +1,4 @@
-"""The checkpoint formats that can be read, one line each."""
+"""Registry of the quantised checkpoint formats that can be read, one line each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMES: list[type[Scheme]] = [
 
 
 def read(config: Mapping[str, Any]) -> Scheme:
-    """What a `quantization_config` says. Raises CheckpointError where no format can be read."""
+    """The scheme of a `quantization_config`. Raises CheckpointError for a format not registered."""
     for scheme in SCHEMES:
         if scheme.matches(config):
             return scheme.from_config(config)
@@ -33,5 +33,5 @@ def read(config: Mapping[str, Any]) -> Scheme:
 
 
 def of_module(specs: Specs) -> type[Scheme] | None:
-    """The format that a module is stored in, judged by its tensors alone; None of a plain one."""
+    """The format of a module, judged by its tensors alone; None for a module in 16 bits."""
     return next((scheme for scheme in SCHEMES if scheme.holds(specs)), None)

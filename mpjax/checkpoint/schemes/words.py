@@ -1,7 +1,7 @@
-"""What AWQ and GPTQ share: codes in 32-bit words, with a scale and a zero point for each group.
+"""Codes in 32-bit words with a scale and a zero point for each group, as in AWQ and GPTQ.
 
-Both call their tensors `qweight`, `qzeros` and `scales`; they differ in the axis that `qweight` is
-packed along, so the shapes say which of them it is.
+Both formats name their tensors `qweight`, `qzeros` and `scales`. They pack `qweight` along
+different axes, so the shapes tell them apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORD_BITS = 32
 
 
 def packing(specs: Specs) -> Literal["awq", "gptq"] | None:
-    """Which method packed a module, judged by shapes alone; None when it is neither.
+    """The method that packed a module, judged by shapes alone; None for neither.
 
     specs: the module's tensors by suffix. With N output channels, AWQ's 4-bit `qweight` has N / 8
     columns and GPTQ's has N.
@@ -39,7 +39,7 @@ def packing(specs: Specs) -> Literal["awq", "gptq"] | None:
 
 
 def check_packing(name: str, specs: Specs, method: str) -> None:
-    """Raises CheckpointError when a module isn't packed as config.json's `quant_method` says.
+    """Raises CheckpointError for a module whose packing is not that of config.json's method.
 
     name: the module. specs: its tensors by suffix. method: `awq` or `gptq`.
     """
@@ -48,9 +48,9 @@ def check_packing(name: str, specs: Specs, method: str) -> None:
 
 
 def refuse_packing(name: str, specs: Specs, method: str | None) -> NoReturn:
-    """Raises CheckpointError about a module that isn't packed as config.json says.
+    """Raises CheckpointError: the module's packing is not that of config.json's method.
 
-    method: what config.json says, None where it says nothing.
+    method: the `quant_method` of config.json, None without one.
     """
     for suffix in ("qweight", "scales"):
         if suffix not in specs:
@@ -72,13 +72,13 @@ def refuse_packing(name: str, specs: Specs, method: str | None) -> NoReturn:
 
 
 def uniform_format(name: str, bits: int, group_size: int | None, channels: int) -> WeightFormat:
-    """The format of integer codes with a scale and a zero point for each group.
+    """The weight format of a module with a scale and a zero point for each group.
 
-    name: the module, for messages. group_size: input channels per group of `channels`; None is all.
-    Raises CheckpointError for a group size that no format has.
+    name: of the module, for messages. group_size: input channels per group; None: all `channels`.
+    Raises CheckpointError for a group size that no weight format has.
     """
     if group_size not in GROUP_SIZES and group_size == channels:
-        group_size = None  # one group, spelt as a number
+        group_size = None  # one group of all channels, given as their number
     if group_size not in (*GROUP_SIZES, None):
         raise CheckpointError(
             f"{name} has groups of {group_size} input channels: supported are groups of 32, 64, "
@@ -88,7 +88,10 @@ def uniform_format(name: str, bits: int, group_size: int | None, channels: int) 
 
 
 def usual_format(bits: int, group_size: int | None) -> WeightFormat:
-    """The format of a checkpoint with such groups; of one group, which may be spelt as a number."""
+    """The weight format of a checkpoint's modules before their channels are known.
+
+    A group size that no weight format has stands for one group of all channels.
+    """
     return WeightFormat(f"uint{bits}", group_size if group_size in GROUP_SIZES else None)
 
 
@@ -97,15 +100,15 @@ def unpack_words(
 ) -> jax.Array:
     """Splits 32-bit words into their fields along a matrix's axis.
 
-    words: int32 or uint32 [R, C]. bits: a divisor of 32, at most 8. order: the field, counted from
-    the lowest bits, that each element of a word comes from; lowest first by default.
+    words: int32 or uint32 [R, C]. bits: of a field, a divisor of 32, at most 8. order: for each
+    element of a word, the number of its field, counted from the lowest bits; ascending by default.
     Returns uint8 [R · 32 / bits, C] for axis 0 and [R, C · 32 / bits] for axis 1.
     """
     rows, columns = words.shape
     fields = np.arange(WORD_BITS // bits) if order is None else np.array(order)
     shifts = jnp.asarray(fields * bits, jnp.uint32)
     mask = jnp.uint32((1 << bits) - 1)
-    # Unsigned, because shifting a negative word right would bring ones in.
+    # Unsigned, because a right shift of a negative word shifts ones in.
     unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
     if axis == 0:
         codes = (unsigned[:, None, :] >> shifts[None, :, None]) & mask
@@ -115,9 +118,9 @@ def unpack_words(
 
 
 def check_middle(name: str, zeros: jax.Array, bits: int, said: str) -> None:
-    """Raises CheckpointError unless all zero points are in the middle; of traced ones, nothing.
+    """Raises CheckpointError unless all zero points are 2**(bits − 1); traced zero points pass.
 
-    zeros: integers [groups, N]. said: what config.json says, such as `sym: true`.
+    zeros: integers [groups, N]. said: the setting of config.json, such as `sym: true`.
     """
     middle = 2 ** (bits - 1)
     if not is_known(zeros) or bool(jnp.all(zeros == middle)):

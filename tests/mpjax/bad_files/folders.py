@@ -9,8 +9,8 @@ FOLDERS: list[Case] = [
     for way, said in [
         (only(), "expected a Hugging Face checkpoint, or one that mpjax saved, and found nothing"),
         (only("model.gguf"), "and found model.gguf; GGUF is not read: take the safetensors check"),
-        (only("tokenizer.model"), "and found tokenizer.model; a tokenizer is no model: fetch conf"),
-        (only("tokenizer.json"), "and found tokenizer.json; a tokenizer is no model: fetch config"),
+        (only("tokenizer.model"), "and found tokenizer.model; a tokenizer is not a model: fetch c"),
+        (only("tokenizer.json"), "and found tokenizer.json; a tokenizer is not a model: fetch con"),
         (
             only(WEIGHTS),
             "and found model.safetensors; config.json is missing: fetch it into the sa",

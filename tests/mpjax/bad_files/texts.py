@@ -36,7 +36,7 @@ TOKENIZERS: list[Case] = [
             "tokenizer.json can't be read as a tokenizer: range end index",
         ),
         *(
-            (way, "additional_chat_templates is no folder: expected one with chat templates, or n")
+            (way, "additional_chat_templates is not a folder: expected a folder of chat templates")
             for way in (
                 pipe("additional_chat_templates"),
                 link("additional_chat_templates", "gone"),
@@ -116,7 +116,7 @@ TOKENIZERS: list[Case] = [
         *(
             (
                 edit("generation_config.json", eos_token_id=value),
-                f"generation_config.json is {value!r}; expected an id or a list of ids",
+                f"generation_config.json is {value!r}: expected an id or a list of ids",
             )
             for value in (-1, 96, [2, True], "</s>", {"a": 1}, 2.0, [[2]])
         ),

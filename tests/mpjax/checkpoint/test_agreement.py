@@ -66,7 +66,9 @@ def test_a_precision_chooses_the_activations(scheme):
 def test_activations_that_somebody_must_choose():
     assert choose(FP8, "A16KV8") is FP8
     for text in (None, "A16KV8"):
-        message = "json: it was made for activations in FP8 with static scales, .* ask for the pre"
+        message = (
+            "json: the checkpoint was made for activations in FP8 with static scales, .* ask for"
+        )
         with pytest.raises(CheckpointError, match=message):
             choose(STATIC, text)
 

@@ -291,7 +291,7 @@ def test_a_bias_without_a_place_must_be_zero(rng):
     [part] = convert_linear(place("a"), [source], "bfloat16", files.read)
     assert part.bias is None
     bias[7] = 1
-    expect(r"^a\.bias is not zero, but by config\.json the model has no bias", source, files)
+    expect(r"^a\.bias is not zero, but by config\.json the module has no bias", source, files)
 
 
 def test_modules_of_one_shape_share_their_compilation(rng, caplog):

@@ -66,10 +66,10 @@ def test_rotary_scaling_comes_back(master):
 
 
 def test_foreign_folders(saved, tmp_path):
-    expect("nowhere has no mpjax.json: mpjax did not save a model there", tmp_path / "nowhere")
+    expect("nowhere has no mpjax.json: expected a folder that", tmp_path / "nowhere")
     for text in ("{}", '{"format": "another"}'):
         (saved / "mpjax.json").write_text(text)
-        expect("mpjax.json does not describe a model that mpjax saved", saved)
+        expect("mpjax.json has the format .*: expected 'mpjax checkpoint'", saved)
 
 
 @pytest.mark.parametrize("version", [3, 6, None, "4"])
@@ -107,7 +107,7 @@ KEYS = ("decoder", "config", "kv_format", "linears", "arrays")
 @pytest.mark.parametrize("value", [None, 3, [], {}, "nonsense", True, "missing"])
 def test_keys_of_another_type(key, value, saved):
     change(saved, lambda d: d.pop(key) if value == "missing" else d.update({key: value}))
-    expect(r"mpjax\.json is damaged: .*; convert the original again$", saved)
+    expect(r"mpjax\.json is damaged: .*; convert the original checkpoint again$", saved)
 
 
 WRONG_CONFIG = [
@@ -139,7 +139,7 @@ WRONG_CONFIG = [
 @pytest.mark.parametrize(("key", "value", "message"), WRONG_CONFIG)
 def test_values_that_no_model_has(key, value, message, saved):
     change(saved, lambda d: d["config"].update({key: value}))
-    expect(rf"mpjax\.json is damaged: .*{message}.*; convert the original again$", saved)
+    expect(rf"mpjax\.json is damaged: .*{message}.*; convert the original checkpoint again$", saved)
 
 
 def test_more_layers_than_arrays(saved):
@@ -203,8 +203,8 @@ DOWN = "layers.1.mlp.down"
         ([], f"{DOWN} has 0 parts: expected 1 or 1"),
         ([None], f"the array {DOWN}.0.kernel is missing"),
         (["uint4"], f"{DOWN} is 'uint4': expected a JSON object"),
-        ([{"scale_dtype": "float16"}], "there is no 'format'"),
-        ([{"format": "uint4:g32"}], "there is no 'scale_dtype'"),
+        ([{"scale_dtype": "float16"}], "the key 'format' is missing"),
+        ([{"format": "uint4:g32"}], "the key 'scale_dtype' is missing"),
         ([{"format": "uint5", "scale_dtype": "float16"}], "unknown weight format 'uint5'"),
         ([{"format": "bfloat16", "scale_dtype": "float16"}], "bfloat16 is not packed"),
         ([{"format": "uint4:g32", "scale_dtype": "float64"}], "scale_dtype is 'float64': expected"),

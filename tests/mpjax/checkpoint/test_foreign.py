@@ -17,7 +17,7 @@ from mpjax.checkpoint.foreign import describe
         ),
         (
             ["x.safetensors.part"],
-            ", and found x.safetensors.part; this download did not end: fetch",
+            ", and found x.safetensors.part; the download is incomplete: fetch",
         ),
         (
             ["refs/main", "snapshots/12/config.json"],
@@ -25,7 +25,7 @@ from mpjax.checkpoint.foreign import describe
         ),
         (["4bit/config.json", "8bit/config.json"], ", and found 4bit/config.json; load the folder"),
         (["pytorch_model.bin", "vocab.json"], ", and found pytorch_model.bin; PyTorch's files are"),
-        (["tokenizer.model"], ", and found tokenizer.model; a tokenizer is no model: fetch"),
+        (["tokenizer.model"], ", and found tokenizer.model; a tokenizer is not a model: fetch"),
     ],
 )
 def test_what_a_folder_holds(files, expected, tmp_path):

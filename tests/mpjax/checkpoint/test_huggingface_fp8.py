@@ -140,7 +140,7 @@ def test_scales_of_the_cache_must_be_there_and_positive(tmp_path, rng):
     for value, message in (
         (None, r"lacks 4 tensors \(model\.layers\.0\.self_attn\.k_scale"),
         (np.ones(3, np.float32), r"k_scale is float32 .*3.*one for each of the 2 KV heads"),
-        (np.zeros(1, np.float32), r"k_scale is \[0\.0\]: a scale is positive"),
+        (np.zeros(1, np.float32), r"k_scale is \[0\.0\]: expected positive, finite scales"),
     ):
         if value is not None:
             for layer in range(hf["num_hidden_layers"]):
@@ -194,8 +194,9 @@ def test_static_scales_of_activations_need_a_choice(tmp_path, rng):
     hf = huggingface.read_config(folder)
     write_checkpoint(folder, hf, tensors)
     message = (
-        f"{folder}/config.json: it was made for activations in 8-bit float with static scales, "
-        "which are not implemented: ask for the precision WFP8gKA16KV16 or WFP8AFP8KV16"
+        f"{folder}/config.json: the checkpoint was made for activations in 8-bit float with "
+        "static scales, which are not implemented: ask for the precision WFP8gKA16KV16 or "
+        "WFP8AFP8KV16"
     )
     rows = CliRunner().invoke(app, ["info", str(folder)]).stdout
     assert re.search(r"^precision +WFP8gKA16KV16$", rows, re.MULTILINE)

@@ -51,5 +51,5 @@ def test_other_shapes_and_dtypes_are_refused(value, tmp_path):
 def test_a_scale_is_positive(value, tmp_path):
     found = checkpoint(tmp_path, np.full(1, value, np.float32))
     infos = kv_scales.check(found.tensors, Decoder, CONFIG)
-    with pytest.raises(CheckpointError, match=r"k_scale is .*: a scale is positive"):
+    with pytest.raises(CheckpointError, match=r"k_scale is .*: expected positive, finite scales"):
         kv_scales.read(infos, 2, lambda info: found.read(info.name))

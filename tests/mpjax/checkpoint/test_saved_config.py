@@ -85,7 +85,7 @@ def test_a_kind_that_the_family_lacks():
 
 def test_types():
     assert get({"a": [1]}, "a", list) == require("a", [1], list) == [1]
-    with pytest.raises(ValueError, match=r"^there is no 'a'$"):
+    with pytest.raises(ValueError, match=r"^the key 'a' is missing$"):
         get({}, "a", list)
     with pytest.raises(ValueError, match=r"^a is True: expected a JSON integer$"):
         get({"a": True}, "a", int)

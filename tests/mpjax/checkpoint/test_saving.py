@@ -157,7 +157,7 @@ def test_what_is_there_is_not_overwritten_unasked(tmp_path, rng):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine").write_text("mine")
     for name in ("file", "folder", "original"):
-        with pytest.raises(ValueError, match=f"{name} exists and is no saved model"):
+        with pytest.raises(ValueError, match=f"{name} exists and is not a saved model"):
             save(lm, tmp_path / name, overwrite=True)
     assert (tmp_path / "folder" / "mine").read_text() == "mine"
 
@@ -172,7 +172,7 @@ def test_what_came_meanwhile_is_not_overwritten_unasked(tmp_path, rng, monkeypat
         return write(*arguments)
 
     monkeypatch.setattr(array_file, "write", write_slowly)
-    with pytest.raises(ValueError, match="saved exists and is no saved model"):
+    with pytest.raises(ValueError, match="saved exists and is not a saved model"):
         save(lm, tmp_path / "saved")
     assert (tmp_path / "saved" / "mine").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["original", "saved"]
@@ -235,7 +235,7 @@ def test_a_disk_that_fills_up_is_named(code, overwrite, tmp_path, rng, monkeypat
     message = rf"^saving {tmp_path}/saved needs [\d.]+ MB on the disk at /.*, which has .* free"
     with pytest.raises(DiskSpaceError, match=message) as caught:
         save(lm, tmp_path / "saved", overwrite=overwrite)
-    assert ("allows this user no more" in str(caught.value)) == (code == errno.EDQUOT)
+    assert ("quota is used up" in str(caught.value)) == (code == errno.EDQUOT)
     assert files(tmp_path) == before
 
 
@@ -336,7 +336,7 @@ def test_a_cache_that_can_not_be_made_is_refused(tmp_path, rng):
     for scales in (None, (2, 2, 2)):
         if scales:
             lm.model.cache_scales = CacheScales(jnp.ones(scales))
-        with pytest.raises(ValueError, match=r"^KV8s needs scales .* mpjax\.calibrate_cache or"):
+        with pytest.raises(ValueError, match=r"^KV8s needs a scale .* mpjax\.calibrate_cache or"):
             save(lm, tmp_path / "saved")
     lm.model.cache_scales = None
     save(dataclasses.replace(lm, kv_format=KVFormat("fp8")), tmp_path / "saved")

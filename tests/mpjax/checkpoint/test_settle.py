@@ -19,7 +19,7 @@ TIED = CONFIGS["llama-tied"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WARNING = (
     "config.json says tie_word_embeddings: true, but lm_head.weight is not "
-    "model.embed_tokens.weight: the model has both"
+    "model.embed_tokens.weight: the model gets both"
 )
 
 

@@ -255,7 +255,7 @@ def test_the_only_copy_of_a_model_is_kept(tmp_path):
     (folder / "file").write_text("another")
     [hidden] = (path for path in tmp_path.iterdir() if path != folder)
     for action in (clean_up, write):
-        with pytest.raises(ValueError, match=rf"{hidden}/previous is what stood in {folder} bef"):
+        with pytest.raises(ValueError, match=rf"{hidden}/previous is the content of {folder} bef"):
             action(folder)
         assert read(hidden / "previous") == {"file": "old"}
         assert read(folder) == {"file": "another"}
@@ -316,7 +316,7 @@ def test_without_locks_nothing_is_deleted(before, tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", no_locks)
     [hidden] = tmp_path.glob(".saved*")
     clean_up(folder)
-    with pytest.raises(ValueError, match=rf"{hidden} is there: either another process saves a mo"):
+    with pytest.raises(ValueError, match=rf"{hidden} exists: either another process saves a mo"):
         write(folder)
     assert read(hidden / "new") == {"file": "new"}
     shutil.rmtree(hidden)

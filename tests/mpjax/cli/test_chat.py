@@ -79,14 +79,14 @@ def test_an_interrupt_stops_the_answer_alone(talk, heard):
 
 def test_unknown_commands_are_not_said(talk, heard):
     result = talk("/help\nhi\n")
-    assert "unknown command /help: there are /reset and /exit" in result.stderr
+    assert "unknown command /help: expected /reset or /exit" in result.stderr
     assert [messages for messages, _ in heard] == [[user("hi")]]
 
 
 def test_an_answer_gets_what_room_is_left(talk, heard):
     result = talk("x " * 100 + "\n" + "y " * 300 + "\nshort\n", "--max-new-tokens", "200")
     assert result.exit_code == 0
-    assert "mpjax: the conversation would pass the 256 positions of this model" in result.stderr
+    assert ", and the model 256 positions: /reset it" in result.stderr
     assert len(heard) == 2  # the second was refused, and is not part of the conversation
     assert 0 < heard[0][1]["max_new_tokens"] < 200
     assert [m["content"] for m in heard[1][0]][1:] == ["A", "short"]

@@ -115,7 +115,7 @@ def test_nothing_else_is_overwritten(tiny_folder, tmp_path):
     (tmp_path / "precious").write_text("x")
     result = convert(tiny_folder, tmp_path, "--overwrite")
     assert result.exit_code == 1
-    assert "is no saved model" in result.stderr
+    assert "is not a saved model" in result.stderr
     assert (tmp_path / "precious").read_text() == "x"
 
 

@@ -236,5 +236,5 @@ def test_a_result_that_can_not_be_written_is_refused_before_a_model_is_loaded(
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     result = run("--input", str(asked), "--output", str(asked))
     assert result.exit_code == 2
-    assert "is --input, too" in result.stderr
+    assert "is also --input" in result.stderr
     assert asked.read_text() == '{"prompt": "a"}\n'

@@ -122,7 +122,9 @@ def test_a_product_that_nothing_does_is_a_failure(gpu, tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "configurations skipped: wrong\n" in result.stdout
     assert "uint4:g128 256x64, 7 rows: no configuration worked\n" in result.stderr
-    assert result.stderr.endswith("mpjax: no configuration worked for 2 of 2 jobs\n")
+    assert result.stderr.endswith(
+        "mpjax: no configuration worked for 2 of 2 jobs: the lines above give the reasons\n"
+    )
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):

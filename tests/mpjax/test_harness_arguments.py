@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpjax.generation_kwargs import parse
+from mpjax.harness_arguments import generation_arguments
 from mpjax.sampling import Sampling
 
 
@@ -26,7 +26,7 @@ from mpjax.sampling import Sampling
     ],
 )
 def test_how_tokens_are_drawn(kwargs, sampling):
-    assert parse(kwargs, 256).sampling == sampling
+    assert generation_arguments(kwargs, 256).sampling == sampling
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_how_tokens_are_drawn(kwargs, sampling):
     [("\n", ("\n",)), (["Q:", "", "\n\n"], ("Q:", "\n\n")), ([], ()), ("", ()), (None, ())],
 )
 def test_where_a_text_ends(until, stop):
-    assert parse({"until": until}, 256).stop == stop
+    assert generation_arguments({"until": until}, 256).stop == stop
 
 
 @pytest.mark.parametrize(
@@ -48,32 +48,34 @@ def test_where_a_text_ends(until, stop):
     ],
 )
 def test_how_many_tokens(kwargs, tokens):
-    found = parse(kwargs, 256).max_new_tokens
+    found = generation_arguments(kwargs, 256).max_new_tokens
     assert (found, type(found)) == (tokens, int)
 
 
 def test_equal_arguments_are_one_key():
-    first = parse({"until": ["\n"], "max_gen_toks": 8, "temperature": 0.5}, 1)
-    second = parse({"temperature": 0.5, "do_sample": True, "until": "\n", "max_tokens": 8}, 2)
+    first = generation_arguments({"until": ["\n"], "max_gen_toks": 8, "temperature": 0.5}, 1)
+    second = generation_arguments(
+        {"temperature": 0.5, "do_sample": True, "until": "\n", "max_tokens": 8}, 2
+    )
     assert len({first, second}) == 1
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"num_beams": 10, "until": "x"}, "ask for num_beams=10; mpjax knows until, "),
-        ({"typical_p": 0.9, "num_beams": 4}, r"ask for num_beams=4, typical_p=0\.9; mpjax"),
-        ({"typical_p": 0.9, "num_beams": 1}, r"ask for typical_p=0\.9; mpjax"),
+        ({"num_beams": 10, "until": "x"}, "have num_beams=10: expected until, "),
+        ({"typical_p": 0.9, "num_beams": 4}, r"have num_beams=4, typical_p=0\.9: expected"),
+        ({"typical_p": 0.9, "num_beams": 1}, r"have typical_p=0\.9: expected"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"temperature": 1, "top_k": -2}, "top_k is .* must be 1 or above"),
+        ({"temperature": 1, "top_k": -2}, "top_k is .*: expected a number of 1 or above"),
         ({"temperature": 1, "top_p": 0.0}, "top_p is 0.0"),
-        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
-        ({"until": 5}, "the stop string 5 is no text"),
-        ({"until": ["\n", 5]}, "the stop string 5 is no text"),
+        ({"temperature": "hot"}, "temperature is 'hot': expected a number"),
+        ({"until": 5}, "stop has 5: expected a string"),
+        ({"until": ["\n", 5]}, "stop has 5: expected a string"),
         ({"max_gen_toks": "many"}, "max_gen_toks is 'many': expected 1 or more, a whole number"),
         ({"max_new_tokens": 2.5}, r"max_new_tokens is 2\.5: expected 1 or more, a whole number"),
     ],
 )
 def test_what_it_can_not_do_is_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        parse(kwargs, 256)
+        generation_arguments(kwargs, 256)

@@ -1,4 +1,4 @@
-"""lm_eval's `generation_kwargs`, with which a task says how its answers are to be generated."""
+"""Converts the `generation_kwargs` of a task of lm_eval to arguments of `mpjax.generate`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from mpjax.arguments import stop_strings
 from mpjax.kernels.checks import whole_number
 from mpjax.sampling import FILTERS, Sampling
 
-# What tasks call the number of new tokens; of several the first counts, as in lm_eval.
+# Names of max_new_tokens in tasks. If a task has several, the first here counts, as in lm_eval.
 NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationArguments:
-    """Arguments of `mpjax.generate`; requests with equal ones can share a batch."""
+    """Arguments of `mpjax.generate`; requests with equal arguments can share a batch."""
 
     max_new_tokens: int
     stop: tuple[str, ...]
     sampling: Sampling
 
 
-def parse(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments:
+def generation_arguments(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments:
     """Reads `until`, `max_gen_toks`, `do_sample`, `temperature` and the filters of Sampling.
 
-    max_new_tokens: where the task doesn't say how many.
+    max_new_tokens: for a task without its own number.
 
-    Generation is greedy unless `do_sample` is true, or left out beside a temperature; then the
-    filters play no part. A `top_k` of 0 or -1 is off. Raises ValueError for an argument that would
-    change the answers and that mpjax doesn't have.
+    Generation is greedy unless `do_sample` is true, or missing beside a temperature above 0; greedy
+    generation ignores the filters. A `top_k` of 0 or -1 switches it off. Raises ValueError for an
+    argument that mpjax doesn't have and that would change the results.
     """
     rest = {name: value for name, value in kwargs.items() if value is not None}
     until = rest.pop("until", None)
@@ -43,22 +43,22 @@ def parse(kwargs: Mapping[str, Any], max_new_tokens: int) -> GenerationArguments
     elif temperature is None:
         temperature = 1.0
     if rest.get("top_k") in (0, -1):
-        del rest["top_k"]  # how other libraries switch it off
-    if temperature == 0:  # greedy whatever the filters are, also where Sampling doesn't know them
+        del rest["top_k"]  # other libraries switch top_k off so
+    if temperature == 0:  # greedy: values of filters that Sampling would refuse don't matter
         rest = {name: value for name, value in rest.items() if name not in FILTERS}
     names = (*FILTERS, "repetition_penalty")
     given = {name: rest.pop(name) for name in names if name in rest}
     sampling = Sampling.of({"temperature": temperature, **given})
     if rest.get("num_beams") == 1:
-        del rest["num_beams"]  # what everybody does who has no beams
+        del rest["num_beams"]  # one beam is no beam search
     if rest:
         unknown = ", ".join(f"{name}={rest[name]!r}" for name in sorted(rest))
         known = ", ".join(("until", "do_sample", "temperature", *names, *NEW_TOKENS))
-        raise ValueError(f"generation_kwargs ask for {unknown}; mpjax knows {known}")
+        raise ValueError(f"generation_kwargs have {unknown}: expected {known}")
     return GenerationArguments(lengths[0] if lengths else max_new_tokens, stop, sampling)
 
 
 def _tokens(name: str, value: Any) -> int:
-    """A number of tokens, which some tasks write as 64.0."""
+    """A number of tokens as an integer; some tasks write it as 64.0. Raises ValueError."""
     is_whole = isinstance(value, float) and value.is_integer()
     return whole_number(name, int(value) if is_whole else value)

@@ -136,8 +136,9 @@ def write(
     pieces: equal slices of the head's channels, as many as the codes have planes, or a multiple.
         Each is [lanes] for one token, or [tokens, lanes] for several on one page, with channels in
         lanes as `lanes` says.
-    dtype: of the vector.
-    channels: the channels of each slice that these are, if channels have scales; None for all.
+    dtype: of the key or value.
+    channels: if channels have scales, the channels of each slice that are in its piece; None for
+        all channels.
     """
     scales = None
     if side.codes.scaling == "head":

@@ -61,7 +61,7 @@ def kernel(
 ):
     """The kernel with the configuration that it would have, or as many splits as are asked for.
 
-    residual_splits: of what waits, or None for as many as it would have.
+    residual_splits: programs for the residual, or None for as many as it would have.
     is_balanced: whether programs help each other, whatever the lengths.
     """
     _, tokens, heads, _ = queries.shape

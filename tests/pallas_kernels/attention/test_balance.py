@@ -121,7 +121,7 @@ def check(lengths: np.ndarray, splits: int, own: int) -> None:
             is_piece = split < 0
             assert is_piece or (batch, split) == divmod(number, own)
             if split >= splits and not is_piece:
-                continue  # it reads what waits
+                continue  # it reads the residual
             tiles = list(range(first, min(end, lengths[batch]), stride))
             assert is_piece <= bool(tiles)
             read[batch] += tiles

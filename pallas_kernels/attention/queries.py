@@ -97,14 +97,14 @@ def times_channels(
         step, zero = jnp.broadcast_to(step, q.shape), jnp.broadcast_to(zero, q.shape)
         if midpoint is None:
             products.append(bits.multiply_exactly(q, step))
-            of_zero = bits.multiply_exactly(q, zero)
+            zero_terms = bits.multiply_exactly(q, zero)
         else:
             products.append([bits.multiply(q, step)])
             again = bits.multiply(q, step, copy=1)
             sums[shift] += times(-midpoint, again)
             zero = bits.multiply(step, jnp.full_like(step, midpoint), zero)
-            of_zero = [bits.multiply(q, zero)]
-        for term in of_zero:
+            zero_terms = [bits.multiply(q, zero)]
+        for term in zero_terms:
             sums[shift] += times(1.0, term)
     total = functools.reduce(operator.add, (x * 2.0**-shift for shift, x in sums.items()))
     return products, total.max(oriented.slots)  # all slots hold the same sum

@@ -74,11 +74,11 @@ class Rows(NamedTuple):
         It loads the queries again: if it shared the loads of `load_few`, Triton would give them the
         layout that the maximum wants, and then have to change it.
         """
-        found = []
+        largest = []
         for words in cover(queries.shape[2]):
             q = self.load(queries, Part(words, range(1)))
-            found.append(jnp.abs(q.astype(jnp.float32)).max(1))
-        return functools.reduce(jnp.maximum, found)
+            largest.append(jnp.abs(q.astype(jnp.float32)).max(1))
+        return functools.reduce(jnp.maximum, largest)
 
 
 def rows_of(

@@ -51,15 +51,15 @@ def cover(width: int) -> tuple[Words, ...]:
 
     Only the last is padded, and by fewer than MINIMUM_WORDS words.
     """
-    found = []
+    ranges = []
     first = 0
     while first < width:
         size = 1 << ((width - first).bit_length() - 1)
         if size < MINIMUM_WORDS or (size < 2 * MINIMUM_WORDS and size < width - first):
             size = max(2 * size, MINIMUM_WORDS)
-        found.append(Words(first, size, width))
+        ranges.append(Words(first, size, width))
         first += size
-    return tuple(found)
+    return tuple(ranges)
 
 
 class Place(NamedTuple):
@@ -212,8 +212,8 @@ def operands(
         if scaling == "token":
             return side.codes.scaled_operand(words, plane, *token_pair)
         if scaling == "channel":
-            found = channel_parameters(side, place, part)
-            step, zero = (jnp.expand_dims(x, axis) for x in found)
+            pair = channel_parameters(side, place, part)
+            step, zero = (jnp.expand_dims(x, axis) for x in pair)
             return side.codes.scaled_operand(words, plane, step, zero)
         return side.codes.operand(words, plane, dtype, copy=copy)
 

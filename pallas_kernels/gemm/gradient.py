@@ -48,22 +48,22 @@ def _backward(
     x, weight, scales = saved
     # The gradient of the sum: a consumer that adds up the terms has the same gradient for each.
     gradient = gradient.mean(0)
-    of_x = _times_transposed(gradient.astype(x.dtype), weight, scales)
+    x_gradient = _times_transposed(gradient.astype(x.dtype), weight, scales)
     if scales is None and weight.channel_scales is None and weight.table is None:
-        return of_x, _of_weight(weight, None, None), None
+        return x_gradient, _weight_gradient(weight, None, None), None
     # The compiler leaves out the gradients that nobody uses. On a mesh with explicit axes, the sum
     # over divided rows gets the sharding of the matrix.
     learned = scales, weight.channel_scales, weight.table
-    matrix, pull = jax.vjp(functools.partial(_dense, weight), *learned)
-    of_matrix = jnp.einsum(
+    matrix, pull_back = jax.vjp(functools.partial(_dense, weight), *learned)
+    matrix_gradient = jnp.einsum(
         "mk,mn->kn",
         x,
         gradient,
         preferred_element_type=jnp.float32,
         out_sharding=_explicit_sharding(matrix),
     )
-    of_scales, *of_others = pull(of_matrix)
-    return of_x, _of_weight(weight, *of_others), of_scales
+    scales_gradient, *other_gradients = pull_back(matrix_gradient)
+    return x_gradient, _weight_gradient(weight, *other_gradients), scales_gradient
 
 
 differentiable.defvjp(_forward, _backward)
@@ -86,12 +86,16 @@ def _explicit_sharding(array: jax.Array) -> Any:
     return None if sharding.mesh.empty else sharding
 
 
-def _of_weight(weight: QuantizedTensor, of_channel_scales: Any, of_table: Any) -> QuantizedTensor:
+def _weight_gradient(
+    weight: QuantizedTensor, channel_scales_gradient: Any, table_gradient: Any
+) -> QuantizedTensor:
     """The gradient of a weight from those of its learned parameters; its codes have none."""
     nothing: QuantizedTensor = jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight
     )
-    return dataclasses.replace(nothing, channel_scales=of_channel_scales, table=of_table)
+    return dataclasses.replace(
+        nothing, channel_scales=channel_scales_gradient, table=table_gradient
+    )
 
 
 @jax.custom_vjp
@@ -127,9 +131,9 @@ def _times_transposed_backward(
         matrix = _dense(weight, *learned)
         return jnp.einsum("mn,kn->mk", gradient.astype(jnp.float32), matrix).astype(gradient.dtype)
 
-    _, pull = jax.vjp(product, gradient, scales, weight.channel_scales, weight.table)
-    of_gradient, of_scales, *of_others = pull(cotangent)
-    return of_gradient, _of_weight(weight, *of_others), of_scales
+    _, pull_back = jax.vjp(product, gradient, scales, weight.channel_scales, weight.table)
+    second_gradient, scales_gradient, *other_gradients = pull_back(cotangent)
+    return second_gradient, _weight_gradient(weight, *other_gradients), scales_gradient
 
 
 _times_transposed.defvjp(_times_transposed_forward, _times_transposed_backward)

@@ -174,14 +174,15 @@ class Integers(KVCodes):
             low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
             high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
             ranges = [(low, high)]
-        found = [quantize.parameters(*ends, self.bits, dtype) for ends in ranges]
-        of_each = found * (len(values) // len(found))
+        parameters = [quantize.parameters(*ends, self.bits, dtype) for ends in ranges]
+        piece_parameters = parameters * (len(values) // len(parameters))
         codes = [
             quantize.encode(x, step, zero, self.bits)
-            for x, (step, zero) in zip(values, of_each, strict=True)
+            for x, (step, zero) in zip(values, piece_parameters, strict=True)
         ]
         pairs = [
-            bit_planes.pack_pair(step.astype(dtype), zero.astype(dtype)) for step, zero in found
+            bit_planes.pack_pair(step.astype(dtype), zero.astype(dtype))
+            for step, zero in parameters
         ]
         return self._words(codes), pairs
 

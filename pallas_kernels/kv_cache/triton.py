@@ -20,8 +20,8 @@ from mpjax.kernels.kv_cache.writing import (
     find_slot,
     for_each,
     lanes,
-    like,
     programs_for,
+    shapes_of,
     write,
 )
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked
@@ -61,7 +61,7 @@ def append(
         _kernel,
         operands,
         pages,
-        out_shape=like(pages),
+        out_shape=shapes_of(pages),
         grid=(programs_for(batch * tokens, heads), heads),
         settings=Settings(f"append_{pages.format}".lower()),
         interpret=interpret,
@@ -99,7 +99,7 @@ def flush(
         functools.partial(_flush_kernel, cuts=cuts, blocks=blocks),
         operands,
         pages,
-        out_shape=like(pages),
+        out_shape=shapes_of(pages),
         grid=(flush_programs(sequences * blocks * pieces, likely, sequences),),
         settings=Settings(f"flush_{pages.format}".lower(), warps=size.warps),
         interpret=interpret,

@@ -17,7 +17,7 @@ from mpjax.kernels.kv_cache.cache import KVPages, Side
 from mpjax.kernels.launch import load, store
 
 
-def like(pages: KVPages) -> KVPages:
+def shapes_of(pages: KVPages) -> KVPages:
     """The shapes of pages, as the outputs of a kernel that takes over their buffers."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pages)
 
@@ -170,8 +170,8 @@ def write(
     elif side.codes.group is not None:
         group = slot.position // side.codes.group
         stride = side.parameters.shape[3] // len(parameters)
-        for i, found in enumerate(parameters):
+        for i, pairs in enumerate(parameters):
             lane, is_first = (x[None, :] for x in targets(width))
             target = side.parameters.at[slot.page, head, group, i * stride + first + lane]
             mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
-            store(target, found, mask=mask)
+            store(target, pairs, mask=mask)

@@ -20,8 +20,8 @@ from mpjax.kernels.kv_cache.writing import (
     find_slot,
     for_each,
     lanes,
-    like,
     programs_for,
+    shapes_of,
     targets,
     write,
 )
@@ -60,7 +60,7 @@ def rotate_and_append(
         _kernel,
         operands,
         pages,
-        out_shape=(queries, like(pages)),
+        out_shape=(queries, shapes_of(pages)),
         grid=(programs_for(batch * tokens, total), total),
         settings=Settings(f"rotate_and_append_{pages.format}".lower()),
         interpret=interpret,

@@ -1,4 +1,4 @@
-"""A ragged batch: which tokens of which sequences are new, and where they lie in the cache."""
+"""The new tokens of a ragged batch, and where they lie in the cache."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type,
 )
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Where the new tokens of a batch lie in a paged cache; the same for all layers.
+    """The place of a batch's new tokens in a paged cache; the same for all layers.
 
-    The new tokens themselves are an array [batch, tokens, ...], of whose rows the first counts[b]
-    tokens are real; or [tokens, ...], where the tokens of a sequence lie behind those of the one
-    before, without padding between them ("varlen").
+    The new tokens are an array [batch, tokens, ...], in which the first counts[b] tokens of row b
+    are real and the others padding. Or they are varlen, [tokens, ...]: the tokens of all sequences,
+    one sequence after another, without padding between sequences.
 
-    block_tables: int32 [batch, pages per sequence]; entry p is the page of the tokens at positions
-        p · page size and on.
+    block_tables: int32 [batch, pages per sequence]; entry p of a sequence is the page of its tokens
+        from position p · page size on.
     starts: int32 [batch], the position of each sequence's first new token.
-    counts: int32 [batch], how many new tokens each sequence has. Other tokens are padding.
-    fresh: all starts are known to be 0 (static).
-    longest: no count exceeds it (static), so that varlen tokens launch no more than is needed; None
-        where that is not known, and all of them may be of one sequence.
+    counts: int32 [batch], the number of each sequence's new tokens.
+    fresh: whether all starts are known to be 0 (static).
+    longest: a number of tokens that no count exceeds (static), so that no more programs are
+        launched for varlen tokens than needed. By default all varlen tokens may be of one sequence.
 
-    Under `jit` a span is an argument like any other; lists and NumPy's arrays do, too. Raises
-    ValueError for a `longest` below 1. What else doesn't fit is refused by the operation.
+    Arrays may also be lists or NumPy's arrays. Under `jit` a span can be an argument, as a pytree.
+
+    Raises ValueError for a `longest` below 1. Arrays are checked by the operation that takes the
+    span (`read`).
     """
 
     block_tables: jax.Array
@@ -45,7 +47,7 @@ class Span:
     longest: int | None = None
 
     def __post_init__(self) -> None:
-        # Arrays are not looked at here: a pytree's leaves may be anything.
+        # Arrays are not checked here: the leaves of a pytree may be any object.
         require_type("Span: fresh", self.fresh, bool, np.bool)
         longest = static_number("Span: longest", self.longest, operator.index, "a number of tokens")
         object.__setattr__(self, "fresh", bool(self.fresh))
@@ -63,17 +65,18 @@ class Span:
 
     @property
     def most_tokens(self) -> int:
-        """The `longest` of a span that has been read."""
+        """The `longest` of a span that `read` returned, which is never None."""
         assert self.longest is not None, "Span.read was not called"
         return self.longest
 
     def read(self, operation: str, new: tuple[int, ...]) -> Span:
-        """The span in int32, in which positions are computed, and with its `longest`.
+        """The span with int32 arrays, in which positions are computed, and with a `longest`.
 
+        operation: the function that takes the span, for messages.
         new: the shape [batch, tokens] of the new tokens, or [tokens] of varlen ones.
 
-        Raises ValueError, which names the operation, unless arrays are integers that fit the
-        tokens.
+        Raises ValueError unless arrays are integers of shapes that fit the tokens, and, where their
+        values are known, unless these are in range.
         """
         block_tables, starts, counts = as_arrays(
             operation, block_tables=self.block_tables, starts=self.starts, counts=self.counts
@@ -107,7 +110,7 @@ class Span:
     def _require_limits(
         self, operation: str, starts: jax.Array, counts: jax.Array, new: tuple[int, ...]
     ) -> None:
-        """Raises ValueError for starts and counts, where they are known, that there can't be."""
+        """Raises ValueError for starts and counts that are out of range, where they are known."""
         is_varlen, most, limits = len(new) == 1, new[-1], f"0 to {new[-1]}, the new tokens"
         if self.longest is not None and self.longest < most:
             most, limits = self.longest, f"0 to {self.longest}, the longest of the span"

@@ -1,4 +1,4 @@
-"""Weight formats: which codes a matrix is stored in, and how they lie in memory."""
+"""Weight formats: the codes that a matrix is stored in, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import NamedTuple
 from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown, whole_number
 
 GROUP_SIZES = (32, 64, 128)
-FLOAT8_GROUP = 128  # input channels of a block of FP8 that shares a scale; the last may have fewer
-# Codes of one plane that lie side by side: 64 16-bit words are a full 128-byte cache line.
+FLOAT8_GROUP = 128  # input channels that share an FP8 scale; the last group may have fewer
+# The most input channels in one plane of a block: 64 16-bit words are a full 128-byte cache line.
 MAXIMUM_PLANE_WIDTH = 64
-# Input channels of a block: K is padded to whole blocks, so they must not grow with the planes.
+# The most input channels of a block, however many planes it has, since K is padded to whole blocks.
 MAXIMUM_BLOCK = 512
-# Channels that a kernel takes at a time where the codes are the operand itself.
+# Input channels that a kernel takes at a time where codes are the operand itself.
 FLAT_BLOCK = 128
 
 
 class _Rule(NamedTuple):
-    """What a kind of codes can be combined with; the first of `operands` is the default."""
+    """The fields of a WeightFormat that a kind of codes can be combined with."""
 
-    bits: int
-    group_sizes: tuple[int | None, ...]
-    operands: tuple[str | None, ...] = (None,)
+    bits: int  # of a code
+    group_sizes: tuple[int | None, ...]  # None for all input channels
+    operands: tuple[str | None, ...] = (None,)  # the first is the default; None for 16 bits
     can_be_symmetric: bool = False
 
 
@@ -44,12 +44,12 @@ _RULES: Mapping[str, _Rule] = {
 
 
 def group_sizes(codes: str) -> tuple[int | None, ...]:
-    """The numbers of input channels that can share parameters of a kind of codes; None is all."""
+    """The numbers of input channels that can share a kind of codes' parameters; None for all."""
     return _RULES[codes].group_sizes
 
 
 def can_be_symmetric(codes: str) -> bool:
-    """Whether codes have zero points, which may all be the middle."""
+    """Whether a kind of codes has zero points, which may all be 2**(bits − 1)."""
     return _RULES[codes].can_be_symmetric
 
 
@@ -64,20 +64,24 @@ def describe_sizes(codes: str, prefix: str = "") -> str:
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How a weight matrix is stored; static, hashable, written as `uint4:g128` or `int8/int8`.
+    """The format of a stored weight matrix, written as `uint4:g128` or `int8/int8`.
 
-    codes: what a code means.
+    Static and hashable.
+
+    codes: the kind of codes.
         `uint4`, `uint8`: an integer minus the group's zero point (AWQ, GPTQ, TurboMind).
         `table4`, `table3`, `table2`: an index of a table, such as normal float (FLUTE).
-        `float8`: e4m3. `int8`: a signed integer.
-        `liquid4`: four bits and a group's integer step and offset, which make an int8 (LiquidGEMM).
-        `bfloat16`, `float16`: a plain array.
-    group_size: input channels that share parameters, or None for all.
+        `float8`: an e4m3 number. `int8`: a signed integer.
+        `liquid4`: four bits that become an int8 by a group's integer step and offset (LiquidGEMM).
+        `bfloat16`, `float16`: no codes, but a plain array.
+    group_size: the number of input channels that share parameters, or None for all.
     symmetric: whether all zero points of `uint4` or `uint8` are 2**(bits − 1), which kernels for
         bfloat16 decode in fewer instructions.
-    operand: what codes are decoded to for the tensor cores, `int8` or `float8`, or None for the
-        dtype of 16-bit activations. Words are as wide. `ProductFormat` says what activations meet
-        it.
+    operand: the dtype that codes are decoded to for the tensor cores: `int8` or `float8`, or None
+        for the dtype of 16-bit activations. Words are as wide as the operand. `ProductFormat` says
+        which activations an operand is multiplied with.
+
+    Raises ValueError for fields that can't be combined.
     """
 
     codes: str
@@ -118,7 +122,7 @@ class WeightFormat:
     def parse(cls, text: str) -> WeightFormat:
         """Reads `codes[:gSIZE][:sym][/operand]`; SIZE is a number, or K (the default) for all.
 
-        Capitals and spaces around it don't matter. Raises ValueError that says what is wrong.
+        Ignores case and surrounding spaces. Raises ValueError for a text that is no format.
         """
         require_type("the weight format", text, str, hint=", such as 'uint4:g128'")
         lower = text.strip().lower()
@@ -135,7 +139,7 @@ class WeightFormat:
 
     @classmethod
     def of(cls, format: WeightFormat | str) -> WeightFormat:
-        """A format as it is, or as `parse` reads it: what functions that take one accept."""
+        """The format itself, or the one that `parse` reads; for arguments that may be either."""
         return format if isinstance(format, WeightFormat) else cls.parse(format)
 
     def __str__(self) -> str:
@@ -146,7 +150,10 @@ class WeightFormat:
         return f"{self.codes}:g{group}" + (":sym" if self.symmetric else "") + suffix
 
     def require_matrix(self, shape: tuple[int, ...], name: str = "the matrix") -> None:
-        """Raises ValueError for a shape that is not [..., K, N], or whose K can't be split."""
+        """Raises ValueError unless a shape is [..., K, N], and K can be split into groups.
+
+        name: of the matrix, for messages.
+        """
         if len(shape) < 2 or 0 in shape:
             raise ValueError(
                 f"{name}: the shape is {shape}; {self} is the format of a matrix [..., K, N]"
@@ -157,9 +164,9 @@ class WeightFormat:
                 "choose a group size that divides them, or gK for one group"
             )
 
-    def can_split(self, channels: int) -> bool:
-        """Whether input channels are whole groups; FP8's blocks may end within one."""
-        is_whole = self.group_size is None or channels % self.group_size == 0
+    def can_split(self, input_channels: int) -> bool:
+        """Whether the input channels are whole groups; FP8's last group may be cut."""
+        is_whole = self.group_size is None or input_channels % self.group_size == 0
         return is_whole or self.codes == "float8"
 
     @property
@@ -169,32 +176,35 @@ class WeightFormat:
 
     @property
     def bits(self) -> int:
-        """Bits per code."""
+        """The bits of a code."""
         return _RULES[self.codes].bits
 
     @property
     def word_bits(self) -> int:
-        """Bits of a word: those of the operand that it becomes, whose way it takes."""
+        """The bits of a word, as many as the operand has: words are moved as operands would be."""
         return 8 if self.operand else 16
 
     @property
     def columns(self) -> int:
-        """Words that hold one code of each plane: 3, where 16 codes of three bits fill them."""
+        """The number of words that hold one code of each plane.
+
+        It is 3 for codes of three bits, of which 16 fill three words, and otherwise 1.
+        """
         return 3 if self.bits == 3 else 1
 
     @property
     def planes(self) -> int:
-        """Codes in the words of one lane, each of another run of input channels."""
+        """The number of planes: of codes in the words of one lane, each from another plane."""
         return self.columns * self.word_bits // self.bits
 
     @property
     def is_flat(self) -> bool:
-        """Whether a word is a code: the words are then the plain matrix [N, K]."""
+        """Whether each word is one code, so that the words are the plain matrix [N, K]."""
         return self.planes == 1
 
     @property
     def plane_width(self) -> int:
-        """Neighbouring input channels in one plane of a block; a plane never straddles groups."""
+        """The number of neighbouring input channels in one plane of a block, all of one group."""
         if self.is_flat:
             return FLAT_BLOCK
         limit = min(MAXIMUM_PLANE_WIDTH, MAXIMUM_BLOCK // self.planes)
@@ -202,47 +212,47 @@ class WeightFormat:
 
     @property
     def block(self) -> int:
-        """Input channels of one row of words: what a kernel's main loop takes at a time."""
+        """The input channels of one row of words, which a kernel's main loop takes at a time."""
         return self.planes * self.plane_width
 
     @property
     def parameter_channels(self) -> int | None:
-        """Input channels that a word of parameters is for, or None for all.
+        """The number of input channels that share a word of parameters, or None for all.
 
-        Two groups of `liquid4` share a word: each has two bytes.
+        Two groups of `liquid4` share a word, two bytes each.
         """
         shared = 2 if self.codes == "liquid4" else 1
         return None if self.group_size is None else shared * self.group_size
 
     @property
     def parameters_of_block(self) -> int:
-        """Words of parameters that a block has for an output channel."""
+        """The number of words of parameters of a block, for one output channel."""
         size = self.parameter_channels
         return 1 if size is None else max(1, self.block // size)
 
-    def groups(self, channels: int) -> int:
-        """Number of groups over `channels` input channels."""
-        return 1 if self.group_size is None else -(-channels // self.group_size)
+    def groups(self, input_channels: int) -> int:
+        """The number of groups of `input_channels` input channels."""
+        return 1 if self.group_size is None else -(-input_channels // self.group_size)
 
-    def padding(self, channels: int) -> int:
-        """Input channels that pad the last block of so many."""
-        return -channels % self.block
+    def padding(self, input_channels: int) -> int:
+        """The number of further input channels that pad the last block of `input_channels`."""
+        return -input_channels % self.block
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes that a weight of `shape` [..., K, N] takes in device memory."""
-        *leading, channels, outputs = shape
+        """The bytes that a weight of `shape` [..., K, N] takes in device memory."""
+        *leading, input_channels, output_channels = shape
         if not self.is_packed:
             return math.prod(shape) * 2
-        padded = channels + self.padding(channels)
-        per_channel = 4 if self.codes == "liquid4" else 0
+        padded = input_channels + self.padding(input_channels)
+        channel_scale = 4 if self.codes == "liquid4" else 0
         table = 4 * 2**self.bits if self.codes.startswith("table") else 0
         words = padded // (self.parameter_channels or padded)
-        matrix = outputs * (padded * self.bits // 8 + 4 * words + per_channel) + table
+        matrix = output_channels * (padded * self.bits // 8 + 4 * words + channel_scale) + table
         return math.prod(leading) * matrix
 
 
 def _formats() -> list[WeightFormat]:
-    """All that there are."""
+    """Every valid format."""
     return [
         WeightFormat(codes, size, symmetric, operand)
         for codes, rule in _RULES.items()

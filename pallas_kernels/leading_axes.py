@@ -1,4 +1,4 @@
-"""Functions of one matrix, applied to stacks of them: experts, layers."""
+"""Functions of one matrix, applied to stacks of matrices: experts, layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 def over_leading_axes(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """The function of each matrix of a stack, whose arrays all have `count` axes in front."""
+    """Maps a function of one matrix over a stack, whose arrays all have `count` leading axes."""
     for _ in range(count):
         function = jax.vmap(function)
     return function

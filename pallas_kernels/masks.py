@@ -1,4 +1,4 @@
-"""What attention does to its scores, besides causality."""
+"""The masks of attention, besides causality, and the scale of its scores."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from mpjax.kernels.checks import as_array, static_number
 )
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """How scores are scaled, hidden and capped; None is none of it.
+    """The scale, the window, the softcap and the sinks of attention's scores.
 
-    scale: of the scores, positive; 1/√(head dim) by default. It, window and softcap are numbers
-        that kernels are compiled for, static under `jit`.
-    window: how many keys a query sees, itself included (sliding window); None for all.
-    softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2).
-    sinks: [query heads], a learned score of each head that joins its softmax without having a
-        value, neither scaled nor capped (gpt-oss).
+    scale: the positive factor of scores; None for 1/√(head dim).
+    window: the number of keys that a query sees, its own included (sliding window); None for all.
+    softcap: a scaled score s becomes softcap · tanh(s / softcap) (Gemma 2); None for no cap.
+    sinks: [query heads], a learned score of each head that is added to its softmax without a value,
+        neither scaled nor capped (gpt-oss); None for no sinks.
 
-    Raises ValueError for numbers that make no sense.
+    Kernels are compiled for scale, window and softcap, which are static under `jit`.
+
+    Raises ValueError unless these three are positive numbers, the window a whole one.
     """
 
     scale: float | None = None
@@ -51,13 +52,15 @@ class Masks:
         return self.window is None and self.softcap is None and self.sinks is None
 
     def scale_for(self, head_dim: int) -> float:
-        """The scale of scores of heads of so many channels."""
+        """The scale of the scores of heads with `head_dim` channels."""
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
 
     def read(self, operation: str, heads: int) -> Masks:
-        """The masks with sinks as an array.
+        """The masks with their sinks converted to an array.
 
-        Raises ValueError, which names the operation, unless there is a sink for each of `heads`.
+        operation: the function that takes the masks, for messages.
+
+        Raises ValueError unless there is one sink for each of `heads` query heads.
         """
         if self.sinks is None:
             return self

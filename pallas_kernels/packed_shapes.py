@@ -18,9 +18,11 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
 def packed_shapes(
     shape: tuple[int, ...], format: WeightFormat, scale_dtype: str, *, permuted: bool = False
 ) -> QuantizedTensor:
-    """What `pack` makes of a weight, with `jax.ShapeDtypeStruct`s in the place of arrays.
+    """The result of `pack` for a weight, with `jax.ShapeDtypeStruct`s in the place of arrays.
 
-    shape: [..., K, N]. permuted: whether there is a permutation.
+    shape: of the weight, [..., K, N].
+    scale_dtype: of its scales, such as "float16".
+    permuted: whether the weight has a permutation.
 
     Raises ValueError for a shape or a scale dtype that the format can't have.
     """
@@ -31,19 +33,20 @@ def packed_shapes(
         raise ValueError(
             f"scale_dtype is {scale_dtype!r:.80}: expected {' or '.join(kind.scale_dtypes)}"
         )
-    *leading, channels, outputs = shape
-    groups = format.groups(channels), outputs
+    *leading, input_channels, output_channels = shape
+    groups = format.groups(input_channels), output_channels
 
-    def array(of_matrix: tuple[int, ...], dtype: Any, wanted: bool = True) -> Any:
-        return jax.ShapeDtypeStruct((*leading, *of_matrix), jnp.dtype(dtype)) if wanted else None
+    def array(matrix_shape: tuple[int, ...], dtype: Any, wanted: bool = True) -> Any:
+        shape = (*leading, *matrix_shape)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) if wanted else None
 
     plain = PlainCodes(
         format,
-        array((channels, outputs), kind.code_dtype),
+        array((input_channels, output_channels), kind.code_dtype),
         array(groups, scale_dtype),
         array(groups, "uint16", kind.has_zeros),
-        permutation=array((channels,), "int32", permuted),
-        channel_scales=array((outputs,), "float32", kind.has_channel_scales),
+        permutation=array((input_channels,), "int32", permuted),
+        channel_scales=array((output_channels,), "float32", kind.has_channel_scales),
         table=array((2**format.bits,), "float32", kind.has_table),
     )
     return jax.eval_shape(pack, plain)

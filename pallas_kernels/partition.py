@@ -1,4 +1,4 @@
-"""How a packed tensor is divided among the devices of a mesh."""
+"""The division of a packed tensor among the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from mpjax.kernels.checks import require_type, shown
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
-# Axes of a mesh that divide an axis of an array, one or several, or None for none.
+# Names of the mesh axes that divide an axis of an array, one or several; None divides nothing.
 AxisNames = str | tuple[str, ...] | None
 
 
@@ -25,18 +25,20 @@ def partition_specs(
 ) -> QuantizedTensor:
     """The tensor with a `PartitionSpec` in the place of each array, as `jax.shard_map` takes it.
 
-    A shard is a packed tensor itself. Divided along K, it multiplies its own channels of x, and
-    `jax.lax.psum` adds up the products (row-parallel); along N, products lie side by side.
+    A shard is itself a packed tensor. Divided along K, a shard multiplies its own input channels of
+    x, and `jax.lax.psum` adds up the products (row-parallel). Divided along N, shards give the
+    products of different output channels.
 
-    tensor: a QuantizedTensor, of arrays or of their shapes alone.
-    k, n: names of the mesh's axes that divide the input and the output channels.
-    leading: those that divide leading axes, one for each of them; None divides none.
+    tensor: a QuantizedTensor of arrays, or of shapes as `jax.eval_shape` gives them.
+    k, n: names of the mesh axes that divide the input channels and the output channels.
+    leading: names of the mesh axes that divide each of the leading axes; None divides none.
 
-    Raises ValueError for axes that the mesh does not have or that are named twice, shards that are
-    not equal, and shards along K of a tensor with padding or a permutation, or not of whole blocks.
+    Raises ValueError for axes that the mesh does not have or that are named twice, for shards that
+    are not equal, and for shards along K that are not whole blocks or whose tensor has padding or a
+    permutation.
     """
     require_type("partition_specs: tensor", tensor, QuantizedTensor)
-    stack, (channels, outputs) = tensor.shape[:-2], tensor.shape[-2:]
+    stack, (input_channels, output_channels) = tensor.shape[:-2], tensor.shape[-2:]
     leading = (None,) * len(stack) if leading is None else leading
     require_type("partition_specs: leading", leading, tuple, hint=" of names, or None")
     if len(leading) != len(stack):
@@ -47,14 +49,15 @@ def partition_specs(
     counts = _Counts(mesh)
     for name, size in zip(leading, stack, strict=True):
         counts.require_equal_shards("leading", name, size, "matrices")
-    counts.require_equal_shards("n", n, outputs, "output channels")
+    counts.require_equal_shards("n", n, output_channels, "output channels")
     if (count := counts.take("k", k)) > 1:
-        _require_blocks(tensor, channels, count)
+        _require_blocks(tensor, input_channels, count)
 
-    def spec(array: jax.Array | None, *of_matrix: AxisNames) -> PartitionSpec | None:
-        return None if array is None else PartitionSpec(*leading, *of_matrix)
+    def spec(array: jax.Array | None, *matrix_axes: AxisNames) -> PartitionSpec | None:
+        return None if array is None else PartitionSpec(*leading, *matrix_axes)
 
-    # One group of all channels is everybody's; the blocks of flat words lie in their last axis.
+    # If one group has all input channels, every shard along K needs its parameters. The K of flat
+    # words is their last axis.
     groups = None if tensor.format.group_size is None else k
     words = (None, n, k) if tensor.format.is_flat else (k, n, None)
     specs: dict[str, Any] = {
@@ -67,24 +70,25 @@ def partition_specs(
     return dataclasses.replace(tensor, **specs)
 
 
-def _require_blocks(tensor: QuantizedTensor, channels: int, count: int) -> None:
-    """Raises ValueError unless K falls into `count` equal runs of whole blocks."""
+def _require_blocks(tensor: QuantizedTensor, input_channels: int, count: int) -> None:
+    """Raises ValueError unless K can be divided into `count` equal shards of whole blocks."""
     reason = None
     if tensor.permutation is not None:
         reason = "has a permutation of all of them: a shard would need the others' x"
     elif tensor.padding:
         reason = f"pads its last block with {tensor.padding} more: shards would not be equal"
-    elif channels % (count * tensor.format.block):
+    elif input_channels % (count * tensor.format.block):
         reason = f"has them in blocks of {tensor.format.block}, which shards can't divide"
     if reason is not None:
         raise ValueError(
-            f"partition_specs: {channels} input channels can't be divided among {count} shards, "
-            f"as the {tensor.format} tensor {reason}; divide the output channels (n) instead"
+            f"partition_specs: {input_channels} input channels can't be divided among {count} "
+            f"shards, as the {tensor.format} tensor {reason}; divide the output channels (n) "
+            "instead"
         )
 
 
 class _Counts:
-    """Numbers of shards along the axes of a mesh, each of which divides one axis at most."""
+    """The numbers of shards along the axes of a mesh, each of which can be used once."""
 
     def __init__(self, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
         require_type("partition_specs: mesh", mesh, jax.sharding.Mesh, jax.sharding.AbstractMesh)
@@ -92,7 +96,10 @@ class _Counts:
         self.names = ", ".join(map(repr, self.free))
 
     def take(self, argument: str, names: AxisNames) -> int:
-        """The number of shards along axes that nothing has taken yet."""
+        """The number of shards along the named axes, which become used.
+
+        argument: of `partition_specs`, for messages. Raises ValueError for names of no unused axis.
+        """
         count = 1
         for name in names if isinstance(names, tuple) else (names,):
             if name is None:
@@ -106,7 +113,10 @@ class _Counts:
         return count
 
     def require_equal_shards(self, argument: str, names: AxisNames, size: int, things: str) -> None:
-        """Raises ValueError unless the axes divide so many things into equal shards."""
+        """Takes the named axes, and raises ValueError unless they divide `size` equally.
+
+        things: the plural noun of what is divided, for messages.
+        """
         if size % (count := self.take(argument, names)):
             raise ValueError(
                 f"partition_specs: {size} {things} can't be divided among {count} shards equally "

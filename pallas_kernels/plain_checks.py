@@ -1,4 +1,7 @@
-"""Checks of plain codes before they are packed; of values only where they are known."""
+"""Checks of plain codes before they are packed.
+
+Values are checked only where they are known, as they are not under `jit`.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ from mpjax.kernels.plain_codes import PlainCodes
 
 
 def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
-    """The same with arrays in the place of lists and numbers. Raises ValueError for anything else.
+    """The plain codes with lists and numbers converted to arrays.
 
     operation: the function that takes the codes, for messages.
+
+    Raises ValueError for fields that are neither arrays nor such.
     """
     arrays: dict[str, Any] = {
         name: as_array(f"{operation}: {name}", getattr(plain, name)) for name in ("codes", "scales")
@@ -29,7 +34,7 @@ def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
 
 
 def require_sound(plain: PlainCodes) -> None:
-    """Raises ValueError unless shapes, dtypes and values are what PlainCodes says of its format."""
+    """Raises ValueError unless shapes, dtypes and values are as PlainCodes documents them."""
     _check_layout(plain)
     format, zeros = plain.format, plain.zeros
     if code_kinds.of(format).code_dtype == jnp.uint8:
@@ -45,7 +50,7 @@ def require_sound(plain: PlainCodes) -> None:
 
 
 def _check_layout(plain: PlainCodes) -> None:
-    """Raises ValueError unless shapes and dtypes are those of the format."""
+    """Raises ValueError unless shapes and dtypes are as the format demands."""
     format, codes, scales = plain.format, plain.codes, plain.scales
     if not format.is_packed:
         raise ValueError(f"{format} is not packed: a plain array needs no packing")
@@ -55,17 +60,17 @@ def _check_layout(plain: PlainCodes) -> None:
     if not unsigned and codes.dtype != kind.code_dtype:
         wanted_dtype = "unsigned integers" if kind.code_dtype == jnp.uint8 else kind.code_dtype
         raise ValueError(f"codes have dtype {codes.dtype}; expected {wanted_dtype}")
-    *leading, channels, outputs = codes.shape
-    groups = format.groups(channels), outputs
+    *leading, input_channels, output_channels = codes.shape
+    groups = format.groups(input_channels), output_channels
     wanted = {
         "scales": groups,
         "zeros": groups if kind.has_zeros else None,
-        "permutation": None if plain.permutation is None else (channels,),
-        "channel_scales": (outputs,) if kind.has_channel_scales else None,
+        "permutation": None if plain.permutation is None else (input_channels,),
+        "channel_scales": (output_channels,) if kind.has_channel_scales else None,
         "table": (2**format.bits,) if kind.has_table else None,
     }
-    for name, of_matrix in wanted.items():
-        expected = None if of_matrix is None else (*leading, *of_matrix)
+    for name, matrix_shape in wanted.items():
+        expected = None if matrix_shape is None else (*leading, *matrix_shape)
         array = getattr(plain, name)
         found = None if array is None else array.shape
         if found != expected:
@@ -84,7 +89,7 @@ def _check_layout(plain: PlainCodes) -> None:
 def _check_values(name: str, array: jax.Array, largest: int) -> None:
     if not is_known(array):
         return
-    with jax.ensure_compile_time_eval():  # under `jit`, too, of what is no argument there
+    with jax.ensure_compile_time_eval():  # under `jit`, arrays that are constants are known
         low, high = int(array.min()), int(array.max())
     if low < 0 or high > largest:
         raise ValueError(f"{name} are {low} to {high}; expected 0 to {largest}")
@@ -98,7 +103,7 @@ def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None
         peaks = jnp.asarray(codes).reshape(groups).max(-2)
         peaks, steps, offsets = (jnp.asarray(x).astype(jnp.int32) for x in (peaks, steps, offsets))
         largest = int((peaks * steps + offsets).max())
-    if largest > 255:  # a carry into the byte of another code
+    if largest > 255:  # it would carry into the byte of another code
         raise ValueError(
             f"code · step + offset is up to {largest}; expected at most 255, a byte: choose "
             "smaller steps or offsets"
@@ -111,7 +116,7 @@ def _check_permutation(permutation: jax.Array) -> None:
     channels = permutation.shape[-1]
     for found in np.asarray(permutation).reshape(-1, channels):
         missing = np.setdiff1d(np.arange(channels), found)
-        if missing.size:  # else there is room for nothing else
+        if missing.size:  # without missing channels, there is no room for repeated or wrong ones
             raise ValueError(
                 f"permutation lacks {missing.size} of {channels} channels, such as {missing[0]}; "
                 f"expected each of 0 to {channels - 1} once"

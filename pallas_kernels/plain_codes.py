@@ -1,4 +1,4 @@
-"""A quantised weight before it is packed: plain codes, and what turns them into numbers."""
+"""A quantised weight before it is packed: plain codes and their parameters."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from mpjax.kernels.leading_axes import over_leading_axes
 )
 @dataclasses.dataclass(frozen=True)
 class PlainCodes:
-    """A weight W [..., K, N] as plain codes: what quantisers and checkpoints give, `pack` takes.
+    """A weight W [..., K, N] as plain codes, which quantisers and checkpoints give to `pack`.
 
-    Row i of the codes belongs to group i // group_size and to input channel permutation[i], or i
+    Row i of the codes belongs to group i // group_size. It is input channel permutation[i], or i
     without a permutation. Leading axes (experts, layers) stand in front of the shape of every
-    array, a table's too, so that `jax.vmap` and `jax.lax.scan` take one matrix after another.
+    array, also of a table, so that `jax.vmap` and `jax.lax.scan` take one matrix after another.
 
-    format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
-    codes: [K, N], K a multiple of the group size, but any for `float8`, whose last group may be
-        cut: unsigned integers, int8 for `int8` and float8_e4m3fn for `float8`.
+    format: a WeightFormat, or a text that WeightFormat.parse reads, such as "uint4:g128".
+    codes: [K, N]: int8 for `int8`, float8_e4m3fn for `float8`, and otherwise unsigned integers. K
+        is a multiple of the group size, except for `float8`, whose last group may be cut.
     scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
         `float8`, uint16 steps up to 255 for `liquid4`.
-    zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits; the offsets of
-        `liquid4`, to 255; None for the others, and for symmetric codes: all have 2**(bits − 1).
+    zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits, or the offsets of
+        `liquid4`, from 0 to 255. None for other formats, and for symmetric ones, whose zero points
+        are all 2**(bits − 1).
     permutation: integers [K], each of range(K) once (GPTQ's act-order), or None.
-    channel_scales: float32 [N], the second level of `liquid4`, else None.
+    channel_scales: float32 [N], the scales of `liquid4`'s output channels, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
     """
 

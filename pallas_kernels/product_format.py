@@ -1,4 +1,4 @@
-"""What a product multiplies: a weight format, and what activations become."""
+"""The format of a product: of its weight, and of its activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown
 from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
 
-# The codes that activations can become, and the input channels that can share a scale of a row.
+# The group sizes of each kind of activations: the input channels of a row that can share a scale.
 _GROUP_SIZES: dict[str | None, tuple[int | None, ...]] = {
     None: (None,),
     "int8": (None,),
@@ -23,11 +23,14 @@ _NAMES = f"{_SIXTEEN_BITS}, int8, float8 or float8:g{FLOAT8_GROUP}"
 
 @dataclasses.dataclass(frozen=True)
 class ActivationFormat:
-    """What the activations x [..., K] of a product become on the fly; static, hashable.
+    """The format that the activations x [..., K] of a product are quantised to on the fly.
 
-    Written as `16-bit`, `int8`, `float8` or `float8:g128`.
-    values: `int8` or `float8` (e4m3) codes, or None for x as it is, in 16 bits.
-    group_size: input channels of a row that share a scale, or None for all of them.
+    Written as `16-bit`, `int8`, `float8` or `float8:g128`; static and hashable.
+
+    values: `int8` or `float8` (e4m3) codes, or None for x unquantised, in 16 bits.
+    group_size: the number of input channels of a row that share a scale, or None for all.
+
+    Raises ValueError for fields that can't be combined.
     """
 
     values: str | None = None
@@ -45,7 +48,10 @@ class ActivationFormat:
 
     @classmethod
     def parse(cls, text: str) -> ActivationFormat:
-        """Reads what `str` writes; capitals and spaces around it don't matter."""
+        """Reads a text that `str` writes; ignores case and surrounding spaces.
+
+        Raises ValueError for any other text.
+        """
         require_type("the format of activations", text, str, hint=", such as 'int8'")
         lower = text.strip().lower()
         match = re.fullmatch(r"(16-bit|int8|float8)(?::g(\d+|k))?", lower)
@@ -61,9 +67,13 @@ class ActivationFormat:
 
     @classmethod
     def of(cls, format: ActivationFormat | ProductFormat | WeightFormat | str) -> ActivationFormat:
-        """An activation format as it is; that of a product; or what meets a weight by default.
+        """The activation format of a format or of its text.
 
-        A text is one that `parse` reads, such as `float8`, or a product's, such as `int8/int8`.
+        format: an activation format; a product format; a weight format, which is multiplied with
+            the activations of its operand; or a text of one of them, such as `float8` or
+            `int8/int8`.
+
+        Raises ValueError for a text that is none.
         """
         if isinstance(format, ActivationFormat):
             return format
@@ -89,22 +99,22 @@ class ActivationFormat:
 
     @property
     def scales_rows(self) -> bool:
-        """Whether activations become codes with one scale for each row."""
+        """Whether activations become codes with one scale for each row of x."""
         return self.values is not None and self.group_size is None
 
-    def groups(self, channels: int) -> int:
-        """Scales of a row of so many channels."""
-        return 1 if self.group_size is None else -(-channels // self.group_size)
+    def groups(self, input_channels: int) -> int:
+        """The number of scales of a row of x, of `input_channels` channels."""
+        return 1 if self.group_size is None else -(-input_channels // self.group_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductFormat:
-    """The format of a product over a run of input channels: of its weight × of its activations.
+    """The format of a product over a run of input channels: its weight's and its activations'.
 
-    Written as the weight's, whose operand says what activations it meets: `uint4:g128`,
-    `int8/int8`.
+    Written as the weight's format alone, such as `uint4:g128` or `int8/int8`, since its operand
+    says which activations it is multiplied with.
 
-    Raises ValueError for activations that the weight's operand can't meet.
+    Raises ValueError for activations that the weight's operand can't be multiplied with.
     """
 
     weight: WeightFormat
@@ -125,10 +135,13 @@ class ProductFormat:
         format: ProductFormat | WeightFormat | str,
         activations: ActivationFormat | str | None = None,
     ) -> ProductFormat:
-        """A product's format as it is, or that of a product with a weight of some format.
+        """The format of a product with a weight and activations.
 
-        activations: by default those of the operand that the weight's codes are decoded to; float8
-            ones share scales as the codes do.
+        format: of the weight, or of a product, with its weight.
+        activations: their format; by default the one that suits the weight's operand. float8
+            activations have the weight's group size.
+
+        Raises ValueError for a text that is no format, and for activations that don't suit.
         """
         if isinstance(format, ProductFormat) and activations is None:
             return format

@@ -1,4 +1,4 @@
-"""The packed weight that every format fills."""
+"""The packed weight tensor of all formats, and `pack` and `unpack`."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ from mpjax.kernels.plain_codes import PlainCodes
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A packed weight W [..., K, N]; `mpjax.kernels.codes` says what its codes mean.
+    """A packed weight W [..., K, N]; `mpjax.kernels.codes` defines the meaning of its codes.
 
-    Leading axes (experts, layers) stand in front of the shape of every array, a table's too:
+    Leading axes (experts, layers) stand in front of the shape of every array, also of a table:
     `jax.vmap` and `jax.lax.scan` take one matrix after another, and slices along leading axes are
-    tensors. `partition_specs` says how one is divided among devices, along K and along N.
+    tensors. `partition_specs` divides a tensor among devices, along K and along N.
 
-    words: [K blocks, N, columns · plane width], unsigned, as wide as the operand that they become.
-        A lane's words hold one code of each plane: code j is that of input channel
-        i·block + j·plane_width + lane. A tile of neighbouring output channels is contiguous.
-        Where a word is a code, the plain matrix [1, N, padded K] in int8 or float8_e4m3fn.
-    parameters: uint32 [groups, N], a group's parameters in one 32-bit word, because narrower loads
-        are not pipelined: the scale's 16 bits below the zero point (0 where codes have none), or
-        the 32 bits of a float32 scale. Of `liquid4` [groups / 2, N]: the step and the offset of a
-        group, a byte each, below those of the next.
-    permutation: int32 [K] or None; row i of the packed matrix belongs to input channel
-        permutation[i] (GPTQ's act-order).
-    channel_scales: float32 [N], the second level of `liquid4`, else None.
+    words: [K blocks, N, columns · plane width], unsigned integers as wide as the operand that they
+        are decoded to. Words at `lane` of block i hold one code of each plane: code j is input
+        channel i·block + j·plane_width + lane. A tile of neighbouring output channels is
+        contiguous. In flat formats, whose words are codes, the plain matrix [1, N, padded K] in
+        int8 or float8_e4m3fn.
+    parameters: uint32 [groups, N], the parameters of a group in one 32-bit word, because narrower
+        loads are not pipelined: the 16-bit scale below the zero point (0 where codes have none), or
+        the bits of a float32 scale. Of `liquid4` [groups / 2, N]: a byte of step and a byte of
+        offset of one group, below those of the next group.
+    format: of the weight (static).
+    scale_dtype: the dtype of the scales in `parameters`: `float16`, `bfloat16`, `float32`, or
+        `uint16` for the steps of `liquid4` (static).
+    padding: the number of input channels beyond K that pad the last block (static). Their codes are
+        multiplied with zeros in the place of activations.
+    permutation: int32 [K] or None; row i of the packed matrix is input channel permutation[i]
+        (GPTQ's act-order).
+    channel_scales: float32 [N], the scales of `liquid4`'s output channels, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
-    scale_dtype: what the scales in `parameters` are: `float16`, `bfloat16`, `float32`, or `uint16`
-        for the steps of `liquid4`.
-    padding: input channels that pad the last block, beyond K; their codes meet zeros of the
-        activations.
     """
 
     words: jax.Array
@@ -71,24 +73,24 @@ class QuantizedTensor:
 
     @property
     def padded_channels(self) -> int:
-        """K rounded up to whole blocks."""
+        """K with padding, a multiple of the format's block."""
         *_, blocks, _, words = self.words.shape
         return blocks * words // self.format.columns * self.format.planes
 
     @property
     def nbytes(self) -> int:
-        """Bytes in device memory; of shapes alone, as `jax.eval_shape` gives, what they'd take."""
+        """The bytes of all arrays in device memory; also for shapes, as of `jax.eval_shape`."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def scales(self) -> jax.Array:
-        """Scales [..., groups, N] in `scale_dtype`, padding groups included.
+        """The scales, or the steps of `liquid4`, [..., groups, N] in `scale_dtype`.
 
-        Of `liquid4`, the steps.
+        Groups of padding are included.
         """
         return self._scales_and_zeros[0]
 
     def zeros(self) -> jax.Array:
-        """Integer zero points [..., groups, N] as uint16; padding groups included."""
+        """The zero points [..., groups, N] in uint16, groups of padding included."""
         return self._scales_and_zeros[1]
 
     @property
@@ -100,9 +102,10 @@ class QuantizedTensor:
     ) -> jax.Array:
         """The weight [..., K, N] in the order of the input channels, computed in float32.
 
-        scales: [..., groups, N], without padding groups, in the place of the tensor's own.
+        scales: [..., groups, N] in the place of the tensor's own, without groups of padding.
 
-        Raises ValueError for another shape, and for `liquid4`, whose steps are integers.
+        Raises ValueError for scales of another shape, and for any scales where the format is
+        `liquid4`, whose steps are integers.
         """
         dtype = as_dtype("dequantize: dtype", dtype)
         plain = unpack(self)
@@ -116,11 +119,11 @@ class QuantizedTensor:
 
 
 def pack(plain: PlainCodes) -> QuantizedTensor:
-    """Packs plain codes into the layout that the kernels read; `unpack` is its exact inverse.
+    """Packs plain codes into the layout that kernels read; `unpack` is its exact inverse.
 
-    Raises ValueError where a shape or a dtype does not fit, codes or zero points are too large,
-    code · step + offset of `liquid4` is more than a byte, or a permutation is none: values are
-    looked at where they are known, as they are not under `jit`.
+    Raises ValueError for shapes and dtypes that don't fit. Where values are known, as they are not
+    under `jit`, it also raises ValueError for codes or zero points that are too large, for
+    code · step + offset above 255 in `liquid4`, and for a permutation that is none.
     """
     require_type("pack: plain", plain, PlainCodes)
     plain = read_arrays("pack", plain)
@@ -168,7 +171,7 @@ def _pack_words(codes: jax.Array, format: WeightFormat) -> jax.Array:
 
 
 def _unpack_words(tensor: QuantizedTensor) -> jax.Array:
-    """Codes [K, N] bit for bit as packed, in packed order."""
+    """The codes [K, N] of one matrix, bit for bit as packed, in the order of packed rows."""
     format = tensor.format
     if format.is_flat:
         return tensor.words[0].T[: tensor.shape[0]]
@@ -179,7 +182,10 @@ def _unpack_words(tensor: QuantizedTensor) -> jax.Array:
 
 
 def unpack(tensor: QuantizedTensor) -> PlainCodes:
-    """The plain codes of a tensor, bit for bit as packed: uint8 codes, zero points in uint16."""
+    """The plain codes of a tensor, bit for bit as packed: codes in uint8, int8 or float8_e4m3fn.
+
+    Zero points are uint16.
+    """
     require_type("unpack: tensor", tensor, QuantizedTensor)
     return _unpack(tensor)
 
@@ -203,12 +209,13 @@ def _unpack_matrix(tensor: QuantizedTensor) -> PlainCodes:
 
 
 def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
-    """The tensor with other scales [..., groups, N], such as learned ones, in its scale_dtype.
+    """The tensor with other scales, such as learned ones, rounded to its `scale_dtype`.
 
-    `matmul(x, tensor, scales=scales)` rounds them so, too: the product is the same.
+    scales: [..., groups, N]. `matmul(x, tensor, scales=scales)` rounds scales alike, and gives the
+        same product as the returned tensor.
 
-    Raises ValueError for another shape, for `liquid4`, whose steps are integers, and, where values
-    are known, for scales that are NaN, infinite or beyond the range of the dtype.
+    Raises ValueError for scales of another shape, for `liquid4`, whose steps are integers, and,
+    where values are known, for scales that are NaN, infinite or beyond the range of the dtype.
     """
     require_type("replace_scales: tensor", tensor, QuantizedTensor)
     replaced = with_scales(tensor, scales)
@@ -221,7 +228,7 @@ def replace_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTenso
 
 
 def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
-    """`replace_scales` without a look at the values, which would wait for the device."""
+    """`replace_scales` without a check of the values, which would wait for the device."""
     kind = code_kinds.of(tensor.format)
     if kind.has_channel_scales:
         raise ValueError(f"{tensor.format} has integer steps: replace its channel_scales instead")
@@ -233,10 +240,10 @@ def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
 
 
 def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
-    """One tensor with the output channels of all, or None where they don't share a layout.
+    """Concatenates tensors along the output channels; None unless they share a layout.
 
-    Layouts agree when format, leading axes, K, scale dtype, permutation and table are equal;
-    checking permutations and tables reads them back from the device.
+    Tensors share a layout if their formats, leading axes, K, scale dtypes, permutations and tables
+    are equal. Permutations and tables are read back from the device for the comparison.
     """
     first = tensors[0]
     if len({(tensor.format, tensor.shape[:-1], tensor.scale_dtype) for tensor in tensors}) > 1:
@@ -258,8 +265,8 @@ def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
 
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:
     scales = as_array("scales", scales)
-    *leading, channels, outputs = tensor.shape
-    expected = (*leading, tensor.format.groups(channels), outputs)
+    *leading, input_channels, output_channels = tensor.shape
+    expected = (*leading, tensor.format.groups(input_channels), output_channels)
     if scales.shape != expected:
         raise ValueError(f"scales have shape {scales.shape}; {tensor.format} expects {expected}")
     return scales

@@ -1,1 +1,1 @@
-"""Attention: over the paged cache, and over a prompt that is not cached yet."""
+"""Attention over the paged cache, and over prompts that are not in a cache."""

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, and over a prompt that is not cached yet."""
+"""The public functions of attention: over the paged cache, and over prompts without a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import device
-from mpjax.kernels.attention import gathered, plans, reference, triton
+from mpjax.kernels.attention import cudnn, plans, reference, triton
 from mpjax.kernels.batch import Span
 from mpjax.kernels.checks import as_array, as_arrays, require_floats, require_type
 from mpjax.kernels.implementation import choose, warn, warn_of_reference
@@ -22,7 +22,8 @@ from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.kv_cache.layout import PAGE_SIZES
 from mpjax.kernels.masks import CAUSAL, Masks
 
-PREFILL_PAGE_SIZE = 128  # of keys and values that aren't in a cache
+# Tokens of a page, at most, where `prefill_attention` copies keys and values into pages.
+PREFILL_PAGE_SIZE = 128
 
 
 def paged_attention(
@@ -34,32 +35,32 @@ def paged_attention(
     transformed: bool = False,
     implementation: Literal["triton", "cudnn", "reference"] | None = None,
 ) -> jax.Array:
-    """Causal attention of new tokens over a cache that already holds them.
+    """Causal attention of new tokens over a cache that already holds their keys and values.
 
     queries: [batch, tokens, query heads, head dim], token t of sequence b at position
-        starts[b] + t. Query heads are a multiple of the pages' KV heads (GQA, MQA, MHA). Or
-        varlen, [tokens, query heads, head dim].
-    pages: one layer of the cache, after `append`. Of formats with blocks, new tokens past the end
-        of one see what is before that end in codes, and so do those before it: as single tokens
-        they would see their own block in 16 bits.
-    span: where the new tokens lie, as given to `append`: starts[b] + counts[b] keys count, and the
-        output of padding means nothing. What stands behind these keys in pages of the table must be
-        finite (KVPages).
-    masks: what is done to scores besides causality.
-    transformed: that queries went through the Hadamard transform of the pages' keys, if theirs is a
-        format with one: `rotate_and_append` returns such, with Rotation.transform_queries. Others
-        do so here.
+        starts[b] + t; or varlen, [tokens, query heads, head dim]. The number of query heads is a
+        multiple of the pages' KV heads (GQA, MQA, MHA).
+    pages: one layer of the cache, after `append`. In a format with blocks, where the new tokens
+        cross the end of a block, all of them read that block in codes, its own tokens included;
+        tokens that come one at a time read their own block in 16 bits.
+    span: where the new tokens lie, as given to `append`. Sequence b has starts[b] + counts[b]
+        keys. The outputs of padding tokens have no meaning. Slots behind a sequence's last key, in
+        the pages of its block table, must hold finite numbers (KVPages).
+    masks: the scale, window, softcap and sinks of the scores.
+    transformed: whether the queries already went through the Hadamard transform of the pages' keys,
+        as `rotate_and_append` returns them with Rotation.transform_queries; this function
+        transforms other queries itself. It means nothing to formats without a transform.
 
-    Returns the shape and dtype of the queries. On the GPU each cached byte is read once for all
-    query heads of its group; long sequences are split over programs (FlashDecoding). Where many
-    tokens are new, and no mask but causality is wanted, the cache is written out in 16 bits for
-    cuDNN (`gathered`), up to 1 GiB of keys and values, if JAX has what that takes; the kernel
-    attends else. Beside pages that keep scales it takes queries of KVPages.parameter_dtype; others
-    go to the reference, with a warning. In float16, scores may reach 2**24, and so may sums of
-    queries times zeros of channels.
+    Returns an array of the shape and dtype of the queries. On the GPU each cached byte is read once
+    for all query heads of its KV head; long sequences are split over programs (FlashDecoding).
+    Where many tokens are new and causality is the only mask, the cache is written out in 16 bits
+    for cuDNN (`attention.cudnn`), up to 1 GiB of keys and values, if the installed JAX has the
+    function for it; otherwise the Triton kernel attends. For pages that keep scales, the kernel
+    takes queries of KVPages.parameter_dtype; queries of other dtypes go to the reference, with a
+    warning. In float16, scores may reach 2**24, and so may sums of queries times zeros of channels.
 
-    Raises ValueError for shapes and numbers that don't fit, of starts and counts as `append` does,
-    and UnsupportedError, with the reason, where a forced implementation can't run.
+    Raises ValueError for shapes and numbers that don't fit (starts and counts are checked as in
+    `append`), and UnsupportedError, with the reason, where a forced implementation can't run.
     """
     require_pages("paged_attention", pages)
     queries = as_array("attention: queries", queries)
@@ -70,12 +71,12 @@ def paged_attention(
     span = read_span("paged_attention", span, pages, queries.shape[:-2])
     if queries.size == 0:
         return jnp.zeros_like(queries)
-    why_not_cudnn = gathered.why_not(queries, pages, span)
+    why_not_cudnn = cudnn.why_not(queries, pages, span)
     if not masks.is_causal:
         why_not_cudnn = "it knows no window, softcap or sinks"
-    is_long = queries.shape[-3] >= gathered.LEAST_TOKENS
+    is_long = queries.shape[-3] >= cudnn.LEAST_TOKENS
     default = "cudnn" if is_long and why_not_cudnn is None else "triton"
-    is_never = why_not_cudnn is not None and why_not_cudnn == gathered.why_never()
+    is_never = why_not_cudnn is not None and why_not_cudnn == cudnn.why_never()
     if implementation is None and is_long and is_never and device.on_gpu():
         warn(f"long prompts over a cache take longer: {why_not_cudnn}")
     implementation = choose(
@@ -90,7 +91,7 @@ def paged_attention(
     if pages.format.key_codes.hadamard and not transformed:
         queries = hadamard.transform(queries)
     if implementation == "cudnn":
-        return gathered.paged_attention(queries, pages, span, scale=masks.scale_for(pages.head_dim))
+        return cudnn.paged_attention(queries, pages, span, scale=masks.scale_for(pages.head_dim))
     rows = span.most_tokens * queries.shape[-2] // pages.keys.shape[1]
     is_varlen = queries.ndim == 3
     problem = plans.Problem.of(rows, pages, span.block_tables.shape, is_varlen=is_varlen)
@@ -107,16 +108,19 @@ def prefill_attention(
 ) -> jax.Array:
     """Causal attention of prompts over themselves, from position 0, in 16 bits or more.
 
-    queries: [batch, tokens, query heads, head dim]; keys, values: the same with KV heads. Prompts
-    are padded on the right: causality keeps padding out of every real token.
-    masks: what is done to scores besides causality.
+    queries: [batch, tokens, query heads, head dim].
+    keys, values: [batch, tokens, KV heads, head dim]. Prompts are padded on the right, so that
+        causality hides padding from every real token.
+    masks: the scale, window, softcap and sinks of the scores.
 
     On a GPU, 16-bit inputs with a head dimension that is a multiple of 8 up to 128 go to cuDNN's
-    flash attention. It has no softcap, and gives its sums in 16 bits, too few to add a sink later:
-    these, and heads of 256, go to the kernel of `paged_attention`, over keys and values copied into
-    pages. The rest goes, with a warning, to XLA, and with a softcap or sinks to the reference.
-    Returns the shape and dtype of the queries. Raises ValueError for shapes and numbers that don't
-    fit, and UnsupportedError, with the reason, where a forced implementation can't run.
+    flash attention. cuDNN has no softcap, and returns softmax sums in 16 bits, too few to add a
+    sink later: calls with a softcap or sinks, and heads of 256, go to the kernel of
+    `paged_attention`, over keys and values copied into pages. Calls that neither takes go, with a
+    warning, to XLA, and those with a softcap or sinks to the reference.
+
+    Returns an array of the shape and dtype of the queries. Raises ValueError for shapes and numbers
+    that don't fit, and UnsupportedError, with the reason, where a forced implementation can't run.
     """
     queries, keys, values = as_arrays("attention", queries=queries, keys=keys, values=values)
     require_floats("attention", queries=queries, keys=keys, values=values)
@@ -130,7 +134,7 @@ def prefill_attention(
     if queries.size == 0:
         return jnp.zeros_like(queries)
     if masks.window is not None and masks.window >= queries.shape[1]:
-        masks = dataclasses.replace(masks, window=None)  # wider than the prompt: as if without
+        masks = dataclasses.replace(masks, window=None)  # as wide as the prompt: it hides no key
 
     def why_not(name: str) -> str | None:
         if name == "triton":
@@ -140,7 +144,7 @@ def prefill_attention(
         if len({queries.dtype, keys.dtype, values.dtype}) > 1:
             dtypes = f"{queries.dtype}, {keys.dtype} and {values.dtype}"
             return f"queries, keys and values are {dtypes}, expected one dtype"
-        return gathered.why_not_cudnn(queries) if name == "cudnn" else None
+        return cudnn.why_not_cudnn(queries) if name == "cudnn" else None
 
     implementation = choose(
         "prefill_attention",
@@ -176,16 +180,19 @@ def _choose_prefill(
 ) -> Literal["cudnn", "triton", "xla", "reference"]:
     if not device.on_gpu():
         return "reference"
-    if (of_cudnn := why_not("cudnn")) is None:
+    if (cudnn_reason := why_not("cudnn")) is None:
         return "cudnn"
-    if (of_triton := why_not("triton")) is None:
+    if (triton_reason := why_not("triton")) is None:
         return "triton"
-    warn_of_reference("prefill_attention", f"of cuDNN, {of_cudnn}; of Triton, {of_triton}")
+    warn_of_reference("prefill_attention", f"of cuDNN, {cudnn_reason}; of Triton, {triton_reason}")
     return "xla" if why_not("xla") is None else "reference"
 
 
 def _as_pages(keys: jax.Array, values: jax.Array) -> tuple[KVPages, jax.Array]:
-    """Keys and values [batch, tokens, KV heads, head dim] as KV16 pages, and block tables."""
+    """Copies keys and values [batch, tokens, KV heads, head dim] into KV16 pages.
+
+    Returns the pages, and block tables int32 [batch, pages per sequence].
+    """
     batch, tokens, heads, dim = keys.shape
     size = min(PREFILL_PAGE_SIZE, max(min(PAGE_SIZES), 1 << (tokens - 1).bit_length()))
     count = -(-tokens // size)

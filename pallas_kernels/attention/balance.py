@@ -1,10 +1,14 @@
-"""Programs that help where one sequence is longer than others: the host does not know lengths.
+"""Balances programs where one sequence is longer than others, inside the attention kernel.
 
-Each sequence has programs of its own. Of one that has more tiles than they should read, they leave
-the rest, and programs of short sequences, once done with those, read it: laid end to end, what is
-left is dealt out by what each has room for (Stream-K, Osama et al. 2023, but of what is left only).
-So where lengths are equal all is as it would be without. The grid always is: programs more than fit
-on the GPU at once, though they have nothing to do, keep it from spreading the others evenly.
+The host does not know the lengths, so the grid is the same for all: each sequence has its own
+programs. A limit, a little above the mean, says how many tiles a program should read. Tiles of a
+long sequence above the limit of its own programs are its surplus. Programs of short sequences read
+it, after their own tiles. The surplus of all sequences, laid end to end, is dealt out by how much
+room each program has below the limit (Stream-K, Osama et al. 2023, applied to the surplus alone).
+Where lengths are equal there is no surplus, and all is as without balancing.
+
+The grid gets no further programs for the surplus: more programs than fit on the GPU at once, even
+idle ones, keep it from spreading the others evenly.
 """
 
 from __future__ import annotations
@@ -16,47 +20,53 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mpjax.kernels.attention.combine import Parts
+from mpjax.kernels.attention.combine import Partials
 from mpjax.kernels.launch import load, store
 from mpjax.kernels.registers import WARP
 
-SLACK = 8  # a program may read an eighth more than the mean, and a tile, before others help
+# The limit of a program: the mean number of tiles, an eighth of it and one more tile.
+SLACK = 8
 
 
 class Task(NamedTuple):
-    """Tiles of one sequence for one program, counted from the first one that is visible."""
+    """Tiles of one sequence that one program reads; tile 0 is the first that a row can see.
 
-    batch: jax.Array
-    split: jax.Array  # the program's number in the sequence, or -1, which has no sink, if it helps
-    first: jax.Array  # tile
-    stride: Any  # from one to the next; an int where it is known
-    end: jax.Array  # before which they are
-    slot: jax.Array  # of what is found, among all that is
-    told: jax.Array  # where a sequence's pieces begin, or -1 if it has none
-    tells_first: Any  # whether this is the task to tell it
-    tells_last: Any  # whether its slot is where they end; False where that is known
-    is_piece: bool = False  # whether the program only helps
-    is_whole: Any = False  # whether nobody helps this sequence
+    A program's first task is its own share of its sequence; other tasks are pieces of a surplus.
+    """
+
+    batch: jax.Array  # the sequence's number
+    split: jax.Array  # the program's number in the sequence; -1 for a piece, which adds no sink
+    first: jax.Array  # the first tile
+    stride: Any  # from one tile to the next; an int where it is static
+    end: jax.Array  # the tile behind the last
+    slot: jax.Array  # where the task's partial result is stored
+    first_piece: jax.Array  # the slot of the sequence's first piece, or -1 if it has no surplus
+    stores_first: Any  # whether this task is the one that stores `first_piece`
+    stores_last: Any  # whether it stores its slot as the sequence's last piece; False if static
+    is_piece: bool = False  # whether the task is statically known to be a piece
+    is_whole: Any = False  # whether the sequence has no surplus
 
 
 class Pieces(NamedTuple):
-    """What a program reads of what is left, by positions in it."""
+    """The pieces that a program reads: a range of the surplus of all sequences, laid end to end."""
 
-    number: jax.Array  # of pieces
-    begin: jax.Array
+    sequences: jax.Array  # how many sequences the range touches; it has one piece of each
+    begin: jax.Array  # tiles from the start of the surplus
     end: jax.Array
 
 
 def most_tiles(tiles: int) -> int:
-    """Tiles of a task, where a program has this many if all sequences are as long as can be."""
+    """The limit of a program's tiles where the mean is `tiles`."""
     return tiles + tiles // SLACK + 1
 
 
 class Balance:
-    """Who reads which tiles; inside a kernel.
+    """Decides which program reads which tiles; inside a kernel.
 
-    tiles_of: how many tiles are read of sequences with these starts and so many new tokens.
-    splits: of a sequence's `own` programs, how many share those.
+    starts_ref, counts_ref: references int32 [batch], as in Span.
+    tiles_of: gives the numbers of tiles to read from starts and counts, all int32 [sequences].
+    splits: the programs of a sequence that share its tiles.
+    own: all programs of a sequence, those of its residual included.
     """
 
     def __init__(
@@ -69,35 +79,36 @@ class Balance:
         own: int,
     ) -> None:
         self.splits, self.own, self.sequences = splits, own, starts_ref.shape[0]
-        # At least a warp's: fewer are held by several lanes alike, which made KV2 an eighth slower.
+        # At least as many as a warp has lanes: Triton would hold copies of fewer in several lanes,
+        # which made KV2 an eighth slower.
         self.lane = jnp.arange(max(WARP, pl.next_power_of_2(self.sequences)))
         mask = self.lane < self.sequences
         starts, counts = (
             load(x.at[self.lane], mask=mask, other=0) for x in (starts_ref, counts_ref)
         )
         tiles = jnp.where(mask, tiles_of(starts, counts), 0)
-        mean = pl.cdiv(tiles.sum(), self.sequences * splits)  # of a program
+        mean = pl.cdiv(tiles.sum(), self.sequences * splits)  # tiles of a program
         self.most = mean + jax.lax.div(mean, jnp.int32(SLACK)) + 1
         each = pl.cdiv(tiles, splits)
-        self.left = jnp.maximum(tiles - splits * self.most, 0)
-        # Those with no more than the mean have room for all that others have more, and for slack:
-        # where it is rounded up, some programs have less.
+        self.surplus = jnp.maximum(tiles - splits * self.most, 0)
+        # Only programs with no more than the mean have room. Together it suffices for the whole
+        # surplus: the slack makes up for `each`, which is rounded up.
         self.room = jnp.where(mask & (each <= mean), self.most - each, 0)  # of each program
 
     def pieces(self, batch: jax.Array, split: jax.Array) -> Pieces:
-        """Those of a program.
+        """The pieces that program `split` of sequence `batch` reads.
 
-        What branches of a `cond` return must be computed, for Pallas gives Triton no constants
-        there: hence the number that is zero times another.
+        Branches of a `cond` must return computed numbers, since Pallas gives Triton no constants
+        there: hence a zero that is a product.
         """
-        total = self.left.sum()
+        total = self.surplus.sum()
 
         def find() -> Pieces:
             room = self._of(batch, self.room)
             begin = self._before(batch, self.room * self.splits) + split * room
             end = jnp.minimum(begin + room, total)
-            last = jnp.cumsum(self.left)
-            is_mine = (self.left > 0) & (last - self.left < end) & (begin < last)
+            behind = jnp.cumsum(self.surplus)
+            is_mine = (self.surplus > 0) & (behind - self.surplus < end) & (begin < behind)
             count = is_mine.astype(jnp.int32).sum()
             return Pieces(jnp.where(begin < end, count, 0), begin, end)
 
@@ -107,30 +118,34 @@ class Balance:
         return jax.lax.cond((total > 0) & (split < self.splits), find, find_none)
 
     def own_task(self, batch: jax.Array, split: jax.Array) -> Task:
-        """What the program of a sequence does first."""
-        is_whole = self._of(batch, self.left) == 0
+        """The task of program `split` in its own sequence, `batch`."""
+        is_whole = self._of(batch, self.surplus) == 0
         end, slot = self.splits * self.most, batch * self.own + split
-        tells = jnp.int32(-1), is_whole & (split == 0), False
-        return Task(batch, split, split, self.splits, end, slot, *tells, is_whole=is_whole)
+        stores = jnp.int32(-1), is_whole & (split == 0), False
+        return Task(batch, split, split, self.splits, end, slot, *stores, is_whole=is_whole)
 
     def piece(
         self, batch: jax.Array, split: jax.Array, begin: jax.Array, end: jax.Array
     ) -> tuple[Task, jax.Array]:
-        """The task of the same program that begins at a position of what is left, and its end."""
-        last = jnp.cumsum(self.left)
-        mine = (last - self.left <= begin) & (begin < last)
+        """The piece that begins at position `begin` of the surplus, and the position of its end.
+
+        batch, split: the program that reads it. end: of the program's range of the surplus.
+        """
+        ends = jnp.cumsum(self.surplus)
+        mine = (ends - self.surplus <= begin) & (begin < ends)
         whose = jnp.where(mine, self.lane, 0).sum()
-        behind = self._of(whose, last)
-        before = behind - self._of(whose, self.left)
+        behind = self._of(whose, ends)
+        before = behind - self._of(whose, self.surplus)
         first = self.splits * self.most + begin - before
         end = jnp.minimum(end, behind)
-        # From one piece to the next it is another helper, or another sequence.
+        # Slots of pieces are numbered in the order of the surplus: from one piece to the next,
+        # either the program or the sequence is the next one.
         helpers = self._before(batch, jnp.where(self.room > 0, self.splits, 0)) + split
-        number = helpers + self._before(whose, jnp.where(self.left > 0, 1, 0))
+        number = helpers + self._before(whose, jnp.where(self.surplus > 0, 1, 0))
         slot = self.sequences * self.own + number
-        tells = slot, begin == before, end == behind
+        stores = slot, begin == before, end == behind
         stop = first + end - begin
-        return Task(whose, jnp.int32(-1), first, 1, stop, slot, *tells, is_piece=True), end
+        return Task(whose, jnp.int32(-1), first, 1, stop, slot, *stores, is_piece=True), end
 
     def any_task(
         self,
@@ -140,45 +155,51 @@ class Balance:
         begin: jax.Array,
         end: jax.Array,
     ) -> tuple[Task, jax.Array]:
-        """Number 0 of a program's tasks, its own, or a piece; and where the next piece begins."""
+        """A program's own task if `number` is 0, else a piece; and where the next piece begins.
+
+        begin, end: of the rest of the program's range of the surplus.
+        """
         is_own, own = number == 0, self.own_task(batch, split)
         piece, behind = self.piece(batch, split, begin, end)
         fields: dict[str, Any] = {
             name: jnp.where(is_own, getattr(own, name), getattr(piece, name))
-            for name in ("batch", "split", "first", "end", "slot", "told", "tells_first")
+            for name in ("batch", "split", "first", "end", "slot", "first_piece", "stores_first")
         }
-        # Of two constants, Pallas takes the chosen one for a single bit.
+        # Computed, since Pallas gives a choice between two constants the type of one bit.
         fields["stride"] = 1 + is_own.astype(jnp.int32) * (self.splits - 1)
-        fields["tells_last"], fields["is_whole"] = ~is_own & piece.tells_last, is_own & own.is_whole
+        fields["stores_last"] = ~is_own & piece.stores_last
+        fields["is_whole"] = is_own & own.is_whole
         return Task(**fields), jnp.where(is_own, begin, behind)
 
-    def tell(self, task: Task, parts: Parts, *, tells: jax.Array) -> None:
-        """Tells who joins the results where those of a sequence's pieces are.
+    def store_pieces(self, task: Task, partials: Partials, *, mask: jax.Array) -> None:
+        """Stores where a sequence's pieces begin and end among the partial results.
 
-        tells: whether this program is the one to say it. By masks: a branch that is the same for
-            all pieces would make the compiler copy the whole loop over them.
+        mask: whether this program stores, as one of all that read the same tiles does. Stores are
+            masked, since a branch that is the same for all pieces would make the compiler copy the
+            whole loop over pieces.
         """
 
-        def store_one(ref: Any, number: jax.Array, mask: jax.Array) -> None:
+        def store_one(ref: Any, slot: jax.Array, stores: jax.Array) -> None:
             target = ref.at[task.batch + jnp.arange(1)]
-            store(target, jnp.full(1, number), mask=jnp.full(1, mask & tells))
+            store(target, jnp.full(1, slot), mask=jnp.full(1, stores & mask))
 
-        store_one(parts.firsts, task.told, task.tells_first)
-        if task.tells_last is not False:
-            store_one(parts.lasts, task.slot, task.tells_last)
+        store_one(partials.first_pieces, task.first_piece, task.stores_first)
+        if task.stores_last is not False:
+            store_one(partials.last_pieces, task.slot, task.stores_last)
 
     def _of(self, sequence: jax.Array, x: jax.Array) -> jax.Array:
-        """A sequence's among those of all."""
+        """The element of x [sequences] that belongs to a sequence."""
         return jnp.where(self.lane == sequence, x, 0).sum()
 
     def _before(self, sequence: jax.Array, x: jax.Array) -> jax.Array:
-        """The sum of those of all sequences before one."""
+        """The sum of x [sequences] over the sequences before one."""
         return jnp.where(self.lane < sequence, x, 0).sum()
 
 
 def slots(batch: int, own: int, splits: int) -> int:
-    """Results that there may be: of own tasks and, behind them, of pieces.
+    """The number of slots for partial results: those of own tasks and, behind them, of pieces.
 
-    Each of these ends where a program's room does or what is left of a sequence.
+    A piece ends where the room of a program ends or the surplus of a sequence. So there are at most
+    as many pieces as programs that share tiles and sequences.
     """
     return batch * (own + splits + 1)

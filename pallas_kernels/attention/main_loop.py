@@ -1,13 +1,15 @@
 """The main loop of paged attention: one for decoding and for prompts, for every KV format.
 
-Scales go where they are cheapest. In a narrow tile, of up to 16 rows, cached elements are more than
-scores: they are decoded to what is exact in 16 bits, and what is linear is folded away from them:
-with k = code·s + z, a score is s·(q · code) + z·Σq, and likewise for values, so a cached element
-costs its decoding and its multiply-add in the tensor core (TurboMind section 3.4). Steps and zeros
-of a key's channels meet the query instead (`queries`). In a wide tile, keys and values are decoded
-to 16 bits with scale and zero, and the rest is as it is without codes.
-What is decoded may be tiny, a code that stands in a subnormal: powers of two on queries, weights
-and sums make up for it, and change nothing else.
+Scales are applied where that is cheapest. In a narrow tile, of up to 16 rows, there are more cached
+elements than scores. So codes are decoded to exact 16-bit operands, and scales and zeros are folded
+out of them: with a key k = code·s + z, a score is s·(q · code) + z·Σq. A value's scale multiplies
+its softmax weight, and its zero a sum of weights. A cached element then costs its decoding and a
+multiply-add in the tensor core (TurboMind section 3.4). Steps and zeros of key channels are
+applied to the query instead (`queries`). In a wide tile, keys and values are decoded to 16 bits
+with scale and zero applied, and the loop goes on as it does without codes.
+
+Decoded operands may be tiny, since a code may stand in the place of a subnormal's mantissa. Powers
+of two on queries, weights and sums make up for that, and change nothing else.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ import jax.numpy as jnp
 from mpjax.kernels.arithmetic import LOG2_E
 from mpjax.kernels.attention import queries, rows, tiles
 from mpjax.kernels.attention.combine import FLOOR
+from mpjax.kernels.attention.key_range import KeyRange
 from mpjax.kernels.attention.orientation import Orientation
 from mpjax.kernels.attention.plans import NARROW_ROWS, AttentionConfig
-from mpjax.kernels.attention.result import Result
-from mpjax.kernels.attention.rows import Sequence
-from mpjax.kernels.attention.source import Source
+from mpjax.kernels.attention.rows import SequenceHead
+from mpjax.kernels.attention.softmax_partial import SoftmaxPartial
 from mpjax.kernels.attention.tiles import Place
 from mpjax.kernels.batch import Span
 from mpjax.kernels.kv_cache.cache import Side
@@ -34,63 +36,67 @@ from mpjax.kernels.launch import load, load_masked
 from mpjax.kernels.masks import Masks
 from mpjax.kernels.target import current_target
 
-# Of two: sums of smaller products would come near the end of float32. The powers that make up for
-# it leave bfloat16's queries, steps, their products and sums room up to 2**57, and steps down to
-# 2**-57.
+# The least exponent of the powers of two in operands: sums of products with smaller ones would come
+# near the end of float32's range. The powers that make up for this one leave bfloat16's queries,
+# steps, their products and sums room up to 2**57, and steps down to 2**-57.
 LEAST_EXPONENT = -64
-SINK_BITS = 24.0  # by which weights, or products with steps, may be less than a sink's, and count
-_TINY = 1e-37  # smaller steps have no reciprocal
-_ROUNDING, _MOST_ROUNDING = 2.0**-22, 14.0  # of an exponent: in parts of its summands, in bits
-_Fetch = Callable[..., Iterator[list[jax.Array]]]  # of a side's parts in one tile
+# Weights, or their products with steps, count if they are no more bits than this below a sink's.
+SINK_BITS = 24.0
+_LEAST_STEP = 1e-37  # smaller steps have no reciprocal
+# Bounds for the rounding error of an exponent: relative to its summands, and in bits.
+_ROUNDING, _MOST_ROUNDING = 2.0**-22, 14.0
+_LoadOperands = Callable[..., Iterator[list[jax.Array]]]  # `tiles.operands` of one tile
 
 
 class Operands(NamedTuple):
-    """What the kernel is given besides the pages; arrays are references, inside of it."""
+    """The kernel's inputs besides the pages; inside the kernel, arrays are references."""
 
-    queries: Any  # [tokens, query heads, dim]
+    queries: Any  # [tokens, query heads, dim], the tokens of all sequences
     span: Span
-    offsets: Any  # [batch], of each sequence's first token among varlen ones, or None
+    offsets: Any  # int32 [batch], each sequence's first token among varlen tokens; or None
     masks: Masks
 
 
 class _Scores(NamedTuple):
-    """Those of a tile, which times a factor, plus an offset of each row, are exponents of 2."""
+    """The scores of a tile: tile · factor + offset is the logarithm to base 2 of a weight."""
 
     tile: jax.Array
-    factor: Any = 1.0  # of all, or [rows]
-    offset: jax.Array | None = None  # [rows]
+    factor: Any = 1.0  # a scalar, or [rows]
+    offset: jax.Array | None = None  # [rows]; None for 0
 
 
 class _Carry(NamedTuple):
-    """What goes from one tile to the next."""
+    """The running softmax that is carried from one tile to the next, float32."""
 
-    sums: tuple[jax.Array, ...]  # of values times weights, for each part of their channels
-    zero_sum: jax.Array  # of the values' zeros times weights; like `total`
-    peak: jax.Array  # [rows], no exponent so far is larger
-    total: jax.Array  # of weights; like a tile of `kept_slots`
+    sums: tuple[jax.Array, ...]  # of values times weights: a tile for each part of their channels
+    zero_sum: jax.Array  # of the values' zeros times weights, of the shape of `total`
+    peak: jax.Array  # [rows], at least every score so far, to base 2
+    total: jax.Array  # sums of weights: a tile of `kept_slots` and rows
 
 
 class MainLoop:
-    """Attends a tile of rows, from `first_row` on, to the keys of a source.
+    """Attention of a tile of rows to the keys of a KeyRange; inside a kernel.
 
-    after: what was found of other keys, to go on from, if values are 16 bits.
+    sequence: the sequence and KV head.
+    first_row: the number of the tile's first row in its sequence.
+    after: the partial softmax over other keys, to continue from; for 16-bit values alone.
     """
 
     def __init__(
         self,
         operands: Operands,
-        sequence: Sequence,
-        source: Source,
+        sequence: SequenceHead,
+        key_range: KeyRange,
         first_row: jax.Array,
         *,
         config: AttentionConfig,
-        after: Result | None = None,
+        after: SoftmaxPartial | None = None,
     ) -> None:
         masks = operands.masks
-        self.source, self.sequence, self.first_row = source, sequence, first_row
+        self.key_range, self.sequence, self.first_row = key_range, sequence, first_row
         self.config, self.window, self.softcap = config, masks.window, masks.softcap
         self.target = current_target()
-        self.keys, self.values = keys, values = source.pages.sides
+        self.keys, self.values = keys, values = key_range.pages.sides
         kv_heads, self.page_size = keys.words.shape[1:3]
         self.group = operands.queries.shape[1] // kv_heads
         self.dtype = operands.queries.dtype
@@ -101,22 +107,23 @@ class MainLoop:
         self.value_parts = after.parts if after else tiles.parts(values, joined=joined)
         number = first_row + jnp.arange(config.tile_rows)
         longest = operands.span.most_tokens
-        self.rows = rows.numbered(number, sequence, self.group, longest, operands.offsets)
-        # Every row sees the keys before this position.
-        self.seen_by_all = jnp.minimum(source.end, sequence.start + first_row // self.group + 1)
-        self.limit = jnp.minimum(self.rows.position, source.end - 1)  # the last visible key
+        self.rows = rows.rows_of(number, sequence, self.group, longest, operands.offsets)
+        # All rows see all keys before this position.
+        self.seen_by_all = jnp.minimum(key_range.end, sequence.start + first_row // self.group + 1)
+        self.limit = jnp.minimum(self.rows.position, key_range.end - 1)  # the last visible key
         # The last entry of the block table that is in use.
-        self.last_entry = jnp.maximum(source.end - 1, 0) // self.page_size
-        # Enough for all warps to have slots of their own in the tensor cores, and none another's.
-        slots = min(source.tile_keys, queries.MMA_SLOTS * config.warps)
+        self.last_entry = jnp.maximum(key_range.end - 1, 0) // self.page_size
+        # Sums over keys are kept for this many slots, so that each warp adds up its own slots.
+        slots = min(key_range.tile_keys, queries.MMA_SLOTS * config.warps)
         self.kept_slots = slots if self.is_narrow else 1
         self.scaled_keys = not self.is_narrow
-        # Values in whose sums zeros of channels would be a second product: rather rounded.
+        # Zeros of value channels would need a second product: they are applied when decoding.
         self.scaled_values = not self.is_narrow or values.codes.scaling == "channel"
-        # What is added plainly, Triton leaves to the tensor cores.
+        # Whether float32 instructions add a tile's product to the sum. A plain addition, Triton
+        # would leave to the tensor cores.
         self.sums_apart = self.is_narrow and values.codes.sums_apart(self.dtype)
         self.has_channels = keys.codes.scaling == "channel"
-        # Of what meets queries; `self.dtype` is that of what meets weights.
+        # The dtype of decoded keys; decoded values have `self.dtype`, as weights do.
         self.key_dtype = jnp.dtype(jnp.float16) if self.has_channels else self.dtype
         key_exponents = tiles.exponents(
             keys, self.key_parts, self.key_dtype, scaled=self.scaled_keys
@@ -125,10 +132,11 @@ class MainLoop:
             values, self.value_parts, self.dtype, scaled=self.scaled_values
         )
         score_exponent = max(min(key_exponents), LEAST_EXPONENT)
-        # Of two: what queries are multiplied by, for each part.
+        # For each part, the exponent of the power of two that its queries are multiplied by.
         self.shifts = [score_exponent - exponent for exponent in key_exponents]
         self.queries = self._load_queries(operands.queries)
-        # Scores times this are exponents of 2, or, for the softcap, of what is in its tanh.
+        # Products of queries and keys times `score_scale` are scores to base 2, or with a softcap
+        # the exponents of 2 in its tanh. `plain_scale` is for products without powers of two.
         scale = masks.scale_for(operands.queries.shape[2])
         self.plain_scale: Any = scale * LOG2_E * (1 if self.softcap is None else 2 / self.softcap)
         self.score_scale: Any = self.plain_scale * 2.0**-score_exponent
@@ -141,85 +149,93 @@ class MainLoop:
         if values.codes.scaling == "head":
             self.value_scale = load(values.parameters.at[sequence.head])
         self.lift = self._lift()
-        # Positions in the pages, from here on; without real rows there is nothing to read.
+        # From here on, positions count from the first page. A tile of padding reads no keys.
         last_row = jnp.minimum(first_row + config.tile_rows, self.rows.real) - 1
-        end = jnp.minimum(source.end, sequence.start + last_row // self.group + 1) - source.begin
+        end = (
+            jnp.minimum(key_range.end, sequence.start + last_row // self.group + 1)
+            - key_range.begin
+        )
         end = jnp.where(first_row < self.rows.real, end, 0)
         begin = jnp.int32(0)
         if self.window is not None:
-            begin = sequence.start + first_row // self.group - self.window + 1 - source.begin
-        self.first_tile, self.all_tiles = source.tiles_between(begin, end)
-        # A sink is a score of the first program.
-        self.is_first, self.sink = source.split == 0, None
+            begin = sequence.start + first_row // self.group - self.window + 1 - key_range.begin
+        self.first_tile, self.all_tiles = key_range.tiles_between(begin, end)
+        # The sequence's first program adds the sink.
+        self.is_first, self.sink = key_range.split == 0, None
         if masks.sinks is not None:
             sink = load_masked(masks.sinks.at[self.rows.query_head], self.rows.mask)
             self.sink = jnp.maximum(sink.astype(jnp.float32) * LOG2_E, FLOOR)
 
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
-        """The rows' queries; with the scales that each channel of their keys is given."""
-        keys, found = self.keys, []
-        # Brief programs of other formats would pay more for the many loads than they save.
+        """Loads and prepares the rows' queries, times the static scales of key channels, if any."""
+        keys, loaded = self.keys, []
+        # With other formats, programs that end soon lose more by the many loads than they save.
         in_pieces = self.has_channels and self.oriented.few_rows
         for part in self.key_parts:
             load = self.rows.load_few if in_pieces else self.rows.load
             q = load(queries_ref, part)
             if keys.codes.scaling == "static":
-                channel, there = part.channels()
+                channel, mask = part.channels()
                 scales = keys.parameters.at[self.sequence.head, channel]
-                scales = load_masked(scales, there)
+                scales = load_masked(scales, mask)
                 q = self.target.narrow(q.astype(jnp.float32) * scales[None], self.dtype)
-            found.append(q)
+            loaded.append(q)
         largest = self.rows.largest(queries_ref) if self.has_channels else None
-        return queries.prepare(found, self.shifts, self.key_dtype, largest=largest)
+        return queries.prepare(loaded, self.shifts, self.key_dtype, largest=largest)
 
     def _lift(self) -> float:
-        """A power of two on all weights, which cancels in the end.
+        """The exponent of a power of two on all weights, which cancels in the end.
 
-        It keeps small ones out of float16's subnormals, and products with tiny values in float32.
+        It keeps small weights out of float16's subnormals, and products of weights and tiny decoded
+        values in the range of float32.
         """
         if self.dtype == jnp.float16:
             return 15.0
         return max(0.0, float(LEAST_EXPONENT - min(self.value_exponents)))
 
-    def _left(self, side: Side) -> str | None:
-        """Whose scales are not in the operands yet."""
-        is_left = self.is_narrow or side.codes.scaling == "head"
-        return side.codes.scaling if is_left else None
+    def _folded_scaling(self, side: Side) -> str | None:
+        """The scaling that operands of a side lack, as decoded; None if they lack none."""
+        is_folded = self.is_narrow or side.codes.scaling == "head"
+        return side.codes.scaling if is_folded else None
 
-    def run(self) -> Result:
-        """All tiles that the program's rows see."""
-        source, size, carry = self.source, self.source.tile_keys, self._begin()
+    def run(self) -> SoftmaxPartial:
+        """The partial softmax over all keys of the range that the program's rows see."""
+        key_range, size, carry = self.key_range, self.key_range.tile_keys, self._begin()
         whole = jnp.int32(0)
         if not self.is_narrow and self.window is None:
-            # Causality hides keys of the last tiles alone: the others need no masks.
-            seen = jnp.maximum(self.seen_by_all - source.begin, 0)
-            whole = jnp.minimum(source.tiles_below(seen // size, self.first_tile), self.all_tiles)
+            # Causality hides keys of the last tiles alone: a first loop over the other tiles needs
+            # no masks.
+            seen = jnp.maximum(self.seen_by_all - key_range.begin, 0)
+            whole = jnp.minimum(
+                key_range.tiles_below(seen // size, self.first_tile), self.all_tiles
+            )
             carry = self._visit_all(jnp.int32(0), whole, carry, is_whole=True)
-        return self._result(self._visit_all(whole, self.all_tiles, carry))
+        return self._partial(self._visit_all(whole, self.all_tiles, carry))
 
     def _begin(self) -> _Carry:
-        """What the first tile is given."""
+        """The running softmax before the first tile."""
         zeros = self._zeros(self.kept_slots)
         if self.after is not None:
-            assert not self.values.codes.is_quantized, "their sums would have other units"
+            assert not self.values.codes.is_quantized, "sums of codes would have other units"
             is_first = self.oriented.for_slots(jnp.arange(self.kept_slots) == 0)
             total = jnp.where(is_first, self.oriented.for_rows(self.after.total), zeros)
             return _Carry(self.after.sums, zeros, self.after.base + self.lift, total)
         peak = jnp.full((self.config.tile_rows,), FLOOR)
-        if self.sink is not None:  # what is as much less as float16 holds must not vanish beside it
+        if self.sink is not None:
+            # Weights that are less than the sink's, but that float16 holds beside it, must count.
             peak = jnp.where(self.is_first, self.sink - SINK_BITS, peak)
         return _Carry(tuple(self._zeros(p.size) for p in self.value_parts), zeros, peak, zeros)
 
     def _zeros(self, slots: int) -> jax.Array:
-        """A tile of so many slots, or channels."""
+        """A float32 tile of zeros, of `slots` slots or channels."""
         return jnp.zeros(self.oriented.shape(slots, self.config.tile_rows), jnp.float32)
 
     def _visit_all(
         self, first: jax.Array, last: jax.Array, carry: _Carry, *, is_whole: bool = False
     ) -> _Carry:
-        """Tiles of the program's own, by their numbers."""
+        """Visits the program's tiles from number `first` to before `last`."""
         see = functools.partial(self._visit, is_whole=is_whole)
-        return self.source.visit(first, last, self.first_tile, self.sequence.batch, see, carry)
+        return self.key_range.visit(first, last, self.first_tile, self.sequence.batch, see, carry)
 
     def _visit(
         self,
@@ -229,39 +245,44 @@ class MainLoop:
         *,
         is_whole: bool = False,
     ) -> _Carry:
-        """One tile of keys. is_whole: that every row sees all of them."""
-        source, size = self.source, self.source.tile_keys
-        tile = self.first_tile + index * source.programs
+        """Adds a tile of keys and values to the running softmax.
+
+        index: of the tile among the program's own.
+        page: the tile's page, if the tile is a piece of one.
+        is_whole: whether every row is known to see all keys of the tile.
+        """
+        key_range, size = self.key_range, self.key_range.tile_keys
+        tile = self.first_tile + index * key_range.programs
         place = tiles.locate(
             tile,
             size,
             self.page_size,
-            source.block_tables,
+            key_range.block_tables,
             self.sequence.batch,
             self.last_entry,
             page,
         )
-        group = tile * size % self.page_size // (source.pages.format.group or self.page_size)
+        group = tile * size % self.page_size // (key_range.pages.format.group or self.page_size)
         place = place._replace(group=group, head=self.sequence.head)
-        fetch = functools.partial(tiles.operands, place=place)
-        scores = self._scores(place, fetch)
+        load_operands = functools.partial(tiles.operands, place=place)
+        scores = self._scores(place, load_operands)
         if not is_whole:
-            scores = scores._replace(tile=self._hide(scores.tile, source.begin + tile * size))
-        return self._add_values(carry, scores, place, fetch)
+            scores = scores._replace(tile=self._hide(scores.tile, key_range.begin + tile * size))
+        return self._add_values(carry, scores, place, load_operands)
 
-    def _scores(self, place: Place, fetch: _Fetch) -> _Scores:
-        """Scores of a tile of keys."""
+    def _scores(self, place: Place, load_operands: _LoadOperands) -> _Scores:
+        """The scores of a tile of keys, scaled and capped, without masks."""
         oriented, keys, target = self.oriented, self.keys, self.target
-        scores, offset = self._zeros(self.source.tile_keys), None
+        scores, offset = self._zeros(self.key_range.tile_keys), None
         products = [[q] for q in self.queries.parts]
-        if self._left(keys) == "channel":
-            of_parts = (tiles.channel_parameters(keys, place, part) for part in self.key_parts)
+        if self._folded_scaling(keys) == "channel":
+            parameters = (tiles.channel_parameters(keys, place, part) for part in self.key_parts)
             midpoint = None if self.dtype == jnp.float16 else (2**keys.codes.bits - 1) / 2
             products, offset = queries.times_channels(
-                self.queries, of_parts, self.shifts, oriented, midpoint=midpoint
+                self.queries, parameters, self.shifts, oriented, midpoint=midpoint
             )
             offset *= self.plain_scale
-        found = fetch(
+        loaded = load_operands(
             keys,
             parts=self.key_parts,
             dtype=self.key_dtype,
@@ -269,13 +290,13 @@ class MainLoop:
             scaled=self.scaled_keys,
             copies=len(products[0]),
         )
-        for terms, operands in zip(products, found, strict=True):
+        for terms, operands in zip(products, loaded, strict=True):
             for q, operand in zip(terms, operands, strict=True):
                 scores += oriented.times_queries(operand, q)
         factor = self.score_scale
-        if self._left(keys) == "token":
-            # Scaled for each slot, of which there are fewer than scores.
-            step, zero = tiles.fetch_parameters(keys, place, self.dtype)
+        if self._folded_scaling(keys) == "token":
+            # The factor multiplies steps, since there are fewer slots than scores.
+            step, zero = tiles.token_parameters(keys, place, self.dtype)
             zero = oriented.for_slots(zero * self.plain_scale)
             zeros = zero * oriented.for_rows(self.queries.sum)
             scores = target.multiply_add(scores, oriented.for_slots(step * factor), zeros)
@@ -290,8 +311,11 @@ class MainLoop:
         return _Scores(scores)
 
     def _hide(self, scores: jax.Array, first_key: jax.Array) -> jax.Array:
-        """Scores of the keys from a position on, −∞ where a row does not see one."""
-        oriented, size = self.oriented, self.source.tile_keys
+        """The scores, but −∞ where a row does not see a key.
+
+        first_key: the position of the tile's first key.
+        """
+        oriented, size = self.oriented, self.key_range.tile_keys
 
         def hide(scores: jax.Array) -> jax.Array:
             key = oriented.for_slots(first_key + jnp.arange(size))
@@ -302,18 +326,22 @@ class MainLoop:
 
         if self.window is not None or not self.is_narrow:
             return hide(scores)
-        # Here, too, only the last tiles hide keys, but a second loop would wait for its first ones.
+        # Only the last tiles have hidden keys, as in `run`. But a narrow tile's second loop would
+        # stall on its first tiles, so each tile has a branch instead.
         return jax.lax.cond(first_key + size <= self.seen_by_all, lambda x: x, hide, scores)
 
-    def _add_values(self, carry: _Carry, scores: _Scores, place: Place, fetch: _Fetch) -> _Carry:
-        """What is carried on from a tile, whose values the scores weigh."""
+    def _add_values(
+        self, carry: _Carry, scores: _Scores, place: Place, load_operands: _LoadOperands
+    ) -> _Carry:
+        """Adds a tile's values, weighted by its scores, to the running softmax."""
         sums, zero_sum, peak, total = carry
         oriented, values, target = self.oriented, self.values, self.target
-        for_slots, has_steps = oriented.for_slots, self._left(values) == "token"
+        for_slots, has_steps = oriented.for_slots, self._folded_scaling(values) == "token"
         if has_steps:
-            step, zero = tiles.fetch_parameters(values, place, self.dtype)
-            step = jnp.maximum(step, _TINY)  # slots that were never written have a step of 0
-        # Small weights times small steps would vanish in float16: there the largest product is 1.
+            step, zero = tiles.token_parameters(values, place, self.dtype)
+            step = jnp.maximum(step, _LEAST_STEP)  # slots that were never written have a step of 0
+        # In float16, small weights times small steps would vanish. There, steps count in the peak,
+        # so that the largest product of a weight and a step is 1.
         weighs_steps = has_steps and self.dtype == jnp.float16
         if weighs_steps:
             factor = oriented.for_rows(jnp.asarray(scores.factor, jnp.float32))
@@ -322,7 +350,8 @@ class MainLoop:
         highest, base = scores.tile.max(oriented.slots) * scores.factor, jnp.float32(self.lift)
         if scores.offset is not None:
             highest, base = highest + scores.offset, base + scores.offset
-        if self.dtype == jnp.float16:  # which ends a bit above the lift
+        if self.dtype == jnp.float16:
+            # float16's range ends one bit above the lift, and rounded exponents must not exceed it.
             size = abs(highest) + (0 if scores.offset is None else abs(scores.offset))
             highest += jnp.minimum(size * _ROUNDING, _MOST_ROUNDING)
         new_peak = jnp.maximum(peak, highest)
@@ -337,30 +366,31 @@ class MainLoop:
                 weights = products * for_slots(inverse)
             else:
                 products = weights * for_slots(step)
-        # What multiplies the codes is rounded to 16 bits.
+        # The operand that multiplies the codes is rounded to 16 bits.
         narrow = target.narrow(products, self.dtype)
         if has_steps:
-            # With the same rounded weights: codes and zeros may be large and all but cancel.
-            zeros = self._gather(target.widen(narrow) * for_slots(zero * inverse))
+            # Zeros take the same rounded weights: codes and zeros may be large and nearly cancel.
+            zeros = self._sum_keys(target.widen(narrow) * for_slots(zero * inverse))
             zero_sum = target.multiply_add(zero_sum, shrink, zeros)
-        total = target.multiply_add(total, shrink, self._gather(weights))
+        total = target.multiply_add(total, shrink, self._sum_keys(weights))
         axis = oriented.rows
-        found = fetch(
+        loaded = load_operands(
             values, parts=self.value_parts, dtype=self.dtype, axis=axis, scaled=self.scaled_values
         )
         new_sums = []
-        for of_part, [operand] in zip(sums, found, strict=True):
+        for part_sum, [operand] in zip(sums, loaded, strict=True):
             product = oriented.times_values(narrow, operand)
             if self.sums_apart:
-                new_sums.append(target.multiply_add(of_part, shrink, product))
+                new_sums.append(target.multiply_add(part_sum, shrink, product))
             else:
-                new_sums.append(of_part * shrink + product)
+                new_sums.append(part_sum * shrink + product)
         return _Carry(tuple(new_sums), zero_sum, new_peak, total)
 
-    def _gather(self, x: jax.Array) -> jax.Array:
-        """Sums over keys. A narrow tile keeps one for each of `kept_slots`.
+    def _sum_keys(self, x: jax.Array) -> jax.Array:
+        """Sums a tile over its keys, to a tile of `kept_slots` partial sums.
 
-        So the warps, between which the slots are divided, meet once in the end, not at every page.
+        A narrow tile's slots are divided between the warps. With partial sums, warps exchange data
+        once, after the last tile, and not for every tile.
         """
         axis, kept = self.oriented.slots, self.kept_slots
         if kept == 1:
@@ -370,24 +400,24 @@ class MainLoop:
         shape = (-1, kept, *x.shape[1:]) if axis == 0 else (*x.shape[:1], -1, kept)
         return x.reshape(shape).sum(axis)
 
-    def _result(self, carry: _Carry) -> Result:
-        """What is carried from the last tile, without this loop's units."""
+    def _partial(self, carry: _Carry) -> SoftmaxPartial:
+        """The running softmax after the last tile, without the powers of two and folded scales."""
         oriented, values = self.oriented, self.values
         zero_sum, total = carry.zero_sum.sum(oriented.slots), carry.total.sum(oriented.slots)
         if self.sink is not None:
             sink = self.target.exp2(self.sink - carry.peak + self.lift)
             total += jnp.where(self.is_first, sink, 0.0)
         sums = []
-        for part, of_part, exponent in zip(
+        for part, part_sum, exponent in zip(
             self.value_parts, carry.sums, self.value_exponents, strict=True
         ):
-            found = self.target.times_power(of_part, -exponent) + oriented.for_rows(zero_sum)
+            total_sum = self.target.times_power(part_sum, -exponent) + oriented.for_rows(zero_sum)
             if self.value_scale is not None:
-                found *= self.value_scale
+                total_sum *= self.value_scale
             if values.codes.scaling == "static":
-                channel, there = part.channels()
+                channel, mask = part.channels()
                 scales = values.parameters.at[self.sequence.head, channel]
-                found *= oriented.for_slots(load_masked(scales, there))
-            sums.append(found)
+                total_sum *= oriented.for_slots(load_masked(scales, mask))
+            sums.append(total_sum)
         base = carry.peak - self.lift
-        return Result(tuple(sums), total, base, self.value_parts, self.rows, oriented)
+        return SoftmaxPartial(tuple(sums), total, base, self.value_parts, self.rows, oriented)

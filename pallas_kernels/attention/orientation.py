@@ -1,4 +1,4 @@
-"""Which way round the tiles of attention lie in the tensor cores."""
+"""The orientation of attention's tiles in the tensor cores."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from mpjax.kernels.target import current_target
 
 @dataclasses.dataclass(frozen=True)
 class Orientation:
-    """Which operand of the tensor cores is the narrow one, eight high.
+    """The order of the two axes of tiles: rows of queries, and slots of keys or channels of values.
 
-    few_rows: whether it is the rows, of queries; where there are many, it is the slots, of keys and
-        values. A tile has both: scores, and weights, are [slots, rows] or [rows, slots], and sums
-        of values [channels, rows] or [rows, channels].
+    The tensor-core instruction has one narrow side, of eight.
+
+    few_rows: whether rows lie along the narrow side. Then scores and softmax weights are
+        [slots, rows], and sums of values [channels, rows]. Otherwise slots and channels lie along
+        it, and tiles are [rows, slots] and [rows, channels].
     """
 
     few_rows: bool
 
     @property
     def slots(self) -> int:
-        """The axis of a tile along which its slots lie."""
+        """The axis of a tile along which its slots or channels lie."""
         return 0 if self.few_rows else 1
 
     @property
@@ -32,23 +34,27 @@ class Orientation:
         return 1 - self.slots
 
     def shape(self, slots: int, rows: int) -> tuple[int, int]:
-        """That of a tile of so many slots, or channels, and rows."""
+        """The shape of a tile with `slots` slots or channels and `rows` rows."""
         return (slots, rows) if self.few_rows else (rows, slots)
 
     def for_slots(self, x: jax.Array) -> jax.Array:
-        """What each slot has, [slots], for all rows of a tile."""
+        """Expands an array [slots] to broadcast over the rows of a tile."""
         return jnp.expand_dims(x, self.rows)
 
     def for_rows(self, x: jax.Array) -> jax.Array:
-        """What each row has, [rows], or all have, [], for all slots of a tile."""
+        """Expands an array [rows] to broadcast over the slots of a tile; keeps a scalar."""
         return jnp.expand_dims(x, self.slots) if x.ndim else x
 
     def times_queries(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
-        """The products of keys [slots, channels] and queries [rows, channels], a tile."""
+        """The tile of products of keys [slots, channels] and queries [rows, channels]."""
         return current_target().dot(
             *((keys, queries) if self.few_rows else (queries, keys)), trans_b=True
         )
 
     def times_values(self, weights: jax.Array, values: jax.Array) -> jax.Array:
-        """Sums of values with weights, a tile; of values, slots lie along the axis of rows."""
+        """The tile of sums over slots of values times softmax weights.
+
+        weights: a tile of slots and rows. values: [channels, slots] where `few_rows`, else
+        [slots, channels].
+        """
         return current_target().dot(*((values, weights) if self.few_rows else (weights, values)))

@@ -1,10 +1,11 @@
-"""A tile's queries as operands of the tensor cores, where keys have scales of channels or none.
+"""Prepares a tile's queries as operands of the tensor cores.
 
-Steps and zeros of keys' channels meet the query, once for every tile: Σ (q·s) · code + Σ q·z. Both
-products are float16, in which bfloat16's queries lose a few times less than keys in bfloat16 would;
-float16's queries are two terms, which lose nothing of normal numbers. Each row is divided by a
-power of two, so that none of its products with float16's numbers is beyond float16; those of keys
-below about 1e-3 are subnormal, and lose more.
+Steps s and zeros z of key channels are applied to the query q, anew for every tile of keys: a score
+is Σ (q·s) · code + Σ q·z, summed over head channels. The products q·s and q·z are float16. bfloat16
+queries lose a few times less in them than keys rounded to bfloat16 would. Products of float16
+queries are two float16 terms each, which lose nothing of normal numbers. Each row of queries is
+divided by a power of two, so that no product with a float16 number overflows float16. Products with
+the steps of keys below about 1e-3 are subnormal in float16, and lose more.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from mpjax.kernels.arithmetic import power_above
 from mpjax.kernels.attention.orientation import Orientation
 from mpjax.kernels.target import current_target
 
-MMA_SLOTS = 16  # of a tensor-core instruction at most, and of a product at least
+MMA_SLOTS = 16  # the most slots of a tensor-core instruction, the fewest of a product
 
 
 class Queries(NamedTuple):
-    """Those of a tile's rows, a part of the channels each, times 2**shift and over `unit`."""
+    """The queries of a tile's rows in 16 bits: times 2**shift and divided by `unit`."""
 
-    parts: list[jax.Array]  # [rows, channels] each
-    sum: jax.Array  # [rows], of all channels as they were
-    unit: jax.Array | None = None  # [rows], powers of two, or None for 1
+    parts: list[jax.Array]  # [rows, channels] of each part of the head's channels
+    sum: jax.Array  # float32 [rows], of all channels, neither shifted nor divided
+    unit: jax.Array | None = None  # [rows], powers of two; None for 1
 
 
 def prepare(
@@ -40,10 +41,12 @@ def prepare(
     *,
     largest: jax.Array | None = None,
 ) -> Queries:
-    """Queries [rows, channels] of each part in the 16 bits in which they meet keys.
+    """Scales queries and rounds them to the 16-bit `dtype` in which they are multiplied with keys.
 
-    shifts: powers of two to multiply each part by. largest: of each row's magnitudes, [rows]; with
-    it, rows are divided by powers of two, so that all is below 1, and the largest not below a half.
+    loaded: queries [rows, channels] of each part of the head's channels.
+    shifts: for each part, the exponent of the power of two to multiply it by.
+    largest: the largest magnitude of each row, [rows]. With it, each row is divided by a power of
+        two such that its largest magnitude is at least 1/2 and below 1. None divides nothing.
     """
     wide, unit = [q.astype(jnp.float32) for q in loaded], None
     total = sum((q.sum(1) for q in wide[1:]), wide[0].sum(1))
@@ -66,17 +69,23 @@ def times_channels(
     *,
     midpoint: float | None,
 ) -> tuple[list[list[jax.Array]], jax.Array]:
-    """Queries times the steps of channels, a list of terms for each part, and Σ q·z [rows].
+    """Multiplies queries by the steps s and the zeros z of key channels.
 
-    All over the queries' unit. parameters: steps and zeros [channels] of each part, float16.
-    midpoint: of the codes, m. With it, products are rounded, and Σ q·z is Σ q·(z + m·s) − m·Σ q·s
-    of rounded ones: then what rounding takes counts as often as codes differ from it.
-    Without, products are two terms, what they are in 16 bits and what that leaves, which 16 bits
-    hold but for what is less than float16's subnormals.
+    parameters: steps and zeros, float16 [channels], of each part of the head's channels.
+    shifts: as for `prepare`.
+    midpoint: the middle m of the range of codes, or None.
+
+    Returns the products q·s, a list of float16 terms [rows, channels] for each part, and Σ q·z
+    [rows]. Both are divided by the queries' unit.
+
+    With a midpoint, a product is one rounded term r ≈ q·s, and Σ q·z is computed as
+    Σ q·(z + m·s) − m·Σ r. So the error of r counts times (code − m) in a score, not times the code.
+    Without a midpoint, a product is two terms: its value rounded to float16, and the remainder,
+    which float16 holds but for digits below its subnormals.
     """
 
-    # The tensor cores sum, alike in all slots. Zeros as their other operand would have to be loaded
-    # once more, apart from steps.
+    # The tensor cores compute the sums, the same for each slot, as products with a constant. With
+    # the zeros as that operand instead, they would be loaded again, apart from the steps.
     def times(factor: float, term: jax.Array) -> jax.Array:
         return oriented.times_queries(
             jnp.full((MMA_SLOTS, term.shape[1]), factor, term.dtype), term
@@ -88,14 +97,14 @@ def times_channels(
         step, zero = jnp.broadcast_to(step, q.shape), jnp.broadcast_to(zero, q.shape)
         if midpoint is None:
             products.append(bits.multiply_exactly(q, step))
-            of_zero = bits.multiply_exactly(q, zero)
+            zero_terms = bits.multiply_exactly(q, zero)
         else:
             products.append([bits.multiply(q, step)])
             again = bits.multiply(q, step, copy=1)
             sums[shift] += times(-midpoint, again)
             zero = bits.multiply(step, jnp.full_like(step, midpoint), zero)
-            of_zero = [bits.multiply(q, zero)]
-        for term in of_zero:
+            zero_terms = [bits.multiply(q, zero)]
+        for term in zero_terms:
             sums[shift] += times(1.0, term)
     total = functools.reduce(operator.add, (x * 2.0**-shift for shift, x in sums.items()))
-    return products, total.max(oriented.slots)
+    return products, total.max(oriented.slots)  # all slots hold the same sum

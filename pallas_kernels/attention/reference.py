@@ -1,4 +1,4 @@
-"""What attention computes, in plain jnp."""
+"""The reference of attention, in plain jnp: the oracle of the kernels, and the path on a CPU."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ def attention(
     lengths: jax.Array,
     masks: Masks = CAUSAL,
 ) -> jax.Array:
-    """Softmax attention in float32; a query at position p sees keys at positions ≤ p.
+    """Causal softmax attention in float32: a query at position p sees keys at positions ≤ p.
 
-    queries: [batch, tokens, query heads, head dim]; positions: int32 [batch, tokens].
-    keys, values: [batch, keys, KV heads, head dim]; the first lengths[b] of them count.
-    A query that sees no key gets zeros.
+    queries: [batch, tokens, query heads, head dim].
+    keys, values: [batch, keys, KV heads, head dim].
+    positions: int32 [batch, tokens], of the queries.
+    lengths: int32 [batch], how many keys of each sequence count.
+
+    Returns an array of the shape and dtype of the queries, with zeros for a query that sees no key.
     """
     batch, tokens, heads, dim = queries.shape
     grouped = queries.astype(jnp.float32).reshape(batch, tokens, keys.shape[2], -1, dim)
@@ -62,10 +65,10 @@ def paged_attention(
     *,
     transformed: bool = False,
 ) -> jax.Array:
-    """See api.paged_attention: attention over the dequantised cache."""
+    """Attention over the dequantised cache; arguments and result as for api.paged_attention."""
     shape, lengths, rows = queries.shape, span.ends, None
     block_tables, starts, counts = span.block_tables, span.starts, span.counts
-    if queries.ndim == 3:  # each token as a sequence of its own
+    if queries.ndim == 3:  # varlen: each token becomes a sequence of one query
         tokens = varlen.tokens_of(counts, len(queries))
         rows = tokens.sequence
         block_tables, lengths = block_tables[rows], lengths[rows]
@@ -76,6 +79,6 @@ def paged_attention(
     positions = starts[:, None] + jnp.arange(queries.shape[1])[None]
     dtype = queries.dtype
     if transformed and pages.format.key_codes.hadamard:
-        queries = hadamard.transform(queries.astype(jnp.float32))  # back
+        queries = hadamard.transform(queries.astype(jnp.float32))  # its own inverse
     out = attention(queries, keys, values, positions, starts + counts, masks)
     return out.reshape(shape).astype(dtype)

@@ -1,4 +1,8 @@
-"""The rows of a tile: the pairs of a token and a query head that share a KV head."""
+"""The rows of a tile of attention.
+
+A row is a pair of a new token and a query head. The rows of a tile belong to one sequence and share
+one KV head. Row i of a sequence is token i // group and, of that token, query head i % group.
+"""
 
 from __future__ import annotations
 
@@ -11,43 +15,47 @@ import jax.numpy as jnp
 from mpjax.kernels.attention.tiles import Part, Words, cover
 from mpjax.kernels.launch import join, load, load_masked
 
-PAIRS = 4  # lanes of a warp that share one of eight rows, each with pairs of channels
+PAIRS = 4  # the lanes of a warp that share each of eight rows; a lane holds pairs of channels
 
 
-class Sequence(NamedTuple):
-    """Whose keys and queries a program reads."""
+class SequenceHead(NamedTuple):
+    """The sequence and the KV head that a program works on; scalars, int32."""
 
-    batch: jax.Array
-    head: jax.Array  # of keys and values
-    start: jax.Array
-    new_tokens: jax.Array
+    batch: jax.Array  # the sequence's number
+    head: jax.Array  # the KV head
+    start: jax.Array  # the position of the first new token
+    new_tokens: jax.Array  # the number of new tokens
 
 
 class Rows(NamedTuple):
-    """Where a tile's rows are among the queries, [rows] each."""
+    """The places of a tile's rows in the queries [tokens, query heads, head dim]; [rows] each."""
 
-    token: jax.Array
+    token: jax.Array  # the index along the queries' first axis
     query_head: jax.Array
-    position: jax.Array  # in the sequence
-    mask: jax.Array  # which there are
-    real: jax.Array  # a number: how many the whole sequence has
+    position: jax.Array  # of the token in its sequence
+    mask: jax.Array  # whether the queries have this row, as padding or a real token
+    real: jax.Array  # a scalar: the number of the sequence's rows, without padding
 
     def locate(self, part: Part) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Indices of the channels of a part, [rows, channels], and which there are."""
+        """Indices of a part's elements of the queries, and the mask of those that exist.
+
+        Indices of tokens, query heads and channels broadcast to [rows, channels], as the mask does.
+        """
         channel, mask = part.channels()
         mask = self.mask[:, None] if mask is None else self.mask[:, None] & mask[None, :]
         return (self.token[:, None], self.query_head[:, None], channel[None, :]), mask
 
     def load(self, queries: Any, part: Part) -> jax.Array:
-        """The rows' queries [rows, channels] of a part."""
+        """Loads the queries [rows, channels] of a part; zeros where the mask is false."""
         index, mask = self.locate(part)
         return load_masked(queries.at[index], mask)
 
     def load_few(self, queries: Any, part: Part) -> jax.Array:
-        """The queries of eight rows and a part of a single plane, where the tensor cores want them.
+        """`load` for eight rows and a part of one plane, in the layout of a tensor-core operand.
 
-        Triton would put them there at each tile, by shuffles or through shared memory. A lane has
-        pairs of channels of a row, eight apart; a warp loads one of each lane's at a time.
+        Otherwise Triton would change the layout for every tile of keys, by shuffles or through
+        shared memory. In this layout a lane holds pairs of channels of one row, each pair eight
+        channels after the last. Each load gives every lane of a warp one channel.
         """
         first, size, width = part.words.first, part.words.size, part.words.width
 
@@ -61,23 +69,27 @@ class Rows(NamedTuple):
         return jnp.stack([evens, odds], -1).reshape(-1, size)
 
     def largest(self, queries: Any) -> jax.Array:
-        """The largest magnitude of each row, float32 [rows].
+        """The largest magnitude of each row of queries, float32 [rows].
 
-        It loads them for itself: what it shared with `load_few`, Triton would lay out for the
-        maximum, and move from there.
+        It loads the queries again: if it shared the loads of `load_few`, Triton would give them the
+        layout that the maximum wants, and then have to change it.
         """
-        found = []
+        largest = []
         for words in cover(queries.shape[2]):
             q = self.load(queries, Part(words, range(1)))
-            found.append(jnp.abs(q.astype(jnp.float32)).max(1))
-        return functools.reduce(jnp.maximum, found)
+            largest.append(jnp.abs(q.astype(jnp.float32)).max(1))
+        return functools.reduce(jnp.maximum, largest)
 
 
-def numbered(number: jax.Array, sequence: Sequence, group: int, longest: int, offsets: Any) -> Rows:
-    """The rows of these numbers in a sequence; inside a kernel.
+def rows_of(
+    number: jax.Array, sequence: SequenceHead, group: int, longest: int, offsets: Any
+) -> Rows:
+    """The rows with the given numbers [rows] in a sequence; inside a kernel.
 
-    group: query heads of a KV head. longest: tokens that a sequence may have. offsets: a reference
-        to those of the sequences' first tokens among varlen ones, or None where they are padded.
+    group: query heads for each KV head.
+    longest: the most new tokens of a sequence; padded queries have this many for each.
+    offsets: a reference int32 [batch] to the index of each sequence's first token among varlen
+        tokens; None where queries are padded.
     """
     batch, head, start, new_tokens = sequence
     real = new_tokens * group

@@ -1,4 +1,4 @@
-"""Named attention shapes: the same for tests, benchmarks and tuning."""
+"""Named attention shapes, which tests, benchmarks and tuning share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """A batch of sequences in an attention layer.
+    """The sizes of an attention layer and of its batch of sequences.
 
-    context: keys of a sequence; its last `queries` tokens are new.
-    longest: keys of the first sequence, if it is longer than the others; then one token is new.
+    context: keys of each sequence.
+    queries: new tokens of each sequence, its last.
+    longest: keys of the first sequence, where it is longer than the others, and `queries` is 1;
+        None where all are equal.
     """
 
     batch: int
@@ -24,9 +26,11 @@ class AttentionShape:
 
     @classmethod
     def parse(cls, name: str) -> AttentionShape:
-        """The shape that a name such as `b8-h32/8-d128-c32768-q2048` says, or `b8-…-c1024-l65536`.
+        """Reads a name such as `b8-h32/8-d128-c32768-q2048` or `b8-h32/8-d128-c1024-l65536`.
 
-        Raises ValueError where it says none, or one that can't be.
+        The letters stand for the batch, query heads / KV heads, the head dimension, the context,
+        the queries, if more than 1, and the longest context. Raises ValueError for a text that is
+        no such name, and for sizes that are impossible together.
         """
         pattern = r"b(\d+)-h(\d+)/(\d+)-d(\d+)-c(\d+)(?:-q(\d+)|-l(\d+))?"
         match = re.fullmatch(pattern, name)
@@ -57,7 +61,7 @@ class AttentionShape:
 
     @property
     def name(self) -> str:
-        """For tables and test ids."""
+        """The name that `parse` reads, for tables and test ids."""
         heads = f"b{self.batch}-h{self.query_heads}/{self.kv_heads}-d{self.head_dim}"
         name = f"{heads}-c{self.context}"
         name += f"-q{self.queries}" if self.queries > 1 else ""
@@ -79,14 +83,14 @@ DECODE = (
     AttentionShape(8, 40, 8, 128, 32768),
 )
 
-# One sequence by far the longest, which must not make the others wait.
+# One sequence is by far the longest, and must not make the others wait.
 RAGGED = (
     AttentionShape(8, 32, 8, 128, 1024, longest=16384),
     AttentionShape(32, 32, 8, 128, 2048, longest=65536),
     AttentionShape(128, 32, 8, 128, 512, longest=32768),
 )
 
-# A chunk of a long prompt, and prompts from their first token on.
+# A chunk of a long prompt, and whole prompts.
 PREFILL = (
     AttentionShape(1, 32, 8, 128, 32768, 2048),
     AttentionShape(1, 32, 8, 128, 2048, 2048),
@@ -94,7 +98,7 @@ PREFILL = (
     AttentionShape(1, 32, 8, 128, 32768, 32768),
 )
 
-# Small enough for interpret mode: grouped, multi-query and ungrouped heads, of all sizes.
+# Small enough for interpret mode: grouped, multi-query and ungrouped heads, of all head dimensions.
 SMALL = (
     AttentionShape(1, 5, 1, 96, 100),
     AttentionShape(1, 12, 2, 256, 80),

@@ -1,4 +1,7 @@
-"""Tiles of keys and values: where they are in the pages, and how a kernel loads them."""
+"""Tiles of keys and values: their places in the pages, and how a kernel loads and decodes them.
+
+A tile has slots, one for each token, and words or channels of one KV head.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,16 @@ from mpjax.kernels.bits import exponent_scaled, unpack_pair, widen_pair
 from mpjax.kernels.kv_cache.cache import Side
 from mpjax.kernels.launch import join, load, load_masked
 
-LOOKED_UP = 32  # pages at a time: a warp has as many lanes
-MINIMUM_WORDS = 16  # of a dimension that the tensor cores sum over
+PAGES_AT_ONCE = 32  # pages that are looked up at a time, one by each lane of a warp
+MINIMUM_WORDS = 16  # the least length of a dimension that the tensor cores sum over
 
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Words of a head, `stride` apart, as many as a tile may be wide: a power of two.
+    """A range of a head's words, as wide as a tile: `size` words, `stride` apart.
 
-    The last of them may lie beyond the `width` of a head's words: what is loaded there is zero.
+    The size is a power of two. `width` is the number of a head's words; words of the range beyond
+    it are masked, and load as zeros.
     """
 
     first: int
@@ -32,40 +36,39 @@ class Words:
 
     @property
     def lanes(self) -> jax.Array:
-        """The words' indices; inside a kernel, where arrays can't come from outside."""
+        """The words' indices, int32 [size]; inside a kernel, which can't close over arrays."""
         return self.first + jnp.arange(self.size) * self.stride
 
     @property
     def mask(self) -> jax.Array | None:
-        """Which lanes there are, or None if all are."""
+        """Whether each of the lanes is a word of the head, bool [size]; None if all are."""
         last = self.first + (self.size - 1) * self.stride
         return None if last < self.width else self.lanes < self.width
 
 
 def cover(width: int) -> tuple[Words, ...]:
-    """Words that are a width together; padded at the end only where less than a half is left."""
-    found = []
+    """Ranges of words that cover `width` words once, in order.
+
+    Only the last is padded, and by fewer than MINIMUM_WORDS words.
+    """
+    ranges = []
     first = 0
     while first < width:
         size = 1 << ((width - first).bit_length() - 1)
         if size < MINIMUM_WORDS or (size < 2 * MINIMUM_WORDS and size < width - first):
             size = max(2 * size, MINIMUM_WORDS)
-        found.append(Words(first, size, width))
+        ranges.append(Words(first, size, width))
         first += size
-    return tuple(found)
+    return tuple(ranges)
 
 
 class Place(NamedTuple):
-    """Where the slots of a tile are: a page, of all alike or of each, and positions in it.
+    """The place of a tile's slots in the pages."""
 
-    group: of the page's tokens, whose scales of channels are the tile's.
-    head: KV head.
-    """
-
-    page: jax.Array  # [] or [slots]
-    position: jax.Array  # [slots]
-    group: jax.Array | int = 0
-    head: jax.Array | int = 0
+    page: jax.Array  # [], if the tile is a piece of a page, or [slots]
+    position: jax.Array  # [slots], in the page
+    group: jax.Array | int = 0  # the page's group of tokens, whose channel scales are the tile's
+    head: jax.Array | int = 0  # the KV head
 
 
 def locate(
@@ -77,12 +80,14 @@ def locate(
     last: jax.Array | None = None,
     page: jax.Array | None = None,
 ) -> Place:
-    """The pages and positions of a tile of keys, which is a piece of a page or several pages.
+    """The place of tile number `tile` of a sequence, which is a piece of a page or several pages.
 
-    block_tables: a reference to them, or None, where each sequence has one page.
-    last: the entry of the sequence's last page in use, in which are slots past its end, too: what
-        the table says behind it may be no page.
-    page: that of a tile which is a piece of one (`look_up`).
+    slots: of a tile.
+    block_tables: a reference [batch, pages per sequence], or None if page b is sequence b's.
+    batch: the sequence's number.
+    last: for a tile of several pages, the table's last entry in use. Slots behind that page are
+        placed in it, since later entries of the table may be no pages.
+    page: for a tile that is a piece of a page, that page (`look_up`).
     """
     slot = jnp.arange(slots)
     if block_tables is None:
@@ -103,24 +108,29 @@ def look_up(
     block_tables: Any,
     batch: jax.Array,
 ) -> jax.Array:
-    """The pages of LOOKED_UP tiles that are pieces of pages, for `pick` to choose from.
+    """Loads the pages of PAGES_AT_ONCE tiles that are pieces of pages, for `pick` to choose from.
 
-    A load of a tile that waited for that of its page would begin only half as far ahead. Nor does
-    this one wait for the sequence's length: what the table says past its end is not chosen.
+    tiles: their numbers, int32 [PAGES_AT_ONCE]. slots: of a tile. batch: the sequence's number.
+
+    If each tile first loaded its entry of the block table, it would be read only half as far ahead.
+    This load does not wait for the sequence's length either: `pick` chooses no entry past its end.
     """
     entry = jnp.minimum(tiles // (page_size // slots), block_tables.shape[1] - 1)
     return load(block_tables.at[batch, entry])
 
 
 def pick(pages: jax.Array, number: jax.Array) -> jax.Array:
-    """One of the pages that were looked up."""
-    return jnp.where(jnp.arange(LOOKED_UP) == number, pages, 0).max()
+    """Page number `number` of the pages [PAGES_AT_ONCE] that `look_up` returned, a scalar."""
+    return jnp.where(jnp.arange(PAGES_AT_ONCE) == number, pages, 0).max()
 
 
-def fetch(
+def load_words(
     side: Side, place: Place, lanes: jax.Array, mask: jax.Array | None, axis: int
 ) -> jax.Array:
-    """Words of a head, with the slots along one axis, and lanes, if they are, along the other."""
+    """Loads a tile of words, with slots along `axis` and words along the other axis.
+
+    lanes, mask: the words' indices in the head, and which of them exist, or None for all.
+    """
     page, position, _, head = place
     page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
     lanes = jnp.expand_dims(lanes, axis)
@@ -130,18 +140,21 @@ def fetch(
 
 
 class Part(NamedTuple):
-    """Channels that make one operand: some words, in neighbouring planes."""
+    """The channels of a head that make one operand: a range of words, in neighbouring planes."""
 
     words: Words
     planes: range
 
     @property
     def size(self) -> int:
-        """How many channels, with those that there aren't."""
+        """The number of channels, with those that pad the words."""
         return len(self.planes) * self.words.size
 
     def channels(self) -> tuple[jax.Array, jax.Array | None]:
-        """Their indices in a head, plane by plane, and which there are; inside a kernel."""
+        """The channels' indices in a head, plane by plane, and which exist; inside a kernel.
+
+        Returns int32 [size], and bool [size] or None if all exist.
+        """
         words = self.words
         if len(self.planes) == 1:
             return self.planes[0] * words.width + words.lanes, words.mask
@@ -153,7 +166,10 @@ class Part(NamedTuple):
 
 
 def parts(side: Side, *, joined: bool) -> list[Part]:
-    """Operands for all channels of a head: each a plane of some words or, joined, all planes."""
+    """The parts of a head's channels: a part for each range of words and each plane.
+
+    joined: whether a part has all planes of its words.
+    """
     planes = side.codes.planes
     size = planes if joined else 1
     return [
@@ -173,46 +189,52 @@ def operands(
     scaled: bool,
     copies: int = 1,
 ) -> Iterator[list[jax.Array]]:
-    """A tile's operands, some for each part, times 2**`exponents`; slots are along one axis.
+    """Loads a tile and decodes it to operands of the tensor cores, part by part.
 
-    scaled: with the scales and zeros of tokens or of channels, rounded once; without, exact.
-    copies: how many alike, one for each product that they are in.
+    parts: of the head's channels; parts of the same words follow one another.
+    dtype: of the operands, 16 bits.
+    axis: along which slots lie; channels lie along the other axis.
+    scaled: whether scales and zeros of tokens or of channels are applied, rounded once. Otherwise
+        operands are codes, exact, minus `KVCodes.offset`.
+    copies: how many equal operands are decoded for each part, one for each product that uses it
+        (`bits.decode_in_place`).
+
+    Yields a list of `copies` operands for each part, scaled by 2**`exponents`.
     """
     scaling = side.codes.scaling if scaled else None
     if scaling == "token":
         page, position = place.page, jnp.expand_dims(place.position, 1 - axis)
         page = jnp.expand_dims(page, 1 - axis) if page.ndim else page
-        of_tokens = _unpacked(side, load(side.parameters.at[page, place.head, position]))
+        token_pair = _unpacked(side, load(side.parameters.at[page, place.head, position]))
 
     def decode(words: jax.Array, part: Part, copy: int = 0) -> jax.Array:
         [plane] = part.planes
         if scaling == "token":
-            return side.codes.scaled_operand(words, plane, *of_tokens)
+            return side.codes.scaled_operand(words, plane, *token_pair)
         if scaling == "channel":
-            found = channel_parameters(side, place, part)
-            step, zero = (jnp.expand_dims(x, axis) for x in found)
+            pair = channel_parameters(side, place, part)
+            step, zero = (jnp.expand_dims(x, axis) for x in pair)
             return side.codes.scaled_operand(words, plane, step, zero)
         return side.codes.operand(words, plane, dtype, copy=copy)
 
-    if side.codes.planes == 1:  # words are channels, wanted in the parts of others, too
+    if side.codes.planes == 1:
+        # Words are channels. The parts may be those of other codes, which have several planes.
         for part in parts:
-            fetched = fetch(side, place, *part.channels(), axis)
-            yield [side.codes.operand(fetched, 0, dtype)] * copies
+            tile = load_words(side, place, *part.channels(), axis)
+            yield [side.codes.operand(tile, 0, dtype)] * copies
         return
     for words, members in itertools.groupby(parts, lambda part: part.words):
-        fetched = fetch(side, place, words.lanes, words.mask, axis)
+        tile = load_words(side, place, words.lanes, words.mask, axis)
         for part in members:
             if len(part.planes) == 1:
-                yield [decode(fetched, part, copy) for copy in range(copies)]
+                yield [decode(tile, part, copy) for copy in range(copies)]
                 continue
-            planes = [
-                decode(fetched, Part(words, range(plane, plane + 1))) for plane in part.planes
-            ]
+            planes = [decode(tile, Part(words, range(plane, plane + 1))) for plane in part.planes]
             yield [join(planes)]
 
 
 def exponents(side: Side, parts: Sequence[Part], dtype: jnp.dtype, *, scaled: bool) -> list[int]:
-    """Of two: what one is worth in the operand of each part."""
+    """For each part, the exponent of the power of two by which `operands` scales it."""
     if scaled and side.codes.scaling in ("token", "channel"):
         return [exponent_scaled(dtype)] * len(parts)
     return [side.codes.exponent(part.planes[0], dtype) for part in parts]
@@ -223,14 +245,17 @@ def _unpacked(side: Side, pair: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def channel_parameters(side: Side, place: Place, part: Part) -> tuple[jax.Array, jax.Array]:
-    """Steps and zeros [channels] of a part, in 16 bits."""
+    """Loads the steps and zeros [channels] of a part's channels, in 16 bits."""
     channels, mask = part.channels()
     pair = load_masked(side.parameters.at[place.page, place.head, place.group, channels], mask)
     return _unpacked(side, pair)
 
 
-def fetch_parameters(side: Side, place: Place, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Steps and zeros [slots], float32: a channel is step · operand / 2**exponent + zero."""
+def token_parameters(side: Side, place: Place, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Loads the steps and zeros [slots] of a tile's tokens, float32, for unscaled operands.
+
+    A channel is step · operand / 2**exponent + zero: the zero makes up for `KVCodes.offset`.
+    """
     pair = load(side.parameters.at[place.page, place.head, place.position])
     step, zero = widen_pair(pair, side.parameter_dtype)
     offset = side.codes.offset(dtype)

@@ -1,7 +1,7 @@
-"""What codes mean: one module for each kind, and the one place that knows them all.
+"""The kinds of codes: one module for each, and the table of all kinds.
 
-A kind contributes its quantiser, its packer, and the few instructions with which words become the
-operands of the tensor cores. There is one packed tensor and one main loop for all of them.
+A kind has a quantiser, a packer, and the few instructions that decode words to operands of the
+tensor cores. All kinds share one packed tensor and one main loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a kind of codes contributes."""
+"""The interface of a kind of codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mpjax.kernels.bits import multiply, pack_pair, unpack_pair
 from mpjax.kernels.formats import WeightFormat
 
-Decoder = Callable[[int], jax.Array]
+Decoder = Callable[[int], jax.Array]  # from the number of a plane to its decoded tile
 
 
 class Parameters(NamedTuple):
@@ -35,11 +35,12 @@ class Parameters(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A group's parameters in a kernel, for `tile_n` output channels.
+    """The parameters of a group in a kernel, for `tile_n` output channels.
 
-    scale: float32 [tile_n, 1], by which the sum over the group is multiplied, or None.
-    arguments: [tile_n, 1] or [tile_n] each; what decoding needs. Where it needs nothing, a piece of
-        the parameters all the same: the compiler loads ahead only what the tensor cores depend on.
+    scale: float32 [tile_n, 1], the factor of the sum over the group; None if decoding applies it.
+    arguments: the decoder's, each [tile_n, 1] or [tile_n]. A decoder that needs no parameters takes
+        a piece of them all the same, since the compiler loads ahead only what operands of the
+        tensor cores depend on.
     """
 
     scale: jax.Array | None
@@ -52,8 +53,8 @@ class CodeKind(abc.ABC):
     code_dtype = jnp.dtype(jnp.uint8)
     scale_dtypes: tuple[str, ...] = ("float16", "bfloat16")
     has_zeros = False
-    zero_point = 0  # what is stored of all groups where they have none of their own
-    has_group_scales = True  # that multiply decoded values; else a group is part of decoding
+    zero_point = 0  # the zero point that is stored for all groups if `has_zeros` is false
+    has_group_scales = True  # whether scales multiply decoded values; else decoding applies them
     has_channel_scales = False
     has_table = False
 
@@ -75,7 +76,10 @@ class CodeKind(abc.ABC):
         """The float32 values of codes; parameters broadcast with them."""
 
     def pack(self, planes: jax.Array) -> jax.Array:
-        """Words [..., columns, width] of codes uint8 [..., planes, width]; not of flat formats."""
+        """Packs codes uint8 [..., planes, width] to words [..., columns, width].
+
+        Raises NotImplementedError for a kind whose codes are words (flat formats).
+        """
         raise NotImplementedError(f"{type(self).__name__}: its codes are words already")
 
     def unpack(self, words: jax.Array) -> jax.Array:
@@ -83,16 +87,17 @@ class CodeKind(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__}: its words are codes already")
 
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
-        """Words uint32 [..., words, N] of scales and zeros uint16 [..., groups, N].
+        """Packs the parameters of groups to words uint32 [..., words, N].
 
-        There are groups for whole blocks.
+        scales: [..., groups, N] in one of `scale_dtypes`. zeros: uint16 [..., groups, N]. There are
+        groups for whole blocks.
         """
         if scales.dtype == jnp.float32:
             return jax.lax.bitcast_convert_type(scales, jnp.uint32)
         return pack_pair(scales, zeros)
 
     def unpack_parameters(self, words: jax.Array, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
-        """The inverse of `pack_parameters`; where there are no zeros, 0."""
+        """The inverse of `pack_parameters`: scales and zeros; zeros are 0 if there are none."""
         if scale_dtype == "float32":
             scales = jax.lax.bitcast_convert_type(words, jnp.float32)
             return scales, jnp.zeros_like(words, jnp.uint16)
@@ -102,17 +107,24 @@ class CodeKind(abc.ABC):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """In a kernel: what words of parameters uint32 [tile_n] say of a tile [tile_n, width]."""
+        """In a kernel, the parameters of a group for a tile of words [tile_n, width].
+
+        parameters: uint32 [tile_n], words of parameters.
+        operand: the dtype that codes are decoded to.
+        """
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory, apart from Triton's own, that `shared` takes."""
+        """The bytes of shared memory that `shared` takes, in addition to Triton's own."""
         return 0
 
     def shared(self, table: Any, operand: jnp.dtype, width: int) -> tuple[jax.Array, ...]:
-        """In a kernel, before its loop: what all groups share, of a table.
+        """In a kernel, before its loop, the arguments of decoding that all groups share.
 
+        table: a reference to float32 [2**bits], or None.
         width: of tiles of words [tile_n, width].
+
+        Returns a prepared table, or nothing for kinds without tables.
         """
         return ()
 
@@ -124,10 +136,13 @@ class CodeKind(abc.ABC):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """In a kernel: a function from a plane to its tile, before scaling, in dtype `operand`.
+        """In a kernel, a function that decodes a plane to a tile of dtype `operand`, unscaled.
 
-        columns: tiles of words [tile_n, width]. Where the target has inline PTX, the work is PTX,
-        and elsewhere its twin in jnp.
+        columns: the tiles of words, [tile_n, width] each, of one group.
+        arguments: of the group (`Group.arguments`).
+        shared: the result of `shared`.
+
+        If the target has inline PTX, decoding is PTX, and otherwise its equivalent in jnp.
         """
 
     def scaled_decoder(
@@ -137,14 +152,17 @@ class CodeKind(abc.ABC):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """`decoder` times the group's scale and 2**`scaled_exponent`, rounded to `operand`."""
+        """A decoder that multiplies by the group's scale, and rounds once to `operand`.
+
+        A decoded weight is scaled by 2**`scaled_exponent`.
+        """
         decode = self.decoder(columns, group.arguments, shared, operand)
         assert group.scale is not None
         scale = group.scale
         return lambda plane: multiply(decode(plane), scale)
 
     def scaled_exponent(self, operand: jnp.dtype) -> int:
-        """Of two: what one is worth in `scaled_decoder`."""
+        """The exponent of the power of two by which `scaled_decoder` scales weights."""
         return 0
 
 

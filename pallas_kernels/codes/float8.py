@@ -55,7 +55,7 @@ class Float8(CodeKind):
         return codes.astype(jnp.float32) * parameters.scales
 
     def pack(self, planes: jax.Array) -> jax.Array:
-        """Plane 0 is the low byte of a word, plane 1 the high one."""
+        """Packs plane 0 to the low byte of a word, and plane 1 to the high byte."""
         low, high = (planes[..., plane, :].astype(jnp.uint16) for plane in (0, 1))
         return (low | (high << jnp.uint16(8)))[..., None, :]
 
@@ -68,7 +68,7 @@ class Float8(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale."""
+        """The scale, and a piece of the parameters that decoding does not use."""
         column = current_target().column
         scale = column(jax.lax.bitcast_convert_type(parameters, jnp.float32), width)
         return Group(scale, (column(parameters.astype(jnp.int16), width),))
@@ -80,7 +80,7 @@ class Float8(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """The e4m3 values in 16 bits, exact; or the words as they are, for FP8 activations."""
+        """Decodes e4m3 numbers exactly to 16 bits; for FP8 activations, the words are operands."""
         [words], [carried] = columns, arguments
         if operand == jnp.float8_e4m3fn:
             return lambda plane: words
@@ -88,16 +88,19 @@ class Float8(CodeKind):
 
 
 def decode_plane(words: jax.Array, plane: int, operand: jnp.dtype, carried: jax.Array) -> jax.Array:
-    """One byte of each uint16 word, read as e4m3, in bfloat16 or float16; exact for all but NaN.
+    """Decodes one byte of each uint16 word, an e4m3 number, to bfloat16 or float16.
 
-    Exponent and mantissa are moved to the place where the wider type has its mantissa and the low
-    end of its exponent; one product corrects the bias, and normalises e4m3's subnormals. `carried`
-    is not used: see Group.arguments.
+    The result is exact for all numbers but NaN. Exponent and mantissa are moved to the mantissa and
+    the low bits of the exponent of the wider type. One product then corrects the bias of the
+    exponent, and normalises e4m3's subnormals.
+
+    plane: 0 for the low byte, 1 for the high one.
+    carried: an argument that is not used (Group.arguments).
     """
     target = current_target()
     if not target.has_ptx:
-        # By way of float16 for either operand: as bfloat16, e4m3's subnormals would be float32's,
-        # which XLA takes for zeros on the CPU.
+        # Both operands are decoded by way of float16. In bfloat16, e4m3's subnormals would become
+        # subnormals of float32, which XLA takes for zeros on the CPU.
         high = words if plane else words << jnp.uint16(8)
         moved = (high & jnp.uint16(0x8000)) | ((high & jnp.uint16(0x7F00)) >> jnp.uint16(1))
         tiny = jax.lax.bitcast_convert_type(moved, jnp.float16)
@@ -114,7 +117,7 @@ def decode_plane(words: jax.Array, plane: int, operand: jnp.dtype, carried: jax.
 
 
 def decode_moved(words: jax.Array, plane: int, operand: jnp.dtype) -> jax.Array:
-    """`decode_plane` times 2**`exponent_moved`: without the product that corrects the bias."""
+    """`decode_plane` without the product that corrects the bias: times 2**`exponent_moved`."""
     target = current_target()
     if not target.has_ptx:
         return decode_plane(words, plane, operand, words)
@@ -126,14 +129,17 @@ def decode_moved(words: jax.Array, plane: int, operand: jnp.dtype) -> jax.Array:
 
 
 def exponent_moved(operand: jnp.dtype) -> int:
-    """Of two: what one is worth in `decode_moved`, the difference of the formats' biases."""
+    """The exponent of the power of two by which `decode_moved` scales numbers.
+
+    It is e4m3's bias minus that of the operand with PTX, and 0 without.
+    """
     if not current_target().has_ptx:
         return 0
     return -120 if operand == jnp.bfloat16 else -8
 
 
 def _move(plane: int, operand: jnp.dtype) -> str:
-    """Assembly that leaves in `high` the bytes of a plane as floats with e4m3's bias."""
+    """Assembly that puts the bytes of a plane into `high`, as 16-bit floats with e4m3's bias."""
     shift = 4 if operand == jnp.bfloat16 else 1
     mask = 0x7F00 >> shift
     return f"""

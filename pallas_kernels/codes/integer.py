@@ -56,7 +56,7 @@ class Integer(CodeKind):
         return parameters.zeros.astype(jnp.float32)
 
     def pack(self, planes: jax.Array) -> jax.Array:
-        """Plane j is bits j·b … of a word."""
+        """Packs plane j to the bits of a word from j · bits on."""
         return bit_planes.pack_planes(planes, self.bits)[..., None, :]
 
     def unpack(self, words: jax.Array) -> jax.Array:
@@ -66,7 +66,10 @@ class Integer(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale of what is decoded, below 2**122, and the zero point as an operand."""
+        """The scale of decoded codes, which must be below 2**122, and the zero point as an operand.
+
+        The scale makes up for the power of two of `bits.decode_plane`.
+        """
         scale, zero = bit_planes.unpack_pair(parameters, scale_dtype, jnp.int16)
         scale = scale.astype(jnp.float32) * 2.0 ** -bit_planes.plane_exponent(operand)
         column = current_target().column
@@ -79,7 +82,7 @@ class Integer(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """Code − zero, exact, times a power of two that its scale makes up for."""
+        """Decodes to code − zero, exact, times a power of two that the scale makes up for."""
         [words], [zero] = columns, arguments
         return lambda plane: bit_planes.decode_plane(words, plane, self.bits, zero)
 
@@ -87,9 +90,9 @@ class Integer(CodeKind):
 class Symmetric(Integer):
     """W = (code − 2**(bits − 1)) · scale.
 
-    With one zero point for all groups, a code becomes a scaled weight in one multiply-add: a scale
-    times a power of two is exact. The scale is rounded to bfloat16 first, as any that meets weights
-    there, and lies between 1e-17 and 1e17.
+    With one zero point for all groups, a code becomes a scaled weight in one multiply-add, since
+    the zero point times a scale is exact. The scale is rounded to bfloat16 first, as all scales
+    that multiply bfloat16 weights are, and must lie between 1e-17 and 1e17.
     """
 
     has_zeros = False
@@ -111,16 +114,19 @@ class Symmetric(Integer):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """One multiply-add for two weights; in float16, which has no room for that, two."""
+        """A decoder with one multiply-add for two weights in bfloat16.
+
+        float16 lacks the range for that, and takes two instructions, as without symmetry.
+        """
         if operand != jnp.bfloat16:
             return super().scaled_decoder(columns, group, shared, operand)
         assert group.scale is not None
         [words] = columns
         step = (group.scale * 2.0 ** bit_planes.plane_exponent(operand)).astype(operand)
-        worth = self.zero_point * 2.0 ** self.scaled_exponent(operand)
-        zero = step * jnp.asarray(-worth, operand)
+        negative_zero = -self.zero_point * 2.0 ** self.scaled_exponent(operand)
+        zero = step * jnp.asarray(negative_zero, operand)
         return lambda plane: bit_planes.decode_scaled(words, plane, self.bits, step, zero)
 
     def scaled_exponent(self, operand: jnp.dtype) -> int:
-        """That of `decode_scaled`, where it is what decodes."""
+        """The exponent of the power of two by which `bits.decode_scaled` scales weights."""
         return bit_planes.exponent_scaled(operand)

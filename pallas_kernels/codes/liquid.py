@@ -74,7 +74,7 @@ class Liquid(CodeKind):
         return jax.lax.bitcast_convert_type(values, jnp.int8)
 
     def pack(self, planes: jax.Array) -> jax.Array:
-        """Plane 0 is the low nibble of a byte, plane 1 the high one."""
+        """Packs plane 0 to the low nibble of a byte, and plane 1 to the high nibble."""
         return (planes[..., 0, :] | (planes[..., 1, :] << jnp.uint8(4)))[..., None, :]
 
     def unpack(self, words: jax.Array) -> jax.Array:
@@ -83,7 +83,10 @@ class Liquid(CodeKind):
         return jnp.stack([words & jnp.uint8(0xF), words >> jnp.uint8(4)], -2)
 
     def pack_parameters(self, scales: jax.Array, zeros: jax.Array) -> jax.Array:
-        """A byte of step and one of offset, of one group below those of the next."""
+        """Packs the steps and offsets of two groups to a word, a byte each.
+
+        From the lowest byte: step and offset of one group, step and offset of the next.
+        """
         halves = scales | (zeros << jnp.uint16(8))
         return pack_pair(halves[..., 0::2, :], halves[..., 1::2, :])
 
@@ -96,7 +99,10 @@ class Liquid(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The words as they are: a plane is a group, and decoding takes its bytes out of them."""
+        """The words of parameters, unchanged.
+
+        Plane i of a block is group i of a word: decoding takes the group's bytes out of the word.
+        """
         return Group(None, (parameters,))
 
     def decoder(
@@ -106,7 +112,7 @@ class Liquid(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """The int8 of the first level: seven instructions for eight of them."""
+        """Decodes to the int8 of the first level, with seven instructions for eight numbers."""
         [words], [parameters] = columns, arguments
         target = current_target()
         if target.has_ptx:
@@ -122,7 +128,7 @@ def _round_first(values: jax.Array, channel_scales: jax.Array) -> jax.Array:
 
 
 def _decode(words: jax.Array, plane: int, parameters: jax.Array) -> jax.Array:
-    """(code · step + offset) XOR 0x80 as int8, of one nibble of each uint8 word."""
+    """Decodes one nibble of each uint8 word to (code · step + offset) XOR 0x80, as int8."""
     step, offset = (
         jnp.broadcast_to(byte.astype(jnp.uint8)[:, None], words.shape)
         for byte in (

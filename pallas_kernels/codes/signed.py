@@ -11,7 +11,7 @@ from mpjax.kernels.target import current_target
 
 
 class Signed(CodeKind):
-    """W = code · scale, the codes themselves being the operand."""
+    """W = code · scale, with codes that are the int8 operand themselves."""
 
     code_dtype = jnp.dtype(jnp.int8)
     scale_dtypes = ("float32",)
@@ -33,7 +33,7 @@ class Signed(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale."""
+        """The scale of the output channels."""
         scale = jax.lax.bitcast_convert_type(parameters, jnp.float32)
         return Group(current_target().column(scale, width))
 
@@ -44,5 +44,5 @@ class Signed(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """The words as they are."""
+        """A decoder that returns the words, which are the operand."""
         return lambda plane: columns[0]

@@ -1,10 +1,11 @@
 """Codes that index a table of two, three or four bits: normal float, or any table (FLUTE §3).
 
-Words hold codes in nibbles. Two neighbouring lanes (words e and e + 1) are a 32-bit register of
-eight nibbles: for planes p … p + 3, nibble n is the code of lane e + n % 2 in plane p + n // 2.
-Two-bit codes share their nibbles, those of the next four planes in the upper half. Of sixteen
-planes of three bits, twelve fill the nibbles of three words but for the top bits. These are the
-codes of the last four, bit i of them in word i: no bit is padding.
+Words hold codes in nibbles. Two neighbouring words, e and e + 1, form a 32-bit register of eight
+nibbles. For planes p to p + 3, a quad, nibble n is the code of lane e + n % 2 in plane p + n // 2.
+Two-bit codes share nibbles: the next quad is in the upper halves of the nibbles. Three-bit codes
+have sixteen planes in three words. The first three quads fill the nibbles of the three words but
+for their top bits; the top bits of word i are bit i of the codes of the fourth quad. No bit is
+padding.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Table(CodeKind):
         return parameters.table[codes] * parameters.scales.astype(jnp.float32)
 
     def pack(self, planes: jax.Array) -> jax.Array:
-        """Words as the module describes."""
+        """Packs codes to words as the module describes."""
         quads = _to_nibbles(planes)  # [..., quads, pairs of lanes, 8 nibbles]
         if self.bits == 2:
             quads = quads[..., 0::2, :, :] | (quads[..., 1::2, :, :] << jnp.uint8(2))
@@ -104,7 +105,7 @@ class Table(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale, in the low half."""
+        """The scale, from the low half of the word, and a piece that decoding does not use."""
         low = parameters.astype(jnp.uint16)
         scale = jax.lax.bitcast_convert_type(low, jnp.dtype(scale_dtype)).astype(jnp.float32)
         column = current_target().column
@@ -112,11 +113,11 @@ class Table(CodeKind):
 
     @property
     def shared_bytes(self) -> int:
-        """Those of its way to look up codes."""
+        """The bytes of shared memory that the look-up takes, in addition to Triton's own."""
         return self._look_up.shared_bytes
 
     def shared(self, table: Any, operand: jnp.dtype, width: int) -> tuple[jax.Array, ...]:
-        """What the look-up needs of the table in `operand`; without PTX, the table itself."""
+        """The prepared table of the look-up; without PTX, the table itself in `operand`."""
         if not current_target().has_ptx:
             return (table[...].astype(operand),)
         return self._look_up.prepare(table, self.bits, operand, width)
@@ -128,7 +129,7 @@ class Table(CodeKind):
         shared: tuple[jax.Array, ...],
         operand: jnp.dtype,
     ) -> Decoder:
-        """table[code] in `operand`; four planes share what finds their codes."""
+        """Decodes to table[code] in `operand`; the planes of a quad share a tile of nibbles."""
         if not current_target().has_ptx:
             codes = self.unpack(jnp.stack(columns, -2))
             return lambda plane: shared[0][codes[..., plane, :].astype(jnp.int32)]
@@ -141,9 +142,9 @@ class Table(CodeKind):
         return self._look_up.decoder(nibbles, shared, operand)
 
     def _nibbles(self, columns: list[jax.Array], quad: int, carried: jax.Array) -> jax.Array:
-        """Four planes' codes, each in a nibble.
+        """The codes of quad number `quad`, each in a nibble.
 
-        `carried` is not used: see Group.arguments.
+        carried: an argument that is not used (Group.arguments).
         """
         inline_ptx = current_target().inline_ptx
         if self.bits == 4:
@@ -171,15 +172,16 @@ class Table(CodeKind):
 
 
 def _quads(rank: int) -> jax.Array:
-    """Of three bits: the numbers of the quads whose nibbles' top bits are those of the last.
+    """The numbers 0, 1 and 2 of the first three quads of three-bit codes, uint8 [..., 3, 1, 1].
 
-    A kernel may not close over an array.
+    The bits of the last quad's codes are in the top bits of these quads' nibbles. It is computed
+    here because a kernel can't close over an array.
     """
     return jax.lax.broadcast_to_rank(jnp.arange(3, dtype=jnp.uint8)[:, None, None], rank)
 
 
 def _to_nibbles(planes: jax.Array) -> jax.Array:
-    """Codes [..., planes, width] as [..., planes / 4, width / 2, 8]: a register's nibbles."""
+    """Codes [..., planes, width] as registers of nibbles, [..., planes / 4, width / 2, 8]."""
     *leading, count, width = planes.shape
     quads = planes.reshape(*leading, count // 4, 4, width // 2, 2)
     return jnp.swapaxes(quads, -3, -2).reshape(*leading, count // 4, width // 2, 8)
@@ -207,5 +209,5 @@ def _from_words(words: jax.Array) -> jax.Array:
 
 
 def _nibble_shifts(rank: int) -> jax.Array:
-    """By how many bits each nibble of a 16-bit word is shifted, uint16 [1, ..., 4]."""
+    """The bit position of each nibble of a 16-bit word, uint16 [1, ..., 4]."""
     return jax.lax.broadcast_to_rank(jnp.arange(0, 16, 4, dtype=jnp.uint16), rank)

@@ -1,4 +1,4 @@
-"""The product of activations and a weight matrix in any format."""
+"""The public product of activations and a weight matrix in any format."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ def matmul(
     scales: jax.Array | None = None,
     activations: ActivationFormat | str | None = None,
 ) -> jax.Array:
-    """Multiplies x [..., K] by weight [K, N]: [..., N], summed in float32 or, for int8, in int32.
+    """The product [..., N] of x [..., K] and weight [K, N], summed in float32, or int32 for int8.
 
-    A plain weight is a plain dot. For a QuantizedTensor whose codes become 8-bit operands, x is
-    quantised first (`quantize_activations`), or comes quantised. The implementation is looked up
-    for the device, the shape and the number of rows, or forced:
+    The product with a plain weight is `jnp.dot`. For a QuantizedTensor whose codes become 8-bit
+    operands, x is quantised first (`quantize_activations`), unless it already is. The
+    implementation is chosen for the device, the format, the shape and the number of rows, or
+    forced:
 
     - `triton`: the fused kernel; weights stay packed in memory (TurboMind §3.4, LiquidGEMM §4,
-      FLUTE §3). 16-bit or quantised x on a CUDA GPU of compute capability 8.0 or more.
-    - `mosaic`: the same by warpgroups that decode while others multiply (LiquidGEMM §5.2): all
-      formats but `float8:g128/float8`; compute capability 9.0 alone.
-    - `dequantize`: writes the weight out, then cuBLAS, or for `liquid4` the kernel of `int8`; the
-      faster way for many rows.
+      FLUTE §3). It takes 16-bit or quantised x, on a CUDA GPU of compute capability 8.0 or more.
+    - `mosaic`: a fused kernel of warpgroups that decode while others multiply (LiquidGEMM §5.2),
+      for all formats but `float8:g128/float8`, and compute capability 9.0 alone.
+    - `dequantize`: writes the weight out, and multiplies by cuBLAS, or for `liquid4` by the kernel
+      of `int8`; the fastest for many rows.
     - `xla`: XLA's own product of two 8-bit matrices, for `int8` and `float8:gK/float8`.
     - `reference`: plain jnp in float32, on any device.
 
-    out_dtype: the dtype of x unless it is given; beside a plain weight, what `jnp.dot` gives.
-    scales: [groups, N] in the place of those in the weight.
-    activations: what x becomes, where it comes as an array: by default what meets the weight's
-        operand (`ProductFormat`), and nothing else can.
+    out_dtype: of the product; by default the dtype of x, or for a plain weight that of `jnp.dot`.
+    scales: [groups, N] in the place of the weight's own.
+    activations: the format that an array x is quantised to. The default, the format that suits the
+        weight's operand, is the only valid one (`ProductFormat`).
 
-    Differentiable with respect to x and `scales` (FLUTE's learned scales), and to the table and
-    the channel scales of a weight that has them, where x comes as an array, in reverse (grad, vjp;
-    JAX refuses jvp and hessian); rounding counts as the identity.
+    Where x is an array, the product is differentiable in reverse (grad, vjp; JAX refuses jvp and
+    hessian) with respect to x, to `scales` (FLUTE's learned scales), and to the table and the
+    channel scales of a weight that has them. Rounding counts as the identity.
 
     Raises ValueError where K differs or x does not suit the format, and UnsupportedError, with the
-    reason, where a forced implementation can't do the call.
+    reason, where a forced implementation can't run.
     """
     x, weight = _read("matmul", x, weight)
     if isinstance(weight, QuantizedTensor):
@@ -95,9 +96,11 @@ def matmul_terms(
     scales: jax.Array | None = None,
     activations: ActivationFormat | str | None = None,
 ) -> jax.Array:
-    """Terms [splits, ..., N] whose sum over the first axis is `matmul`: float32, or one, rounded.
+    """The terms [splits, ..., N] whose sum over the first axis is the product of `matmul`.
 
-    For a consumer that adds them itself, as `add_rms_norm` does. Derivatives are those of the sum.
+    Several terms are float32; a single one has the product's dtype. They are for a consumer that
+    adds them up itself, as `add_rms_norm` does. Arguments and errors are as for `matmul`, but the
+    weight is a QuantizedTensor. Derivatives are those of the sum.
     """
     x, weight = _read("matmul_terms", x, weight)
     if not isinstance(weight, QuantizedTensor):
@@ -108,7 +111,7 @@ def matmul_terms(
         raise ValueError(f"matmul: x is {x.dtype}; expected floating point beside a packed weight")
     format, dtype = ProductFormat.of(weight.format, activations), _out_dtype(x, out_dtype)
     outputs = *x.shape[:-1], weight.shape[1]
-    if 0 in x.shape:  # any implementation can do that, but not one that does not exist
+    if 0 in x.shape:  # every implementation can do this; the choice refuses unknown names
         choose("matmul", implementation, "reference", get_args(Implementation), lambda _: None)
         return jnp.zeros((1, *outputs), dtype)
     multiply = functools.partial(
@@ -125,7 +128,10 @@ def matmul_terms(
 
 
 def _read(operation: str, x: Any, weight: Any) -> tuple[Any, Any]:
-    """Both operands as arrays or quantised ones. Raises ValueError where they don't fit."""
+    """Converts x and the weight to arrays, unless they are quantised.
+
+    Raises ValueError where their shapes don't fit.
+    """
     if not isinstance(x, QuantizedActivations):
         x = as_array(f"{operation}: x", x)
     if not isinstance(weight, QuantizedTensor):
@@ -150,7 +156,7 @@ def _out_dtype(
     x: jax.Array | QuantizedActivations, wanted: jax.typing.DTypeLike | None
 ) -> jnp.dtype:
     if wanted is not None:
-        # Of plain integers the product may be integers.
+        # The product of integers with a plain weight may be integers.
         kind = jnp.number if jnp.issubdtype(x.dtype, jnp.integer) else jnp.floating
         return as_dtype("matmul: out_dtype", wanted, kind=kind)
     return jnp.dtype(x.dtype)
@@ -171,7 +177,8 @@ def _multiply_rows(
         rows = jnp.take(rows, weight.permutation, axis=1)
         weight = dataclasses.replace(weight, permutation=None)
     if weight.format.symmetric and rows.dtype != jnp.bfloat16:
-        # Where symmetry makes nothing cheaper, the plans of other weights are the better ones.
+        # Symmetry makes decoding cheaper for bfloat16 alone. Otherwise the plans that were measured
+        # for formats with zero points are the better ones.
         unsymmetric = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=unsymmetric)
     problem = Problem.of(rows.shape[0], weight)
@@ -180,7 +187,7 @@ def _multiply_rows(
         plan = plans.plan_by_rule(problem, warpgroups=False)
     default = plan.implementation
     if default == "dequantize" and _why_not(default, rows, weight) is not None:
-        default = "triton"  # what can't be written out may be multiplied as it is
+        default = "triton"  # a weight that is too large to write out may be multiplied packed
     name = choose(
         "matmul",
         implementation,
@@ -199,7 +206,7 @@ def _multiply_rows(
     if name == "dequantize":
         return dequantize.matmul(rows, weight, dtype)[None]
     if name == "mosaic":
-        from mpjax.kernels.gemm.warpgroups import launch  # here, as importing it takes a while
+        from mpjax.kernels.gemm.warpgroups import launch  # here, since the import takes a while
 
         return launch.matmul_terms(rows, weight, plans.warpgroup_config_of(problem), dtype)
     return triton.matmul_terms(rows, weight, plans.triton_config_of(problem), dtype)
@@ -227,7 +234,7 @@ def _why_not(
         if format.operand == "float8" and (reason := device.why_not_float8()):
             return reason
         return device.why_too_large(max(math.prod(rows.shape), weight.words.size))
-    if name == "dequantize" and weight.channel_scales is not None:  # to 8 bits
+    if name == "dequantize" and weight.channel_scales is not None:  # it is written out in 8 bits
         largest = max(rows.shape[0], weight.shape[1]) * weight.padded_channels
         return device.why_too_large(largest)
     return None

@@ -1,9 +1,10 @@
-"""The derivative of a product with a packed weight.
+"""The derivatives of a product with a packed weight.
 
-With respect to x it is a product with the transposed matrix. Codes have none, but scales and
-tables do: the matrix is linear in them, so that they can be learned (FLUTE §4.1). Rounding, of
-activations or of new scales, counts as the identity (straight-through). All derivatives have
-derivatives themselves, those of the transposed product by plain arrays.
+The derivative with respect to x is a product with the transposed matrix. Codes have no derivative,
+but scales and tables have: the matrix is linear in them, so that they can be learned (FLUTE §4.1).
+Rounding, of activations or of new scales, counts as the identity (straight-through). All
+derivatives are differentiable themselves; the transposed product is differentiated with the plain
+matrix.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ Multiply = Callable[[jax.Array, QuantizedTensor], jax.Array]
 def differentiable(
     multiply: Multiply, x: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
 ) -> jax.Array:
-    """multiply(x [M, K], weight), terms [splits, M, N], with the derivatives of their sum x · W.
+    """The terms [splits, M, N] of multiply(x, weight), with the derivatives of their sum, x · W.
 
-    scales: [groups, N] in the place of the weight's own, or None.
+    x: [M, K]. scales: [groups, N] in the place of the weight's own, or None.
     """
     return multiply(x, weight if scales is None else with_scales(weight, scales))
 
@@ -45,23 +46,24 @@ def _backward(
     multiply: Multiply, saved: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[jax.Array, QuantizedTensor, jax.Array | None]:
     x, weight, scales = saved
-    gradient = gradient.mean(0)  # what sums the terms has the same derivative for all of them
-    of_x = _times_transposed(gradient.astype(x.dtype), weight, scales)
+    # The gradient of the sum: a consumer that adds up the terms has the same gradient for each.
+    gradient = gradient.mean(0)
+    x_gradient = _times_transposed(gradient.astype(x.dtype), weight, scales)
     if scales is None and weight.channel_scales is None and weight.table is None:
-        return of_x, _of_weight(weight, None, None), None
-    # What nobody asks for, the compiler leaves out. On a mesh with explicit axes, rows that are
-    # divided are summed to where the matrix is.
+        return x_gradient, _weight_gradient(weight, None, None), None
+    # The compiler leaves out the gradients that nobody uses. On a mesh with explicit axes, the sum
+    # over divided rows gets the sharding of the matrix.
     learned = scales, weight.channel_scales, weight.table
-    matrix, pull = jax.vjp(functools.partial(_dense, weight), *learned)
-    of_matrix = jnp.einsum(
+    matrix, pull_back = jax.vjp(functools.partial(_dense, weight), *learned)
+    matrix_gradient = jnp.einsum(
         "mk,mn->kn",
         x,
         gradient,
         preferred_element_type=jnp.float32,
         out_sharding=_explicit_sharding(matrix),
     )
-    of_scales, *of_others = pull(of_matrix)
-    return of_x, _of_weight(weight, *of_others), of_scales
+    scales_gradient, *other_gradients = pull_back(matrix_gradient)
+    return x_gradient, _weight_gradient(weight, *other_gradients), scales_gradient
 
 
 differentiable.defvjp(_forward, _backward)
@@ -73,34 +75,38 @@ def _dense(
     channel_scales: jax.Array | None,
     table: jax.Array | None,
 ) -> jax.Array:
-    """The matrix [K, N] in float32, with what can be learned in the place of the weight's own."""
+    """The matrix [K, N] in float32, as a function of the parameters that can be learned."""
     tensor = dataclasses.replace(weight, channel_scales=channel_scales, table=table)
     return tensor.dequantize(jnp.float32, scales=scales)
 
 
 def _explicit_sharding(array: jax.Array) -> Any:
-    """The sharding that is a part of an array's type; None without a mesh of explicit axes."""
+    """The sharding in an array's type; None without a mesh of explicit axes."""
     sharding: Any = jax.typeof(array).sharding
     return None if sharding.mesh.empty else sharding
 
 
-def _of_weight(weight: QuantizedTensor, of_channel_scales: Any, of_table: Any) -> QuantizedTensor:
-    """The derivative with respect to a weight, whose codes have none."""
+def _weight_gradient(
+    weight: QuantizedTensor, channel_scales_gradient: Any, table_gradient: Any
+) -> QuantizedTensor:
+    """The gradient of a weight from those of its learned parameters; its codes have none."""
     nothing: QuantizedTensor = jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), weight
     )
-    return dataclasses.replace(nothing, channel_scales=of_channel_scales, table=of_table)
+    return dataclasses.replace(
+        nothing, channel_scales=channel_scales_gradient, table=table_gradient
+    )
 
 
 @jax.custom_vjp
 def _times_transposed(
     gradient: jax.Array, weight: QuantizedTensor, scales: jax.Array | None
 ) -> jax.Array:
-    """Gradient [M, N] · W.T, [M, K] in the order of the input channels."""
+    """The product [M, K] of a gradient [M, N] and W.T, in the order of the input channels."""
     weight = weight if scales is None else with_scales(weight, scales)
     if device.why_triton_cannot_run() or gradient.dtype not in (jnp.bfloat16, jnp.float16):
         return jnp.einsum("mn,kn->mk", gradient, weight.dequantize(gradient.dtype))
-    # As forward: the copy of the matrix waits for its use.
+    # As in the forward product, the matrix is not written out before the gradient is there.
     words, gradient = jax.lax.optimization_barrier((weight.words, gradient))
     matrix = write_out(dataclasses.replace(weight, words=words), gradient.dtype)
     product = jnp.einsum("mn,nk->mk", gradient, matrix)
@@ -125,9 +131,9 @@ def _times_transposed_backward(
         matrix = _dense(weight, *learned)
         return jnp.einsum("mn,kn->mk", gradient.astype(jnp.float32), matrix).astype(gradient.dtype)
 
-    _, pull = jax.vjp(product, gradient, scales, weight.channel_scales, weight.table)
-    of_gradient, of_scales, *of_others = pull(cotangent)
-    return of_gradient, _of_weight(weight, *of_others), of_scales
+    _, pull_back = jax.vjp(product, gradient, scales, weight.channel_scales, weight.table)
+    second_gradient, scales_gradient, *other_gradients = pull_back(cotangent)
+    return second_gradient, _weight_gradient(weight, *other_gradients), scales_gradient
 
 
 _times_transposed.defvjp(_times_transposed_forward, _times_transposed_backward)

@@ -1,1 +1,1 @@
-"""The paged, low-bit KV cache."""
+"""The paged, low-bit cache of keys and values."""

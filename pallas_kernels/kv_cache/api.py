@@ -1,4 +1,4 @@
-"""Adding tokens to the cache."""
+"""The public function that appends keys and values to the cache, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.kv_cache.codes import Float8
 from mpjax.kernels.kv_cache.varlen import as_single_tokens
 
-HEAD_DIMS = (64, 96, 128, 256)  # of the Triton kernels
+HEAD_DIMS = (64, 96, 128, 256)  # the head dimensions that the Triton kernels take
 
 
 def append(
@@ -29,18 +29,20 @@ def append(
 ) -> KVPages:
     """Encodes keys and values and writes them into one layer's pages, in place under donation.
 
+    pages: one layer of the cache.
     keys, values: [batch, tokens, KV heads, head dim], keys after the rotary embedding; or
-        varlen, [tokens, KV heads, head dim].
-    span: where these tokens lie. Padding is not written.
+        varlen, [tokens, KV heads, head dim]. They must not be NaN: a NaN may be stored as a number,
+        since minima and maxima pass over it.
+    span: where these tokens lie. Padding is not written, and neither are tokens past the end of a
+        sequence's block table: make room first (PagedKVCache.require_room, outside `jit`).
 
-    Scales and zeros are rounded to the pages' own dtype (PagedKVCache.create), whatever that of the
-    keys. These must be numbers: a NaN may be stored as one, since minima and maxima pass over it.
-    Tokens past the end of a sequence's block table are not written either: make room first
-    (PagedKVCache.require_room, outside `jit`). Raises UnsupportedError where the implementation
-    can't run, and ValueError for shapes that don't fit the pages, keys that are no floating-point
-    numbers, for a span of other tokens and, where values are known (which under `jit` they are
-    not), negative starts and counts that the tokens don't have: an array is read back from the
-    device for that, once.
+    Returns the pages. Their scales and zeros are rounded to the pages' own dtype
+    (KVPages.parameter_dtype), whatever the dtype of the keys.
+
+    Raises UnsupportedError where a forced implementation can't run. Raises ValueError for shapes
+    that don't fit the pages, keys or values that are not floating point, and a span of other
+    tokens. Outside `jit`, it also raises ValueError for negative starts, and for counts above the
+    number of tokens: it reads an array of starts or counts back from the device for that, once.
     """
     require_pages("append", pages)
     keys, values = as_arrays("append", keys=keys, values=values)
@@ -60,7 +62,7 @@ def append(
     if pages.residual is not None:
         pages = module.flush(pages, keys, values, span)
         assert pages.residual is not None
-        target, span = pages.residual, residual.waiting_span(pages, span)
+        target, span = pages.residual, residual.residual_span(pages, span)
     if keys.ndim == 3:
         span = as_single_tokens(span, len(keys), target.page_size)
         keys, values = keys[:, None], values[:, None]
@@ -74,10 +76,13 @@ def make_room(
     *,
     implementation: Literal["triton", "reference"] | None = None,
 ) -> KVPages:
-    """Encodes the tokens that wait in 16 bits, of sequences that get one token in another block.
+    """Encodes the residuals of sequences whose next token begins another block.
 
-    `append` does this before it writes. Callers that write to the residual themselves, one token
-    of a sequence at most (span.longest is 1), do so with `residual.waiting_span`.
+    `append` does this before it writes. Callers that write to the residual themselves, at most one
+    token of each sequence (span.longest is 1), call this first, and then write with the span of
+    `residual.residual_span`.
+
+    Returns the pages, with the residual as it was.
     """
     return _module(pages, implementation).flush(pages, None, None, span)
 
@@ -89,18 +94,21 @@ def _module(pages: KVPages, wanted: str | None) -> Any:
 
 
 def require_pages(operation: str, pages: Any) -> None:
-    """Raises ValueError for anything but the pages of a layer, such as a whole cache."""
+    """Raises ValueError unless `pages` is a KVPages; a whole cache, for example, is none."""
     require_type(f"{operation}: pages", pages, KVPages, hint=", one of a PagedKVCache's layers")
 
 
 def read_span(operation: str, span: Span, pages: KVPages, new: tuple[int, ...]) -> Span:
-    """`Span.read`, which raises ValueError also for a residual of another batch."""
+    """`Span.read`, but it also raises ValueError if the pages' residual is of another batch.
+
+    new: the shape [batch, tokens] of the new tokens, or [tokens] of varlen ones.
+    """
     require_type(f"{operation}: span", span, Span)
     span = span.read(operation, new)
-    waiting = None if pages.residual is None else pages.residual.keys.shape[0]
-    if waiting not in (None, len(span.starts)):
+    batch = None if pages.residual is None else pages.residual.keys.shape[0]
+    if batch not in (None, len(span.starts)):
         raise ValueError(
-            f"{operation}: the pages' residual is of a batch of {waiting}: expected "
+            f"{operation}: the pages' residual is of a batch of {batch}: expected "
             f"{len(span.starts)}, that of block_tables, starts and counts"
         )
     return span

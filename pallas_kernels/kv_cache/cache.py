@@ -1,4 +1,4 @@
-"""The cache: pages, block tables and lengths, as a pytree."""
+"""The KV cache as a pytree: pages, block tables and lengths."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpjax.kernels.kv_cache.layout import KVLayout
 
 
 class Side(NamedTuple):
-    """The keys, or the values, of one layer's pages; in a kernel, references to them."""
+    """The keys or the values of one layer's pages; in a kernel, references to them."""
 
-    words: Any
-    parameters: Any
+    words: Any  # `keys` or `values` of KVPages
+    parameters: Any  # `key_parameters` or `value_parameters` of KVPages
     codes: KVCodes
-    parameter_dtype: Any  # of the scales and zeros that they keep, if they do
+    parameter_dtype: Any  # of the scales and zeros in the parameters; None if there are none
 
 
 @functools.partial(
@@ -34,25 +34,26 @@ class Side(NamedTuple):
 class KVPages:
     """The pages of one layer.
 
-    What stands in a page behind its sequence's length must be finite, since attention gives it the
-    weight zero: clear a page that holds anything else before another sequence takes it over.
+    Slots of a page behind its sequence's length must hold finite numbers, since attention reads
+    them with the weight zero: clear a page with NaN or infinity before another sequence takes it.
 
-    keys, values: [pages, KV heads, page size, head dim] in the compute dtype where they are stored
-        as they are, else uint16 words [pages, KV heads, page size, head dim / planes]: code j of
-        word w is channel j · head dim / planes + w. Channels are those of the Hadamard transform
-        where the codes of keys say so (KVCodes.hadamard).
-    key_parameters, value_parameters: uint32, the scale below the zero, each 16 bits, where tokens
-        have them [pages, KV heads, page size], and where channels do [pages, KV heads, groups of
-        tokens, head dim]; where scales are given, these, float32, of FP8 [KV heads], and of 8s [KV
-        heads, head dim]; else None.
-    residual: where the format has blocks, 16-bit pages of the size of one, page b for row b of the
-        batch: of the last block that sequence b has begun, they hold all tokens, at their positions
-        in it. A block is encoded into the other pages when the first token behind it comes. Row b
-        must remain the same sequence, and its length must not shrink but to 0. Else None.
-    parameter_dtype: "bfloat16" or "float16", what scales and zeros of tokens and channels are,
-        whatever the dtype of keys and values that are appended, and of queries; a kernel attends
-        with queries of this dtype. Those of keys' channels are float16 all the same. None where
-        there are none.
+    keys, values: for 16-bit kinds, [pages, KV heads, page size, head dim] in the compute dtype. For
+        other kinds, uint16 words [pages, KV heads, page size, head dim / planes]: code j of word w
+        is head channel j · head dim / planes + w. Where `KVCodes.hadamard` is set, keys are stored
+        after the Hadamard transform of their channels.
+    key_parameters, value_parameters: if pages keep scales, uint32 pairs, the 16-bit scale below the
+        16-bit zero: of tokens [pages, KV heads, page size], or of channels [pages, KV heads, groups
+        of tokens, head dim]. If scales are given, float32: of FP8 [KV heads], of 8s [KV heads, head
+        dim]. Otherwise None.
+    residual: for formats with blocks, 16-bit pages of the size of a block; else None. Page b is for
+        row b of the batch: it holds the tokens of the last block that sequence b has begun, at
+        their positions in the block. When the first token behind a block comes, the block is
+        encoded into the other pages. Row b must stay the same sequence, whose length must not
+        shrink, except to 0.
+    parameter_dtype: "bfloat16" or "float16", the dtype of the scales and zeros of tokens and of
+        value channels, whatever the dtype of appended keys and values and of queries; None if pages
+        keep no scales. The kernel attends with queries of this dtype. Scales and zeros of key
+        channels are always float16.
     """
 
     keys: jax.Array
@@ -72,12 +73,12 @@ class KVPages:
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Keys and values, each with its parameters and its kind of codes."""
+        """The keys and the values, each with its parameters and its kind of codes."""
         kinds = self.format.key_codes, self.format.value_codes
-        # Steps of keys' channels meet queries in float16 (attention/queries.py).
-        of_keys = "float16" if kinds[0].scaling == "channel" else self.parameter_dtype
+        # Attention multiplies queries by steps of key channels in float16 (attention/queries.py).
+        key_dtype = "float16" if kinds[0].scaling == "channel" else self.parameter_dtype
         return (
-            Side(self.keys, self.key_parameters, kinds[0], of_keys),
+            Side(self.keys, self.key_parameters, kinds[0], key_dtype),
             Side(self.values, self.value_parameters, kinds[1], self.parameter_dtype),
         )
 
@@ -88,7 +89,7 @@ class KVPages:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head."""
+        """The number of channels of a head."""
         return self.keys.shape[3] * self.format.key_codes.planes
 
 
@@ -99,15 +100,16 @@ class KVPages:
 )
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
-    """Keys and values of a batch of sequences, in pages that block tables assign.
+    """The keys and values of a batch of sequences, in pages that block tables assign.
 
     layers: one KVPages for each decoder layer.
-    block_tables: int32 [batch, pages per sequence]; entry p is the page of tokens
-        p · page_size … of that sequence, in every layer.
-    lengths: int32 [batch], tokens that each sequence holds.
+    block_tables: int32 [batch, pages per sequence]; entry p of a sequence is the page of its tokens
+        from position p · page_size on, the same in every layer.
+    lengths: int32 [batch], the number of tokens that each sequence holds.
+    format: of the keys and values (static).
 
-    A cache is a value: functions take one and return the next. Donate it to `jit` so that the
-    next takes over its buffers.
+    A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
+    cache takes over its buffers.
     """
 
     layers: tuple[KVPages, ...]
@@ -127,14 +129,16 @@ class PagedKVCache:
     ) -> PagedKVCache:
         """An empty cache in which each of `batch` sequences can hold `max_tokens` tokens.
 
-        Capacity is rounded up to whole pages.
-        layout: of every layer: its heads, and the format and size of its pages.
-        scales: where the format is given some, positive, keys first. Of FP8 (a checkpoint's
-            k_scale and v_scale) they broadcast to [layers, 2, KV heads], and 1, which reaches up to
-            448, is the default; of 8s to [layers, 2, KV heads, head dim] (`cache_scales`), and
-            there is no default.
+        The capacity is rounded up to whole pages.
 
-        Raises ValueError for sizes and scales that there can't be.
+        layout: the heads of every layer, and the format and size of its pages.
+        scales: positive, for formats that are given scales; those of keys come first. For FP8 (a
+            checkpoint's k_scale and v_scale) they broadcast to [layers, 2, KV heads]; the default,
+            1, represents magnitudes up to 448. For 8s they broadcast to [layers, 2, KV heads, head
+            dim] (`cache_scales`), and there is no default.
+
+        Raises ValueError for sizes that are no positive whole numbers, and for scales that the
+        format does not take.
         """
         require_type("PagedKVCache: layout", layout, KVLayout)
         layers, batch = whole_number("layers", layers), whole_number("batch", batch)
@@ -156,18 +160,20 @@ class PagedKVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that each sequence can hold."""
+        """The number of tokens that each sequence can hold."""
         return self.block_tables.shape[1] * self.page_size
 
     @property
     def nbytes(self) -> int:
-        """Bytes in device memory."""
+        """The bytes of all arrays, in device memory."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def require_room(self, tokens: int | jax.Array) -> None:
-        """Raises ValueError if `tokens` more (for all sequences, or for each) don't fit.
+        """Raises ValueError unless each sequence has room for `tokens` more tokens.
 
-        Reads lengths back from the device. Under `jit` nothing is known, and nothing refused.
+        tokens: a whole number for all sequences, or one for each.
+
+        Reads lengths back from the device. Under `jit`, where lengths are unknown, it never raises.
         """
         added = as_array("require_room: tokens", tokens)
         if added.shape not in ((), self.lengths.shape) or not jnp.issubdtype(
@@ -188,10 +194,14 @@ class PagedKVCache:
 
 
 def _empty_pages(layout: KVLayout, pages: int, batch: int, scales: jax.Array) -> KVPages:
-    """One layer's; scales: [2, KV heads] or [2, KV heads, head dim]."""
+    """The empty pages of one layer.
+
+    pages: their number. batch: sequences, for the residual.
+    scales: float32 [2, KV heads] or [2, KV heads, head dim], those of keys first.
+    """
     format, shape = KVFormat.of(layout.format), (pages, layout.kv_heads, layout.page_size)
 
-    # Each buffer its own: a buffer that appears twice can't be donated.
+    # Every array is a buffer of its own: a buffer that appears twice can't be donated.
     def stored(codes: KVCodes, scale: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         storage = jnp.uint16 if codes.is_quantized else layout.dtype
         groups = layout.page_size // (codes.group or layout.page_size)
@@ -211,8 +221,8 @@ def _empty_pages(layout: KVLayout, pages: int, batch: int, scales: jax.Array) ->
     residual = None
     if format.block is not None:
         block = (batch, layout.kv_heads, format.block, layout.head_dim)
-        waiting = [jnp.zeros(block, layout.dtype) for _ in range(2)]
-        residual = KVPages(waiting[0], waiting[1], None, None, KVFormat())
+        keys_of_block, values_of_block = (jnp.zeros(block, layout.dtype) for _ in range(2))
+        residual = KVPages(keys_of_block, values_of_block, None, None, KVFormat())
     return KVPages(
         *(keys, values, key_parameters, value_parameters),
         format,
@@ -224,7 +234,12 @@ def _empty_pages(layout: KVLayout, pages: int, batch: int, scales: jax.Array) ->
 def _broadcast_scales(
     scales: jax.typing.ArrayLike | None, layers: int, layout: KVLayout
 ) -> jax.Array:
-    """Given scales as float32; under `jit`, where values are unknown, any are taken."""
+    """The scales of `PagedKVCache.create` as float32, broadcast to their full shape.
+
+    Returns [layers, 2, KV heads], or [layers, 2, KV heads, head dim] for 8s. Raises ValueError for
+    scales that the format does not take, that are not positive (unless unknown, under `jit`), or
+    that don't broadcast.
+    """
     format = KVFormat.of(layout.format)
     if scales is None and format.scaling == "static":
         raise ValueError(

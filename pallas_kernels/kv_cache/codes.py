@@ -70,7 +70,7 @@ class KVCodes:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Encodes vectors to words, and computes their parameters; also inside kernels.
 
-        pieces: `planes` equal slices [..., width] of the head dimension, or a multiple of so many.
+        pieces: `planes` equal slices [..., width] of the head dimension, or a multiple of `planes`.
             If channels have scales, slices are [..., group, width], whole groups of tokens.
         scales: if the caller gives scales, those of each piece, broadcastable to it; else None.
         dtype: of the scales and zeros that this function computes, bfloat16 or float16; None if it
@@ -112,10 +112,11 @@ class KVCodes:
         return 0
 
     def sums_apart(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether the product of each tile should be a sum of its own, added in float32 later.
+        """Whether each tile's product should be added to the sum by float32 instructions.
 
-        Tensor cores truncate, and lose more of a larger sum. They lose too much of 8-bit codes from
-        which no offset is subtracted, because most of each code is common to all.
+        Tensor cores truncate what they add, and lose more of a larger sum. With 8-bit codes from
+        which no offset is subtracted, they lose too much, since most of each code is the same for
+        all.
         """
         return self.bits == 8 and self.scaling == "token" and self.offset(dtype) == 0
 
@@ -173,14 +174,15 @@ class Integers(KVCodes):
             low = functools.reduce(jnp.minimum, values).min(-1)[..., None]
             high = functools.reduce(jnp.maximum, values).max(-1)[..., None]
             ranges = [(low, high)]
-        found = [quantize.parameters(*ends, self.bits, dtype) for ends in ranges]
-        of_each = found * (len(values) // len(found))
+        parameters = [quantize.parameters(*ends, self.bits, dtype) for ends in ranges]
+        piece_parameters = parameters * (len(values) // len(parameters))
         codes = [
             quantize.encode(x, step, zero, self.bits)
-            for x, (step, zero) in zip(values, of_each, strict=True)
+            for x, (step, zero) in zip(values, piece_parameters, strict=True)
         ]
         pairs = [
-            bit_planes.pack_pair(step.astype(dtype), zero.astype(dtype)) for step, zero in found
+            bit_planes.pack_pair(step.astype(dtype), zero.astype(dtype))
+            for step, zero in parameters
         ]
         return self._words(codes), pairs
 
@@ -198,7 +200,7 @@ class Integers(KVCodes):
     def operand(
         self, words: jax.Array, plane: int, dtype: jax.typing.DTypeLike, *, copy: int = 0
     ) -> jax.Array:
-        """Decodes one plane to (code − `offset`) · 2**`exponent`."""
+        """Decodes one plane to (code − `offset`) · 2**`exponent`, in place (`bits`)."""
         offset = self.offset(dtype)
         return bit_planes.decode_in_place(words, plane, self.bits, dtype, offset=offset, copy=copy)
 
@@ -211,7 +213,7 @@ class Integers(KVCodes):
         return 0 if self.scaling == "channel" else bit_planes.offset(self.bits, dtype)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
-        """The exponent of `bits.decode_in_place`."""
+        """The exponent of the power of two by which `bits.decode_in_place` scales its result."""
         offset = self.offset(dtype)
         return bit_planes.exponent_in_place(plane, self.bits, dtype, offset=offset)
 
@@ -256,7 +258,7 @@ class StaticIntegers(Integers):
         return self.scaled_operand(words, plane, step, zero)
 
     def exponent(self, plane: int, dtype: jax.typing.DTypeLike) -> int:
-        """The exponent of `bits.decode_scaled`."""
+        """The exponent of the power of two by which `bits.decode_scaled` scales its result."""
         return bit_planes.exponent_scaled(dtype)
 
     def offset(self, dtype: jax.typing.DTypeLike) -> float:

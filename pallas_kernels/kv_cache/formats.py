@@ -19,24 +19,29 @@ _NAME = r"\d+[cst]?(?:g\d+)?|fp8"
 
 @dataclasses.dataclass(frozen=True)
 class KVFormat:
-    """How keys and values are stored, by the names of their codes.
+    """The storage formats of keys and of values, by the names of their kinds of codes.
 
-    16: as they are. 8, 4: TurboMind's integers, per token and head, asymmetric, x ≈ code · scale +
-    zero with scale = (max − min) / (2**bits − 1) and zero = min. "fp8": e4m3 with a scale that each
-    head is given (PagedKVCache.create), x ≈ e4m3(code) · scale. Keys are stored after the rotary
-    embedding, and in 4 bits after a Hadamard transform of each head, which leaves no channel much
-    larger than the rest (QuaRot); "4t": without it, as TurboMind's and QServe's are.
+    Keys are stored after the rotary embedding.
 
-    "8s": LiquidServe's integers, symmetric, with a scale that each channel of a head is given (from
-    a calibration), x ≈ code · scale with codes from −127 to 127, and nothing for a token.
+    16: unquantised, in the compute dtype.
+    8, 4: TurboMind's asymmetric integers, x ≈ code · scale + zero, with scale =
+        (max − min) / (2**bits − 1) and zero = min over a head of a token. Keys in 4 bits are stored
+        after a Hadamard transform of each head, which leaves no channel much larger than the rest
+        (QuaRot).
+    "4t": 4 without the transform, as TurboMind's and QServe's keys are.
+    "8s": LiquidServe's symmetric integers, x ≈ code · scale, with codes from −127 to 127 and a
+        given scale for each channel of a head, from a calibration. Tokens have no parameters.
+    "fp8": x ≈ e4m3(code) · scale, with a given scale for each head (PagedKVCache.create).
+    "4c", 2: BitDecoding's integers. Keys have a scale and a zero for each channel over a group of
+        128 tokens, or of 64 or 32 ("4cg64", "2g32"), since a few channels are large in all tokens.
+        Values have a scale and a zero for each token; values of "4c" have them for each channel,
+        as in COMET's K4cV4c. The tokens of a block, 128 at four bits and 256 at two, are kept in
+        the compute dtype, and encoded when the next block begins.
+    "2t": 2 with keys that have a scale and a zero for each token.
 
-    "4c", 2: BitDecoding's, whose keys have a scale and zero for each channel of 128 tokens, or of
-    64 or 32 ("4cg64", "2g32"), since it is a few channels that are large, in all tokens. Values
-    have them per token, unless they are "4c", too, as in COMET's K4cV4c; and so have the keys of
-    "2t". The tokens of a block, 128 of them at four bits and 256 at two, wait in the compute dtype,
-    and are encoded when the next one begins.
+    values: by default in as many bits as keys.
 
-    Without `values`, they are stored in as many bits as keys are.
+    Raises ValueError for names that are no formats, and for pairs that can't be combined.
     """
 
     keys: KindName = 16
@@ -46,7 +51,7 @@ class KVFormat:
         if self.values is None:
             require_type("KVFormat: keys", self.keys, str, int)
             object.__setattr__(self, "values", _values_beside(self.keys))
-        for field in ("keys", "values"):  # "8" is 8
+        for field in ("keys", "values"):  # the text "8" becomes the number 8
             require_type(f"KVFormat: {field}", getattr(self, field), str, int)
             object.__setattr__(self, field, _kind_name(str(getattr(self, field))))
         for name, kinds in ((self.keys, KEY_KINDS), (self.values, VALUE_KINDS)):
@@ -69,9 +74,9 @@ class KVFormat:
 
     @classmethod
     def parse(cls, text: str) -> KVFormat:
-        """Reads `KV16`, `KV8`, `KV8s`, `KV4`, `KV4t`, `KV4c`, `KV2`, `KV2t`, `KVfp8`; `K8V4`.
+        """Reads a name such as `KV8` or `KV4c`, or `K8V4` for different keys and values.
 
-        Capitals and spaces around it don't matter. Raises ValueError for anything else.
+        Ignores case and surrounding spaces. Raises ValueError for a text that is no format.
         """
         require_type("the KV format", text, str, hint=", such as 'KV8'")
         match = re.fullmatch(rf"k(?:({_NAME})v({_NAME})|v({_NAME}))", text.strip().lower())
@@ -82,7 +87,7 @@ class KVFormat:
 
     @classmethod
     def of(cls, format: KVFormat | str) -> KVFormat:
-        """A format as it is, or as `parse` reads it: what functions that take one accept."""
+        """The format itself, or the one that `parse` reads; for arguments that may be either."""
         return format if isinstance(format, KVFormat) else cls.parse(format)
 
     def __str__(self) -> str:
@@ -91,33 +96,39 @@ class KVFormat:
 
     @property
     def key_codes(self) -> KVCodes:
-        """What keys are stored as."""
+        """The kind of codes that keys are stored in."""
         return KEY_KINDS[str(self.keys)]
 
     @property
     def value_codes(self) -> KVCodes:
-        """What values are stored as."""
+        """The kind of codes that values are stored in."""
         return VALUE_KINDS[str(self.values)]
 
     @property
     def scaling(self) -> Literal["head", "static"] | None:
-        """Whose scales a cache is given: of heads, of each of their channels, or none."""
+        """The kind of scales that a cache is given; None if it is given none.
+
+        "head" is one scale for each head, "static" one for each channel of a head.
+        """
         given = {codes.scaling for codes in (self.key_codes, self.value_codes)}
         return "head" if "head" in given else "static" if "static" in given else None
 
     @property
     def keeps_scales(self) -> bool:
-        """Whether pages keep scales and zeros, in 16 bits, of keys or values."""
+        """Whether pages keep 16-bit scales and zeros, of keys or of values."""
         return self.key_codes.keeps_scales or self.value_codes.keeps_scales
 
     @property
     def group(self) -> int | None:
-        """Tokens that share a channel's scale, of keys or values; None if none do."""
+        """The number of tokens that share a channel's scale; None if no channels have scales."""
         return self.key_codes.group or self.value_codes.group
 
     @property
     def block(self) -> int | None:
-        """Tokens that wait in the compute dtype and are encoded together; None if none do."""
+        """The number of tokens that are kept in the compute dtype until they are encoded together.
+
+        None if each token is encoded when it comes.
+        """
         blocks = [codes.block for codes in (self.key_codes, self.value_codes) if codes.block]
         return max(blocks, default=None)
 

@@ -1,4 +1,4 @@
-"""How one layer's keys and values are stored."""
+"""The layout of one layer's pages: heads, format, page size and dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def read_page_size(page_size: Any, format: KVFormat) -> int:
-    """Tokens in a page, as a number. Raises ValueError for what the format can't have."""
+    """The page size as an int. Raises ValueError for a size that the format can't have."""
     page_size = whole_number("page_size", page_size)
     if page_size not in PAGE_SIZES:
         raise ValueError(f"page size {page_size}: expected one of {PAGE_SIZES}")
@@ -30,19 +30,18 @@ def read_page_size(page_size: Any, format: KVFormat) -> int:
 class KVLayout:
     """The heads of a layer, and the pages that hold their keys and values.
 
-    kv_heads, head_dim: heads of keys and values, and channels of each.
-    format: a KVFormat, or what KVFormat.parse reads, such as "K8V4".
+    kv_heads, head_dim: the number of heads of keys and values, and of channels of each.
+    format: a KVFormat, or a text that KVFormat.parse reads, such as "K8V4".
     page_size: tokens in a page: 16, 32, 64, 128 or 256, and a multiple of the format's groups of
-        tokens where it has some (KV4c, KV2). It says where tokens lie, and changes no result but
-        for rounding.
-    dtype: of the model, its keys, values and queries. What is stored as it is, is stored in it;
-        beside integers, scales and zeros are bfloat16 if it is bfloat16, else float16
-        (KVPages.parameter_dtype), and those of keys' channels float16: what is beyond ±65,504 is
-        stored as that, and keys below about 1e-3 lose more than others. Keys and queries of another
-        dtype give the right result, too, but no kernel attends with 16-bit queries of another dtype
-        than the scales'.
+        tokens if it has groups (KV4c, KV2). It changes results by rounding alone.
+    dtype: the model's compute dtype, of its keys, values and queries. Unquantised keys, values and
+        residuals are stored in it. Scales and zeros that pages keep are bfloat16 if it is bfloat16,
+        else float16 (KVPages.parameter_dtype). Scales and zeros of key channels are float16: keys
+        beyond ±65,504 are clipped to that, and keys below about 1e-3 lose more precision than
+        others. Keys and queries of another dtype give the right result, too, but no kernel attends
+        with 16-bit queries of another dtype than that of the scales.
 
-    Raises ValueError for sizes that there can't be.
+    Raises ValueError for sizes that are no positive whole numbers or don't suit the format.
     """
 
     kv_heads: int
@@ -66,12 +65,12 @@ class KVLayout:
 
     @property
     def codes(self) -> tuple[KVCodes, KVCodes]:
-        """Of keys, and of values."""
+        """The kinds of codes of keys and of values."""
         format = KVFormat.of(self.format)
         return format.key_codes, format.value_codes
 
     @property
     def parameter_dtype(self) -> str | None:
-        """What scales and zeros of tokens and channels are; None where there are none."""
+        """The dtype of the scales and zeros that pages keep; None if they keep none."""
         dtype = quantize.parameter_dtype(jnp.dtype(self.dtype))
         return dtype.name if KVFormat.of(self.format).keeps_scales else None

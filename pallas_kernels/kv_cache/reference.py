@@ -1,4 +1,7 @@
-"""What append must do to the cache, and reading a cache back, in plain jnp."""
+"""The reference of append, in plain jnp, and reading a cache back.
+
+It is the oracle of the kernels, and the path on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from mpjax.kernels.kv_cache.cache import KVPages, Side
 
 
 def encode(x: jax.Array, side: Side) -> tuple[jax.Array, jax.Array | None]:
-    """Words, and the parameters that aren't given, of x [..., tokens, heads, head dim].
+    """Encodes keys or values x [..., tokens, KV heads, head dim] as one side of the pages.
 
-    Words are [..., tokens, heads, head dim / planes]; parameters of tokens [..., tokens, heads],
-    and those of channels [..., groups, heads, head dim] for groups of so many tokens.
+    Returns words [..., tokens, KV heads, head dim / planes], and the scales and zeros that `encode`
+    computes, uint32 pairs: of tokens [..., tokens, KV heads], or of channels [..., groups of
+    tokens, KV heads, head dim]; None if it computes none. If channels have scales, the number of
+    tokens is a multiple of `codes.group`.
     """
     codes, scales = side.codes, None
     if codes.has_given_scales:
@@ -31,15 +36,15 @@ def encode(x: jax.Array, side: Side) -> tuple[jax.Array, jax.Array | None]:
     if codes.group is not None:
         x = x.reshape(*x.shape[:-3], -1, codes.group, *x.shape[-2:]).swapaxes(-3, -2)
     pieces = jnp.split(x, codes.planes, axis=-1)
-    [words], found = codes.encode(pieces, scales, side.parameter_dtype)
+    [words], parameters = codes.encode(pieces, scales, side.parameter_dtype)
     if codes.group is not None:
         words = words.swapaxes(-3, -2).reshape(*x.shape[:-4], -1, x.shape[-3], words.shape[-1])
-        return words, jnp.concatenate(found, -1)[..., 0, :]
-    return words, found[0][..., 0] if found else None
+        return words, jnp.concatenate(parameters, -1)[..., 0, :]
+    return words, parameters[0][..., 0] if parameters else None
 
 
 def append(pages: KVPages, keys: jax.Array, values: jax.Array, span: Span) -> KVPages:
-    """See api.append; pages without a residual, and tokens of a batch."""
+    """`api.append` for pages without a residual and keys [batch, tokens, KV heads, head dim]."""
     tokens = keys.shape[1]
     position = span.starts[:, None] + jnp.arange(tokens)[None]  # [batch, tokens]
     valid = jnp.arange(tokens)[None] < span.counts[:, None]
@@ -47,13 +52,13 @@ def append(pages: KVPages, keys: jax.Array, values: jax.Array, span: Span) -> KV
 
 
 def flush(pages: KVPages, keys: jax.Array | None, values: jax.Array | None, span: Span) -> KVPages:
-    """Encodes the blocks that are complete when new tokens begin one behind them.
+    """Encodes the complete blocks of sequences whose new tokens begin a block behind them.
 
-    keys, values: the new tokens as api.append takes them; or None, where each sequence gets one at
-        most.
-    span: one that has been read, so that its `longest` is known.
+    keys, values: the new tokens as api.append takes them; None where each sequence gets at most one
+        token, since complete blocks are then in the residual alone.
+    span: of the new tokens, a result of `Span.read`.
 
-    The residual stays as it is.
+    Returns the pages with the encoded blocks. The residual stays as it is.
     """
     assert pages.residual is not None
     first_tokens = residuals.first_tokens(span, keys)
@@ -67,9 +72,9 @@ def flush(pages: KVPages, keys: jax.Array | None, values: jax.Array | None, span
     position = first + ahead[None]  # [batch, tokens]
     full = position < residuals.begin(lengths, block)[:, None]
 
-    def content(waiting: jax.Array, new: jax.Array | None) -> jax.Array:
+    def content(residual: jax.Array, new: jax.Array | None) -> jax.Array:
         rows = jnp.arange(len(starts))[:, None]
-        x = waiting[rows, :, position % block]  # [batch, tokens, KV heads, head dim]
+        x = residual[rows, :, position % block]  # [batch, tokens, KV heads, head dim]
         if new is None:
             return x
         token = first_tokens[:, None] + position - starts[:, None]
@@ -79,7 +84,7 @@ def flush(pages: KVPages, keys: jax.Array | None, values: jax.Array | None, span
     sides = (pages.residual.keys, keys), (pages.residual.values, values)
     contents = tuple(content(*side) for side in sides)
     written = _write(pages, contents, block_tables, position, full)
-    # What is written to the residual next must come after this has read it, or XLA copies it.
+    # The residual is written to next. That must come after these reads, or XLA would copy it.
     return jax.lax.optimization_barrier(written)
 
 
@@ -92,12 +97,14 @@ def _write(
 ) -> KVPages:
     """Encodes keys and values [batch, tokens, KV heads, head dim] and writes the valid ones.
 
-    position, valid: [batch, tokens]; where channels have scales, of whole groups of tokens.
+    position: of each token in its sequence, [batch, tokens]. If channels have scales, tokens are
+        whole groups.
+    valid: whether a token is written, [batch, tokens].
     """
     entry = position // pages.page_size
     entries = block_tables.shape[1]
     page = jnp.take_along_axis(block_tables, jnp.clip(entry, 0, entries - 1), axis=1)
-    # An index past the end is dropped by the scatter: nothing is written for padding.
+    # Padding gets an index past the end, which the scatter drops.
     page = jnp.where(valid & (entry >= 0) & (entry < entries), page, pages.keys.shape[0])
     slot = position % pages.page_size
 
@@ -106,10 +113,10 @@ def _write(
         return at.set(new.astype(stored.dtype), mode="drop")
 
     def stored(side: Side, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        words, found = encode(x, side)
+        words, new_parameters = encode(x, side)
         parameters = side.parameters
-        if found is not None:
-            parameters = write(side.parameters, found, side.codes.group or 1)
+        if new_parameters is not None:
+            parameters = write(side.parameters, new_parameters, side.codes.group or 1)
         return write(side.words, words), parameters
 
     (key_words, key_parameters), (value_words, value_parameters) = (
@@ -132,11 +139,15 @@ def gather(
     *,
     transformed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values as float32 [batch, capacity, KV heads, head dim], slots never written too.
+    """Decodes all slots of the pages in block tables, also slots that were never written.
 
-    lengths: of the sequences, which say what waits in the residual; rows: which sequences they are,
-        where not all in order. Neither matters to pages without a residual.
-    transformed: keys as they are stored, where that is after a Hadamard transform.
+    block_tables: int32 [batch, pages per sequence].
+    lengths: int32 [batch], the tokens of each sequence, which say what is in the residual.
+    rows: int32 [batch], the number of each sequence in the residual; by default 0, 1, 2 and so on.
+        Without a residual, neither lengths nor rows matter.
+    transformed: whether keys are returned as they are stored, after the Hadamard transform.
+
+    Returns keys and values, each float32 [batch, capacity, KV heads, head dim].
     """
 
     def read(side: Side) -> jax.Array:
@@ -161,11 +172,11 @@ def gather(
         raise ValueError("gather: pages with a residual need the lengths of the sequences")
     block, position = pages.residual.page_size, jnp.arange(keys.shape[1])
     lengths = jnp.minimum(lengths, keys.shape[1])
-    waits = (position[None] >= residuals.begin(lengths, block)[:, None])[..., None, None]
+    in_residual = (position[None] >= residuals.begin(lengths, block)[:, None])[..., None, None]
     rows = jnp.arange(len(lengths)) if rows is None else rows
 
-    def overlaid(x: jax.Array, waiting: jax.Array) -> jax.Array:
-        waiting = waiting[rows].swapaxes(1, 2)[:, position % block]
-        return jnp.where(waits, waiting.astype(jnp.float32), x)
+    def overlaid(x: jax.Array, residual: jax.Array) -> jax.Array:
+        residual = residual[rows].swapaxes(1, 2)[:, position % block]
+        return jnp.where(in_residual, residual.astype(jnp.float32), x)
 
     return overlaid(keys, pages.residual.keys), overlaid(values, pages.residual.values)

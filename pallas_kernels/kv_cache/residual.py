@@ -16,20 +16,20 @@ from mpjax.kernels.kv_cache.cache import KVPages
 
 
 def begin(lengths: jax.Array, block: int) -> jax.Array:
-    """The positions of the first tokens in the residual: the starts of the last, begun blocks.
+    """The position of the first token in each residual: the start of the last block that has begun.
 
     lengths: int32 [batch], the numbers of tokens of sequences. block: tokens of a block.
     """
     return jnp.maximum(lengths - 1, 0) // block * block
 
 
-def waiting_span(pages: KVPages, span: Span) -> Span:
+def residual_span(pages: KVPages, span: Span) -> Span:
     """The span with which `append` writes new tokens to the residual.
 
-    span: that of the append to the encoded pages.
+    span: where the new tokens lie in the encoded pages.
 
-    A start may be negative: only tokens of the block that is in the residual after the append are
-    written to it, which have positions from 0 on.
+    A start may be negative. Tokens at negative positions are not written: only those of the block
+    that is in the residual after the append have positions from 0 on.
     """
     assert pages.residual is not None
     capacity = span.block_tables.shape[1] * pages.page_size

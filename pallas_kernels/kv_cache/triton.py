@@ -1,4 +1,4 @@
-"""The kernels that quantise keys and values and write them into their pages, in place."""
+"""The Triton kernels that encode keys and values and write them into their pages, in place."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from mpjax.kernels.kv_cache.writing import (
     find_slot,
     for_each,
     lanes,
-    like,
     programs_for,
+    shapes_of,
     write,
 )
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked
 
 
 class _Size(NamedTuple):
-    """How large a piece of a block may be, and how many warps encode it."""
+    """The largest piece of a block that a program encodes, and the program's warps."""
 
-    width: int  # channels of each plane, where channels have scales
-    elements: int  # otherwise
+    width: int  # the most channels of each plane, if channels have scales
+    elements: int  # the most keys or values times channels, if they have not
     warps: int
 
 
-# Found on the H200. The few blocks that a token completes must be done soon; of a prompt's, there
-# are enough to read whole sectors. Where sequences are few, hardly a step completes any block.
-OF_A_TOKEN, OF_A_PROMPT = _Size(2, 2048, 1), _Size(16, 8192, 4)
-FEW_SEQUENCES = 16
+# Measured on the H200. A step of one token completes few blocks: small pieces end soonest. A prompt
+# completes many: large pieces read whole sectors of memory.
+TOKEN_SIZE, PROMPT_SIZE = _Size(2, 2048, 1), _Size(16, 8192, 4)
+FEW_SEQUENCES = 16  # with no more sequences, most steps of one token complete no block
 
 
 def append(
@@ -49,9 +49,9 @@ def append(
     *,
     interpret: bool = False,
 ) -> KVPages:
-    """See api.append; pages without a residual.
+    """`api.append` for pages without a residual and keys [batch, tokens, KV heads, head dim].
 
-    One program for each new token and KV head, or of many tokens for several; the pages are
+    A program encodes a new token of a KV head, or several if there are many tokens. The pages are
     aliased.
     """
     batch, tokens, heads, _ = keys.shape
@@ -61,7 +61,7 @@ def append(
         _kernel,
         operands,
         pages,
-        out_shape=like(pages),
+        out_shape=shapes_of(pages),
         grid=(programs_for(batch * tokens, heads), heads),
         settings=Settings(f"append_{pages.format}".lower()),
         interpret=interpret,
@@ -77,18 +77,18 @@ def flush(
     *,
     interpret: bool = False,
 ) -> KVPages:
-    """See reference.flush. Programs share the pieces of blocks that are full, of each KV head.
+    """`reference.flush` as a kernel, whose programs share the pieces of all complete blocks.
 
-    In most steps of one token none is: so there are few programs, each of which takes every so many
-    pieces. The pages are aliased, the residual too, although it stays as it is: what writes to it
-    next then comes after.
+    Most steps of one token complete no block. So there are few programs, and program i takes pieces
+    i, i + programs and so on. The pages are aliased, and so is the residual, although it does not
+    change: its next writes then come after these reads.
     """
     assert pages.residual is not None
     first_tokens = residuals.first_tokens(span, keys)
     if keys is not None and values is not None:
         keys, values = (x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
     block, heads, sequences = pages.residual.page_size, pages.keys.shape[1], len(span.starts)
-    size = OF_A_TOKEN if span.most_tokens < block else OF_A_PROMPT
+    size = TOKEN_SIZE if span.most_tokens < block else PROMPT_SIZE
     cuts = [_Cut.of(side, min(block, pages.page_size), size) for side in pages.sides]
     pieces = heads * sum(cut.pieces(block) for cut in cuts)  # of a block
     blocks = residuals.most_blocks(span.most_tokens, block)  # of a sequence
@@ -99,7 +99,7 @@ def flush(
         functools.partial(_flush_kernel, cuts=cuts, blocks=blocks),
         operands,
         pages,
-        out_shape=like(pages),
+        out_shape=shapes_of(pages),
         grid=(flush_programs(sequences * blocks * pieces, likely, sequences),),
         settings=Settings(f"flush_{pages.format}".lower(), warps=size.warps),
         interpret=interpret,
@@ -108,13 +108,16 @@ def flush(
 
 
 def flush_programs(pieces: int, likely: int, sequences: int) -> int:
-    """How many programs share what may be so many pieces, and is likely to be so many."""
+    """The number of programs of `flush`.
+
+    pieces: the most pieces that there can be. likely: how many are expected.
+    """
     idle = device.multiprocessors() * (1 if sequences <= FEW_SEQUENCES else 2)
     return min(pieces, max(likely, idle))
 
 
 class _Operands(NamedTuple):
-    """Arrays that the kernel reads; references, inside of it."""
+    """The arrays that the append kernel reads; inside the kernel, references."""
 
     span: Span
     keys: Any  # [batch, tokens, KV heads, head dim]
@@ -139,7 +142,7 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
                 ]
                 write(side, pieces, source.dtype, slot, head)
 
-        if is_only_one:  # rather than wait for whether it is valid
+        if is_only_one:  # without a branch, which would wait for the load of `slot.valid`
             append_token()
         else:
             pl.when(slot.valid)(append_token)
@@ -148,24 +151,24 @@ def _kernel(operands: _Operands, before: KVPages, pages: KVPages) -> None:
 
 
 class _FlushOperands(NamedTuple):
-    """Arrays that the kernel reads; references, inside of it."""
+    """The arrays that the flush kernel reads; inside the kernel, references."""
 
     span: Span
-    first_tokens: Any  # [batch]
+    first_tokens: Any  # int32 [batch], the index of each sequence's first token in `keys`
     keys: Any  # [tokens, KV heads, head dim] or None
     values: Any
 
 
 class _Cut(NamedTuple):
-    """How a block's keys, or values, are cut into pieces that can be encoded apart."""
+    """The size of pieces of a block's keys or values; each piece is encoded separately."""
 
-    rows: int  # tokens
-    width: int  # channels of each plane
-    across: int  # pieces side by side
+    rows: int  # tokens of a piece
+    width: int  # its channels of each plane
+    across: int  # the number of pieces that share the same tokens
 
     @classmethod
     def of(cls, side: Side, most_rows: int, size: _Size) -> _Cut:
-        """Tokens that share scales stay together, or else all channels of a token."""
+        """The cut that keeps channels' groups of tokens whole, or else all channels of a token."""
         stored, planes = side.words.shape[3], side.codes.planes
         if side.codes.group is not None:
             width = max(width for width in range(1, size.width + 1) if stored % width == 0)
@@ -174,7 +177,7 @@ class _Cut(NamedTuple):
         return cls(min(rows, most_rows), stored, 1)
 
     def pieces(self, block: int) -> int:
-        """Of a block."""
+        """The number of pieces of a block of `block` tokens."""
         return block // self.rows * self.across
 
 
@@ -213,22 +216,22 @@ def _flush_kernel(
         )
         block = _Block(sequence, head, begin + (number - earlier) * size, start)
         for side, cut in enumerate(cuts):
-            of_side = piece - sum(pieces[:side])
+            side_piece = piece - sum(pieces[:side])
 
-            @pl.when((of_side >= 0) & (of_side < pieces[side]))
-            def _(side: int = side, cut: _Cut = cut, of_side: jax.Array = of_side) -> None:
-                _encode(operands, pages, block, side, cut, of_side)
+            @pl.when((side_piece >= 0) & (side_piece < pieces[side]))
+            def _(side: int = side, cut: _Cut = cut, side_piece: jax.Array = side_piece) -> None:
+                _encode(operands, pages, block, side, cut, side_piece)
 
     for_each(program, full.sum() * heads * sum(pieces), visit)
 
 
 class _Block(NamedTuple):
-    """One of which pieces are encoded."""
+    """A complete block of a sequence and KV head, to be encoded."""
 
     sequence: jax.Array
     head: jax.Array
     begin: jax.Array  # the position of its first token
-    start: jax.Array  # and of the first new one
+    start: jax.Array  # the position of the sequence's first new token
 
 
 def _encode(
@@ -239,9 +242,9 @@ def _encode(
     cut: _Cut,
     piece: jax.Array,
 ) -> None:
-    """A piece of a block's keys (side 0), or values (1)."""
+    """Encodes piece number `piece` of a block's keys (side 0) or values (side 1), and stores it."""
     assert pages.residual is not None
-    waiting = pages.residual.sides[side].words
+    residual = pages.residual.sides[side].words
     new = (operands.keys, operands.values)[side]
     first_row = piece // cut.across * cut.rows
     channels = Channels(piece % cut.across * cut.width, cut.width)
@@ -254,9 +257,9 @@ def _encode(
     slot = Slot(page, position % pages.page_size, jnp.bool_(True))
 
     def load_plane(plane: int) -> jax.Array:
-        of_plane = plane * cut.width * cut.across
-        channel = (of_plane + channels.first + lanes(cut.width))[None, :]
-        x = load(waiting.at[block.sequence, block.head, row, channel])
+        first_of_plane = plane * cut.width * cut.across
+        channel = (first_of_plane + channels.first + lanes(cut.width))[None, :]
+        x = load(residual.at[block.sequence, block.head, row, channel])
         if new is None:
             return x
         at = new.at[token, block.head, channel]
@@ -264,4 +267,4 @@ def _encode(
 
     target = pages.sides[side]
     planes = [load_plane(plane) for plane in range(target.codes.planes)]
-    write(target, planes, waiting.dtype, slot, block.head, channels)
+    write(target, planes, residual.dtype, slot, block.head, channels)

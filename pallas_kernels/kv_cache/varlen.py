@@ -1,4 +1,4 @@
-"""Varlen tokens: sequences one after another, without padding between them; which is whose."""
+"""Varlen tokens: the tokens of sequences one after another, without padding between sequences."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from mpjax.kernels.batch import Span
 
 
 class Tokens(NamedTuple):
-    """For each of the varlen tokens: its sequence, its number in it, and whether it is real.
+    """The sequence of each varlen token, and the token's number in it.
 
-    Tokens past the last sequence are padding.
+    Tokens behind those of the last sequence are padding.
     """
 
     sequence: jax.Array  # int32 [tokens]
     number: jax.Array  # int32 [tokens]
-    is_real: jax.Array  # bool [tokens]
+    is_real: jax.Array  # bool [tokens], false for padding
 
 
 def tokens_of(counts: jax.Array, tokens: int) -> Tokens:
-    """What `tokens` varlen tokens are, counts[b] of which belong to sequence b, in order."""
+    """The sequence and number of each of `tokens` varlen tokens.
+
+    counts: int32 [batch], the number of tokens of each sequence, in order.
+    """
     ends = jnp.cumsum(counts)
     token = jnp.arange(tokens, dtype=counts.dtype)
     sequence = jnp.minimum(jnp.searchsorted(ends, token, side="right"), len(counts) - 1)
@@ -30,9 +33,10 @@ def tokens_of(counts: jax.Array, tokens: int) -> Tokens:
 
 
 def as_single_tokens(span: Span, tokens: int, page_size: int) -> Span:
-    """A span in which each of `tokens` varlen tokens is a sequence of its own.
+    """The span in which each of `tokens` varlen tokens is a sequence of its own.
 
-    Its table is the one page that it belongs to, and its start the slot there.
+    A token's block table is its page alone, [tokens, 1], and its start the slot in that page.
+    Padding and tokens without a page have the count 0.
     """
     sequence, number, is_real = tokens_of(span.counts, tokens)
     position = span.starts[sequence] + number

@@ -17,7 +17,7 @@ from mpjax.kernels.kv_cache.cache import KVPages, Side
 from mpjax.kernels.launch import load, store
 
 
-def like(pages: KVPages) -> KVPages:
+def shapes_of(pages: KVPages) -> KVPages:
     """The shapes of pages, as the outputs of a kernel that takes over their buffers."""
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), pages)
 
@@ -136,8 +136,9 @@ def write(
     pieces: equal slices of the head's channels, as many as the codes have planes, or a multiple.
         Each is [lanes] for one token, or [tokens, lanes] for several on one page, with channels in
         lanes as `lanes` says.
-    dtype: of the vector.
-    channels: the channels of each slice that these are, if channels have scales; None for all.
+    dtype: of the key or value.
+    channels: if channels have scales, the channels of each slice that are in its piece; None for
+        all channels.
     """
     scales = None
     if side.codes.scaling == "head":
@@ -169,8 +170,8 @@ def write(
     elif side.codes.group is not None:
         group = slot.position // side.codes.group
         stride = side.parameters.shape[3] // len(parameters)
-        for i, found in enumerate(parameters):
+        for i, pairs in enumerate(parameters):
             lane, is_first = (x[None, :] for x in targets(width))
             target = side.parameters.at[slot.page, head, group, i * stride + first + lane]
             mask = jnp.broadcast_to(slot.valid & is_first, target.shape)
-            store(target, found, mask=mask)
+            store(target, pairs, mask=mask)

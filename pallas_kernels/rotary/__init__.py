@@ -1,1 +1,1 @@
-"""From the query-key-value product to attention: head norms, rotary embedding, append."""
+"""The operation between the query-key-value product and attention: norms, rotation, append."""

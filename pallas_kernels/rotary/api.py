@@ -1,4 +1,7 @@
-"""Everything between the query-key-value product and attention over the cache, in one operation."""
+"""The operation between the query-key-value product and attention over the cache.
+
+It applies head norms and the rotary embedding, and appends keys and values to the cache.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,20 @@ def rotate_and_append(
 ) -> tuple[jax.Array, KVPages]:
     """Rotates queries and keys and appends keys and values to one layer's pages, in place.
 
-    terms: [splits, batch, tokens, (query heads + 2 · KV heads) · dim], whose sum is the product of
-        the query, key and value projections, side by side. Or varlen, without the batch.
-    pages, span: as `append` takes them.
-    rotation: of queries and keys; its angles are those of the tokens.
+    terms: [splits, batch, tokens, (query heads + 2 · KV heads) · head dim], or varlen [splits,
+        tokens, …]. Their sum over splits is the product of the query, key and value projections,
+        which stand side by side.
+    pages, span: as for `append`.
+    rotation: of queries and keys; its cosines and sines are those of the tokens' positions.
+    dtype: of the queries, and of keys and values before they are encoded.
 
-    Returns the queries [batch, tokens, query heads, dim], or varlen [tokens, query heads, dim], in
-    `dtype`, and the pages. On the GPU this is one kernel, where XLA makes five; beside a residual
-    two, or three for several tokens or varlen ones. Raises ValueError for shapes that don't fit the
-    pages or one another, and for starts and counts as `append` does; and UnsupportedError, with the
-    reason, where a forced implementation can't run.
+    Returns the queries [batch, tokens, query heads, head dim], or varlen [tokens, query heads, head
+    dim], in `dtype`, and the pages. On the GPU this is one kernel, where XLA makes five. For pages
+    with a residual it is two, or three where tokens are several or varlen.
+
+    Raises ValueError for shapes that don't fit the pages or one another, and for starts and counts
+    as `append` does; and UnsupportedError, with the reason, where a forced implementation can't
+    run.
     """
     require_pages("rotate_and_append", pages)
     require_type("rotate_and_append: rotation", rotation, Rotation)
@@ -66,7 +73,7 @@ def rotate_and_append(
 
     is_varlen = terms.ndim == 3
     if is_varlen:
-        # Each token becomes a sequence, or, beside a residual, all of them one.
+        # Each token becomes a sequence of its own; for pages with a residual, all become one.
         axis = -2 if pages.residual is None else -3
         terms = jnp.expand_dims(terms, axis)
         rotation = rotation.map_angles(lambda x: jnp.expand_dims(x, axis))
@@ -84,9 +91,10 @@ def rotate_and_append(
     if tokens == 1 and not is_varlen:
         pages = make_room(pages, span, implementation=implementation)
         assert pages.residual is not None
-        queries, waiting = run(pages.residual, residual.waiting_span(pages, span))
-        return queries, dataclasses.replace(pages, residual=waiting)
-    # Several may complete a block: keys must be there before any of it is encoded.
+        queries, updated = run(pages.residual, residual.residual_span(pages, span))
+        return queries, dataclasses.replace(pages, residual=updated)
+    # Several tokens may complete a block, which can be encoded only after all of its keys are
+    # rotated. So rotated keys and values go to pages of their own first, and are appended next.
     heads = rotation.heads[1]
     new = [jnp.zeros((batch, heads, tokens, pages.head_dim), dtype) for _ in range(2)]
     rows = jnp.arange(batch, dtype=jnp.int32)
@@ -127,13 +135,13 @@ def _require_fitting(terms: jax.Array, pages: KVPages, rotation: Rotation) -> No
 
 
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """Rotary embedding of x [batch, tokens, heads, dim], computed in float32 (RoFormer).
+    """Rotary embedding of x [batch, tokens, heads, head dim], computed in float32 (RoFormer).
 
-    cosines, sines: float32 [batch, tokens, dim / 2], or with 1 in the place of the batch or the
-        tokens. Channel i turns with channel i + dim / 2, the convention of Hugging Face
-        checkpoints.
+    cosines, sines: [batch, tokens, head dim / 2], or with 1 in the place of the batch or of the
+        tokens, of each token's angles. Channels i and i + head dim / 2 form a pair that is rotated
+        together, the convention of Hugging Face checkpoints.
 
-    Raises ValueError for shapes that don't fit.
+    Returns an array of the shape and dtype of x. Raises ValueError for shapes that don't fit.
     """
     x, cosines, sines = as_arrays("rotate", x=x, cosines=cosines, sines=sines)
     require_floats("rotate", x=x, cosines=cosines, sines=sines)

@@ -1,4 +1,4 @@
-"""Head norms and the rotary embedding, in plain jnp."""
+"""The reference of head norms and the rotary embedding, in plain jnp."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpjax.kernels.rowwise.reference import rms_norm
 
 
 def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
-    """See the public function."""
+    """The rotary embedding of x; arguments and result as for api.rotate."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = cosines[:, :, None], sines[:, :, None]
     turned = [first * cosines - second * sines, second * cosines + first * sines]
@@ -25,7 +25,11 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
 def split_heads(
     product: jax.Array, heads: tuple[int, int], norms: HeadNorms | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values [batch, tokens, heads, dim] of a product, before the rotation."""
+    """Queries, keys and values [batch, tokens, heads, head dim], normalised, before the rotation.
+
+    product: [batch, tokens, (query heads + 2 · KV heads) · head dim].
+    heads: query heads and KV heads.
+    """
     queries, keys = heads
     total = queries + 2 * keys
     parts = product.reshape(*product.shape[:2], total, product.shape[-1] // total)
@@ -39,7 +43,7 @@ def split_heads(
 def rotate_and_append(
     terms: jax.Array, pages: KVPages, span: Span, rotation: Rotation, dtype: jnp.dtype
 ) -> tuple[jax.Array, KVPages]:
-    """Queries and pages; see the public function."""
+    """Queries and pages as api.rotate_and_append returns them, for padded terms."""
     product = narrow(terms.astype(jnp.float32).sum(0), dtype)
     query, key, value = split_heads(product, rotation.heads, rotation.norms)
     query, key = (rotate(x, rotation.cosines, rotation.sines) for x in (query, key))

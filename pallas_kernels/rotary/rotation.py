@@ -1,4 +1,4 @@
-"""What becomes of queries and keys between their projections and attention."""
+"""The parameters of the step from the query and key projections to attention."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mpjax.kernels.checks import (
 )
 @dataclasses.dataclass(frozen=True)
 class HeadNorms:
-    """RMS norms over each query's and key's head dimension (Qwen3).
+    """The RMS norms of queries and keys, each over the head dimension (Qwen3).
 
-    epsilon: a Python number, which kernels are compiled for; under `jit` it is part of the type.
+    epsilon: added to the mean square; a Python number, since kernels are compiled for it (static).
     """
 
-    query: jax.Array  # [head dim]
+    query: jax.Array  # [head dim], the norm's weight
     key: jax.Array  # [head dim]
     epsilon: float
 
@@ -44,16 +44,16 @@ class HeadNorms:
 class Rotation:
     """Head norms, the rotary embedding, and the Hadamard transform of queries.
 
-    cosines, sines: float32 [batch, tokens, head dim / 2] of the angles of each position, or varlen
-        [tokens, head dim / 2].
-    heads: query heads and KV heads (static).
-    norms: of queries and keys, each [head dim], before the rotation, or None.
-    transform_queries: whether queries, too, go through the Hadamard transform of the pages' keys,
-        if theirs is a format with one (static): for `paged_attention(..., transformed=True)`, which
-        then has nothing left to do.
+    cosines, sines: float32 [batch, tokens, head dim / 2], or varlen [tokens, head dim / 2], of the
+        angles of each token's position.
+    heads: the numbers of query heads and of KV heads (static).
+    norms: of queries and keys before the rotation, or None.
+    transform_queries: whether queries go through the Hadamard transform that the pages' keys go
+        through, if their format has one (static). Such queries are for
+        `paged_attention(..., transformed=True)`.
 
-    Raises ValueError for heads that are no pair of numbers. What else doesn't fit is refused by the
-    operation.
+    Raises ValueError unless heads are a pair of positive whole numbers. Arrays are checked by the
+    operation that takes the rotation (`read`).
     """
 
     cosines: jax.Array
@@ -63,20 +63,23 @@ class Rotation:
     transform_queries: bool = False
 
     def __post_init__(self) -> None:
-        # Arrays are not looked at here: a pytree's leaves may be anything.
+        # Arrays are not checked here: the leaves of a pytree may be any object.
         require_type("Rotation: transform_queries", self.transform_queries, bool, np.bool)
         object.__setattr__(self, "transform_queries", bool(self.transform_queries))
         object.__setattr__(self, "heads", _heads(self.heads))
 
     def read(self, operation: str) -> Rotation:
-        """The rotation with arrays. Raises ValueError, which names the operation, for others."""
+        """The rotation with lists and NumPy's arrays converted to arrays.
+
+        Raises ValueError, which names the operation, for leaves that are no arrays of numbers.
+        """
         cosines, sines = as_arrays(operation, cosines=self.cosines, sines=self.sines)
         require_floats(operation, cosines=cosines, sines=sines)
         norms = None if self.norms is None else _norms(f"{operation}: norms", self.norms)
         return dataclasses.replace(self, cosines=cosines, sines=sines, norms=norms)
 
     def map_angles(self, function: Callable[[jax.Array], jax.Array]) -> Rotation:
-        """The rotation with a function of its cosines and of its sines in their place."""
+        """The rotation with a function applied to its cosines and to its sines."""
         cosines, sines = function(self.cosines), function(self.sines)
         return dataclasses.replace(self, cosines=cosines, sines=sines)
 

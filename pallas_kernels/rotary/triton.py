@@ -1,4 +1,7 @@
-"""Head norm, rotation and append as one kernel: a program owns a head of a token, or of several."""
+"""Head norms, rotation and append as one Triton kernel.
+
+A program works on one head of a token, or of several tokens one after another.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from mpjax.kernels.kv_cache.writing import (
     find_slot,
     for_each,
     lanes,
-    like,
     programs_for,
+    shapes_of,
     targets,
     write,
 )
@@ -27,7 +30,7 @@ from mpjax.kernels.rotary.rotation import Rotation
 
 
 class _Operands(NamedTuple):
-    """Arrays that the kernel reads; references, inside of it."""
+    """The arrays that the kernel reads; inside the kernel, references."""
 
     span: Span
     terms: Any  # [splits, batch, tokens, heads, dim]
@@ -43,7 +46,10 @@ def rotate_and_append(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, KVPages]:
-    """Queries and pages, which are aliased; see the public function."""
+    """Launches the kernel; queries and pages as api.rotate_and_append returns them.
+
+    terms: [splits, batch, tokens, channels]. The pages are aliased.
+    """
     splits, batch, tokens, _ = terms.shape
     heads = rotation.heads
     total = heads[0] + 2 * heads[1]
@@ -54,7 +60,7 @@ def rotate_and_append(
         _kernel,
         operands,
         pages,
-        out_shape=(queries, like(pages)),
+        out_shape=(queries, shapes_of(pages)),
         grid=(programs_for(batch * tokens, total), total),
         settings=Settings(f"rotate_and_append_{pages.format}".lower()),
         interpret=interpret,
@@ -73,7 +79,7 @@ def _rotate(
     queries_ref: Any,  # [batch, tokens, query heads, dim]
     pages: KVPages,
     head: jax.Array,
-    number: jax.Array,  # of the token, among all
+    number: jax.Array,  # the token's, among the tokens of all sequences
 ) -> None:
     rotation, heads, norms = operands.rotation, operands.rotation.heads, operands.rotation.norms
     tokens, dim = queries_ref.shape[1], queries_ref.shape[3]
@@ -81,13 +87,15 @@ def _rotate(
     is_query, is_value = head < heads[0], head >= heads[0] + heads[1]
     dtype = queries_ref.dtype
 
-    # First, as two of its loads follow one another, and none can move up past a store.
+    # The slot comes first: two of its loads follow one another, and the compiler moves no load up
+    # past a store.
     slot = find_slot(operands.span, pages.page_size, batch, token)
 
     def rounded(x: jax.Array) -> jax.Array:
         return x.astype(dtype).astype(jnp.float32)
 
-    # As many pieces as words have codes, and two at least: the halves that turn together.
+    # A head has as many pieces as a word has codes, and at least two, since channels of its two
+    # halves are rotated together.
     pieces = max(2, *(side.codes.planes for side in pages.sides))
     width, half = dim // pieces, pieces // 2
     lane = lanes(width)

@@ -1,9 +1,9 @@
 """Plans of attention: from a `Problem`, the tiles and programs that read the cache.
 
 `plan_of` looks a problem up in the tables of plans that were measured on this kind of GPU
-(`tables`), and asks the rule for what is not there: `team_rule` for tiles and how many programs
-share a sequence, `rule` for the residual and for what is read ahead, `register_rule` for registers.
-`configuration` says what can run.
+(`tables`). For a problem that no table has, it asks the rule: `team_rule` chooses tiles and how
+many programs share a sequence, `rule` the programs of the residual and the tiles that are read
+ahead, and `register_rule` the registers. `configuration` says which configurations can run.
 """
 
 from mpjax.kernels.attention.plans.candidates import candidates

@@ -9,21 +9,22 @@ import math
 from mpjax.kernels.attention.plans.configuration import AttentionConfig, why_unsound
 from mpjax.kernels.attention.plans.problem import Problem
 from mpjax.kernels.attention.plans.register_rule import CROWDED_REGISTERS, registers_by_rule
-from mpjax.kernels.attention.plans.rule import MOST_WAITING_SPLITS, config_by_rule
+from mpjax.kernels.attention.plans.rule import MOST_RESIDUAL_SPLITS, config_by_rule
 from mpjax.kernels.attention.plans.team_rule import MOST_SPLITS, SMALL_KEYS
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.registers import MOST_REGISTERS
 
-REGISTERS = (None, CROWDED_REGISTERS, MOST_REGISTERS)  # besides what the rule says
-OTHER_REGISTERS = 1.5  # how far away they are
+REGISTERS = (None, CROWDED_REGISTERS, MOST_REGISTERS)  # besides the registers by the rule
+OTHER_REGISTERS = 1.5  # the distance between configurations that differ in registers
 SPLIT_FACTORS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5, 2)
 
 
 def candidates(problem: Problem, most: int = 24) -> list[Plan]:
-    """Sound plans for a problem, the rule's first and then the nearest to it.
+    """The sound plans for a problem that are nearest to the rule's, nearest first; `most` at most.
 
-    Nearness counts doublings of a tile's sides, of warps and of splits, steps of stages and of
-    programs for the residual, and other registers than a configuration has by the rule.
+    The distance of two plans adds up doublings of a tile's sides, of warps and of splits, steps of
+    stages and of programs for the residual, and OTHER_REGISTERS for registers that differ from the
+    rule's.
     """
     center = config_by_rule(problem)
     distances = {center: 0.0}
@@ -45,11 +46,11 @@ def _distance(config: AttentionConfig, center: AttentionConfig) -> float:
         for name in ("tile_rows", "tile_keys", "splits", "warps")
     )
     steps = abs(config.stages - center.stages)
-    return doublings + steps + abs(config.waiting_splits - center.waiting_splits)
+    return doublings + steps + abs(config.residual_splits - center.residual_splits)
 
 
 def _neighbours(problem: Problem, center: AttentionConfig) -> list[AttentionConfig]:
-    """Configurations around one, sound or not, whose tiles suit the page size."""
+    """The configurations around `center`, sound or not, whose tiles suit the page size."""
     shared = {min(MOST_SPLITS, max(1, round(center.splits * f))) for f in SPLIT_FACTORS}
     largest = max(problem.cache.page_size, SMALL_KEYS)
     space = itertools.product(
@@ -58,7 +59,7 @@ def _neighbours(problem: Problem, center: AttentionConfig) -> list[AttentionConf
         shared | {center.splits, center.splits + 1},
         {max(1, center.warps // 2), center.warps, 2 * center.warps},
         (2, 3, 4),
-        range(MOST_WAITING_SPLITS + 1) if problem.residual else (0,),
+        range(MOST_RESIDUAL_SPLITS + 1) if problem.residual else (0,),
     )
     return [
         dataclasses.replace(
@@ -68,7 +69,7 @@ def _neighbours(problem: Problem, center: AttentionConfig) -> list[AttentionConf
             splits=splits,
             warps=warps,
             stages=stages,
-            waiting_splits=waiting,
+            residual_splits=residual_splits,
         )
-        for rows, keys, splits, warps, stages, waiting in space
+        for rows, keys, splits, warps, stages, residual_splits in space
     ]

@@ -1,4 +1,4 @@
-"""Which plan attention runs with."""
+"""The choice of a plan: from a measured table, or by the rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What paged attention is launched with, and which configurations a problem can run with."""
+"""The configuration of paged attention's kernel, and the checks of whether a problem can use it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from mpjax.kernels.attention.plans.problem import Problem
 from mpjax.kernels.registers import MOST_REGISTERS, WARP
 
 MINIMUM_ROWS = 8  # the narrow side of the tensor-core instruction
-NARROW_ROWS = 16  # of a narrow tile at most: its rows are fewer than its keys
+NARROW_ROWS = 16  # the most rows of a narrow tile, which has more keys than rows
 MOST_ROWS = 128
-LEAST_KEYS, MOST_KEYS = 16, 128  # of a tile
+LEAST_KEYS, MOST_KEYS = 16, 128  # in a tile
 MOST_WARPS = 8
-ACCUMULATOR_REGISTERS = 128  # of a thread, which hold float32 sums of values
-# Bytes of shared memory that tiles can't have: queries and outputs, and for each row of more than
-# 128 channels its softmax weights, which change their layout there.
+ACCUMULATOR_REGISTERS = 128  # the most registers of a thread that hold float32 sums of values
+# Bytes of shared memory that tiles of keys and values can't have: OTHER_BYTES for queries and
+# outputs, and where heads have more than 128 channels, WEIGHT_BYTES for each row, whose softmax
+# weights change their layout in shared memory.
 OTHER_BYTES = 32768
 WEIGHT_BYTES = 192
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Rows and keys of a tile, programs that share one sequence, and compiler settings.
+    """The tiles of a program, the number of programs for a sequence, and compiler settings.
 
-    tile_rows: (token, query head) pairs of a program, which share a KV head.
-    tile_keys: keys that a program reads at once: a piece of a page, or several pages.
+    tile_rows: rows of a program: (token, query head) pairs that share a KV head.
+    tile_keys: keys that a program reads at once, a piece of a page or several pages.
     splits: programs that share the packed keys of one sequence.
-    warps, stages: the compiler's; stages - 1 tiles are read ahead.
-    waiting_keys: keys of a tile of the residual, which waits in 16 bits.
-    waiting_splits: programs that share one sequence's residual; 0 where the programs of the packed
-        keys read it after these.
-    registers: that a thread may have at most, or None to leave that to the assembler.
+    warps: warps of a program.
+    stages: pipeline stages; stages − 1 tiles are read ahead.
+    residual_keys: keys of a tile of the 16-bit residual.
+    residual_splits: programs that share one sequence's residual; 0 where the programs of the packed
+        keys read the residual afterwards.
+    registers: the most registers of a thread; None leaves the number to the assembler.
     is_balanced: whether programs of short sequences help where others are long (`balance`).
-    has_one_loop: whether programs that help read all tiles in one loop, rather than others' tiles
-        in a second one.
+    has_one_loop: whether programs that help read all their tiles in one loop, not those of other
+        sequences in a second loop.
     """
 
     tile_rows: int
@@ -41,22 +43,22 @@ class AttentionConfig:
     splits: int
     warps: int
     stages: int
-    waiting_keys: int = LEAST_KEYS
-    waiting_splits: int = 0
+    residual_keys: int = LEAST_KEYS
+    residual_splits: int = 0
     registers: int | None = None
     is_balanced: bool = False
     has_one_loop: bool = False
 
     @property
     def programs(self) -> int:
-        """Programs of one sequence: of packed keys, and of its residual."""
-        return self.splits + self.waiting_splits
+        """The number of programs of one sequence, for packed keys and for the residual."""
+        return self.splits + self.residual_splits
 
     def __str__(self) -> str:
-        waiting = f" + {self.waiting_splits}" if self.waiting_splits else ""
+        residual = f" + {self.residual_splits}" if self.residual_splits else ""
         registers = "" if self.registers is None else f", {self.registers} registers"
         balanced = ", balanced" if self.is_balanced else ""
-        splits = f"{self.splits}{waiting} splits"
+        splits = f"{self.splits}{residual} splits"
         return (
             f"{self.tile_rows}x{self.tile_keys}, {splits}, {self.warps} warps, {self.stages} stages"
             f"{registers}{balanced}"
@@ -64,7 +66,7 @@ class AttentionConfig:
 
 
 def tile_memory(problem: Problem, tile_rows: int) -> int:
-    """Bytes of shared memory that the tiles of one program may have."""
+    """The most bytes of shared memory that one program's tiles of keys and values can have."""
     weights = WEIGHT_BYTES * tile_rows if problem.cache.head_dim > 128 else 0
     return problem.limits.shared_memory - OTHER_BYTES - weights
 
@@ -80,7 +82,7 @@ def why_not_config(config: AttentionConfig) -> str | None:
     for name, least, most in (
         ("tile_rows", MINIMUM_ROWS, MOST_ROWS),
         ("tile_keys", LEAST_KEYS, MOST_KEYS),
-        ("waiting_keys", LEAST_KEYS, MOST_KEYS),
+        ("residual_keys", LEAST_KEYS, MOST_KEYS),
         ("warps", 1, MOST_WARPS),
     ):
         value = getattr(config, name)
@@ -115,11 +117,11 @@ def _why_not_splits(config: AttentionConfig, problem: Problem) -> str | None:
 
 def _why_not_residual(config: AttentionConfig, problem: Problem) -> str | None:
     if not problem.residual:
-        return "there is no residual to read" if config.waiting_splits else None
-    tiles = problem.residual // config.waiting_keys
-    if config.waiting_splits > tiles:
-        return f"{config.waiting_splits} programs for {tiles} tiles of the residual"
-    if config.waiting_splits == 0 and config.splits > 1:
+        return "there is no residual to read" if config.residual_splits else None
+    tiles = problem.residual // config.residual_keys
+    if config.residual_splits > tiles:
+        return f"{config.residual_splits} programs for {tiles} tiles of the residual"
+    if config.residual_splits == 0 and config.splits > 1:
         return "programs that share packed keys leave the residual to others"
     return None
 
@@ -130,8 +132,8 @@ def _why_no_room(config: AttentionConfig, problem: Problem) -> str | None:
         return f"{sums} registers for sums; there is room for {ACCUMULATOR_REGISTERS}"
     needed = (config.stages - 1) * config.tile_keys * problem.token_bytes
     if problem.residual:
-        waiting = 2 * 2 * problem.cache.head_dim * config.waiting_keys
-        needed = max(needed, (config.stages - 1) * waiting)
+        tile_bytes = 2 * 2 * problem.cache.head_dim * config.residual_keys  # keys and values
+        needed = max(needed, (config.stages - 1) * tile_bytes)
     if needed > (room := tile_memory(problem, config.tile_rows)):
         return f"{needed} bytes of shared memory for tiles; there are {room}"
     return None

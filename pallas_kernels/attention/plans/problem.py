@@ -1,4 +1,4 @@
-"""The problem that attention over the paged cache is."""
+"""The problem of attention over the paged cache: the sizes that its plan depends on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from mpjax.kernels.kv_cache.formats import KVFormat
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """What plans depend on of a cache's pages.
+    """The format and sizes of a layer's pages.
 
+    format: of keys and values. kv_heads, head_dim: heads, and channels of each.
     page_size: tokens of a page.
     """
 
@@ -32,9 +33,12 @@ class CacheShape:
 class Problem:
     """Attention of new tokens over the pages of a batch, on a GPU with some limits.
 
+    batch: sequences.
     rows: pairs of a new token and a query head that share one sequence and one KV head.
-    tokens: that the block tables have room for, in each sequence.
-    is_varlen: that queries come one sequence after another, without padding.
+    tokens: the capacity of each sequence, by its block table.
+    cache: the pages.
+    limits: of the GPU.
+    is_varlen: whether the queries of sequences follow one another, without padding.
     """
 
     batch: int
@@ -53,9 +57,9 @@ class Problem:
         *,
         is_varlen: bool = False,
     ) -> Problem:
-        """The problem on the default device.
+        """The problem of attention over some pages on the default device.
 
-        block_tables_shape: the batch, and pages per sequence.
+        block_tables_shape: [batch, pages per sequence].
         """
         batch, entries = block_tables_shape
         tokens = entries * pages.page_size
@@ -81,33 +85,33 @@ class Problem:
 
     @property
     def has_channel_keys(self) -> bool:
-        """Whether channels of keys have scales, which meet the queries at each tile."""
+        """Whether key channels have scales, which multiply the queries anew for each tile."""
         return self.cache.format.key_codes.scaling == "channel"
 
     @property
     def has_slow_keys(self) -> bool:
-        """Whether programs wait for instructions that decode keys rather than for memory."""
+        """Whether decoding keys takes programs longer than reading them from memory."""
         return self.has_channel_keys or self.has_two_bit_keys
 
     @property
     def has_two_bit_keys(self) -> bool:
-        """Whether keys are codes of two bits, which take the most instructions to decode."""
+        """Whether keys are two-bit codes, which take the most instructions to decode."""
         return self.cache.format.key_codes.bits == 2
 
     @property
     def residual(self) -> int:
-        """Tokens of a full residual, which waits in 16 bits; 0 for formats without one."""
+        """The number of tokens of a full 16-bit residual; 0 for formats without one."""
         return self.cache.format.block or 0
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens of a full sequence that are not in its residual."""
+        """The number of tokens of a full sequence that are in codes, not in its residual."""
         return self.tokens - ((self.tokens - 1) % self.residual + 1 if self.residual else 0)
 
     def programs(self, tile_rows: int) -> int:
-        """Programs of all sequences, if no sequence's keys were split."""
+        """The number of programs of all sequences, if no sequence's keys were split."""
         return self.batch * self.cache.kv_heads * -(-self.rows // tile_rows)
 
     def tiles(self, tile_keys: int) -> int:
-        """Tiles of a full sequence's packed keys."""
+        """The number of tiles of a full sequence's packed keys."""
         return -(-self.packed_tokens // tile_keys)

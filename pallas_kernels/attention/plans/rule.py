@@ -1,9 +1,9 @@
-"""The rule: how attention that nobody has measured is cut into tiles and programs.
+"""The rule that cuts attention into tiles and programs where no plan was measured.
 
-Decoding reads the cache once. So what counts is that every multiprocessor always has enough bytes
-on their way, and that all programs run at once: each multiprocessor has a company of so many
-programs, and a sequence is split over as many as that leaves room for. Programs that end soon have
-small tiles, so that they wait for fewer bytes before they begin.
+Decoding reads the cache once. So each multiprocessor should always have enough bytes in flight, and
+all programs should run at once. The rule chooses how many programs are resident on a
+multiprocessor, and splits each sequence over as many programs as fit on the GPU. Programs that end
+soon get small tiles, so that they wait for fewer bytes before they begin to compute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpjax.kernels.attention.plans.problem import Problem
 from mpjax.kernels.attention.plans.register_rule import registers_by_rule
 from mpjax.kernels.attention.plans.team_rule import (
     AHEAD,
-    BYTES_ON_THEIR_WAY,
+    BYTES_IN_FLIGHT,
     SMALL_TILE,
     Team,
     power_below,
@@ -24,53 +24,54 @@ from mpjax.kernels.attention.plans.team_rule import (
 )
 from mpjax.kernels.plans.plan import Plan
 
-# Tokens of a sequence, and of each of its programs (half as many with slow steps of channels), from
-# which on others' programs help them.
+# The least tokens of a sequence, and for each of its programs (half as many with steps of key
+# channels, which are slow), with which programs of other sequences help.
 LONG_SEQUENCE, LONG_TOKENS = 4096, 2048
-BRIEF_TILES = 5  # of a program with slow keys: up to so many, all programs should run at once
-WAITING_TIME = 0.3  # of a tile of the residual, in tiles of slow keys
-MOST_WAITING_TILES, MOST_WAITING_SPLITS = 8, 4  # tiles of a brief program, programs of a sequence
+BRIEF_TILES = 5  # the most tiles of a brief program, which has slow keys
+RESIDUAL_TILE_TIME = 0.3  # the time of a tile of the residual over that of a tile of slow keys
+# The most tiles of the residual for a brief program, and the most programs for one residual.
+MOST_RESIDUAL_TILES, MOST_RESIDUAL_SPLITS = 8, 4
 
 
 def plan_by_rule(problem: Problem) -> Plan:
-    """A sound plan for any problem."""
+    """The rule's plan for a problem, which is always sound."""
     return Plan("triton", config_by_rule(problem))
 
 
 def config_by_rule(problem: Problem) -> AttentionConfig:
-    """A sound configuration for any problem."""
+    """The rule's configuration for a problem, which is always sound."""
     team = team_by_rule(problem)
     tile, splits, is_brief = team.tile, team.splits, _is_brief(problem, team)
     is_balanced = _is_balanced(problem, team)
-    waiting_keys, waiting = _waiting(problem, team, is_brief=is_brief)
-    slows = is_balanced and problem.has_channel_keys
-    if tile.is_narrow and team.room == splits == 1 and not slows:
-        waiting = 0  # where one program reads all of a sequence, there is nothing to join
+    residual_keys, residual_splits = _residual(problem, team, is_brief=is_brief)
+    balances_channel_keys = is_balanced and problem.has_channel_keys
+    if tile.is_narrow and team.room == splits == 1 and not balances_channel_keys:
+        residual_splits = 0  # one program reads all of a sequence, with no partials to join
     elif is_brief:
-        splits = max(1, min(splits, team.room - waiting))
-    if is_brief and team.is_small:  # as few as have no more tiles each
+        splits = max(1, min(splits, team.room - residual_splits))
+    if is_brief and team.is_small:  # the fewest whose longest program has no more tiles
         splits = math.ceil(team.tiles / math.ceil(team.tiles / splits))
-    is_crowded = is_brief and not team.is_small and waiting > 0 and splits < team.tiles
+    is_crowded = is_brief and not team.is_small and residual_splits > 0 and splits < team.tiles
     one_ahead = is_crowded and problem.has_channel_keys
     config = AttentionConfig(
         *(tile.rows, tile.keys, splits, tile.warps),
         stages=2 if one_ahead else 1 + _ahead(problem, team, splits),
-        waiting_keys=waiting_keys,
-        waiting_splits=waiting,
+        residual_keys=residual_keys,
+        residual_splits=residual_splits,
         is_balanced=is_balanced,
-        has_one_loop=tile.is_narrow and slows and problem.has_two_bit_keys,
+        has_one_loop=tile.is_narrow and balances_channel_keys and problem.has_two_bit_keys,
     )
     return dataclasses.replace(config, registers=registers_by_rule(problem, config))
 
 
 def _is_brief(problem: Problem, team: Team) -> bool:
-    """Whether programs wait for instructions, and none should begin when others have ended."""
+    """Whether programs have slow keys and few tiles, so that all of them should run at once."""
     is_slow = problem.has_slow_keys and team.tile.is_narrow
     return is_slow and 0 < team.tiles <= BRIEF_TILES * team.splits
 
 
 def _is_balanced(problem: Problem, team: Team) -> bool:
-    """Whether programs of short sequences may have to wait long for those of a long one."""
+    """Whether sequences may be so long that programs of short ones should help (`balance`)."""
     has_few_rows = team.tile.is_narrow or problem.rows <= team.tile.rows
     if problem.batch == 1 or problem.is_varlen or not has_few_rows:
         return False
@@ -79,31 +80,34 @@ def _is_balanced(problem: Problem, team: Team) -> bool:
     return problem.tokens > LONG_SEQUENCE and problem.tokens >= long
 
 
-def _waiting(problem: Problem, team: Team, *, is_brief: bool) -> tuple[int, int]:
-    """Keys of the residual's tiles, which have no more bytes than packed ones, and its programs."""
+def _residual(problem: Problem, team: Team, *, is_brief: bool) -> tuple[int, int]:
+    """The keys of a tile of the residual, and the number of programs that share the residual.
+
+    A tile of the residual has no more bytes than one of packed keys.
+    """
     if not problem.residual:
         return LEAST_KEYS, 0
     fitting = team.tile.keys * problem.token_bytes // (2 * 2 * problem.cache.head_dim)
     keys = min(team.tile.keys, max(LEAST_KEYS, power_below(max(1, fitting))))
     tiles, packed = problem.residual // keys, max(1, team.tiles)
-    if is_brief:  # which end when those of packed keys do
-        time = WAITING_TIME * tiles
-        programs = max(round(team.splits * time / (time + packed)), tiles // MOST_WAITING_TILES)
-    else:  # with as many tiles as those of packed keys
+    if is_brief:  # as many as end together with the programs of packed keys
+        time = RESIDUAL_TILE_TIME * tiles
+        programs = max(round(team.splits * time / (time + packed)), tiles // MOST_RESIDUAL_TILES)
+    else:  # as many as have the tiles of a program of packed keys each
         programs = round(team.splits * tiles / packed)
-    return keys, min(max(1, programs), tiles, MOST_WAITING_SPLITS)
+    return keys, min(max(1, programs), tiles, MOST_RESIDUAL_SPLITS)
 
 
 def _ahead(problem: Problem, team: Team, splits: int) -> int:
-    """Tiles that a program reads ahead: AHEAD, or one if only then all programs run at once.
+    """The number of tiles that a program reads ahead: AHEAD, or 1 if else not all run at once.
 
-    Programs that only read, and run one after another whatever is ahead, had better be well ahead.
+    It is AHEAD, too, for programs that don't decode and would not all run at once even with 1.
     """
     tile, memory = team.tile, tile_memory(problem, team.tile.rows)
     tile_bytes = tile.keys * problem.token_bytes
     programs = -(-problem.programs(tile.rows) * splits // problem.limits.multiprocessors)
     only_reads = tile.is_narrow and not problem.is_decoded
-    most = memory if only_reads else min(memory, BYTES_ON_THEIR_WAY)
+    most = memory if only_reads else min(memory, BYTES_IN_FLIGHT)
     all_run = tile_bytes <= SMALL_TILE or AHEAD * programs * tile_bytes <= most
     ahead = AHEAD if all_run or (only_reads and programs * tile_bytes > memory) else 1
     return max(1, min(ahead, memory // tile_bytes))

@@ -1,4 +1,4 @@
-"""The measured plans of attention: what a plan is measured for, and which plans there can be."""
+"""The tables of measured plans of attention: their keys, and the checks of their entries."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mpjax.kernels.kv_cache.formats import KVFormat
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.plans.tables import Tables
 
-PAGE_SIZE = 128  # that plans are measured with
+PAGE_SIZE = 128  # tokens of a page, in measurements of plans
 _FLAGS = ("is_balanced", "has_one_loop")
 
 
 class Key(NamedTuple):
-    """What a plan is for: a KV format's text, heads, and buckets of rows, batch and tokens."""
+    """The key of a plan: a KV format, heads, and buckets of the rows, the batch and the tokens."""
 
-    format: str
+    format: str  # as str(KVFormat)
     kv_heads: int
     head_dim: int
     is_varlen: bool
@@ -34,42 +34,47 @@ class Key(NamedTuple):
     tokens: int
 
     def problem(self, limits: Limits) -> Problem:
-        """The largest problem of this key on a GPU with some limits."""
+        """The largest problem with this key, on a GPU with some limits, for pages of PAGE_SIZE."""
         cache = CacheShape(KVFormat.parse(self.format), self.kv_heads, self.head_dim, PAGE_SIZE)
         return Problem(self.batch, self.rows, self.tokens, cache, limits, self.is_varlen)
 
 
 def bucket(number: int) -> int:
-    """The smallest number with three binary digits before zeros that is not below: 7, 8, 10, 12.
+    """The smallest bucket that is not below a number.
 
-    A plan measured for such a number serves those down to the next smaller one, a fifth less at
-    most, so that its programs still fill the GPU.
+    Buckets are numbers of three binary digits followed by zeros, such as 7, 8, 10 and 12. A plan
+    measured for a bucket serves the numbers down to the next smaller bucket, a fifth less at most,
+    so that its programs still fill the GPU.
     """
     unit = 1 << max(0, number.bit_length() - 3)
     return -(-number // unit) * unit
 
 
 class AttentionTables(Tables[Problem]):
-    """Plans by format, heads such as `8x128` (KV heads × head dim), rows, and batch × tokens."""
+    """The tables of measured plans of attention, in the JSON files of `pallas_kernels/tuned`.
+
+    A plan is found by format, by heads such as `8x128` (KV heads × head dim), by rows, and by
+    batch × tokens such as `16x4096`.
+    """
 
     operation = "attention"
     levels = 4
     configs: Mapping[str, type | None] = {"triton": AttentionConfig}
 
     def key_of(self, problem: Problem) -> Key:
-        """The key of a problem: numbers count as their buckets, and pages of any size as one."""
+        """The key of a problem, with numbers as their buckets; page sizes make no difference."""
         cache = problem.cache
         heads = str(cache.format), cache.kv_heads, cache.head_dim
         sizes = (problem.rows, problem.batch, problem.tokens)
         return Key(*heads, problem.is_varlen, *map(bucket, sizes))
 
     def names(self, key: Key) -> tuple[str, ...]:
-        """Such as `KV8`, `8x128`, `4` (or `varlen 4`) and `16x4096`."""
+        """The names of a key in a table, such as `KV8`, `8x128`, `4` (or `varlen 4`), `16x4096`."""
         rows = f"varlen {key.rows}" if key.is_varlen else str(key.rows)
         return key.format, f"{key.kv_heads}x{key.head_dim}", rows, f"{key.batch}x{key.tokens}"
 
     def key(self, names: tuple[str, ...]) -> Key:
-        """The inverse of `names`; raises ValueError for another text than a table has."""
+        """The inverse of `names`. Raises ValueError for names that `names` does not give."""
         text, heads, rows, sizes = names
         if str(KVFormat.parse(text)) != text:
             raise ValueError(f"{text}: the format is written {KVFormat.parse(text)} in a table")
@@ -91,9 +96,9 @@ class AttentionTables(Tables[Problem]):
         return Key(text, kv_heads, head_dim, is_varlen, row_bucket, batch, tokens)
 
     def check(self, key: Key, implementation: str, config: Mapping[str, Any]) -> None:
-        """Raises ValueError for a configuration that a problem of the key can't have."""
+        """Raises ValueError for fields that no configuration can have."""
         for name, value in config.items():
-            kind, least = (bool, False) if name in _FLAGS else (int, int(name != "waiting_splits"))
+            kind, least = (bool, False) if name in _FLAGS else (int, int(name != "residual_splits"))
             if type(value) is not kind or value < least:
                 expected = "true or false" if kind is bool else f"an integer from {least} on"
                 raise ValueError(f"{name} is {value!r}, expected {expected}")
@@ -101,7 +106,7 @@ class AttentionTables(Tables[Problem]):
             raise ValueError(reason)
 
     def suits(self, problem: Problem, plan: Plan) -> bool:
-        """Whether a problem of the same key can run with a plan, tile by tile of its own pages."""
+        """Whether a problem can run with a plan of its key, whose tiles may not suit its pages."""
         fits = plan.config.tile_keys <= max(problem.cache.page_size, SMALL_KEYS)
         return fits and why_unsound(plan.config, problem) is None
 

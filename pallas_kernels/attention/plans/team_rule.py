@@ -1,4 +1,7 @@
-"""The rule for teams: the tile of a program, and how many programs share a sequence."""
+"""The rule for teams: the tile of a program, and how many programs share a sequence.
+
+A team is the programs of one sequence that share its packed keys.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,24 @@ from mpjax.kernels.attention.plans.configuration import (
 )
 from mpjax.kernels.attention.plans.problem import Problem
 
-SMALL_KEYS = 64  # of a tile, whatever the page size
-CHANNELS_OF_WARP = 16  # of a plane of values, which the warps of a narrow tile divide
-BYTES_ON_THEIR_WAY = 131072  # to a multiprocessor, which keep an H200's memory busy
+SMALL_KEYS = 64  # keys of a small tile, for any page size
+CHANNELS_OF_WARP = 16  # head channels: the warps of a narrow tile divide a plane of values
+BYTES_IN_FLIGHT = 131072  # to a multiprocessor, enough to keep an H200's memory busy
 AHEAD = 2  # tiles that a program reads ahead
-SMALL_TILE = 16384  # bytes, of which AHEAD are read ahead in any company
-MOST_COMPANY = 8  # programs on a multiprocessor: what more of them gain, joining them costs
-MOST_SPLITS = 130  # beside two programs for the residual: 8 KV heads fill an H200
-MOST_TILES = 64  # of a program of one long sequence, which no other program helps
-# Of a program that ends soon: of one that only reads 16 bits, that decodes, and that has others for
-# a residual beside it.
+SMALL_TILE = 16384  # bytes of a tile that is small enough to always read AHEAD of them ahead
+MOST_RESIDENT = 8  # programs on a multiprocessor; joining the partials of more costs their gain
+MOST_SPLITS = 130  # with two programs for the residual, 8 KV heads then fill an H200
+MOST_TILES = 64  # tiles of a program of one long sequence, where no program helps another
+# The most tiles of a program that ends soon: if it reads 16 bits without decoding, if it decodes,
+# and if other programs read a residual beside it.
 FEW_TILES, FEW_TILES_OF_CODES, FEW_TILES_BESIDE = 16, 8, 1.5
-FITTING_WARPS = 8  # on a multiprocessor, with as many registers as they want
-FEW_SPLITS = 2  # which gain too little to be joined, if they end soon
-FAST_SPLITS, SPLITS_UNIT = 32, 8  # more programs are joined faster in multiples of eight
+FITTING_WARPS = 8  # that fit on a multiprocessor with as many registers as they want
+FEW_SPLITS = 2  # two splits that end soon gain less than joining their partials costs
+FAST_SPLITS, SPLITS_UNIT = 32, 8  # more splits than 32 are joined faster in multiples of 8
 
 
 class Tile(NamedTuple):
-    """Rows and keys of a tile, and the warps of its program."""
+    """The rows and keys of a tile, and the warps of the program that reads it."""
 
     rows: int
     keys: int
@@ -37,32 +40,40 @@ class Tile(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether its rows are fewer than its keys, so that scores take the keys' scales."""
+        """Whether rows are fewer than keys, so that scales are applied to scores, not to keys."""
         return self.rows <= NARROW_ROWS
 
 
 class Team(NamedTuple):
-    """The programs of packed keys.
+    """The programs that share the packed keys of a sequence.
 
-    tiles: of a sequence. company: programs on a multiprocessor. room: how many programs of a
-    sequence that leaves room for. splits: how many it has. is_small: whether tiles are, since
-    programs end soon.
+    tile: of each program.
+    tiles: the number of tiles of a sequence.
+    resident: programs that are on a multiprocessor at once.
+    room: how many programs of a sequence fit on the GPU together with those of all others.
+    splits: how many programs a sequence has.
+    is_small: whether tiles are small because programs end soon.
     """
 
     tile: Tile
     tiles: int
-    company: int
+    resident: int
     room: int
     splits: int
     is_small: bool = False
 
 
 def team_by_rule(problem: Problem) -> Team:
-    """Large tiles; small ones, if programs end soon or if only so all of them run at once."""
+    """The team for a problem: with large tiles, or with small tiles where these are faster.
+
+    Small tiles are for programs that end soon, and for programs that only with small tiles all run
+    at once.
+    """
     tile = largest_tile(problem)
-    # Programs that multiply queries by scales of channels wait for themselves: as many as fit.
+    # Programs that multiply queries by channel scales are limited by their own instructions, not by
+    # memory: as many are resident as fit.
     has_channels = problem.has_channel_keys and tile.is_narrow
-    most_bytes = tile_memory(problem, tile.rows) if has_channels else BYTES_ON_THEIR_WAY
+    most_bytes = tile_memory(problem, tile.rows) if has_channels else BYTES_IN_FLIGHT
     team = _team(problem, tile, most_bytes)
     keys = min(tile.keys, SMALL_KEYS)
     has_value_channels = problem.cache.format.value_codes.scaling == "channel"
@@ -79,42 +90,43 @@ def team_by_rule(problem: Problem) -> Team:
         return team._replace(room=1, splits=1)
     warps = tile.warps if problem.is_decoded else tile.warps // 2
     small = tile._replace(keys=keys, warps=warps)
-    return _team(problem, small, BYTES_ON_THEIR_WAY // 2, is_small=True)
+    return _team(problem, small, BYTES_IN_FLIGHT // 2, is_small=True)
 
 
 def _team(problem: Problem, tile: Tile, most_bytes: int, *, is_small: bool = False) -> Team:
-    """Programs with so many bytes on their way to a multiprocessor."""
+    """The team whose programs have `most_bytes` in flight to a multiprocessor at most."""
     memory = tile_memory(problem, tile.rows)
-    company = min(most_bytes, memory) // (AHEAD * tile.keys * problem.token_bytes)
-    company = max(1, min(company, MOST_COMPANY))
-    room = problem.limits.multiprocessors * company // problem.programs(tile.rows)
+    resident = min(most_bytes, memory) // (AHEAD * tile.keys * problem.token_bytes)
+    resident = max(1, min(resident, MOST_RESIDENT))
+    room = problem.limits.multiprocessors * resident // problem.programs(tile.rows)
     room, tiles = max(1, room), problem.tiles(tile.keys)
     splits = max(1, min(room, tiles))
     if is_small and FAST_SPLITS < splits < tiles and not problem.has_slow_keys:
         splits -= splits % SPLITS_UNIT
     if tile.is_narrow and (problem.batch == 1 or problem.is_varlen):
         splits = max(splits, -(-problem.tokens // (tile.keys * MOST_TILES)))
-    return Team(tile, tiles, company, room, min(splits, MOST_SPLITS), is_small)
+    return Team(tile, tiles, resident, room, min(splits, MOST_SPLITS), is_small)
 
 
 def _needs_small_tiles(problem: Problem, team: Team) -> bool:
-    """Whether only with small tiles all programs run at once, each of them with a sequence."""
+    """Whether all programs, one for each sequence, run at once with small tiles alone."""
     programs = problem.programs(team.tile.rows) / problem.limits.multiprocessors
-    is_fitting = team.company < programs <= min(2 * team.company, MOST_COMPANY)
+    is_fitting = team.resident < programs <= min(2 * team.resident, MOST_RESIDENT)
     return is_fitting and team.tile.warps < 4 and team.tiles <= MOST_TILES // 2
 
 
 def _few_tiles(problem: Problem) -> float:
-    """Tiles of a program that ends soon."""
+    """The most tiles of a program that ends soon."""
     if problem.residual:
         return FEW_TILES_BESIDE
     return FEW_TILES_OF_CODES if problem.is_decoded else FEW_TILES
 
 
 def _has_one_each(problem: Problem, team: Team) -> bool:
-    """Whether one tile for each program fills the GPU, and no smaller tiles should.
+    """Whether the GPU is filled by programs of one large tile each, faster than by small tiles.
 
-    Four warps share a large tile well, and scales of keys' channels are loaded once for it.
+    Four warps share a large tile well. With channel scales of keys two suffice, since scales are
+    loaded once for each tile.
     """
     least = 2 if problem.has_channel_keys else 4
     if team.tile.warps < least or team.tiles > team.splits:
@@ -125,28 +137,28 @@ def _has_one_each(problem: Problem, team: Team) -> bool:
 
 
 def largest_tile(problem: Problem) -> Tile:
-    """The tile of a program with many keys."""
+    """The tile of a program that reads many keys."""
     head_dim, format = problem.cache.head_dim, problem.cache.format
     rows = _rows(problem)
     keys = min(max(problem.cache.page_size, SMALL_KEYS), MOST_KEYS, format.group or MOST_KEYS)
     if rows <= NARROW_ROWS:
         slices = head_dim // format.value_codes.planes // CHANNELS_OF_WARP
         warps = min(4, power_below(max(1, slices)))
-    else:  # sums of 64 rows and 128 channels are what fits in the registers of four warps
+    else:  # the sums of 64 rows and 128 head channels fit in the registers of four warps
         keys = min(keys, SMALL_KEYS) if head_dim > 128 else keys
         warps = 8 if head_dim > 128 or rows > 64 else 4
-    most_bytes = min(BYTES_ON_THEIR_WAY // AHEAD, tile_memory(problem, rows))
+    most_bytes = min(BYTES_IN_FLIGHT // AHEAD, tile_memory(problem, rows))
     keys = min(keys, power_below(most_bytes // problem.token_bytes))
     return Tile(rows, keys, warps)
 
 
 def _rows(problem: Problem) -> int:
-    """Rows of a tile: a narrow one, where a few narrow tiles are faster than a wide one."""
+    """The rows of a tile: narrow where a few narrow tiles are faster than a wide one."""
     if problem.has_channel_keys:
         narrow, tiles = MINIMUM_ROWS, 4 if problem.has_two_bit_keys else 2
     else:
         narrow, tiles = NARROW_ROWS, 2 if problem.is_decoded else 1
-    # What is decoded takes registers, too: rather two programs with half of the rows.
+    # Decoding takes registers, too: two programs with half of the rows each are faster.
     wide = 64 if problem.is_decoded or problem.cache.head_dim > 128 else 128
     most = narrow if problem.rows <= tiles * narrow else wide
     return max(MINIMUM_ROWS, min(most, 1 << (problem.rows - 1).bit_length()))

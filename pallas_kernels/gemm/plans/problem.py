@@ -1,4 +1,4 @@
-"""The problem that a product with a packed weight is."""
+"""The problem of a product with a packed weight: the sizes and formats that its plan depends on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The product x [rows, K] · W [K, N], W packed, on a GPU with some limits.
+    """The product x [rows, K] · W [K, N] with a packed W, on a GPU with some limits.
 
-    format: of the weight and of the activations. channels: K, the input channels. outputs: N, the
-        output channels.
+    rows: of x.
+    format: of the weight and of the activations.
+    channels: K, the input channels. outputs: N, the output channels.
+    limits: of the GPU.
     """
 
     rows: int
@@ -28,7 +30,7 @@ class Problem:
 
     @classmethod
     def of(cls, rows: int, weight: QuantizedTensor) -> Problem:
-        """The product of x with so many rows and one matrix of a weight, on the default device."""
+        """The product of `rows` rows and one matrix of a weight, on the default device."""
         *_, channels, outputs = weight.shape
         return cls(rows, ProductFormat.of(weight.format), channels, outputs, device.limits())
 
@@ -39,10 +41,10 @@ class Problem:
 
     @property
     def has_table(self) -> bool:
-        """Whether codes index a table, so that decoding looks values up."""
+        """Whether codes are indices of a table, in which kernels look up values."""
         return code_kinds.of(self.weight).has_table
 
     @property
     def blocks(self) -> int:
-        """Blocks of K, which kernels take one after another."""
+        """The number of blocks of K, which kernels take one after another."""
         return -(-self.channels // self.weight.block)

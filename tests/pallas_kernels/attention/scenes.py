@@ -37,7 +37,7 @@ CHUNKS: dict[str, Any] = {"starts": [0, 50, 129, 7], "counts": [20, 20, 3, 0]}
     jax.jit,
     static_argnames=(
         "splits",
-        "waiting_splits",
+        "residual_splits",
         "is_balanced",
         "window",
         "softcap",
@@ -51,7 +51,7 @@ def kernel(
     span,
     *,
     splits,
-    waiting_splits=None,
+    residual_splits=None,
     is_balanced=False,
     window=None,
     softcap=None,
@@ -61,7 +61,7 @@ def kernel(
 ):
     """The kernel with the configuration that it would have, or as many splits as are asked for.
 
-    waiting_splits: of what waits, or None for as many as it would have.
+    residual_splits: programs for the residual, or None for as many as it would have.
     is_balanced: whether programs help each other, whatever the lengths.
     """
     _, tokens, heads, _ = queries.shape
@@ -75,8 +75,8 @@ def kernel(
         config = rule.config_by_rule(Problem.of(rows, pages, span.block_tables.shape))
     assert config.is_balanced == is_balanced
     config = dataclasses.replace(config, splits=splits or config.splits)
-    if waiting_splits is not None:
-        config = dataclasses.replace(config, waiting_splits=waiting_splits)
+    if residual_splits is not None:
+        config = dataclasses.replace(config, residual_splits=residual_splits)
     masks = Masks(scale, window, softcap, sinks)
     span = span.read("kernel", queries.shape[:-2])
     return triton.paged_attention(queries, pages, span, masks, config, interpret=interpret)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import Masks, UnsupportedError, device, paged_attention, prefill_attention
-from mpjax.kernels.attention import gathered, reference, triton
+from mpjax.kernels.attention import cudnn, reference, triton
 from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import (
@@ -289,12 +289,12 @@ def test_the_gpu_implementation_of_prefill_is_chosen_by_dtype_size_and_masks(
 
 
 def test_long_prompts_say_that_this_jax_keeps_them_from_cudnn(monkeypatch, pretend_gpu, rng):
-    monkeypatch.setattr(gathered, "dot_product_attention", None)
+    monkeypatch.setattr(cudnn, "dot_product_attention", None)
     monkeypatch.setattr(triton, "paged_attention", lambda queries, *_, **__: queries)
     test = scene(rng, "KV8", "bfloat16", **DECODE)
     queries, *rest = test.arguments
     paged_attention(queries, *rest)  # short: cuDNN would not be asked
-    long = jnp.zeros((queries.shape[0], gathered.LEAST_TOKENS, *queries.shape[2:]), queries.dtype)
+    long = jnp.zeros((queries.shape[0], cudnn.LEAST_TOKENS, *queries.shape[2:]), queries.dtype)
     paged_attention(long, *rest, Masks(window=100))  # nor for what it can't do anywhere
     paged_attention(long[0], *rest)
     with pytest.warns(UserWarning, match=r"long prompts over a cache take longer: JAX .* has no"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 
 from mpjax.kernels.attention import balance
-from mpjax.kernels.attention.combine import Parts
+from mpjax.kernels.attention.combine import Partials
 from mpjax.kernels.launch import Settings, launch
 
 
@@ -23,12 +23,12 @@ def tasks_kernel(
 ) -> Callable[[jax.Array], Any]:
     """Rows of sequence, split, first tile, stride, end, slot and is_whole of each program's tasks.
 
-    And who joins what: Parts. Of sequences of so many tiles, int32 [batch].
+    And who joins what: Partials. Of sequences of so many tiles, int32 [batch].
     """
     most = batch + 1
     numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
-    def kernel(references: Any, out_ref: Any, parts: Parts) -> None:
+    def kernel(references: Any, out_ref: Any, parts: Partials) -> None:
         sequence, split = pl.program_id(0), pl.program_id(1)
         shares = balance.Balance(
             *references, lambda start, count: start + count, splits=splits, own=own
@@ -37,7 +37,7 @@ def tasks_kernel(
         out_ref[sequence, split] = jnp.full((most, 7), -1)
 
         def note(number: Any, task: balance.Task) -> None:
-            shares.tell(task, parts, tells=sequence >= 0)
+            shares.store_pieces(task, parts, mask=sequence >= 0)
             fields = (*task[:6], task.is_whole)
             out_ref[sequence, split, number] = jnp.stack([jnp.int32(x) for x in fields])
 
@@ -50,7 +50,7 @@ def tasks_kernel(
         if not has_one_loop:
             note(0, shares.own_task(sequence, split))
         first = jnp.int32(not has_one_loop)
-        jax.lax.fori_loop(first, 1 + pieces.number, perform, pieces.begin)
+        jax.lax.fori_loop(first, 1 + pieces.sequences, perform, pieces.begin)
 
     def run(lengths: jax.Array) -> Any:
         return launch(
@@ -58,7 +58,7 @@ def tasks_kernel(
             (lengths, jnp.zeros(batch, jnp.int32)),
             out_shape=(
                 jax.ShapeDtypeStruct((batch, own, most, 7), jnp.int32),
-                Parts(None, None, numbers, numbers),
+                Partials(None, None, numbers, numbers),
             ),
             grid=(batch, own),
             settings=Settings("balance"),
@@ -70,7 +70,7 @@ def tasks_kernel(
 
 def tasks_of(
     lengths: np.ndarray, splits: int, own: int, *, has_one_loop: bool = False
-) -> tuple[list[np.ndarray], Parts]:
+) -> tuple[list[np.ndarray], Partials]:
     """What each program does, and who joins what: see `tasks_kernel`."""
     run = tasks_kernel(len(lengths), splits, own, has_one_loop)
     out, parts = run(jnp.asarray(lengths, jnp.int32))
@@ -109,8 +109,8 @@ def check(lengths: np.ndarray, splits: int, own: int) -> None:
     programs, parts = tasks_of(lengths, splits, own)
     same, of_same = tasks_of(lengths, splits, own, has_one_loop=True)
     jax.tree.map(np.testing.assert_array_equal, programs, same)
-    np.testing.assert_array_equal(parts.firsts, of_same.firsts)
-    np.testing.assert_array_equal(*(p.lasts[p.firsts >= 0] for p in (parts, of_same)))
+    np.testing.assert_array_equal(parts.first_pieces, of_same.first_pieces)
+    np.testing.assert_array_equal(*(p.last_pieces[p.first_pieces >= 0] for p in (parts, of_same)))
     read: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
     pieces: dict[int, list[int]] = {b: [] for b in range(len(lengths))}
     slots = []
@@ -121,7 +121,7 @@ def check(lengths: np.ndarray, splits: int, own: int) -> None:
             is_piece = split < 0
             assert is_piece or (batch, split) == divmod(number, own)
             if split >= splits and not is_piece:
-                continue  # it reads what waits
+                continue  # it reads the residual
             tiles = list(range(first, min(end, lengths[batch]), stride))
             assert is_piece <= bool(tiles)
             read[batch] += tiles
@@ -133,10 +133,10 @@ def check(lengths: np.ndarray, splits: int, own: int) -> None:
     for batch, length in enumerate(lengths):
         assert sorted(read[batch]) == list(range(length))
         if not pieces[batch]:
-            assert parts.firsts[batch] == -1
+            assert parts.first_pieces[batch] == -1
             continue
         # Whoever joins them reads all from the first one on.
-        expected = range(parts.firsts[batch], parts.lasts[batch] + 1)
+        expected = range(parts.first_pieces[batch], parts.last_pieces[batch] + 1)
         assert sorted(pieces[batch]) == list(expected)
     assert len(set(slots)) == len(slots)
     assert max(slots) < balance.slots(len(lengths), own, splits)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpjax.kernels.attention import combine as combine_module
-from mpjax.kernels.attention.combine import FLOOR, Parts, combine, combine_balanced
+from mpjax.kernels.attention.combine import FLOOR, Partials, combine, combine_balanced
 
 
 @pytest.mark.parametrize("programs", [1, 1024])
@@ -50,7 +50,7 @@ def test_balanced_parts_are_joined_with_pieces_of_their_sequence(
     if whole is not None:  # stored already, without a word in the parts
         whole[:2], whole[4:] = 5, 6
         expected[0], expected[2] = 5, 6
-    parts = Parts(
+    parts = Partials(
         jnp.asarray(outputs.reshape(-1, heads, 1, dim)),
         jnp.asarray(sums.reshape(-1, heads, 1)),
         jnp.asarray(firsts.astype(np.int32)),

@@ -24,8 +24,8 @@ def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_varlen):
         offsets_ref, starts_ref, counts_ref = references
         program = first_program_id()
         batch, head = program // KV_HEADS, program % KV_HEADS
-        sequence = rows.Sequence(batch, head, starts_ref[batch], counts_ref[batch])
-        found = rows.numbered(jnp.arange(NUMBERS), sequence, GROUP, LONGEST, offsets_ref)
+        sequence = rows.SequenceHead(batch, head, starts_ref[batch], counts_ref[batch])
+        found = rows.rows_of(jnp.arange(NUMBERS), sequence, GROUP, LONGEST, offsets_ref)
         for i, field in enumerate((found.token, found.query_head, found.position, found.mask)):
             out_ref[program, i] = field.astype(jnp.int32)
         out_ref[program, 4] = jnp.full(NUMBERS, found.real)

@@ -56,7 +56,7 @@ def test_a_tile_is_a_piece_of_a_page_or_several_pages(slots, page_size, rng):
         tile = first_program_id()
         batch, last, page = jnp.int32(1), jnp.int32(4), None
         if slots <= page_size:
-            every = jnp.full(tiles.LOOKED_UP, tile)
+            every = jnp.full(tiles.PAGES_AT_ONCE, tile)
             page = tiles.pick(tiles.look_up(every, slots, page_size, tables_ref, batch), 5)
         place = tiles.locate(tile, slots, page_size, tables_ref, batch, last, page)
         pages_ref[tile] = jnp.broadcast_to(place.page, (slots,))
@@ -84,20 +84,20 @@ def test_pages_that_are_looked_up_at_once_are_those_of_their_tiles(slots, rng):
     tables = rng.permutation(64).astype(np.int32)[: 2 * entries].reshape(2, entries)
 
     def kernel(tables_ref: Any, out_ref: Any) -> None:
-        every = 1 + 3 * jnp.arange(tiles.LOOKED_UP)
+        every = 1 + 3 * jnp.arange(tiles.PAGES_AT_ONCE)
         pages = tiles.look_up(every, slots, page_size, tables_ref, jnp.int32(1))
-        for number in range(tiles.LOOKED_UP):
+        for number in range(tiles.PAGES_AT_ONCE):
             out_ref[number] = tiles.pick(pages, jnp.int32(number))
 
     found = launch(
         kernel,
         jnp.asarray(tables),
-        out_shape=jax.ShapeDtypeStruct((tiles.LOOKED_UP,), jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((tiles.PAGES_AT_ONCE,), jnp.int32),
         grid=(1,),
         settings=Settings("look_up"),
         interpret=True,
     )
-    entry = (1 + 3 * np.arange(tiles.LOOKED_UP)) // (page_size // slots)
+    entry = (1 + 3 * np.arange(tiles.PAGES_AT_ONCE)) // (page_size // slots)
     np.testing.assert_array_equal(found, tables[1, np.minimum(entry, entries - 1)])
 
 
@@ -113,6 +113,6 @@ def test_nothing_behind_a_table_is_looked_up(slots, monkeypatch):
             return index
 
     monkeypatch.setattr(tiles, "load", lambda index: index[1])
-    every = jnp.arange(tiles.LOOKED_UP) * 3
+    every = jnp.arange(tiles.PAGES_AT_ONCE) * 3
     entries = tiles.look_up(every, slots, 128, Indices(), jnp.int32(1))
     assert entries.max() == 19

@@ -77,7 +77,7 @@ def test_one_program_reads_what_is_packed_and_what_waits(
     masks: dict[str, Any] = {}
     if masked:
         masks = {"window": 150, "softcap": 3.0, "sinks": sinks_of(rng, heads[0] * heads[1])}
-    out = kernel(*test.arguments, splits=splits, waiting_splits=0, **masks)
+    out = kernel(*test.arguments, splits=splits, residual_splits=0, **masks)
     assert test.error(out, **masks) < GATES[dtype]
 
 
@@ -99,7 +99,7 @@ def test_one_program_reads_both_on_the_gpu(text, dtype, rng):
             if masked:
                 sinks = sinks_of(rng, heads[0] * heads[1])
                 masks = {"window": 300, "softcap": 2.0, "sinks": sinks}
-            options = {"splits": 1, "waiting_splits": 0, "interpret": False, **masks}
+            options = {"splits": 1, "residual_splits": 0, "interpret": False, **masks}
             error = test.error(kernel(*test.arguments, **options), **masks)
             assert error < GATES[dtype], (heads, lengths)
 
@@ -184,7 +184,7 @@ def test_programs_that_help_read_what_waits_of_their_own_sequence(text, splits, 
     """Of the others' they read what is packed: in a loop of its own, and KV2 in the same."""
     test = scene(rng, text, "bfloat16", heads=(2, 3), page_size=32, **RAGGED)
     masks: dict[str, Any] = {"window": 1000, "sinks": sinks_of(rng, 6)} if masked else {}
-    out = kernel(*test.arguments, splits=splits, waiting_splits=0, is_balanced=True, **masks)
+    out = kernel(*test.arguments, splits=splits, residual_splits=0, is_balanced=True, **masks)
     assert test.error(out, **masks) < GATES["bfloat16"]
 
 
@@ -194,7 +194,7 @@ def test_programs_that_help_read_what_waits_of_their_own_sequence(text, splits, 
 def test_programs_that_help_read_what_waits_on_the_gpu(text, dtype, rng):
     for heads, masks in (((2, 4), {}), ((1, 12), {"sinks": sinks_of(rng, 12)})):
         test = scene(rng, text, dtype, heads=heads, head_dim=128, **RAGGED)
-        options = {"splits": 1, "waiting_splits": 0, "is_balanced": True, "interpret": False}
+        options = {"splits": 1, "residual_splits": 0, "is_balanced": True, "interpret": False}
         out = kernel(*test.arguments, **options, **masks)
         assert test.error(out, **masks) < GATES[dtype], heads
 
@@ -209,7 +209,7 @@ def test_varlen_sequences_whose_programs_read_both(text, dtype, heads, rng):
     _, pages, span = test.arguments
     shape = span.block_tables.shape
     config = config_by_rule(Problem.of(4 * heads[1], pages, shape, is_varlen=True))
-    config = dataclasses.replace(config, splits=1, waiting_splits=0)
+    config = dataclasses.replace(config, splits=1, residual_splits=0)
     span, queries = dataclasses.replace(span, longest=4), test.varlen_queries(padding=5)
     out = triton.paged_attention(queries, pages, span, Masks(**masks), config, interpret=True)
     assert test.error(test.padded(out), **masks) < GATES[dtype]
@@ -253,7 +253,7 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
             group = shape.query_heads // shape.kv_heads
             places = cache.block_tables.shape
             config = config_by_rule(Problem.of(tokens * group, cache.layers[0], places))
-            splits = config.splits > 1, config.waiting_splits > 0
+            splits = config.splits > 1, config.residual_splits > 0
             ragged = tokens * group % config.tile_rows > 0
             in_both = shape.head_dim == 128 and dtype
             balanced = config.is_balanced

@@ -40,7 +40,7 @@ def test_fewer_are_the_nearest():
 
 def test_the_residual_has_other_numbers_of_programs():
     configs = [plan.config for plan in candidates(problem("KV2"))]
-    assert len({config.waiting_splits for config in configs}) > 1
+    assert len({config.residual_splits for config in configs}) > 1
     assert len({config.registers for config in candidates_of("KV8")}) > 1
 
 

@@ -17,7 +17,7 @@ CONFIG = AttentionConfig(8, 64, 4, 2, 3)
 
 
 def test_programs_of_packed_keys_and_of_the_residual():
-    config = dataclasses.replace(CONFIG, waiting_splits=2, registers=168, is_balanced=True)
+    config = dataclasses.replace(CONFIG, residual_splits=2, registers=168, is_balanced=True)
     assert config.programs == 6
     assert str(config) == "8x64, 4 + 2 splits, 2 warps, 3 stages, 168 registers, balanced"
     assert str(CONFIG) == "8x64, 4 splits, 2 warps, 3 stages"
@@ -35,7 +35,7 @@ def test_shared_memory_of_tiles():
         ({}, None),
         ({"tile_rows": 4}, "tile_rows is 4, expected a power of two from 8 to 128"),
         ({"tile_keys": 96}, "tile_keys is 96"),
-        ({"waiting_keys": 8}, "waiting_keys is 8"),
+        ({"residual_keys": 8}, "residual_keys is 8"),
         ({"warps": 16}, "warps is 16"),
         ({"registers": 256}, "registers is 256, expected 24 to 255"),
         ({"has_one_loop": True}, "has_one_loop is true"),
@@ -54,11 +54,11 @@ def test_configurations_that_no_problem_can_have(changes, reason):
         ({}, {"tile_rows": 16}, "tiles of 16 rows for 4"),
         ({"text": "KV4cg32"}, {}, "tiles of 64 keys, where 32 share their channels' scales"),
         ({"tokens": 128}, {}, "4 programs for 2 tiles of keys"),
-        ({}, {"waiting_splits": 1}, "there is no residual to read"),
+        ({}, {"residual_splits": 1}, "there is no residual to read"),
         ({"text": "KV2"}, {}, "programs that share packed keys leave the residual to others"),
         ({"text": "KV2"}, {"splits": 1}, None),
-        ({"text": "KV2"}, {"waiting_splits": 4}, None),
-        ({"text": "KV2"}, {"waiting_splits": 17}, "17 programs for 16 tiles of the residual"),
+        ({"text": "KV2"}, {"residual_splits": 4}, None),
+        ({"text": "KV2"}, {"residual_splits": 17}, "17 programs for 16 tiles of the residual"),
         ({"is_varlen": True}, {"is_balanced": True}, "programs can't help each other"),
         ({"rows": 128}, {"tile_rows": 128}, "256 registers for sums; there is room for 128"),
         ({}, {"stages": 14}, "212992 bytes of shared memory for tiles; there are 199680"),
@@ -77,7 +77,7 @@ def test_smaller_gpus_have_room_for_less():
 
 
 def test_tiles_of_the_residual_need_room_too():
-    config = dataclasses.replace(CONFIG, waiting_splits=1, waiting_keys=128, stages=4)
+    config = dataclasses.replace(CONFIG, residual_splits=1, residual_keys=128, stages=4)
     reason = why_unsound(config, problem("KV2"))
     assert reason == "196608 bytes of shared memory for tiles; there are 199680" or reason is None
     assert "bytes" in (why_unsound(dataclasses.replace(config, stages=5), problem("KV2")) or "")

@@ -56,7 +56,7 @@ def test_registers_of_steps_of_channels(text, head_dim, rows, tokens, registers)
 def test_registers_of_programs_that_come_beside_each_other(text, batch, tokens, registers):
     """Of KV4's two warps there are eight; of KV8's four, six: what they get, the assembler says.
 
-    But where they may help, it would give them more than their company allows.
+    But where they may help, it would give them more than the programs beside it allow.
     """
     assert config_by_rule(problem(text, batch, tokens=tokens)).registers == registers
 

@@ -18,7 +18,7 @@ def assert_sound(problem):
     # As many bytes as a program has in all, whatever is reserved for what.
     ahead = (config.stages - 1) * config.tile_keys * problem.token_bytes
     if problem.residual:
-        waiting = 2 * 2 * problem.cache.head_dim * config.waiting_keys
+        waiting = 2 * 2 * problem.cache.head_dim * config.residual_keys
         ahead = max(ahead, (config.stages - 1) * waiting)
     queries = 2 * config.tile_rows * problem.cache.head_dim
     # Of wide heads the weights cross it, too: 10,240 bytes with 64 rows, as Triton compiles them.
@@ -133,7 +133,7 @@ def test_keys_of_two_bits_have_one_loop_where_programs_help(text):
 def test_the_residual_takes_programs_from_brief_ones(batch, tokens, stages, splits, waiting):
     """Eight on each of an H200's multiprocessors; in the last case they are not brief."""
     config = config_by_rule(problem("KV2", batch, tokens=tokens))
-    assert (config.stages, config.splits, config.waiting_splits) == (stages, splits, waiting)
+    assert (config.stages, config.splits, config.residual_splits) == (stages, splits, waiting)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_the_residual_takes_programs_from_brief_ones(batch, tokens, stages, spli
 def test_the_residual_is_shared_out_as_packed_keys_are(text, keys, tokens, splits):
     """In tiles of no more bytes, by four programs at most."""
     config = config_by_rule(problem(text, 1, tokens=tokens))
-    assert (config.waiting_keys, config.waiting_splits) == (keys, splits)
+    assert (config.residual_keys, config.residual_splits) == (keys, splits)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_residual_is_shared_out_as_packed_keys_are(text, keys, tokens, split
 def test_the_residual_has_no_programs_where_there_is_no_room(text, batch, tokens, reads_both):
     """Measured on an H200, with 8 KV heads; there, nothing is left to join."""
     config = config_by_rule(problem(text, batch, tokens=tokens))
-    assert (config.programs == 1) == (config.waiting_splits == 0) == reads_both
+    assert (config.programs == 1) == (config.residual_splits == 0) == reads_both
     if reads_both and text != "K8V4c":
         assert config.stages == 3  # however brief they are
         assert config.registers == 255

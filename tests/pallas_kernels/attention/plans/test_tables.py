@@ -26,7 +26,7 @@ TEXT = """\
       "8x128": {
         "4": {
           "16x4096": {"implementation": "triton", "tile_rows": 8, "tile_keys": 64, "splits": 2, \
-"warps": 4, "stages": 3, "waiting_keys": 16, "waiting_splits": 0, "registers": 168, \
+"warps": 4, "stages": 3, "residual_keys": 16, "residual_splits": 0, "registers": 168, \
 "is_balanced": false, "has_one_loop": false, "microseconds": 21.5}
         }
       }
@@ -92,7 +92,7 @@ def test_a_table_is_text_that_people_can_read_and_compare(tmp_path):
         ('"triton"', '"cudnn"', "implementation is 'cudnn'"),
         ('"warps": 4', '"warps": 3', "warps is 3, expected a power of two from 1 to 8"),
         ('"warps": 4', '"warps": 4.0', "warps is 4.0, expected an integer from 1 on"),
-        ('"waiting_splits": 0', '"waiting_splits": -1', "waiting_splits is -1"),
+        ('"residual_splits": 0', '"residual_splits": -1', "residual_splits is -1"),
         ('"is_balanced": false', '"is_balanced": 0', "is_balanced is 0, expected true or false"),
         ('"has_one_loop": false', '"has_one_loop": true', "has_one_loop is true"),
         ('"stages": 3, ', "", "missing field 'stages'"),

@@ -116,7 +116,7 @@ def test_less_shared_memory_has_fewer_programs():
         team_by_rule(problem("KV4c", 1, tokens=131072, limits=Limits(132, capability)))
         for capability in (9.0, 8.9)
     )
-    assert (large.company, small.company) == (6, 2)
+    assert (large.resident, small.resident) == (6, 2)
 
 
 def test_one_long_sequence_is_shared_and_a_large_batch_is_not():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import Masks, UnsupportedError, device, paged_attention
-from mpjax.kernels.attention import gathered, reference, triton
+from mpjax.kernels.attention import cudnn, reference, triton
 from mpjax.kernels.kv_cache import hadamard
 from tests.pallas_kernels.attention.scenes import scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
@@ -39,7 +39,7 @@ def test_old_and_new_tokens_are_joined(text, dtype, rng):
     queries, *rest = test.arguments
     if test.pages.format.key_codes.hadamard:
         queries = hadamard.transform(queries)
-    run = functools.partial(gathered.paged_attention, scale=64**-0.5, attend=plain)
+    run = functools.partial(cudnn.paged_attention, scale=64**-0.5, attend=plain)
     out = jax.jit(run)(queries, *rest)
     assert test.error(out) < GATES[dtype]
 
@@ -55,21 +55,21 @@ def test_old_and_new_tokens_are_joined(text, dtype, rng):
     ],
 )
 def test_what_it_can_do(text, dtype, head_dim, scratch, reason, rng, pretend_gpu, monkeypatch):
-    monkeypatch.setattr(gathered, "MOST_SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(cudnn, "MOST_SCRATCH_BYTES", scratch)
     test = scene(rng, text, dtype, head_dim=head_dim, **CHUNKS)
-    found = gathered.why_not(test.queries, test.pages, test.span)
+    found = cudnn.why_not(test.queries, test.pages, test.span)
     assert found is None if reason is None else reason in str(found)
-    assert "varlen" in str(gathered.why_not(test.queries[0], test.pages, test.span))
+    assert "varlen" in str(cudnn.why_not(test.queries[0], test.pages, test.span))
     monkeypatch.setattr(device, "compute_capability", lambda: 7.5)
-    found = gathered.why_not(test.queries, test.pages, test.span)
+    found = cudnn.why_not(test.queries, test.pages, test.span)
     assert found == "compute capability 7.5 is below 8.0"
-    monkeypatch.setattr(gathered, "dot_product_attention", None)
-    assert "no cuDNN" in str(gathered.why_not(test.queries, test.pages, test.span))
+    monkeypatch.setattr(cudnn, "dot_product_attention", None)
+    assert "no cuDNN" in str(cudnn.why_not(test.queries, test.pages, test.span))
 
 
 def test_many_new_tokens_without_masks_choose_it(rng, pretend_gpu, monkeypatch):
     chosen = []
-    for module, name in ((gathered, "cudnn"), (triton, "triton")):
+    for module, name in ((cudnn, "cudnn"), (triton, "triton")):
 
         def note(queries, *_, name=name, **__):
             chosen.append(name)
@@ -78,7 +78,7 @@ def test_many_new_tokens_without_masks_choose_it(rng, pretend_gpu, monkeypatch):
         monkeypatch.setattr(module, "paged_attention", note)
     test = scene(rng, "KV8", "bfloat16", **CHUNKS)
     rest = test.arguments[1:]
-    monkeypatch.setattr(gathered, "LEAST_TOKENS", 40)
+    monkeypatch.setattr(cudnn, "LEAST_TOKENS", 40)
     paged_attention(test.queries, *rest)
     fewer = test.moved(counts=np.minimum(test.span.counts, 39))
     short = test.queries[:, :39], *fewer.arguments[1:]
@@ -95,14 +95,14 @@ def test_many_new_tokens_without_masks_choose_it(rng, pretend_gpu, monkeypatch):
 def test_heads_that_no_kernel_takes_may_be_cudnns(rng, pretend_gpu, monkeypatch):
     """Without the warning that it would be slow; fewer tokens go to the reference, with it."""
     chosen = []
-    for module, name in ((gathered, "cudnn"), (reference, "reference")):
+    for module, name in ((cudnn, "cudnn"), (reference, "reference")):
 
         def note(queries, *_, name=name, **__):
             chosen.append(name)
             return queries
 
         monkeypatch.setattr(module, "paged_attention", note)
-    monkeypatch.setattr(gathered, "LEAST_TOKENS", 40)
+    monkeypatch.setattr(cudnn, "LEAST_TOKENS", 40)
     test = scene(rng, "KV8", "bfloat16", head_dim=80, **CHUNKS)
     rest = test.arguments[1:]
     with warnings.catch_warnings():

@@ -1,9 +1,9 @@
-"""Attention of many new tokens over a long cache: decode it once, and let cuDNN attend.
+"""Attention of many new tokens over a long cache by cuDNN, which decodes the cache once.
 
-cuDNN's flash attention is faster than any kernel that Triton makes of the same products, but it
-knows no codes, and its causal mask begins at the first key. So XLA writes the cache out in 16 bits,
-for this call; the tokens that were there before, which every new one sees, are one product, the new
-ones among themselves a causal one, and their sums join the two.
+cuDNN's flash attention is faster than any kernel that Triton makes of the same products. But it
+can't read codes, and its causal mask begins at the first key. So XLA writes the cache out in 16
+bits, for this call. The new tokens attend twice: without a mask to the tokens that were in the
+cache before, and causally to one another. The softmax sums join the two results.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from mpjax.kernels.kv_cache import reference as kv_cache
 from mpjax.kernels.kv_cache.cache import KVPages
 
 try:
-    # JAX's public function rounds these sums to the 16 bits of the queries: too few to join by.
+    # JAX's public function rounds softmax sums to the 16 bits of the queries: too few for joining.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 except ImportError:  # pragma: no cover
     dot_product_attention = None  # type: ignore[assignment]
 
-LEAST_TOKENS = 512  # fewer don't pay for writing the cache out
+LEAST_TOKENS = 512  # fewer new tokens don't pay for writing the cache out
 MOST_SCRATCH_BYTES = 1 << 30
-LEAST_CAPABILITY = 8.0
-CHANNELS_AT_ONCE, MOST_CHANNELS = 8, 128  # of a head
+LEAST_CAPABILITY = 8.0  # compute capability
+HEAD_DIM_UNIT, MOST_HEAD_DIM = 8, 128
 
-# Queries [batch, tokens, heads, dim], keys and values, how many of these are seen, by sequence, or
-# None for causality, and the scale; gives the result and ln of the sums, float32 [batch, tokens,
-# heads].
+# A function of queries [batch, tokens, query heads, dim], keys and values [batch, keys, KV heads,
+# dim], the number of keys that each sequence's queries see, int32 [batch], or None for a causal
+# mask, and the scale. It returns outputs like the queries, and the natural logarithms of softmax
+# sums, float32 [batch, tokens, query heads].
 Attend = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array | None, float], tuple[jax.Array, jax.Array]
 ]
 
 
 def why_not(queries: jax.Array, pages: KVPages, span: Span) -> str | None:
-    """The reason why queries can't be attended to so, or None if they can."""
+    """The reason why this module can't attend with these arguments, or None if it can."""
     if queries.ndim != 4:
         return "varlen sequences would see each other"
     if reason := why_never() or why_not_cudnn(queries):
@@ -49,40 +50,38 @@ def why_not(queries: jax.Array, pages: KVPages, span: Span) -> str | None:
 
 
 def why_never() -> str | None:
-    """The reason why this JAX can't attend so at all, or None if it can."""
+    """The reason why this module can't attend with the installed JAX, or None if it can."""
     if dot_product_attention is None:
         return f"JAX {jax.__version__} has no cuDNN attention where it is looked for"
     return None
 
 
 def why_not_cudnn(queries: jax.Array) -> str | None:
-    """The reason why cuDNN can't attend with such queries here, or None if it can."""
+    """The reason why cuDNN can't attend with these queries on this device, or None if it can."""
     if not device.on_gpu():
         return f"the default device is {device.platform()!r}, and cuDNN needs a CUDA GPU"
     if (capability := device.compute_capability() or 0.0) < LEAST_CAPABILITY:
         return f"compute capability {capability} is below {LEAST_CAPABILITY}"
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {queries.dtype}, expected bfloat16 or float16"
-    if (dim := queries.shape[-1]) > MOST_CHANNELS or dim % CHANNELS_AT_ONCE:
-        return (
-            f"heads of {dim} channels are no multiple of {CHANNELS_AT_ONCE} up to {MOST_CHANNELS}"
-        )
+    if (dim := queries.shape[-1]) > MOST_HEAD_DIM or dim % HEAD_DIM_UNIT:
+        return f"heads of {dim} channels are no multiple of {HEAD_DIM_UNIT} up to {MOST_HEAD_DIM}"
     return None
 
 
 def scratch_bytes(pages: KVPages, span: Span) -> int:
-    """Bytes of keys and values in 16 bits, of all pages in the tables."""
+    """Bytes of keys and values in 16 bits, of all pages in the block tables."""
     return 4 * span.block_tables.size * pages.page_size * pages.keys.shape[1] * pages.head_dim
 
 
-def cudnn(
+def attend_with_cudnn(
     queries: jax.Array,
     keys: jax.Array,
     values: jax.Array,
     lengths: jax.Array | None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """`Attend` by cuDNN."""
+    """An `Attend`: cuDNN's flash attention."""
     tokens = None if lengths is None else jnp.full_like(lengths, queries.shape[1])
     mask = MaskType.CAUSAL if lengths is None else MaskType.PADDING
     out, sums = dot_product_attention(
@@ -100,11 +99,14 @@ def paged_attention(
     span: Span,
     *,
     scale: float,
-    attend: Attend = cudnn,
+    attend: Attend = attend_with_cudnn,
 ) -> jax.Array:
-    """See api.paged_attention; queries are [batch, tokens, query heads, dim].
+    """Attention over the cache written out in 16 bits; result as for api.paged_attention.
 
-    They went through the Hadamard transform of the pages' keys, if that is such a format.
+    queries: [batch, tokens, query heads, dim], already transformed if the pages' keys are stored
+        after a Hadamard transform.
+    scale: of the scores.
+    attend: the function that attends, for tests.
     """
     dtype, tokens, starts = queries.dtype, queries.shape[1], span.starts
     largest = float(jnp.finfo(dtype).max)
@@ -112,15 +114,15 @@ def paged_attention(
         jnp.clip(x, -largest, largest).astype(dtype)
         for x in kv_cache.gather(pages, span.block_tables, span.ends, transformed=True)
     )  # [batch, capacity, KV heads, dim]
-    # Past the capacity are only keys of padding, which no real token sees.
+    # Only padding has positions past the capacity, and no real token sees its keys.
     place = jnp.minimum(starts[:, None] + jnp.arange(tokens)[None], keys.shape[1] - 1)
     own_keys, own_values = (
         jnp.take_along_axis(x, place[:, :, None, None], 1) for x in (keys, values)
     )
     new, new_sums = attend(queries, own_keys, own_values, None, scale)
     old, old_sums = attend(queries, keys, values, starts, scale)
-    share = jax.nn.sigmoid(old_sums - new_sums)[..., None]  # of the old ones
+    share = jax.nn.sigmoid(old_sums - new_sums)[..., None]  # of the old tokens' weights
     old, new = (x.astype(jnp.float32) for x in (old, new))
     joined = new + share * (old - new)
-    # Without keys there is no sum, and the result may be anything.
+    # A sequence without old tokens has no softmax sum for them, and their result is undefined.
     return jnp.where(starts[:, None, None, None] > 0, joined, new).astype(dtype)

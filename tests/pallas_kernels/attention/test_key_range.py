@@ -9,7 +9,7 @@ import pytest
 
 from mpjax.kernels import KVFormat
 from mpjax.kernels.attention import tiles
-from mpjax.kernels.attention.source import Source
+from mpjax.kernels.attention.key_range import KeyRange
 from mpjax.kernels.kv_cache.cache import KVPages
 from mpjax.kernels.launch import Settings, launch
 
@@ -26,7 +26,7 @@ def visited(tile_keys: int, entries: int, first_tile: int, last: int, rng: np.ra
 
     def kernel(references: Any, out_ref: Any) -> None:
         tables_ref, pages_ref = references
-        source = Source(
+        key_range = KeyRange(
             KVPages(pages_ref, pages_ref, None, None, KVFormat()),
             tables_ref,
             jnp.int32(0),
@@ -44,14 +44,14 @@ def visited(tile_keys: int, entries: int, first_tile: int, last: int, rng: np.ra
             return count + 1
 
         bounds = (jnp.int32(1), jnp.int32(last), jnp.int32(first_tile), jnp.int32(1))
-        source.visit(*bounds, see, jnp.int32(0))
+        key_range.visit(*bounds, see, jnp.int32(0))
 
     out = launch(
         kernel,
         (jnp.asarray(tables), pages),
         out_shape=jax.ShapeDtypeStruct((last + 2, 2), jnp.int32),
         grid=(1,),
-        settings=Settings("source"),
+        settings=Settings("key_range"),
         interpret=True,
     )
     return np.asarray(out), tables[1]
@@ -63,7 +63,7 @@ def test_tiles_that_are_pieces_of_pages_come_in_order_with_their_pages(
     tile_keys, entries, last, rng
 ):
     """Fewer than are looked up at once, more of them, and none."""
-    assert tiles.LOOKED_UP == 32
+    assert tiles.PAGES_AT_ONCE == 32
     found, table = visited(tile_keys, entries, 4, last, rng)
     np.testing.assert_array_equal(found[1:last, 0], np.arange(last - 1))
     own = 4 + np.arange(1, last) * PROGRAMS
@@ -81,10 +81,10 @@ def test_tiles_of_several_pages_come_without(rng):
 
 @pytest.mark.parametrize("first_tile", [1, 7])
 def test_tiles_below_another(first_tile):
-    source = Source(*[None] * 6, PROGRAMS, None)  # type: ignore[arg-type]
+    key_range = KeyRange(*[None] * 6, PROGRAMS, None)  # type: ignore[arg-type]
     own = first_tile + PROGRAMS * np.arange(20)
     for tile in range(30):
-        below = source.tiles_below(jnp.int32(tile), jnp.int32(first_tile))
+        below = key_range.tiles_below(jnp.int32(tile), jnp.int32(first_tile))
         assert int(below) == (own < tile).sum()
 
 
@@ -101,6 +101,6 @@ def test_tiles_below_another(first_tile):
 )
 def test_tiles_between_positions(begin, end, limit, expected):
     limit = None if limit is None else jnp.int32(limit)
-    source = Source(*[None] * 4, 64, jnp.int32(2), PROGRAMS, None, None, limit)  # type: ignore[arg-type]
-    first, count = source.tiles_between(jnp.int32(begin), jnp.int32(end))
+    key_range = KeyRange(*[None] * 4, 64, jnp.int32(2), PROGRAMS, None, None, limit)  # type: ignore[arg-type]
+    first, count = key_range.tiles_between(jnp.int32(begin), jnp.int32(end))
     assert [int(first) + PROGRAMS * number for number in range(int(count))] == expected

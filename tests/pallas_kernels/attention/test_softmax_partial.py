@@ -10,7 +10,7 @@ import pytest
 from mpjax.kernels.attention import rows, tiles
 from mpjax.kernels.attention.combine import FLOOR
 from mpjax.kernels.attention.orientation import Orientation
-from mpjax.kernels.attention.result import Result
+from mpjax.kernels.attention.softmax_partial import SoftmaxPartial
 from mpjax.kernels.launch import Settings, first_program_id, launch
 
 TOKENS, HEADS, DIM, PROGRAMS = 4, 2, 24, 3
@@ -34,7 +34,7 @@ def test_means_and_totals_go_to_the_place_of_their_rows(few_rows, shift, rng):
         parts = [tiles.Part(words, range(1)) for words in tiles.cover(DIM)]
         lanes = [part.words.lanes for part in parts]
         tile = [sums_ref[jnp.arange(ROWS)[:, None], lane[None, :]] for lane in lanes]
-        result = Result(
+        result = SoftmaxPartial(
             tuple(x.T if few_rows else x for x in tile),
             total_ref[...],
             base_ref[...],

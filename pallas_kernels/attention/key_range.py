@@ -1,0 +1,93 @@
+"""The keys that a program reads, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.attention import tiles
+from mpjax.kernels.kv_cache.cache import KVPages
+
+
+class KeyRange(NamedTuple):
+    """A program's share of a sequence's keys: every `programs`-th tile, from number `number` on.
+
+    Tiles are counted from the first one that a row of the program can see.
+    """
+
+    pages: KVPages  # references
+    block_tables: Any  # a reference [batch, pages per sequence]; None if page b is sequence b's
+    begin: jax.Array  # position of the first token of the first page
+    end: jax.Array  # position behind the last token
+    tile_keys: int
+    number: jax.Array  # the program's first tile
+    programs: Any  # how many programs share the tiles: an int, or a scalar of the kernel
+    split: jax.Array  # the program's number among all that share the sequence; 0 adds the sinks
+    most: int | None = None  # the most tiles of a program, if `programs` is no int
+    limit: jax.Array | None = None  # the tile behind the last that it may read, if there is one
+
+    def tiles_below(self, tile: jax.Array, first_tile: jax.Array) -> jax.Array:
+        """The number of the program's tiles from `first_tile`, its first, to before `tile`.
+
+        Here tiles are counted from the first page.
+        """
+        return (jnp.maximum(tile - first_tile, 0) + self.programs - 1) // self.programs
+
+    def tiles_between(self, begin: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The program's first tile in a range of positions, and the number of its tiles there.
+
+        begin, end: positions counted from the first page's first token; negative ones count as 0.
+        Tiles, too, are counted from there.
+        """
+        size = self.tile_keys
+        begin_tile = jnp.maximum(begin, 0) // size
+        end_tile = (jnp.maximum(end, 0) + size - 1) // size
+        if self.limit is not None:
+            end_tile = jnp.minimum(end_tile, begin_tile + self.limit)
+        first_tile = begin_tile + self.number
+        return first_tile, self.tiles_below(end_tile, first_tile)
+
+    def visit(
+        self,
+        first: jax.Array,
+        last: jax.Array,
+        first_tile: jax.Array,
+        batch: jax.Array,
+        see: Callable[..., Any],
+        carry: Any,
+    ) -> Any:
+        """Calls `see` for the program's tiles number `first` to before `last`, and carries a value.
+
+        first_tile: the tile that is the program's number 0, counted from the first page.
+        batch: the sequence's number.
+        see: called as see(number, carry, page) where a tile is a piece of the page, and as
+            see(number, carry) otherwise; it returns the next carry.
+
+        Returns the last carry.
+        """
+        size, page_size = self.tile_keys, self.pages.page_size
+        if self.block_tables is None or size > page_size:
+            return jax.lax.fori_loop(first, last, see, carry)
+
+        # The block table is read for several tiles at a time (`tiles.look_up`).
+        def see_some(number: jax.Array, carry: Any) -> Any:
+            begin = first + number * tiles.PAGES_AT_ONCE
+            own = first_tile + (begin + jnp.arange(tiles.PAGES_AT_ONCE)) * self.programs
+            pages = tiles.look_up(own, size, page_size, self.block_tables, batch)
+            return jax.lax.fori_loop(
+                begin,
+                jnp.minimum(begin + tiles.PAGES_AT_ONCE, last),
+                lambda index, carry: see(index, carry, tiles.pick(pages, index - begin)),
+                carry,
+            )
+
+        most = self.most
+        if most is None:
+            most = -(-self.block_tables.shape[1] * page_size // (size * self.programs))
+        if most <= tiles.PAGES_AT_ONCE:
+            return see_some(jnp.int32(0), carry)
+        groups = (last - first + tiles.PAGES_AT_ONCE - 1) // tiles.PAGES_AT_ONCE
+        return jax.lax.fori_loop(0, groups, see_some, carry)

@@ -22,7 +22,7 @@ from tests.models.small import forward, small_config, small_model
 from tests.mpjax.dequantized_cache import DequantizedCache, block_of, largest_as_scales
 from tests.sweeps import in_sweep
 
-pytestmark = pytest.mark.usefixtures("exact_products")
+pytestmark = [pytest.mark.usefixtures("exact_products"), pytest.mark.any_version]
 
 FORMATS = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "KV2g32", "KV2t", "K8V4cg64")
 # Other sizes of groups, and other pairs of keys and values.

@@ -16,6 +16,8 @@ from mpjax.kernels.attention import balance
 from mpjax.kernels.attention.combine import Parts
 from mpjax.kernels.launch import Settings, launch
 
+pytestmark = pytest.mark.any_version
+
 
 @functools.cache
 def tasks_kernel(

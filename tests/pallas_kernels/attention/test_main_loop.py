@@ -11,6 +11,9 @@ from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, kernel, scene,
 from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES
 from tests.sweeps import combinations, in_sweep
 
+# Numbers of all kinds, in kernels that other files run too.
+pytestmark = pytest.mark.any_version
+
 
 @pytest.mark.parametrize(
     ("text", "dtype", "splits", "softcap", "has_sinks", "window", "lengths"),

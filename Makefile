@@ -1,10 +1,12 @@
 # Targets for people and for CI. The environment lives in .venv and is rebuilt when pyproject.toml changes.
 #   make test PYTHON=python3.11 VENV=.venv-3.11    another interpreter, beside the first
 #   make test TESTS=tests/models                   a part of the tests
+#   make test MARKS="not any_version"              those that depend on the versions of Python and JAX
 #   make mutants FILES=mpjax/text_stream.py        bugs planted in one file
 
 VENV ?= .venv
 TESTS ?=
+MARKS ?=
 FILES ?= mpjax/arguments.py mpjax/chat_template.py mpjax/sampling.py mpjax/text_stream.py models/config.py
 # A candidate must run: a pyenv shim of a version that is not activated exists, but fails.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
@@ -20,10 +22,11 @@ TORCH ?= torch==2.13.0
 # the process that takes over.
 WATCHDOG = --max-worker-restart=0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG)
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants lint format types check docs clean
+.PHONY: help demo test sweep mutants lint format types check docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -32,7 +35,10 @@ demo: $(VENV)/.runtime ## let the bundled model write some Python
 	$(VENV)/bin/mpjax generate --precision W4A16KV8 --temperature 0.6 --top-p 0.9 --seed 1 --echo "def read_lines(path):"
 
 test: $(VENV)/.development ## run the tests (GPU tests too, where there is a CUDA GPU)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(WATCHDOG) $(TESTS)
+	$(PYTEST) $(if $(MARKS),-m "$(MARKS)") $(TESTS)
+
+sweep: $(VENV)/.development ## run the rest of the products of parameters, of which `test` runs a part
+	$(PYTEST) -m sweep $(TESTS)
 
 # Bugs that a file's tests should see: in a copy of the tree, as each stands in the file while its tests run.
 COPY = build/mutants

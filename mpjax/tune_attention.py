@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mpjax import tune
 from mpjax.bench import attention as bench
 from mpjax.bench import measure
-from mpjax.kernels import KVFormat, KVPages, paged_attention
+from mpjax.kernels import KVFormat, KVPages, Span, paged_attention
 from mpjax.kernels.attention import plans as attention_plans
 from mpjax.kernels.attention.plans import TABLES, Key, Plan, Problem
 from mpjax.kernels.attention.shapes import AttentionShape
@@ -24,7 +24,7 @@ from mpjax.tune import Program, Trial
 CANDIDATES = 20
 ITERATIONS = 10
 
-Call = tuple[jax.Array, KVPages, jax.Array, jax.Array, jax.Array]  # arguments of paged_attention
+Call = tuple[jax.Array, KVPages, Span]  # arguments of paged_attention
 Compile = Callable[[Plan, Call], Program]
 
 
@@ -142,23 +142,19 @@ def _calls(job: AttentionJob) -> list[Call]:
     starts = jnp.asarray(shape.lengths, jnp.int32) - counts
     count = measure.copies(sum(leaf.nbytes for leaf in jax.tree.leaves(pages)))
     copies = [pages, *(jax.tree.map(jnp.copy, pages) for _ in range(count - 1))]
-    queries = bench.queries(shape)
-    return [(queries, copy, block_tables, starts, counts) for copy in copies]
+    queries, span = bench.queries(shape), Span(block_tables, starts, counts)
+    return [(queries, copy, span) for copy in copies]
 
 
 def _checked(call: Call) -> Call:
     """The call for what the reference has memory for: some sequences, and their last tokens."""
-    queries, pages, block_tables, starts, counts = call
-    tokens = block_tables.shape[1] * pages.page_size
-    batch = max(1, min(len(starts), bench.CHECKED_TOKENS // tokens))
+    queries, pages, span = call
+    tokens = span.block_tables.shape[1] * pages.page_size
+    batch = max(1, min(len(span.starts), bench.CHECKED_TOKENS // tokens))
     left = max(0, queries.shape[1] - bench.CHECKED_QUERIES)
     if pages.residual is not None:
         residual = jax.tree.map(lambda x: x[:batch], pages.residual)
         pages = dataclasses.replace(pages, residual=residual)
-    return (
-        queries[:batch, left:],
-        pages,
-        block_tables[:batch],
-        starts[:batch] + left,
-        counts[:batch] - left,
-    )
+    span = jax.tree.map(lambda x: x[:batch], span)
+    span = Span(span.block_tables, span.starts + left, span.counts - left)
+    return queries[:batch, left:], pages, span

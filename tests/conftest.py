@@ -20,6 +20,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests import sweeps
+
 if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
     # The older of its two ways to emit a program compiles in half the time; 0.11 has one way.
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
@@ -51,6 +53,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests marked `gpu`, with the reason, where they can't run."""
     if item.get_closest_marker("gpu") and (reason := _why_no_gpu_tests()):
         pytest.skip(reason)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests marked `sweep` unless they are asked for."""
+    if not sweeps.is_asked_for(config):
+        left_out = [item for item in items if item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
 
 
 @pytest.fixture(scope="module", autouse=True)

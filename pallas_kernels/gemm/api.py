@@ -169,9 +169,38 @@ def _multiply_rows(
     dtype: jnp.dtype,
     implementation: Implementation | None,
 ) -> jax.Array:  # [splits, M, N]
+    rows, weight = _in_packed_order(rows, weight, format)
+    problem = Problem.of(rows.shape[0], weight)
+    name = choose(
+        "matmul",
+        implementation,
+        _default(problem, rows, weight),
+        get_args(Implementation),
+        lambda name: _why_not(name, rows, weight),
+    )
+    if format.activations.values and not isinstance(rows, QuantizedActivations):
+        choice: Literal["reference"] | None = "reference" if name == "reference" else None
+        rows = quantize_rows(rows, format.activations, implementation=choice)
+    if name == "triton":
+        return triton.matmul_terms(rows, weight, plans.triton_config_of(problem), dtype)
+    if name == "mosaic":
+        from mpjax.kernels.gemm.warpgroups import launch  # here, as importing it takes a while
+
+        return launch.matmul_terms(rows, weight, plans.warpgroup_config_of(problem), dtype)
+    if name == "xla":
+        assert isinstance(rows, QuantizedActivations)
+        return xla.matmul(rows, weight, dtype)[None]
+    multiply = dequantize.matmul if name == "dequantize" else reference.matmul
+    return multiply(rows, weight, dtype)[None]
+
+
+def _in_packed_order(
+    rows: jax.Array | QuantizedActivations, weight: QuantizedTensor, format: ProductFormat
+) -> tuple[jax.Array | QuantizedActivations, QuantizedTensor]:
+    """Rows whose channels are in the order of the words, and the weight without a permutation."""
     if isinstance(rows, QuantizedActivations):
         _check_activations(rows, format)
-    if weight.permutation is not None:  # into the packed order
+    if weight.permutation is not None:
         if isinstance(rows, QuantizedActivations):
             raise ValueError("matmul: x is quantised, but the weight has a permutation of channels")
         rows = jnp.take(rows, weight.permutation, axis=1)
@@ -181,35 +210,19 @@ def _multiply_rows(
         # for formats with zero points are the better ones.
         unsymmetric = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=unsymmetric)
-    problem = Problem.of(rows.shape[0], weight)
-    plan = plans.plan_of(problem)
-    if plan.implementation == "mosaic" and _why_not("mosaic", rows, weight) is not None:
-        plan = plans.plan_by_rule(problem, warpgroups=False)
-    default = plan.implementation
-    if default == "dequantize" and _why_not(default, rows, weight) is not None:
-        default = "triton"  # a weight that is too large to write out may be multiplied packed
-    name = choose(
-        "matmul",
-        implementation,
-        default if implementation is None else implementation,
-        get_args(Implementation),
-        lambda name: _why_not(name, rows, weight),
-    )
-    if format.activations.values and not isinstance(rows, QuantizedActivations):
-        choice: Literal["reference"] | None = "reference" if name == "reference" else None
-        rows = quantize_rows(rows, format.activations, implementation=choice)
-    if name == "reference":
-        return reference.matmul(rows, weight, dtype)[None]
-    if name == "xla":
-        assert isinstance(rows, QuantizedActivations)
-        return xla.matmul(rows, weight, dtype)[None]
-    if name == "dequantize":
-        return dequantize.matmul(rows, weight, dtype)[None]
-    if name == "mosaic":
-        from mpjax.kernels.gemm.warpgroups import launch  # here, since the import takes a while
+    return rows, weight
 
-        return launch.matmul_terms(rows, weight, plans.warpgroup_config_of(problem), dtype)
-    return triton.matmul_terms(rows, weight, plans.triton_config_of(problem), dtype)
+
+def _default(
+    problem: Problem, rows: jax.Array | QuantizedActivations, weight: QuantizedTensor
+) -> Implementation:
+    """The planned implementation, or the next best where it can't do the call."""
+    name: Any = plans.plan_of(problem).implementation
+    if name == "mosaic" and _why_not(name, rows, weight) is not None:
+        name = plans.plan_by_rule(problem, warpgroups=False).implementation
+    if name == "dequantize" and _why_not(name, rows, weight) is not None:
+        return "triton"  # what can't be written out may be multiplied as it is
+    return name
 
 
 def _why_not(
@@ -225,11 +238,7 @@ def _why_not(
     if reason := device.why_triton_cannot_run():
         return reason
     if name == "mosaic":
-        if reason := plans.why_not_warpgroups(Problem.of(rows.shape[0], weight)):
-            return reason
-        in_operand = format.group_size is not None and format.operand is None
-        if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(rows.dtype)):
-            return f"scales are {weight.scale_dtype}, whose range {rows.dtype} does not have"
+        return _why_not_mosaic(rows, weight)
     if name == "triton" and format.operand:
         if format.operand == "float8" and (reason := device.why_not_float8()):
             return reason
@@ -237,6 +246,15 @@ def _why_not(
     if name == "dequantize" and weight.channel_scales is not None:  # it is written out in 8 bits
         largest = max(rows.shape[0], weight.shape[1]) * weight.padded_channels
         return device.why_too_large(largest)
+    return None
+
+
+def _why_not_mosaic(rows: jax.Array | QuantizedActivations, weight: QuantizedTensor) -> str | None:
+    if reason := plans.why_not_warpgroups(Problem.of(rows.shape[0], weight)):
+        return reason
+    in_operand = weight.format.group_size is not None and weight.format.operand is None
+    if in_operand and not can_be_operand(weight.scale_dtype, jnp.dtype(rows.dtype)):
+        return f"scales are {weight.scale_dtype}, whose range {rows.dtype} does not have"
     return None
 
 

@@ -157,110 +157,145 @@ def _kernel(
     steps: int,
     first_output: int,
 ) -> None:
-    kind, target = code_kinds.of(format), current_target()
-    x_ref, x_scales_ref = operands.x, operands.x_scales
-    rows, outputs = x_ref.shape[0], operands.words.shape[1]
-    tile_m, tile_n, width = config.tile_m, config.tile_n, _width(format, config)
-    parts = format.plane_width // width  # the number of steps of a block
-    row = first_program_id() * tile_m + jnp.arange(tile_m)
-    output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
-    split = pl.program_id(2)
-    lane = jnp.arange(width)
-    # There are masks only if a tile may reach beyond the matrix.
-    row_mask = None if rows % tile_m == 0 else row < rows
-    output_mask = None if outputs % tile_n == 0 else output < outputs
-    shared = kind.shared(operands.table, x_ref.dtype, width)
+    program = _Program(operands, format, scale_dtype, config, first_output)
+    split, splits = program.split, config.splits
+    accumulator = jax.lax.fori_loop(
+        split * steps // splits, (split + 1) * steps // splits, program.step, program.zeros
+    )
+    product = program.scaled(accumulator.astype(jnp.float32))
+    row, output = program.row, program.output
+    store(
+        out_ref.at[split, row[:, None], (output - first_output)[None, :]],
+        product.T.astype(out_ref.dtype),
+        mask=(row < program.rows)[:, None] & (output < program.outputs)[None, :],
+    )
 
-    def load_group(index: jax.Array) -> code_kinds.Group:
-        words = load_masked(operands.parameters.at[index, output], output_mask)
-        return kind.load(words, scale_dtype, x_ref.dtype, width)
 
-    def load_columns(block: jax.Array, lane: jax.Array) -> list[jax.Array]:
+class _Program:
+    """The tile of one program: what it loads, a step of its loop over K, and its last scales."""
+
+    def __init__(
+        self,
+        operands: _Operands,
+        format: WeightFormat,
+        scale_dtype: str,
+        config: TritonConfig,
+        first_output: int,
+    ) -> None:
+        self.operands, self.format, self.scale_dtype = operands, format, scale_dtype
+        self.kind, self.target = code_kinds.of(format), current_target()
+        self.dtype = operands.x.dtype
+        self.rows, self.outputs = operands.x.shape[0], operands.words.shape[1]
+        self.width = width = _width(format, config)
+        self.parts = format.plane_width // width  # the number of steps of a block
+        tile_m, tile_n = config.tile_m, config.tile_n
+        self.row = first_program_id() * tile_m + jnp.arange(tile_m)
+        self.output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
+        self.split = pl.program_id(2)
+        self.lane = jnp.arange(width)
+        # There are masks only if a tile may reach beyond the matrix.
+        self.row_mask = None if self.rows % tile_m == 0 else self.row < self.rows
+        self.output_mask = None if self.outputs % tile_n == 0 else self.output < self.outputs
+        self.shared = self.kind.shared(operands.table, self.dtype, width)
+
+        # `run` neighbouring planes lie in one group of `size` input channels. If one group has all
+        # input channels, its parameters are loaded here, before the loop.
+        self.size = size = format.parameter_channels
+        planes = format.planes
+        self.run = planes if size is None else min(planes, size // format.plane_width)
+        self.whole = self.load_group(jnp.int32(0)) if size is None else None
+        # Decoded weights are scaled only if the operands' dtype has the range of scales.
+        fits = can_be_operand(scale_dtype, self.dtype)
+        has_scale = self.whole is None and self.kind.has_group_scales
+        self.scale_weight = has_scale and config.scaling == "weight" and fits
+        self.scale_sum = has_scale and not self.scale_weight
+        # FP8 rows of x have a scale for each group of the weight, even if K is a single group.
+        self.x_by_group = size is not None and self.dtype == jnp.float8_e4m3fn
+
+        # Only the last product of a step runs while the next step decodes. The compiler waits for
+        # every other, because the next decoded planes overwrite the registers that it reads.
+        most = self.run if self.scale_sum else planes
+        self.joined = min(most, max(1, CHANNELS_PER_PRODUCT // width))
+        sum_dtype = jnp.int32 if self.dtype == jnp.int8 else jnp.float32
+        self.zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
+
+    def load_group(self, index: jax.Array) -> code_kinds.Group:
+        words = load_masked(self.operands.parameters.at[index, self.output], self.output_mask)
+        return self.kind.load(words, self.scale_dtype, self.dtype, self.width)
+
+    def load_columns(self, block: jax.Array, lane: jax.Array) -> list[jax.Array]:
+        format = self.format
         if format.is_flat:
             block, lane = jnp.int32(0), block * format.block + lane
         return [
             load_masked(
-                operands.words.at[
-                    block, output[:, None], (column * format.plane_width + lane)[None, :]
+                self.operands.words.at[
+                    block, self.output[:, None], (column * format.plane_width + lane)[None, :]
                 ],
-                output_mask,
+                self.output_mask,
             )
             for column in range(format.columns)
         ]
 
-    def load_x(first: jax.Array, planes: int) -> jax.Array:
-        number = jnp.arange(planes * width)
-        if parts > 1:  # written so that the compiler sees that lanes are neighbours in memory
-            plane, lane = jax.lax.div(number, width), jax.lax.rem(number, width)
-            number = plane * format.plane_width + lane
-        return load_masked(x_ref.at[row[:, None], (first + number)[None, :]], row_mask)
+    def load_x(self, first: jax.Array, planes: int) -> jax.Array:
+        number = jnp.arange(planes * self.width)
+        if self.parts > 1:  # written so that the compiler sees that lanes are neighbours in memory
+            plane, lane = jax.lax.div(number, self.width), jax.lax.rem(number, self.width)
+            number = plane * self.format.plane_width + lane
+        tile = self.operands.x.at[self.row[:, None], (first + number)[None, :]]
+        return load_masked(tile, self.row_mask)
 
-    # `run` neighbouring planes lie in one group of `size` input channels. If one group has all
-    # input channels, its parameters are loaded here, before the loop.
-    size = format.parameter_channels
-    run = format.planes if size is None else min(format.planes, size // format.plane_width)
-    whole = load_group(jnp.int32(0)) if size is None else None
-    # Decoded weights are scaled only if the operands' dtype has the range of scales.
-    fits = can_be_operand(scale_dtype, x_ref.dtype)
-    has_scale = whole is None and kind.has_group_scales
-    scale_weight = has_scale and config.scaling == "weight" and fits
-    scale_sum = has_scale and not scale_weight
-    sum_dtype = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
-    # FP8 rows of x have a scale for each group of the weight, even if K is a single group.
-    x_by_group = size is not None and x_ref.dtype == jnp.float8_e4m3fn
+    def load_x_scales(self, index: jax.Array) -> jax.Array:  # [tile_m]
+        return load_masked(self.operands.x_scales.at[self.row, index], self.row_mask)
 
-    # Only the last product of a step runs while the next step decodes. The compiler waits for every
-    # other, because the next decoded planes overwrite the registers that it reads.
-    joined = min(run if scale_sum else format.planes, max(1, CHANNELS_PER_PRODUCT // width))
-
-    def step(number: jax.Array, accumulator: jax.Array) -> jax.Array:
+    def step(self, number: jax.Array, accumulator: jax.Array) -> jax.Array:
+        """Adds the products of a step's planes to the accumulator [tile_n, tile_m]."""
+        format = self.format
         block, part = number, jnp.int32(0)
-        if parts > 1:
-            block, part = number // parts, number % parts * width
-        columns = load_columns(block, part + lane)
+        if self.parts > 1:
+            block, part = number // self.parts, number % self.parts * self.width
+        columns = self.load_columns(block, part + self.lane)
         total = accumulator
-        for first in range(0, format.planes, joined):
+        for first in range(0, format.planes, self.joined):
             weights = []
-            for plane in range(first, first + joined):
-                if plane % run == 0:
-                    index = (block * format.block + plane * format.plane_width) // (size or 1)
-                    group = load_group(index) if whole is None else whole
-                    if scale_weight:
-                        decode = kind.scaled_decoder(columns, group, shared, x_ref.dtype)
-                    else:
-                        arguments = group.arguments
-                        decode = kind.decoder(columns, arguments, shared, x_ref.dtype)
+            for plane in range(first, first + self.joined):
+                if plane % self.run == 0:
+                    channel = block * format.block + plane * format.plane_width
+                    index = channel // (self.size or 1)
+                    group = self.load_group(index) if self.whole is None else self.whole
+                    decode = self.decoder(columns, group)
                 weights.append(decode(plane))
-            tile = load_x(block * format.block + first * format.plane_width + part, joined)
-            if scale_sum and first % run == 0:
-                total = zeros  # the sum over a group, which is scaled before it is accumulated
-            total += target.dot(join(weights), tile, trans_b=True)
-            if scale_sum and (first + joined) % run == 0:
-                assert group.scale is not None
-                scale = group.scale
-                if x_by_group:
-                    scale = scale * load_x_scales(index)[None, :]
-                accumulator = total = target.multiply_add(total, scale, accumulator)
+            channel = block * format.block + first * format.plane_width + part
+            tile = self.load_x(channel, self.joined)
+            if self.scale_sum and first % self.run == 0:
+                total = self.zeros  # the sum over a group is scaled before it is accumulated
+            total += self.target.dot(join(weights), tile, trans_b=True)
+            if self.scale_sum and (first + self.joined) % self.run == 0:
+                scale = self.scale_of_sum(group, index)
+                accumulator = total = self.target.multiply_add(total, scale, accumulator)
         return total
 
-    def load_x_scales(index: jax.Array) -> jax.Array:
-        return load_masked(x_scales_ref.at[row, index], row_mask)  # [tile_m]
+    def decoder(self, columns: list[jax.Array], group: code_kinds.Group) -> code_kinds.Decoder:
+        if self.scale_weight:
+            return self.kind.scaled_decoder(columns, group, self.shared, self.dtype)
+        return self.kind.decoder(columns, group.arguments, self.shared, self.dtype)
 
-    zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
-    accumulator = jax.lax.fori_loop(
-        split * steps // config.splits, (split + 1) * steps // config.splits, step, zeros
-    ).astype(jnp.float32)
-    if scale_weight and (exponent := kind.scaled_exponent(x_ref.dtype)):
-        accumulator *= 2.0**-exponent
-    if whole is not None:
-        accumulator *= whole.scale
-    if operands.channel_scales is not None:
-        scales = load_masked(operands.channel_scales.at[output], output_mask)
-        accumulator *= scales[:, None]
-    if x_scales_ref is not None and not x_by_group:
-        accumulator *= load_x_scales(jnp.int32(0))[None, :]
-    store(
-        out_ref.at[split, row[:, None], (output - first_output)[None, :]],
-        accumulator.T.astype(out_ref.dtype),
-        mask=(row < rows)[:, None] & (output < outputs)[None, :],
-    )
+    def scale_of_sum(self, group: code_kinds.Group, index: jax.Array) -> jax.Array:
+        assert group.scale is not None
+        if self.x_by_group:
+            return group.scale * self.load_x_scales(index)[None, :]
+        return group.scale
+
+    def scaled(self, accumulator: jax.Array) -> jax.Array:
+        """The sums times the scales that no step has applied."""
+        if self.scale_weight and (exponent := self.kind.scaled_exponent(self.dtype)):
+            accumulator *= 2.0**-exponent
+        if self.whole is not None:
+            assert self.whole.scale is not None
+            accumulator *= self.whole.scale
+        if self.operands.channel_scales is not None:
+            scales = load_masked(self.operands.channel_scales.at[self.output], self.output_mask)
+            accumulator *= scales[:, None]
+        if self.operands.x_scales is not None and not self.x_by_group:
+            accumulator *= self.load_x_scales(jnp.int32(0))[None, :]
+        return accumulator

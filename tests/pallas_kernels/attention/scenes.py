@@ -16,6 +16,7 @@ from mpjax.kernels import KVFormat, KVPages, Masks, Span
 from mpjax.kernels.attention import triton
 from mpjax.kernels.attention.plans import Problem, rule
 from mpjax.kernels.kv_cache import hadamard
+from tests.pallas_kernels.attention.kinds import KINDS
 from tests.pallas_kernels.kv_cache.pages import parameter_dtype
 from tests.pallas_kernels.oracles import (
     NUMPY_DTYPES,
@@ -160,15 +161,7 @@ def scene(
     """heads: KV heads, and query heads for each. Slots past the lengths hold other numbers.
 
     page_size: or what the format needs at least.
-
-    kind: `normal`; `outlier`, with a channel 50 times as strong as the rest; `uniform`, with
-    queries so weak that all keys weigh nearly the same, and the result is a small difference of
-    large sums; `small`, with values around a thousandth; `positive`, with such values of
-    one sign; `near`, with values a thousandth from one; `flat`, with small keys, of which some
-    channels are all alike, and queries that are large just there; `alike`, with values of which
-    each token's are; `cancelling`, with queries of ones and keys hundreds in size whose sums are
-    not; `null`, with positive values but for a token of zeros on each page, which
-    outweighs every other 256 times.
+    kind: one of KINDS.
     """
     kv_heads, group = heads
     format = KVFormat.parse(text)
@@ -178,38 +171,13 @@ def scene(
     shape = (batch * entries + 1, kv_heads, page_size, head_dim)
     queries = rng.standard_normal((batch, tokens, kv_heads * group, head_dim))
     keys, values = rng.standard_normal((2, *shape))
-    if kind == "outlier":
-        keys[..., 7] *= 50
-        values[..., 11] *= 50
-    if kind == "uniform":
-        queries *= 0.01
-    if kind == "small":
-        values *= 1e-3
-    if kind == "positive":
-        values = 1e-3 + 3e-4 * values
-    if kind == "near":
-        values = 1 + 1e-3 * values
-    if kind == "flat":
-        keys *= 0.01
-        keys[..., 8:16] = 0
-        queries[..., 8:16] *= 5
-    if kind == "alike":
-        values = np.broadcast_to(values[..., :1] * 1e-2, shape)
-    if kind == "cancelling":
-        queries, keys = np.ones_like(queries), 500 * np.sign(keys)
-        keys[..., 1::2] = -0.999 * keys[..., ::2]
-    if kind == "null":
-        values = 1e-3 + 3e-4 * values
-        values[:, :, 0], keys[:, :, 1:] = 0, 0
-        queries, keys[:, :, 0] = np.ones_like(queries), 8 * np.log(2) / head_dim**0.5
+    queries, keys, values = KINDS[kind](queries, keys, values)
     scales = rng.uniform(0.05, 0.2, (2, kv_heads, 1)).astype(np.float32)
     if format.scaling == "static":  # of channels, whatever they reach
         scales = np.abs(np.stack([keys, values])).max((1, 3)).astype(np.float32) / 127
-    residual = None
-    if format.block is not None:  # what waits has nothing to do with what is packed in its place
-        waiting = rng.standard_normal((2, batch, kv_heads, format.block, head_dim))
-        waiting *= np.abs(np.stack([keys, values])).max((1, 2, 3))[:, None, None, None] / 4
-        waiting = waiting.astype(NUMPY_DTYPES.get(dtype, dtype))
+    residual, waiting = None, None
+    if format.block is not None:
+        waiting = _waiting(rng, np.stack([keys, values]), (batch, format.block), dtype)
         residual = KVPages(jnp.asarray(waiting[0]), jnp.asarray(waiting[1]), None, None, KVFormat())
     (key_pages, key_parameters, keys), (value_pages, value_parameters, values) = (
         _stored(side, x.astype(NUMPY_DTYPES.get(dtype, dtype)), str(kind), scale)
@@ -219,15 +187,13 @@ def scene(
     )
     block_tables = rng.permutation(shape[0])[: batch * entries].reshape(batch, entries)
 
-    def gathered(x: np.ndarray, side: int) -> np.ndarray:
-        x = x[block_tables].swapaxes(2, 3).reshape(batch, -1, kv_heads, head_dim)
-        if format.block is None:
-            return x
+    decoded = [x[block_tables].swapaxes(2, 3) for x in (keys, values)]
+    decoded = [x.reshape(batch, -1, kv_heads, head_dim) for x in decoded]
+    if waiting is not None:
         for b, length in enumerate(np.add(starts, counts)):
             begin = max(length - 1, 0) // format.block * format.block
-            x[b, begin:length] = waiting[side, b].swapaxes(0, 1)[: length - begin]
-        return x
-
+            for x, tokens_of in zip(decoded, waiting[:, b].swapaxes(1, 2), strict=True):
+                x[b, begin:length] = tokens_of[: length - begin]
     return Scene(
         as_array(queries, dtype),
         KVPages(
@@ -237,9 +203,22 @@ def scene(
             parameter_dtype(format, dtype),
         ),
         Span(*(jnp.asarray(np.asarray(x, np.int32)) for x in (block_tables, starts, counts))),
-        gathered(keys, 0),
-        gathered(values, 1),
+        *decoded,
     )
+
+
+def _waiting(
+    rng: np.random.Generator, sides: np.ndarray, shape: tuple[int, int], dtype: str
+) -> np.ndarray:
+    """[2, batch, KV heads, block, dim]: nothing like the keys and values that are packed instead.
+
+    sides: keys and values [2, pages, KV heads, page size, dim].
+    shape: sequences, and tokens of a block.
+    """
+    kv_heads, head_dim = sides.shape[2], sides.shape[4]
+    waiting = rng.standard_normal((2, shape[0], kv_heads, shape[1], head_dim))
+    waiting *= np.abs(sides).max((1, 2, 3))[:, None, None, None] / 4
+    return waiting.astype(NUMPY_DTYPES.get(dtype, dtype))
 
 
 def _stored(

@@ -9,6 +9,10 @@ import pytest
 
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES, NUMPY_DTYPES
+from tests.sweeps import combinations, in_sweep
+
+# Numbers of all kinds, in kernels that other files run too.
+pytestmark = pytest.mark.any_version
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_huge_scores_are_capped_and_huge_sinks_leave_nothing(rng):
     [
         ("KV16", "bfloat16"),
         ("KV8", "float16"),
-        ("KV4", "bfloat16"),
+        in_sweep("KV4", "bfloat16"),
         ("KV4", "float16"),
         ("KVfp8", "bfloat16"),
         ("KV4c", "float16"),
@@ -133,18 +137,20 @@ def test_tokens_that_are_all_alike(kind, text, rng):
 @pytest.mark.parametrize("text", ["KV16", "KV8", "K16V4", "KV2"])
 def test_scores_whose_exponents_are_rounded_stay_in_float16(text, rng):
     """From 2**24 on, an exponent may be rounded to what is beyond the largest float16."""
-    test = scene(rng, text, "float16", starts=[300], counts=[1])
-    for scale in np.geomspace(2.0**18, 2.0**20.5, 7):
-        out = kernel(*test.arguments, splits=1, scale=float(scale))
-        assert test.error(out, scale) < GATES["float16"], scale
+    test, scale = scene(rng, text, "float16", starts=[300], counts=[1]), 2.0**20.5
+    for factor in np.geomspace(2.0**-2.5, 1, 7):
+        smaller = dataclasses.replace(test, queries=test.queries * jnp.float16(factor))
+        out = kernel(*smaller.arguments, splits=1, scale=scale)
+        assert smaller.error(out, scale) < GATES["float16"], factor
 
 
 def test_scores_that_are_small_sums_of_large_ones_stay_in_float16(rng):
     """What is rounded is then the zeros' part of them."""
     test = scene(rng, "KV4c", "float16", kind="cancelling", starts=[300], counts=[1])
-    for scale in np.geomspace(256, 4096, 5):
-        out = kernel(*test.arguments, splits=1, scale=float(scale))
-        assert np.isfinite(np.asarray(out, np.float32)).all(), scale
+    for factor in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1):
+        queries = test.queries * jnp.float16(factor)
+        out = kernel(queries, *test.arguments[1:], splits=1, scale=4096.0)
+        assert np.isfinite(np.asarray(out, np.float32)).all(), factor
 
 
 def test_a_sink_may_be_infinitely_small(rng):
@@ -164,25 +170,28 @@ def test_small_weights_times_small_steps_do_not_vanish_in_float16(kind, bits, rn
     assert test.error(out, sinks=sinks) < GATES["float16"]
 
 
-@pytest.mark.parametrize(("text", "dtype"), [("KV2", "bfloat16"), ("K4cV8", "float16")])
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_queries_of_channels_may_have_any_size(text, dtype, tokens, rng):
+@combinations(
+    text_and_dtype=[("KV2", "bfloat16"), ("K4cV8", "float16")],
+    tokens=[1, 20],
+    size=["small", "large"],
+)
+def test_queries_of_channels_may_have_any_size(text_and_dtype, tokens, size, rng):
     """float16 keeps them and queries apart: each query has its own power of two."""
-    lengths = {"starts": [300, 140], "counts": [tokens, tokens]}
-    test = scene(rng, text, dtype, **lengths)
-    large = 2.0**100 if dtype == "bfloat16" else 2.0**12
-    for size in (1 / large if dtype == "bfloat16" else 2.0**-8, large):
-        queries = test.queries * jnp.asarray(size, dtype)
-        out = kernel(queries, *test.arguments[1:], splits=2, scale=1 / 8 / size)
-        assert test.error(out, 1 / 8) < GATES[dtype], size
+    text, dtype = text_and_dtype
+    test = scene(rng, text, dtype, starts=[300, 140], counts=[tokens, tokens])
+    sizes = {"bfloat16": (2.0**-100, 2.0**100), "float16": (2.0**-8, 2.0**12)}
+    factor = sizes[dtype][size == "large"]
+    queries = test.queries * jnp.asarray(factor, dtype)
+    out = kernel(queries, *test.arguments[1:], splits=2, scale=1 / 8 / factor)
+    assert test.error(out, 1 / 8) < GATES[dtype]
 
 
-@pytest.mark.parametrize(("text", "dtype"), [("KV2", "bfloat16"), ("KV4c", "float16")])
-def test_steps_of_channels_at_sixteen_rows(text, dtype, rng):
+@combinations(1, text_and_dtype=[("KV2", "bfloat16"), ("KV4c", "float16")], dim=[80, 192])
+def test_steps_of_channels_at_sixteen_rows(text_and_dtype, dim, rng):
     """Rows that are no few, in a tile that is narrow all the same; parts of one size and of two."""
-    for dim in (80, 192):
-        test = scene(rng, text, dtype, heads=(1, 12), head_dim=dim, starts=[300], counts=[1])
-        assert test.error(kernel(*test.arguments, splits=1)) < GATES[dtype]
+    text, dtype = text_and_dtype
+    test = scene(rng, text, dtype, heads=(1, 12), head_dim=dim, starts=[300], counts=[1])
+    assert test.error(kernel(*test.arguments, splits=1)) < GATES[dtype]
 
 
 @pytest.mark.parametrize("text", ["KV8", "KV4"])
@@ -214,25 +223,31 @@ def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
         assert error < GATES[dtype] / 2, kind
 
 
-@pytest.mark.parametrize(
-    ("text", "dtype"),
-    [
+@combinations(
+    1,
+    text_and_dtype=[
         ("KV8", "bfloat16"),
         ("KVfp8", "bfloat16"),
         ("KVfp8", "float16"),
-        ("KV4", "float16"),
         ("KV2", "bfloat16"),
-        ("KV2", "float16"),
+        ("KV4", "float16"),
         ("K4cV4c", "bfloat16"),
+        ("KV2", "float16"),
     ],
+    masked=[False, True],
 )
-def test_powers_of_two_make_up_for_codes_that_are_subnormals(text, dtype, rng, attention_with_ptx):
+def test_powers_of_two_make_up_for_codes_that_are_subnormals(
+    text_and_dtype, masked, rng, attention_with_ptx
+):
     """Of queries, weights and sums: elsewhere interpreted kernels have codes as they are."""
+    text, dtype = text_and_dtype
     lengths: dict[str, Any] = {"starts": [300, 140], "counts": [1, 1]}
-    test = scene(rng, text, dtype, kind="outlier", **lengths)
-    assert test.error(kernel(*test.arguments, splits=2)) < GATES[dtype]
-    test = scene(rng, text, dtype, heads=(1, 12), head_dim=80, **lengths)
-    masks: dict[str, Any] = {"window": 150, "softcap": 3.0, "sinks": sinks_of(rng, 12)}
+    masks: dict[str, Any] = {}
+    if masked:
+        test = scene(rng, text, dtype, heads=(1, 12), head_dim=80, **lengths)
+        masks = {"window": 150, "softcap": 3.0, "sinks": sinks_of(rng, 12)}
+    else:
+        test = scene(rng, text, dtype, kind="outlier", **lengths)
     assert test.error(kernel(*test.arguments, splits=2, **masks), **masks) < GATES[dtype]
 
 
@@ -249,9 +264,7 @@ def test_the_scale_can_be_chosen(rng):
     assert test.error(out, scale=0.3) < GATES["float16"]
 
 
-@pytest.mark.parametrize("text", ["KV16", "KV4"])
-@pytest.mark.parametrize("behind", ["poison", -1, 2**31 - 1])
-@pytest.mark.parametrize("page_size", [16, 64, 128])
+@combinations(text=["KV16", "KV4"], behind=["poison", -1, 2**31 - 1], page_size=[16, 64, 128])
 def test_what_the_table_says_behind_the_end_is_not_read(text, behind, page_size, rng):
     """A tile spans four pages, or is one, or a half; tables go on behind the last page in use."""
     starts = [start * page_size // 16 for start in (20, 3, 63)]

@@ -15,6 +15,7 @@ from mpjax.kernels.attention.plans import Problem
 from mpjax.kernels.attention.plans.rule import config_by_rule
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
 from tests.pallas_kernels.oracles import GATES
+from tests.sweeps import in_sweep
 
 few_formats = pytest.mark.parametrize("text", ["KV16", "KV4", "KV2"])
 EVERY_FORMAT = ["KV16", "KV8", "KV8s", "KV4", "KVfp8", "KV4c", "K8V4c", "KV2"]
@@ -44,7 +45,7 @@ BLOCK_CHUNKS: dict[str, Any] = {"starts": [0, 120, 400], "counts": [20, 20, 0]}
         ("KV2", "float16", 2, 256, 64, BLOCKS, False),
         ("KV2t", "bfloat16", 3, 16, 64, BLOCKS, True),
         ("KV2g64", "bfloat16", 2, 64, 128, BLOCK_CHUNKS, False),
-        ("K4cV4c", "bfloat16", 1, 128, 64, BLOCKS, False),
+        in_sweep("K4cV4c", "bfloat16", 1, 128, 64, BLOCKS, False),
         ("K8V4cg32", "float16", 1, 64, 64, BLOCK_CHUNKS, True),
     ],
 )
@@ -62,7 +63,7 @@ def test_what_waits_is_attended_beside_what_is_packed(
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "head_dim", "splits", "lengths", "masked"),
     [
-        ("KV2", "bfloat16", (2, 2), 64, 1, BLOCKS, False),
+        in_sweep("KV2", "bfloat16", (2, 2), 64, 1, BLOCKS, False),
         ("KV4cg32", "float16", (1, 5), 96, 1, BLOCKS, True),
         ("KV2t", "float16", (2, 2), 128, 3, BLOCKS, True),  # each reads a share of both
         ("KV4c", "bfloat16", (1, 6), 256, 1, BLOCKS, True),
@@ -159,10 +160,10 @@ RAGGED: dict[str, Any] = {"starts": [5, 0, 1500, 63, 200, 2100], "counts": [1, 0
 @pytest.mark.parametrize(
     ("text", "dtype", "heads", "splits", "masks"),
     [
-        ("KV8", "bfloat16", (2, 3), 1, {}),
+        in_sweep("KV8", "bfloat16", (2, 3), 1, {}),
         ("KV16", "float16", (2, 3), 2, {"window": 700}),
         ("KV4", "float16", (2, 3), 1, {"softcap": 3.0, "sinks": True}),
-        ("KV2", "bfloat16", (2, 3), 1, {}),
+        in_sweep("KV2", "bfloat16", (2, 3), 1, {}),
         ("KV4cg32", "float16", (2, 3), 2, {"window": 1000, "sinks": True}),
         ("KV8", "bfloat16", (1, 20), 2, {}),  # a wide tile, most of whose keys need no mask
         ("KV2", "float16", (1, 6), 1, {"sinks": True}),  # two tiles of rows
@@ -178,7 +179,13 @@ def test_programs_of_short_sequences_help_long_ones(text, dtype, heads, splits, 
 
 
 @pytest.mark.parametrize(
-    ("text", "splits", "masked"), [("KV2t", 1, True), ("KV2", 1, False), ("KV2", 2, True)]
+    ("text", "splits", "masked"),
+    [
+        ("KV2t", 1, True),
+        ("KV2", 2, False),
+        in_sweep("KV2", 1, False),
+        in_sweep("KV2", 2, True),
+    ],
 )
 def test_programs_that_help_read_what_waits_of_their_own_sequence(text, splits, masked, rng):
     """Of the others' they read what is packed: in a loop of its own, and KV2 in the same."""
@@ -201,7 +208,11 @@ def test_programs_that_help_read_what_waits_on_the_gpu(text, dtype, rng):
 
 @pytest.mark.parametrize(
     ("text", "dtype", "heads"),
-    [("KV2", "float16", (1, 3)), ("KV2t", "bfloat16", (2, 3)), ("K8V4c", "float16", (1, 8))],
+    [
+        ("KV2", "float16", (1, 3)),
+        ("KV2t", "bfloat16", (2, 3)),
+        in_sweep("K8V4c", "float16", (1, 8)),
+    ],
 )
 def test_varlen_sequences_whose_programs_read_both(text, dtype, heads, rng):
     test = scene(rng, text, dtype, heads=heads, starts=[0, 126, 400, 250], counts=[3, 4, 0, 1])
@@ -232,8 +243,13 @@ def test_programs_help_on_the_gpu(text, dtype, rng):
 
 @every_format
 @pytest.mark.parametrize("tokens", [1, 512])
-def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
-    """Heads of every size, by turns in either dtype, with masks and without; of 128 in both."""
+@pytest.mark.parametrize("kinds", ["few", in_sweep("all")])
+def test_lowers_for_named_shapes(text, tokens, kinds, lower_for_cuda):
+    """Heads of every size, by turns in either dtype, with masks and without; of 128 in both.
+
+    kinds: few are told apart by heads, tile and splits; all, also by what is left of a tile, the
+        dtype, and whether programs help each other.
+    """
     lowered = set()
     for number, shape in enumerate(shapes.DECODE + shapes.SMALL):
         smallest = KVFormat.parse(text).group or 16
@@ -257,7 +273,9 @@ def test_lowers_for_named_shapes(text, tokens, lower_for_cuda):
             ragged = tokens * group % config.tile_rows > 0
             in_both = shape.head_dim == 128 and dtype
             balanced = config.is_balanced
-            key = (shape.head_dim, config.tile_rows, splits, ragged, in_both, balanced)
+            key: tuple[Any, ...] = (shape.head_dim, config.tile_rows, splits)
+            if kinds == "all":
+                key += ragged, in_both, balanced
             if key in lowered:
                 continue
             lowered.add(key)

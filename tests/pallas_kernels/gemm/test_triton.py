@@ -33,8 +33,15 @@ from tests.pallas_kernels.gemm.weights import (
     weight_struct,
 )
 from tests.pallas_kernels.oracles import GATES, relative_error
+from tests.sweeps import in_sweep
 
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
+# The rows that every kind of codes is tried with, in one format each; the others have fewer.
+ROWS = (1, 3, 16, 17, 32, 53, 64, 128, 1000)
+MAIN = (
+    *("uint4:g128", "uint4:g128:sym", "uint8:g128", "table4:g64", "table3:g64", "table2:g64"),
+    *("float8:g128", "float8:gK/float8", "float8:g128/float8", *INTEGER_FORMATS),
+)
 
 
 def accumulated(tile_m: int, tile_n: int, splits: int, width: int | None = None) -> TritonConfig:
@@ -155,7 +162,7 @@ def test_integer_sums_are_exact_where_float32_is_not(text, rng):
     assert_exact(interpreted(x, weight, accumulated(16, 32, 1), "float32"), x, weight)
 
 
-@each_format
+@pytest.mark.parametrize("text", [text if text in MAIN else in_sweep(text) for text in ALL_FORMATS])
 @settings(max_examples=1)
 @given(
     rows=st.integers(1, 40),
@@ -263,14 +270,6 @@ def assert_exact_with_ptx(rng, text, dtype, scaling):
     multiply = triton.matmul_terms.__wrapped__
     [product] = multiply(x, weight, config, jnp.dtype(jnp.float32), interpret=True)
     assert_exact(product, x, weight)
-
-
-# The rows that every kind of codes is tried with, in one format each; the others have fewer.
-ROWS = (1, 3, 16, 17, 32, 53, 64, 128, 1000)
-MAIN = (
-    *("uint4:g128", "uint4:g128:sym", "uint8:g128", "table4:g64", "table3:g64", "table2:g64"),
-    *("float8:g128", "float8:gK/float8", "float8:g128/float8", *INTEGER_FORMATS),
-)
 
 
 def launch(config: TritonConfig, dtype: str, x: jax.Array, weight: QuantizedTensor) -> jax.Array:

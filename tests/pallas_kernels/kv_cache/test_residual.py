@@ -15,6 +15,7 @@ from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, appen
 from mpjax.kernels.kv_cache import residual, triton
 from tests.pallas_kernels.kv_cache.pages import assert_same_bits, vectors
 from tests.pallas_kernels.oracles import kv_keys, kv_values
+from tests.sweeps import in_sweep
 
 HEADS, DIM = 2, 64
 
@@ -122,8 +123,8 @@ def write(
         ("KV2", "float16", 128, "triton", True),
         ("KV2g32", "float16", 32, "reference", True),
         ("KV2t", "bfloat16", 16, "triton", True),
-        ("K16V2", "bfloat16", 64, "reference", True),
-        ("K8V4c", "bfloat16", 128, "triton", True),
+        in_sweep("K16V2", "bfloat16", 64, "reference", True),
+        in_sweep("K8V4c", "bfloat16", 128, "triton", True),
         ("K4cg32V4cg32", "float16", 64, "reference", False),
     ],
 )

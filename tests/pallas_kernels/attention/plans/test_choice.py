@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax.kernels import PagedKVCache, paged_attention
+from mpjax.kernels import KVLayout, PagedKVCache, Span, paged_attention
 from mpjax.kernels.attention.plans.choice import config_of, forced, plan_of
 from mpjax.kernels.attention.plans.configuration import AttentionConfig
 from mpjax.kernels.attention.plans.rule import config_by_rule, plan_by_rule
@@ -49,16 +49,14 @@ def test_a_measured_plan_that_does_not_suit_the_pages_is_not_used(measured):
 
 def test_attention_follows_a_forced_plan(lower_for_cuda, pretend_gpu):
     cache = jax.eval_shape(
-        lambda: PagedKVCache.create(
-            layers=1, batch=1, max_tokens=4096, kv_heads=2, head_dim=64, format="KV8"
-        )
+        lambda: PagedKVCache.create(KVLayout(2, 64, "KV8"), layers=1, batch=1, max_tokens=4096)
     )
     queries = jax.ShapeDtypeStruct((1, 1, 4, 64), jnp.bfloat16)
-    places = cache.block_tables, cache.lengths, cache.lengths
+    span = Span(cache.block_tables, cache.lengths, cache.lengths)
 
     def programs():
         return lower_for_cuda(
-            lambda *arguments: paged_attention(*arguments), queries, cache.layers[0], *places
+            lambda *arguments: paged_attention(*arguments), queries, cache.layers[0], span
         )
 
     one = problem("KV8", 1, 2, heads=(2, 64))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from mpjax.kernels import KVFormat, PagedKVCache, device
+from mpjax.kernels import KVFormat, KVLayout, PagedKVCache, device
 from mpjax.kernels.attention.plans.problem import CacheShape, Problem
 from tests.pallas_kernels.attention.plans.problems import problem
 
@@ -11,7 +11,7 @@ from tests.pallas_kernels.attention.plans.problems import problem
 def test_it_is_read_off_the_pages_on_this_device():
     cache = jax.eval_shape(
         lambda: PagedKVCache.create(
-            layers=1, batch=3, max_tokens=100, kv_heads=2, head_dim=64, format="KV4", page_size=32
+            KVLayout(2, 64, "KV4", page_size=32), layers=1, batch=3, max_tokens=100
         )
     )
     with device.described_as("NVIDIA Test", multiprocessors=7):

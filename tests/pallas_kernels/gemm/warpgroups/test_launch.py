@@ -32,6 +32,7 @@ from tests.pallas_kernels.gemm.weights import (
     weight_struct,
 )
 from tests.pallas_kernels.oracles import GATES, relative_error
+from tests.sweeps import combinations, in_sweep
 
 FORMATS = (
     *("uint4:g32", "uint4:g64", "uint4:g128", "uint4:g128:sym"),
@@ -59,15 +60,8 @@ CASES = [
     ("uint8:gK:sym", 5, 300, 64, WarpgroupConfig(8, 2, 3, 2), "float16", "bfloat16"),
     ("uint8:g32", 8, 672, 64, WarpgroupConfig(8, 4, 1, 4), "bfloat16", "float16"),
     ("uint4:g128", 16, 2560, 128, WarpgroupConfig(16, 2, 1), "bfloat16", "float16"),
-    ("uint4:g128", 45, 512, 192, WarpgroupConfig(48, 2, 1), "bfloat16", "float16"),
-    ("uint4:g32", 44, 288, 128, WarpgroupConfig(40, 2, 2), "float16", "float16"),
-    ("uint4:g64", 3, 320, 64, WarpgroupConfig(40, 3, 2), "bfloat16", "bfloat16"),
-    ("uint4:g128:sym", 9, 384, 128, WarpgroupConfig(40, 2, 3), "bfloat16", "float16"),
-    ("uint8:g128", 50, 256, 64, WarpgroupConfig(40, 2, 1), "float16", "float16"),
     ("float8:gK", 24, 200, 128, WarpgroupConfig(40, 2, 1), "float16", "float32"),
     ("uint4:g128", 40, 1280, 128, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
-    ("uint4:gK", 40, 1280, 64, WarpgroupConfig(40, 2, 1), "float16", "float16"),
-    ("uint8:g32", 40, 288, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
     ("int8/int8", 40, 300, 192, WarpgroupConfig(24, 2, 1), "bfloat16", "float32"),
     ("int8/int8", 7, 1300, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float32"),
     ("table3:g64", 16, 1088, 128, WarpgroupConfig(16, 2, 2), "bfloat16", "float16"),
@@ -75,23 +69,34 @@ CASES = [
     ("table3:g128", 16, 1152, 128, WarpgroupConfig(16, 2, 1), "bfloat16", "float16"),
     ("table2:g256", 30, 1280, 64, WarpgroupConfig(32, 2, 1), "bfloat16", "float16"),
     ("table2:g32", 40, 1088, 192, WarpgroupConfig(40, 2, 1), "float16", "float16"),
-    ("table4:g64", 40, 1088, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
     ("float8:gK/float8", 33, 600, 128, WarpgroupConfig(40, 3, 1), "bfloat16", "float32"),
     ("int8/int8", 300, 600, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "float32"),
     ("table4:g64", 130, 1088, 192, WarpgroupConfig(128, 3, 2), "bfloat16", "float16"),
     ("liquid4:g64/int8", 16, 1344, 128, WarpgroupConfig(16, 4, 1, 2), "bfloat16", "uint16"),
-    ("liquid4:g64/int8", 30, 640, 192, WarpgroupConfig(32, 2, 2), "bfloat16", "uint16"),
     ("liquid4:g64/int8", 50, 1344, 64, WarpgroupConfig(48, 2, 2), "bfloat16", "uint16"),
     ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
-    ("liquid4:g64/int8", 5, 640, 64, WarpgroupConfig(8, 2, 1), "bfloat16", "uint16"),
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
+]
+# What a case above has in another format, or with other sizes.
+SWEPT_CASES = [
+    ("uint4:g128", 45, 512, 192, WarpgroupConfig(48, 2, 1), "bfloat16", "float16"),
+    ("uint4:g32", 44, 288, 128, WarpgroupConfig(40, 2, 2), "float16", "float16"),
+    ("uint4:g64", 3, 320, 64, WarpgroupConfig(40, 3, 2), "bfloat16", "bfloat16"),
+    ("uint4:g128:sym", 9, 384, 128, WarpgroupConfig(40, 2, 3), "bfloat16", "float16"),
+    ("uint8:g128", 50, 256, 64, WarpgroupConfig(40, 2, 1), "float16", "float16"),
+    ("uint4:gK", 40, 1280, 64, WarpgroupConfig(40, 2, 1), "float16", "float16"),
+    ("uint8:g32", 40, 288, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
+    ("table4:g64", 40, 1088, 64, WarpgroupConfig(40, 2, 1), "bfloat16", "float16"),
+    ("liquid4:g64/int8", 30, 640, 192, WarpgroupConfig(32, 2, 2), "bfloat16", "uint16"),
+    ("liquid4:g64/int8", 5, 640, 64, WarpgroupConfig(8, 2, 1), "bfloat16", "uint16"),
     ("table3:g64", 3, 1088, 192, WarpgroupConfig(8, 3, 1, 3), "float16", "bfloat16"),
 ]
 
 
 @interpreted_here
 @pytest.mark.parametrize(
-    ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"), CASES
+    ("text", "rows", "channels", "outputs", "config", "dtype", "scale_dtype"),
+    [*CASES, *(in_sweep(*case) for case in SWEPT_CASES)],
 )
 def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dtype, rng):
     for make_weight, make_x in (
@@ -122,7 +127,8 @@ def test_against_float64(text, rows, channels, outputs, config, dtype, scale_dty
     ("text", "config"),
     [
         *(("uint4:g128", WarpgroupConfig(rows, 2, 2)) for rows in (40, 16)),
-        *(("int8/int8", WarpgroupConfig(24, 3, 1)), ("table4:g64", WarpgroupConfig(64, 2, 1))),
+        ("int8/int8", WarpgroupConfig(24, 3, 1)),
+        in_sweep("table4:g64", WarpgroupConfig(64, 2, 1)),
     ],
     ids=str,
 )
@@ -130,7 +136,7 @@ def test_bands_of_rows(text, config, interpret, rng, monkeypatch, request):
     """The last one has a single tile, and less; the bits are those of a single band."""
     if not interpret:
         request.getfixturevalue("wgmma")
-    weight = integer_weight(rng, text, 512, 192)
+    weight = integer_weight(rng, text, 512, 64)
     x = integer_activations(rng, weight, 4 * config.tile_m + 9, "bfloat16")
     run = functools.partial(launch.matmul_terms.__wrapped__, interpret=interpret)
     whole = run(x, weight, config, jnp.dtype(jnp.float32))
@@ -157,7 +163,9 @@ def test_every_format_has_a_case():
 
 
 @each_format
-def test_lowers_for_named_shapes(text, lower_for_cuda):
+@pytest.mark.parametrize("kinds", ["tiles", in_sweep("all")])
+def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
+    """Each tile of rows, or all that kernels differ in."""
     lowered = set()
     for shape in (*shapes.QWEN3_8B, shapes.LLAMA3_70B[2]):
         weight = weight_struct(text, shape.channels, shape.outputs)
@@ -165,7 +173,9 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
             config = warpgroups_by_rule(
                 Problem(rows, ProductFormat.of(weight.format), *weight.shape, H200)
             )
-            key = config.tile_m, config.warpgroups, config.splits > 1
+            key: tuple[int, ...] = (config.tile_m,)
+            if kinds == "all":
+                key += config.warpgroups, config.splits > 1
             if key in lowered:
                 continue
             lowered.add(key)
@@ -180,16 +190,16 @@ def test_lowers_for_named_shapes(text, lower_for_cuda):
     assert lowered
 
 
-@each_format
-def test_few_rows_lower(text, lower_for_cuda):
+@combinations(1, text=FORMATS, half=[0, 1])
+def test_few_rows_lower(text, half, lower_for_cuda):
     """Those that clusters add, and those that warps multiply for themselves, in both dtypes."""
     weight = weight_struct(text, 1536, 320)
     configs = [(8, 2, 1), (16, 2, 2, 2), (24, 3, 1, 3), (32, 4, 2, 2), (32, 2, 2), (16, 4, 3)]
     sound = [WarpgroupConfig(*fields) for fields in configs]
     sound = [config for config in sound if why_unsound(config, weight.format) is None]
     assert len(sound) >= 3
-    for number, config in enumerate(sound):
-        dtype = jnp.dtype(jnp.float16 if number % 2 else jnp.bfloat16)
+    for number, config in enumerate(sound[half::2]):
+        dtype = jnp.dtype(jnp.float16 if (number + half) % 2 else jnp.bfloat16)
         rows = config.tile_m if config.tile_m > 8 else 5
         x = jax.ShapeDtypeStruct((rows, 1536), dtype)
         if weight.format.operand:

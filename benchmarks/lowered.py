@@ -1,0 +1,123 @@
+"""Writes what representative calls are lowered to for a GPU, as text; there need be no GPU.
+
+python -m benchmarks.lowered OUT
+
+Two checkouts whose folders OUT are the same for `diff -r` have the same kernels, and the same
+programs around them. Each call has a file: its StableHLO, then the module of each kernel, which is
+Triton's IR or Mosaic GPU's, without source locations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+from jax._src.interpreters.mlir import make_ir_context
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect
+
+from benchmarks.representative_calls import Call, calls
+from mpjax.kernels import UnsupportedError, device
+from mpjax.kernels.plans.tables import VARIABLE
+
+# Multiprocessors and compute capability, by the name that JAX gives a GPU.
+GPUS = {
+    "NVIDIA H200": (132, 9.0),
+    "NVIDIA H100 80GB HBM3": (132, 9.0),
+    "NVIDIA A100-SXM4-80GB": (108, 8.0),
+    "NVIDIA GeForce RTX 4090": (128, 8.9),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, and writes the files."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lowered",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder, made where it is missing")
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="NVIDIA H200", help="its name; by default %(default)s"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="the calls alone whose names have TEXT in them"
+    )
+    options = parser.parse_args(arguments)
+    chosen = [(name, make) for name, make in calls() if options.only in name]
+    if not chosen:
+        parser.error(f"no call's name has {options.only!r} in it")
+    write(options.out, options.gpu, chosen)
+    print(f"{len(chosen)} files in {options.out}")
+
+
+def write(out: Path, gpu: str, chosen: Sequence[tuple[str, Callable[[], Call]]]) -> None:
+    """Writes a file for each call, as the plans that ship choose its kernels for a GPU.
+
+    The file of a call that this GPU can't do gives the reason.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as empty, mock.patch.dict("os.environ", {VARIABLE: empty}):
+        for name, make in chosen:
+            file = out / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
+            try:
+                file.write_text(printed(lower(gpu, *make())))
+            except UnsupportedError as error:
+                file.write_text(f"{error}\n")
+
+
+def lower(gpu: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    """StableHLO of a call on a GPU, one of GPUS; modules of kernels are strings of bytes in it."""
+    multiprocessors, capability = GPUS[gpu]
+    abstract = jax.sharding.AbstractDevice(device_kind=gpu, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), abstract_device=abstract)
+    with (
+        device.described_as(gpu, compute_capability=capability, multiprocessors=multiprocessors),
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        # All calls have one name in their texts, that of this function.
+        traced = jax.jit(lambda *arguments: function(*arguments)).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def printed(text: str) -> str:
+    """StableHLO with numbers in the place of kernels, then the module of each kernel."""
+    modules: list[str] = []
+
+    def take(match: re.Match[str]) -> str:
+        modules.append(_disassembled(_unescaped(match[2])))
+        return f"{match[1]} = KERNEL{len(modules)}"
+
+    text = re.sub(r'\b(ir|module) = "((?:[^"\\]|\\.)*)"', take, text)
+    # Mosaic's hash of a module counts source locations.
+    text = re.sub(r'kernel_hash = "(?:[^"\\]|\\.)*"', "kernel_hash = _", text)
+    return "\n=====\n".join([text, *modules])
+
+
+def _unescaped(text: str) -> bytes:
+    r"""The bytes of a string of MLIR, in which \\, \" and two hexadecimal digits are one byte."""
+
+    def byte(match: re.Match[bytes]) -> bytes:
+        code = match[1]
+        return code if code in (b"\\", b'"') else bytes.fromhex(code.decode())
+
+    return re.sub(rb'\\(\\|"|[0-9A-Fa-f]{2})', byte, text.encode())
+
+
+def _disassembled(module: bytes) -> str:
+    """The text of a module, of its bytecode or its text, without locations."""
+    context = make_ir_context()
+    context.allow_unregistered_dialects = True
+    dialect.register_dialect(context)
+    with context:
+        return str(ir.Module.parse(module).operation.get_asm(enable_debug_info=False))
+
+
+if __name__ == "__main__":
+    main()

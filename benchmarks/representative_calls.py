@@ -1,0 +1,155 @@
+"""Calls that launch every kernel: all formats, and the shapes for which plans differ."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax import kernels
+from mpjax.bench.random_model import random_model
+from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, WeightFormat
+from mpjax.kernels.attention.shapes import DECODE, AttentionShape
+from mpjax.kernels.gemm.shapes import GemmShape, named
+from mpjax.models import Decoder, DecoderConfig
+from mpjax.models.llama import llama_layers
+
+WEIGHTS = (
+    *("uint4:g128", "uint4:g32", "uint4:g128:sym", "uint8:g128", "uint8:g128:sym", "table4:g64"),
+    *("table3:g64", "table2:g64", "float8:g128", "float8:gK", "int8/int8", "liquid4:g64/int8"),
+    *("float8:gK/float8", "float8:g128/float8"),
+)
+[LARGEST, DOWN, SQUARE] = named(["qwen3-8b.gate_up", "qwen3-8b.down", "qwen3-8b.output"])
+EDGES = GemmShape("edges", 1536, 320)  # no tile of 128 outputs divides it
+# Rows of x: one, tiles of all sizes, and enough that a weight is written out.
+PRODUCTS = {
+    LARGEST: (1, 8, 16, 48, 256, 4096),
+    DOWN: (1, 16, 48, 4096),
+    EDGES: (1, 16, 48, 4096),
+}
+
+CACHES = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "K8V4", "KV2", "KV2t")
+DECODING = (
+    *(DECODE[number] for number in (0, 1, 3, 5, 8)),
+    # Multi-query heads; heads of 256 channels; heads of 64 channels beside a long context.
+    AttentionShape.parse("b64-h12/1-d128-c4096"),
+    AttentionShape.parse("b8-h16/16-d256-c8192"),
+    AttentionShape.parse("b16-h64/8-d64-c131072"),
+)
+MASKED = AttentionShape.parse("b2-h16/8-d128-c2048-q64")
+PROMPT = AttentionShape.parse("b2-h32/8-d128-c2048-q512")
+APPENDED = AttentionShape.parse("b4-h8/8-d128-c4096")
+MODELS = (("uint4:g128", "KV8"), ("liquid4:g64/int8", "KV4"), ("table3:g64", "KV2"))
+STEPS = ((1, 1), (1, 64), (256, 4))  # new tokens of each sequence, sequences
+
+# A function and its arguments, whose arrays are ShapeDtypeStructs.
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+Array = jax.ShapeDtypeStruct
+
+
+def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
+    """Names of calls, and what makes each."""
+    for text in WEIGHTS:
+        for shape, all_rows in PRODUCTS.items():
+            for rows in all_rows:
+                name = f"matmul {text} {rows} {shape.channels}x{shape.outputs}"
+                yield name, functools.partial(_matmul, text, rows, shape)
+        yield f"dequantize {text}", functools.partial(_dequantize, text)
+        yield f"triton {text}", functools.partial(_terms, text)
+    yield "gradient", _gradient
+    for text in CACHES:
+        for scene in DECODING:
+            yield f"attention {text} {scene.name}", functools.partial(_attention, text, scene)
+        yield f"attention {text} prompt", functools.partial(_prompt, text)
+        yield f"attention {text} masks", functools.partial(_masked, text)
+        for tokens in (1, 512):
+            yield f"append {text} {tokens}", functools.partial(_append, text, tokens)
+    for weights, cache in MODELS:
+        for tokens, batch in STEPS:
+            name = f"step {weights} {cache} {tokens} {batch}"
+            yield name, functools.partial(_step, weights, cache, tokens, batch)
+
+
+def _matmul(text: str, rows: int, shape: GemmShape) -> Call:
+    x = Array((rows, shape.channels), jnp.bfloat16)
+    return kernels.matmul, (x, _weight(text, shape))
+
+
+def _dequantize(text: str) -> Call:
+    function = functools.partial(kernels.matmul, implementation="dequantize")
+    return function, (Array((64, SQUARE.channels), jnp.float16), _weight(text, SQUARE))
+
+
+def _terms(text: str) -> Call:
+    function = functools.partial(kernels.matmul_terms, implementation="triton")
+    return function, (Array((64, SQUARE.channels), jnp.float16), _weight(text, SQUARE))
+
+
+def _gradient() -> Call:
+    gradient = jax.grad(lambda x, weight: kernels.matmul(x, weight).astype(jnp.float32).sum())
+    return gradient, (Array((64, SQUARE.channels), jnp.bfloat16), _weight("uint4:g128", SQUARE))
+
+
+def _weight(text: str, shape: GemmShape) -> kernels.QuantizedTensor:
+    matrix = Array((shape.channels, shape.outputs), jnp.float32)
+    return jax.eval_shape(lambda w: kernels.quantize(w, text), matrix)
+
+
+def _attention(text: str, shape: AttentionShape) -> Call:
+    cache = _cache(text, shape)
+    heads = shape.query_heads, shape.head_dim
+    queries = Array((shape.batch, shape.queries, *heads), jnp.bfloat16)
+    return kernels.paged_attention, (queries, cache.layers[0], _span(cache))
+
+
+def _prompt(text: str) -> Call:
+    function, arguments = _attention(text, PROMPT)
+    return functools.partial(function, implementation="triton"), arguments
+
+
+def _masked(text: str) -> Call:
+    """Varlen queries, a window, a softcap and sinks."""
+    function, (queries, *others) = _attention(text, MASKED)
+    queries = Array((MASKED.batch * MASKED.queries, *queries.shape[2:]), queries.dtype)
+    sinks: Any = Array(queries.shape[1:2], jnp.bfloat16)
+    return function, (queries, *others, Masks(window=1000, softcap=30.0, sinks=sinks))
+
+
+def _append(text: str, tokens: int) -> Call:
+    cache = _cache(text, APPENDED)
+    heads = APPENDED.kv_heads, APPENDED.head_dim
+    new = Array((APPENDED.batch, tokens, *heads), jnp.bfloat16)
+    return kernels.append, (cache.layers[0], new, new, _span(cache))
+
+
+def _cache(text: str, shape: AttentionShape) -> PagedKVCache:
+    scales = 1.0 if KVFormat.parse(text).scaling else None
+    layout = KVLayout(shape.kv_heads, shape.head_dim, text, page_size=128, dtype="bfloat16")
+    sizes = {"layers": 1, "batch": shape.batch, "max_tokens": shape.context}
+    return jax.eval_shape(lambda: PagedKVCache.create(layout, **sizes, scales=scales))
+
+
+def _span(cache: PagedKVCache) -> Span:
+    return Span(cache.block_tables, cache.lengths, cache.lengths)
+
+
+def _step(weights: str, kv: str, tokens: int, batch: int) -> Call:
+    config = DecoderConfig(
+        vocab_size=512,
+        hidden_size=1024,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        layers=llama_layers((None, 512), 3072, qk_norm=True),
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+    )
+    model = nnx.eval_shape(lambda: random_model(Decoder, config, WeightFormat.parse(weights)))
+    graph, state = nnx.split(model)
+    cache = jax.eval_shape(lambda: model.create_cache(batch, 4096, KVFormat.parse(kv)))
+    new, counts = Array((batch, tokens), jnp.int32), Array((batch,), jnp.int32)
+    return lambda state, *inputs: nnx.merge(graph, state).step(*inputs), (state, new, counts, cache)

@@ -1,0 +1,54 @@
+"""Products of parameters, of which only a part runs by default, and the rest with `-m sweep`.
+
+`tests/conftest.py` leaves out what is marked unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def is_asked_for(config: pytest.Config) -> bool:
+    """Whether sweeps run: an expression of marks names them, or an argument names a test."""
+    named = any("::" in argument for argument in config.args)
+    return named or "sweep" in config.option.markexpr
+
+
+def in_sweep(*values: Any) -> Any:
+    """A case of `parametrize` that runs with `-m sweep` alone."""
+    return pytest.param(*values, marks=pytest.mark.sweep)
+
+
+def combinations(covered: int = 2, **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """`parametrize` with all combinations of the values of some parameters.
+
+    By default as few run as have all values of any `covered` parameters together: all pairs, or
+    with 1 each value once. The others are marked `sweep`.
+    """
+    product = list(itertools.product(*values.values()))
+    chosen = covering(product, covered)
+    cases = [c if number in chosen else in_sweep(*c) for number, c in enumerate(product)]
+    return pytest.mark.parametrize(tuple(values), cases)
+
+
+def covering(product: Sequence[Sequence[Any]], covered: int) -> set[int]:
+    """Indices of combinations with all values that `covered` places have in any of the product.
+
+    The next is always the first of those that have the most that no other had.
+    """
+    has = [set(_parts(combination, covered)) for combination in product]
+    missing, chosen = set().union(*has), set()
+    while missing:
+        best = max(range(len(has)), key=lambda number: len(has[number] & missing))
+        chosen.add(best)
+        missing -= has[best]
+    return chosen
+
+
+def _parts(combination: Sequence[Any], covered: int) -> Iterable[Any]:
+    # Values such as lists can't be in a set: their texts can.
+    return itertools.combinations(enumerate(map(repr, combination)), covered)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.sweeps import combinations, covering, is_asked_for
+
+SIZES = [(2, 2, 2), (4, 3, 2), (3, 5, 3, 2), (6, 2)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("covered", [1, 2])
+def test_all_values_of_any_places_are_covered(sizes, covered):
+    product = list(itertools.product(*map(range, sizes)))
+    chosen = [product[number] for number in covering(product, covered)]
+    for places in itertools.combinations(range(len(sizes)), covered):
+        found = {tuple(values[place] for place in places) for values in chosen}
+        assert found == set(itertools.product(*(range(sizes[place]) for place in places)))
+
+
+def test_few_are_chosen():
+    product = list(itertools.product(range(4), range(3), range(2)))
+    assert len(covering(product, 1)) == 4
+    assert len(covering(product, 2)) <= 14  # at least 12, of 24
+
+
+def test_the_others_are_marked():
+    mark = combinations(1, first=[[1], [2]], second=["a", "b"]).mark
+    names, cases = mark.args
+    assert names == ("first", "second")
+    assert cases[0] == ([1], "a")
+    assert [[mark.name for mark in case.marks] for case in cases[1:3]] == [["sweep"], ["sweep"]]
+    assert cases[3] == ([2], "b")
+
+
+@pytest.mark.parametrize(
+    ("expression", "argument", "expected"),
+    [
+        ("", "tests", False),
+        ("not slow", "tests/test_sweeps.py", False),
+        ("sweep", "tests", True),
+        ("", "tests/test_sweeps.py::test_few_are_chosen", True),
+    ],
+)
+def test_sweeps_run_where_they_are_asked_for(expression, argument, expected):
+    config: Any = SimpleNamespace(args=[argument], option=SimpleNamespace(markexpr=expression))
+    assert is_asked_for(config) == expected
+
+
+@combinations(1, first=[1, 2], second=[1, 2])
+def test_what_is_marked_is_left_out(first, second, request):
+    assert first == second or is_asked_for(request.config)

@@ -23,9 +23,10 @@ Examples:
   mpjax info Qwen3-8B-AWQ
   mpjax info --json | python -m json.tool
 
-Only the headers of the files are read, which takes no time and no GPU. (If config.json says that
-head and embedding are tied, and the files have both, both are read and compared.) A hub id is
-fetched completely first.
+\b
+Only the headers of the files are read, which needs no GPU. (If config.json
+says that head and embedding are tied, and the files have both, both are read
+and compared.) A hub id is fetched completely first.
 
 \b
 The last rows give the weight formats of each kind of linear map, and the

@@ -32,8 +32,8 @@ and compared.) A hub id is fetched completely first.
 The last rows give the weight formats of each kind of linear map, and the
 number of layers with them. Maps of one input (query, key and value; gate and
 up) are one product if their formats agree; if not, there is a product for
-each format, as in `W4 | W4 | W16`. "cache scales" are the scales that KV8s needs
-and KVfp8 can use.
+each format, as in `W4 | W4 | W16`. "cache scales" are the scales that KV8s
+needs and KVfp8 can use.
 
 \b
 The keys of --json: model, source, precision, num_layers, hidden_size,

@@ -202,7 +202,7 @@ def gemm_command(
     output: Output = None,
     plot: Plot = True,
 ) -> None:
-    """Measure products with packed weights, compared with their floor and cuBLAS."""
+    """Measure packed products against their floor and cuBLAS."""
     from mpjax.bench import gemm, tables
     from mpjax.kernels.gemm.shapes import named
 
@@ -238,7 +238,7 @@ def attention_command(
     output: Output = None,
     plot: Plot = True,
 ) -> None:
-    """Measure paged attention, compared with its floor and cuDNN."""
+    """Measure paged attention against its floor and cuDNN."""
     from mpjax.bench import attention, tables
 
     sweep = _checked(lambda: attention.Sweep(attention.named(_split(shapes)), _split(formats)))
@@ -278,7 +278,7 @@ def generate_command(
     output: Output = None,
     plot: Plot = True,
 ) -> None:
-    """Measure tokens/s of a whole model, compared with its roofline."""
+    """Measure tokens/s of a whole model against its roofline."""
     from mpjax.bench import generate, tables
 
     sweep = _checked(

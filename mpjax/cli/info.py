@@ -23,16 +23,17 @@ Examples:
   mpjax info Qwen3-8B-AWQ
   mpjax info --json | python -m json.tool
 
-Only the headers of the files are read, which takes no time and no GPU. (If config.json says that
-head and embedding are tied, and the files have both, both are read and compared.) A hub id is
-fetched completely first.
+\b
+Only the headers of the files are read, which needs no GPU. (If config.json
+says that head and embedding are tied, and the files have both, both are read
+and compared.) A hub id is fetched completely first.
 
 \b
 The last rows give the weight formats of each kind of linear map, and the
 number of layers with them. Maps of one input (query, key and value; gate and
 up) are one product if their formats agree; if not, there is a product for
-each format, as in `W4 | W4 | W16`. "cache scales" are the scales that KV8s needs
-and KVfp8 can use.
+each format, as in `W4 | W4 | W16`. "cache scales" are the scales that KV8s
+needs and KVfp8 can use.
 
 \b
 The keys of --json: model, source, precision, num_layers, hidden_size,

@@ -63,7 +63,7 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert text.index("| W4A16KV8 | 2 |") < text.index("| W4A16KV8 | 16 |")
     assert "| matmul | 1500 µs | 79% |\n| other | 400 µs | 21% |" in text
     assert "`mpjax bench attention --shapes " in text
-    assert "without rotation" in text
+    assert "read the same copy" in text
     assert "| KV8 | 1.25% | 1.25% | 1.25% |" in text
     output = "--output benchmarks/results/perplexity"
     assert f"`mpjax evaluate {output}.json` ·" in text
@@ -94,7 +94,7 @@ def test_products_with_another_plan_since_are_marked(page):
     text = page(gemm={"results": found, "device": "NVIDIA H200"})
     marks = [line.endswith("| triton \\* |") for line in text.splitlines() if "| triton" in line]
     assert marks == [False, True, False, True]
-    assert "\\* With another plan since: 2 of 4 rows." in text
+    assert "\\* The plan of 2 of 4 rows has changed since." in text
 
 
 def test_a_command_names_what_was_measured(page, tmp_path):
@@ -165,7 +165,7 @@ def test_what_was_not_measured_is_left_out(page, tmp_path):
     assert "# Paged attention" in text
     assert "# Products" not in text
     assert "# Whole models" not in text
-    assert "without rotation" not in text
+    assert "read the same copy" not in text
     assert not list((tmp_path / "docs" / "benchmarks").glob("*.svg"))
     overview = (tmp_path / "docs" / "benchmarks.md").read_text()
     assert "## Attention over the cache" in overview

@@ -197,7 +197,10 @@ def test_what_is_no_checkpoint(tmp_path):
             ["tokenizer.model"],
             "found tokenizer.model; a tokenizer is not a model: fetch config.json",
         ),
-        (["adapter_config.json", "adapter.safetensors"], "adapter is no model: merge it into its"),
+        (
+            ["adapter_config.json", "adapter.safetensors"],
+            "adapter is not a model: merge it into its",
+        ),
         (["consolidated.00.pth", "params.json", "tokenizer.model"], "in Hugging Face's format"),
         (
             ["model.safetensors", "tokenizer.json"],

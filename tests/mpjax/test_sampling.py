@@ -289,18 +289,27 @@ def test_per_row_sampling_can_be_mapped():
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": [1.0, -1.0]}, "temperature is"),
         ({"temperature": np.ones((2, 2))}, r"temperature has shape \(2, 2\)"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0: expected above 0 and at most 1"),
+        (
+            {"temperature": 1.0, "top_p": 0.0},
+            "top_p is 0.0: expected a number above 0 and at most 1",
+        ),
         ({"temperature": 1.0, "top_p": 1.1}, "top_p is 1.1"),
         ({"temperature": 1.0, "top_k": 0}, "top_k is 0: expected a number of 1 or above"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k is 2.5: expected a whole number"),
         ({"temperature": 1.0, "top_k": np.inf}, "top_k is inf: expected a whole number"),
         ({"temperature": 1.0, "top_k": jnp.asarray([1.5])}, "expected a whole number"),
-        ({"temperature": 1.0, "min_p": 1.0}, "min_p is 1.0: expected 0 or above and below 1"),
+        (
+            {"temperature": 1.0, "min_p": 1.0},
+            "min_p is 1.0: expected a number of 0 or above and below 1",
+        ),
         ({"temperature": 1.0, "min_p": -0.5}, "min_p is -0.5"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0.0: expected finite and above 0"),
+        (
+            {"repetition_penalty": 0},
+            "repetition_penalty is 0.0: expected a number that is finite and",
+        ),
         ({"top_p": 0.9}, "top_p is set but temperature is not"),
-        ({"min_new_tokens": -1}, "min_new_tokens is -1: expected a number above"),
-        ({"min_new_tokens": [3, -1]}, "min_new_tokens is .*: expected 0 or above"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1: expected a number of 0 or above"),
+        ({"min_new_tokens": [3, -1]}, "min_new_tokens is .*: expected a number of 0"),
         ({"min_new_tokens": 0.5}, r"min_new_tokens is 0\.5: expected a whole number"),
         ({"stop_ids": [3, -1]}, r"stop_ids are \[3, -1\]: expected each from 0"),
         ({"stop_ids": [0.5]}, "stop_ids are float32 of shape .*: expected a list of token ids"),
@@ -335,7 +344,7 @@ def test_arguments_that_do_not_fit_are_errors():
         sample(logits, keys, Sampling(repetition_penalty=1.1), jnp.zeros((2, 7), bool))
     with pytest.raises(ValueError, match=r"logits have shape \(8,\)"):
         sample(logits[0], keys)
-    with pytest.raises(ValueError, match="one typed key per row"):
+    with pytest.raises(ValueError, match="expected a typed key for each row"):
         sample(logits, row_keys([0]), Sampling(temperature=1.0))
     with pytest.raises(ValueError, match=r"top_k has shape \(3,\)"):
         sample(logits, keys, Sampling(temperature=1.0, top_k=[1, 2, 3]))

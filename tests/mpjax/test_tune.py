@@ -95,7 +95,7 @@ def test_jobs_are_distinct_and_keep_weights_together():
 
 @pytest.mark.parametrize(
     ("text", "channels", "reason"),
-    [("bfloat16", 128, "plain array"), ("uint4:g128", 96, "96 input channels")],
+    [("bfloat16", 128, "is not packed"), ("uint4:g128", 96, "96 input channels")],
 )
 def test_jobs_that_can_not_be(text, channels, reason):
     with pytest.raises(ValueError, match=reason):

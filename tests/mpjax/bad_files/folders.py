@@ -24,7 +24,7 @@ FOLDERS: list[Case] = [
             "and found consolidated.00.pth; take the repo",
         ),
         (only("adapter_config.json", "a.safetensors"), "and found adapter_config.json; an adapter"),
-        (only("a.safetensors.incomplete"), "and found a.safetensors.incomplete; this download did"),
+        (only("a.safetensors.incomplete"), "and found a.safetensors.incomplete; the download is"),
         (
             only("snapshots/1a2b/config.json"),
             "and found snapshots/1a2b/config.json; load the folder",

@@ -166,8 +166,12 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
     [
         (["--precision", "W3"], 2, "can't read the precision"),
         (["--window", "0"], 2, "--window"),
-        (["--window", "300", "--precision", "A16KV16"], 1, "256 positions"),
-        (["--window", "9", "--max-positions", "8", "--precision", "A16KV16"], 1, "8 positions"),
+        (["--window", "300", "--precision", "A16KV16"], 1, "256, the positions"),
+        (
+            ["--window", "9", "--max-positions", "8", "--precision", "A16KV16"],
+            1,
+            "8, the positions",
+        ),
         (["--text", "/nowhere"], 2, "does not exist"),
         (["--json", "--format", "markdown"], 2, "one format"),
     ],

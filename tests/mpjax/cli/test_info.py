@@ -83,9 +83,9 @@ def test_help_explains_the_rows_and_the_keys():
     keys = text.split("keys of --json: ")[1]
     assert all(f"{key}" in keys for key in json.loads(result.stdout))
     text = " ".join(CliRunner().invoke(app, ["info", "--help"]).stdout.split())
-    assert "where their formats agree" in text
+    assert "if their formats agree" in text
     assert "`W4 | W4 | W16`" in text
-    assert '"cache scales" are what KV8s needs' in text
+    assert '"cache scales" are the scales that KV8s needs' in text
 
 
 @pytest.mark.parametrize(

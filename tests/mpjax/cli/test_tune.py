@@ -147,9 +147,9 @@ def test_without_tables_it_needs_a_folder(gpu, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "either --model or --shapes"),
-        (["--model", "qwen3-8b", "--shapes", "256x64"], "either --model or --shapes"),
-        (["--model", "qwen3-8b", "--attention", "decode"], "either --model or --shapes"),
+        ([], "exactly one of --model, --shapes"),
+        (["--model", "qwen3-8b", "--shapes", "256x64"], "exactly one of --model, --shapes"),
+        (["--model", "qwen3-8b", "--attention", "decode"], "exactly one of --model, --shapes"),
         (["--attention", "b1-h32"], "unknown shape 'b1-h32'"),
         (["--attention", "decode", "--kv-formats", "KV3"], "KV3"),
         (["--shapes", "256"], "can't read the shape '256'"),
@@ -169,7 +169,7 @@ def test_wrong_usage(gpu, arguments, reason):
     ("arguments", "reason"),
     [
         (["--shapes", "96x64"], "96 input channels"),
-        (["--shapes", "256x64", "--formats", "bfloat16"], "plain array"),
+        (["--shapes", "256x64", "--formats", "bfloat16"], "is not packed"),
         (["--model", "qwen9-8b"], "does not exist"),
     ],
 )

@@ -63,7 +63,7 @@ class DecoderLayer(nnx.Module):
     def inputs(
         self, hidden: jax.Array, angles: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The next residual stream, and what each linear map reads, by paths.
+        """The next residual stream, and the input of each linear map, by its path.
 
         hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
         angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.

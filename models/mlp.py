@@ -28,7 +28,7 @@ class MLP(Protocol):
         """
 
     def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
-        """What each linear map reads where the module reads x [..., hidden], by paths."""
+        """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class GatedMLP(nnx.Module):
         return self.down.terms(self.gated(x, self.down.activations if quantized else None))
 
     def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
-        """What each linear map reads where the module reads x [..., hidden], by paths."""
+        """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
         gated = self.gated(x)
         assert isinstance(gated, jax.Array)  # nothing was said to be quantised
         return {"gate_up": x, "down": gated}

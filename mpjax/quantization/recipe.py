@@ -21,7 +21,7 @@ DEFAULT_METHOD = "gptq"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What becomes of the linear maps whose paths match a pattern.
+    """The weight format and the method of all linear maps whose paths match a pattern.
 
     modules: as a shell matches file names, such as `layers.*.mlp.down` or `layers.0.*`.
     weights: a packed format; or one of 16 bits, for maps that stay as they are.

@@ -1,4 +1,4 @@
-"""What quantisers have to know of the inputs of a linear map: sums over the tokens of a text."""
+"""Statistics of the inputs of a linear map: sums over the tokens of a text, for quantisers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Statistics:
 
     @classmethod
     def of(cls, inputs: jax.Array, is_real: jax.Array, samples: int) -> Statistics:
-        """Those of inputs [batch, tokens, K], of which `is_real` bool [batch, tokens] count.
+        """Sums over inputs [batch, tokens, K].
+
+        is_real: bool [batch, tokens], False for padding, which does not count.
 
         samples: how many inputs to keep, at most as many as there are.
         """

@@ -16,7 +16,7 @@ Decoder = Callable[[int], jax.Array]  # from the number of a plane to its decode
 
 
 class Parameters(NamedTuple):
-    """The numbers with which codes become weights: for whole groups, or any codes they broadcast to.
+    """Numbers with which codes become weights: of whole groups, or of codes they broadcast to.
 
     scales: [groups, N]. zeros: [groups, N], or None. channel_scales: float32 [N], or None.
     table: float32 [2**bits], or None. Dtypes are those of PlainCodes.

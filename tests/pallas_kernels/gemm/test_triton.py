@@ -33,7 +33,7 @@ from tests.pallas_kernels.gemm.weights import (
     weight_struct,
 )
 from tests.pallas_kernels.oracles import GATES, relative_error
-from tests.sweeps import in_sweep
+from tests.sweeps import combinations, in_sweep
 
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
 # The rows that every kind of codes is tried with, in one format each; the others have fewer.
@@ -239,10 +239,9 @@ def test_terms_of_splits_are_not_rounded(rng):
     assert relative_error(terms.sum(0), exact(x) @ dense(weight)) < 1e-5
 
 
-@pytest.mark.parametrize("scaling", ["accumulator", "weight"])
-@pytest.mark.parametrize(
-    ("text", "dtype"),
-    [
+@combinations(
+    1,
+    text_and_dtype=[
         ("uint4:g32", "bfloat16"),
         ("uint8:g32", "bfloat16"),
         ("uint4:g32:sym", "bfloat16"),
@@ -253,9 +252,10 @@ def test_terms_of_splits_are_not_rounded(rng):
         ("table2:g64", "float16"),
         ("float8:g128", "bfloat16"),
     ],
+    scaling=["accumulator", "weight"],
 )
-def test_with_its_ptx(text, dtype, scaling, rng, interpreted_ptx):
-    assert_exact_with_ptx(rng, text, dtype, scaling)
+def test_with_its_ptx(text_and_dtype, scaling, rng, interpreted_ptx):
+    assert_exact_with_ptx(rng, *text_and_dtype, scaling)
 
 
 def test_integers_with_their_ptx(rng, interpreted_ptx):
@@ -280,11 +280,17 @@ def launch(config: TritonConfig, dtype: str, x: jax.Array, weight: QuantizedTens
 
 
 @each_format
-def test_lowers_for_named_shapes(text, lower_for_cuda):
-    """Every configuration that is chosen for a named shape: different sizes lower alike."""
+@pytest.mark.parametrize("kinds", ["few", in_sweep("all")])
+def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
+    """Every configuration that is chosen for a named shape: different sizes lower alike.
+
+    kinds: of shapes, few or all.
+    """
     format, lowered = WeightFormat.parse(text), set()
     named, all_rows = (shapes.SMALL[1], *shapes.QWEN3_8B[:1]), (1, 256)
-    if text in MAIN:
+    if text in MAIN and kinds == "few":
+        named, all_rows = (shapes.SMALL[1], *shapes.QWEN3_8B[2:]), (1, 16, 128)
+    elif text in MAIN:
         named = (*shapes.SMALL, *shapes.QWEN3_8B, shapes.LLAMA3_70B[2])
         all_rows = (1, 16, 64, 128, 256)
     for shape in named:

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from mpjax.models.config import DecoderConfig
-from mpjax.models.join import join
+from mpjax.models.join import join, split
 from mpjax.models.layers import FusedLinear, Linear
 
 # Of each path in the module, the tensor in Hugging Face's files; of linear maps, the modules.
@@ -92,6 +92,14 @@ class LinearPlace:
     def join(self, maps: Sequence[Linear]) -> list[Linear]:
         """The parts that one Linear for each name makes: as few as their formats allow."""
         return join(maps)
+
+    def maps(self, model: nnx.Module) -> list[Linear]:
+        """One Linear for each name: undoes `join`."""
+        parts = self.parts(model)
+        if len(parts) == len(self.names):
+            return parts
+        [joint] = parts
+        return split(joint, [outputs for _, outputs in self.shapes])
 
     def part_shapes(self, count: int) -> list[tuple[int, int]]:
         """The shapes of that many parts: one for all maps, or one for each.

@@ -130,7 +130,9 @@ def _usual(packed: Modules) -> Scheme:
 
     Raises ValueError where none can.
     """
-    kinds = {plain.format.codes for plain in packed.values()}
+    kinds = {
+        plain.format.codes + (":sym" if plain.format.symmetric else "") for plain in packed.values()
+    }
     choices = registry.layouts().items()
     for layout, scheme in sorted(choices, key=lambda choice: not kinds <= {*choice[1].default_for}):
         with contextlib.suppress(ValueError):

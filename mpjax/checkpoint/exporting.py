@@ -56,8 +56,9 @@ def export(
             DeepSeek-V3 and Qwen have it.
         `plain`: none stays packed; every map is dequantised to the dtype that the model computes
             in. Any model can be written so.
-        By default that of compressed-tensors for the weights, `gptq` where channels are in another
-        order, and `plain` where none is packed.
+        By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,
+            `awq` and `gptq` for integers with zero points or channels in another order, and `plain`
+            where no map is packed.
     overwrite: replace what an earlier export left there. That stays whole until the new one is, so
         that the disk must have room for both.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.

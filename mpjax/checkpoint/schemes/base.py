@@ -39,7 +39,8 @@ class Scheme(abc.ABC):
     on_host: suffixes of tensors whose values decide the order of the channels: they stay NumPy's.
     decoding_bytes: bytes per weight that live beside a module's own tensors while it is decoded.
     layouts: what `mpjax.export` calls the forms of it that can be written.
-    default_for: kinds of codes of which the first of `layouts` is written where none is named.
+    default_for: kinds of codes that the first of `layouts` is written of where none is named, as
+        `uint4`, or as `uint4:sym` where all are symmetric.
     """
 
     title: ClassVar[str]

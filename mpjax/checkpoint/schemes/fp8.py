@@ -207,7 +207,7 @@ class FP8Scheme(Scheme):
     def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
         """The tensors of one module.
 
-        Raises ValueError where scales differ within a block, as rounding to nearest makes them.
+        Raises ValueError where scales differ within a block.
         """
         rows, outputs = self.block[0], plain.shape[1]
         size = min(rows or outputs, outputs)
@@ -215,9 +215,9 @@ class FP8Scheme(Scheme):
         again = _scales_of_channels(scales, size=size, outputs=outputs)
         if is_known(again) and not bool(jnp.all(again == plain.scales)):
             raise ValueError(
-                f"{name} has scales that differ within {size} output channels, which no format "
-                "that others read can hold: quantise to WFP8gKA16, with a scale for each output "
-                f"channel, or {writing.REMEDY}"
+                f"{name} has scales that differ within a block of {size} output channels, which no "
+                "format that others read can hold: quantise to WFP8gKA16, with a scale for each "
+                f"output channel, or {writing.REMEDY}"
             )
         return {
             "weight": plain.codes.T,

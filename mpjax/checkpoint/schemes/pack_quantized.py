@@ -59,7 +59,7 @@ class PackQuantizedScheme(Scheme):
     )
     on_host: ClassVar[tuple[str, ...]] = ("weight_shape", "weight_g_idx")
     layouts: ClassVar[tuple[str, ...]] = (PACKED,)
-    default_for: ClassVar[tuple[str, ...]] = ("uint4", "uint8")
+    default_for: ClassVar[tuple[str, ...]] = ("uint4:sym", "uint8:sym")
 
     groups: tuple[Group, ...]
     ignore: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ class PackQuantizedScheme(Scheme):
     def of_layout(cls, layout: str, modules: writing.Modules) -> PackQuantizedScheme:
         """One group for each kind of modules; the most common one targets all others."""
         # compressed-tensors reads no `weight_g_idx` any more.
-        writing.require_codes(layout, modules, cls.default_for, permuted="export as 'gptq'")
+        writing.require_codes(layout, modules, ("uint4", "uint8"), permuted="export as 'gptq'")
         integers = writing.integers_of(modules)
         usual = writing.most_common(integers)
         others = sorted({found for found in integers.values() if found != usual}, key=repr)

@@ -96,12 +96,7 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     layout: one of `layouts()`, or None for that of the model's weights. Raises ValueError for
     another one, or one that can't hold the weights.
     """
-    if layout is not None and layout not in layouts():
-        hint = did_you_mean(nearest(str(layout), layouts()))
-        raise ValueError(
-            f"format is {shown(layout)}{hint}: expected one of {', '.join(layouts())}, or None for "
-            "that of the model's weights"
-        )
+    require_layout(layout)
     maps = _shapes(model)
     packed = {name: plain for name, plain in maps.items() if plain is not None}
     if layout == PLAIN or (layout is None and not packed):
@@ -118,6 +113,16 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     left = [head, *(name for name in maps if name not in packed)]
     cache = _cache_strategy(model) if scheme.can_hold_cache_scales else None
     return ExportPlan(model, scheme, scheme.quantization_config(left, cache), cache)
+
+
+def require_layout(layout: str | None) -> None:
+    """Raises ValueError for what no export's format is; None is the model's own."""
+    if layout is not None and layout not in layouts():
+        hint = did_you_mean(nearest(str(layout), layouts()))
+        raise ValueError(
+            f"format is {shown(layout)}{hint}: expected one of {', '.join(layouts())}, or None for "
+            "that of the model's weights"
+        )
 
 
 def layouts() -> list[str]:

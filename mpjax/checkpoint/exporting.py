@@ -105,7 +105,7 @@ def require_replaceable(folder: Path, overwrite: bool) -> None:
         return
     if not folder.is_dir() or is_saved(folder) or not exported_config.is_marked(folder):
         raise ValueError(
-            f"{folder} exists and nothing that mpjax has exported: choose another folder"
+            f"{folder} exists and is nothing that mpjax has exported: choose another folder"
         )
     if not overwrite:
         raise ValueError(f"{folder} holds an exported model: replace it with overwrite=True")

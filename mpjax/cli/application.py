@@ -18,6 +18,7 @@ from mpjax.cli import (
     convert,
     environment,
     evaluate,
+    export,
     generate,
     info,
     interrupts,
@@ -31,6 +32,7 @@ Examples:
   mpjax generate "def fibonacci(n):"
   mpjax chat --model Qwen3-8B-AWQ --precision W4A16KV8
   mpjax convert Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8
+  mpjax export Qwen3-8B-W4 Qwen3-8B-W4-AWQ --format awq
 
 \b
 A precision says how the weights (W), activations (A) and the KV cache are
@@ -146,7 +148,7 @@ def _options(
     pass
 
 
-for _module in (generate, chat, convert, info, evaluate, tune, environment):
+for _module in (generate, chat, convert, export, info, evaluate, tune, environment):
     # Programs compiled for tuning are run once, and would push others out of the cache.
     _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
     app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)

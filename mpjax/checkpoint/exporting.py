@@ -49,7 +49,7 @@ def export(
     format: how the packed weights are written:
         `awq`: 4 bits in groups, AutoAWQ's `gemm` layout.
         `gptq`, `gptq_v2`: 4 and 8 bits, also with channels in another order (act-order) and with
-            maps that differ; `gptq` stores zero points minus 1.
+            maps that differ; `gptq` stores zero points minus 1, and so none of 0.
         `pack-quantized`: 4 and 8 bits, maps that differ too (compressed-tensors).
         `int-quantized`: W8A8 (compressed-tensors). `float-quantized`: FP8 with a scale for each
             output channel, or for blocks of 128 × 128 (compressed-tensors). `fp8`: the latter, as
@@ -57,8 +57,8 @@ def export(
         `plain`: none stays packed; every map is dequantised to the dtype that the model computes
             in. Any model can be written so.
         By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,
-            `awq` and `gptq` for integers with zero points or channels in another order, and `plain`
-            where no map is packed.
+            `awq` and `gptq_v2` for integers with zero points or channels in another order, and
+            `plain` where no map is packed.
     overwrite: replace what an earlier export left there. That stays whole until the new one is, so
         that the disk must have room for both.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.

@@ -43,8 +43,12 @@ class Shard:
         return len(self.header) + sum(map(array_file.nbytes, self.tensors.values()))
 
 
-def divide(tensors: Mapping[str, Any], limit: int = SHARD_BYTES) -> list[Shard]:
-    """Files of at most `limit` bytes of tensors each, or of one tensor that is larger."""
+def divide(tensors: Mapping[str, Any], limit: int | None = None) -> list[Shard]:
+    """Files of at most `limit` bytes of tensors each, or of one tensor that is larger.
+
+    limit: SHARD_BYTES by default.
+    """
+    limit = SHARD_BYTES if limit is None else limit
     parts: list[dict[str, Any]] = [{}]
     room = limit
     for name, tensor in tensors.items():

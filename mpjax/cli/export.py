@@ -44,7 +44,7 @@ def command(
             metavar="FORMAT",
             show_default=False,
             help="How weights are written, as below. By default what most servers take: "
-            "pack-quantized for symmetric integers, awq or gptq for others, int-quantized for "
+            "pack-quantized for symmetric integers, awq or gptq_v2 for others, int-quantized for "
             "W8A8, float-quantized for FP8, plain for 16 bits.",
         ),
     ] = None,

@@ -62,7 +62,7 @@ class GPTQScheme(Scheme):
     # Some writers give each module a bias, of zeros where the model has none.
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx", "bias")
     on_host: ClassVar[tuple[str, ...]] = ("g_idx",)
-    layouts: ClassVar[tuple[str, ...]] = SUPPORTED_FORMATS
+    layouts: ClassVar[tuple[str, ...]] = ("gptq_v2", "gptq")  # v2 holds all zero points
 
     bits: int
     group_size: int | None

@@ -107,13 +107,13 @@ class IntQuantizedScheme(Scheme):
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
     ) -> PlainCodes:
-        """Codes int8 [K, N] with scales float32 [1, N]; beside 16-bit activations, uint8 ones."""
+        """Codes int8 [K, N], or beside 16-bit activations uint8 ones, with scales [1, N]."""
         _, outputs = self.check(tensors, name, shape)
         codes = jnp.asarray(tensors["weight"]).T
-        scales = jnp.asarray(tensors["weight_scale"]).astype(jnp.float32).reshape(1, -1)
+        scales = jnp.asarray(tensors["weight_scale"]).reshape(1, -1)
         scales = jnp.broadcast_to(scales, (1, outputs))
         if self.activations is not None:
-            return PlainCodes(self.weights, codes, scales)
+            return PlainCodes(self.weights, codes, scales.astype(jnp.float32))
         codes = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ jnp.uint8(128)
         return PlainCodes(self.weights, codes, scales, jnp.full(scales.shape, 128, jnp.uint16))
 

@@ -170,7 +170,7 @@ def test_formats_that_no_layout_holds_together(source, tmp_path):
     with pytest.raises(ValueError, match=r"'int-quantized' holds int8, and .*o_proj is W4g32"):
         mpjax.export(lm, tmp_path / "out", format="int-quantized")
     requantize(lm, {"mlp.down": "uint4:g64"})
-    with pytest.raises(ValueError, match="'awq' holds weights of one format, and .* is W4g.*W4g"):
+    with pytest.raises(ValueError, match=r"'awq' holds weights of one format, and .* is W4g.*W4g"):
         mpjax.export(lm, tmp_path / "out", format="awq")
     assert not list(tmp_path.iterdir())
 
@@ -297,7 +297,7 @@ def test_the_room_that_is_asked_for_is_what_is_written(source, tmp_path, monkeyp
 def test_models_that_are_more_than_a_checkpoint_holds(source, tmp_path):
     lm = mpjax.load(source)
     lm.model.adapter = Linear(jnp.ones((2, 2)))
-    with pytest.raises(ValueError, match="the model can't be saved with adapter.kernel"):
+    with pytest.raises(ValueError, match=r"the model can't be saved with adapter.kernel"):
         mpjax.export(lm, tmp_path / "out")
     lm = dataclasses.replace(mpjax.load(source), source=tmp_path)
     with pytest.raises(ValueError, match="the tokenizer's files are no longer in"):

@@ -37,9 +37,9 @@ def load(
 ) -> LanguageModel:
     """Loads a model, with its tokenizer if it has one, onto the default device.
 
-    path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ or FP8) or
-        one that `mpjax.save` wrote; or a hub id such as `Qwen/Qwen3-8B-AWQ`, which is fetched
-        first.
+    path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ, FP8 or
+        compressed-tensors' integers) or one that `mpjax.save` wrote; or a hub id such as
+        `Qwen/Qwen3-8B-AWQ`, which is fetched first.
     precision: such as `W4A16KV8`; docs/precision.md lists them. Linear maps of a 16-bit checkpoint
         are rounded to nearest where it asks for fewer bits; a quantised checkpoint must agree with
         it, but for `sym`: integers of one count as symmetric where its zero points are, whatever is

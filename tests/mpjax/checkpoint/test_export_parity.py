@@ -177,6 +177,7 @@ def test_transformers_reads_fine_grained_fp8(tmp_path):
 COMPRESSED = [case for case in EXPORTED if case[1].endswith("-quantized")]
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize(("precision", "layout"), COMPRESSED)
 def test_transformers_reads_compressed_tensors(precision, layout, exported):
     pytest.importorskip("compressed_tensors")

@@ -1,8 +1,9 @@
-"""Joins linear maps of one input into one product, where their formats allow it."""
+"""Joins linear maps of one input into one product, where their formats allow it, and splits it."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from mpjax.kernels import QuantizedTensor
 from mpjax.kernels.quantized_tensor import concatenate
+from mpjax.kernels.quantized_tensor import split as split_outputs
 from mpjax.models.layers import Linear
 
 Kernel = jax.Array | QuantizedTensor
@@ -27,6 +29,21 @@ def join(maps: Sequence[Linear]) -> list[Linear]:
         return [Linear(kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
     given = [bias for bias in biases if bias is not None]
     return [Linear(joint, jnp.concatenate(given) if given else None)]
+
+
+def split(linear: Linear, sizes: Sequence[int]) -> list[Linear]:
+    """Maps of so many outputs each: what `join` made one map of, in the format that it has."""
+    kernel: Kernel = linear.kernel.get_value()
+    ends = list(itertools.accumulate(sizes))[:-1]
+    kernels: Sequence[Kernel] = (
+        split_outputs(kernel, sizes)
+        if isinstance(kernel, QuantizedTensor)
+        else jnp.split(kernel, ends, axis=1)
+    )
+    biases: Sequence[jax.Array | None] = [None] * len(sizes)
+    if linear.bias is not None:
+        biases = jnp.split(linear.bias.get_value(), ends)
+    return [Linear(*each) for each in zip(kernels, biases, strict=True)]
 
 
 def _with_one_symmetry(kernels: Sequence[Kernel]) -> Sequence[Kernel]:

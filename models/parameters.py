@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from mpjax.models.config import DecoderConfig
-from mpjax.models.join import join
+from mpjax.models.join import join, split
 from mpjax.models.layers import FusedLinear, Linear
 
 # For each path in the Decoder, the name of the tensor in Hugging Face's files. For linear maps, the
@@ -93,6 +93,14 @@ class LinearPlace:
     def join(self, maps: Sequence[Linear]) -> list[Linear]:
         """Joins one Linear for each of `names` into parts: one, or as many where formats differ."""
         return join(maps)
+
+    def maps(self, model: nnx.Module) -> list[Linear]:
+        """One Linear for each name: undoes `join`."""
+        parts = self.parts(model)
+        if len(parts) == len(self.names):
+            return parts
+        [joint] = parts
+        return split(joint, [outputs for _, outputs in self.shapes])
 
     def part_shapes(self, count: int) -> list[tuple[int, int]]:
         """Kernel shapes (in, out) of `count` parts: one part for all maps, or a part for each.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mpjax.calibration import calibrate_cache
+    from mpjax.checkpoint.exporting import export
     from mpjax.checkpoint.saving import save
     from mpjax.decoding import GeneratedTokens, generate_tokens
     from mpjax.evaluation import Evaluation, evaluate
@@ -48,6 +49,7 @@ __all__ = [
     "bundled_model",
     "calibrate_cache",
     "evaluate",
+    "export",
     "generate",
     "generate_tokens",
     "load",
@@ -71,6 +73,7 @@ _MODULES = {
     "bundled_model": "loading",
     "calibrate_cache": "calibration",
     "evaluate": "evaluation",
+    "export": "checkpoint.exporting",
     "generate": "generation",
     "generate_tokens": "decoding",
     "load": "loading",

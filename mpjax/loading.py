@@ -37,9 +37,9 @@ def load(
 ) -> LanguageModel:
     """Loads a model, with its tokenizer if it has one, onto the default device.
 
-    path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ or FP8), a
-        folder that `mpjax.save` wrote, or a hub id such as `Qwen/Qwen3-8B-AWQ`, which is fetched
-        first.
+    path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ, FP8 or
+        compressed-tensors' integers), a folder that `mpjax.save` wrote, or a hub id such as
+        `Qwen/Qwen3-8B-AWQ`, which is fetched first.
     precision: such as `W4A16KV8`; docs/precision.md lists them. A 16-bit checkpoint's linear maps
         are rounded to nearest if the precision has fewer bits. A quantised checkpoint must already
         have the precision's weight format; only `sym` need not match, because the zero points

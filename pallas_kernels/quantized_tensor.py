@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -261,6 +263,22 @@ def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
         parameters=jnp.concatenate([tensor.parameters for tensor in tensors], axis=-1),
         channel_scales=jnp.concatenate(channel_scales, axis=-1) if channel_scales else None,
     )
+
+
+def split(tensor: QuantizedTensor, sizes: Sequence[int]) -> list[QuantizedTensor]:
+    """Tensors of so many output channels each, one after the other: undoes `concatenate`."""
+    ends = [0, *itertools.accumulate(sizes)]
+    return [
+        dataclasses.replace(
+            tensor,
+            words=tensor.words[..., begin:end, :],
+            parameters=tensor.parameters[..., begin:end],
+            channel_scales=None
+            if tensor.channel_scales is None
+            else tensor.channel_scales[..., begin:end],
+        )
+        for begin, end in itertools.pairwise(ends)
+    ]
 
 
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:

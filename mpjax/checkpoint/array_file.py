@@ -30,7 +30,7 @@ Advance = Callable[[int], None]
 
 def file_bytes(arrays: Mapping[str, Any]) -> int:
     """Bytes of the file that `write` makes of arrays, or of ShapeDtypeStructs."""
-    return len(_header(_in_order(arrays))) + sum(nbytes(array) for array in arrays.values())
+    return len(header(in_order(arrays))) + sum(nbytes(array) for array in arrays.values())
 
 
 def nbytes(array: Any) -> int:
@@ -44,13 +44,13 @@ def write(file: Path, arrays: Mapping[str, jax.Array], advance: Advance) -> dict
     advance: called after each chunk with the number of bytes written. Raises OSError, and
     FileExistsError where the file exists.
     """
-    arrays = _in_order(arrays)
+    arrays = in_order(arrays)
     checksums, waiting = {}, 0
     with file.open("xb") as stream:
-        stream.write(_header(arrays))
+        stream.write(header(arrays))
         for name, array in arrays.items():
             checksum = 0
-            for piece in _chunks(_to_host(array)):
+            for piece in pieces(array):
                 stream.write(piece)
                 checksum = zlib.crc32(piece, checksum)
                 advance(piece.nbytes)
@@ -90,13 +90,15 @@ def read(info: TensorInfo, checksum: int | None, advance: Advance) -> np.ndarray
     return content.view(info.dtype).reshape(info.shape)
 
 
-def _in_order(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def in_order(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Sorts arrays by itemsize, widest first: each begins at a multiple of its itemsize then."""
     return dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
-def _header(arrays: Mapping[str, Any]) -> bytes:
-    entries, begin = {}, 0
+def header(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The bytes before those of arrays, or of what has their shapes and dtypes, in this order."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": {**metadata}}
+    begin = 0
     for name, array in arrays.items():
         end = begin + nbytes(array)
         dtype = DTYPE_NAMES[np.dtype(array.dtype)]
@@ -105,6 +107,11 @@ def _header(arrays: Mapping[str, Any]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def pieces(array: jax.Array) -> Iterator[memoryview]:
+    """The bytes of an array, CHUNK_BYTES at a time."""
+    return _chunks(_to_host(array))
 
 
 def _to_host(array: jax.Array) -> np.ndarray:

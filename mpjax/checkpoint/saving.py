@@ -65,12 +65,12 @@ def save(
     arrays = _take_arrays(lm)
     sources = [lm.source / name for name in TOKENIZER_FILES]
     longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()
-    needed = array_file.file_bytes(arrays) + sum(map(_file_bytes, sources)) + len(longest)
+    needed = array_file.file_bytes(arrays) + sum(map(file_bytes, sources)) + len(longest)
     what = f"saving {folder}"
     with naming_a_full_disk(needed, what, folder.parent), staged(folder) as new:
         require_room(needed, what, folder.parent)
         for source in sources:
-            _copy(source, new / source.name)
+            copy(source, new / source.name)
         total = sum(map(array_file.nbytes, arrays.values()))
         with bytes_bar("Saving", folder, progress, total) as advance:
             checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
@@ -95,13 +95,9 @@ def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
         raise ValueError(
             f"models of the class {name} can't be saved: expected one of {', '.join(known)}"
         )
-    if lm.tokenizer is not None and not (lm.source / "tokenizer.json").is_file():
-        raise ValueError(
-            f"the tokenizer's files are no longer in {lm.source}: set the model's source to a "
-            "folder with its tokenizer.json, or its tokenizer to None"
-        )
+    require_tokenizer_files(lm)
     arrays = model_arrays.take(lm.model)
-    _require_all_held(lm.model, arrays)
+    require_all_held(lm.model, arrays)
     _require_scales(lm)
     try:
         require_sound(lm.config)
@@ -112,7 +108,16 @@ def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
     return arrays
 
 
-def _require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
+def require_tokenizer_files(lm: LanguageModel) -> None:
+    """Raises ValueError where a model has a tokenizer, and its source no files of it."""
+    if lm.tokenizer is not None and not (lm.source / "tokenizer.json").is_file():
+        raise ValueError(
+            f"the tokenizer's files are no longer in {lm.source}: set the model's source to a "
+            "folder with its tokenizer.json, or its tokenizer to None"
+        )
+
+
+def require_all_held(model: Decoder, arrays: dict[str, jax.Array]) -> None:
     """Raises ValueError for a model with an array that is not among `arrays`, which are written."""
     held = {id(array) for array in arrays.values()}
     for path, array in jax.tree.leaves_with_path(nnx.state(model)):
@@ -139,13 +144,15 @@ def _require_scales(lm: LanguageModel) -> None:
         )
 
 
-def _file_bytes(path: Path) -> int:
+def file_bytes(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder; 0 where there is neither."""
     if path.is_dir():
-        return sum(_file_bytes(child) for child in path.iterdir())
+        return sum(file_bytes(child) for child in path.iterdir())
     return path.stat().st_size if path.is_file() else 0
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy(source: Path, target: Path) -> None:
+    """Copies a file or a folder; nothing where there is neither."""
     if source.is_dir():
         shutil.copytree(source, target)
     elif source.is_file():

@@ -18,6 +18,7 @@ from mpjax.cli import (
     convert,
     environment,
     evaluate,
+    export,
     generate,
     info,
     interrupts,
@@ -33,6 +34,7 @@ Examples:
   mpjax chat --model Qwen3-8B-AWQ --precision W4A16KV8
   mpjax convert Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8
   mpjax quantize Qwen3-8B Qwen3-8B-W4 --precision W4A16KV8 --text book.txt
+  mpjax export Qwen3-8B-W4 Qwen3-8B-W4-AWQ --format awq
 
 \b
 A precision, such as W4A16KV8, names the formats of the weights (W), the
@@ -162,7 +164,7 @@ def _options(
     pass
 
 
-for _module in (generate, chat, convert, quantize, info, evaluate, tune, environment):
+for _module in (generate, chat, convert, quantize, export, info, evaluate, tune, environment):
     # Programs compiled for tuning are run once, and would push others out of the cache.
     _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
     app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)

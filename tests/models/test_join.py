@@ -2,19 +2,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.models import Linear
-from mpjax.models.join import join
+from mpjax.models.join import join, split
 from tests.pallas_kernels.oracles import random_array
 
 FORMAT = WeightFormat.parse("uint4:g32")
 SYMMETRIC = WeightFormat.parse("uint4:g32:sym")
 
 
-def linear(rng, format: WeightFormat | None, outputs: int, bias: bool = False) -> Linear:
+def linear(rng, format: WeightFormat | str | None, outputs: int, bias: bool = False) -> Linear:
     kernel: Any = random_array(rng, (64, outputs), "float32")
     offset = random_array(rng, (outputs,), "float32") if bias else None
     return Linear(kernel if format is None else quantize(kernel, format), offset)
@@ -50,3 +52,14 @@ def test_maps_of_other_formats_stay_apart(rng):
         maps = [linear(rng, format, 8, bias=True) for format in formats]
         assert [format_of(one) for one in join(maps)] == [*formats]
         assert [one.bias.get_value().shape for one in join(maps) if one.bias] == [(8,), (8,)]
+
+
+def test_split_undoes_join(rng):
+    for format, bias in ((None, True), (FORMAT, False), (SYMMETRIC, True), ("liquid4:g64", False)):
+        maps = [linear(rng, format, outputs, bias) for outputs in (16, 8, 24)]
+        [joint] = join(maps)
+        for one, other in zip(maps, split(joint, (16, 8, 24)), strict=True):
+            found = jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other))
+            for a, b in zip(*found, strict=True):
+                np.testing.assert_array_equal(a, b)
+            assert format_of(one) == format_of(other)

@@ -17,7 +17,7 @@ from mpjax.models.parameters import (
     name_of,
     names_of,
 )
-from tests.models.small import CONFIG
+from tests.models.small import CONFIG, small_config, small_model
 from tests.mpjax.checkpoint.write_checkpoint import CONFIGS, linear_shapes, random_tensors
 
 
@@ -92,3 +92,15 @@ def test_a_number_of_parts_that_maps_can_not_have():
     assert place.part_shapes(1) == [(8, 8)]
     with pytest.raises(ValueError, match=r"^mlp\.three has 2 parts: expected 1 or 3$"):
         place.part_shapes(2)
+
+
+def test_maps_have_one_linear_for_each_name():
+    model = small_model(small_config(qkv_bias=True))
+    for place in model.linear_places(model.config):
+        maps = place.maps(model)
+        assert [each.kernel.get_value().shape for each in maps] == [*place.shapes]
+        assert [each.bias is not None for each in maps] == [place.bias] * len(place.names)
+        [joint], [again] = place.parts(model), place.join(maps)
+        assert jnp.array_equal(joint.kernel.get_value(), again.kernel.get_value())
+        place.assign(model, maps)  # which a fused map may hold apart, too
+        assert [each is one for each, one in zip(place.maps(model), maps, strict=True)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize, unpack
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels.quantized_tensor import concatenate, replace_scales
+from mpjax.kernels.quantized_tensor import concatenate, replace_scales, split
 from tests.pallas_kernels.oracles import (
     ALL_FORMATS,
     NUMPY_DTYPES,
@@ -272,7 +272,8 @@ def test_concatenate_joins_output_channels(text, permuted, rng):
     plains = [PlainWeight.random(rng, format, 128, outputs) for outputs in (3, 1, 3)]
     table = plains[0].table
     plains = [dataclasses.replace(plain, table=table) for plain in plains]
-    joined = concatenate([plain.pack(permutation) for plain in plains])
+    packed = [plain.pack(permutation) for plain in plains]
+    joined = concatenate(packed)
 
     def along_outputs(name: str) -> np.ndarray | None:
         arrays = [getattr(plain, name) for plain in plains]
@@ -282,6 +283,7 @@ def test_concatenate_joins_output_channels(text, permuted, rng):
     whole = PlainWeight(format, **{name: along_outputs(name) for name in names}, table=table)
     assert joined is not None
     assert_packed(joined, whole, permutation)
+    jax.tree.map(np.testing.assert_array_equal, split(joined, (3, 1, 3)), packed)
 
 
 def test_concatenate_of_one_is_itself(rng):

@@ -1,4 +1,4 @@
-"""Decodes AWQ checkpoints in the `gemm` layout: 4 bits, packed along the output channels.
+"""Reads and writes AWQ checkpoints in the `gemm` layout: 4 bits, packed along the output channels.
 
 With K input and N output channels in G groups, a module has `qweight` int32 [K, N / 8], `qzeros`
 int32 [G, N / 8] and `scales` [G, N]; the weight is (code − zero) · scale. Source: AutoAWQ,
@@ -8,13 +8,13 @@ awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.schemes import checks, words
+from mpjax.checkpoint.schemes import checks, words, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
@@ -38,6 +38,7 @@ class AWQScheme(Scheme):
     article: ClassVar[str] = "an"
     methods: ClassVar[tuple[str, ...]] = ("awq",)
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+    layouts: ClassVar[tuple[str, ...]] = ("awq",)
 
     group_size: int | None
     zero_point: bool = True
@@ -130,6 +131,34 @@ class AWQScheme(Scheme):
             words.check_middle(name, zeros, BITS, "zero_point: false")
         scales = jnp.asarray(tensors["scales"])
         return PlainCodes(self.format(name, channels), codes, scales, zeros)
+
+    @classmethod
+    def of_layout(cls, layout: str, modules: writing.Modules) -> AWQScheme:
+        """4 bits in groups of one size, with zero points, which may all be the middle."""
+        writing.require_codes(layout, modules, (f"uint{BITS}",), permuted="export as 'gptq'")
+        return cls(writing.only_format(layout, modules).group_size)
+
+    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
+        """What config.json says."""
+        return {
+            "quant_method": self.quant_method,
+            "bits": BITS,
+            "group_size": self.group_size or -1,
+            "zero_point": self.zero_point,
+            "version": "gemm",
+            "modules_to_not_convert": list(plain),
+        }
+
+    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
+        """The tensors of one module. Raises ValueError as Scheme.encode does."""
+        zeros = writing.zero_points(plain)
+        writing.require_columns("awq", name, plain.shape[1], CODES_PER_WORD)
+        writing.require_zeros("awq", name, zeros, 0, 2**BITS - 1)
+        return {
+            "qweight": words.pack_words(plain.codes, BITS, axis=1, order=FIELD_OF_COLUMN),
+            "qzeros": words.pack_words(zeros, BITS, axis=1, order=FIELD_OF_COLUMN),
+            "scales": plain.scales,
+        }
 
 
 @jax.jit

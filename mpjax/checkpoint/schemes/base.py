@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 from mpjax.errors import CheckpointError
@@ -40,6 +40,9 @@ class Scheme(abc.ABC):
     on_host: suffixes of tensors that stay NumPy arrays, because decoding needs their values in
         Python, such as the order of the channels.
     decoding_bytes: device memory per weight that decoding takes beside the module's own tensors.
+    layouts: names of the forms of the format that `mpjax.export` writes.
+    default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
+        `uint4:sym` for codes that are all symmetric.
     """
 
     title: ClassVar[str]
@@ -49,6 +52,8 @@ class Scheme(abc.ABC):
     ignored: ClassVar[tuple[str, ...]] = ()
     on_host: ClassVar[tuple[str, ...]] = ()
     decoding_bytes: ClassVar[int] = 2
+    layouts: ClassVar[tuple[str, ...]] = ()
+    default_for: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
@@ -74,10 +79,12 @@ class Scheme(abc.ABC):
 
         name: of the module. method: the `quant_method` of config.json, None without one.
         """
+        said = f"has no quantization_config with quant_method {' or '.join(map(repr, cls.methods))}"
+        if method in cls.methods:
+            said = f"says quant_method {method!r} with another format"
         raise CheckpointError(
-            f"{name} is {cls.article} {cls.title} module ({', '.join(specs)}), but config.json has "
-            f"no quantization_config with quant_method {' or '.join(map(repr, cls.methods))}: take "
-            "the config.json of the same checkpoint"
+            f"{name} is {cls.article} {cls.title} module ({', '.join(specs)}), but config.json "
+            f"{said}"
         )
 
     @property
@@ -136,6 +143,37 @@ class Scheme(abc.ABC):
     @property
     def has_cache_scales(self) -> bool:
         """Whether the checkpoint also has scales for an FP8 cache."""
+        return False
+
+    @classmethod
+    def of_layout(cls, layout: str, modules: Mapping[str, PlainCodes]) -> Self:
+        """What `quantization_config` must say of a checkpoint that is written.
+
+        layout: one of `layouts`. modules: all quantised ones, by name; of their arrays, shapes are
+        enough. Raises ValueError, with what helps, where the layout can't hold them.
+        """
+        raise ValueError(f"{cls.title} is read and not written")
+
+    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
+        """What config.json says of a checkpoint that is written: `from_config` reads it.
+
+        plain: linear maps that are not quantised, the head among them. cache: whether an FP8
+        cache's scales lie beside the weights, for each `tensor` or `attn_head`; None: there are
+        none, or they can't.
+        """
+        raise ValueError(f"{self.title} is read and not written")
+
+    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
+        """A module's tensors by suffix: undoes `decode`; may be called inside `jax.jit`.
+
+        Arrays are JAX's, or NumPy's where their values don't depend on those of `plain`. Raises
+        ValueError where the layout can't hold a shape, or known values.
+        """
+        raise ValueError(f"{self.title} is read and not written")
+
+    @property
+    def can_hold_cache_scales(self) -> bool:
+        """Whether scales of an FP8 cache may be written beside the weights."""
         return False
 
     def extra_bytes(self, specs: Specs, shape: tuple[int, int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,6 +119,14 @@ def parse_group_size(config: Mapping[str, Any], keys: tuple[str, ...], source: s
             f"{source}: {keys[0]} is {group_size}: expected a positive number, or -1 for one group"
         )
     return None if group_size == -1 else group_size
+
+
+def parse_pattern(expression: str, source: str) -> re.Pattern[str]:
+    """A regular expression of a quantization_config. Raises CheckpointError where it is none."""
+    try:
+        return re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{source} is not a regular expression: {error}") from error
 
 
 def require_choice(

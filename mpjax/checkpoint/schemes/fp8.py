@@ -1,4 +1,4 @@
-"""Decodes FP8 (e4m3) checkpoints of two kinds: fine-grained FP8, and compressed-tensors.
+"""Reads and writes FP8 (e4m3) checkpoints of two kinds: fine-grained, and compressed-tensors.
 
 With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and scales: one for
 each block of output and input channels, `weight_scale_inv` or `weight_scale`
@@ -17,20 +17,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.schemes import checks
+from mpjax.checkpoint.schemes import checks, compressed_tensors, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.compressed_tensors import FLOATS, METHOD, NAIVE
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.checks import is_known
+from mpjax.precision import describe_weights
 
 SOURCE = "quantization_config of an FP8 checkpoint"
-SCALE_NAMES = {"fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
+FINE_GRAINED = "fp8"
+SCALE_NAMES = {FINE_GRAINED: "weight_scale_inv", METHOD: "weight_scale"}
 GROUP_SIZE = 128  # input channels per block: the only size for which there are kernels
 
 
@@ -53,11 +56,20 @@ class FP8Scheme(Scheme):
     # Static scales of activations; products here compute an activation's scale, or use 16 bits.
     ignored: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
 
+    layouts: ClassVar[tuple[str, ...]] = (FLOATS, FINE_GRAINED)
+    default_for: ClassVar[tuple[str, ...]] = ("float8",)
+
     method: str
     block: tuple[int | None, int | None]
     activations: str | None
     unsupported_activations: str | None = None
     has_cache_scales: bool = False
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` is of this format."""
+        method = config.get("quant_method")
+        return method == FINE_GRAINED or compressed_tensors.is_layout(config, FLOATS)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FP8Scheme:
@@ -66,9 +78,9 @@ class FP8Scheme(Scheme):
         Raises CheckpointError for another method, and for an FP8 layout that can't be read.
         """
         method = config.get("quant_method")
-        if method == "fp8":
+        if method == FINE_GRAINED:
             return _fine_grained(config)
-        if method == "compressed-tensors":
+        if method == METHOD:
             return _compressed_tensors(config)
         raise CheckpointError(
             f"{SOURCE}: quant_method is {method!r}: expected {' or '.join(map(repr, SCALE_NAMES))}"
@@ -82,9 +94,10 @@ class FP8Scheme(Scheme):
     @classmethod
     def holds(cls, specs: Specs) -> bool:
         """Whether a module has an FP8 weight, or a tensor with the name of its scales."""
+        dtype = str(specs["weight"].dtype) if "weight" in specs else ""
         if any(name in specs for name in SCALE_NAMES.values()):
-            return True
-        return "weight" in specs and str(specs["weight"].dtype).startswith("float8")
+            return dtype != "int8" and "weight_packed" not in specs
+        return dtype.startswith("float8")
 
     @property
     def quant_method(self) -> str:
@@ -153,6 +166,70 @@ class FP8Scheme(Scheme):
         scales = _scales_of_channels(scales, size=size, outputs=outputs)
         return PlainCodes(self.weights, weight.T, scales)
 
+    @classmethod
+    def of_layout(cls, layout: str, modules: writing.Modules) -> FP8Scheme:
+        """A scale for each output channel, or for each block of 128 × 128 channels."""
+        writing.require_codes(layout, modules, cls.default_for)
+        format = writing.only_format(layout, modules)
+        if layout == FLOATS:
+            block = (1, None) if format.group_size is None else (GROUP_SIZE, GROUP_SIZE)
+            return cls(METHOD, block, format.operand)
+        if format.group_size is None or format.operand is None:
+            raise ValueError(
+                f"format {layout!r} holds blocks of {GROUP_SIZE} input channels that meet FP8 "
+                f"activations, WFP8g128AFP8, and the weights are {describe_weights(format)}: "
+                f"export as {FLOATS!r}"
+            )
+        return cls(FINE_GRAINED, (GROUP_SIZE, GROUP_SIZE), format.operand)
+
+    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
+        """What config.json says."""
+        if self.method == FINE_GRAINED:
+            return {
+                "quant_method": FINE_GRAINED,
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(self.block),
+                "modules_to_not_convert": list(plain),
+            }
+        rows, columns = self.block
+        strategy = "tensor" if rows is None else "channel" if columns is None else "block"
+        group = compressed_tensors.write_group(
+            compressed_tensors.write_weights(
+                *(8, "float", strategy),
+                block_structure=list(self.block) if strategy == "block" else None,
+            ),
+            None
+            if self.activations is None
+            else compressed_tensors.write_activations("float", columns),
+        )
+        return compressed_tensors.write(FLOATS, [group], plain, cache)
+
+    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
+        """The tensors of one module.
+
+        Raises ValueError where scales differ within a block.
+        """
+        rows, outputs = self.block[0], plain.shape[1]
+        size = min(rows or outputs, outputs)
+        scales = plain.scales.T[::size]
+        again = _scales_of_channels(scales, size=size, outputs=outputs)
+        if is_known(again) and not bool(jnp.all(again == plain.scales)):
+            raise ValueError(
+                f"{name} has scales that differ within a block of {size} output channels, which no "
+                "format that others read can hold: quantise to WFP8gKA16, with a scale for each "
+                f"output channel, or {writing.REMEDY}"
+            )
+        return {
+            "weight": plain.codes.T,
+            self.scale_name: scales.reshape(-1) if rows is None else scales,
+        }
+
+    @property
+    def can_hold_cache_scales(self) -> bool:
+        """Whether scales of an FP8 cache may lie beside the weights."""
+        return self.method == METHOD
+
 
 def _fine_grained(config: Mapping[str, Any]) -> FP8Scheme:
     checks.require_choice(config, "fmt", ("e4m3",), SOURCE, "e4m3")
@@ -160,55 +237,23 @@ def _fine_grained(config: Mapping[str, Any]) -> FP8Scheme:
     checks.require_choice(config, "activation_scheme", ("dynamic", "static"), SOURCE, "dynamic")
     block = _parse_block(config, "weight_block_size", SOURCE)
     if config.get("activation_scheme") == "static":
-        return FP8Scheme("fp8", block, None, "FP8 with static scales")
-    return FP8Scheme("fp8", block, "float8")
+        return FP8Scheme(FINE_GRAINED, block, None, "FP8 with static scales")
+    return FP8Scheme(FINE_GRAINED, block, "float8")
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> FP8Scheme:
-    layouts = ("float-quantized", "naive-quantized")  # the same for FP8
-    checks.require_choice(config, "format", layouts, SOURCE)
-    if config.get("transform_config"):
-        raise CheckpointError(
-            f"{SOURCE}: there is a transform_config, and rotated weights can't be read: load a "
-            "checkpoint without one"
-        )
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise CheckpointError(f"{SOURCE}: config_groups is {groups!r}: expected a map of groups")
     parsed = {}
-    for name, group in groups.items():
+    for name, group in compressed_tensors.read_groups(config, (FLOATS, NAIVE), SOURCE).items():
         source = f"{SOURCE}, group {name!r}"
-        if not isinstance(group, Mapping):
-            raise CheckpointError(f"{source} is {group!r}: expected an object")
-        checks.require_choice(group, "format", layouts, source, layouts[0])
-        checks.require_choice(group, "output_activations", (None,), source)
         block = _parse_weights(group.get("weights"), f"{source}, weights")
-        activations = _parse_activations(group.get("input_activations"), block, source)
-        parsed[name] = FP8Scheme("compressed-tensors", block, *activations)
+        activations = _parse_activations(group, block, source)
+        parsed[name] = FP8Scheme(METHOD, block, *activations)
     if len(set(parsed.values())) > 1:
         raise CheckpointError(
             f"{SOURCE}: config_groups {', '.join(parsed)} differ: expected one scheme for all"
         )
-    has_cache_scales = _check_cache(config.get("kv_cache_scheme"))
+    has_cache_scales = compressed_tensors.has_cache_scales(config, SOURCE)
     return dataclasses.replace(next(iter(parsed.values())), has_cache_scales=has_cache_scales)
-
-
-def _check_cache(scheme: Any) -> bool:
-    """Whether there is a kv_cache_scheme.
-
-    Raises CheckpointError unless it is FP8 with a static scale for each tensor or each head.
-    """
-    if not scheme:
-        return False
-    source = f"{SOURCE}, kv_cache_scheme"
-    if not isinstance(scheme, Mapping):
-        raise CheckpointError(f"{source} is {scheme!r}: expected an object")
-    checks.require_choice(scheme, "type", ("float",), source)
-    checks.require_choice(scheme, "num_bits", (8,), source)
-    checks.require_choice(scheme, "symmetric", (True,), source, True)
-    checks.require_choice(scheme, "dynamic", (False,), source, False)
-    checks.require_choice(scheme, "strategy", ("tensor", "attn_head"), source)
-    return True
 
 
 def _parse_weights(weights: Any, source: str) -> tuple[int | None, int | None]:
@@ -225,22 +270,14 @@ def _parse_weights(weights: Any, source: str) -> tuple[int | None, int | None]:
 
 
 def _parse_activations(
-    written: Any, block: tuple[int | None, int | None], source: str
+    group: Mapping[str, Any], block: tuple[int | None, int | None], source: str
 ) -> tuple[str | None, str | None]:
-    """FP8Scheme's fields `activations` and `unsupported_activations`, from input_activations."""
-    if not written:
-        return None, None
-    if not isinstance(written, Mapping):
-        raise CheckpointError(f"{source}, input_activations is {written!r}: expected an object")
-    kind = f"{written.get('num_bits')}-bit {written.get('type')}"
-    strategy = written.get("strategy")
-    size = written.get("group_size") if strategy == "group" else None
-    if written.get("dynamic") is not True:
-        return None, f"{kind} with static scales"
-    if kind != "8-bit float" or strategy not in ("token", "group") or size != block[1]:
-        of = f"groups of {size}" if size else f"strategy {strategy!r}"
-        return None, f"{kind} with dynamic scales ({of})"
-    return "float8", None
+    """FP8Scheme's fields `activations` and `unsupported_activations`."""
+    found = compressed_tensors.describe_activations(group, source)
+    here = "strategy 'token'" if block[1] is None else f"groups of {block[1]}"
+    if found == f"8-bit float with dynamic scales ({here})":
+        return "float8", None
+    return None, found
 
 
 def _parse_block(config: Mapping[str, Any], key: str, source: str) -> tuple[int, int]:

@@ -1,4 +1,6 @@
-"""Decodes GPTQ checkpoints of 4 and 8 bits, `gptq` (v1) and `gptq_v2`, with or without act-order.
+"""Reads and writes GPTQ checkpoints of 4 and 8 bits, `gptq` (v1) and `gptq_v2`.
+
+Channels may be in another order (act-order).
 
 With K input and N output channels in G groups and b bits, a module has `qweight` int32
 [K b / 32, N], `qzeros` int32 [G, N b / 32], `scales` [G, N] and `g_idx` int32 [K], the group of
@@ -11,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.checkpoint.schemes import checks, words
+from mpjax.checkpoint.schemes import checks, words, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
@@ -61,6 +63,7 @@ class GPTQScheme(Scheme):
     # Some writers give each module a bias, all zeros where the model has none.
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx", "bias")
     on_host: ClassVar[tuple[str, ...]] = ("g_idx",)
+    layouts: ClassVar[tuple[str, ...]] = ("gptq_v2", "gptq")  # v2 holds all zero points
 
     bits: int
     group_size: int | None
@@ -219,6 +222,61 @@ class GPTQScheme(Scheme):
         scales = jnp.asarray(tensors["scales"])
         return PlainCodes(self.format(name, rows), codes, scales, zeros, permutation)
 
+    @classmethod
+    def of_layout(cls, layout: str, modules: writing.Modules) -> GPTQScheme:
+        """What most modules have, and a `dynamic` rule for each other one."""
+        writing.require_codes(layout, modules, ("uint4", "uint8"))
+        integers = writing.integers_of(modules)
+        usual = writing.most_common(integers)
+        rules = tuple(
+            DynamicRule(_only(name), True, *found)
+            for name, found in integers.items()
+            if found != usual
+        )
+        act_order = any(plain.permutation is not None for plain in modules.values())
+        bits, size, symmetric = usual
+        return cls(bits, size, layout, act_order, False, symmetric, rules)
+
+    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
+        """What config.json says."""
+        left_out: dict[str, Any] = {f"-:{_only(name).pattern}": {} for name in plain}
+        rules = {
+            f"{'+' if rule.quantized else '-'}:{rule.pattern.pattern}": _integers(rule)
+            for rule in self.dynamic
+        }
+        return {
+            "quant_method": self.quant_method,
+            **_integers(self),
+            "desc_act": self.desc_act,
+            "static_groups": self.static_groups,
+            "lm_head": False,
+            "checkpoint_format": self.checkpoint_format,
+            "pack_dtype": "int32",
+            "dynamic": left_out | rules,
+        }
+
+    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
+        """The tensors of one module. Raises ValueError as Scheme.encode does.
+
+        v1 holds no zero point of 0: stored as −1, it is another one to readers that unpack first.
+        """
+        config = self._of_packed_module(name)
+        minus_one = self.checkpoint_format == "gptq"
+        zeros, bits = writing.zero_points(plain), config.bits
+        writing.require_columns(
+            self.checkpoint_format, name, plain.shape[1], words.WORD_BITS // bits
+        )
+        remedy = "export as 'gptq_v2'" if minus_one else writing.REMEDY
+        bounds = int(minus_one), 2**bits - 1
+        writing.require_zeros(self.checkpoint_format, name, zeros, *bounds, remedy)
+        codes, g_idx = writing.in_channel_order(plain)
+        return {
+            "qweight": words.pack_words(codes, bits, axis=0),
+            "qzeros": words.pack_words(zeros - jnp.uint16(minus_one), bits, axis=1),
+            "scales": plain.scales,
+            "g_idx": g_idx,
+        }
+
     def extra_bytes(self, specs: Specs, shape: tuple[int, int]) -> int:
         """Bytes of the permutation, for a module with `g_idx`; an upper bound."""
         return 4 * shape[0] if "g_idx" in specs else 0
@@ -237,12 +295,14 @@ class GPTQScheme(Scheme):
         return resolved
 
 
-def permutation_of(g_idx: np.ndarray, group_size: int, name: str) -> np.ndarray | None:
+def permutation_of(
+    g_idx: np.ndarray, group_size: int, name: str, suffix: str = "g_idx"
+) -> np.ndarray | None:
     """The permutation of input channels that puts each group's channels side by side.
 
-    g_idx: integers [K], the group of each channel. Returns int32 [K], groups in order and channels
-    of a group in their original order; None where `g_idx` is in that order already. Raises
-    CheckpointError unless every group has exactly group_size channels.
+    g_idx: integers [K], the group of each channel, from the tensor `suffix`. Returns int32 [K],
+    groups in order and channels of a group in their original order; None where `g_idx` is in that
+    order already. Raises CheckpointError unless every group has exactly group_size channels.
     """
     channels = g_idx.shape[0]
     ordered = np.arange(channels) // group_size
@@ -253,10 +313,20 @@ def permutation_of(g_idx: np.ndarray, group_size: int, name: str) -> np.ndarray 
         wrong = (counts != group_size) | (groups < 0) | (groups >= channels // group_size)
         worst = int(np.argmax(wrong))
         raise CheckpointError(
-            f"{name}.g_idx puts {counts[worst]} channels in group {groups[worst]}: expected "
+            f"{name}.{suffix} puts {counts[worst]} channels in group {groups[worst]}: expected "
             f"{group_size} channels in each of the groups 0 to {channels // group_size - 1}"
         )
     return np.argsort(g_idx, kind="stable").astype(np.int32)
+
+
+def _only(name: str) -> re.Pattern[str]:
+    """A pattern that matches one module's path."""
+    return re.compile(f"^{re.escape(name)}$")
+
+
+def _integers(said: GPTQScheme | DynamicRule) -> dict[str, Any]:
+    """What config.json says of a checkpoint's codes, or of those that a rule is for."""
+    return {"bits": said.bits, "group_size": said.group_size or -1, "sym": bool(said.symmetric)}
 
 
 def _centred(zeros: jax.Array, config: GPTQScheme) -> jax.Array:
@@ -290,11 +360,7 @@ def _parse_dynamic(
     parsed = []
     for key, overrides in rules.items():
         source = f"{SOURCE}, dynamic rule {key!r:.80}"
-        expression = key[2:] if key.startswith(("-:", "+:")) else key
-        try:
-            pattern = re.compile(expression)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{source} is not a regular expression: {error}") from error
+        pattern = checks.parse_pattern(key[2:] if key.startswith(("-:", "+:")) else key, source)
         overrides = overrides or {}
         if not isinstance(overrides, Mapping):
             raise CheckpointError(f"{source} is {overrides!r}: expected a map of settings")

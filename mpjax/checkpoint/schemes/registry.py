@@ -1,4 +1,4 @@
-"""Registry of the quantised checkpoint formats that can be read, one line each."""
+"""Registry of the quantised checkpoint formats that can be read and written, one line each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from mpjax.checkpoint.schemes.awq import AWQScheme
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.checkpoint.schemes.fp8 import FP8Scheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
+from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
+from mpjax.checkpoint.schemes.pack_quantized import PackQuantizedScheme
 from mpjax.errors import CheckpointError
 
 SCHEMES: list[type[Scheme]] = [
     AWQScheme,
     GPTQScheme,
     FP8Scheme,
+    PackQuantizedScheme,
+    IntQuantizedScheme,
 ]
 
 
@@ -35,3 +39,8 @@ def read(config: Mapping[str, Any]) -> Scheme:
 def of_module(specs: Specs) -> type[Scheme] | None:
     """The format of a module, judged by its tensors alone; None for a module in 16 bits."""
     return next((scheme for scheme in SCHEMES if scheme.holds(specs)), None)
+
+
+def layouts() -> dict[str, type[Scheme]]:
+    """Of each layout that can be written, its scheme."""
+    return {layout: scheme for scheme in SCHEMES for layout in scheme.layouts}

@@ -117,6 +117,28 @@ def unpack_words(
     return codes.astype(jnp.uint8).reshape(rows, -1)
 
 
+def pack_words(
+    fields: jax.Array, bits: int, axis: int, order: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Joins unsigned fields into 32-bit words along a matrix's axis: undoes `unpack_words`.
+
+    fields: integers [R, C], each below 2**bits; zeros fill the last word. bits, order: as there.
+    Returns int32 [⌈R · bits / 32⌉, C] for axis 0 and [R, ⌈C · bits / 32⌉] for axis 1.
+    """
+    count = WORD_BITS // bits
+    places = np.arange(count) if order is None else np.array(order)
+    shifts = jnp.asarray(places * bits, jnp.uint32)
+    missing = [(0, 0), (0, 0)]
+    missing[axis] = (0, -fields.shape[axis] % count)
+    padded = jnp.pad(fields.astype(jnp.uint32), missing)
+    if axis == 0:
+        split = padded.reshape(-1, count, padded.shape[1]) << shifts[None, :, None]
+    else:
+        split = padded.reshape(padded.shape[0], -1, count) << shifts[None, None, :]
+    words = jnp.sum(split, axis=axis + 1, dtype=jnp.uint32)  # the fields' bits are apart
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
 def check_middle(name: str, zeros: jax.Array, bits: int, said: str) -> None:
     """Raises CheckpointError unless all zero points are 2**(bits − 1); traced zero points pass.
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from tests.mpjax.bad_files.ways import Case, Way, config
-from tests.mpjax.checkpoint.write_checkpoint import AWQ, GPTQ, compressed_fp8
+from tests.mpjax.checkpoint.write_checkpoint import (
+    AWQ,
+    GPTQ,
+    compressed_fp8,
+    compressed_integers,
+)
 
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
@@ -124,7 +129,38 @@ CONFIGS: list[Case] = [
                 ),
                 (AWQ | {"zero_point": "true"}, "an AWQ checkpoint: zero_point is 'true': expected"),
                 ({"quant_method": "fp8"}, "an FP8 checkpoint: weight_block_size is None: expected"),
-                ({"quant_method": "compressed-tensors"}, "an FP8 checkpoint: format is None: expe"),
+                (
+                    {"quant_method": "compressed-tensors"},
+                    "a compressed-tensors checkpoint: format is None: expected 'pack-quantized' or",
+                ),
+                (
+                    compressed_integers() | {"format": "mxfp4-pack-quantized"},
+                    "a compressed-tensors checkpoint: format is 'mxfp4-pack-quantized': expected '",
+                ),
+                (
+                    compressed_integers() | {"config_groups": {"a": []}},
+                    "a compressed-tensors checkpoint, group 'a' is []: expected an object",
+                ),
+                (
+                    compressed_integers() | {"ignore": ["re:("]},
+                    "a compressed-tensors checkpoint, ignore 're:(' is not a regular expression",
+                ),
+                *(
+                    (compressed_integers(**weights), f"a compressed-tensors checkpoint, {said}")
+                    for weights, said in [
+                        ({"num_bits": 3}, "group 'group_0', weights: num_bits is 3: expected 4 or"),
+                        ({"num_bits": [4]}, "group 'group_0', weights: num_bits is [4]: expected"),
+                        (
+                            {"group_size": {}},
+                            "group 'group_0', weights: group_size is {}: expected",
+                        ),
+                        ({"actorder": 7}, "group 'group_0', weights: actorder is 7: expected null"),
+                    ]
+                ),
+                (
+                    compressed_integers("int-quantized", num_bits=4),
+                    "a compressed-tensors checkpoint, group 'group_0', weights: num_bits is 4: exp",
+                ),
                 (
                     compressed_fp8("channel", "token") | {"config_groups": {"a": []}},
                     "an FP8 checkpoint, group 'a' is []: expected an object",

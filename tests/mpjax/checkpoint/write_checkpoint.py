@@ -206,3 +206,26 @@ def write_checkpoint(folder: Path, hf: dict[str, Any], tensors: dict, shards: in
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def compressed_integers(layout: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    """A quantization_config of llm-compressor for integers; weights: what differs from W4A16."""
+    usual = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    usual |= {"dynamic": False, "actorder": None, "block_structure": None}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token"}
+    if layout == "int-quantized":
+        usual |= {"num_bits": 8, "strategy": "channel", "group_size": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": usual | weights,
+        "input_activations": inputs | {"dynamic": True} if layout == "int-quantized" else None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }

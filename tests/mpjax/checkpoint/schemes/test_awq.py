@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -11,6 +13,7 @@ from mpjax.checkpoint.schemes.awq import AWQScheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.packers import pack_awq
+from tests.mpjax.checkpoint.schemes.plain import random_plain
 
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 NAME = "model.layers.0.mlp.down_proj"
@@ -213,3 +216,22 @@ def test_zero_points_that_contradict_the_config():
     np.testing.assert_array_equal(zeros, np.full(zeros.shape, 8))
     with pytest.raises(CheckpointError, match="zero_point is 'no': expected true or false"):
         config(zero_point="no")
+
+
+def test_what_is_written_is_read():
+    modules = {
+        NAME: random_plain("uint4:g32", (64, 8)),
+        "b": random_plain("uint4:g32:sym", (64, 8)),
+    }
+    scheme = AWQScheme.of_layout("awq", modules)
+    written = scheme.quantization_config(["lm_head", "c"])
+    assert written["modules_to_not_convert"] == ["lm_head", "c"]
+    assert AWQScheme.from_config(written) == scheme == AWQScheme(32)
+    with pytest.raises(ValueError, match=r"'awq' packs 8 output channels in a word, and .* has 12"):
+        scheme.encode(random_plain("uint4:g32", (64, 12)), NAME)
+    plain = modules[NAME]
+    plain = dataclasses.replace(plain, zeros=plain.zeros.at[0, 0].set(16))
+    with pytest.raises(
+        ValueError, match=r"'awq' holds zero points from 0 to 15, and .* to 16: expor"
+    ):
+        scheme.encode(plain, NAME)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mpjax.checkpoint.schemes.fp8 import FP8Scheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat, pack
+from tests.mpjax.checkpoint.schemes.plain import random_plain
 from tests.mpjax.checkpoint.write_checkpoint import CACHE, FP8, compressed_fp8
 
 NAME = "model.layers.0.mlp.down_proj"
@@ -275,3 +276,38 @@ def test_a_precision_may_choose_the_activations():
     assert not any(choice.unsupported_activations for choice in static.choices)
     assert static.quant_method == "fp8"
     assert CHANNELS.quant_method == "compressed-tensors"
+
+
+@pytest.mark.parametrize(
+    ("layout", "format", "rows"),
+    [
+        ("float-quantized", "float8/float8", 1),
+        ("float-quantized", "float8", 1),
+        ("float-quantized", "float8:g128/float8", 128),
+        ("float-quantized", "float8:g128", 128),
+        ("fp8", "float8:g128/float8", 128),
+    ],
+)
+def test_what_is_written_is_read(layout, format, rows):
+    plain = random_plain(format, (200, 150), rows=rows)
+    scheme = FP8Scheme.of_layout(layout, {NAME: plain})
+    assert parse(scheme.quantization_config(["lm_head"])) == scheme
+    found = parse(scheme.quantization_config(["lm_head"], "tensor"))
+    assert found.has_cache_scales == scheme.can_hold_cache_scales == (layout != "fp8")
+    again = scheme.decode(scheme.encode(plain, NAME), NAME, (200, 150))
+    assert again.format == plain.format
+    np.testing.assert_array_equal(again.scales, plain.scales)
+
+
+def test_scales_that_no_block_has():
+    plain = random_plain("float8:g128", (256, 150))
+    scheme = FP8Scheme.of_layout("float-quantized", {NAME: plain})
+    with pytest.raises(
+        ValueError, match="scales that differ within a block of 128 output channels"
+    ):
+        scheme.encode(plain, NAME)
+    for format in ("float8/float8", "float8:g128"):
+        with pytest.raises(
+            ValueError, match=r"'fp8' holds blocks of 128 .* export as 'float-quantiz"
+        ):
+            FP8Scheme.of_layout("fp8", {NAME: random_plain(format, (256, 8))})

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -12,6 +14,7 @@ from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from tests.mpjax.checkpoint.packers import pack_gptq
+from tests.mpjax.checkpoint.schemes.plain import random_plain
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 NAME = "model.layers.0.mlp.down_proj"
@@ -432,3 +435,37 @@ def test_patterns_that_no_module_can_match(pattern):
     ) as error:
         GPTQScheme.from_config(DESCRIBED | {"dynamic": {pattern: {}}})
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+def test_what_is_written_is_read(layout):
+    modules = {
+        "a.1": random_plain("uint4:g32:sym", (64, 8)),
+        "a.10": random_plain("uint4:g32:sym", (64, 8)),
+        "b": random_plain("uint8", (64, 8), least_zero=1),
+        "c": random_plain("uint4:g64", (128, 8), least_zero=1, permuted=True),
+    }
+    scheme = GPTQScheme.of_layout(layout, modules)
+    written = scheme.quantization_config(["lm_head", "a.2"])
+    assert (written["bits"], written["sym"], written["desc_act"]) == (4, True, True)
+    assert written["dynamic"][r"+:^b$"] == {"bits": 8, "group_size": -1, "sym": False}
+    found = GPTQScheme.from_config(written)
+    assert found.checkpoint_format == layout
+    for name, plain in modules.items():
+        again = found.decode(scheme.encode(plain, name), name, plain.shape)
+        np.testing.assert_array_equal(again.dequantize(), plain.dequantize())
+    for name in ("lm_head", "a.2"):
+        assert found.for_module(name) is None
+    with pytest.raises(ValueError, match=rf"'{layout}' packs 8 output channels in a word, and a.1"):
+        scheme.encode(random_plain("uint4:g32:sym", (64, 12)), "a.1")
+
+
+def test_a_zero_point_of_0_is_no_v1():
+    modules = {"a": random_plain("uint8:g32", (64, 8))}
+    modules["a"] = dataclasses.replace(modules["a"], zeros=modules["a"].zeros.at[0, 3].set(0))
+    message = (
+        "'gptq' holds zero points from 1 to 255, and a has them from 0 to .*: export as 'gptq_v2'"
+    )
+    with pytest.raises(ValueError, match=message):
+        GPTQScheme.of_layout("gptq", modules).encode(modules["a"], "a")
+    GPTQScheme.of_layout("gptq_v2", modules).encode(modules["a"], "a")

@@ -8,6 +8,7 @@ import pytest
 from mpjax.checkpoint.schemes.words import (
     check_middle,
     check_packing,
+    pack_words,
     packing,
     refuse_packing,
     uniform_format,
@@ -131,3 +132,21 @@ def test_zero_points_in_the_middle():
         return zeros
 
     jax.jit(traced)(zeros)  # where no value is known
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("order", [None, (1, 0, 3, 2)])
+def test_packing_undoes_unpacking(bits, axis, order, rng):
+    words = jnp.asarray(rng.integers(-(2**31), 2**31, (3, 5), dtype=np.int32))
+    if order is not None and bits == 4:
+        order = (*order, *(field + 4 for field in order))
+    fields = unpack_words(words, bits, axis, order)
+    np.testing.assert_array_equal(pack_words(fields, bits, axis, order), words)
+
+
+def test_packing_fills_the_last_word_with_zeros():
+    fields = jnp.asarray([[1, 2, 15], [0, 0, 9]], jnp.uint8)
+    np.testing.assert_array_equal(pack_words(fields, 4, axis=1), [[0xF21], [0x900]])
+    np.testing.assert_array_equal(pack_words(fields, 8, axis=0), [[1, 2, 0x090F]])
+    assert pack_words(fields, 8, axis=0).dtype == jnp.int32

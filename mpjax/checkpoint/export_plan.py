@@ -1,0 +1,173 @@
+"""What an export writes: the tensors of a model by their names in Hugging Face's files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.checkpoint.schemes import registry
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.writing import REMEDY, Modules
+from mpjax.kernels import PlainCodes, QuantizedTensor, unpack
+from mpjax.kernels.checks import are_finite, did_you_mean, is_known, nearest, shown
+from mpjax.models import Decoder
+from mpjax.models.parameters import name_of, names_of
+from mpjax.precision import describe_weights
+
+PLAIN = "plain"  # the layout without quantised modules
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportPlan:
+    """What is written of a model.
+
+    scheme: how packed maps are stored; None where all are plain numbers.
+    quantization: what config.json says of it. cache: the strategy of the FP8 cache's scales that
+    are written, None where none are.
+    """
+
+    model: Decoder
+    scheme: Scheme | None
+    quantization: dict[str, Any] | None
+    cache: str | None
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """All names and arrays, each made when it is asked for."""
+        model, config = self.model, self.model.config
+        for place in model.array_places(config):
+            yield place.name, place.read(model)
+        for linear_place in model.linear_places(config):
+            maps = linear_place.maps(model)
+            for name, linear in zip(linear_place.names, maps, strict=True):
+                yield from self._linear(name, linear.kernel.get_value()).items()
+                if linear.bias is not None:
+                    yield f"{name}.bias", linear.bias.get_value()
+        if self.cache is not None and model.cache_scales is not None:
+            scales = np.asarray(model.cache_scales.get_value())
+            for layer, pair in enumerate(scales):
+                for name, heads in zip(
+                    names_of(model.names, "cache_scales", layer), pair, strict=True
+                ):
+                    yield name, heads[:1] if self.cache == "tensor" else heads[:, None, None]
+
+    def specs(self) -> dict[str, Any]:
+        """Shapes and dtypes of all tensors, in the same order; nothing is computed.
+
+        Raises ValueError for shapes that the layout can't hold.
+        """
+        order: list[str] = []
+        host: dict[str, np.ndarray] = {}  # of which JAX would take some for others: it has no int64
+
+        def arrays() -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for name, array in self.tensors():
+                order.append(name)
+                (host if isinstance(array, np.ndarray) else found)[name] = array
+            return found
+
+        specs = jax.eval_shape(arrays) | host
+        return {name: specs[name] for name in order}
+
+    def _linear(self, name: str, kernel: Any) -> dict[str, Any]:
+        if not isinstance(kernel, QuantizedTensor):
+            found: Mapping[str, Any] = {"weight": kernel.T}
+        elif self.scheme is not None:
+            found = self.scheme.encode(unpack(kernel), name)
+        else:
+            dtype = self.model.config.dtype
+            weight = unpack(kernel).dequantize(dtype)
+            if is_known(weight) and not are_finite(weight):
+                raise ValueError(
+                    f"{name} has weights beyond the range of {dtype}: load the model with "
+                    "dtype='bfloat16'"
+                )
+            found = {"weight": weight.T}
+        return {f"{name}.{suffix}": array for suffix, array in found.items()}
+
+
+def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
+    """Decides how a model is written.
+
+    layout: one of `layouts()`, or None for that of the model's weights. Raises ValueError for
+    another one, or one that can't hold the weights.
+    """
+    require_layout(layout)
+    maps = _shapes(model)
+    packed = {name: plain for name, plain in maps.items() if plain is not None}
+    if layout == PLAIN or (layout is None and not packed):
+        return ExportPlan(model, None, None, None)
+    if not packed:
+        raise ValueError(
+            f"format {layout!r} holds quantised weights, and the model has none: export with "
+            f"format={PLAIN!r}, or load the model with a precision such as W4A16KV8"
+        )
+    scheme = (
+        _usual(packed) if layout is None else registry.layouts()[layout].of_layout(layout, packed)
+    )
+    head = name_of(model.names, "head").removesuffix(".weight")
+    left = [head, *(name for name in maps if name not in packed)]
+    cache = _cache_strategy(model) if scheme.can_hold_cache_scales else None
+    return ExportPlan(model, scheme, scheme.quantization_config(left, cache), cache)
+
+
+def require_layout(layout: str | None) -> None:
+    """Raises ValueError for what no export's format is; None is the model's own."""
+    if layout is not None and layout not in layouts():
+        hint = did_you_mean(nearest(str(layout), layouts()))
+        raise ValueError(
+            f"format is {shown(layout)}{hint}: expected one of {', '.join(layouts())}, or None for "
+            "that of the model's weights"
+        )
+
+
+def layouts() -> list[str]:
+    """What an export's format may be."""
+    return [*registry.layouts(), PLAIN]
+
+
+def _usual(packed: Modules) -> Scheme:
+    """The scheme of the layout that is usual for modules, or of the first that can hold them.
+
+    Raises ValueError where none can.
+    """
+    kinds = {
+        plain.format.codes + (":sym" if plain.format.symmetric else "") for plain in packed.values()
+    }
+    choices = registry.layouts().items()
+    for layout, scheme in sorted(choices, key=lambda choice: not kinds <= {*choice[1].default_for}):
+        with contextlib.suppress(ValueError):
+            return scheme.of_layout(layout, packed)
+    found = sorted({describe_weights(plain.format) for plain in packed.values()})
+    raise ValueError(
+        f"the weights are {' and '.join(found)}, which no format that others read can hold: "
+        f"{REMEDY}"
+    )
+
+
+def _shapes(model: Decoder) -> dict[str, PlainCodes | None]:
+    """The plain codes of each linear map, shapes in the place of arrays; None of plain maps."""
+    places = model.linear_places(model.config)
+
+    def codes() -> dict[str, PlainCodes | None]:
+        return {
+            name: unpack(kernel) if isinstance(kernel, QuantizedTensor) else None
+            for place in places
+            for name, linear in zip(place.names, place.maps(model), strict=True)
+            for kernel in [linear.kernel.get_value()]
+        }
+
+    found = jax.eval_shape(codes)
+    return {name: found[name] for place in places for name in place.names}
+
+
+def _cache_strategy(model: Decoder) -> str | None:
+    """Whether there is an FP8 cache's scale for all heads of a layer, or for each."""
+    scales = None if model.cache_scales is None else np.asarray(model.cache_scales.get_value())
+    if scales is None or scales.ndim != 3:  # those of channels are for another cache
+        return None
+    return "tensor" if bool(np.all(scales == scales[..., :1])) else "attn_head"

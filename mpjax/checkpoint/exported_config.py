@@ -1,0 +1,69 @@
+"""The config.json of an exported model: that of the model's source, with what has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mpjax
+from mpjax.checkpoint import huggingface
+from mpjax.errors import CheckpointError
+from mpjax.kernels import files
+from mpjax.language_model import LanguageModel
+from mpjax.models import DecoderConfig
+
+MARK = "mpjax_version"  # of folders that `mpjax.export` has written, and may replace
+DTYPE_KEYS = ("torch_dtype", "dtype")  # older and newer files; every reader takes the first
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# What no weight depends on, and what may be another number than the file's.
+IGNORED_FIELDS = ("max_position_embeddings", "stop_ids")
+
+
+def make(lm: LanguageModel, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What config.json says of a model, whose source's it begins with.
+
+    quantization: the `quantization_config`; None where all weights are plain. Raises ValueError
+    where the source has none, or that of another model.
+    """
+    path = lm.source / huggingface.CONFIG_NAME
+    if not os.path.lexists(path):
+        raise ValueError(
+            f"{lm.source} has no {huggingface.CONFIG_NAME}, which an export begins with: set the "
+            "model's source to a folder with that of its family"
+        )
+    hf = huggingface.read_config(lm.source)
+    hf = {key: value for key, value in hf.items() if key not in QUANTIZATION_KEYS}
+    keys = [key for key in DTYPE_KEYS if key in hf] or DTYPE_KEYS[:1]
+    hf |= dict.fromkeys(keys, lm.config.dtype)
+    hf |= {"tie_word_embeddings": lm.config.tie_word_embeddings, MARK: mpjax.__version__}
+    _require_same(lm, path, hf)
+    return hf if quantization is None else hf | {"quantization_config": {**quantization}}
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether `mpjax.export` has written a folder."""
+    path = folder / huggingface.CONFIG_NAME
+    try:
+        return MARK in files.read_object(path, CheckpointError)
+    except (CheckpointError, OSError):
+        return False
+
+
+def _require_same(lm: LanguageModel, path: Path, hf: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a config.json is that of the model."""
+    decoder, config = huggingface.decoder_config(lm.source, hf)
+    if decoder is not type(lm.model):
+        raise ValueError(
+            f"{path} is of a {decoder.__name__}, and the model is a {type(lm.model).__name__}: set "
+            "the model's source to a folder with its own"
+        )
+    for field in dataclasses.fields(DecoderConfig):
+        found, wanted = getattr(config, field.name), getattr(lm.config, field.name)
+        if field.name not in IGNORED_FIELDS and found != wanted:
+            raise ValueError(
+                f"{path} says another {field.name} ({found!s:.80}) than the model has "
+                f"({wanted!s:.80}): set the model's source to a folder with its own"
+            )

@@ -1,0 +1,185 @@
+"""What the formats of compressed-tensors share: their `quantization_config`.
+
+It has a `format` and `config_groups`: for each, which modules it targets and what their weights
+and input activations are. Source: compressed-tensors, quantization/quant_config.py,
+quantization/quant_args.py and utils/match.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpjax.checkpoint.schemes import checks
+from mpjax.errors import CheckpointError
+
+METHOD = "compressed-tensors"
+SOURCE = "quantization_config of a compressed-tensors checkpoint"
+PACKED, INTEGERS, FLOATS, NAIVE = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",  # either of the two before it
+)
+LINEAR = "Linear"  # the class of modules that a group targets, where it doesn't name them
+
+
+def is_layout(config: Mapping[str, Any], layout: str) -> bool:
+    """Whether a `quantization_config` is of this layout.
+
+    Raises CheckpointError where it is of a layout that no scheme reads.
+    """
+    if config.get("quant_method") != METHOD:
+        return False
+    checks.require_choice(config, "format", (PACKED, INTEGERS, FLOATS, NAIVE), SOURCE)
+    if config["format"] != NAIVE:
+        return config["format"] == layout
+    return layout == (INTEGERS if _has_integers(config) else FLOATS)
+
+
+def _has_integers(config: Mapping[str, Any]) -> bool:
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("type") == "int":
+            return True
+    return False
+
+
+def read_groups(
+    config: Mapping[str, Any], layouts: tuple[str, ...], source: str
+) -> dict[str, Mapping[str, Any]]:
+    """The `config_groups` by name, each an object of one of the layouts. Raises CheckpointError."""
+    checks.require_choice(config, "format", layouts, source)
+    if config.get("transform_config"):
+        raise CheckpointError(
+            f"{source}: there is a transform_config: checkpoints with one can't be read"
+        )
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(f"{source}: config_groups is {groups!r}: expected a map of groups")
+    for name, group in groups.items():
+        where = f"{source}, group {name!r}"
+        if not isinstance(group, Mapping):
+            raise CheckpointError(f"{where} is {group!r}: expected an object")
+        checks.require_choice(group, "format", layouts, where, layouts[0])
+        checks.require_choice(group, "output_activations", (None,), where)
+    return dict(groups)
+
+
+def read_integers(group: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """What a group says of its weights, integers. Raises CheckpointError."""
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{source}, weights is {weights!r}: expected an object")
+    source = f"{source}, weights"
+    checks.require_choice(weights, "type", ("int",), source)
+    checks.require_choice(weights, "dynamic", (False,), source, False)
+    return weights
+
+
+def read_names(value: Any, key: str, source: str) -> tuple[str, ...]:
+    """A list of modules' names, patterns (`re:…`) and classes. Raises CheckpointError."""
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise CheckpointError(f"{source}: {key} is {value!r:.80}: expected a list of texts")
+    for name in value:
+        if name.startswith("re:"):
+            checks.parse_pattern(name[3:], f"{source}, {key} {name!r:.80}")
+    return tuple(value)
+
+
+def names(targets: Sequence[str], module: str) -> bool:
+    """Whether targets name a module, in full or by a pattern."""
+    return module in targets or any(
+        checks.parse_pattern(target[3:], SOURCE).match(module)
+        for target in targets
+        if target.startswith("re:")
+    )
+
+
+def describe_activations(group: Mapping[str, Any], source: str) -> str | None:
+    """What products round activations to, in words; None for 16 bits. Raises CheckpointError."""
+    written = group.get("input_activations")
+    if not written:
+        return None
+    if not isinstance(written, Mapping):
+        raise CheckpointError(f"{source}, input_activations is {written!r}: expected an object")
+    kind = f"{written.get('num_bits')}-bit {written.get('type')}"
+    if written.get("dynamic") is not True:
+        return f"{kind} with static scales"
+    strategy, size = written.get("strategy"), written.get("group_size")
+    of = f"groups of {size}" if strategy == "group" and size else f"strategy {strategy!r}"
+    skewed = "" if written.get("symmetric", True) else "zero points and "
+    return f"{kind} with {skewed}dynamic scales ({of})"
+
+
+def has_cache_scales(config: Mapping[str, Any], source: str) -> bool:
+    """Whether there is a scheme, which must be FP8 with static scales of tensors or heads."""
+    scheme = config.get("kv_cache_scheme")
+    if not scheme:
+        return False
+    source = f"{source}, kv_cache_scheme"
+    if not isinstance(scheme, Mapping):
+        raise CheckpointError(f"{source} is {scheme!r}: expected an object")
+    checks.require_choice(scheme, "type", ("float",), source)
+    checks.require_choice(scheme, "num_bits", (8,), source)
+    checks.require_choice(scheme, "symmetric", (True,), source, True)
+    checks.require_choice(scheme, "dynamic", (False,), source, False)
+    checks.require_choice(scheme, "strategy", ("tensor", "attn_head"), source)
+    return True
+
+
+def write(
+    layout: str, groups: Sequence[Mapping[str, Any]], ignored: Sequence[str], cache: str | None
+) -> dict[str, Any]:
+    """The `quantization_config` of groups, each as `write_group` makes it.
+
+    cache: the strategy of an FP8 cache's scales; None where there are none.
+    """
+    return {
+        "quant_method": METHOD,
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{index}": {**group} for index, group in enumerate(groups)},
+        "ignore": list(ignored),
+        "kv_cache_scheme": None if cache is None else _numbers(8, "float", cache),
+    }
+
+
+def write_group(
+    weights: Mapping[str, Any],
+    activations: Mapping[str, Any] | None = None,
+    targets: Sequence[str] = (LINEAR,),
+) -> dict[str, Any]:
+    """One of the `config_groups`."""
+    return {
+        "targets": list(targets),
+        "weights": {**weights},
+        "input_activations": None if activations is None else {**activations},
+        "output_activations": None,
+    }
+
+
+def write_weights(bits: int, type: str, strategy: str, **others: Any) -> dict[str, Any]:
+    """What a group says of weights; others: its keys that aren't usual."""
+    return _numbers(bits, type, strategy) | others
+
+
+def write_activations(type: str, group_size: int | None = None) -> dict[str, Any]:
+    """What a group says of 8-bit activations that are rounded on the fly, token by token.
+
+    group_size: the channels of a token that share a scale; None is all.
+    """
+    strategy = "token" if group_size is None else "group"
+    return _numbers(8, type, strategy) | {"dynamic": True, "group_size": group_size}
+
+
+def _numbers(bits: int, type: str, strategy: str) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": type,
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": False,
+    }

@@ -1,0 +1,157 @@
+"""compressed-tensors' `int-quantized`: 8-bit integers, and activations rounded to 8 bits.
+
+With K input and N output channels, a module has `weight` int8 [N, K] and `weight_scale`, [N, 1] for
+each output channel or [1] for all; the weight is code · scale. Source: compressed-tensors,
+compressors/naive_quantized.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.checkpoint.schemes import checks, compressed_tensors, writing
+from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.compressed_tensors import INTEGERS, METHOD, NAIVE, SOURCE
+from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes, WeightFormat
+
+DYNAMIC = "8-bit int with dynamic scales (strategy 'token')"
+
+
+@dataclasses.dataclass(frozen=True)
+class IntQuantizedScheme(Scheme):
+    """8-bit integers with a scale for each output channel, or one for all.
+
+    by_channel: whether there is one for each.
+    activations: what products round activations to, on the fly, with a scale for each token:
+        `int8`, or None for 16-bit activations.
+    unsupported_activations, has_cache_scales: see Scheme.
+    """
+
+    title: ClassVar[str] = "int-quantized"
+    article: ClassVar[str] = "an"
+    methods: ClassVar[tuple[str, ...]] = (METHOD,)
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    # Static parameters of activations, which are rounded on the fly here, or not at all.
+    ignored: ClassVar[tuple[str, ...]] = ("input_scale", "input_zero_point")
+    layouts: ClassVar[tuple[str, ...]] = (INTEGERS,)
+    default_for: ClassVar[tuple[str, ...]] = ("int8",)
+
+    by_channel: bool = True
+    activations: str | None = "int8"
+    unsupported_activations: str | None = None
+    has_cache_scales: bool = False
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` is of this format."""
+        return compressed_tensors.is_layout(config, INTEGERS)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> IntQuantizedScheme:
+        """Reads config.json's `quantization_config`. Raises CheckpointError."""
+        groups = compressed_tensors.read_groups(config, (INTEGERS, NAIVE), SOURCE)
+        parsed = {_read_group(group, f"{SOURCE}, group {name!r}") for name, group in groups.items()}
+        if len(parsed) > 1:
+            raise CheckpointError(
+                f"{SOURCE}: config_groups {', '.join(groups)} differ: expected one scheme for all"
+            )
+        has_cache_scales = compressed_tensors.has_cache_scales(config, SOURCE)
+        return dataclasses.replace(parsed.pop(), has_cache_scales=has_cache_scales)
+
+    @classmethod
+    def holds(cls, specs: Specs) -> bool:
+        """Whether a module's weight is 8-bit integers."""
+        return "weight" in specs and str(specs["weight"].dtype) == "int8"
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of all modules."""
+        return WeightFormat("uint8") if self.activations is None else WeightFormat("int8")
+
+    def format(self, name: str, channels: int) -> WeightFormat:
+        """The format of one module on the device."""
+        return self.weights
+
+    @property
+    def choices(self) -> tuple[IntQuantizedScheme, ...]:
+        """The same weights with activations of 16 bits, and rounded to 8 bits."""
+        return tuple(
+            dataclasses.replace(self, activations=activations, unsupported_activations=None)
+            for activations in (None, "int8")
+        )
+
+    def check(
+        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Checks a module's tensors by shape and dtype and returns its (K, N)."""
+        if "weight" not in specs or len(specs["weight"].shape) != 2:
+            raise CheckpointError(
+                f"{name} has no tensor weight that is a matrix: expected int8 [N, K]"
+            )
+        outputs, channels = specs["weight"].shape
+        checks.check_weight_shape(name, (channels, outputs), shape, None)
+        scales = (outputs, 1) if self.by_channel else (1,)
+        expected = {
+            "weight": ((outputs, channels), ("int8",)),
+            "weight_scale": (scales, checks.SCALE_DTYPES),
+        }
+        checks.check_tensors(name, specs, expected, "quantization_config")
+        return channels, outputs
+
+    def decode(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> PlainCodes:
+        """Codes int8 [K, N], or beside 16-bit activations uint8 ones, with scales [1, N]."""
+        _, outputs = self.check(tensors, name, shape)
+        codes = jnp.asarray(tensors["weight"]).T
+        scales = jnp.asarray(tensors["weight_scale"]).reshape(1, -1)
+        scales = jnp.broadcast_to(scales, (1, outputs))
+        if self.activations is not None:
+            return PlainCodes(self.weights, codes, scales.astype(jnp.float32))
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ jnp.uint8(128)
+        return PlainCodes(self.weights, codes, scales, jnp.full(scales.shape, 128, jnp.uint16))
+
+    @classmethod
+    def of_layout(cls, layout: str, modules: writing.Modules) -> IntQuantizedScheme:
+        """A scale for each output channel, and activations that are rounded token by token."""
+        writing.require_codes(layout, modules, cls.default_for)
+        return cls()
+
+    def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
+        """What config.json says."""
+        group = compressed_tensors.write_group(
+            compressed_tensors.write_weights(8, "int", "channel" if self.by_channel else "tensor"),
+            None if self.activations is None else compressed_tensors.write_activations("int"),
+        )
+        return compressed_tensors.write(INTEGERS, [group], plain, cache)
+
+    def encode(self, plain: PlainCodes, name: str) -> dict[str, Any]:
+        """The tensors of one module."""
+        codes = plain.codes
+        if self.activations is None:
+            codes = jax.lax.bitcast_convert_type(codes ^ jnp.uint8(128), jnp.int8)
+        scales = plain.scales.T
+        return {"weight": codes.T, "weight_scale": scales if self.by_channel else scales[0]}
+
+    @property
+    def can_hold_cache_scales(self) -> bool:
+        """Whether scales of an FP8 cache may lie beside the weights."""
+        return True
+
+
+def _read_group(group: Mapping[str, Any], source: str) -> IntQuantizedScheme:
+    weights = compressed_tensors.read_integers(group, source)
+    checks.require_choice(weights, "num_bits", (8,), f"{source}, weights")
+    checks.require_choice(weights, "symmetric", (True,), f"{source}, weights", True)
+    checks.require_choice(weights, "strategy", ("channel", "tensor"), f"{source}, weights")
+    by_channel = weights["strategy"] == "channel"
+    activations = compressed_tensors.describe_activations(group, source)
+    if activations in (None, DYNAMIC):
+        return IntQuantizedScheme(by_channel, None if activations is None else "int8")
+    return IntQuantizedScheme(by_channel, None, activations)

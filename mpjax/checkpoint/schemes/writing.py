@@ -1,0 +1,121 @@
+"""What schemes share where they write: which weights a layout holds, and their zero points."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels.checks import is_known
+from mpjax.precision import describe_weights
+
+REMEDY = "export with format='plain', which dequantises every map to the dtype of the model"
+
+Modules = Mapping[str, PlainCodes]  # by their names in files; of the arrays, shapes are enough
+
+
+class Integers(NamedTuple):
+    """How a module's integer codes are grouped; group_size None is one group of all channels."""
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+
+
+def require_codes(
+    layout: str, modules: Modules, codes: tuple[str, ...], permuted: str | None = None
+) -> None:
+    """Raises ValueError unless all modules have one of the kinds of codes.
+
+    permuted: what to do about channels in another order (act-order); None where a layout has them.
+    """
+    for name, plain in modules.items():
+        if plain.format.codes not in codes:
+            kinds = " and ".join(codes)
+            raise ValueError(
+                f"format {layout!r} holds {kinds}, and {name} is {describe_weights(plain.format)} "
+                f"({plain.format}): {REMEDY}"
+            )
+        if permuted and plain.permutation is not None:
+            raise ValueError(
+                f"format {layout!r} has no place for the order of the channels of {name} "
+                f"(act-order): {permuted}"
+            )
+
+
+def only_format(layout: str, modules: Modules) -> WeightFormat:
+    """The one format of all modules, but for symmetry. Raises ValueError where they differ."""
+    found = {
+        dataclasses.replace(plain.format, symmetric=False): name for name, plain in modules.items()
+    }
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise ValueError(
+            f"format {layout!r} holds weights of one format, and {first} is "
+            f"{describe_weights(one)}, {second} {describe_weights(other)}: {REMEDY}"
+        )
+    return next(iter(found))
+
+
+def integers_of(modules: Modules) -> dict[str, Integers]:
+    """What each module's codes are: symmetric where all modules of the same groups are."""
+
+    def kind(format: WeightFormat) -> tuple[int, int | None]:
+        return format.bits, format.group_size
+
+    formats = {name: plain.format for name, plain in modules.items()}
+    skewed = {kind(format) for format in formats.values() if not format.symmetric}
+    return {
+        name: Integers(*kind(format), kind(format) not in skewed)
+        for name, format in formats.items()
+    }
+
+
+def most_common(integers: Mapping[str, Integers]) -> Integers:
+    """What most modules have; the first of several."""
+    return collections.Counter(integers.values()).most_common(1)[0][0]
+
+
+def zero_points(plain: PlainCodes) -> jax.Array:
+    """The zero points [groups, N] of integer codes, also of symmetric ones."""
+    if plain.zeros is not None:
+        return plain.zeros
+    return jnp.full(plain.scales.shape, 2 ** (plain.format.bits - 1), jnp.uint16)
+
+
+def require_zeros(
+    layout: str, name: str, zeros: jax.Array, least: int, most: int, remedy: str = REMEDY
+) -> None:
+    """Raises ValueError for zero points that a layout can't hold; of traced ones, nothing."""
+    if not is_known(zeros):
+        return
+    low, high = int(zeros.min()), int(zeros.max())
+    if low < least or high > most:
+        raise ValueError(
+            f"format {layout!r} holds zero points from {least} to {most}, and {name} has them from "
+            f"{low} to {high}: {remedy}"
+        )
+
+
+def in_channel_order(plain: PlainCodes) -> tuple[jax.Array, jax.Array]:
+    """Codes [K, N] in the order of the input channels, and int32 [K], the group of each."""
+    channels = plain.codes.shape[0]
+    groups = jnp.arange(channels, dtype=jnp.int32) // (plain.format.group_size or channels)
+    if plain.permutation is None:
+        return plain.codes, groups
+    order = jnp.argsort(plain.permutation)
+    return plain.codes[order], groups[order]
+
+
+def require_columns(layout: str, name: str, outputs: int, multiple: int) -> None:
+    """Raises ValueError where a module's output channels don't fill whole words."""
+    if outputs % multiple:
+        raise ValueError(
+            f"format {layout!r} packs {multiple} output channels in a word, and {name} has "
+            f"{outputs}: {REMEDY}"
+        )

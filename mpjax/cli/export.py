@@ -1,0 +1,74 @@
+"""`mpjax export`: writes a model as a Hugging Face checkpoint, which other servers load."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mpjax.cli import options
+from mpjax.disk import size
+
+NAME = "export"
+EPILOG = """\b
+Formats:
+  awq               4 bits in groups: vLLM, SGLang, LMDeploy, transformers
+  gptq, gptq_v2     4 and 8 bits, act-order, maps that differ: vLLM, transformers
+  pack-quantized    4 and 8 bits (compressed-tensors): vLLM, transformers
+  int-quantized     W8A8 (compressed-tensors): vLLM, transformers
+  float-quantized   FP8 (compressed-tensors): vLLM, transformers
+  fp8               FP8 in blocks of 128, as DeepSeek-V3: vLLM, SGLang, transformers
+  plain             nothing packed, from any model: everything
+
+\b
+Examples:
+  mpjax export Qwen3-8B-W4 Qwen3-8B-W4-AWQ --format awq
+  mpjax export Qwen3-8B Qwen3-8B-FP8 --precision WFP8AFP8KV16
+  mpjax export Qwen3-8B-GPTQ Qwen3-8B-16bit --format plain
+
+Codes, scales and zero points are written as they are, so that nothing is lost; only `plain`
+computes the weights. A format that can't hold the weights is refused. --precision quantises a
+16-bit checkpoint first, rounding to nearest.
+"""
+
+
+def command(
+    source: Annotated[str, typer.Argument(help=options.SOURCE_HELP.split(" By default")[0])],
+    target: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False)],
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            show_default=False,
+            help="How weights are written, as below. By default what most servers take: "
+            "pack-quantized for symmetric integers, awq or gptq_v2 for others, int-quantized for "
+            "W8A8, float-quantized for FP8, plain for 16 bits.",
+        ),
+    ] = None,
+    precision: options.PrecisionText = None,
+    dtype: options.ComputeDtype = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model exported there before.")
+    ] = False,
+) -> None:
+    """Write a model as a checkpoint that vLLM and transformers load."""
+    import mpjax
+    from mpjax.checkpoint import exporting, staging
+    from mpjax.checkpoint.export_plan import require_layout
+
+    staging.clean_up(target)  # restores a folder that a killed export has moved away
+    try:
+        require_layout(format)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--format") from error
+    # `export` raises this as well, but only after the model has been loaded.
+    exporting.require_replaceable(target, overwrite)
+    lm = options.load(source, precision, dtype)
+    mpjax.export(lm, target, format=format, overwrite=overwrite)
+    written = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+    weights = lm.precision.removesuffix(str(lm.kv_format))
+    typer.echo(f"{target}: {size(written)} of weights from {lm.source} ({weights})")
+    sys.stdout.flush()

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import copy
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
+from mpjax.errors import CheckpointError
+from mpjax.kernels import WeightFormat
+from tests.mpjax.checkpoint.schemes.plain import random_plain
+from tests.mpjax.checkpoint.write_checkpoint import CACHE, compressed_integers
+
+NAME = "model.layers.0.mlp.down_proj"
+WRITTEN = compressed_integers("int-quantized")
+parse = IntQuantizedScheme.from_config
+
+
+def random_module(by_channel=True, scale_dtype=np.float32):
+    rng = np.random.default_rng(0)
+    scales = rng.uniform(0.01, 0.1, (12, 1) if by_channel else 1).astype(scale_dtype)
+    return {"weight": rng.integers(-128, 128, (12, 40), np.int8), "weight_scale": scales}
+
+
+@pytest.mark.parametrize("by_channel", [True, False])
+@pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16])
+def test_the_weight_is_code_times_scale(by_channel, scale_dtype):
+    tensors = random_module(by_channel, scale_dtype)
+    expected = tensors["weight"] * tensors["weight_scale"].astype(np.float32)
+    for scheme in IntQuantizedScheme(by_channel).choices:
+        plain = scheme.decode(tensors, NAME, (40, 12))
+        np.testing.assert_array_equal(plain.dequantize(), expected.T)
+    assert plain.format == WeightFormat("int8")
+    assert plain.scales.dtype == np.float32
+
+
+def with_activations(value):
+    written = copy.deepcopy(WRITTEN)
+    written["config_groups"]["group_0"]["input_activations"] = value
+    return written
+
+
+def test_configurations():
+    assert parse(WRITTEN) == IntQuantizedScheme()
+    assert parse(WRITTEN | {"format": "naive-quantized"}) == IntQuantizedScheme()
+    assert parse(compressed_integers("int-quantized", strategy="tensor")).by_channel is False
+    assert parse(WRITTEN | {"kv_cache_scheme": CACHE}).has_cache_scales
+    assert parse(with_activations(None)) == IntQuantizedScheme(True, None)
+    assert [choice.weights for choice in IntQuantizedScheme().choices] == [
+        *(WeightFormat("uint8"), WeightFormat("int8")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"dynamic": False}, "8-bit int with static scales"),
+        ({"symmetric": False}, "8-bit int with zero points and dynamic scales (strategy 'token')"),
+        ({"strategy": "group", "group_size": 128}, "8-bit int with dynamic scales (groups of 128)"),
+    ],
+)
+def test_other_activations_are_left_to_somebody_to_choose(changes, what):
+    inputs = WRITTEN["config_groups"]["group_0"]["input_activations"]
+    assert parse(with_activations(inputs | changes)) == IntQuantizedScheme(True, None, what)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"num_bits": 4}, "weights: num_bits is 4: expected 8"),
+        ({"symmetric": False}, "weights: symmetric is False: expected True"),
+        ({"strategy": "group"}, "weights: strategy is 'group': expected 'channel' or 'tensor'"),
+        ({"type": "float"}, "weights: type is 'float': expected 'int'"),
+    ],
+)
+def test_config_errors(weights, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        parse(compressed_integers("int-quantized", **weights))
+    with pytest.raises(
+        CheckpointError, match="format is 'pack-quantized': expected 'int-quantized'"
+    ):
+        parse(compressed_integers())
+    with pytest.raises(CheckpointError, match="input_activations is 'x': expected an object"):
+        parse(with_activations("x"))
+
+
+def test_groups_that_differ():
+    written = copy.deepcopy(WRITTEN)
+    group = written["config_groups"]["group_0"]
+    written["config_groups"]["b"] = group | {"input_activations": None}
+    with pytest.raises(
+        CheckpointError, match="config_groups group_0, b differ: expected one scheme"
+    ):
+        parse(written)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "array", "message"),
+    [
+        (
+            "weight",
+            np.zeros((12, 40), np.uint8),
+            "weight is uint8 [12, 40]: expected int8 [12, 40]",
+        ),
+        ("weight", np.zeros(12, np.int8), "no tensor weight that is a matrix"),
+        ("weight_scale", np.zeros(12, np.float32), "weight_scale is float32 [12]: expected"),
+        ("weight_scale", np.zeros((12, 1), np.int8), "weight_scale is int8 [12, 1]: expected"),
+    ],
+)
+def test_tensor_errors(suffix, array, message):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        IntQuantizedScheme().decode({**random_module(), suffix: array}, NAME)
+
+
+def test_shapes_and_missing_tensors():
+    with pytest.raises(CheckpointError, match=r"40 input and 12 output.*expects 64 and 12"):
+        IntQuantizedScheme().check(random_module(), NAME, (64, 12))
+    for suffix in IntQuantizedScheme.suffixes:
+        tensors = random_module()
+        del tensors[suffix]
+        with pytest.raises(CheckpointError, match=f"{NAME} has no tensor {suffix}"):
+            IntQuantizedScheme().check(tensors, NAME)
+
+
+def test_what_is_written_is_read():
+    modules = {NAME: random_plain("int8", (40, 12))}
+    scheme = IntQuantizedScheme.of_layout("int-quantized", modules)
+    assert parse(scheme.quantization_config(["lm_head"])) == scheme
+    assert parse(scheme.quantization_config(["lm_head"], "tensor")).has_cache_scales
+    with pytest.raises(ValueError, match=r"'int-quantized' holds int8, and .* is W4g32"):
+        scheme.of_layout("int-quantized", {NAME: random_plain("uint4:g32", (64, 8))})

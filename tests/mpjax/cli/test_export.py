@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+import mpjax
+from mpjax.checkpoint import export_plan
+from mpjax.cli import export as module
+from mpjax.cli.application import app
+
+
+def export(*arguments):
+    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+
+
+def test_the_target_is_the_source_in_another_format(tiny_folder, tmp_path):
+    target = tmp_path / "exported"
+    options = ("--precision", "W4A16KV8", "--dtype", "bfloat16", "--format", "awq")
+    result = export(tiny_folder, target, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    line = rf"{target}: [\d.]+ MB of weights from {tiny_folder} \(W4A16\)\n"
+    assert re.fullmatch(line, result.stdout)
+    lm = mpjax.load(target)
+    assert lm.precision == "W4A16KV16"
+    assert lm.tokenizer is not None
+
+    again = export(tiny_folder, target, *options)
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "holds an exported model: replace it with overwrite" in again.stderr
+    assert export(target, target, "--format", "plain", "--overwrite").exit_code == 0
+    assert mpjax.load(target).precision == "W16A16KV16"
+
+
+def test_refused_before_anything_is_loaded(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.delattr(mpjax, "load")
+    result = export(tiny_folder, tmp_path / "x", "--format", "agq")
+    assert result.exit_code == 2
+    assert "did you mean 'awq'?" in " ".join(result.stderr.split())
+    (tmp_path / "precious").write_text("x")
+    result = export(tiny_folder, tmp_path, "--overwrite")
+    assert result.exit_code == 1
+    assert "exists and is nothing that mpjax has exported" in result.stderr
+    assert export(tiny_folder).exit_code == 2
+
+
+def test_what_a_format_cannot_hold_is_one_sentence(tiny_folder, tmp_path):
+    result = export(tiny_folder, tmp_path / "x", "--precision", "WNF4A16KV8")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(
+        r"mpjax: the weights are WNF4, which .* format='plain', .*\n", result.stderr
+    )
+
+
+@pytest.mark.parametrize("layout", export_plan.layouts())
+def test_help_says_what_each_format_is(layout):
+    assert re.search(rf"^  .*\b{layout}\b.*  .*:", module.EPILOG, re.MULTILINE)

@@ -24,8 +24,8 @@ RESULTS = Path(__file__).parent / "results"
 MODULES = ("argparse", "textwrap", "logging", "difflib", "http.client", "unittest.case")
 CASES = {
     "W4g64A16KV16": ("rtn", "range", "awq", "gptq", "awq+gptq"),
-    "W4A8KV16": ("rtn", "gptq", "os++gptq"),
-    "W8A8KV16": ("rtn", "os++rtn", "gptq"),
+    "W4A8KV16": ("rtn", "gptq", "os+gptq"),
+    "W8A8KV16": ("rtn", "os+rtn", "gptq"),
     "WNF4A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
     "WNF3A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
 }

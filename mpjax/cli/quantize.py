@@ -18,14 +18,14 @@ NAME = "quantize"
 EPILOG = """\b
 Examples:
   mpjax quantize Qwen3-8B W4 --precision W4A16KV8 --text book.txt
-  mpjax quantize Qwen3-8B W8 --precision W8A8KV8 --method os+ --text book.txt
+  mpjax quantize Qwen3-8B W8 --precision W8A8KV8 --method os --text book.txt
   mpjax quantize Qwen3-8B mixed --recipe recipe.toml --text book.txt
 
 \b
 Methods are steps joined by +. First, any of those that scale channels:
   awq     weights that meet large inputs get finer steps
   smooth  SmoothQuant: activations of 8 bits get smaller, weights larger
-  os+     Outlier Suppression+: the same, for channels beyond a threshold
+  os      Outlier Suppression+: the same, for channels beyond a threshold
 Then one that rounds:
   rtn     to nearest, as `mpjax convert` does; needs no text
   range   to nearest, in the ranges of groups that cost least
@@ -89,6 +89,7 @@ def command(
     documents = None if text is None else options.read_documents(text)
     import mpjax
     from mpjax.checkpoint import staging
+    from mpjax.quantization.finished import FinishedLayers
 
     staging.clean_up(target)  # restores a model that a killed save has moved away
     if not overwrite and target.is_dir() and any(target.iterdir()):
@@ -96,15 +97,18 @@ def command(
             f"{target} is not empty: choose another folder, or replace a model saved there with "
             "--overwrite"
         )
+    target = target.absolute()
+    work = target.with_name(f".{target.name}.layers")
     lm = mpjax.quantize(
         source,
         chosen,
         documents,
         calibration=mpjax.Calibration(window, tokens, batch),
         dtype=None if dtype is None else dtype.value,
-        work=target.with_name(f".{target.name}.layers"),
+        work=work,
     )
     mpjax.save(lm, target, overwrite=overwrite)
+    FinishedLayers(work).remove()
     typer.echo(f"{target}: {lm.precision}, {size(lm.nbytes)} in device memory")
     sys.stdout.flush()
 

@@ -67,8 +67,9 @@ def quantize(
     recipe: a Recipe; or a precision such as "W4A16KV8", for all linear maps by the default method.
     documents: the text, whose statistics methods need; None is enough for `rtn`.
     dtype: what the model computes in; by default as `load` chooses it. Only for a folder.
-    work: a folder that keeps finished layers, so that a run that is interrupted goes on where it
-        was; it is deleted in the end. Only for a folder.
+    work: a folder that keeps finished layers. The same call again takes them from there, so that a
+        run that is interrupted goes on where it was. Only for a folder; delete it when the result
+        is saved.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises ValueError for a recipe that does not fit the model, a method without text, and hidden
@@ -109,7 +110,13 @@ def _from_model(
     model: Decoder = nnx.merge(*nnx.split(lm.model))
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with _bar(lm.source, model.config.num_layers, progress) as advance:
-        quantize_decoder(model, model.layers.__getitem__, batches, recipe, lambda *done: advance())
+        quantize_decoder(
+            model,
+            lambda number: (model.layers[number], False),
+            batches,
+            recipe,
+            lambda *done: advance(),
+        )
     return _with_cache(dataclasses.replace(lm, model=model, kv_format=recipe.kv), documents)
 
 
@@ -133,11 +140,12 @@ def _from_folder(
         finished = FinishedLayers.open(Path(work), run)
     huggingface.fill(model, checkpoint, plan, belongs=lambda path: not path.startswith("layers."))
 
-    def read_layer(number: int) -> DecoderLayer:
-        if finished is None or not finished.load(model, number, recipe):
-            prefix = f"layers.{number}."
-            huggingface.fill(model, checkpoint, plan, belongs=lambda path: path.startswith(prefix))
-        return model.layers[number]
+    def read_layer(number: int) -> tuple[DecoderLayer, bool]:
+        if finished is not None and finished.load(model, number, recipe):
+            return model.layers[number], True
+        prefix = f"layers.{number}."
+        huggingface.fill(model, checkpoint, plan, belongs=lambda path: path.startswith(prefix))
+        return model.layers[number], False
 
     with _bar(folder, model.config.num_layers, progress) as advance:
 
@@ -147,10 +155,7 @@ def _from_folder(
             advance()
 
         quantize_decoder(model, read_layer, batches, recipe, watch)
-    lm = _with_cache(LanguageModel(model, tokenizer, recipe.kv, folder), documents)
-    if finished is not None:
-        finished.remove()
-    return lm
+    return _with_cache(LanguageModel(model, tokenizer, recipe.kv, folder), documents)
 
 
 def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:

@@ -36,13 +36,18 @@ def learn_ranges(
     A group's range is from sigmoid(a) · min to sigmoid(b) · max. The gradient is that of values
     with their codes held: codes are chosen anew in each step. Raises ImportError without optax.
     """
+    return _descend(_optimizer(rate), weight, hessian, format, steps)
+
+
+@functools.cache  # one object for each rate, for which `_descend` is compiled
+def _optimizer(rate: float) -> Any:
     try:
         import optax
     except ImportError as error:
         raise ImportError(
             'learned clipping needs optax: pip install "mpjax[train]", or choose another method'
         ) from error
-    return _descend(optax.adam(rate), weight, hessian, format, steps)
+    return optax.adam(rate)
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "format", "steps"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,16 +32,21 @@ class FinishedLayers:
 
     @classmethod
     def open(cls, folder: Path, run: str) -> FinishedLayers:
-        """The layers in a folder, which is emptied first if they are of another run.
+        """The layers of a run in a folder; layers of another run are deleted first.
 
-        run: a text that tells runs apart, as `describe_run` makes it.
+        run: a text that tells runs apart, as `describe_run` makes it. Raises ValueError for a
+        folder that holds anything else.
         """
-        path = folder / RUN_NAME
+        found, path = cls(folder), folder / RUN_NAME
+        if folder.exists() and not path.is_file() and any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} is not empty and holds no finished layers: choose another folder"
+            )
         if not path.is_file() or path.read_text(encoding="utf-8") != run:
-            shutil.rmtree(folder, ignore_errors=True)
+            found.remove()
             folder.mkdir(parents=True)
             path.write_text(run, encoding="utf-8")
-        return cls(folder)
+        return found
 
     def save(self, model: Decoder, number: int) -> None:
         """Keeps a layer of a model: all of it, or on failure nothing."""
@@ -73,8 +78,12 @@ class FinishedLayers:
         return True
 
     def remove(self) -> None:
-        """Deletes the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Deletes the files of the run, and the folder if nothing else is in it."""
+        for pattern in ("layer-*.safetensors", ".layer-*.safetensors", RUN_NAME):
+            for file in self.folder.glob(pattern):
+                file.unlink()
+        with contextlib.suppress(OSError):  # it is not there, or not empty
+            self.folder.rmdir()
 
     def _file(self, number: int) -> Path:
         return self.folder / f"layer-{number:05}.safetensors"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import Counter
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from mpjax.quantization.statistics import Statistics
 SCALINGS: dict[str, Any] = {
     "awq": awq_scales,
     "smooth": smooth_scales,
-    "os+": threshold_scales,
+    "os": threshold_scales,
 }
 ROUNDINGS = ("rtn", "range", "clip", "gptq")
 
@@ -29,7 +31,7 @@ ROUNDINGS = ("rtn", "range", "clip", "gptq")
 class Method:
     """How a linear map is quantised, written as the names of its steps: `awq+gptq`.
 
-    scalings: the steps that fold scales, in their order: `awq`, `smooth`, `os+`.
+    scalings: the steps that fold scales, in their order: `awq`, `smooth`, `os`.
     rounding: how codes are chosen: `rtn`, to nearest; `range`, to nearest, within the ranges of
         groups that cost least; `clip`, the same, with ranges found by descent; `gptq`, row by row,
         within ranges that cost least.
@@ -40,25 +42,25 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Reads steps joined by `+`; the rounding comes last, and is `range` where there is none.
+        """Reads steps joined by `+`; the rounding comes last, and is `range` if there is none.
 
-        `os+` keeps its sign: `os++gptq`, or `os+` alone. Raises ValueError for an unknown step.
+        Raises ValueError for unknown, repeated or misplaced steps.
         """
         require_type("the method", text, str, hint=", such as 'awq+gptq'")
-        names = [name for name in text.strip().lower().replace("os+", "os").split("+") if name]
-        steps = ["os+" if name == "os" else name for name in names]
+        steps = [name.strip() for name in text.lower().split("+")]
         known = (*SCALINGS, *ROUNDINGS)
         for step in steps:
-            if step not in known:
+            if step and step not in known:
                 hint = did_you_mean(nearest(step, known))
                 raise ValueError(
                     f"{text!r}: there is no method {step!r}{hint}: expected one or several of "
                     f"{', '.join(known)}, joined by +"
                 )
         roundings = [step for step in steps if step in ROUNDINGS]
-        if len(roundings) > 1 or (roundings and steps[-1] != roundings[0]) or not steps:
+        is_last = not roundings or steps[-1] == roundings[0]
+        if not all(steps) or max(Counter(steps).values()) > 1 or len(roundings) > 1 or not is_last:
             raise ValueError(
-                f"the method is {text!r}: expected scalings first, and one of "
+                f"the method is {text!r}: expected scalings first, each once, and one of "
                 f"{', '.join(ROUNDINGS)} last, joined by +, such as awq+gptq"
             )
         scalings = tuple(step for step in steps if step in SCALINGS)
@@ -90,4 +92,11 @@ def choose_codes(
     if rounding == "clip":
         return learn_ranges(weight, hessian, format).round(weight)
     grid = search_ranges(weight, jnp.diagonal(hessian), format)
-    return gptq(weight, hessian, grid).plain
+    found = gptq(weight, hessian, grid)
+    if bool(jnp.isnan(found.damping)):
+        warnings.warn(
+            "the mean of x xᵀ has no Cholesky factor, with whatever damping, so that a weight is "
+            "rounded to nearest instead of by GPTQ: give other text",
+            stacklevel=2,
+        )
+    return found.plain

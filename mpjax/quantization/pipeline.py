@@ -96,7 +96,7 @@ def quantize_layer(
                 _wide(folds.linear_of(layer, fold.target)),
                 found[fold.target],
                 rule.weights,
-                tie=functools.partial(folds.tie, fold),
+                fold=fold,
             )
             folds.apply(layer, fold, scales)
             found[fold.target] = found[fold.target] / scales
@@ -112,26 +112,26 @@ def quantize_layer(
 
 def quantize_decoder(
     model: Decoder,
-    read_layer: Callable[[int], DecoderLayer],
+    read_layer: Callable[[int], tuple[DecoderLayer, bool]],
     batches: Sequence[Windows],
     recipe: Recipe,
     watch: Callable[[int, DecoderLayer], None] = lambda number, layer: None,
 ) -> None:
     """Puts quantised layers into a model whose other parameters are there.
 
-    read_layer: gives the layer of a number with plain kernels, or quantised already, as from an
-        interrupted run: then it is only gone through.
+    read_layer: returns the layer of a number, and whether it is quantised already, in an earlier
+        run; if not, its kernels are plain.
     batches: of text for the statistics; none where no method of the recipe needs them.
     watch: is called with each number and layer when it is done.
 
-    Raises ValueError for maps that the recipe does not name, or that are not plain, and for hidden
-    states that are NaN or infinite.
+    Raises ValueError for maps that the recipe does not name, and for hidden states that are NaN or
+    infinite.
     """
     stream = Stream.of(model, batches) if batches else None
     for number, spec in enumerate(model.config.layers):
-        layer = read_layer(number)
-        paths = spec.linear_paths(model.config)
-        if _is_plain(layer, paths):
+        layer, is_finished = read_layer(number)
+        if not is_finished:
+            paths = spec.linear_paths(model.config)
             rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
             found = {} if stream is None else stream.statistics(layer)
             layer = quantize_layer(layer, found, rules, spec.folds(model.config))
@@ -158,10 +158,6 @@ def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:
         stacklevel=2,
     )
     return "range"
-
-
-def _is_plain(layer: DecoderLayer, paths: Sequence[str]) -> bool:
-    return all(isinstance(folds.linear_of(layer, path).kernel, nnx.Param) for path in paths)
 
 
 def _wide(linear: Linear) -> jax.Array:

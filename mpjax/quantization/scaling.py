@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from mpjax.kernels import WeightFormat, quantize_activations
 from mpjax.kernels.grid import fit
 from mpjax.kernels.plain_codes import in_groups
+from mpjax.models.config import Fold
+from mpjax.quantization.folds import tie
 from mpjax.quantization.statistics import PRECISION, Statistics, squared_error
 
 AWQ_STEPS = 20
@@ -24,19 +26,18 @@ ALPHAS = tuple(alpha / 20 for alpha in range(1, 20))
 THRESHOLDS = 40
 LEAST_SCALE = 1e-4
 
-# From scales [K] to the error of what is rounded with them, and to scales that a fold can have.
+# From scales [K] to the error of outputs whose operands are rounded with them.
 Loss = Callable[[jax.Array], jax.Array]
-Tie = Callable[[jax.Array], jax.Array]
 
 
-@functools.partial(jax.jit, static_argnames=("format", "tie"))
+@functools.partial(jax.jit, static_argnames=("format", "fold"))
 def awq_scales(
-    weight: jax.Array, statistics: Statistics, format: WeightFormat, *, tie: Tie | None = None
+    weight: jax.Array, statistics: Statistics, format: WeightFormat, *, fold: Fold | None = None
 ) -> jax.Array:
     """The scales [K] of AWQ's grid with the least error of outputs (Lin et al. 2023, §3.2).
 
     weight: float32 [K, N], of all linear maps that read the input, side by side.
-    tie: makes scales [K] such as a fold can have, where rows share scales (`Fold.shared`).
+    fold: where the scales move; rows that read copies of one channel get one scale.
 
     Candidates are ones, and x̄**r with and without 1 / w̄**(1 − r) for r in 0, 0.05 … 1, where x̄ is
     the mean of |x| and w̄ that of |w| over the largest of its group. Each is divided by the
@@ -51,21 +52,21 @@ def awq_scales(
     both = plain / (weights[None] ** (1 - powers) + 1e-4)
     candidates = jnp.concatenate([jnp.ones_like(inputs)[None], plain[1:], both])
     loss = functools.partial(_weight_error, weight, statistics, format)
-    return best_scales(candidates, loss, tie)
+    return best_scales(candidates, loss, fold)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "tie", "alphas"))
+@functools.partial(jax.jit, static_argnames=("format", "fold", "alphas"))
 def smooth_scales(
     weight: jax.Array,
     statistics: Statistics,
     format: WeightFormat,
     *,
-    tie: Tie | None = None,
+    fold: Fold | None = None,
     alphas: Sequence[float] = ALPHAS,
 ) -> jax.Array:
     """The scales [K] of SmoothQuant's rule (Xiao et al. 2022, eq. 4), of the best of some α.
 
-    s = max|x|**α / max|w|**(1 − α). weight, statistics, tie: as in `awq_scales`.
+    s = max|x|**α / max|w|**(1 − α). weight, statistics, fold: as in `awq_scales`.
     """
     inputs = statistics.largest_magnitude[None]
     weights = jnp.abs(weight).max(1)[None]
@@ -73,16 +74,16 @@ def smooth_scales(
     candidates = jnp.maximum(inputs, 1e-5) ** alpha / jnp.maximum(weights, 1e-5) ** (1 - alpha)
     candidates = jnp.concatenate([jnp.ones_like(inputs), candidates])
     loss = functools.partial(deployed_error, weight, statistics, format)
-    return best_scales(candidates, loss, tie)
+    return best_scales(candidates, loss, fold)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "tie", "steps"))
+@functools.partial(jax.jit, static_argnames=("format", "fold", "steps"))
 def threshold_scales(
     weight: jax.Array,
     statistics: Statistics,
     format: WeightFormat,
     *,
-    tie: Tie | None = None,
+    fold: Fold | None = None,
     steps: int = THRESHOLDS,
 ) -> jax.Array:
     """The scales [K] of Outlier Suppression+ (Wei et al. 2023, §4.2): LiquidGEMM's §6.
@@ -95,20 +96,20 @@ def threshold_scales(
     candidates = ranges[None] / jnp.maximum(thresholds, LEAST_SCALE)[:, None]
     candidates = jnp.maximum(candidates, 1.0)
     loss = functools.partial(deployed_error, weight, statistics, format)
-    return best_scales(candidates, loss, tie, is_centred=False)
+    return best_scales(candidates, loss, fold, is_centred=False)
 
 
 def best_scales(
-    candidates: jax.Array, loss: Loss, tie: Tie | None = None, *, is_centred: bool = True
+    candidates: jax.Array, loss: Loss, fold: Fold | None = None, *, is_centred: bool = True
 ) -> jax.Array:
     """The candidate [K] of candidates [count, K] with the least loss.
 
-    tie: is applied to each candidate. is_centred: divides each by the geometric mean of its
+    fold: as in `awq_scales`. is_centred: divides each by the geometric mean of its
     extremes first.
     """
     candidates = jnp.clip(candidates, LEAST_SCALE, 1 / LEAST_SCALE)
-    if tie is not None:
-        candidates = jax.vmap(tie)(candidates)
+    if fold is not None:
+        candidates = jax.vmap(functools.partial(tie, fold))(candidates)
     if is_centred:
         middles = jnp.sqrt(candidates.max(1) * candidates.min(1))
         candidates = candidates / middles[:, None]

@@ -38,21 +38,21 @@ class Statistics:
 
         is_real: bool [batch, tokens], False for padding, which does not count.
 
-        samples: how many inputs to keep, at most as many as there are.
+        samples: how many inputs to keep; of fewer real ones, the last is kept several times.
         """
         x = inputs.reshape(-1, inputs.shape[-1]).astype(jnp.float32)
         real = is_real.reshape(-1)
         x = jnp.where(real[:, None], x, 0.0)
         # Real inputs come first, and of them every n-th is kept.
-        order = jnp.argsort(~real, stable=True)
-        kept = jnp.arange(samples) * jnp.maximum(real.sum() // samples, 1)
+        order, last = jnp.argsort(~real, stable=True), jnp.maximum(real.sum() - 1, 0)
+        kept = jnp.minimum(jnp.arange(samples) * jnp.maximum(real.sum() // samples, 1), last)
         return cls(
             real.sum().astype(jnp.float32),
             jnp.matmul(x.T, x, precision=PRECISION),
             jnp.abs(x).sum(0),
             x.max(0, initial=0.0),
             x.min(0, initial=0.0),
-            x[order[jnp.minimum(kept, len(order) - 1)]],
+            x[order[kept]],
         )
 
     def __add__(self, other: Statistics) -> Statistics:

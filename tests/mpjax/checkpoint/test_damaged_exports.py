@@ -149,7 +149,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "way", "message"), [*REFUSED, *WRONG], ids=lambda value: str(value)[:40]
+    ("layout", "way", "message"),
+    [*REFUSED, *WRONG],
+    ids=lambda value: value[:40] if isinstance(value, str) else "way",
 )
 def test_refused(layout, way, message, exports, tmp_path, monkeypatch):
     folder = tmp_path / "export"

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels import WeightFormat, grid
+from mpjax.quantization import clipping
 from mpjax.quantization.clipping import learn_ranges
 from mpjax.quantization.ranges import search_ranges
 from mpjax.quantization.statistics import squared_error
@@ -37,6 +38,7 @@ def test_without_optax_it_says_so(monkeypatch):
             raise ImportError(name)
         return real(name, *rest)
 
+    clipping._optimizer.cache_clear()
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(ImportError, match=r'pip install "mpjax\[train\]"'):
         learn_ranges(jnp.ones((32, 2)), jnp.eye(32), WeightFormat.parse("uint4:g32"))

@@ -19,10 +19,15 @@ CONTENT = {
 RECIPE = Recipe.parse(CONTENT)
 
 
+def layers_of(model):
+    """A function that returns each layer of a model, none of them quantised."""
+    return lambda number: (model.layers[number], False)
+
+
 @pytest.fixture(scope="module")
 def model():
     model = small_model(CONFIG)
-    quantize_decoder(model, model.layers.__getitem__, [], RECIPE)
+    quantize_decoder(model, layers_of(model), [], RECIPE)
     return model
 
 
@@ -43,6 +48,19 @@ def test_layers_come_back_bit_for_bit(model, tmp_path):
 def test_another_run_starts_anew(model, tmp_path):
     FinishedLayers.open(tmp_path, "run").save(model, 0)
     assert not FinishedLayers.open(tmp_path, "another").load(small_model(CONFIG), 0, RECIPE)
+
+
+def test_a_folder_of_other_files_is_left_alone(model, tmp_path):
+    (tmp_path / "thesis.tex").write_text("text")
+    with pytest.raises(ValueError, match="is not empty and holds no finished layers"):
+        FinishedLayers.open(tmp_path, "run")
+    work = tmp_path / "work"
+    finished = FinishedLayers.open(work, "run")
+    (work / "notes.txt").write_text("text")
+    finished.save(model, 0)
+    finished.remove()
+    assert [path.name for path in work.iterdir()] == ["notes.txt"]
+    assert (tmp_path / "thesis.tex").exists()
 
 
 def test_a_file_that_was_cut_is_no_layer(model, tmp_path):

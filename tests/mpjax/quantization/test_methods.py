@@ -17,9 +17,9 @@ from mpjax.quantization.statistics import Statistics, squared_error
         ("GPTQ", (), "gptq"),
         ("awq", ("awq",), "range"),
         (" awq+gptq ", ("awq",), "gptq"),
-        ("os+", ("os+",), "range"),
-        ("os++gptq", ("os+",), "gptq"),
-        ("smooth+os++rtn", ("smooth", "os+"), "rtn"),
+        ("os", ("os",), "range"),
+        ("os + gptq", ("os",), "gptq"),
+        ("smooth+os+rtn", ("smooth", "os"), "rtn"),
     ],
 )
 def test_methods_are_read(text, scalings, rounding):
@@ -37,6 +37,8 @@ def test_methods_are_read(text, scalings, rounding):
         ("rtn+gptq", "one of rtn, range, clip, gptq last"),
         ("", "expected scalings first"),
         ("+", "expected scalings first"),
+        ("awq++gptq", "expected scalings first"),
+        ("awq+awq+rtn", "each once"),
         (4, "the method is 4: expected a text"),
     ],
 )
@@ -58,4 +60,4 @@ def test_every_rounding_is_better_than_to_nearest(rng):
     assert compensated < min(searched, learned)
     assert max(searched, learned) < nearest
     assert compensated < 0.6 * nearest
-    assert set(SCALINGS) == {"awq", "smooth", "os+"}
+    assert set(SCALINGS) == {"awq", "smooth", "os"}

@@ -64,7 +64,7 @@ def test_a_precision_is_a_recipe():
         WeightFormat.parse("liquid4:g64/int8"),
         Method((), "gptq"),
     )
-    assert Recipe.of("W4A8KV4", "os+").rules[0].method == Method(("os+",), "range")
+    assert Recipe.of("W4A8KV4", "os").rules[0].method == Method(("os",), "range")
 
 
 @pytest.mark.parametrize(

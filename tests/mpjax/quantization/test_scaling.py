@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import WeightFormat, grid, quantize_activations
+from mpjax.models.config import Fold
 from mpjax.quantization.scaling import (
     ALPHAS,
     AWQ_STEPS,
@@ -115,10 +116,13 @@ def test_candidates_that_overflow_lose():
     np.testing.assert_array_equal(found, [2, 0.5])
 
 
-def test_tied_scales(weight, statistics):
-    def tie(scales):
-        return jnp.repeat(scales[:64], 2)
-
-    found = awq_scales(weight, statistics, WeightFormat.parse("uint4:g32"), tie=tie)
-    np.testing.assert_array_equal(found[::2], found[1::2])
-    assert len(np.unique(found)) > 32
+def test_copies_of_a_channel_share_a_scale_and_a_program(weight, statistics):
+    fold = Fold("output", "qkv", 2, (2, 4, 16))
+    found = awq_scales(weight, statistics, WeightFormat.parse("uint4:g32"), fold=fold)
+    heads = np.asarray(found).reshape(2, 4, 16)
+    np.testing.assert_array_equal(heads, np.broadcast_to(heads[:, :1], heads.shape))
+    assert len(np.unique(found)) > 16
+    programs = awq_scales._cache_size()
+    again = Fold("output", "qkv", 2, (2, 4, 16))
+    awq_scales(weight, statistics, WeightFormat.parse("uint4:g32"), fold=again)
+    assert awq_scales._cache_size() == programs

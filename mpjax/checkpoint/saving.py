@@ -61,7 +61,7 @@ def save(
     """
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     clean_up(folder)  # may put back a model that a killed save has moved away
-    _require_writable(folder, overwrite)
+    require_writable(folder, overwrite)
     arrays = _take_arrays(lm)
     sources = [lm.source / name for name in TOKENIZER_FILES]
     longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()
@@ -76,10 +76,11 @@ def save(
             checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
         text = Description.of(lm, checksums).to_json()
         (new / DESCRIPTION_NAME).write_text(text, encoding="utf-8")
-        _require_writable(folder, overwrite)  # again: somebody may have written to it meanwhile
+        require_writable(folder, overwrite)  # again: somebody may have written to it meanwhile
 
 
-def _require_writable(folder: Path, overwrite: bool) -> None:
+def require_writable(folder: Path, overwrite: bool) -> None:
+    """Raises ValueError unless a saved model may be written to a folder, or replaced there."""
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() and not is_saved(folder):

@@ -89,6 +89,7 @@ def command(
     documents = None if text is None else options.read_documents(text)
     import mpjax
     from mpjax.checkpoint import staging
+    from mpjax.checkpoint.saving import require_writable
     from mpjax.quantization.finished import FinishedLayers
 
     staging.clean_up(target)  # restores a model that a killed save has moved away
@@ -97,6 +98,7 @@ def command(
             f"{target} is not empty: choose another folder, or replace a model saved there with "
             "--overwrite"
         )
+    require_writable(target, overwrite)
     target = target.absolute()
     work = target.with_name(f".{target.name}.layers")
     lm = mpjax.quantize(

@@ -27,6 +27,7 @@ from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.text import Windows, windows_of
 from mpjax.tokenizer import Tokenizer
 
+LAYERS = "layers."  # where the paths of parameters in layers begin
 WINDOW, MOST_TOKENS, BATCH = 2048, 128 * 2048, 4
 
 
@@ -129,7 +130,9 @@ def _from_folder(
     work: str | os.PathLike[str] | None,
     progress: bool | None,
 ) -> LanguageModel:
-    model, checkpoint, plan = huggingface.open_plain(folder, compute_dtype(dtype, None))
+    model, checkpoint, plan = huggingface.open_plain(
+        folder, compute_dtype(dtype, Precision(bits=recipe.bits))
+    )
     _check(recipe, model, documents)
     has_tokenizer = os.path.lexists(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
@@ -138,23 +141,29 @@ def _from_folder(
     if work is not None:
         run = describe_run(folder, recipe, batches, model.config.dtype)
         finished = FinishedLayers.open(Path(work), run)
-    huggingface.fill(model, checkpoint, plan, belongs=lambda path: not path.startswith("layers."))
+    try:
+        huggingface.fill(
+            model, checkpoint, plan, belongs=lambda path: not path.startswith("layers.")
+        )
 
-    def read_layer(number: int) -> tuple[DecoderLayer, bool]:
-        if finished is not None and finished.load(model, number, recipe):
-            return model.layers[number], True
-        prefix = f"layers.{number}."
-        huggingface.fill(model, checkpoint, plan, belongs=lambda path: path.startswith(prefix))
-        return model.layers[number], False
+        def read_layer(number: int) -> tuple[DecoderLayer, bool]:
+            if finished is not None and finished.load(model, number, recipe):
+                return model.layers[number], True
+            prefix = f"{LAYERS}{number}."
+            huggingface.fill(model, checkpoint, plan, belongs=lambda path: path.startswith(prefix))
+            return model.layers[number], False
 
-    with _bar(folder, model.config.num_layers, progress) as advance:
+        with _bar(folder, model.config.num_layers, progress) as advance:
 
-        def watch(number: int, layer: DecoderLayer) -> None:
-            if finished is not None:
-                finished.save(model, number)
-            advance()
+            def watch(number: int, layer: DecoderLayer) -> None:
+                if finished is not None:
+                    finished.save(model, number)
+                advance()
 
-        quantize_decoder(model, read_layer, batches, recipe, watch)
+            quantize_decoder(model, read_layer, batches, recipe, watch)
+    finally:
+        if finished is not None:
+            finished.close()
     return _with_cache(LanguageModel(model, tokenizer, recipe.kv, folder), documents)
 
 
@@ -170,10 +179,13 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
             rule.weights.require_matrix(shape, place.path)
         if documents is None and rule.method.needs_text:
             raise ValueError(
-                f"the method {rule.method} needs text: pass documents, or choose the method rtn"
+                f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
             )
     if documents is None and recipe.kv.scaling == "static":
-        raise ValueError(f"{recipe.kv} has scales that are measured on text: pass documents")
+        raise ValueError(
+            f"{recipe.kv} has scales that are measured on text: pass documents (--text), or "
+            "choose another KV format"
+        )
 
 
 def _read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -21,30 +22,37 @@ from mpjax.models import Decoder
 from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.text import Windows
 
-RUN_NAME = "run.json"
+RUN_NAME, LOCK_NAME = "run.json", "lock"
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedLayers:
-    """A folder with a file for each finished layer of one run."""
+    """A folder with a file for each finished layer of one run, which one process writes at a time.
+
+    lock: the descriptor of an open file, whose lock keeps other processes out.
+    """
 
     folder: Path
+    lock: int | None = None
 
     @classmethod
     def open(cls, folder: Path, run: str) -> FinishedLayers:
         """The layers of a run in a folder; layers of another run are deleted first.
 
         run: a text that tells runs apart, as `describe_run` makes it. Raises ValueError for a
-        folder that holds anything else.
+        folder that holds anything else, or that another process writes.
         """
-        found, path = cls(folder), folder / RUN_NAME
+        path = folder / RUN_NAME
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file: expected a folder for finished layers")
         if folder.exists() and not path.is_file() and any(folder.iterdir()):
             raise ValueError(
                 f"{folder} is not empty and holds no finished layers: choose another folder"
             )
+        folder.mkdir(parents=True, exist_ok=True)
+        found = cls(folder, _lock(folder))
         if not path.is_file() or path.read_text(encoding="utf-8") != run:
-            found.remove()
-            folder.mkdir(parents=True)
+            found._delete_layers()
             path.write_text(run, encoding="utf-8")
         return found
 
@@ -53,22 +61,23 @@ class FinishedLayers:
         unfinished = self.folder / f".{self._file(number).name}"
         unfinished.unlink(missing_ok=True)
         arrays = model_arrays.take(model, _prefix(number))
-        array_file.write(unfinished, arrays, lambda count: None)
+        checksums = array_file.write(unfinished, arrays, lambda count: None)
         os.replace(unfinished, self._file(number))
+        # A layer without its checksums is not finished.
+        self._checksums(number).write_text(json.dumps(checksums), encoding="utf-8")
 
     def load(self, model: Decoder, number: int, recipe: Recipe) -> bool:
         """Puts a kept layer into a model; whether there is one."""
-        file = self._file(number)
-        if not file.is_file():
+        if not self._checksums(number).is_file():
             return False
         try:
-            infos = read_header(file)
-        except CheckpointError:  # the disk was full, or the machine stopped
+            checksums = json.loads(self._checksums(number).read_text(encoding="utf-8"))
+            arrays = {
+                name: jnp.asarray(array_file.read(info, checksums[name], lambda count: None))
+                for name, info in read_header(self._file(number)).items()
+            }
+        except (CheckpointError, KeyError, ValueError):  # the disk was full, the machine stopped
             return False
-        arrays = {
-            name: jnp.asarray(array_file.read(info, None, lambda count: None))
-            for name, info in infos.items()
-        }
         parts = {}
         for place in model.linear_places(model.config):
             format = recipe.rule_of(place.path).weights
@@ -77,13 +86,26 @@ class FinishedLayers:
         model_arrays.put(model, arrays, parts, _prefix(number))
         return True
 
+    def close(self) -> None:
+        """Lets other processes have the folder."""
+        if self.lock is not None:
+            os.close(self.lock)
+
     def remove(self) -> None:
         """Deletes the files of the run, and the folder if nothing else is in it."""
-        for pattern in ("layer-*.safetensors", ".layer-*.safetensors", RUN_NAME):
-            for file in self.folder.glob(pattern):
-                file.unlink()
+        self._delete_layers()
+        for name in (RUN_NAME, LOCK_NAME):
+            (self.folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it is not there, or not empty
             self.folder.rmdir()
+
+    def _delete_layers(self) -> None:
+        for pattern in ("layer-*.*", ".layer-*.*"):
+            for file in self.folder.glob(pattern):
+                file.unlink()
+
+    def _checksums(self, number: int) -> Path:
+        return self._file(number).with_suffix(".json")
 
     def _file(self, number: int) -> Path:
         return self.folder / f"layer-{number:05}.safetensors"
@@ -96,10 +118,28 @@ def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype
     """
     digest = hashlib.sha256()
     for windows in batches:
+        digest.update(repr(windows.tokens.shape).encode())
         digest.update(windows.tokens.tobytes() + windows.is_real.tobytes())
     files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("config.json"))]
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return json.dumps([str(folder), stamps, repr(recipe), dtype, digest.hexdigest()])
+
+
+def _lock(folder: Path) -> int:
+    """The descriptor of a file that is locked for as long as it is open.
+
+    Raises ValueError if another process has locked it.
+    """
+    file = os.open(folder / LOCK_NAME, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise ValueError(
+            f"another process keeps its finished layers in {folder}: wait until it has ended, or "
+            "choose another target"
+        ) from error
+    return file
 
 
 def _prefix(number: int) -> str:

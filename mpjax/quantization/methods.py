@@ -66,6 +66,11 @@ class Method:
         scalings = tuple(step for step in steps if step in SCALINGS)
         return cls(scalings, roundings[0] if roundings else "range")
 
+    @classmethod
+    def of(cls, method: Method | str) -> Method:
+        """A method as it is, or as `parse` reads it."""
+        return method if isinstance(method, Method) else cls.parse(method)
+
     def __str__(self) -> str:
         return "+".join((*self.scalings, self.rounding))
 

@@ -136,7 +136,7 @@ def quantize_decoder(
             found = {} if stream is None else stream.statistics(layer)
             layer = quantize_layer(layer, found, rules, spec.folds(model.config))
         model.layers[number] = layer
-        if stream is not None and number + 1 < len(model.config.layers):
+        if stream is not None:  # behind the last layer, too, to see what overflows
             try:
                 stream.advance(layer)
             except ValueError as error:

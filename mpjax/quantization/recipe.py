@@ -32,6 +32,10 @@ class Rule:
     weights: WeightFormat
     method: Method
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", WeightFormat.of(self.weights))
+        object.__setattr__(self, "method", Method.of(self.method))
+
     def matches(self, path: str) -> bool:
         """Whether the rule is for the linear maps at a path."""
         return fnmatch.fnmatchcase(path, self.modules)
@@ -39,10 +43,17 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The rules of a model, of which the first that matches counts, and its KV format."""
+    """The rules of a model, of which the first that matches counts, and its KV format.
+
+    bits: of what the model computes in: 32 for float32, or 16.
+    """
 
     rules: tuple[Rule, ...]
     kv: KVFormat = dataclasses.field(default_factory=KVFormat)
+    bits: int = 16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv", KVFormat.of(self.kv))
 
     @classmethod
     def of(cls, precision: Precision | str, method: Method | str = DEFAULT_METHOD) -> Recipe:
@@ -51,8 +62,8 @@ class Recipe:
         Raises ValueError for a precision without a single W part.
         """
         precision = Precision.of(precision)
-        method = Method.parse(method) if isinstance(method, str) else method
-        return cls((Rule("*", _weights(precision), method),), precision.kv)
+        rule = Rule("*", _weights(precision), Method.of(method))
+        return cls((rule,), precision.kv, precision.bits)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -81,7 +92,8 @@ class Recipe:
         rules = content.get("rules", [])
         if not isinstance(rules, list):
             raise ValueError(f"rules is {shown(rules)}: expected a list of tables, [[rules]]")
-        return cls((*(_rule(rule, rest.rules[0]) for rule in rules), *rest.rules), rest.kv)
+        found = [_rule(rule, rest.rules[0], rest.bits) for rule in rules]
+        return cls((*found, *rest.rules), rest.kv, rest.bits)
 
     def rule_of(self, path: str) -> Rule:
         """The rule of the linear maps at a path. Raises ValueError where there is none."""
@@ -103,7 +115,7 @@ class Recipe:
                 )
 
 
-def _rule(content: Any, rest: Rule) -> Rule:
+def _rule(content: Any, rest: Rule, bits: int) -> Rule:
     if not isinstance(content, Mapping):
         raise ValueError(f"a rule is {shown(content)}: expected a table with modules")
     _require_keys(content, {"modules"}, {"precision", "method"}, "a rule")
@@ -112,10 +124,16 @@ def _rule(content: Any, rest: Rule) -> Rule:
         raise ValueError(
             f"the rule for {shown(modules)}: expected a pattern of paths, and a precision or method"
         )
-    written = content.get("precision")
-    weights = rest.weights if written is None else _weights(Precision.of(written))
-    method = content.get("method")
-    return Rule(modules, weights, rest.method if method is None else Method.parse(method))
+    weights = rest.weights
+    if (written := content.get("precision")) is not None:
+        precision = Precision.of(written)
+        weights = _weights(precision)
+        if precision.bits != bits:
+            raise ValueError(
+                f"the rule for {modules!r} has the precision {precision}, and the recipe computes "
+                f"in {bits} bits: expected A{bits}, or 8 bits"
+            )
+    return Rule(modules, weights, Method.of(content.get("method", rest.method)))
 
 
 def _weights(precision: Precision) -> WeightFormat:

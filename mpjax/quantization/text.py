@@ -39,6 +39,8 @@ def windows_of(
     require_documents(documents)
     pieces: list[list[int]] = []
     for text in documents:
+        if not text.strip():
+            continue
         ids = document_tokens(tokenizer, text)[:most]
         require_known_ids([ids], vocabulary)
         most -= len(ids)

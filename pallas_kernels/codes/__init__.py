@@ -1,7 +1,8 @@
 """The kinds of codes: one module for each, and the table of all kinds.
 
-A kind has a quantiser, a packer, and the few instructions that decode words to operands of the
-tensor cores. All kinds share one packed tensor and one main loop.
+A kind fits parameters to weights and finds the nearest codes, packs codes into words, and has the
+few instructions that decode words to operands of the tensor cores. All kinds share one packed
+tensor and one main loop.
 """
 
 from __future__ import annotations

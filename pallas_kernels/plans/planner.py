@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
@@ -47,8 +48,9 @@ class Planner(Generic[Problem]):
             return forced
         kind = problem.limits.kind
         if kind is not None:
-            entry = self.measured.look_up(kind, self.measured.key_of(problem))
-            if entry is not None and self.measured.suits(problem, entry.plan):
+            suits = functools.partial(self.measured.suits, problem)
+            entry = self.measured.look_up(kind, self.measured.key_of(problem), suits)
+            if entry is not None:
                 return entry.plan
         return self.rule(problem)
 

@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -119,13 +119,17 @@ class Tables(abc.ABC, Generic[Problem]):
         """The entry of a table that a key's problems use, or None."""
         return table.entries.get(key)
 
-    def look_up(self, device: str, key: Any) -> Entry | None:
+    def look_up(
+        self, device: str, key: Any, suits: Callable[[Plan], bool] = lambda plan: True
+    ) -> Entry | None:
         """The measured plan of a key on a kind of device, or None.
 
-        Raises TableError for a damaged table.
+        suits: tells whether a plan can be used; else the next table is asked. Raises TableError for
+        a damaged table.
         """
         for _, table in self.in_use(device):
-            if (entry := self.find(table, key)) is not None:
+            entry = self.find(table, key)
+            if entry is not None and suits(entry.plan):
                 return entry
         return None
 

@@ -50,7 +50,7 @@ class AWQScheme(Scheme):
         Raises CheckpointError for another method, other than 4 bits, and another layout than
         `gemm`.
         """
-        method = config.get("quant_method")
+        method = checks.method_of(config)
         if method != "awq":
             raise CheckpointError(f"{SOURCE}: quant_method is {method!r}: expected 'awq'")
         bits = checks.parse_integer(config, ("bits", "w_bit"), SOURCE)

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
+from mpjax.checkpoint.schemes import checks
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
@@ -58,7 +59,7 @@ class Scheme(abc.ABC):
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
         """Whether a `quantization_config` names this format."""
-        return config.get("quant_method", config.get("method")) in cls.methods
+        return checks.method_of(config) in cls.methods
 
     @classmethod
     @abc.abstractmethod
@@ -84,7 +85,7 @@ class Scheme(abc.ABC):
             said = f"says quant_method {method!r} with another format"
         raise CheckpointError(
             f"{name} is {cls.article} {cls.title} module ({', '.join(specs)}), but config.json "
-            f"{said}"
+            f"{said}: take the config.json of the same checkpoint"
         )
 
     @property

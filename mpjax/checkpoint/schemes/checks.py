@@ -16,6 +16,11 @@ from mpjax.kernels.checks import is_known
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
+def method_of(config: Mapping[str, Any]) -> Any:
+    """The method that a `quantization_config` names, by either of the keys that writers use."""
+    return config.get("quant_method", config.get("method"))
+
+
 def describe(spec: TensorSpec) -> str:
     """The dtype and shape of a tensor for messages, such as `int32 [512, 4096]`."""
     return f"{spec.dtype} {list(spec.shape)}"

@@ -29,7 +29,7 @@ def is_layout(config: Mapping[str, Any], layout: str) -> bool:
 
     Raises CheckpointError where it is of a layout that no scheme reads.
     """
-    if config.get("quant_method") != METHOD:
+    if checks.method_of(config) != METHOD:
         return False
     checks.require_choice(config, "format", (PACKED, INTEGERS, FLOATS, NAIVE), SOURCE)
     if config["format"] != NAIVE:

@@ -68,7 +68,7 @@ class FP8Scheme(Scheme):
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
         """Whether a `quantization_config` is of this format."""
-        method = config.get("quant_method")
+        method = checks.method_of(config)
         return method == FINE_GRAINED or compressed_tensors.is_layout(config, FLOATS)
 
     @classmethod
@@ -77,7 +77,7 @@ class FP8Scheme(Scheme):
 
         Raises CheckpointError for another method, and for an FP8 layout that can't be read.
         """
-        method = config.get("quant_method")
+        method = checks.method_of(config)
         if method == FINE_GRAINED:
             return _fine_grained(config)
         if method == METHOD:

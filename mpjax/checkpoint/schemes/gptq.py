@@ -79,7 +79,7 @@ class GPTQScheme(Scheme):
 
         Raises CheckpointError for another method, and for bits or a layout that can't be read.
         """
-        method = config.get("quant_method", config.get("method"))
+        method = checks.method_of(config)
         if method != "gptq":
             raise CheckpointError(f"{SOURCE}: quant_method is {method!r}: expected 'gptq'")
         # GPTQModel writes the layout under both keys; older writers under the first, or not at all.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.plans import limits
 from mpjax.kernels.gemm.plans.configuration import (
     ROW_MULTIPLE,
     SCALINGS,
@@ -15,7 +16,7 @@ from mpjax.kernels.gemm.plans.configuration import (
 )
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.warpgroup_rule import why_unsound
-from mpjax.kernels.plans.plan import Entry
+from mpjax.kernels.plans.plan import Entry, Plan
 from mpjax.kernels.plans.tables import Table, Tables
 from mpjax.kernels.product_format import ProductFormat
 
@@ -101,6 +102,15 @@ class ProductTables(Tables[Problem]):
             _check_tiles(config, format)
         elif reason := why_unsound(WarpgroupConfig(**config), format):
             raise ValueError(reason)
+
+    def suits(self, problem: Problem, plan: Plan) -> bool:
+        """Whether a problem can run with a plan of its key on its GPU."""
+        if plan.implementation == "triton":
+            return limits.why_unsound(plan.config, problem) is None
+        if plan.implementation == "mosaic":
+            return limits.why_not_warpgroups(problem) is None
+        is_plain_product = problem.weight.is_flat and problem.weight.group_size is None
+        return plan.implementation != "xla" or is_plain_product
 
 
 TABLES = ProductTables()

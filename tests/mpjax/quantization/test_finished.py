@@ -35,6 +35,7 @@ def test_layers_come_back_bit_for_bit(model, tmp_path):
     finished = FinishedLayers.open(tmp_path / "work", "run")
     finished.save(model, 1)
     other = small_model(CONFIG, seed=1)
+    finished.close()  # as where the process has ended
     again = FinishedLayers.open(tmp_path / "work", "run")
     assert not again.load(other, 0, RECIPE)
     assert again.load(other, 1, RECIPE)
@@ -46,7 +47,9 @@ def test_layers_come_back_bit_for_bit(model, tmp_path):
 
 
 def test_another_run_starts_anew(model, tmp_path):
-    FinishedLayers.open(tmp_path, "run").save(model, 0)
+    finished = FinishedLayers.open(tmp_path, "run")
+    finished.save(model, 0)
+    finished.close()
     assert not FinishedLayers.open(tmp_path, "another").load(small_model(CONFIG), 0, RECIPE)
 
 
@@ -66,9 +69,28 @@ def test_a_folder_of_other_files_is_left_alone(model, tmp_path):
 def test_a_file_that_was_cut_is_no_layer(model, tmp_path):
     finished = FinishedLayers.open(tmp_path, "run")
     finished.save(model, 0)
-    [file] = tmp_path.glob("layer-*")
+    [file] = tmp_path.glob("layer-*.safetensors")
     file.write_bytes(file.read_bytes()[:100])
     assert not finished.load(small_model(CONFIG), 0, RECIPE)
+
+
+def test_a_file_with_other_bytes_is_no_layer(model, tmp_path):
+    finished = FinishedLayers.open(tmp_path, "run")
+    finished.save(model, 0)
+    [file] = tmp_path.glob("layer-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-200] + b"\0" * 200)
+    assert not finished.load(small_model(CONFIG), 0, RECIPE)
+
+
+def test_one_process_at_a_time(tmp_path):
+    first = FinishedLayers.open(tmp_path / "work", "run")
+    with pytest.raises(ValueError, match="another process keeps its finished layers"):
+        FinishedLayers.open(tmp_path / "work", "run")
+    first.close()
+    FinishedLayers.open(tmp_path / "work", "run").remove()
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ValueError, match="is a file: expected a folder"):
+        FinishedLayers.open(tmp_path / "file", "run")
 
 
 def test_runs_are_told_apart(tmp_path):
@@ -77,12 +99,14 @@ def test_runs_are_told_apart(tmp_path):
     other = Windows(np.zeros((1, 2), np.int32), np.ones((1, 2), bool))
     run = describe_run(tmp_path, RECIPE, [windows], "bfloat16")
     assert run == describe_run(tmp_path, RECIPE, [windows], "bfloat16")
+    wide = Windows(*(array.reshape(2, 1) for array in windows))
     others = {
+        describe_run(tmp_path, RECIPE, [wide], "bfloat16"),
         describe_run(tmp_path, RECIPE, [other], "bfloat16"),
         describe_run(tmp_path, RECIPE, [windows], "float16"),
         describe_run(tmp_path, Recipe.of("W4A16KV16"), [windows], "bfloat16"),
     }
     (tmp_path / "model.safetensors").write_bytes(b"12")
     others.add(describe_run(tmp_path, RECIPE, [windows], "bfloat16"))
-    assert len(others) == 4
+    assert len(others) == 5
     assert run not in others

@@ -75,6 +75,11 @@ def test_a_precision_is_a_recipe():
         ('precision = "A16KV8"', "does not say what weights become"),
         ('precision = "W5A16KV8"', "W5A16 is not implemented"),
         ('precision = "W4A16KV8"\nmethod = "gtpq"', "did you mean 'gptq'"),
+        ('precision = "W4A16KV8"\nmethod = 4', "the method is 4: expected a text"),
+        (
+            'precision = "W4A16KV8"\n[[rules]]\nmodules = "a"\nprecision = "W4A32KV8"',
+            "the recipe computes in 16 bits",
+        ),
         ('precision = "W4A16KV8"\nrules = 3', "rules is 3: expected a list"),
         ('precision = "W4A16KV8"\n[[rules]]\nprecision = "W8A16KV16"', "a rule has no modules"),
         ('precision = "W4A16KV8"\n[[rules]]\nmodules = "a"', "and a precision or method"),

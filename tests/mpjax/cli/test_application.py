@@ -16,7 +16,7 @@ from mpjax.cli import application, bench, main
 from mpjax.cli.application import app
 from mpjax.memory import DeviceMemoryError
 
-COMMANDS = ("generate", "chat", "convert", "info", "evaluate", "tune", "bench", "env")
+COMMANDS = ("generate", "chat", "convert", "export", "info", "evaluate", "tune", "bench", "env")
 
 
 @pytest.fixture

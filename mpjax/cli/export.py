@@ -14,13 +14,13 @@ from mpjax.disk import size
 NAME = "export"
 EPILOG = """\b
 Formats:
-  awq               4 bits in groups: vLLM, SGLang, LMDeploy, transformers
-  gptq, gptq_v2     4 and 8 bits, act-order, mixed maps: vLLM, transformers
-  pack-quantized    4 and 8 bits (compressed-tensors): vLLM, transformers
-  int-quantized     W8A8 (compressed-tensors): vLLM, transformers
-  float-quantized   FP8 (compressed-tensors): vLLM, transformers
-  fp8               FP8 in blocks of 128 (DeepSeek-V3): vLLM, SGLang
-  plain             nothing packed, from any model: everything
+  awq              4 bits in groups: vLLM, SGLang, LMDeploy, transformers
+  gptq, gptq_v2    4 and 8 bits, act-order, mixtures: vLLM, transformers
+  pack-quantized   4 and 8 bits (compressed-tensors): vLLM, transformers
+  int-quantized    W8A8 (compressed-tensors): vLLM, transformers
+  float-quantized  FP8 (compressed-tensors): vLLM, transformers
+  fp8              FP8 in blocks of 128: vLLM, SGLang, transformers
+  plain            nothing packed, from any model: everything
 
 \b
 Examples:

@@ -21,6 +21,7 @@ PACKED, INTEGERS, FLOATS, NAIVE = (
     "float-quantized",
     "naive-quantized",  # either of the two before it
 )
+PACKED_TENSORS = ("weight_packed", "weight_shape")  # of a module of the first alone
 LINEAR = "Linear"  # the class of modules that a group targets, where it doesn't name them
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, compressed_tensors, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
-from mpjax.checkpoint.schemes.compressed_tensors import FLOATS, METHOD, NAIVE
+from mpjax.checkpoint.schemes.compressed_tensors import FLOATS, METHOD, NAIVE, PACKED_TENSORS
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.checks import is_known
@@ -95,9 +95,10 @@ class FP8Scheme(Scheme):
     def holds(cls, specs: Specs) -> bool:
         """Whether a module has an FP8 weight, or a tensor with the name of its scales."""
         dtype = str(specs["weight"].dtype) if "weight" in specs else ""
-        if any(name in specs for name in SCALE_NAMES.values()):
-            return dtype != "int8" and "weight_packed" not in specs
-        return dtype.startswith("float8")
+        if dtype.startswith("float8") or SCALE_NAMES[FINE_GRAINED] in specs:
+            return True
+        has_integers = dtype == "int8" or any(suffix in specs for suffix in PACKED_TENSORS)
+        return SCALE_NAMES[METHOD] in specs and not has_integers
 
     @property
     def quant_method(self) -> str:

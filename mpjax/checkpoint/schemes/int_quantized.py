@@ -66,8 +66,8 @@ class IntQuantizedScheme(Scheme):
 
     @classmethod
     def holds(cls, specs: Specs) -> bool:
-        """Whether a module's weight is 8-bit integers."""
-        return "weight" in specs and str(specs["weight"].dtype) == "int8"
+        """Whether a module's weight is 8-bit integers with a scale."""
+        return {"weight", "weight_scale"} <= specs.keys() and str(specs["weight"].dtype) == "int8"
 
     @property
     def weights(self) -> WeightFormat:

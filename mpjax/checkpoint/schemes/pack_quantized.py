@@ -19,7 +19,13 @@ import numpy as np
 
 from mpjax.checkpoint.schemes import checks, compressed_tensors, words, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
-from mpjax.checkpoint.schemes.compressed_tensors import LINEAR, METHOD, PACKED, SOURCE
+from mpjax.checkpoint.schemes.compressed_tensors import (
+    LINEAR,
+    METHOD,
+    PACKED,
+    PACKED_TENSORS,
+    SOURCE,
+)
 from mpjax.checkpoint.schemes.gptq import permutation_of
 from mpjax.checkpoint.schemes.writing import Integers
 from mpjax.errors import CheckpointError
@@ -89,7 +95,7 @@ class PackQuantizedScheme(Scheme):
     @classmethod
     def holds(cls, specs: Specs) -> bool:
         """Whether a module's tensors are packed so."""
-        return "weight_packed" in specs
+        return any(suffix in specs for suffix in PACKED_TENSORS)
 
     @property
     def weights(self) -> WeightFormat:

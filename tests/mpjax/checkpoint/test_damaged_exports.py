@@ -113,9 +113,9 @@ REFUSED = [
         config(quantization_config=compressed_fp8("channel", "token")),
         "is a pack-quantized module .* says quant_method 'compressed-tensors' with another format",
     ),
-    ("pack", tensor("weight_packed", gone), r"is a|has no tensor|holds .* no place for"),
-    ("pack", tensor("weight_scale", gone), rf"{Q} has no tensor weight_scale|lacks"),
-    ("pack", tensor("weight_shape", gone), rf"{Q} has no tensor weight_shape|lacks"),
+    ("pack", tensor("weight_packed", gone), rf"{Q} has no tensor weight_packed that is a"),
+    ("pack", tensor("weight_scale", gone), rf"{Q} has no tensor weight_scale: expected"),
+    ("pack", tensor("weight_shape", gone), rf"{Q} has no tensor weight_shape: expected"),
     ("pack", tensor("weight_packed", lambda a: a[:-1]), "holds a weight of 64 input and 63 output"),
     ("pack", tensor("weight_packed", lambda a: a.astype(np.int64)), "weight_packed is int64"),
     ("skewed", said(symmetric=True), rf"{Q} has a tensor weight_zero_point, which by symmetric in"),
@@ -132,8 +132,12 @@ REFUSED = [
         top(format="pack-quantized"),
         "made for activations in 8-bit int with dynamic scales",
     ),
-    ("int", tensor("weight_scale", gone), rf"{Q} has no tensor weight_scale|lacks 1 tensor"),
-    ("int", tensor("weight", lambda a: a.astype(np.uint8)), "weight is uint8|FP8"),
+    ("int", tensor("weight_scale", gone), rf"{Q}.weight is int8 \[64, 64\]: expected bfloat16"),
+    (
+        "int",
+        tensor("weight", lambda a: a.astype(np.uint8)),
+        "q_proj is an FP8 module .* with another",
+    ),
     ("int", cut(WEIGHTS, 1), "is truncated: expected"),
 ]
 # Found when its values are looked at.

@@ -32,7 +32,14 @@ def combinations(covered: int = 2, **values: Sequence[Any]) -> pytest.MarkDecora
     product = list(itertools.product(*values.values()))
     chosen = covering(product, covered)
     cases = [c if number in chosen else in_sweep(*c) for number, c in enumerate(product)]
-    return pytest.mark.parametrize(tuple(values), cases)
+    return pytest.mark.parametrize(
+        tuple(values), cases, ids=["-".join(map(_name, c)) for c in product]
+    )
+
+
+def _name(value: Any) -> str:
+    """A part of a test's name: that of a tuple has its members' names."""
+    return "-".join(map(_name, value)) if isinstance(value, tuple) else str(value)
 
 
 def covering(product: Sequence[Sequence[Any]], covered: int) -> set[int]:

@@ -28,12 +28,13 @@ def test_few_are_chosen():
 
 
 def test_the_others_are_marked():
-    mark = combinations(1, first=[[1], [2]], second=["a", "b"]).mark
+    mark = combinations(1, first=[[1], [2]], second=["a", ("b", 3)]).mark
     names, cases = mark.args
     assert names == ("first", "second")
     assert cases[0] == ([1], "a")
     assert [[mark.name for mark in case.marks] for case in cases[1:3]] == [["sweep"], ["sweep"]]
-    assert cases[3] == ([2], "b")
+    assert cases[3] == ([2], ("b", 3))
+    assert mark.kwargs["ids"] == ["[1]-a", "[1]-b-3", "[2]-a", "[2]-b-3"]
 
 
 @pytest.mark.parametrize(

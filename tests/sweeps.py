@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,14 +46,21 @@ def _name(value: Any) -> str:
 def covering(product: Sequence[Sequence[Any]], covered: int) -> set[int]:
     """Indices of combinations with all values that `covered` places have in any of the product.
 
-    The next is always the first of those that have the most that no other had.
+    The next is always one that has the most that no other had; of these, one whose values the
+    others have the least, so that a parameter of few values has each about as often.
     """
     has = [set(_parts(combination, covered)) for combination in product]
-    missing, chosen = set().union(*has), set()
+    values = [set(_parts(combination, 1)) for combination in product]
+    missing, chosen, used = set().union(*has), set(), Counter()
+
+    def worth(number: int) -> tuple[int, int]:
+        return len(has[number] & missing), -sum(used[value] for value in values[number])
+
     while missing:
-        best = max(range(len(has)), key=lambda number: len(has[number] & missing))
+        best = max(range(len(has)), key=worth)
         chosen.add(best)
         missing -= has[best]
+        used.update(values[best])
     return chosen
 
 

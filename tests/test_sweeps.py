@@ -27,6 +27,12 @@ def test_few_are_chosen():
     assert len(covering(product, 2)) <= 14  # at least 12, of 24
 
 
+def test_a_parameter_of_few_values_has_each_about_as_often():
+    product = list(itertools.product(range(9), range(2)))
+    chosen = [product[number] for number in covering(product, 1)]
+    assert sorted(second for _, second in chosen) in ([0] * 4 + [1] * 5, [0] * 5 + [1] * 4)
+
+
 def test_the_others_are_marked():
     mark = combinations(1, first=[[1], [2]], second=["a", ("b", 3)]).mark
     names, cases = mark.args

@@ -46,15 +46,16 @@ def _name(value: Any) -> str:
 def covering(product: Sequence[Sequence[Any]], covered: int) -> set[int]:
     """Indices of combinations with all values that `covered` places have in any of the product.
 
-    The next is always one that has the most that no other had; of these, one whose values the
-    others have the least, so that a parameter of few values has each about as often.
+    The next is always one that has the most that no other had. With 1 it is, of these, one whose
+    values the others have the least, so that a parameter of few values has each about as often.
     """
     has = [set(_parts(combination, covered)) for combination in product]
     values = [set(_parts(combination, 1)) for combination in product]
     missing, chosen, used = set().union(*has), set(), Counter()
 
     def worth(number: int) -> tuple[int, int]:
-        return len(has[number] & missing), -sum(used[value] for value in values[number])
+        repeated = sum(used[value] for value in values[number]) if covered == 1 else 0
+        return len(has[number] & missing), -repeated
 
     while missing:
         best = max(range(len(has)), key=worth)

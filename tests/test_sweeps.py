@@ -25,6 +25,7 @@ def test_few_are_chosen():
     product = list(itertools.product(range(4), range(3), range(2)))
     assert len(covering(product, 1)) == 4
     assert len(covering(product, 2)) <= 14  # at least 12, of 24
+    assert len(covering(list(itertools.product(range(2), repeat=3)), 2)) == 4  # of 8
 
 
 def test_a_parameter_of_few_values_has_each_about_as_often():

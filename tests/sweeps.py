@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,20 +33,35 @@ def combinations(covered: int = 2, **values: Sequence[Any]) -> pytest.MarkDecora
     product = list(itertools.product(*values.values()))
     chosen = covering(product, covered)
     cases = [c if number in chosen else in_sweep(*c) for number, c in enumerate(product)]
-    return pytest.mark.parametrize(tuple(values), cases)
+    return pytest.mark.parametrize(
+        tuple(values), cases, ids=["-".join(map(_name, c)) for c in product]
+    )
+
+
+def _name(value: Any) -> str:
+    """A part of a test's name: that of a tuple has its members' names."""
+    return "-".join(map(_name, value)) if isinstance(value, tuple) else str(value)
 
 
 def covering(product: Sequence[Sequence[Any]], covered: int) -> set[int]:
     """Indices of combinations with all values that `covered` places have in any of the product.
 
-    The next is always the first of those that have the most that no other had.
+    The next is always one that has the most that no other had. With 1 it is, of these, one whose
+    values the others have the least, so that a parameter of few values has each about as often.
     """
     has = [set(_parts(combination, covered)) for combination in product]
-    missing, chosen = set().union(*has), set()
+    values = [set(_parts(combination, 1)) for combination in product]
+    missing, chosen, used = set().union(*has), set(), Counter()
+
+    def worth(number: int) -> tuple[int, int]:
+        repeated = sum(used[value] for value in values[number]) if covered == 1 else 0
+        return len(has[number] & missing), -repeated
+
     while missing:
-        best = max(range(len(has)), key=lambda number: len(has[number] & missing))
+        best = max(range(len(has)), key=worth)
         chosen.add(best)
         missing -= has[best]
+        used.update(values[best])
     return chosen
 
 

@@ -25,15 +25,23 @@ def test_few_are_chosen():
     product = list(itertools.product(range(4), range(3), range(2)))
     assert len(covering(product, 1)) == 4
     assert len(covering(product, 2)) <= 14  # at least 12, of 24
+    assert len(covering(list(itertools.product(range(2), repeat=3)), 2)) == 4  # of 8
+
+
+def test_a_parameter_of_few_values_has_each_about_as_often():
+    product = list(itertools.product(range(9), range(2)))
+    chosen = [product[number] for number in covering(product, 1)]
+    assert sorted(second for _, second in chosen) in ([0] * 4 + [1] * 5, [0] * 5 + [1] * 4)
 
 
 def test_the_others_are_marked():
-    mark = combinations(1, first=[[1], [2]], second=["a", "b"]).mark
+    mark = combinations(1, first=[[1], [2]], second=["a", ("b", 3)]).mark
     names, cases = mark.args
     assert names == ("first", "second")
     assert cases[0] == ([1], "a")
     assert [[mark.name for mark in case.marks] for case in cases[1:3]] == [["sweep"], ["sweep"]]
-    assert cases[3] == ([2], "b")
+    assert cases[3] == ([2], ("b", 3))
+    assert mark.kwargs["ids"] == ["[1]-a", "[1]-b-3", "[2]-a", "[2]-b-3"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)  # for such small products, more threads only wait for each other
 
-BATCH, PROMPT, NEW_TOKENS, VOCABULARY = 2, 12, 28, 96  # more tokens than a page has
+BATCH, PROMPT, NEW_TOKENS, VOCABULARY = 2, 12, 64, 96
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -115,7 +115,7 @@ def generate(model, prompt, count):
         logits, cache = nnx.merge(graph, state).step(tokens, counts, cache, fresh=fresh)
         return jnp.argmax(logits, -1)[:, None].astype(jnp.int32), cache
 
-    cache = model.create_cache(BATCH, PROMPT + count, KVFormat(16), page_size=32)
+    cache = model.create_cache(BATCH, PROMPT + count, KVFormat(16), page_size=64)
     token, cache = step(state, prompt, cache, fresh=True)
     tokens = [token]
     for _ in range(count - 1):

@@ -40,7 +40,7 @@ def test_jobs_are_distinct_places_in_a_table():
 
 
 def test_a_long_sequence_is_no_job():
-    with pytest.raises(ValueError, match="b2-h4/2-d64-c300-l900: a plan is for sequences"):
+    with pytest.raises(ValueError, match="b2-h4/2-d64-c300-l900 has one longer sequence"):
         make_jobs([dataclasses.replace(SHAPE, longest=900)], [KV8])
 
 

@@ -1,4 +1,4 @@
-"""What each method of quantisation costs in perplexity, on text that calibration has not seen.
+"""Perplexity of each method of quantisation, on text that calibration has not seen.
 
 python -m benchmarks.methods             the bundled model, on Python source
 python -m benchmarks.methods FOLDER      another model, on English: the help topics of Python

@@ -1,7 +1,7 @@
-"""The numbers that a format can hold of a weight, apart from the codes that choose among them.
+"""Grids: the values that the codes of a weight can choose from.
 
-Every quantiser has two steps: it fits a grid to a weight, and chooses codes. What is in between,
-such as a search for better ranges or the compensation of errors, needs no more of a format.
+Every quantiser has two steps: it fits a grid to a weight, and it chooses codes. A search for better
+ranges, or the compensation of errors, needs nothing else of a format.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Grid:
         return channels // (self.format.group_size or self.channels)
 
     def row(self, group: jax.Array) -> Row:
-        """The grid of a row of the weight, which belongs to a group: an index, traced or not."""
+        """The grid of one row of the weight. group: the index of its group, an array or an int."""
         scales, zeros, channel_scales, table = self.parameters
         zeros = None if zeros is None else zeros[group]
         return Row(self.format, Parameters(scales[group], zeros, channel_scales, table))
@@ -72,7 +72,7 @@ class Row:
 
 
 def fit(weight: jax.Array, format: WeightFormat, table: jax.Array | None = None) -> Grid:
-    """The grid that reaches all weights of each group; `codes` says how each kind chooses it.
+    """Fits a grid that reaches all weights of each group; each kind of codes says how.
 
     weight: float32 [K, N], which the format can split. table: float32 [2**bits], ascending, of
     `table…` formats; normal float where it is None.

@@ -1,4 +1,4 @@
-"""What an export writes: the tensors of a model by their names in Hugging Face's files."""
+"""Plans an export: the tensors of a model by their names in Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PLAIN = "plain"  # the layout without quantised modules
 
 @dataclasses.dataclass(frozen=True)
 class ExportPlan:
-    """What is written of a model.
+    """The tensors and the `quantization_config` that an export of a model writes.
 
-    scheme: how packed maps are stored; None where all are plain numbers.
-    quantization: what config.json says of it. cache: the strategy of the FP8 cache's scales that
-    are written, None where none are.
+    scheme: the format of packed maps; None if all maps are plain numbers.
+    quantization: the `quantization_config`, or None. cache: `tensor` or `attn_head`, the strategy
+    of the FP8 cache's scales that are written, or None if none are.
     """
 
     model: Decoder
@@ -116,7 +116,7 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
 
 
 def require_layout(layout: str | None) -> None:
-    """Raises ValueError for what no export's format is; None is the model's own."""
+    """Raises ValueError for an unknown format of an export; None is the model's own."""
     if layout is not None and layout not in layouts():
         hint = did_you_mean(nearest(str(layout), layouts()))
         raise ValueError(
@@ -126,7 +126,7 @@ def require_layout(layout: str | None) -> None:
 
 
 def layouts() -> list[str]:
-    """What an export's format may be."""
+    """The names of all formats of an export."""
     return [*registry.layouts(), PLAIN]
 
 

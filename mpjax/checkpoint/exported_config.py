@@ -18,12 +18,12 @@ from mpjax.models import DecoderConfig
 MARK = "mpjax_version"  # of folders that `mpjax.export` has written, and may replace
 DTYPE_KEYS = ("torch_dtype", "dtype")  # older and newer files; every reader takes the first
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-# What no weight depends on, and what may be another number than the file's.
+# Fields of a configuration on which no weight depends: they may differ from the file's.
 IGNORED_FIELDS = ("max_position_embeddings", "stop_ids")
 
 
 def make(lm: LanguageModel, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What config.json says of a model, whose source's it begins with.
+    """The config.json of an exported model, made from that of its source.
 
     quantization: the `quantization_config`; None where all weights are plain. Raises ValueError
     where the source has none, or that of another model.

@@ -26,7 +26,7 @@ from mpjax.checkpoint.staging import clean_up, staged
 from mpjax.disk import naming_a_full_disk, require_room
 from mpjax.language_model import LanguageModel
 
-# What tokenizers of other libraries read, too.
+# Files of the tokenizer, those that only other libraries read among them.
 COPIED_FILES = (
     *(name for name in TOKENIZER_FILES if name != CONFIG_NAME),
     *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),

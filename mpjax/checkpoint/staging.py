@@ -77,7 +77,7 @@ def clean_up(folder: Path) -> None:
             lock = (staging / LOCK).open("r+b")
         except OSError:  # the other save is just beginning or ending, or is another user's
             continue
-        if _try_to_lock(lock) and _is_file(lock, staging / LOCK):
+        if try_to_lock(lock) and _is_file(lock, staging / LOCK):
             with _interrupts_wait():
                 _release(folder, staging, lock)
         else:
@@ -107,7 +107,7 @@ def _create(folder: Path, staging: Path) -> BinaryIO:
             lock = (staging / LOCK).open("ab")
         except FileNotFoundError:  # another process has just deleted the staging folder
             continue
-        locked = _try_to_lock(lock)
+        locked = try_to_lock(lock)
         if locked is None or (locked and _is_file(lock, staging / LOCK)):
             break
         lock.close()
@@ -142,8 +142,11 @@ def _sync(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def _try_to_lock(file: BinaryIO) -> bool | None:
-    """Whether this process now holds a file's lock; None where the file system has no locks."""
+def try_to_lock(file: BinaryIO | int) -> bool | None:
+    """Whether this process now holds the lock of an open file; None if there are no locks.
+
+    Some file systems have none. file: the file, or its descriptor.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

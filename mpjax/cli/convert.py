@@ -49,15 +49,8 @@ def command(
 ) -> None:
     """Quantise and pack a checkpoint once, and save the result."""
     import mpjax
-    from mpjax.checkpoint import staging
 
-    staging.clean_up(target)  # restores a model that a killed save has moved away
-    if not overwrite and target.is_dir() and any(target.iterdir()):
-        # `save` raises this as well, but only after the model has been loaded.
-        raise ValueError(
-            f"{target} is not empty: choose another folder, or replace a model saved there with "
-            "--overwrite"
-        )
+    options.require_target(target, overwrite)
     chosen = None if precision is None else options.parse_precision(precision)
     _check_scales(source, chosen, calibrate)
     documents = None if calibrate is None else options.read_documents(calibrate)

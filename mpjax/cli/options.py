@@ -133,6 +133,22 @@ def load(
     )
 
 
+def require_target(target: Path, overwrite: bool) -> None:
+    """Raises ValueError for a folder to which `mpjax.save` would not write a model.
+
+    It raises the same, but only after the model has been made.
+    """
+    from mpjax.checkpoint import saving, staging
+
+    staging.clean_up(target)  # restores a model that a killed save has moved away
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        raise ValueError(
+            f"{target} is not empty: choose another folder, or replace a model saved there with "
+            "--overwrite"
+        )
+    saving.require_writable(target, overwrite)
+
+
 def read_documents(path: Path) -> list[str]:
     """Reads the texts of a file: the whole file, or for .jsonl {"text": ...} on each line."""
     from mpjax.arguments import read_text

@@ -88,17 +88,9 @@ def command(
     chosen = _recipe(precision, method, recipe)
     documents = None if text is None else options.read_documents(text)
     import mpjax
-    from mpjax.checkpoint import staging
-    from mpjax.checkpoint.saving import require_writable
     from mpjax.quantization.finished import FinishedLayers
 
-    staging.clean_up(target)  # restores a model that a killed save has moved away
-    if not overwrite and target.is_dir() and any(target.iterdir()):
-        raise ValueError(
-            f"{target} is not empty: choose another folder, or replace a model saved there with "
-            "--overwrite"
-        )
-    require_writable(target, overwrite)
+    options.require_target(target, overwrite)
     target = target.absolute()
     work = target.with_name(f".{target.name}.layers")
     lm = mpjax.quantize(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
-import rich.console
-import rich.progress
 from flax import nnx
 
 from mpjax.arguments import compute_dtype, require_documents
 from mpjax.checkpoint import huggingface
 from mpjax.checkpoint.description import is_saved
+from mpjax.checkpoint.progress import layers_bar
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
@@ -28,7 +26,6 @@ from mpjax.quantization.text import Windows, windows_of
 from mpjax.tokenizer import Tokenizer
 
 LAYERS = "layers."  # where the paths of parameters in layers begin
-WINDOW, MOST_TOKENS, BATCH = 2048, 128 * 2048, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +37,9 @@ class Calibration:
         time.
     """
 
-    window: int = WINDOW
-    tokens: int = MOST_TOKENS
-    batch: int = BATCH
+    window: int = 2048
+    tokens: int = 128 * 2048
+    batch: int = 4
 
     def __post_init__(self) -> None:
         for name in ("window", "tokens", "batch"):
@@ -110,13 +107,13 @@ def _from_model(
             )
     model: Decoder = nnx.merge(*nnx.split(lm.model))
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
-    with _bar(lm.source, model.config.num_layers, progress) as advance:
+    with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
         quantize_decoder(
             model,
             lambda number: (model.layers[number], False),
             batches,
             recipe,
-            lambda *done: advance(),
+            lambda *done: advance(1),
         )
     return _with_cache(dataclasses.replace(lm, model=model, kv_format=recipe.kv), documents)
 
@@ -142,9 +139,7 @@ def _from_folder(
         run = describe_run(folder, recipe, batches, model.config.dtype)
         finished = FinishedLayers.open(Path(work), run)
     try:
-        huggingface.fill(
-            model, checkpoint, plan, belongs=lambda path: not path.startswith("layers.")
-        )
+        huggingface.fill(model, checkpoint, plan, belongs=lambda path: not path.startswith(LAYERS))
 
         def read_layer(number: int) -> tuple[DecoderLayer, bool]:
             if finished is not None and finished.load(model, number, recipe):
@@ -153,12 +148,12 @@ def _from_folder(
             huggingface.fill(model, checkpoint, plan, belongs=lambda path: path.startswith(prefix))
             return model.layers[number], False
 
-        with _bar(folder, model.config.num_layers, progress) as advance:
+        with layers_bar("Quantising", folder, progress, model.config.num_layers) as advance:
 
             def watch(number: int, layer: DecoderLayer) -> None:
                 if finished is not None:
                     finished.save(model, number)
-                advance()
+                advance(1)
 
             quantize_decoder(model, read_layer, batches, recipe, watch)
     finally:
@@ -177,6 +172,7 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
             continue
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
+        rule.method.require_usable()
         if documents is None and rule.method.needs_text:
             raise ValueError(
                 f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
@@ -218,22 +214,3 @@ def _with_cache(lm: LanguageModel, documents: list[str] | None) -> LanguageModel
 
     assert documents is not None  # `_check` sees to that
     return calibrate_cache(lm, documents)
-
-
-@contextlib.contextmanager
-def _bar(folder: Path, layers: int, progress: bool | None) -> Iterator[Callable[[], None]]:
-    """Shows a bar on stderr while its block runs, which calls what it gets after each layer."""
-    console = rich.console.Console(stderr=True, force_terminal=progress or None)
-    shown = console.is_terminal if progress is None else progress
-    columns = (
-        rich.progress.TextColumn("{task.description}", markup=False),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeElapsedColumn(),
-        rich.progress.TimeRemainingColumn(),
-    )
-    with rich.progress.Progress(
-        *columns, console=console, transient=True, disable=not shown
-    ) as bar:
-        task = bar.add_task(f"Quantising {folder.name}, layer", total=layers)
-        yield lambda: bar.advance(task)

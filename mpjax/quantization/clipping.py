@@ -34,20 +34,25 @@ def learn_ranges(
     weight: float32 [K, N]. hessian: float32 [K, K], the mean of x xᵀ over inputs.
 
     A group's range is from sigmoid(a) · min to sigmoid(b) · max. The gradient is that of values
-    with their codes held: codes are chosen anew in each step. Raises ImportError without optax.
+    with their codes held: codes are chosen anew in each step. Raises ValueError without optax.
     """
     return _descend(_optimizer(rate), weight, hessian, format, steps)
 
 
 @functools.cache  # one object for each rate, for which `_descend` is compiled
 def _optimizer(rate: float) -> Any:
+    return require_optax().adam(rate)
+
+
+def require_optax() -> Any:
+    """The module optax. Raises ValueError, with what to do, if it is not installed."""
     try:
         import optax
     except ImportError as error:
-        raise ImportError(
-            'learned clipping needs optax: pip install "mpjax[train]", or choose another method'
+        raise ValueError(
+            'the method clip needs optax: pip install "mpjax[train]", or choose another method'
         ) from error
-    return optax.adam(rate)
+    return optax
 
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "format", "steps"))

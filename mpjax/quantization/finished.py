@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from mpjax.checkpoint import array_file, model_arrays
+from mpjax.checkpoint import array_file, model_arrays, staging
 from mpjax.checkpoint.model_arrays import PackedPart
 from mpjax.checkpoint.safetensors import read_header
 from mpjax.errors import CheckpointError
@@ -45,12 +44,19 @@ class FinishedLayers:
         path = folder / RUN_NAME
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"{folder} is a file: expected a folder for finished layers")
-        if folder.exists() and not path.is_file() and any(folder.iterdir()):
+        names = {file.name for file in folder.iterdir()} if folder.exists() else set()
+        if names - {LOCK_NAME} and RUN_NAME not in names:
             raise ValueError(
                 f"{folder} is not empty and holds no finished layers: choose another folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        found = cls(folder, _lock(folder))
+        lock = _lock(folder)
+        if lock is None:
+            raise ValueError(
+                f"another process keeps its finished layers in {folder}: wait until it has ended, "
+                "or choose another target"
+            )
+        found = cls(folder, lock)
         if not path.is_file() or path.read_text(encoding="utf-8") != run:
             found._delete_layers()
             path.write_text(run, encoding="utf-8")
@@ -92,10 +98,18 @@ class FinishedLayers:
             os.close(self.lock)
 
     def remove(self) -> None:
-        """Deletes the files of the run, and the folder if nothing else is in it."""
+        """Deletes the files of the run, and the folder if nothing else is in it.
+
+        Does nothing while another process has the folder.
+        """
+        lock = None
+        if self.lock is None and self.folder.is_dir() and (lock := _lock(self.folder)) is None:
+            return
         self._delete_layers()
         for name in (RUN_NAME, LOCK_NAME):
             (self.folder / name).unlink(missing_ok=True)
+        if lock is not None:
+            os.close(lock)
         with contextlib.suppress(OSError):  # it is not there, or not empty
             self.folder.rmdir()
 
@@ -125,20 +139,15 @@ def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype
     return json.dumps([str(folder), stamps, repr(recipe), dtype, digest.hexdigest()])
 
 
-def _lock(folder: Path) -> int:
-    """The descriptor of a file that is locked for as long as it is open.
+def _lock(folder: Path) -> int | None:
+    """The descriptor of a file that is locked for as long as it is open; None if another has it.
 
-    Raises ValueError if another process has locked it.
+    A file system without locks keeps nobody out.
     """
     file = os.open(folder / LOCK_NAME, os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if staging.try_to_lock(file) is False:
         os.close(file)
-        raise ValueError(
-            f"another process keeps its finished layers in {folder}: wait until it has ended, or "
-            "choose another target"
-        ) from error
+        return None
     return file
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.checks import did_you_mean, nearest, require_type
 from mpjax.kernels.grid import fit
-from mpjax.quantization.clipping import learn_ranges
+from mpjax.quantization.clipping import learn_ranges, require_optax
 from mpjax.quantization.gptq import gptq
 from mpjax.quantization.ranges import search_ranges
 from mpjax.quantization.scaling import awq_scales, smooth_scales, threshold_scales
@@ -73,6 +73,11 @@ class Method:
 
     def __str__(self) -> str:
         return "+".join((*self.scalings, self.rounding))
+
+    def require_usable(self) -> None:
+        """Raises ValueError if a step needs a package that is not installed."""
+        if self.rounding == "clip":
+            require_optax()
 
     @property
     def needs_text(self) -> bool:

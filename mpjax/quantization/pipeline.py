@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import pack
+from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
 from mpjax.models.parameters import find
@@ -45,7 +46,7 @@ class Stream:
 
     @classmethod
     def of(cls, model: Decoder, batches: Sequence[Windows]) -> Stream:
-        """The embeddings of tokens."""
+        """The hidden states before the first layer: the embeddings of tokens."""
         embedding = model.embedding.get_value()
         states = [np.asarray(_embed(embedding, windows.tokens)) for windows in batches]
         positions = jnp.broadcast_to(jnp.arange(states[0].shape[1])[None], states[0].shape[:2])
@@ -62,7 +63,10 @@ class Stream:
         return found
 
     def advance(self, layer: DecoderLayer) -> None:
-        """Goes through a layer. Raises ValueError where it gives NaN or infinities."""
+        """Replaces the hidden states by those behind a layer.
+
+        Raises ValueError if those of a real token are NaN or infinite.
+        """
         for index, states in enumerate(self.states):
             states, is_finite = _advance(layer, states, self.angles, self.is_real[index])
             if not is_finite:
@@ -83,6 +87,8 @@ def quantize_layer(
 
     found: the statistics of what each linear map reads, by paths; empty where no rule needs them.
     rules: for each linear map, by paths. places: the folds of the layer.
+
+    Raises ValueError for weights that are too large or too small for their format.
     """
     graph, state = nnx.split(layer)
     layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # with variables of its own
@@ -105,8 +111,11 @@ def quantize_layer(
             linear = folds.linear_of(layer, path)
             rounding = _rounding_for(path, rule, found.get(path))
             plain = choose_codes(_wide(linear), found.get(path), rule.weights, rounding)
+            packed = pack(plain)
+            if reason := why_out_of_range(_wide(linear), packed):
+                raise ValueError(f"{path}: {reason}")
             bias = None if linear.bias is None else linear.bias.get_value()
-            _replace(layer, path, Linear(pack(plain), bias))
+            _replace(layer, path, Linear(packed, bias))
     return layer
 
 
@@ -130,17 +139,17 @@ def quantize_decoder(
     stream = Stream.of(model, batches) if batches else None
     for number, spec in enumerate(model.config.layers):
         layer, is_finished = read_layer(number)
-        if not is_finished:
-            paths = spec.linear_paths(model.config)
-            rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
-            found = {} if stream is None else stream.statistics(layer)
-            layer = quantize_layer(layer, found, rules, spec.folds(model.config))
-        model.layers[number] = layer
-        if stream is not None:  # behind the last layer, too, to see what overflows
-            try:
+        try:
+            if not is_finished:
+                paths = spec.linear_paths(model.config)
+                rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
+                found = {} if stream is None else stream.statistics(layer)
+                layer = quantize_layer(layer, found, rules, spec.folds(model.config))
+            if stream is not None:  # through the last layer, too, to see what overflows
                 stream.advance(layer)
-            except ValueError as error:
-                raise ValueError(f"behind layer {number}, {error}") from error
+        except ValueError as error:
+            raise ValueError(f"layer {number}: {error}") from error
+        model.layers[number] = layer
         watch(number, layer)
 
 

@@ -86,7 +86,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Recipe:
-        """The recipe in the content of such a file. Raises ValueError that names the fault."""
+        """Reads the content of a recipe's file, as `read` describes it. Raises ValueError."""
         _require_keys(content, {"precision"}, {"method", "rules"}, "the recipe")
         rest = cls.of(content["precision"], content.get("method", DEFAULT_METHOD))
         rules = content.get("rules", [])

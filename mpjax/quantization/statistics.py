@@ -37,7 +37,6 @@ class Statistics:
         """Sums over inputs [batch, tokens, K].
 
         is_real: bool [batch, tokens], False for padding, which does not count.
-
         samples: how many inputs to keep; of fewer real ones, the last is kept several times.
         """
         x = inputs.reshape(-1, inputs.shape[-1]).astype(jnp.float32)

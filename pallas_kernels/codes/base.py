@@ -28,7 +28,7 @@ class Parameters(NamedTuple):
     table: jax.Array | None = None
 
     def of_groups(self) -> Parameters:
-        """The same, such as they broadcast with values [groups, size, N]."""
+        """These parameters with one more axis, to broadcast with values [groups, size, N]."""
         channel_scales = None if self.channel_scales is None else self.channel_scales[None, None]
         zeros = None if self.zeros is None else self.zeros[:, None]
         return Parameters(self.scales[:, None], zeros, channel_scales, self.table)

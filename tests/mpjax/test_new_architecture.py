@@ -28,6 +28,8 @@ from mpjax.models import (
     MLPSpec,
 )
 from mpjax.models.parameters import Names
+from mpjax.quantization.pipeline import quantize_decoder
+from mpjax.quantization.text import Windows
 from tests.pallas_kernels.oracles import softmax_attention
 
 
@@ -62,6 +64,10 @@ class SquaredMLP(nnx.Module):
     def terms(self, x, *, quantized):
         inner = jnp.square(jax.nn.relu(self.entry(x)))
         return self.exit.terms(inner * jnp.expand_dims(self.gain.get_value(), (0, 1)))
+
+    def inputs(self, x):
+        inner = jnp.square(jax.nn.relu(self.entry(x)))
+        return {"entry": x, "exit": inner * jnp.expand_dims(self.gain.get_value(), (0, 1))}
 
 
 class Toy(Decoder):
@@ -188,6 +194,18 @@ def test_it_loads_by_its_own_names(folder, tensors):
     assert [*lm.summary()["linear_maps"]] == [
         *("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down", "mlp.entry", "mlp.exit"),
     ]
+
+
+def test_its_weights_are_quantised_with_a_text(folder, tensors):
+    lm = mpjax.load(folder)
+    found = {}
+    for method in ("rtn", "awq+gptq"):
+        model = nnx.merge(*nnx.split(lm.model))
+        batches = [Windows(TOKENS.repeat(8, 0), np.ones((16, 9), bool))]
+        recipe = mpjax.Recipe.of("W4g32A16KV16", method)
+        quantize_decoder(model, lambda number: (lm.model.layers[number], False), batches, recipe)
+        found[method] = np.abs(model(TOKENS) - logits(tensors, TOKENS)).mean()
+    assert 0 < found["awq+gptq"] < 0.9 * found["rtn"]
 
 
 def test_it_takes_steps_in_a_cache(folder, tensors):

@@ -139,7 +139,7 @@ class AWQScheme(Scheme):
         return cls(writing.only_format(layout, modules).group_size)
 
     def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """What config.json says."""
+        """The `quantization_config` of an exported checkpoint; see Scheme."""
         return {
             "quant_method": self.quant_method,
             "bits": BITS,

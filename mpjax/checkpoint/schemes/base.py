@@ -156,7 +156,7 @@ class Scheme(abc.ABC):
         raise ValueError(f"{cls.title} is read and not written")
 
     def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """What config.json says of a checkpoint that is written: `from_config` reads it.
+        """The `quantization_config` of an exported checkpoint, which `from_config` reads.
 
         plain: linear maps that are not quantised, the head among them. cache: whether an FP8
         cache's scales lie beside the weights, for each `tensor` or `attn_head`; None: there are

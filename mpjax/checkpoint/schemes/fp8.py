@@ -184,7 +184,7 @@ class FP8Scheme(Scheme):
         return cls(FINE_GRAINED, (GROUP_SIZE, GROUP_SIZE), format.operand)
 
     def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """What config.json says."""
+        """The `quantization_config` of an exported checkpoint; see Scheme."""
         if self.method == FINE_GRAINED:
             return {
                 "quant_method": FINE_GRAINED,

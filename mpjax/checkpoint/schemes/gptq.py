@@ -238,7 +238,7 @@ class GPTQScheme(Scheme):
         return cls(bits, size, layout, act_order, False, symmetric, rules)
 
     def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """What config.json says."""
+        """The `quantization_config` of an exported checkpoint; see Scheme."""
         left_out: dict[str, Any] = {f"-:{_only(name).pattern}": {} for name in plain}
         rules = {
             f"{'+' if rule.quantized else '-'}:{rule.pattern.pattern}": _integers(rule)
@@ -325,7 +325,7 @@ def _only(name: str) -> re.Pattern[str]:
 
 
 def _integers(said: GPTQScheme | DynamicRule) -> dict[str, Any]:
-    """What config.json says of a checkpoint's codes, or of those that a rule is for."""
+    """The entries of config.json about codes: of a checkpoint, or of the modules of a rule."""
     return {"bits": said.bits, "group_size": said.group_size or -1, "sym": bool(said.symmetric)}
 
 

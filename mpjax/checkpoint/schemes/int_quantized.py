@@ -124,7 +124,7 @@ class IntQuantizedScheme(Scheme):
         return cls()
 
     def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """What config.json says."""
+        """The `quantization_config` of an exported checkpoint; see Scheme."""
         group = compressed_tensors.write_group(
             compressed_tensors.write_weights(8, "int", "channel" if self.by_channel else "tensor"),
             None if self.activations is None else compressed_tensors.write_activations("int"),

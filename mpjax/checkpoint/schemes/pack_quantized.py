@@ -205,7 +205,7 @@ class PackQuantizedScheme(Scheme):
         )
 
     def quantization_config(self, plain: Sequence[str], cache: str | None = None) -> dict[str, Any]:
-        """What config.json says."""
+        """The `quantization_config` of an exported checkpoint; see Scheme."""
         groups = [
             compressed_tensors.write_group(_written(group), targets=group.targets)
             for group in self.groups
@@ -236,7 +236,7 @@ class PackQuantizedScheme(Scheme):
         return True
 
     def _group(self, name: str) -> Group:
-        """What config.json says of a module whose tensors are packed. Raises CheckpointError."""
+        """Reads the `weights` of a config group for packed modules. Raises CheckpointError."""
         if compressed_tensors.names(self.ignore, name):
             raise CheckpointError(
                 f"{name} has packed tensors, but by `ignore` in config.json it was left in 16 bits:"

@@ -135,14 +135,14 @@ def test_an_interrupt_of_the_cleaning_comes_after_it(before, tmp_path, monkeypat
 
 
 def test_an_interrupt_of_the_beginning_comes_after_it(before, tmp_path, monkeypatch):
-    lock = staging._try_to_lock
+    lock = staging.try_to_lock
 
     def interrupted(file):
         os.kill(os.getpid(), signal.SIGINT)
         return lock(file)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "_try_to_lock", interrupted)
+        patch.setattr(staging, "try_to_lock", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path / "saved")
     require_before(tmp_path, before)
@@ -327,7 +327,7 @@ def test_without_locks_nothing_is_deleted(before, tmp_path, monkeypatch):
 
 def test_a_lock_that_another_process_has_deleted_is_none(tmp_path, monkeypatch):
     """The other one ends between this one's opening of the file and its locking it."""
-    folder, lock = tmp_path / "saved", staging._try_to_lock
+    folder, lock = tmp_path / "saved", staging.try_to_lock
     hidden = tmp_path / f".saved.saving-{staging._host()}-{staging._boot()}"
     deleted = []
 
@@ -337,7 +337,7 @@ def test_a_lock_that_another_process_has_deleted_is_none(tmp_path, monkeypatch):
             shutil.rmtree(hidden)
         return lock(file)
 
-    monkeypatch.setattr(staging, "_try_to_lock", lock_late)
+    monkeypatch.setattr(staging, "try_to_lock", lock_late)
     with staged(folder) as new:
         assert deleted
         (new / "file").write_text("new")
@@ -348,7 +348,7 @@ def test_a_lock_that_another_process_has_deleted_is_none(tmp_path, monkeypatch):
 
 def test_cleaning_up_does_not_take_a_deleted_lock_for_a_new_one(tmp_path, monkeypatch):
     """One save ends and the next begins between the opening of the file and its locking."""
-    folder, lock = tmp_path / "saved", staging._try_to_lock
+    folder, lock = tmp_path / "saved", staging.try_to_lock
     first, second = staged(folder), staged(folder)
     first.__enter__()
     news = []
@@ -359,7 +359,7 @@ def test_cleaning_up_does_not_take_a_deleted_lock_for_a_new_one(tmp_path, monkey
         news.append(second.__enter__())
         return lock(file)
 
-    monkeypatch.setattr(staging, "_try_to_lock", lock_late)
+    monkeypatch.setattr(staging, "try_to_lock", lock_late)
     clean_up(folder)
     (news[0] / "file").write_text("second")
     second.__exit__(None, None, None)

@@ -66,6 +66,20 @@ def test_a_folder_of_other_files_is_left_alone(model, tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
+def test_a_run_that_ended_before_it_had_a_layer_is_no_obstacle(tmp_path):
+    (tmp_path / "lock").write_text("")
+    FinishedLayers.open(tmp_path, "run").close()
+
+
+def test_a_folder_that_another_process_has_is_not_removed(tmp_path):
+    other = FinishedLayers.open(tmp_path, "run")
+    FinishedLayers(tmp_path).remove()
+    assert (tmp_path / "run.json").exists()
+    other.close()
+    FinishedLayers(tmp_path).remove()
+    assert not tmp_path.exists()
+
+
 def test_a_file_that_was_cut_is_no_layer(model, tmp_path):
     finished = FinishedLayers.open(tmp_path, "run")
     finished.save(model, 0)

@@ -128,5 +128,13 @@ def test_infinite_states_are_refused_with_the_layer(batches):
     model = small_model(CONFIG)
     weight = model.layers[0].mlp_norm.weight
     weight.set_value(weight.get_value() * jnp.inf)
-    with pytest.raises(ValueError, match="behind layer 0, the hidden states are NaN or infinite"):
+    with pytest.raises(ValueError, match="layer 0: the hidden states are NaN or infinite"):
         quantize_decoder(model, layers_of(model), batches, Recipe.of("W8g64A16KV16", "rtn"))
+
+
+def test_weights_beyond_the_range_are_refused_with_their_place():
+    model = small_model(CONFIG)
+    kernel = model.layers[1].mlp.down.kernel
+    kernel.set_value(kernel.get_value() * 1e8)
+    with pytest.raises(ValueError, match=r"layer 1: mlp\.down: .* too large for uint4"):
+        quantize_decoder(model, layers_of(model), [], Recipe.of("W4g32A16KV16", "rtn"))

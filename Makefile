@@ -107,7 +107,7 @@ $(VENV)/.runtime: $(VENV)/.created
 $(VENV)/.development: $(VENV)/.created
 	@echo "Installing mpjax$(EXTRA:%=[%]), torch and the test tools into $(VENV). The first time takes some minutes."
 	@$(PIP) --editable ".[test,dev,eval$(EXTRA:%=,%)]"
-	@[ -z "$(TORCH)" ] || $(PIP) $(TORCH) "accelerate>=1.0"
+	@[ -z "$(TORCH)" ] || $(PIP) $(TORCH) "accelerate>=1.0" "compressed-tensors>=0.20"
 	@touch $@ $(VENV)/.runtime
 
 $(VENV)/.mutants: $(VENV)/.development

@@ -38,6 +38,7 @@ plain_names.install()
 
 __all__ = [
     "Calibration",
+    "Engine",
     "Evaluation",
     "GeneratedTokens",
     "Generation",
@@ -62,6 +63,7 @@ __all__ = [
 
 _MODULES = {
     "Calibration": "quantization.api",
+    "Engine": "engine.engine",
     "Evaluation": "evaluation",
     "GeneratedTokens": "decoding",
     "Generation": "generation",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpjax.checkpoint.exporting import export
     from mpjax.checkpoint.saving import save
     from mpjax.decoding import GeneratedTokens, generate_tokens
+    from mpjax.engine.engine import Engine
     from mpjax.evaluation import Evaluation, evaluate
     from mpjax.generation import Generation, TextPiece, generate, stream, stream_batch
     from mpjax.language_model import LanguageModel

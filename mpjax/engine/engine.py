@@ -120,8 +120,8 @@ class Engine:
 
         prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
         new_tokens: drawn.
-        preemptions: how often a request gave up its pages. programs: that were compiled. steps: of
-        the engine.
+        preemptions: how often a request gave up its pages. programs: that were compiled.
+        steps: of the engine. late_steps: of them, those before which the device had nothing to do.
         """
         runner, planner = self._runner, self._runner.planner
         return {
@@ -135,6 +135,7 @@ class Engine:
             "new_tokens": runner.new_tokens,
             "preemptions": planner.preemptions,
             "steps": runner.steps,
+            "late_steps": runner.late_steps,
             "programs": len(runner.programs.used),
         }
 

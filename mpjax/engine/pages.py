@@ -81,13 +81,9 @@ class PagePool:
         if page != NOWHERE and key not in self._pages and page not in self._keys:
             self._keys[page], self._pages[key] = key, page
 
-    def forget(self, page: int) -> None:
-        """Takes back what `publish` said of a page."""
-        if (key := self._keys.pop(page, None)) is not None:
-            del self._pages[key]
-        if page in self._idle:
-            del self._idle[page]
-            self._free.append(page)
+    def is_free(self, page: int) -> bool:
+        """Whether a page has no owner, and no content that others can find."""
+        return not self._references[page] and page not in self._keys
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes an owner from each page but NOWHERE.

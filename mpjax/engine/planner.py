@@ -197,7 +197,11 @@ class Planner:
         return self._plan_decode()
 
     def learn(self, row: Row, tokens: Sequence[int]) -> None:
-        """Adds new tokens that are known now, and gives back pages that no query sees again."""
+        """Adds new tokens that are known now, and that are of finite logits.
+
+        Pages whose content is final and finite can be found by others from now on, and pages that
+        no query sees again are given back.
+        """
         row.tokens.extend(tokens)
         if row.slot is not None:
             self._publish(row)
@@ -254,7 +258,6 @@ class Planner:
         row.is_fresh = False
         if is_last:
             row.drawn += 1
-        self._publish(row)
         self._pass(row)
         return Piece(row, start, start + count, is_first, is_last)
 
@@ -344,8 +347,8 @@ class Planner:
     # -- pages
 
     def _publish(self, row: Row) -> None:
-        """Lets others find the row's pages whose content is final and known."""
-        known = min(len(row.tokens), row.length)
+        """Lets others find the row's pages that hold tokens before the newest one."""
+        known = min(len(row.tokens) - 1, row.length)
         if block := self.sizes.block:
             # A block is encoded when the first token behind it comes.
             known = min(known, max(row.length - 1, 0) // block * block)

@@ -26,7 +26,7 @@ class Runner:
     def __init__(self, lm: LanguageModel, sizes: Sizes, max_tokens: int) -> None:
         self.planner = Planner(sizes)
         self.requests: dict[Handle, Request] = {}
-        self.steps = self.new_tokens = 0
+        self.steps = self.late_steps = self.new_tokens = 0
         self.programs = Programs(lm.model, chunk=sizes.chunk, slots=sizes.slots, steps=sizes.steps)
         self._dtype = lm.config.dtype
         self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens)
@@ -45,10 +45,12 @@ class Runner:
     def step(self) -> list[Event]:
         """Starts the next program, and reads what the one before has drawn."""
         self.steps += 1
-        plan, pending = self.planner.plan(), None
+        plan, pending, before = self.planner.plan(), None, self._pending
         if plan is not None:
+            is_late = before is not None and before.drawn.tokens.is_ready()
             pending = self._extend(plan) if isinstance(plan, Extend) else self._decode(plan)
-        before, self._pending = self._pending, pending
+            self.late_steps += is_late
+        self._pending = pending
         return [] if before is None else self._read(before)
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> Event:
@@ -145,10 +147,7 @@ class Runner:
         request.handle.finish(reason, error)
 
     def _clear(self, pages: Sequence[int], slot: int) -> None:
-        pool = self.planner.pool
-        own = [page for page in pages if not pool.references(page)]
-        for page in own:
-            pool.forget(page)
+        own = [page for page in pages if self.planner.pool.is_free(page)]
         padded = np.zeros(self._state.tables.shape[1], np.int32)
         padded[: len(own)] = own
         self._state = self.programs.clear(self._state, padded, np.int32(slot))

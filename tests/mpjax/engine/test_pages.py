@@ -61,18 +61,12 @@ def test_the_first_page_of_a_content_stays_the_one():
     assert (pool.find([a]), pool.kept, pool.available) == ([first], 0, 1)
 
 
-def test_what_is_forgotten_is_not_found():
-    pool, (a, b) = PagePool(3), keys([1], [2])
-    pages = pool.allocate(2) or []
-    pool.publish(pages[0], a)
-    pool.publish(pages[1], b)
-    pool.forget(pages[1])
-    pool.release(pages)
-    pool.forget(pages[0])
-    assert pool.find([a]) == []
-    assert (pool.available, pool.kept) == (2, 0)
-    pool.forget(pages[0])
-    assert pool.available == 2
+def test_a_page_is_free_without_owner_and_content():
+    pool, (a,) = PagePool(4), keys([1])
+    first, second, third = pool.allocate(3) or []
+    pool.publish(first, a)
+    pool.release([first, second])
+    assert [pool.is_free(page) for page in (first, second, third)] == [False, True, False]
 
 
 @given(st.lists(st.integers(0, 9), max_size=60))

@@ -17,7 +17,7 @@ from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models import config_json, parameters
-from mpjax.models.attention import Attention, GroupedQuerySpec
+from mpjax.models.attention import AttentionModule, GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
 from mpjax.models.layers import RMSNorm, rotary_frequencies
@@ -30,7 +30,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.attention: Attention = spec.attention.build(config, rngs)
+        self.attention = spec.attention.build(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.mlp = spec.mlp.build(config, rngs)
 
@@ -51,11 +51,12 @@ class DecoderLayer(nnx.Module):
         also round activations to the 8-bit format that the next weight asks for.
         """
         cached = span is not None
+        attention: AttentionModule = self.attention
         mlp: MLP = self.mlp
-        format = self.attention.qkv.activations if cached else None
+        format = attention.activations if cached else None
         residual, x = self.attention_norm.add(terms, residual, format)
-        attended, pages = self.attention.attend(x, angles, pages, span)
-        terms = self.attention.output.terms(attended)
+        attended, pages = attention.attend(x, angles, pages, span)
+        terms = attention.terms(attended)
         format = mlp.activations if cached else None
         residual, x = self.mlp_norm.add(terms, residual, format)
         return mlp.terms(x, quantized=cached), residual, pages
@@ -68,11 +69,12 @@ class DecoderLayer(nnx.Module):
         hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
         angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
         """
+        attention: AttentionModule = self.attention
         mlp: MLP = self.mlp
         x = self.attention_norm(hidden)
-        attended, _ = self.attention.attend(x, angles, None, None)
-        found = {"attention.qkv": x, "attention.output": attended}
-        hidden = hidden + self.attention.output(attended)
+        attended, _ = attention.attend(x, angles, None, None)
+        found = {f"attention.{path}": read for path, read in attention.inputs(x, attended).items()}
+        hidden = hidden + attention.terms(attended).sum(0).astype(hidden.dtype)
         x = self.mlp_norm(hidden)
         found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}
         return hidden + mlp.terms(x, quantized=False).sum(0).astype(hidden.dtype), found

@@ -43,6 +43,7 @@ DOORS = {
 CLOSED = {
     "pallas_kernels.attention.plans": "pallas_kernels/attention",
     "pallas_kernels.gemm.plans": "pallas_kernels/gemm",
+    "pallas_kernels.gemm.warpgroups": "pallas_kernels/gemm",
 }
 
 MOST_PARAMETERS = 7  # but for commands: theirs are the options of the command line

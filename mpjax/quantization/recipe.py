@@ -23,9 +23,9 @@ DEFAULT_METHOD = "gptq"
 class Rule:
     """The weight format and the method of all linear maps whose paths match a pattern.
 
-    modules: as a shell matches file names, such as `layers.*.mlp.down` or `layers.0.*`.
+    modules: the pattern, as a shell matches file names: `layers.*.mlp.down` or `layers.0.*`.
     weights: a packed format; or one of 16 bits, for maps that stay as they are.
-    method: how they are rounded; see Method.
+    method: how weights are rounded; see Method.
     """
 
     modules: str
@@ -43,9 +43,10 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The rules of a model, of which the first that matches counts, and its KV format.
+    """The rules for a model's linear maps, and its KV format.
 
-    bits: of what the model computes in: 32 for float32, or 16.
+    rules: the first that matches a map's path is the map's.
+    bits: of the dtype that the model computes in, 16, or 32 for float32.
     """
 
     rules: tuple[Rule, ...]
@@ -77,11 +78,11 @@ class Recipe:
             precision = "W8A16KV16"
 
         `precision` and `method` at the top are for all maps that no rule matches. A rule has
-        `modules`, and a `precision`, whose KV part does not count, or a `method`, or both.
+        `modules` and one or both of `precision` (its KV part is ignored) and `method`.
         """
         try:
             return cls.parse(tomllib.loads(read_text(path)))
-        except ValueError as error:  # of TOML, too
+        except ValueError as error:  # tomllib's errors are ValueErrors, too
             raise ValueError(f"the recipe {Path(path)}: {error}") from error
 
     @classmethod

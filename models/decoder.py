@@ -281,8 +281,19 @@ class Decoder(nnx.Module):
         pages: tuple[KVPages, ...] | None,
         span: Span | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
+        """Embeds tokens, runs all layers and the final norm.
+
+        tokens: int [batch, tokens]. starts: int32 [batch], the position of each row's first token.
+        pages, span: every layer's part of the cache, and where the new tokens lie in it; both None
+            for whole sequences without a cache.
+
+        Returns the hidden states [batch, tokens, hidden], and the pages with the new keys and
+        values, which are empty without a cache.
+        """
         positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]  # [batch, tokens]
         angles = self.angles(positions)
+        # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
+        # stream. Before the first layer, the embedding is the only term, and there is no residual.
         terms = jnp.take(self.embedding.get_value(), tokens, axis=0)[None]
         residual = None
         written = []

@@ -123,10 +123,10 @@ def make_plan(
     scheme: Scheme | None,
     quantize: WeightFormat | None,
 ) -> Plan:
-    """Plans how each place of a decoder is filled from a checkpoint's tensors.
+    """Plans from which tensors of a checkpoint each place of a decoder is filled; reads no tensor.
 
-    scheme: of quantised modules, by config.json; None where config.json has none. quantize: the
-    format to which plain linear maps are rounded; None leaves them plain. Raises CheckpointError
+    scheme: of quantised modules, by config.json; None if config.json has none. quantize: the format
+    to which 16-bit linear maps are rounded; None leaves them in 16 bits. Raises CheckpointError
     for tensors that are missing or unexpected, or whose shape, dtype or packing is not the one that
     the model and config.json ask for.
     """
@@ -143,6 +143,7 @@ def make_plan(
         (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
         for place in decoder.linear_places(config)
     ]
+    # The names that the checkpoint must have, and no others; see `_check_names`.
     expected = {array.name for array in arrays}
     for place, shards in linears:
         for name, tensors in zip(place.names, shards, strict=True):

@@ -66,9 +66,11 @@ class Integer(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale of decoded codes, which must be below 2**122, and the zero point as an operand.
+        """Unpacks words of parameters [tile_n], each a scale and a zero point of 16 bits.
 
-        The scale makes up for the power of two of `bits.decode_plane`.
+        The group's scale, float32 [tile_n, 1], includes the inverse of the power of two by which
+        `bits.decode_plane` scales codes; so a stored scale must be below 2**122. The zero point, of
+        the dtype `operand`, is the argument of the decoder.
         """
         scale, zero = bit_planes.unpack_pair(parameters, scale_dtype, jnp.int16)
         scale = scale.astype(jnp.float32) * 2.0 ** -bit_planes.plane_exponent(operand)

@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def header(self) -> bytes:
-        """What stands before the tensors."""
+        """The bytes of the file before the tensors."""
         return array_file.header(self.tensors, METADATA)
 
     @property

@@ -89,8 +89,8 @@ class TextStream:
     def _shorten_window(self, complete: int) -> None:
         """Drops ids whose text is certain, but for the last ones that have any text.
 
-        complete: the number of ids whose text is certain. Those that stay are the context of later
-        ids: decoders treat the first token differently (a SentencePiece "▁" loses its space).
+        The ids that stay are the context of later ones: decoders treat the first token differently
+        (a SentencePiece "▁" loses its space). complete: the number of ids whose text is certain.
         """
         start, context = complete, ""
         while start and not context:

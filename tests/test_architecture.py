@@ -175,7 +175,7 @@ def test_files_are_short(path):
 
 @each_file
 def test_functions_have_few_parameters(path):
-    """What travels together is a type; `*arguments` is one parameter."""
+    """Arguments that travel together are a type; `*arguments` is one parameter."""
     for node in ast.walk(parse(path)):
         if not isinstance(node, ast.FunctionDef):
             continue

@@ -217,7 +217,7 @@ KERNEL_CONFIG = small_config(head_dim=64, qk_norm=True, windows=(6,))
 
 
 def half_precision_error(rng, text: str | None, bits: int, dtype: str, **how: Any) -> float:
-    """Of logits in `dtype` against float32 of the same weights and the same format of the cache."""
+    """The error of logits in `dtype` against float32, with the same weights and cache format."""
     exact = small_model(KERNEL_CONFIG)
     if text is not None:
         quantize_kernels(exact, text)

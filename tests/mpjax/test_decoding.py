@@ -362,7 +362,7 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
 
 @pytest.mark.parametrize("shape", [(128, 256), (128, 128)])
 def test_one_product_by_warpgroups_is_enough(shape, monkeypatch):
-    """Of weights of one format, that of any shape."""
+    """Among weights of one format, a product of any shape counts."""
     model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
     monkeypatch.setattr(
         decoding, "runs_by_warpgroups", lambda problem: (problem.channels, problem.outputs) == shape

@@ -54,7 +54,7 @@ def requests(kind, *arguments):
 
 
 def score(lm, ids, count):
-    """Of the last `count` ids: the sum of ln p, by numpy in float64, and if all are likeliest."""
+    """The sum of ln p of the last `count` ids, in float64 by numpy, and if all are likeliest."""
     padded = np.zeros((1, 128), np.int32)
     padded[0, : len(ids) - 1] = ids[:-1]
     logits = np.asarray(_forward(lm.model, jnp.asarray(padded))[0], np.float64)

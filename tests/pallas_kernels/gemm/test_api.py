@@ -377,7 +377,7 @@ def test_lowers_as_planned(text, lower_for_cuda, pretend_gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", KINDS)
 def test_many_rows_on_the_gpu(text, rng):
-    """What is chosen for 300 and for 4096 rows."""
+    """The implementations that are chosen for 300 and for 4096 rows."""
     weight = random_weight(rng, text, 1700 if ":gK" in text else 1792, 1000)
     matrix = dense(weight)
     for rows in (300, 4096):

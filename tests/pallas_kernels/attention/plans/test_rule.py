@@ -107,7 +107,7 @@ def test_programs_help_each_other_where_one_sequence_may_be_long(batch, rows, to
     ],
 )
 def test_programs_of_few_tokens_help_if_keys_have_steps_of_channels(text, splits, is_balanced):
-    """Of eight sequences of 16,384 tokens, KV2's programs have 1024 each, and KV8's 4096."""
+    """With eight sequences of 16,384 tokens, KV2's programs have 1024 each, and KV8's 4096."""
     config = config_by_rule(problem(text, 8, tokens=16384))
     assert (config.splits, config.is_balanced) == (splits, is_balanced)
 

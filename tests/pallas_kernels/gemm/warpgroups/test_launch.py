@@ -192,7 +192,7 @@ def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
 
 @combinations(1, text=FORMATS, half=[0, 1])
 def test_few_rows_lower(text, half, lower_for_cuda):
-    """Those that clusters add, and those that warps multiply for themselves, in both dtypes."""
+    """Products that clusters add, and products of single warps, in both dtypes."""
     weight = weight_struct(text, 1536, 320)
     configs = [(8, 2, 1), (16, 2, 2, 2), (24, 3, 1, 3), (32, 4, 2, 2), (32, 2, 2), (16, 4, 3)]
     sound = [WarpgroupConfig(*fields) for fields in configs]

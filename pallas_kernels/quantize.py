@@ -125,5 +125,5 @@ def _largest(array: jax.Array, leading: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _largest_scale(scales: jax.Array, leading: int) -> jax.Array:
-    # Of small weights: a one then stands for a scale that is zero, or too small to divide by.
+    # For tiny weights, a scale of one stands for a scale that is zero or too small to divide by.
     return _largest(jnp.where(scales < 1, scales, 0), leading)

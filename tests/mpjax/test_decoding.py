@@ -26,7 +26,7 @@ LENGTHS = (5, 1, 9)
 ROWS = len(LENGTHS)
 NEW = 8
 FORMATS = [KVFormat(name) for name in (16, 8, 4, "2g64")]
-# What tests/conftest.py saves compiling with leaves copies in jax 0.10's programs.
+# The option with which tests/conftest.py compiles faster leaves copies in jax 0.10's programs.
 AS_PEOPLE_DO = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
 HOT = Sampling(temperature=1.5)
 PENALTY = 0.3  # below 1 it rewards, so that a random model repeats itself

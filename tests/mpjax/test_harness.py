@@ -84,7 +84,7 @@ def with_tokenizer(lm, *, adds_bos=False, **attributes):
 
 def test_loglikelihood_is_that_of_the_full_forward_pass(model, tiny):
     encode = tiny.tokenizer.encode
-    # What the model would write itself, in a case where its text is read as the same tokens.
+    # A text that the model would write itself, in a case where its text is read as the same tokens.
     context = "import os"
     written = mpjax.generate(tiny, context, max_new_tokens=2)
     assert encode(context + written.text[0]) == encode(context) + written.tokens[0]

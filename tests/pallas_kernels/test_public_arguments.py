@@ -214,5 +214,5 @@ def test_lists_are_arrays(name):
                 np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
-# What is packed as it is must come in the dtype that is stored.
+# Arrays that are packed unchanged must come in the dtype that is stored.
 EXACT = {("pack", "codes"), ("pack", "scales")}

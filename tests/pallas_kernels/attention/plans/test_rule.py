@@ -21,7 +21,7 @@ def assert_sound(problem):
         waiting = 2 * 2 * problem.cache.head_dim * config.residual_keys
         ahead = max(ahead, (config.stages - 1) * waiting)
     queries = 2 * config.tile_rows * problem.cache.head_dim
-    # Of wide heads the weights cross it, too: 10,240 bytes with 64 rows, as Triton compiles them.
+    # With wide heads the weights cross it, too: 10,240 bytes with 64 rows, as Triton compiles them.
     has_weights = problem.cache.head_dim > 128 and config.tile_rows > 8
     crossing = 160 * config.tile_rows if has_weights else 0
     assert ahead + queries + crossing <= problem.limits.shared_memory

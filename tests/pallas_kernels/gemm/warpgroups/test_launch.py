@@ -40,7 +40,7 @@ FORMATS = (
     *("uint4:gK", "uint8:gK:sym", "float8:gK", "int8/int8", "float8:gK/float8"),
     *("table4:g64", "table3:g64", "table2:g32", "liquid4:g64/int8"),
 )
-# Of tables, whose narrow planes are joined as far as groups allow.
+# For tables, whose narrow planes are joined as far as groups allow.
 OTHER_GROUPS = ("table3:g32", "table3:g128", "table2:g256")
 each_format = pytest.mark.parametrize("text", FORMATS)
 # Tiles that stick out, more splits than blocks, K of half a block, fewer blocks than warpgroups
@@ -77,7 +77,7 @@ CASES = [
     ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
 ]
-# What a case above has in another format, or with other sizes.
+# Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
     ("uint4:g128", 45, 512, 192, WarpgroupConfig(48, 2, 1), "bfloat16", "float16"),
     ("uint4:g32", 44, 288, 128, WarpgroupConfig(40, 2, 2), "float16", "float16"),
@@ -241,7 +241,7 @@ def test_registers_are_used_where_there_are_some(
     spy(products, "add_products_overlapped")
     spy(decoding.Warpgroups, "table_bytes")
     config, dtype = WarpgroupConfig(*fields), jnp.dtype(jnp.bfloat16)
-    # Of a shape that no other test traces, since what is traced is kept.
+    # The shape is one that no other test traces, since traced programs are kept.
     weight = weight_struct(text, 1536, 64 * 7)
     x = jax.ShapeDtypeStruct((config.tile_m, 1536), dtype)
     multiply = functools.partial(launch.matmul_terms, config=config, out_dtype=dtype)

@@ -27,7 +27,7 @@ Write = Callable[[str, jax.Array, Callable[[int], None]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file. tensors: by name, in the order of the file: an array, or what has its shape."""
+    """One file. tensors: arrays, or their shapes and dtypes, by name, in the order of the file."""
 
     name: str
     tensors: Mapping[str, Any]

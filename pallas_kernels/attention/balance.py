@@ -199,7 +199,7 @@ class Balance:
 
 
 def slots(batch: int, own: int, splits: int) -> int:
-    """The number of slots for partial results: those of own tasks and, behind them, of pieces.
+    """The number of slots for partial results: of own tasks and, behind them, of pieces.
 
     A piece ends where the room of a program ends or the surplus of a sequence. So there are at most
     as many pieces as programs that share tiles and sequences.

@@ -23,11 +23,11 @@ class Integer(CodeKind):
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
     ) -> Parameters:
-        """The float16 scales that are stored, and zero points.
+        """Fits scale = (max − min) / (2**bits − 1) and zero point = round(−min / scale).
 
-        scale = (max − min) / (2**b − 1) over a range that includes zero, zero point =
-        round(−min / scale). The scale's own rounding costs nothing but at the ends of a range. A
-        group of zeros stays zero.
+        The range min … max includes zero. Scales are rounded to float16, as they are stored, before
+        codes are chosen; this costs accuracy only at the ends of a range. A group of zeros gets the
+        scale 1.
         """
         low = jnp.minimum(groups.min(1), 0.0)
         steps = self._steps(jnp.maximum(groups.max(1), 0.0) - low)
@@ -35,7 +35,10 @@ class Integer(CodeKind):
         return Parameters(steps.astype(jnp.float16), zeros.astype(jnp.uint16))
 
     def _steps(self, ranges: jax.Array) -> jax.Array:
-        """Scales [groups, N] that float16 holds; products in the place of XLA's own divisions."""
+        """Scales [groups, N] for ranges, rounded to float16; 1 for an empty range.
+
+        It multiplies by reciprocals, because XLA may compile divisions to that.
+        """
         steps = round_to(ranges * (1 / (2**self.bits - 1)), jnp.float16)
         return jnp.where(steps == 0, 1.0, steps)
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpjax.arguments import require_documents, require_known_ids
-from mpjax.evaluation import document_tokens
 from mpjax.tokenizer import Tokenizer
+from mpjax.windows import document_tokens
 
 
 class Windows(NamedTuple):

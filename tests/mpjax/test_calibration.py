@@ -11,11 +11,11 @@ from flax import nnx
 
 import mpjax
 from mpjax import calibrate_cache
-from mpjax.evaluation import document_tokens
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.tokenizer import Tokenizer
+from mpjax.windows import document_tokens
 from tests.mpjax.odd_models import with_damaged_token
 
 DOCUMENTS = ["import os\nimport sys", "", "def f(x):\n    return x + 1\n" * 2]

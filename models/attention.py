@@ -128,12 +128,12 @@ class Attention(nnx.Module):
         """Attends without the output map; returns [batch, tokens, heads · head dim] and the pages.
 
         x: [batch, tokens, hidden]. angles: rotary angles, float32 [batch, tokens, head dim / 2].
+        With a cache, both may be varlen, [tokens, …], and then so is the result.
         pages and span come together: this layer's part of the cache, and where the new tokens lie
         in it; the returned pages hold the new keys and values. Without them x holds whole sequences
         from position 0.
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
-        batch, tokens, _ = x.shape
         masks = Masks(window=self.window)
         if pages is not None and span is not None and not span.fresh:
             terms = self.qkv.terms(x)
@@ -141,7 +141,8 @@ class Attention(nnx.Module):
             rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
             query, pages = rotate_and_append(terms, pages, span, rotation, dtype=x.dtype)
             attended = paged_attention(query, pages, span, masks, transformed=True)
-            return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
+            return attended.reshape(*x.shape[:-1], self.heads[0] * self.head_dim), pages
+        batch, tokens, _ = x.shape
         query, key, value = (
             part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
             for part in self.qkv(x)

@@ -15,6 +15,8 @@ from flax import nnx
 
 from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
+from mpjax.kernels.kv_cache.cache import create_pages
+from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models import config_json, parameters
 from mpjax.models.attention import AttentionModule, GroupedQuerySpec
@@ -164,8 +166,9 @@ class Decoder(nnx.Module):
         """
         tokens = self._read_tokens(tokens)
         _require_positions(self.config, tokens.shape[1])
-        starts = jnp.zeros(tokens.shape[0], jnp.int32)
-        hidden, _ = self._hidden(tokens, starts, None, None)
+        positions = jnp.arange(tokens.shape[1])[None]
+        positions = jnp.zeros((tokens.shape[0], 1), jnp.int32) + positions
+        hidden, _ = self._hidden(tokens, positions, None, None)
         return self._logits(hidden)
 
     def step(
@@ -213,12 +216,58 @@ class Decoder(nnx.Module):
         if is_known((cache.lengths, counts)):
             ends = np.asarray(cache.lengths) + np.asarray(counts)
             _require_positions(self.config, int(ends.max()))
-        span = Span(cache.block_tables, cache.lengths, counts, fresh)
-        hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
+        span = Span(
+            cache.block_tables,
+            cache.lengths,
+            counts,
+            fresh,
+            residual_pages=cache.residual_pages,
+        )
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+        hidden, layers = self._hidden(tokens, positions, cache.layers, span)
         if not every_position:
             last = jnp.maximum(counts - 1, 0)
             hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
+        return self._logits(hidden), cache
+
+    def step_varlen(
+        self,
+        tokens: jax.Array,
+        counts: jax.Array,
+        cache: PagedKVCache,
+        *,
+        encoded: jax.Array | None = None,
+        every_position: bool = False,
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Adds varlen tokens to the cache, as `step` adds padded ones, for use under `jit`.
+
+        tokens: int32 [tokens], those of all sequences one after another, and padding behind them.
+        counts: int32 [batch], the number of each sequence's new tokens.
+        encoded: as in Span, for sequences that begin behind a shared prefix.
+        every_position: whether to return logits after each token (static).
+
+        New tokens read earlier keys and values, and their own, from the cache in its format. In
+        formats with blocks they have the logits of steps of single tokens if no sequence's tokens
+        pass the end of a block.
+
+        Returns float32 logits and the next cache. Logits are [batch, vocabulary], after each
+        sequence's last token, without meaning for sequences without new tokens; or with
+        every_position [tokens, vocabulary]. Nothing is checked.
+        """
+        found = tokens_of(counts, len(tokens))
+        positions = cache.lengths[found.sequence] + found.number
+        span = Span(
+            cache.block_tables,
+            cache.lengths,
+            counts,
+            residual_pages=cache.residual_pages,
+            encoded=encoded,
+        )
+        hidden, layers = self._hidden(tokens, positions, cache.layers, span)
+        if not every_position:
+            hidden = hidden[jnp.maximum(span.offsets + counts - 1, 0)]
+        cache = dataclasses.replace(cache, layers=layers, lengths=span.ends)
         return self._logits(hidden), cache
 
     def create_cache(
@@ -232,6 +281,35 @@ class Decoder(nnx.Module):
         Warns where the format has a scale for each head and cache_scales are for each channel: the
         cache's scales are 1 then.
         """
+        layout, scales = self._cache_layout(format, page_size)
+        return PagedKVCache.create(
+            layout,
+            layers=self.config.num_layers,
+            batch=batch,
+            max_tokens=max_tokens,
+            scales=scales,
+        )
+
+    def create_pages(
+        self, pages: int, sequences: int, format: KVFormat | str, page_size: int = 128
+    ) -> tuple[KVPages, ...]:
+        """Empty pages of each layer, as those of `create_cache`, that belong to no sequence yet.
+
+        pages: their number. sequences: the number of residuals, for formats with blocks.
+        """
+        layout, scales = self._cache_layout(format, page_size)
+        return create_pages(
+            layout,
+            layers=self.config.num_layers,
+            pages=pages,
+            sequences=sequences,
+            scales=scales,
+        )
+
+    def _cache_layout(
+        self, format: KVFormat | str, page_size: int
+    ) -> tuple[KVLayout, jax.Array | None]:
+        """The layout of the model's cache, and the model's cache_scales if the format uses them."""
         config, scales, format = self.config, None, KVFormat.of(format)
         if self.cache_scales is not None:
             found = as_array("cache_scales", self.cache_scales.get_value())
@@ -241,27 +319,22 @@ class Decoder(nnx.Module):
                 warnings.warn(
                     f"the model's cache_scales are for channels, and {format} has scales of heads, "
                     f"which are 1 now: measure them with mpjax.calibrate_cache for {format}",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
         layout = KVLayout(
             config.num_kv_heads, config.head_dim, format, page_size, dtype=config.dtype
         )
-        return PagedKVCache.create(
-            layout,
-            layers=config.num_layers,
-            batch=batch,
-            max_tokens=max_tokens,
-            scales=scales,
-        )
+        return layout, scales
 
     def angles(self, positions: jax.Array) -> jax.Array:
-        """Angles of the rotary embedding, float32 [batch, tokens, head dim / 2].
+        """Angles of the rotary embedding, float32 [..., head dim / 2].
 
-        positions: int32 [batch, tokens].
+        positions: int32 [batch, tokens], or varlen [tokens].
         """
         config = self.config
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        return positions[..., None].astype(jnp.float32) * frequencies[None, None]
+        angles = positions[..., None].astype(jnp.float32)
+        return angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)
 
     def _read_tokens(self, tokens: Any) -> jax.Array:
         tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
@@ -277,20 +350,19 @@ class Decoder(nnx.Module):
     def _hidden(
         self,
         tokens: jax.Array,
-        starts: jax.Array,
+        positions: jax.Array,
         pages: tuple[KVPages, ...] | None,
         span: Span | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """Embeds tokens, runs all layers and the final norm.
 
-        tokens: int [batch, tokens]. starts: int32 [batch], the position of each row's first token.
+        tokens: int [batch, tokens]. positions: int32 [batch, tokens], of each token.
         pages, span: every layer's part of the cache, and where the new tokens lie in it; both None
             for whole sequences without a cache.
 
         Returns the hidden states [batch, tokens, hidden], and the pages with the new keys and
         values, which are empty without a cache.
         """
-        positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]  # [batch, tokens]
         angles = self.angles(positions)
         # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
         # stream. Before the first layer, the embedding is the only term, and there is no residual.

@@ -214,7 +214,7 @@ class _Program(NamedTuple):
             store(attend_to(packed))
             return
         in_residual = functools.partial(
-            KeyRange, residual, None, packed_end, tile_keys=config.residual_keys
+            KeyRange, residual, span.residual_pages, packed_end, tile_keys=config.residual_keys
         )
         if config.residual_splits:
             number = split - config.splits

@@ -22,6 +22,7 @@ from mpjax.models import config_json, parameters
 from mpjax.models.attention import AttentionModule, GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
+from mpjax.models.experts import ExpertsSpec
 from mpjax.models.layers import RMSNorm, rotary_frequencies
 from mpjax.models.mlp import MLP, GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
     """
 
     names: ClassVar[Names] = parameters.NAMES
-    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec)
+    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec, ExpertsSpec)
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         require_type("config", config, DecoderConfig)

@@ -86,8 +86,9 @@ class Plan:
         steps = [info.nbytes for _, info in self.arrays]
         for place, sources in self.linears:
             step = max(_converting_bytes(source) for source in sources)
-            if len(sources) > 1:  # the separate maps exist beside the joined one
-                step += sum(self._linear_bytes(place, source) for source in sources)
+            if len(sources) > 1:  # separate maps exist beside the joined one
+                joined = sources[: place.joined_maps]
+                step += sum(self._linear_bytes(place, source) for source in joined)
             steps.append(step)
         return max(steps)
 

@@ -17,7 +17,7 @@ from mpjax.checkpoint.progress import layers_bar
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
-from mpjax.models import Decoder, DecoderLayer
+from mpjax.models import Decoder, DecoderLayer, ExpertPlace
 from mpjax.precision import Precision
 from mpjax.quantization.finished import FinishedLayers, describe_run
 from mpjax.quantization.pipeline import quantize_decoder
@@ -170,6 +170,12 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         rule = recipe.rule_of(place.path)
         if not rule.weights.is_packed:
             continue
+        if isinstance(place, ExpertPlace):
+            raise ValueError(
+                f"{place.path} has {place.experts} experts, which can't be quantised with a "
+                "recipe: leave them in 16 bits, or round them while they are loaded with "
+                "mpjax.load(folder, precision=...)"
+            )
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
         rule.method.require_usable()

@@ -281,6 +281,20 @@ def split(tensor: QuantizedTensor, sizes: Sequence[int]) -> list[QuantizedTensor
     ]
 
 
+def take_outputs(tensor: QuantizedTensor, indices: jax.Array) -> QuantizedTensor:
+    """The tensor of some output channels, int [count], in their order; also under `jit`.
+
+    Indices beyond the last output channel give zeros or NaN, as in `jnp.take`.
+    """
+    scales = tensor.channel_scales
+    return dataclasses.replace(
+        tensor,
+        words=jnp.take(tensor.words, indices, axis=-2),
+        parameters=jnp.take(tensor.parameters, indices, axis=-1),
+        channel_scales=None if scales is None else jnp.take(scales, indices, axis=-1),
+    )
+
+
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:
     scales = as_array("scales", scales)
     *leading, input_channels, output_channels = tensor.shape

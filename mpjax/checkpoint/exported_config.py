@@ -18,8 +18,8 @@ from mpjax.models import DecoderConfig
 MARK = "mpjax_version"  # of folders that `mpjax.export` has written, and may replace
 DTYPE_KEYS = ("torch_dtype", "dtype")  # older and newer files; every reader takes the first
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-# Fields of a configuration on which no weight depends: they may differ from the file's.
-IGNORED_FIELDS = ("max_position_embeddings", "stop_ids")
+# Fields of a configuration on which no shape depends: they may differ from the file's.
+IGNORED_FIELDS = ("max_position_embeddings", "stop_ids", "packed_tables")
 
 
 def make(lm: LanguageModel, quantization: Mapping[str, Any] | None) -> dict[str, Any]:

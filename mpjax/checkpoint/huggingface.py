@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flax import nnx
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import agreement, kv_scales
 from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.plan import Plan, is_quantized, make_plan
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
@@ -27,7 +29,7 @@ from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.settle import settle
 from mpjax.errors import CheckpointError
-from mpjax.kernels import files
+from mpjax.kernels import WeightFormat, files
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
 from mpjax.precision import Precision
@@ -72,24 +74,30 @@ def load(
         config = dataclasses.replace(config, dtype=dtype)
     elif precision is not None and config.dtype == "float32":  # `settle` has set the dtype
         config = dataclasses.replace(config, dtype="bfloat16")  # A32 has set `dtype` above
-    plan = make_plan(checkpoint, decoder, config, scheme, quantize)
+    named = tables_of({} if precision is None else precision.tables, config)
+    plan = make_plan(checkpoint, decoder, config, scheme, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
+    agreement.require_tables(folder, plan, named)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
-    model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: decoder(plan.config, nnx.Rngs(0)))
     with bytes_bar("Loading", folder, progress, plan.file_bytes) as advance:
         fill(model, checkpoint, plan, advance)
     return model
 
 
 def open_plain(
-    folder: Path, dtype: jax.typing.DTypeLike | None = None
+    folder: Path,
+    dtype: jax.typing.DTypeLike | None = None,
+    tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
 ) -> tuple[Decoder, Checkpoint, Plan]:
     """A decoder that `fill` can fill part by part, from a checkpoint that is not quantised.
 
     dtype: what the decoder computes in. If it is None, the checkpoint decides, as in `load`, but
         float32 becomes bfloat16.
+    tables: formats of the `head` and the `embedding`, to which `fill` rounds them.
 
-    Raises CheckpointError for a folder that can't be loaded, or is quantised already.
+    Raises CheckpointError for a folder that can't be loaded, or is quantised already; ValueError
+    for two formats of a tied table.
     """
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
@@ -102,8 +110,9 @@ def open_plain(
         dtype = "bfloat16"
     if dtype is not None:
         config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-    plan = make_plan(checkpoint, decoder, config, None, None)
-    return nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0))), checkpoint, plan
+    rounded = packed(tables_of(tables, config))
+    plan = make_plan(checkpoint, decoder, config, None, None, rounded)
+    return nnx.eval_shape(lambda: decoder(plan.config, nnx.Rngs(0))), checkpoint, plan
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from flax import nnx
 from mpjax.arguments import compute_dtype, require_documents
 from mpjax.checkpoint import huggingface
 from mpjax.checkpoint.description import is_saved
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.progress import layers_bar
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
@@ -106,6 +107,8 @@ def _from_model(
                 f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
             )
     model: Decoder = nnx.merge(*nnx.split(lm.model))
+    for path, format in packed(tables_of(recipe.tables, model.config)).items():
+        model.pack_table(path, format)
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
         quantize_decoder(
@@ -128,7 +131,7 @@ def _from_folder(
     progress: bool | None,
 ) -> LanguageModel:
     model, checkpoint, plan = huggingface.open_plain(
-        folder, compute_dtype(dtype, Precision(bits=recipe.bits))
+        folder, compute_dtype(dtype, Precision(bits=recipe.bits)), recipe.tables
     )
     _check(recipe, model, documents)
     has_tokenizer = os.path.lexists(folder / "tokenizer.json")
@@ -164,7 +167,7 @@ def _from_folder(
 
 def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
     """Raises ValueError if a recipe does not fit a model, or needs text and there is none."""
-    places = model.linear_places(model.config)
+    places = [place for place in model.linear_places(model.config) if not place.is_table]
     recipe.require_used([place.path for place in places])
     for place in places:
         rule = recipe.rule_of(place.path)

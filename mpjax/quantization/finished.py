@@ -86,6 +86,8 @@ class FinishedLayers:
             return False
         parts = {}
         for place in model.linear_places(model.config):
+            if place.is_table:
+                continue
             format = recipe.rule_of(place.path).weights
             scale_dtype = code_kinds.of(format).scale_dtypes[0] if format.is_packed else ""
             parts[place.path] = [PackedPart(format, scale_dtype) if format.is_packed else None]

@@ -49,8 +49,7 @@ class Stream:
     @classmethod
     def of(cls, model: Decoder, batches: Sequence[Windows]) -> Stream:
         """The hidden states before the first layer, which are the embeddings of tokens."""
-        embedding = model.embedding.get_value()
-        states = [np.asarray(_embed(embedding, windows.tokens)) for windows in batches]
+        states = [np.asarray(model.embed(jnp.asarray(windows.tokens))) for windows in batches]
         positions = jnp.broadcast_to(jnp.arange(states[0].shape[1])[None], states[0].shape[:2])
         return cls(states, [windows.is_real for windows in batches], model.angles(positions))
 
@@ -184,11 +183,6 @@ def _replace(layer: DecoderLayer, path: str, linear: Linear) -> None:
         return
     parent, _, name = path.rpartition(".")
     setattr(find(layer, parent), name, linear)
-
-
-@jax.jit
-def _embed(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jnp.take(embedding, tokens, axis=0)
 
 
 # Compiled once for all layers of equal shapes, as `_advance` is.

@@ -40,6 +40,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         MODEL.create_cache,
         {"batch": 1, "max_tokens": 16, "format": "KV8", "page_size": 16},
     ),
+    "pack_table": (small_model(SHALLOW).pack_table, {"path": "head", "format": "uint8:gK"}),
+    "embed": (MODEL.embed, {"tokens": TOKENS}),
     "decoder": (
         decoder,
         {field.name: getattr(SHALLOW, field.name) for field in dataclasses.fields(SHALLOW)},

@@ -173,6 +173,11 @@ class Scheme(abc.ABC):
         raise ValueError(f"{self.title} is read and not written")
 
     @property
+    def layout_of_heads(self) -> str | None:
+        """The layout of the checkpoint if a quantised head may be among its modules, else None."""
+        return None
+
+    @property
     def can_hold_cache_scales(self) -> bool:
         """Whether scales of an FP8 cache may be written beside the weights."""
         return False

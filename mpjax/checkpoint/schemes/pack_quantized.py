@@ -232,6 +232,11 @@ class PackQuantizedScheme(Scheme):
         return tensors | ({"weight_g_idx": g_idx} if has_order else {})
 
     @property
+    def layout_of_heads(self) -> str | None:
+        """The layout, in which a quantised head is a module like others."""
+        return PACKED
+
+    @property
     def can_hold_cache_scales(self) -> bool:
         """Whether scales of an FP8 cache may lie beside the weights."""
         return True

@@ -165,6 +165,9 @@ class DecoderConfig:
     max_position_embeddings: the most tokens that a sequence may have. It only limits lengths; no
         parameter's shape depends on it.
     dtype: of parameters and activations: bfloat16, float16 or float32, or a short name (`bf16`).
+    packed_tables: those of `embedding` and `head` that are linear maps with a packed kernel
+        [hidden size, vocabulary], instead of arrays [vocabulary, hidden size]. A tied table is
+        `embedding`.
     stop_ids: token ids that end a text; the model itself does not use them.
     """
 
@@ -181,6 +184,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     stop_ids: tuple[int, ...] = ()
+    packed_tables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -188,11 +192,16 @@ class DecoderConfig:
             object.__setattr__(self, "dtype", as_dtype("DecoderConfig: dtype", self.dtype).name)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for name in ("layers", "stop_ids"):  # tuples, because a list has no hash
+        for name in ("layers", "stop_ids", "packed_tables"):  # tuples: a list has no hash
             value = getattr(self, name)
             if not isinstance(value, list | tuple):
                 raise ConfigError(f"DecoderConfig: {name} is {shown(value)}: expected a list")
             object.__setattr__(self, name, tuple(value))
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables of the model: `embedding`, and `head` unless it is tied to the embedding."""
+        return ("embedding",) if self.tie_word_embeddings else ("embedding", "head")
 
     @property
     def num_layers(self) -> int:

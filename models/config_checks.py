@@ -107,6 +107,9 @@ def require_sound(
     if config.head_dim % 2:
         refuse(where, name("head_dim"), config.head_dim, "a positive, even number")
     choice(where, "dtype", config.dtype, DTYPES)
+    if not all(table in config.tables for table in config.packed_tables):
+        expected = f"some of {', '.join(config.tables)}"
+        refuse(where, name("packed_tables"), config.packed_tables, expected)
     if (scaling := config.rope_scaling) is None:
         return
     if not isinstance(scaling, RopeScaling):

@@ -46,9 +46,12 @@ NAMES: Names = {
 }
 
 
+EMBEDDING, HEAD = TABLES = ("embedding", "head")  # paths
+
+
 @dataclasses.dataclass(frozen=True)
 class ArrayPlace:
-    """A parameter that is never quantised: an embedding, a head, the weight of a norm.
+    """A parameter that is not quantised: the weight of a norm, a table that is not packed.
 
     path: of the nnx.Param in the Decoder, such as `layers.0.mlp_norm.weight`.
     name: of the tensor in Hugging Face's files. shape: of both.
@@ -71,7 +74,9 @@ class ArrayPlace:
 class LinearPlace:
     """Place of linear maps of one input, which the module computes as one product where it can.
 
-    A module that holds its maps in another way, such as experts in a stack, has a subclass.
+    A packed table is one, too: the head maps hidden states to logits, and the embedding is such a
+    map's transpose. A module that holds its maps in another way, such as experts in a stack, has a
+    subclass.
 
     path: of the Linear or FusedLinear in the Decoder, such as `layers.0.attention.qkv`.
     names: of the maps in Hugging Face's files, such as `model.layers.0.self_attn.q_proj`.
@@ -82,6 +87,11 @@ class LinearPlace:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
     bias: bool
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a packed table, the embedding or the head, and in no layer."""
+        return self.path in TABLES
 
     def parts(self, model: nnx.Module) -> list[Linear]:
         """The Linear at the path, or the parts of the FusedLinear at the path."""
@@ -166,10 +176,15 @@ class ExpertPlace(LinearPlace):
 
 
 def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
-    """Places of all parameters outside linear maps, in the order of the computation."""
+    """Places of all parameters outside linear maps, in the order of the computation.
+
+    Tables that are packed are linear maps.
+    """
     hidden = (config.hidden_size,)
     table = (config.vocab_size, config.hidden_size)
-    places = [ArrayPlace("embedding", name_of(names, "embedding"), table)]
+    plain = [path for path in config.tables if path not in config.packed_tables]
+    tables = [ArrayPlace(path, name_of(names, path), table) for path in plain]
+    places = [place for place in tables if place.path == EMBEDDING]
     for number, layer in enumerate(config.layers):
         shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": hidden}
         shapes |= {f"attention.{path}": s for path, s in layer.attention.arrays(config).items()}
@@ -180,19 +195,24 @@ def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
             for path, shape in shapes.items()
         ]
     places.append(ArrayPlace("norm.weight", name_of(names, "norm.weight"), hidden))
-    if not config.tie_word_embeddings:
-        places.append(ArrayPlace("head", name_of(names, "head"), table))
-    return places
+    return places + [place for place in tables if place.path == HEAD]
 
 
 def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
-    """Places of all linear maps of the layers, in the order of the computation."""
-    return [
+    """Places of all linear maps in the order of the computation: of layers, and packed tables."""
+    shape = config.hidden_size, config.vocab_size
+    tables = [
+        LinearPlace(path, (name_of(names, path).removesuffix(".weight"),), (shape,), False)
+        for path in config.packed_tables
+    ]
+    layers = [
         _place(names, f"{half}.{maps.path}", maps, number)
         for number, layer in enumerate(config.layers)
         for half, spec in (("attention", layer.attention), ("mlp", layer.mlp))
         for maps in spec.linear_maps(config)
     ]
+    first = [place for place in tables if place.path == EMBEDDING]
+    return first + layers + [place for place in tables if place.path == HEAD]
 
 
 def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlace:

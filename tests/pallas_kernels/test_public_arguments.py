@@ -1,4 +1,4 @@
-"""What people may pass to the public functions: lists for arrays; all else that is wrong is named.
+"""Arguments of public functions: lists may stand for arrays, and wrong ones are named.
 
 Every call below is right. With one argument replaced by something odd it still gives a result, or
 a ValueError of the library's own, in one sentence that names the argument.
@@ -236,5 +236,5 @@ def test_lists_are_arrays(name):
                 np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
-# What is packed as it is must come in the dtype that is stored.
+# Arrays that are packed unchanged must come in the dtype that is stored.
 EXACT = {("pack", "codes"), ("pack", "scales")}

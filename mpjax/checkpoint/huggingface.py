@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.settle import settle
 from mpjax.errors import CheckpointError
-from mpjax.kernels import WeightFormat, files
+from mpjax.kernels import files
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
 from mpjax.precision import Precision
@@ -86,18 +85,14 @@ def load(
 
 
 def open_plain(
-    folder: Path,
-    dtype: jax.typing.DTypeLike | None = None,
-    tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
+    folder: Path, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[Decoder, Checkpoint, Plan]:
     """A decoder that `fill` can fill part by part, from a checkpoint that is not quantised.
 
     dtype: what the decoder computes in; by default that of the checkpoint, or bfloat16 where that
         is float32.
-    tables: formats of the `head` and the `embedding`, which `fill` rounds.
 
-    Raises CheckpointError for a folder that can't be loaded, or is quantised already; ValueError
-    for two formats of a tied table.
+    Raises CheckpointError for a folder that can't be loaded, or is quantised already.
     """
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
@@ -110,9 +105,8 @@ def open_plain(
         dtype = "bfloat16"
     if dtype is not None:
         config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-    rounded = packed(tables_of(tables, config))
-    plan = make_plan(checkpoint, decoder, config, None, None, rounded)
-    return nnx.eval_shape(lambda: decoder(plan.config, nnx.Rngs(0))), checkpoint, plan
+    plan = make_plan(checkpoint, decoder, config, None, None)
+    return nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0))), checkpoint, plan
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -107,8 +107,6 @@ def _from_model(
                 f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
             )
     model: Decoder = nnx.merge(*nnx.split(lm.model))
-    for path, format in packed(tables_of(recipe.tables, model.config)).items():
-        model.pack_table(path, format)
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
         quantize_decoder(
@@ -131,7 +129,7 @@ def _from_folder(
     progress: bool | None,
 ) -> LanguageModel:
     model, checkpoint, plan = huggingface.open_plain(
-        folder, compute_dtype(dtype, Precision(bits=recipe.bits)), recipe.tables
+        folder, compute_dtype(dtype, Precision(bits=recipe.bits))
     )
     _check(recipe, model, documents)
     has_tokenizer = os.path.lexists(folder / "tokenizer.json")
@@ -167,6 +165,9 @@ def _from_folder(
 
 def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
     """Raises ValueError where a recipe does not fit a model's linear maps, or lacks text."""
+    if not recipe.rotates:  # which makes two tables of a tied one
+        for path, format in packed(tables_of(recipe.tables, model.config)).items():
+            format.require_matrix((model.config.hidden_size, model.config.vocab_size), path)
     places = [place for place in model.linear_places(model.config) if not place.is_table]
     recipe.require_used([place.path for place in places])
     for place in places:

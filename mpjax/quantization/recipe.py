@@ -14,7 +14,7 @@ from mpjax.arguments import read_text
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
-from mpjax.quantization.methods import Method
+from mpjax.quantization.methods import Method, split_rotation
 
 DEFAULT_METHOD = "gptq"
 DEFAULT_HEAD = WeightFormat("uint8", None, symmetric=True)  # H8
@@ -49,6 +49,8 @@ class Recipe:
     bits: of what the model computes in: 32 for float32, or 16.
     head, embedding: the formats of these tables, which are rounded to nearest; None leaves them in
         16 bits. A tied table is both, and has one format.
+    rotates: whether the residual stream and values are rotated first; see `rotations`. A tied table
+        becomes two.
     """
 
     rules: tuple[Rule, ...]
@@ -56,6 +58,7 @@ class Recipe:
     bits: int = 16
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
+    rotates: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
@@ -68,16 +71,18 @@ class Recipe:
         """The recipe in which all linear maps get the weights of a precision, by one method.
 
         The tables get the formats of the precision's H and E. If the weights are packed and it has
-        no H, the head is H8, and so is a tied table; H16 keeps it in 16 bits.
+        no H, the head is H8, and so is a tied table; H16 keeps it in 16 bits. A method in text may
+        begin with `rotate`, as in `rotate+awq+gptq`.
 
         Raises ValueError for a precision without a single W part.
         """
         precision = Precision.of(precision)
+        rotates, method = split_rotation(method) if isinstance(method, str) else (False, method)
         rule = Rule("*", _weights(precision), Method.of(method))
         tables = precision.tables
         if not tables and rule.weights.is_packed:
             tables = {"head": DEFAULT_HEAD}
-        return cls((rule,), precision.kv, precision.bits, **tables)
+        return cls((rule,), precision.kv, precision.bits, **tables, rotates=rotates)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:

@@ -38,11 +38,13 @@ class LinearMaps(NamedTuple):
     path: the attribute of the layer's attention or MLP that holds the Linear or FusedLinear, such
         as `gate_up`.
     shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
+    experts: the number of experts, each of which has such maps; None for maps of the layer itself.
     """
 
     path: str
     shapes: tuple[tuple[int, int], ...]
     bias: bool = False
+    experts: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +79,11 @@ class SublayerSpec(abc.ABC):
     model can hold them in JSON; config_checks checks them by their types.
 
     kind: the name of the subclass in a saved model's mpjax.json.
+    reads_norm_once: whether the first of `linear_maps` is all that reads the module's input.
     """
 
     kind: ClassVar[str]
+    reads_norm_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -99,6 +103,10 @@ class SublayerSpec(abc.ABC):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """The places inside of the module where scales of channels can move; see Fold."""
         return ()
+
+    def why_unsound(self) -> str | None:
+        """The reason why the fields don't fit together, or None if they do."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +154,12 @@ class LayerSpec:
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """The folds of the layer, in the order of the computation.
 
-        The first linear maps of each half are all that reads the norm before it.
+        The first linear maps of a half have a fold with the norm if they are all that reads it.
         """
         found = []
         for half, spec in (("attention", self.attention), ("mlp", self.mlp)):
-            found.append(Fold(f"{half}.{spec.linear_maps(config)[0].path}", f"{half}_norm"))
+            if spec.reads_norm_once:
+                found.append(Fold(f"{half}.{spec.linear_maps(config)[0].path}", f"{half}_norm"))
             found += [
                 dataclasses.replace(
                     fold, target=f"{half}.{fold.target}", source=f"{half}.{fold.source}"

@@ -129,6 +129,8 @@ def _check_layer(layer: LayerSpec, where: str, name: str) -> None:
         if not isinstance(spec := getattr(layer, half), kind):
             refuse(where, f"{name}.{half}", spec, f"an {kind.__name__}")
         _check_fields(spec, f"{where}, {name}.{half}", {})
+        if reason := spec.why_unsound():
+            raise ConfigError(f"{where}, {name}.{half}: {reason}")
 
 
 def _check_fields(

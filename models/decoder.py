@@ -15,11 +15,14 @@ from flax import nnx
 
 from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
+from mpjax.kernels.kv_cache.cache import create_pages
+from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models import config_json, parameters, tables
-from mpjax.models.attention import Attention, GroupedQuerySpec
+from mpjax.models.attention import AttentionModule, GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
+from mpjax.models.experts import ExpertsSpec
 from mpjax.models.layers import RMSNorm, rotary_frequencies
 from mpjax.models.mlp import MLP, GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
@@ -30,7 +33,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.attention: Attention = spec.attention.build(config, rngs)
+        self.attention = spec.attention.build(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.mlp = spec.mlp.build(config, rngs)
 
@@ -51,11 +54,12 @@ class DecoderLayer(nnx.Module):
         also round activations to the 8-bit format that the next weight asks for.
         """
         cached = span is not None
+        attention: AttentionModule = self.attention
         mlp: MLP = self.mlp
-        format = self.attention.qkv.activations if cached else None
+        format = attention.activations if cached else None
         residual, x = self.attention_norm.add(terms, residual, format)
-        attended, pages = self.attention.attend(x, angles, pages, span)
-        terms = self.attention.output.terms(attended)
+        attended, pages = attention.attend(x, angles, pages, span)
+        terms = attention.terms(attended)
         format = mlp.activations if cached else None
         residual, x = self.mlp_norm.add(terms, residual, format)
         return mlp.terms(x, quantized=cached), residual, pages
@@ -68,11 +72,12 @@ class DecoderLayer(nnx.Module):
         hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
         angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
         """
+        attention: AttentionModule = self.attention
         mlp: MLP = self.mlp
         x = self.attention_norm(hidden)
-        attended, _ = self.attention.attend(x, angles, None, None)
-        found = {"attention.qkv": x, "attention.output": attended}
-        hidden = hidden + self.attention.output(attended)
+        attended, _ = attention.attend(x, angles, None, None)
+        found = {f"attention.{path}": read for path, read in attention.inputs(x, attended).items()}
+        hidden = hidden + attention.terms(attended).sum(0).astype(hidden.dtype)
         x = self.mlp_norm(hidden)
         found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}
         return hidden + mlp.terms(x, quantized=False).sum(0).astype(hidden.dtype), found
@@ -107,7 +112,7 @@ class Decoder(nnx.Module):
     """
 
     names: ClassVar[Names] = parameters.NAMES
-    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec)
+    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec, ExpertsSpec)
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         require_type("config", config, DecoderConfig)
@@ -158,8 +163,9 @@ class Decoder(nnx.Module):
         """
         tokens = self._read_tokens(tokens)
         _require_positions(self.config, tokens.shape[1])
-        starts = jnp.zeros(tokens.shape[0], jnp.int32)
-        hidden, _ = self._hidden(tokens, starts, None, None)
+        positions = jnp.arange(tokens.shape[1])[None]
+        positions = jnp.zeros((tokens.shape[0], 1), jnp.int32) + positions
+        hidden, _ = self._hidden(tokens, positions, None, None)
         return self._logits(hidden)
 
     def step(
@@ -207,12 +213,58 @@ class Decoder(nnx.Module):
         if is_known((cache.lengths, counts)):
             ends = np.asarray(cache.lengths) + np.asarray(counts)
             _require_positions(self.config, int(ends.max()))
-        span = Span(cache.block_tables, cache.lengths, counts, fresh)
-        hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
+        span = Span(
+            cache.block_tables,
+            cache.lengths,
+            counts,
+            fresh,
+            residual_pages=cache.residual_pages,
+        )
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+        hidden, layers = self._hidden(tokens, positions, cache.layers, span)
         if not every_position:
             last = jnp.maximum(counts - 1, 0)
             hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
+        return self._logits(hidden), cache
+
+    def step_varlen(
+        self,
+        tokens: jax.Array,
+        counts: jax.Array,
+        cache: PagedKVCache,
+        *,
+        encoded: jax.Array | None = None,
+        every_position: bool = False,
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Adds varlen tokens to the cache, as `step` adds padded ones, for use under `jit`.
+
+        tokens: int32 [tokens], those of all sequences one after another, and padding behind them.
+        counts: int32 [batch], the number of each sequence's new tokens.
+        encoded: as in Span, for sequences that begin behind a shared prefix.
+        every_position: whether to return logits after each token (static).
+
+        New tokens read earlier keys and values, and their own, from the cache in its format. In
+        formats with blocks they have the logits of steps of single tokens if no sequence's tokens
+        pass the end of a block.
+
+        Returns float32 logits and the next cache. Logits are [batch, vocabulary], after each
+        sequence's last token, without meaning for sequences without new tokens; or with
+        every_position [tokens, vocabulary]. Nothing is checked.
+        """
+        found = tokens_of(counts, len(tokens))
+        positions = cache.lengths[found.sequence] + found.number
+        span = Span(
+            cache.block_tables,
+            cache.lengths,
+            counts,
+            residual_pages=cache.residual_pages,
+            encoded=encoded,
+        )
+        hidden, layers = self._hidden(tokens, positions, cache.layers, span)
+        if not every_position:
+            hidden = hidden[jnp.maximum(span.offsets + counts - 1, 0)]
+        cache = dataclasses.replace(cache, layers=layers, lengths=span.ends)
         return self._logits(hidden), cache
 
     def create_cache(
@@ -226,6 +278,35 @@ class Decoder(nnx.Module):
         Warns where the format has a scale for each head and cache_scales are for each channel: the
         cache's scales are 1 then.
         """
+        layout, scales = self._cache_layout(format, page_size)
+        return PagedKVCache.create(
+            layout,
+            layers=self.config.num_layers,
+            batch=batch,
+            max_tokens=max_tokens,
+            scales=scales,
+        )
+
+    def create_pages(
+        self, pages: int, sequences: int, format: KVFormat | str, page_size: int = 128
+    ) -> tuple[KVPages, ...]:
+        """Empty pages of each layer, as those of `create_cache`, that belong to no sequence yet.
+
+        pages: their number. sequences: the number of residuals, for formats with blocks.
+        """
+        layout, scales = self._cache_layout(format, page_size)
+        return create_pages(
+            layout,
+            layers=self.config.num_layers,
+            pages=pages,
+            sequences=sequences,
+            scales=scales,
+        )
+
+    def _cache_layout(
+        self, format: KVFormat | str, page_size: int
+    ) -> tuple[KVLayout, jax.Array | None]:
+        """The layout of the model's cache, and the model's cache_scales if the format uses them."""
         config, scales, format = self.config, None, KVFormat.of(format)
         if self.cache_scales is not None:
             found = as_array("cache_scales", self.cache_scales.get_value())
@@ -235,27 +316,22 @@ class Decoder(nnx.Module):
                 warnings.warn(
                     f"the model's cache_scales are for channels, and {format} has scales of heads, "
                     f"which are 1 now: measure them with mpjax.calibrate_cache for {format}",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
         layout = KVLayout(
             config.num_kv_heads, config.head_dim, format, page_size, dtype=config.dtype
         )
-        return PagedKVCache.create(
-            layout,
-            layers=config.num_layers,
-            batch=batch,
-            max_tokens=max_tokens,
-            scales=scales,
-        )
+        return layout, scales
 
     def angles(self, positions: jax.Array) -> jax.Array:
-        """Angles of the rotary embedding, float32 [batch, tokens, head dim / 2].
+        """Angles of the rotary embedding, float32 [..., head dim / 2].
 
-        positions: int32 [batch, tokens].
+        positions: int32 [batch, tokens], or varlen [tokens].
         """
         config = self.config
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        return positions[..., None].astype(jnp.float32) * frequencies[None, None]
+        angles = positions[..., None].astype(jnp.float32)
+        return angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """The residual stream before the first layer, [batch, tokens, hidden].
@@ -307,13 +383,23 @@ class Decoder(nnx.Module):
     def _hidden(
         self,
         tokens: jax.Array,
-        starts: jax.Array,
+        positions: jax.Array,
         pages: tuple[KVPages, ...] | None,
         span: Span | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]  # [batch, tokens]
+        """Embeds tokens, runs all layers and the final norm.
+
+        tokens: int [batch, tokens]. positions: int32 [batch, tokens], of each token.
+        pages, span: every layer's part of the cache, and where the new tokens lie in it; both None
+            for whole sequences without a cache.
+
+        Returns the hidden states [batch, tokens, hidden], and the pages with the new keys and
+        values, which are empty without a cache.
+        """
         angles = self.angles(positions)
-        terms = self.embed(tokens)[None]
+        # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
+        # stream. Before the first layer, the embedding is the only term, and there is no residual.
+        terms = tables.look_up(self.embedding, tokens, self.config.dtype)[None]
         residual = None
         written = []
         for index, layer in enumerate(self.layers):

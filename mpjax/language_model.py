@@ -20,6 +20,7 @@ from mpjax.tokenizer import Tokenizer
 from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
+PARAMETER_BITS = 32  # a word for each group and output channel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,25 @@ class LanguageModel:
     def nbytes(self) -> int:
         """Bytes of all weights in device memory."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean bits of a weight of the layers' linear maps, with 32 of each group's parameters.
+
+        The padding of a small weight, which `nbytes` has, does not count.
+        """
+        bits = weights = 0
+        for place in self.model.linear_places(self.config):
+            for kernel in place.kernels(self.model):
+                count = math.prod(kernel.shape)
+                weights += count
+                if isinstance(kernel, QuantizedTensor):
+                    channels, format = kernel.shape[-2], kernel.format
+                    bits += count * format.bits
+                    bits += count // channels * PARAMETER_BITS * format.groups(channels)
+                else:
+                    bits += 8 * kernel.nbytes
+        return bits / weights
 
     @property
     def num_parameters(self) -> int:

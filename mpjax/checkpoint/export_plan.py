@@ -95,8 +95,8 @@ class ExportPlan:
 def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     """Decides how a model is written.
 
-    layout: one of `layouts()`, or None for that of the model's weights. Raises ValueError for
-    another one, or one that can't hold the weights.
+    layout: one of `layouts()`; None chooses the one that suits the model's weights. Raises
+    ValueError for an unknown layout, and for one that can't hold the weights.
     """
     require_layout(layout)
     maps = _shapes(model)

@@ -50,9 +50,9 @@ def load(
         activations as config.json says, unless the precision has a W part, which decides then. A
         checkpoint's scales for an FP8 cache become the model's cache_scales; a cache uses them if
         the precision has KVfp8.
-    dtype: of 16-bit weights and activations. By default that of config.json, or, if config.json
-        has none, that of the embedding; but bfloat16 where that is float32 and a precision is
-        given, because a precision has 16-bit activations.
+    dtype: of activations, and of weights that are not packed. A precision of A32 makes it float32.
+        Otherwise, if it is None, config.json decides, or the dtype of the embedding tensor if
+        config.json has none; but a precision of A16 makes bfloat16 of float32.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that the
@@ -64,15 +64,15 @@ def load(
     decoder, config = decoder_config(folder, hf)
     checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
     scheme, quantize = read_scheme(folder, hf), None
-    if not is_quantized(checkpoint):
-        scheme = None  # the tensors decide, also where config.json has a quantization_config
+    if not is_quantized(checkpoint):  # by its tensors, whatever quantization_config says
+        scheme = None
         quantize = agreement.format_to_quantize(precision)
     elif scheme is not None:
         scheme = agreement.choose(folder, scheme, precision)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    elif precision is not None and config.dtype == "float32":
-        config = dataclasses.replace(config, dtype="bfloat16")  # A16 of a float32 checkpoint
+    elif precision is not None and config.dtype == "float32":  # `settle` has set the dtype
+        config = dataclasses.replace(config, dtype="bfloat16")  # A32 has set `dtype` above
     named = tables_of({} if precision is None else precision.tables, config)
     plan = make_plan(checkpoint, decoder, config, scheme, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
@@ -89,8 +89,8 @@ def open_plain(
 ) -> tuple[Decoder, Checkpoint, Plan]:
     """A decoder that `fill` can fill part by part, from a checkpoint that is not quantised.
 
-    dtype: what the decoder computes in; by default that of the checkpoint, or bfloat16 where that
-        is float32.
+    dtype: what the decoder computes in. If it is None, the checkpoint decides, as in `load`, but
+        float32 becomes bfloat16.
 
     Raises CheckpointError for a folder that can't be loaded, or is quantised already.
     """
@@ -153,10 +153,10 @@ def fill(
     advance: Callable[[int], None] = lambda count: None,
     belongs: Callable[[str], bool] = lambda path: True,
 ) -> None:
-    """Reads weights into their places, and waits for each before it maps the next tensor.
+    """Reads the tensors of a plan into a model, one parameter after another.
 
-    advance: is called with the bytes of each tensor that was read.
-    belongs: tells by its path whether a parameter is wanted.
+    advance: is called with the number of bytes of each tensor when it is read.
+    belongs: whether to fill the parameter at a path; all others are left as they are.
     """
     dtype = plan.config.dtype
 

@@ -87,8 +87,9 @@ class Plan:
         steps = [info.nbytes for _, info in self.arrays]
         for place, sources in self.linears:
             step = max(_converting_bytes(source) for source in sources)
-            if len(sources) > 1:  # the separate maps exist beside the joined one
-                step += sum(self._linear_bytes(place, source) for source in sources)
+            if len(sources) > 1:  # separate maps exist beside the joined one
+                joined = sources[: place.joined_maps]
+                step += sum(self._linear_bytes(place, source) for source in joined)
             steps.append(step)
         return max(steps)
 
@@ -125,11 +126,11 @@ def make_plan(
     quantize: WeightFormat | None,
     tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
 ) -> Plan:
-    """Plans how each place of a decoder is filled from a checkpoint's tensors.
+    """Plans from which tensors of a checkpoint each place of a decoder is filled; reads no tensor.
 
-    scheme: of quantised modules, by config.json; None where config.json has none. quantize: the
-    format to which plain linear maps of layers are rounded; None leaves them plain. tables: the
-    packed formats to which the plain tables `embedding` and `head` are rounded. A head that is
+    scheme: of quantised modules, by config.json; None if config.json has none. quantize: the format
+    to which 16-bit linear maps of layers are rounded; None leaves them in 16 bits. tables: the
+    packed formats to which the 16-bit tables `embedding` and `head` are rounded. A head that is
     quantised in the files stays so; the plan's configuration has the packed tables.
 
     Raises CheckpointError for tensors that are missing or unexpected, or whose shape, dtype or
@@ -147,6 +148,7 @@ def make_plan(
         (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
         for place in decoder.linear_places(config)
     ]
+    # The names that the checkpoint must have, and no others; see `_check_names`.
     expected = {array.name for array in arrays}
     for place, shards in linears:
         for name, tensors in zip(place.names, shards, strict=True):

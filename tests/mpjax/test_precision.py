@@ -137,7 +137,7 @@ def test_parse(text, weights, kv):
     ],
 )
 def test_mixtures_and_float32(text, expected):
-    """What `LanguageModel.precision` says of models that are not of one 16-bit kind."""
+    """`LanguageModel.precision` of models that are not in one format with 16 bits."""
     assert Precision.parse(text) == expected
     assert str(expected) == text
 

@@ -34,7 +34,7 @@ each_kind = pytest.mark.parametrize("text", KINDS)
 
 
 def assert_same(actual: jax.Array, expected: np.ndarray) -> None:
-    """Of one dtype and shape, bit for bit."""
+    """Fails unless both have one dtype, one shape and equal bits."""
     found = np.asarray(actual)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     unsigned = f"u{found.dtype.itemsize}"

@@ -113,7 +113,7 @@ def test_device_bytes_count_permutations_and_scales_of_a_cache(rng):
 
 
 def test_maps_that_become_one_wait_for_each_other(rng):
-    """Of the two, the second one's tensor is in the way too."""
+    """When the second map is converted, the first one waits for it on the device."""
     hf = LLAMA | {"intermediate_size": 4096}
     one = 2 * hf["hidden_size"] * hf["intermediate_size"]  # bytes on the device
     tensors = random_tensors(hf, rng, np.float16)

@@ -69,6 +69,11 @@ def test_an_interrupted_run_goes_on(tiny_folder, tmp_path, monkeypatch):
     assert len(list(work.glob("layer-*.safetensors"))) == found.config.num_layers
 
 
+def test_text_that_nothing_reads_is_said(tiny):
+    with pytest.warns(UserWarning, match="the text is not used, because no method of the recipe"):
+        mpjax.quantize(tiny, mpjax.Recipe.of("W8g64A16KV16", "rtn"), TEXTS, calibration=LITTLE)
+
+
 def test_static_scales_of_the_cache_are_measured(tiny):
     found = mpjax.quantize(tiny, mpjax.Recipe.of("W8g64A16KV8s", "rtn"), TEXTS, calibration=LITTLE)
     assert found.model.cache_scales.get_value().ndim == 4

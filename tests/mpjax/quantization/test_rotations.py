@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.models import Decoder, LayerSpec
+from mpjax.models import Decoder, GatedMLPSpec, LayerSpec
+from mpjax.quantization.folds import linear_of
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.rotations import rotate_layer, rotate_tables, rotation
@@ -62,6 +63,21 @@ def test_a_layer_that_is_not_as_its_spec_says_is_refused(monkeypatch):
     assert CONFIG.layers[0].writers(CONFIG) == ("attention.output", "mlp.down")
     monkeypatch.setattr(LayerSpec, "writers", lambda self, config: ("mlp.down",))
     with pytest.raises(ValueError, match="a rotation changes what the layer computes by"):
+        rotate_layer(small_model().layers[0], CONFIG.layers[0], CONFIG)
+
+
+def test_a_layer_in_16_bits_that_adds_little_is_rotated():
+    config = small_config(dtype="bfloat16")
+    layer = small_model(config).layers[0]
+    for path in config.layers[0].writers(config):
+        kernel = linear_of(layer, path).kernel
+        kernel.set_value(kernel.get_value() * jnp.bfloat16(0.01))
+    rotate_layer(layer, config.layers[0], config)
+
+
+def test_a_norm_with_several_readers_is_refused(monkeypatch):
+    monkeypatch.setattr(GatedMLPSpec, "reads_norm_once", False)
+    with pytest.raises(ValueError, match="mlp_norm is read by more than one linear map"):
         rotate_layer(small_model().layers[0], CONFIG.layers[0], CONFIG)
 
 

@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span
+from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
 from mpjax.kernels.kv_cache.cache import create_pages
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models import config_json, parameters
-from mpjax.models.attention import Attention, GroupedQuerySpec
+from mpjax.models import config_json, parameters, tables
+from mpjax.models.attention import AttentionModule, GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
+from mpjax.models.experts import ExpertsSpec
 from mpjax.models.layers import RMSNorm, rotary_frequencies
 from mpjax.models.mlp import MLP, GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
@@ -32,7 +33,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.attention: Attention = spec.attention.build(config, rngs)
+        self.attention = spec.attention.build(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.mlp = spec.mlp.build(config, rngs)
 
@@ -53,11 +54,12 @@ class DecoderLayer(nnx.Module):
         also round activations to the 8-bit format that the next weight asks for.
         """
         cached = span is not None
+        attention: AttentionModule = self.attention
         mlp: MLP = self.mlp
-        format = self.attention.qkv.activations if cached else None
+        format = attention.activations if cached else None
         residual, x = self.attention_norm.add(terms, residual, format)
-        attended, pages = self.attention.attend(x, angles, pages, span)
-        terms = self.attention.output.terms(attended)
+        attended, pages = attention.attend(x, angles, pages, span)
+        terms = attention.terms(attended)
         format = mlp.activations if cached else None
         residual, x = self.mlp_norm.add(terms, residual, format)
         return mlp.terms(x, quantized=cached), residual, pages
@@ -70,11 +72,12 @@ class DecoderLayer(nnx.Module):
         hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
         angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
         """
+        attention: AttentionModule = self.attention
         mlp: MLP = self.mlp
         x = self.attention_norm(hidden)
-        attended, _ = self.attention.attend(x, angles, None, None)
-        found = {"attention.qkv": x, "attention.output": attended}
-        hidden = hidden + self.attention.output(attended)
+        attended, _ = attention.attend(x, angles, None, None)
+        found = {f"attention.{path}": read for path, read in attention.inputs(x, attended).items()}
+        hidden = hidden + attention.terms(attended).sum(0).astype(hidden.dtype)
         x = self.mlp_norm(hidden)
         found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}
         return hidden + mlp.terms(x, quantized=False).sum(0).astype(hidden.dtype), found
@@ -109,23 +112,19 @@ class Decoder(nnx.Module):
     """
 
     names: ClassVar[Names] = parameters.NAMES
-    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec)
+    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec, ExpertsSpec)
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         require_type("config", config, DecoderConfig)
         require_type("rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
         require_sound(config)
         self.config = config
-        shape = (config.vocab_size, config.hidden_size)
-        initial = nnx.initializers.normal(0.02)
-        self.embedding = nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
+        self.embedding = self._create_table(parameters.EMBEDDING, rngs)
         self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
         self.cache_scales: CacheScales | None = nnx.data(None)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         tied = config.tie_word_embeddings
-        self.head = (
-            None if tied else nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
-        )  # [vocabulary, hidden], as the embedding
+        self.head = None if tied else self._create_table(parameters.HEAD, rngs)
 
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
@@ -153,7 +152,7 @@ class Decoder(nnx.Module):
 
     @classmethod
     def linear_places(cls, config: DecoderConfig) -> list[LinearPlace]:
-        """Places of all linear maps of the layers, in the module and in files."""
+        """Places of all linear maps, in the module and in files: of layers, and packed tables."""
         return parameters.linear_places(config, cls.names)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -334,6 +333,42 @@ class Decoder(nnx.Module):
         angles = positions[..., None].astype(jnp.float32)
         return angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)
 
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """The residual stream before the first layer, [batch, tokens, hidden].
+
+        tokens: int [batch, tokens]. Raises ValueError as calling the model does.
+        """
+        return tables.look_up(self.embedding, self._read_tokens(tokens), self.config.dtype)
+
+    def pack_table(self, path: str, format: WeightFormat | str) -> None:
+        """Rounds a table, the `embedding` or the `head`, to nearest in a packed format, in place.
+
+        A tied table is the `embedding`. Raises ValueError for another path, for a table that is
+        packed already, and for weights that the format can't hold.
+        """
+        format = WeightFormat.of(format)
+        config = self.config
+        plain = [table for table in config.tables if table not in config.packed_tables]
+        if not isinstance(path, str) or path not in plain:
+            raise ValueError(
+                f"path is {shown(path)}: expected a table that is not packed, of {plain}"
+            )
+        if not format.is_packed:
+            raise ValueError(f"{format} is not packed: expected a format such as uint8:gK")
+        try:
+            packed = tables.pack(getattr(self, path), format)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        setattr(self, path, nnx.data(None))  # a Param can't become a module at once
+        setattr(self, path, packed)
+        both = *config.packed_tables, path
+        self.config = dataclasses.replace(config, packed_tables=tuple(sorted(both)))
+
+    def _create_table(self, path: str, rngs: nnx.Rngs) -> tables.Table:
+        config = self.config
+        shape = config.vocab_size, config.hidden_size
+        return tables.create(path in config.packed_tables, shape, config.dtype, rngs)
+
     def _read_tokens(self, tokens: Any) -> jax.Array:
         tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -352,8 +387,19 @@ class Decoder(nnx.Module):
         pages: tuple[KVPages, ...] | None,
         span: Span | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
+        """Embeds tokens, runs all layers and the final norm.
+
+        tokens: int [batch, tokens]. positions: int32 [batch, tokens], of each token.
+        pages, span: every layer's part of the cache, and where the new tokens lie in it; both None
+            for whole sequences without a cache.
+
+        Returns the hidden states [batch, tokens, hidden], and the pages with the new keys and
+        values, which are empty without a cache.
+        """
         angles = self.angles(positions)
-        terms = jnp.take(self.embedding.get_value(), tokens, axis=0)[None]
+        # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
+        # stream. Before the first layer, the embedding is the only term, and there is no residual.
+        terms = tables.look_up(self.embedding, tokens, self.config.dtype)[None]
         residual = None
         written = []
         for index, layer in enumerate(self.layers):
@@ -369,9 +415,8 @@ class Decoder(nnx.Module):
         return hidden, tuple(written)
 
     def _logits(self, hidden: jax.Array) -> jax.Array:
-        head = (self.embedding if self.head is None else self.head).get_value()
         with jax.named_scope("head"):
-            return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+            return tables.logits(self.embedding if self.head is None else self.head, hidden)
 
 
 def _require_positions(config: DecoderConfig, tokens: int) -> None:

@@ -246,7 +246,7 @@ KERNEL_CONFIG = small_config(head_dim=64, qk_norm=True, windows=(6,))
 
 
 def half_precision_error(rng, text: str | None, bits: int, dtype: str, **how: Any) -> float:
-    """Of logits in `dtype` against float32 of the same weights and the same format of the cache."""
+    """The error of logits in `dtype` against float32, with the same weights and cache format."""
     exact = small_model(KERNEL_CONFIG)
     if text is not None:
         quantize_kernels(exact, text)
@@ -449,3 +449,34 @@ def test_tokens_beyond_the_positions_are_refused(monkeypatch):
             model.step(tokens, jnp.array(counts), cache)
         with pytest.raises(NotImplementedError):  # where nothing is known
             jax.jit(model.step)(tokens, jnp.array(counts), cache)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_tables(tied, rng):
+    config = dataclasses.replace(SHALLOW, tie_word_embeddings=tied)
+    model, tokens = small_model(config), random_tokens(rng, 2, 5)
+    exact = call(model, tokens)
+    for path in config.tables:
+        model.pack_table(path, "uint8:g32:sym")
+    assert model.config.packed_tables == config.tables
+    found = call(model, tokens)
+    assert not np.array_equal(found, exact)
+    assert relative_error(found, exact) < 0.03
+    logits, cache = model.step(tokens[:, :4], jnp.array([4, 4]), model.create_cache(2, 8, "KV16"))
+    logits, _ = model.step(tokens[:, 4:], jnp.array([1, 1]), cache)
+    np.testing.assert_allclose(logits, found[:, -1], rtol=1e-4, atol=1e-3)
+    for path, format, message in (
+        ("head", "uint8", r"path is 'head': expected a table that is not packed, of \[\]$"),
+        ("norm", "uint8", "path is 'norm': expected a table"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.pack_table(path, format)
+
+
+def test_a_table_is_rounded_to_a_packed_format():
+    model = small_model(SHALLOW)
+    with pytest.raises(ValueError, match="bfloat16 is not packed: expected a format such as uint8"):
+        model.pack_table("head", "bfloat16")
+    with pytest.raises(ValueError, match="embedding: 64 input channels can't be split into groups"):
+        model.pack_table("embedding", "uint8:g128")
+    assert model.config.packed_tables == ()

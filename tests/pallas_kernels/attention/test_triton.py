@@ -188,7 +188,7 @@ def test_programs_of_short_sequences_help_long_ones(text, dtype, heads, splits, 
     ],
 )
 def test_programs_that_help_read_what_waits_of_their_own_sequence(text, splits, masked, rng):
-    """Of the others' they read what is packed: in a loop of its own, and KV2 in the same."""
+    """They read packed keys of other sequences, in a second loop, or with KV2 in the same loop."""
     test = scene(rng, text, "bfloat16", heads=(2, 3), page_size=32, **RAGGED)
     masks: dict[str, Any] = {"window": 1000, "sinks": sinks_of(rng, 6)} if masked else {}
     out = kernel(*test.arguments, splits=splits, residual_splits=0, is_balanced=True, **masks)

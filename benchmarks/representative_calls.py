@@ -34,7 +34,10 @@ PRODUCTS = {
 }
 
 # Weights of a mixture of 16 experts: a format of each kind of codes, and plain ones.
-EXPERTS = ("uint4:g128", "uint4:g32", "table4:g64", "float8:g128", "liquid4:g64/int8", "bfloat16")
+EXPERTS = (
+    *("uint4:g128", "uint4:g32", "table4:g64", "float8:g128", "float4:g32", "liquid4:g64/int8"),
+    "bfloat16",
+)
 
 CACHES = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "K8V4", "KV2", "KV2t")
 DECODING = (
@@ -57,16 +60,6 @@ Array = jax.ShapeDtypeStruct
 
 def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     """Names of calls, and what makes each."""
-    yield from _calls_of_products()
-    yield from _calls_of_caches()
-    for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024)):
-        yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
-    for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
-        name = f"step {weights} {cache} {tokens} {batch}"
-        yield name, functools.partial(_step, weights, cache, tokens, batch)
-
-
-def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for text in WEIGHTS:
         for shape, all_rows in PRODUCTS.items():
             for rows in all_rows:
@@ -77,9 +70,6 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
     yield "gradient", _gradient
-
-
-def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
     for text in CACHES:
         for scene in DECODING:
             yield f"attention {text} {scene.name}", functools.partial(_attention, text, scene)
@@ -87,6 +77,14 @@ def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"attention {text} masks", functools.partial(_masked, text)
         for tokens in (1, 512):
             yield f"append {text} {tokens}", functools.partial(_append, text, tokens)
+    yield from (
+        (f"experts {text} {tokens}", functools.partial(_experts, text, tokens))
+        for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024))
+    )
+    for weights, cache in MODELS:
+        for tokens, batch in STEPS:
+            name = f"step {weights} {cache} {tokens} {batch}"
+            yield name, functools.partial(_step, weights, cache, tokens, batch)
 
 
 def _head(rows: int) -> Call:

@@ -60,6 +60,16 @@ Array = jax.ShapeDtypeStruct
 
 def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     """Names of calls, and what makes each."""
+    yield from _calls_of_products()
+    yield from _calls_of_caches()
+    for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024)):
+        yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
+    for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
+        name = f"step {weights} {cache} {tokens} {batch}"
+        yield name, functools.partial(_step, weights, cache, tokens, batch)
+
+
+def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for text in WEIGHTS:
         for shape, all_rows in PRODUCTS.items():
             for rows in all_rows:
@@ -70,6 +80,9 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
     yield "gradient", _gradient
+
+
+def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
     for text in CACHES:
         for scene in DECODING:
             yield f"attention {text} {scene.name}", functools.partial(_attention, text, scene)
@@ -77,14 +90,6 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"attention {text} masks", functools.partial(_masked, text)
         for tokens in (1, 512):
             yield f"append {text} {tokens}", functools.partial(_append, text, tokens)
-    yield from (
-        (f"experts {text} {tokens}", functools.partial(_experts, text, tokens))
-        for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024))
-    )
-    for weights, cache in MODELS:
-        for tokens, batch in STEPS:
-            name = f"step {weights} {cache} {tokens} {batch}"
-            yield name, functools.partial(_step, weights, cache, tokens, batch)
 
 
 def _head(rows: int) -> Call:

@@ -156,7 +156,7 @@ def draw_serve(rows: Rows, path: Path) -> None:
     """Draws a bar for each row: new tokens/s, and the time to the first token at P50 and P99."""
     names = [f"{row['precision']}, {row['through']}" for row in rows]
     places = list(range(len(rows)))[::-1]
-    with _figure(path, (8.2, 1.4 + 0.4 * len(rows))) as figure:
+    with figure_of(path, (8.2, 1.4 + 0.4 * len(rows))) as figure:
         left, right = figure.subplots(1, 2)
         rates = [row["new_tokens_per_second"] for row in rows]
         bars = left.barh(places, rates, color=COLORS[0])

@@ -40,6 +40,15 @@ def test_generate(printed):
     assert all(text.startswith("import os\nimport ") for text in texts[2:])
 
 
+def test_engine(printed):
+    text = printed("engine.py")
+    assert len(re.findall(r"request 0: \d+ tokens", text)) > 1
+    assert text.count("---") == 3
+    [(new, shared)] = re.findall(r"(\d+) tokens, (\d+) of prompts were shared", text)
+    assert int(new) == 2 * 16 + 3 * 24
+    assert int(shared) > 0
+
+
 def test_kernels(printed):
     text = printed("kernels.py")
     assert "1048576 bytes become 278528" in text

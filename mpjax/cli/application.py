@@ -24,6 +24,7 @@ from mpjax.cli import (
     interrupts,
     output,
     quantize,
+    serve,
     tune,
 )
 
@@ -166,7 +167,9 @@ def _options(
     pass
 
 
-for _module in (generate, chat, convert, quantize, export, info, evaluate, tune, environment):
+for _module in (
+    *(generate, chat, serve, convert, quantize, export, info, evaluate, tune, environment),
+):
     # Programs compiled for tuning are run once, and would push others out of the cache.
     _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
     app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)

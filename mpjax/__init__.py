@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mpjax.models import trainable
     from mpjax.precision import Precision
     from mpjax.quantization.api import Calibration, quantize
+    from mpjax.quantization.budget import BudgetRecipe, recipe_for_budget
     from mpjax.quantization.recipe import Recipe
     from mpjax.sampling import Sampling
 
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 plain_names.install()
 
 __all__ = [
+    "BudgetRecipe",
     "Calibration",
     "Comparison",
     "Evaluation",
@@ -57,6 +59,7 @@ __all__ = [
     "generate_tokens",
     "load",
     "quantize",
+    "recipe_for_budget",
     "save",
     "stream",
     "stream_batch",
@@ -64,6 +67,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BudgetRecipe": "quantization.budget",
     "Calibration": "quantization.api",
     "Comparison": "comparison",
     "Evaluation": "evaluation",
@@ -83,6 +87,7 @@ _MODULES = {
     "generate_tokens": "decoding",
     "load": "loading",
     "quantize": "quantization.api",
+    "recipe_for_budget": "quantization.budget",
     "save": "checkpoint.saving",
     "stream": "generation",
     "stream_batch": "generation",

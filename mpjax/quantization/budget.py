@@ -22,7 +22,7 @@ from mpjax.arguments import require_documents
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.checks import require_type, shown
 from mpjax.kernels.grid import fit
-from mpjax.language_model import LanguageModel
+from mpjax.language_model import LanguageModel, stored_bits
 from mpjax.models import LinearPlace
 from mpjax.precision import Precision
 from mpjax.quantization.recipe import DEFAULT_METHOD, Recipe, Rule
@@ -32,9 +32,9 @@ CHOICES = ("WNF2", "WNF3", "W4", "W8")
 
 
 class Option(NamedTuple):
-    """A format that a linear map may have: the bytes that it takes, and the loss that it costs."""
+    """A format that a linear map may have: the bits that it takes, and the loss that it costs."""
 
-    nbytes: int
+    bits: int
     cost: float
 
 
@@ -42,7 +42,7 @@ class Option(NamedTuple):
 class BudgetRecipe:
     """A recipe that keeps a budget.
 
-    bits: per weight of the layers' linear maps, scales included. nats: the expected rise of the
+    bits: per weight, as `LanguageModel.bits_per_weight` counts them. nats: the expected rise of the
     loss, as KL divergence per token, if weights are rounded to nearest.
     """
 
@@ -62,8 +62,9 @@ def recipe_for_budget(
 ) -> BudgetRecipe:
     """The recipe of at most so many bits per weight whose expected loss is least.
 
-    lm: a model in 16 bits, with a tokenizer; all of it is on the device. bits: per weight of the
-    layers' linear maps, scales included. documents: the text on which sensitivities are measured.
+    lm: a model in 16 bits, with a tokenizer; all of it is on the device. bits: per weight, as
+    `LanguageModel.bits_per_weight` counts them.
+    documents: the text on which sensitivities are measured.
     choices: the formats that maps may have, as W parts of a precision; those whose groups don't
     divide a map's input channels are left out for it.
     precision: the rest of the precision: KV, H and E. method: as for `Recipe.of`.
@@ -83,13 +84,12 @@ def recipe_for_budget(
         raise ValueError(f"bits is {shown(bits)}: expected bits per weight, such as 4.5")
     allowed = [_possible(place, formats) for place in places]
     sizes = [
-        [_nbytes(place, format) for format in own]
-        for place, own in zip(places, allowed, strict=True)
+        [_bits(place, format) for format in own] for place, own in zip(places, allowed, strict=True)
     ]
     least = sum(map(min, sizes))
-    if least > weights * bits / 8:
+    if least > weights * bits:
         raise ValueError(
-            f"bits is {bits}: the smallest of {', '.join(choices)} take {least * 8 / weights:.3f} "
+            f"bits is {bits}: the smallest of {', '.join(choices)} take {least / weights:.3f} "
             "bits per weight: give a larger budget, or smaller choices"
         )
     slopes = sensitivities(lm, list(documents))
@@ -100,12 +100,12 @@ def recipe_for_budget(
         ]
         for place, own, own_sizes, slope in zip(places, allowed, sizes, slopes, strict=True)
     ]
-    chosen = cheapest(options, int(weights * bits / 8))
+    chosen = cheapest(options, int(weights * bits))
     found = [own[index] for own, index in zip(allowed, chosen, strict=True)]
     used = [own[index] for own, index in zip(options, chosen, strict=True)]
     return BudgetRecipe(
         _recipe(dict(zip([place.path for place in places], found, strict=True)), rest, method),
-        sum(option.nbytes for option in used) * 8 / weights,
+        sum(option.bits for option in used) / weights,
         sum(option.cost for option in used),
     )
 
@@ -124,15 +124,15 @@ def read_choices(choices: Sequence[str]) -> list[WeightFormat]:
 
 
 def cheapest(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
-    """The index of an option for each map: the least sum of costs whose bytes fit into a budget.
+    """The index of an option for each map: the least sum of costs whose bits fit into a budget.
 
     It is exact: after each map, a choice that is both larger and dearer than another can't be part
     of the best one, and all others are kept. Raises ValueError if nothing fits.
     """
-    least = [min(option.nbytes for option in own) for own in options]
-    later = [*np.cumsum(least[::-1])[::-1].tolist(), 0]  # bytes that maps from each on need
+    least = [min(option.bits for option in own) for own in options]
+    later = [*np.cumsum(least[::-1])[::-1].tolist(), 0]  # bits that maps from each on need
     if later[0] > budget:
-        raise ValueError(f"the smallest options take {later[0]} bytes, above {budget}")
+        raise ValueError(f"the smallest options take {later[0]} bits, above {budget}")
     sizes, costs = np.zeros(1, np.int64), np.zeros(1)
     steps: list[tuple[np.ndarray, np.ndarray]] = []  # of each kept choice: the one before, option
     for own, rest in zip(options, later[1:], strict=True):
@@ -163,8 +163,8 @@ def _possible(place: LinearPlace, formats: Sequence[WeightFormat]) -> list[Weigh
     return found
 
 
-def _nbytes(place: LinearPlace, format: WeightFormat) -> int:
-    return sum(format.nbytes(shape) for shape in place.shapes)
+def _bits(place: LinearPlace, format: WeightFormat) -> int:
+    return sum(stored_bits(shape, format) for shape in place.shapes)
 
 
 def _errors(place: LinearPlace, lm: LanguageModel, formats: Sequence[WeightFormat]) -> list[float]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mpjax.models import trainable
     from mpjax.precision import Precision
     from mpjax.quantization.api import Calibration, quantize
+    from mpjax.quantization.budget import BudgetRecipe, recipe_for_budget
     from mpjax.quantization.recipe import Recipe
     from mpjax.sampling import Sampling
 
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 plain_names.install()
 
 __all__ = [
+    "BudgetRecipe",
     "Calibration",
     "Comparison",
     "Engine",
@@ -59,6 +61,7 @@ __all__ = [
     "generate_tokens",
     "load",
     "quantize",
+    "recipe_for_budget",
     "save",
     "stream",
     "stream_batch",
@@ -66,6 +69,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BudgetRecipe": "quantization.budget",
     "Calibration": "quantization.api",
     "Comparison": "comparison",
     "Engine": "engine.engine",
@@ -86,6 +90,7 @@ _MODULES = {
     "generate_tokens": "decoding",
     "load": "loading",
     "quantize": "quantization.api",
+    "recipe_for_budget": "quantization.budget",
     "save": "checkpoint.saving",
     "stream": "generation",
     "stream_batch": "generation",

@@ -68,14 +68,11 @@ class LanguageModel:
         The padding of a small weight, which `nbytes` has, does not count.
         """
         bits = weights = 0
-        for place in self.model.linear_places(self.config):
+        for place in _of_layers(self.model.linear_places(self.config)):
             for kernel in place.kernels(self.model):
-                count = math.prod(kernel.shape)
-                weights += count
+                weights += math.prod(kernel.shape)
                 if isinstance(kernel, QuantizedTensor):
-                    channels, format = kernel.shape[-2], kernel.format
-                    bits += count * format.bits
-                    bits += count // channels * PARAMETER_BITS * format.groups(channels)
+                    bits += stored_bits(kernel.shape, kernel.format)
                 else:
                     bits += 8 * kernel.nbytes
         return bits / weights
@@ -173,6 +170,15 @@ class LanguageModel:
         if self.model.cache_scales is None:
             return None
         return "heads" if self.model.cache_scales.get_value().ndim == 3 else "channels"
+
+
+def stored_bits(shape: tuple[int, ...], format: WeightFormat) -> int:
+    """The bits of a weight [..., K, N] with 32 of each group's parameters, and without padding."""
+    count, channels = math.prod(shape), shape[-2]
+    if not format.is_packed:
+        return 16 * count
+    groups = count // channels * format.groups(channels)
+    return count * format.bits + PARAMETER_BITS * groups
 
 
 def weight_formats(model: Decoder) -> set[WeightFormat]:

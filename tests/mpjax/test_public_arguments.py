@@ -74,6 +74,17 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
             evaluate,
             {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1, "stride": 16},
         ),
+        "recipe_for_budget": (
+            mpjax.recipe_for_budget,
+            {
+                "lm": lm,
+                "bits": 8.5,
+                "documents": ["x = 1"],
+                "choices": ["W8g64"],
+                "precision": "A16KV8",
+                "method": "rtn",
+            },
+        ),
         "compare": (
             mpjax.compare,
             {"lm": lm, "reference": lm, "documents": ["x = 1"], "window": 16, "batch": 1}

@@ -18,7 +18,9 @@ def leaves_of(lm):
 
 def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
     recipe = mpjax.Recipe.of("W4g32A16KV8", "rotate+awq")
+    before = leaves_of(tiny)
     found = mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
+    assert all(map(np.array_equal, leaves_of(tiny), before))
     assert found.precision == "W4g32A32KV8H8"
     assert tiny.precision == "W32A32KV16"  # as it was
     streamed = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, dtype="float32")

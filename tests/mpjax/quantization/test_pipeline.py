@@ -80,12 +80,13 @@ def test_better_methods_lose_less(batches):
     model = small_model(CONFIG)
     expected = np.asarray(model(batches[0].tokens), np.float64)
     errors = {}
-    for method in ("rtn", "gptq"):
+    for method in ("rtn", "clip", "gptq"):
         quantized = nnx.merge(*nnx.split(model))
         recipe = Recipe.of("W4g32A16KV16", method)
         quantize_decoder(quantized, layers_of(model), batches, recipe)
         errors[method] = np.abs(quantized(batches[0].tokens) - expected).mean()
     assert errors["gptq"] < 0.8 * errors["rtn"]
+    assert errors["clip"] < 0.95 * errors["rtn"]
 
 
 def test_maps_of_16_bits_stay(batches):

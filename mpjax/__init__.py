@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mpjax.models import trainable
     from mpjax.precision import Precision
     from mpjax.quantization.api import Calibration, quantize
+    from mpjax.quantization.learning.descent import Learning
+    from mpjax.quantization.learning.model import learn_scales
     from mpjax.quantization.recipe import Recipe
     from mpjax.sampling import Sampling
 
@@ -44,6 +46,7 @@ __all__ = [
     "GeneratedTokens",
     "Generation",
     "LanguageModel",
+    "Learning",
     "Precision",
     "Recipe",
     "Sampling",
@@ -55,6 +58,7 @@ __all__ = [
     "export",
     "generate",
     "generate_tokens",
+    "learn_scales",
     "load",
     "quantize",
     "save",
@@ -70,6 +74,7 @@ _MODULES = {
     "GeneratedTokens": "decoding",
     "Generation": "generation",
     "LanguageModel": "language_model",
+    "Learning": "quantization.learning.descent",
     "Precision": "precision",
     "Recipe": "quantization.recipe",
     "Sampling": "sampling",
@@ -81,6 +86,7 @@ _MODULES = {
     "export": "checkpoint.exporting",
     "generate": "generation",
     "generate_tokens": "decoding",
+    "learn_scales": "quantization.learning.model",
     "load": "loading",
     "quantize": "quantization.api",
     "save": "checkpoint.saving",

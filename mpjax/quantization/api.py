@@ -20,6 +20,7 @@ from mpjax.loading import find_folder
 from mpjax.models import Decoder, DecoderLayer
 from mpjax.precision import Precision
 from mpjax.quantization.finished import FinishedLayers, describe_run
+from mpjax.quantization.learning.learned_linear import why_not
 from mpjax.quantization.pipeline import quantize_decoder
 from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.text import Windows, windows_of
@@ -173,6 +174,8 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
         rule.method.require_usable()
+        if rule.method.learns and (reason := why_not(rule.weights)):
+            raise ValueError(f"the method {rule.method} can't serve {place.path}: {reason}")
         if documents is None and rule.method.needs_text:
             raise ValueError(
                 f"the method {rule.method} needs text: pass documents (--text), or choose rtn"

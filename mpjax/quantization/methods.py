@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import Counter
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ SCALINGS: dict[str, Any] = {
     "os": threshold_scales,
 }
 ROUNDINGS = ("rtn", "range", "clip", "gptq")
+LEARN = "learn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +35,24 @@ class Method:
     rounding: how codes are chosen: `rtn`, to nearest; `range`, to nearest, within the ranges of
         groups that cost least; `clip`, the same, with ranges found by descent; `gptq`, row by row,
         within ranges that cost least.
+    learns: whether `learn` follows: scales are learned against the outputs of the 16-bit layer.
     """
 
     scalings: tuple[str, ...]
     rounding: str
+    learns: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Reads steps joined by `+`; the rounding comes last, and is `range` if there is none.
+        """Reads steps joined by `+`: scalings, a rounding, `learn`.
+
+        The rounding is `range` if there is none.
 
         Raises ValueError for unknown, repeated or misplaced steps.
         """
         require_type("the method", text, str, hint=", such as 'awq+gptq'")
         steps = [name.strip() for name in text.lower().split("+")]
-        known = (*SCALINGS, *ROUNDINGS)
+        known = (*SCALINGS, *ROUNDINGS, LEARN)
         for step in steps:
             if step and step not in known:
                 hint = did_you_mean(nearest(step, known))
@@ -56,15 +60,17 @@ class Method:
                     f"{text!r}: there is no method {step!r}{hint}: expected one or several of "
                     f"{', '.join(known)}, joined by +"
                 )
+        learns = steps[-1] == LEARN
+        steps = steps[:-1] if learns else steps
         roundings = [step for step in steps if step in ROUNDINGS]
-        is_last = not roundings or steps[-1] == roundings[0]
-        if not all(steps) or max(Counter(steps).values()) > 1 or len(roundings) > 1 or not is_last:
-            raise ValueError(
-                f"the method is {text!r}: expected scalings first, each once, and one of "
-                f"{', '.join(ROUNDINGS)} last, joined by +, such as awq+gptq"
-            )
         scalings = tuple(step for step in steps if step in SCALINGS)
-        return cls(scalings, roundings[0] if roundings else "range")
+        is_ordered = steps == [*scalings, *roundings[:1]] and len(set(steps)) == len(steps)
+        if not is_ordered:
+            raise ValueError(
+                f"the method is {text!r}: expected scalings first, each once, one of "
+                f"{', '.join(ROUNDINGS)} behind them, and learn last, joined by +, such as awq+gptq"
+            )
+        return cls(scalings, roundings[0] if roundings else "range", learns)
 
     @classmethod
     def of(cls, method: Method | str) -> Method:
@@ -72,17 +78,17 @@ class Method:
         return method if isinstance(method, Method) else cls.parse(method)
 
     def __str__(self) -> str:
-        return "+".join((*self.scalings, self.rounding))
+        return "+".join((*self.scalings, self.rounding, *[LEARN] * self.learns))
 
     def require_usable(self) -> None:
         """Raises ValueError if a step needs a package that is not installed."""
-        if self.rounding == "clip":
-            require_optax()
+        if self.rounding == "clip" or self.learns:
+            require_optax(LEARN if self.learns else self.rounding)
 
     @property
     def needs_text(self) -> bool:
         """Whether it needs statistics of a text."""
-        return bool(self.scalings) or self.rounding != "rtn"
+        return bool(self.scalings) or self.rounding != "rtn" or self.learns
 
 
 def choose_codes(

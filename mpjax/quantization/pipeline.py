@@ -24,6 +24,7 @@ from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
 from mpjax.models.parameters import find
 from mpjax.quantization import folds
+from mpjax.quantization.learning.layer import learn_layer
 from mpjax.quantization.methods import SCALINGS, choose_codes
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.statistics import Statistics
@@ -144,13 +145,21 @@ def quantize_decoder(
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)
-                layer = quantize_layer(layer, found, rules, spec.folds(model.config))
+                plain = layer
+                layer = quantize_layer(plain, found, rules, spec.folds(model.config))
+                if stream is not None and (learned := learned_paths(rules)):
+                    learn_layer(plain, layer, stream, learned, recipe.learning)
             if stream is not None:  # through the last layer, too, to see what overflows
                 stream.advance(layer)
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
         model.layers[number] = layer
         watch(number, layer)
+
+
+def learned_paths(rules: Mapping[str, Rule]) -> list[str]:
+    """The paths of the linear maps whose rules say that scales are learned."""
+    return [path for path, rule in rules.items() if rule.weights.is_packed and rule.method.learns]
 
 
 def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:

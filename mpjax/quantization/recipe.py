@@ -14,9 +14,11 @@ from mpjax.arguments import read_text
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
+from mpjax.quantization.learning.descent import Learning
 from mpjax.quantization.methods import Method
 
 DEFAULT_METHOD = "gptq"
+DEFAULT_LEARNING = Learning()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +48,13 @@ class Recipe:
     """The rules of a model, of which the first that matches counts, and its KV format.
 
     bits: of what the model computes in: 32 for float32, or 16.
+    learning: how the step `learn` learns the scales of a layer.
     """
 
     rules: tuple[Rule, ...]
     kv: KVFormat = dataclasses.field(default_factory=KVFormat)
     bits: int = 16
+    learning: Learning = DEFAULT_LEARNING
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
@@ -77,7 +81,8 @@ class Recipe:
             precision = "W8A16KV16"
 
         `precision` and `method` at the top are for all maps that no rule matches. A rule has
-        `modules`, and a `precision`, whose KV part does not count, or a `method`, or both.
+        `modules`, and a `precision`, whose KV part does not count, or a `method`, or both. A table
+        `learning` may have the fields of Learning.
         """
         try:
             return cls.parse(tomllib.loads(read_text(path)))
@@ -87,13 +92,18 @@ class Recipe:
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Recipe:
         """Reads the content of a recipe's file, as `read` describes it. Raises ValueError."""
-        _require_keys(content, {"precision"}, {"method", "rules"}, "the recipe")
+        _require_keys(content, {"precision"}, {"method", "rules", "learning"}, "the recipe")
         rest = cls.of(content["precision"], content.get("method", DEFAULT_METHOD))
         rules = content.get("rules", [])
         if not isinstance(rules, list):
             raise ValueError(f"rules is {shown(rules)}: expected a list of tables, [[rules]]")
         found = [_rule(rule, rest.rules[0], rest.bits) for rule in rules]
-        return cls((*found, *rest.rules), rest.kv, rest.bits)
+        learning = content.get("learning", {})
+        if not isinstance(learning, Mapping):
+            raise ValueError(f"learning is {shown(learning)}: expected a table, [learning]")
+        fields = {field.name for field in dataclasses.fields(Learning)}
+        _require_keys(learning, set(), fields, "the table learning")
+        return cls((*found, *rest.rules), rest.kv, rest.bits, Learning(**learning))
 
     def rule_of(self, path: str) -> Rule:
         """The rule of the linear maps at a path. Raises ValueError where there is none."""

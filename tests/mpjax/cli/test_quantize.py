@@ -42,9 +42,24 @@ def test_a_recipe_gives_maps_other_precisions(tiny_folder, tmp_path):
     assert mpjax.load(tmp_path / "mixed").precision == "W4g32+W8g64A16KV16"
 
 
+def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monkeypatch):
+    seen = []
+
+    def learn(lm, documents, **options):
+        seen.append((documents, options["reference"], options["learning"].epochs))
+        return lm
+
+    monkeypatch.setattr(mpjax, "learn_scales", learn)
+    options = ("--precision", "WNF2A16KV16", "--method", "rtn", "--text", text, "--learn", 3)
+    result = quantize(tiny_folder, tmp_path / "learned", *options, "--window", 64)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert seen == [([text.read_text()], str(tiny_folder), 3)]
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
+        (("--precision", "WNF2A16KV16", "--method", "rtn", "--learn", 1), 2, "needs --text"),
         ((), 2, "give either --precision or --recipe"),
         (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
         (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),

@@ -20,11 +20,14 @@ from mpjax.quantization.statistics import Statistics, squared_error
         ("os", ("os",), "range"),
         ("os + gptq", ("os",), "gptq"),
         ("smooth+os+rtn", ("smooth", "os"), "rtn"),
+        ("rtn+learn", (), "rtn"),
+        ("awq+learn", ("awq",), "range"),
+        ("learn", (), "range"),
     ],
 )
 def test_methods_are_read(text, scalings, rounding):
     method = Method.parse(text)
-    assert method == Method(scalings, rounding)
+    assert method == Method(scalings, rounding, learns="learn" in text)
     assert Method.parse(str(method)) == method
     assert method.needs_text == (text != "rtn")
 
@@ -34,7 +37,9 @@ def test_methods_are_read(text, scalings, rounding):
     [
         ("gtpq", "no method 'gtpq' (did you mean 'gptq'?)"),
         ("gptq+awq", "scalings first"),
-        ("rtn+gptq", "one of rtn, range, clip, gptq last"),
+        ("rtn+gptq", "one of rtn, range, clip, gptq behind them"),
+        ("learn+gptq", "learn last"),
+        ("gptq+learn+learn", "learn last"),
         ("", "expected scalings first"),
         ("+", "expected scalings first"),
         ("awq++gptq", "expected scalings first"),

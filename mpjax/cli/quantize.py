@@ -22,7 +22,10 @@ Examples:
   mpjax quantize Qwen3-8B mixed --recipe recipe.toml --text book.txt
 
 \b
-Methods are steps joined by +. First, any of those that scale channels:
+Methods are steps joined by +. First, for all of the model, or not at all:
+  rotate  QuaRot: rotates the residual stream and values, so that no channel
+          is much larger than others; needs no text
+Then any of those that scale channels:
   awq     weights that meet large inputs get finer steps
   smooth  SmoothQuant: activations of 8 bits get smaller, weights larger
   os      Outlier Suppression+: the same, for channels beyond a threshold
@@ -112,7 +115,7 @@ def command(
     lm = mpjax.quantize(
         source,
         chosen,
-        documents,
+        None if learn and not chosen.needs_text else documents,
         calibration=calibration,
         dtype=None if dtype is None else dtype.value,
         work=work,
@@ -142,7 +145,6 @@ def _require_learning(documents: list[str] | None) -> None:
 
 def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:
     """The recipe that the options say; wrong usage where they contradict each other."""
-    from mpjax.quantization.methods import Method
     from mpjax.quantization.recipe import Recipe
 
     if (recipe is None) == (precision is None):
@@ -150,8 +152,9 @@ def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:
     if recipe is not None:
         return Recipe.read(recipe)
     assert precision is not None
+    parsed = options.parse_precision(precision)
     try:
-        steps = Method.parse(method)
+        return Recipe.of(parsed, method)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--method") from error
-    return Recipe.of(options.parse_precision(precision), steps)
+        hint = "--method" if parsed.weights else "--precision"
+        raise typer.BadParameter(str(error), param_hint=hint) from error

@@ -1,4 +1,4 @@
-"""The methods by name: which scales they fold, and how they choose codes."""
+"""Methods by name: the scaling steps, and the rounding step that chooses codes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mpjax.kernels.checks import did_you_mean, nearest, require_type
 from mpjax.kernels.grid import fit
 from mpjax.quantization.clipping import learn_ranges, require_optax
 from mpjax.quantization.gptq import gptq
+from mpjax.quantization.learning.learned_linear import why_not
 from mpjax.quantization.ranges import search_ranges
 from mpjax.quantization.scaling import awq_scales, smooth_scales, threshold_scales
 from mpjax.quantization.statistics import Statistics
@@ -25,6 +26,16 @@ SCALINGS: dict[str, Any] = {
 }
 ROUNDINGS = ("rtn", "range", "clip", "gptq")
 LEARN = "learn"
+ROTATE = "rotate"  # of the whole model, before the steps of linear maps
+
+
+def split_rotation(text: str) -> tuple[bool, str]:
+    """Whether a method begins with `rotate`, and the steps behind it.
+
+    They are `range` where there are none.
+    """
+    first, _, rest = text.partition("+")
+    return (True, rest or "range") if first.strip().lower() == ROTATE else (False, text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +43,10 @@ class Method:
     """How a linear map is quantised, written as the names of its steps: `awq+gptq`.
 
     scalings: the steps that fold scales, in their order: `awq`, `smooth`, `os`.
-    rounding: how codes are chosen: `rtn`, to nearest; `range`, to nearest, within the ranges of
-        groups that cost least; `clip`, the same, with ranges found by descent; `gptq`, row by row,
-        within ranges that cost least.
+    rounding: the step that chooses codes. `rtn` rounds to nearest. `range` rounds to nearest within
+        the share of each group's range that has the least error (`ranges`); `clip` does so with
+        shares that gradient descent learns (`clipping`). `gptq` searches ranges as `range` does,
+        and rounds row by row (`gptq`).
     learns: whether `learn` follows: scales are learned against the outputs of the 16-bit layer.
     """
 
@@ -53,6 +65,11 @@ class Method:
         require_type("the method", text, str, hint=", such as 'awq+gptq'")
         steps = [name.strip() for name in text.lower().split("+")]
         known = (*SCALINGS, *ROUNDINGS, LEARN)
+        if ROTATE in steps:
+            raise ValueError(
+                f"the method is {text!r}: {ROTATE} is of the whole model, and comes first in its "
+                "method, not in that of a rule"
+            )
         for step in steps:
             if step and step not in known:
                 hint = did_you_mean(nearest(step, known))
@@ -80,14 +97,16 @@ class Method:
     def __str__(self) -> str:
         return "+".join((*self.scalings, self.rounding, *[LEARN] * self.learns))
 
-    def require_usable(self) -> None:
-        """Raises ValueError if a step needs a package that is not installed."""
+    def require_usable(self, format: WeightFormat) -> None:
+        """Raises ValueError if a step can't serve a format, or its package is not installed."""
         if self.rounding == "clip" or self.learns:
             require_optax(LEARN if self.learns else self.rounding)
+        if self.learns and (reason := why_not(format)):
+            raise ValueError(f"the method {self} can't serve weights of {format}: {reason}")
 
     @property
     def needs_text(self) -> bool:
-        """Whether it needs statistics of a text."""
+        """Whether a step needs statistics of a text."""
         return bool(self.scalings) or self.rounding != "rtn" or self.learns
 
 
@@ -96,7 +115,7 @@ def choose_codes(
 ) -> PlainCodes:
     """The codes of a weight float32 [K, N] in a packed format.
 
-    statistics: of what the weight is multiplied with; None only where rounding is `rtn`.
+    statistics: of the weight's inputs; only `rtn` does without.
     rounding: one of ROUNDINGS.
     """
     if rounding == "rtn":

@@ -1,4 +1,4 @@
-"""What people may pass to what generates, measures and calibrates; what is wrong is named."""
+"""Arguments of functions that generate, measure and calibrate: wrong ones are named."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +35,20 @@ class Learning:
             raise ValueError(f"Learning: rate is {shown(self.rate)}: expected a number")
         if not 0 < self.rate < 1:
             raise ValueError(f"Learning: rate is {self.rate}: expected more than 0, below 1")
+
+    @classmethod
+    def parse(cls, content: Any) -> Learning:
+        """Reads the table `learning` of a recipe. Raises ValueError for other keys and values."""
+        if not isinstance(content, Mapping):
+            raise ValueError(f"learning is {shown(content)}: expected a table, [learning]")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in sorted(content.keys() - known):
+            raise ValueError(f"learning has a key {name!r:.80}: expected {', '.join(known)}")
+        return cls(**content)
+
+    def to_toml(self) -> list[str]:
+        """The lines of a table that `parse` reads."""
+        return [f"{name} = {json.dumps(value)}" for name, value in dataclasses.asdict(self).items()]
 
 
 def descend(

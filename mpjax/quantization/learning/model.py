@@ -126,9 +126,9 @@ def _make_learned(model: Decoder, learns_table: bool, latent: Decoder | None) ->
 
 def _latent(model: Decoder | None, number: int, path: str) -> Any:
     """The 16-bit kernel [K, N] of a linear map, of all parts side by side; None without a model."""
-    if model is None:
+    node = None if model is None else find(model.layers[number], path)
+    if not isinstance(node, Linear | FusedLinear):
         return None
-    node = find(model.layers[number], path)
     parts = node.parts if isinstance(node, FusedLinear) else [node]
     kernels: list[Any] = [part.kernel.get_value() for part in parts]
     if any(isinstance(kernel, QuantizedTensor) for kernel in kernels):
@@ -176,7 +176,7 @@ class _Lesson:
 
     def _forward(self, index: int) -> list[jax.Array]:
         """The hidden states before each layer, and behind the last."""
-        states = [jnp.take(self.model.embedding.get_value(), self.batches[index].tokens, axis=0)]
+        states = [self.model.embed(jnp.asarray(self.batches[index].tokens))]
         for layer in self.model.layers:
             states.append(_forward(layer, states[-1], self.angles))
         return states

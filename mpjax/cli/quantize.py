@@ -34,6 +34,7 @@ Then one that rounds:
   range   to nearest, in the ranges of groups that cost least
   clip    the same, with ranges found by descent (pip install "mpjax[train]")
   gptq    row by row; later rows make up for the errors of earlier ones
+  gptq-fresh  the same, with ranges of a group from what is left of its weights
 Then, if wanted:
   learn   descent on the scales, against the outputs of the 16-bit layer
 

@@ -13,7 +13,7 @@ from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.checks import did_you_mean, nearest, require_type
 from mpjax.kernels.grid import fit
 from mpjax.quantization.clipping import learn_ranges, require_optax
-from mpjax.quantization.gptq import gptq
+from mpjax.quantization.gptq import gptq, gptq_fresh, why_not_fresh
 from mpjax.quantization.learning.learned_linear import why_not
 from mpjax.quantization.ranges import search_ranges
 from mpjax.quantization.scaling import awq_scales, smooth_scales, threshold_scales
@@ -24,7 +24,7 @@ SCALINGS: dict[str, Any] = {
     "smooth": smooth_scales,
     "os": threshold_scales,
 }
-ROUNDINGS = ("rtn", "range", "clip", "gptq")
+ROUNDINGS = ("rtn", "range", "clip", "gptq", "gptq-fresh")
 LEARN = "learn"
 ROTATE = "rotate"  # of the whole model, before the steps of linear maps
 
@@ -46,7 +46,7 @@ class Method:
     rounding: the step that chooses codes. `rtn` rounds to nearest. `range` rounds to nearest within
         the share of each group's range that has the least error (`ranges`); `clip` does so with
         shares that gradient descent learns (`clipping`). `gptq` searches ranges as `range` does,
-        and rounds row by row (`gptq`).
+        and rounds row by row (`gptq`); `gptq-fresh` searches those of a group when it is reached.
     learns: whether `learn` follows: scales are learned against the outputs of the 16-bit layer.
     """
 
@@ -101,7 +101,10 @@ class Method:
         """Raises ValueError if a step can't serve a format, or its package is not installed."""
         if self.rounding == "clip" or self.learns:
             require_optax(LEARN if self.learns else self.rounding)
-        if self.learns and (reason := why_not(format)):
+        reason = why_not(format) if self.learns else None
+        if self.rounding == "gptq-fresh":
+            reason = reason or why_not_fresh(format)
+        if reason:
             raise ValueError(f"the method {self} can't serve weights of {format}: {reason}")
 
     @property
@@ -121,13 +124,15 @@ def choose_codes(
     if rounding == "rtn":
         return fit(weight, format).round(weight)
     assert statistics is not None
-    hessian = statistics.hessian
-    if rounding == "range":
-        return search_ranges(weight, hessian, format).round(weight)
-    if rounding == "clip":
-        return learn_ranges(weight, hessian, format).round(weight)
-    grid = search_ranges(weight, jnp.diagonal(hessian), format)
-    found = gptq(weight, hessian, grid)
+    if rounding in ("range", "clip"):
+        fit_best = search_ranges if rounding == "range" else learn_ranges
+        return fit_best(weight, statistics.hessian, format).round(weight)
+    # Not divided by the tokens: GPTQ takes any factor, and the copy would be large for a wide map.
+    products = statistics.products
+    if rounding == "gptq-fresh":
+        found = gptq_fresh(weight, products, format)
+    else:
+        found = gptq(weight, products, search_ranges(weight, statistics.mean_square, format))
     if bool(jnp.isnan(found.damping)):
         warnings.warn(
             "the mean of x xᵀ has no Cholesky factor, with whatever damping, so that a weight is "

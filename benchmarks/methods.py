@@ -86,7 +86,8 @@ def run(
     for precision, methods in cases.items():
         for method in methods:
             recipe = mpjax.Recipe.of(precision, method)
-            lm = mpjax.quantize(base, recipe, text, calibration=calibration, progress=False)
+            documents = text if any(rule.method.needs_text for rule in recipe.rules) else None
+            lm = mpjax.quantize(base, recipe, documents, calibration=calibration, progress=False)
             found = _perplexity(lm, held_out, calibration)
             yield {
                 "precision": precision,

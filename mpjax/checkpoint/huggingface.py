@@ -20,6 +20,7 @@ from flax import nnx
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import agreement, kv_scales
 from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint.fused_experts import split_experts
 from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.plan import Plan, is_quantized, make_plan
@@ -58,7 +59,7 @@ def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
     source = source if isinstance(source, Source) else locate(Path(source))
     hf = source.read_config()
     decoder, config = decoder_config(source.path, hf)
-    checkpoint, config = settle(source.open(), decoder, config, hf)
+    checkpoint, config = settle(split_experts(source.open(), decoder), decoder, config, hf)
     scheme = source.read_scheme(hf)
     # The tensors decide, also where config.json has a quantization_config.
     scheme = scheme if is_quantized(checkpoint) else None

@@ -5,11 +5,19 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from mpjax.engine import programs
+from mpjax.engine import filling, programs
+from mpjax.engine.planner import Decode
 from mpjax.engine.programs import Programs
 from mpjax.engine.state import EngineState
 from mpjax.kernels import KVFormat
+from mpjax.models import Decoder, decoder
+from tests.models.small import quantize_kernels, small_config
+from tests.pallas_kernels.conftest import pretend_gpu
+from tests.sweeps import in_sweep
+
+__all__ = ["pretend_gpu"]
 
 
 @pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
@@ -56,3 +64,34 @@ def test_clearing_leaves_other_pages_and_given_scales(text, tiny):
         if pages.residual is not None:
             assert not pages.residual.keys[1].any()
             np.testing.assert_array_equal(pages.residual.values[0], old.residual.values[0])
+
+
+@pytest.mark.parametrize("text", ["KV2g64", in_sweep("KV8")])
+def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
+    """Also their residuals, which lie by slot."""
+    config = small_config(
+        windows=(None,), num_heads=4, head_dim=64, hidden_size=128, dtype="bfloat16"
+    )
+    model = nnx.eval_shape(lambda: quantize_kernels(Decoder(config, nnx.Rngs(0)), "uint4:g32"))
+    lm = dataclasses.replace(tiny, model=model, kv_format=KVFormat.parse(text), page_size=64)
+    state = jax.eval_shape(lambda: EngineState.create(lm, slots=4, pages=9, max_tokens=128))
+    sizes = {"rows": 2, "slots": 4, "entries": 2}
+    reading = filling.reading([], tokens=64, **sizes)
+    stepping = filling.stepping(Decode([], 4, []), **sizes)
+    how = {"room": 4, "stride": 4, "greedy": True}
+    decoder._apply.clear_cache()
+    graph, arrays = nnx.split(model)
+
+    def extend(arrays, state, reading):
+        return programs.extend(nnx.merge(graph, arrays), state, reading)
+
+    def decode(arrays, state, stepping):
+        return programs.decode(nnx.merge(graph, arrays), state, stepping, **how)
+
+    waiting = "KV2" in text
+    names = {f"attention_{text}".lower(), "rotate_and_append_kv16" if waiting else "rotate_and"}
+    for program, argument in ((extend, reading), (decode, stepping)):
+        lowered = lower_for_cuda(program, arrays, state, argument)
+        for name in names | ({f"flush_{text}".lower()} if waiting else set()):
+            assert f'name = "{name}' in lowered, (program, name)
+    decoder._apply.clear_cache()

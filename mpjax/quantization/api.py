@@ -187,7 +187,7 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
             )
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
-        rule.method.require_usable()
+        rule.method.require_usable(rule.weights)
         if documents is None and rule.method.needs_text:
             raise ValueError(
                 f"the method {rule.method} needs text: pass documents (--text), or choose rtn"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -24,6 +25,7 @@ from mpjax.kernels import (
 from mpjax.kernels.checks import as_array
 from mpjax.models.config import AttentionSpec, DecoderConfig, Fold, LinearMaps
 from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations, rotate
+from mpjax.models.share import Cut, HeadShares, Share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,16 @@ class GroupedQuerySpec(AttentionSpec):
         """From the values to the output map: attention takes weighted means of each channel."""
         copies = config.num_heads // config.num_kv_heads
         return (Fold("output", "qkv", 2, (config.num_kv_heads, copies, config.head_dim)),)
+
+    def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
+        """The same spec: the configuration has the number of heads."""
+        return self
+
+    def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
+        """The outputs of a share's heads, and as many inputs of the output map."""
+        heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
+        query, key = (run.times(config.head_dim) for run in heads.runs(share.number))
+        return {"qkv": Cut(outputs=(query, key, key)), "output": Cut(inputs=query)}
 
 
 class Attention(nnx.Module):

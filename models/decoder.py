@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -20,9 +20,10 @@ from mpjax.models import config_json, parameters
 from mpjax.models.attention import Attention, GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
-from mpjax.models.layers import RMSNorm, rotary_frequencies
+from mpjax.models.layers import Linear, RMSNorm, rotary_frequencies
 from mpjax.models.mlp import MLP, GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
+from mpjax.models.vocabulary import Vocabulary
 
 
 class DecoderLayer(nnx.Module):
@@ -104,6 +105,8 @@ class Decoder(nnx.Module):
     specs: the classes of attention and MLP specs that a family's layers may have.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
+    axis: in one device's share of a divided model (`sharded.py`), the mesh axis of the devices;
+        else None.
     """
 
     names: ClassVar[Names] = parameters.NAMES
@@ -114,6 +117,7 @@ class Decoder(nnx.Module):
         require_type("rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
         require_sound(config)
         self.config = config
+        self.axis: str | None = None
         shape = (config.vocab_size, config.hidden_size)
         initial = nnx.initializers.normal(0.02)
         self.embedding = nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
@@ -154,14 +158,40 @@ class Decoder(nnx.Module):
         """Places of all linear maps of the layers, in the module and in files."""
         return parameters.linear_places(config, cls.names)
 
+    def put_array(self, place: ArrayPlace, array: Any) -> None:
+        """Puts an array, whole, into its place."""
+        place.assign(self, array)
+
+    def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
+        """Puts linear maps, whole, into their place."""
+        place.assign(self, parts)
+
+    def put_cache_scales(self, scales: Any) -> None:
+        """Puts the scales of a cache, whole, into the model."""
+        self.cache_scales = CacheScales(scales)
+
+    @property
+    def shards(self) -> int:
+        """The number of devices among which the model is divided."""
+        return 1
+
+    @property
+    def family_name(self) -> str:
+        """The name of the family's class."""
+        return type(self).__name__
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The token ids, and how they are divided among devices."""
+        return Vocabulary(self.config.vocab_size, self.axis)
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits float32 [batch, tokens, vocabulary] after every token of int [batch, tokens].
 
         Raises ValueError for another shape or dtype and for more tokens than the model has
         positions, also under `jit`; outside `jit` also for token ids that the vocabulary lacks.
         """
-        tokens = self._read_tokens(tokens)
-        _require_positions(self.config, tokens.shape[1])
+        tokens = self._read_whole(tokens)
         starts = jnp.zeros(tokens.shape[0], jnp.int32)
         hidden, _ = self._hidden(tokens, starts, None, None)
         return self._logits(hidden)
@@ -197,6 +227,19 @@ class Decoder(nnx.Module):
         `fresh`. Under `jit` the caller answers for these; tokens without room in the cache are not
         written.
         """
+        tokens, counts = self._read_step(tokens, counts, cache, fresh)
+        span = Span(cache.block_tables, cache.lengths, counts, fresh)
+        hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
+        if not every_position:
+            last = jnp.maximum(counts - 1, 0)
+            hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+        cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
+        return self._logits(hidden), cache
+
+    def _read_step(
+        self, tokens: Any, counts: Any, cache: PagedKVCache, fresh: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens and counts of a step as arrays. Raises ValueError as `step` says."""
         tokens, counts = self._read_tokens(tokens), as_array("counts", counts)
         require_type("cache", cache, PagedKVCache, hint=", as model.create_cache makes it")
         if len(cache.layers) != self.config.num_layers:
@@ -211,13 +254,7 @@ class Decoder(nnx.Module):
         if is_known((cache.lengths, counts)):
             ends = np.asarray(cache.lengths) + np.asarray(counts)
             _require_positions(self.config, int(ends.max()))
-        span = Span(cache.block_tables, cache.lengths, counts, fresh)
-        hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
-        if not every_position:
-            last = jnp.maximum(counts - 1, 0)
-            hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-        cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
-        return self._logits(hidden), cache
+        return tokens, counts
 
     def create_cache(
         self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
@@ -261,6 +298,12 @@ class Decoder(nnx.Module):
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         return positions[..., None].astype(jnp.float32) * frequencies[None, None]
 
+    def _read_whole(self, tokens: Any) -> jax.Array:
+        """Tokens of whole sequences as an array. Raises ValueError as `__call__` says."""
+        tokens = self._read_tokens(tokens)
+        _require_positions(self.config, tokens.shape[1])
+        return tokens
+
     def _read_tokens(self, tokens: Any) -> jax.Array:
         tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -281,7 +324,10 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]  # [batch, tokens]
         angles = self.angles(positions)
-        terms = jnp.take(self.embedding.get_value(), tokens, axis=0)[None]
+        table = self.embedding.get_value()
+        terms = self.vocabulary.embed(
+            lambda numbers: jnp.take(table, numbers, axis=0), tokens, table.shape[0]
+        )[None]
         residual = None
         written = []
         for index, layer in enumerate(self.layers):
@@ -299,7 +345,8 @@ class Decoder(nnx.Module):
     def _logits(self, hidden: jax.Array) -> jax.Array:
         head = (self.embedding if self.head is None else self.head).get_value()
         with jax.named_scope("head"):
-            return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+            logits = jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+            return self.vocabulary.mask(logits)
 
 
 def _require_positions(config: DecoderConfig, tokens: int) -> None:

@@ -13,6 +13,7 @@ from mpjax.kernels import (
     ActivationFormat,
     QuantizedActivations,
     QuantizedTensor,
+    WeightFormat,
     add_rms_norm,
     matmul,
     matmul_terms,
@@ -85,6 +86,12 @@ class Linear(nnx.Module):
         if self.bias is None and isinstance(kernel, QuantizedTensor):
             return matmul_terms(x, kernel)
         return self(x)[None]
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """The format of a packed kernel; None for a plain one."""
+        kernel: Any = self.kernel.get_value()
+        return kernel.format if isinstance(kernel, QuantizedTensor) else None
 
     @property
     def activations(self) -> ActivationFormat:

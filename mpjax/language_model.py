@@ -60,11 +60,17 @@ class LanguageModel:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
 
     @property
+    def devices(self) -> int:
+        """Number of devices among which the model is divided."""
+        return self.model.shards
+
+    @property
     def num_parameters(self) -> int:
         """Number of the model's weights; a packed weight counts as one, whatever its bits."""
         total = sum(math.prod(place.shape) for place in self.model.array_places(self.config))
         for place in self.model.linear_places(self.config):
-            total += sum(math.prod(kernel.shape) for kernel in place.kernels(self.model))
+            shapes = place.part_shapes(len(place.kernels(self.model)))
+            total += sum(math.prod(shape) for shape in shapes)
             total += sum(shape[1] for shape in place.shapes if place.bias)
         return total
 
@@ -93,7 +99,7 @@ class LanguageModel:
         kernels = [kernel for place in places for kernel in place.kernels(self.model)]
         packed = sum(kernel.nbytes for kernel in kernels if isinstance(kernel, QuantizedTensor))
         return {
-            "model": type(self.model).__name__,
+            "model": self.model.family_name,
             "source": str(self.source),
             "precision": self.precision,
             "num_layers": config.num_layers,
@@ -146,17 +152,17 @@ class LanguageModel:
 def weight_formats(model: Decoder) -> set[WeightFormat]:
     """Weight formats of a model's linear maps; a plain kernel of any dtype counts as bfloat16."""
     return {
-        kernel.format if isinstance(kernel, QuantizedTensor) else WeightFormat("bfloat16")
+        part.format or WeightFormat("bfloat16")
         for place in model.linear_places(model.config)
-        for kernel in place.kernels(model)
+        for part in place.parts(model)
     }
 
 
 def _formats(model: Decoder, place: LinearPlace) -> list[str]:
     """The W part of the precision, such as `W4`, of each part of a linear map."""
     return [
-        describe_weights(kernel.format)
-        if isinstance(kernel, QuantizedTensor)
-        else f"W{kernel.dtype.itemsize * 8}"
-        for kernel in place.kernels(model)
+        describe_weights(part.format)
+        if part.format
+        else f"W{part.kernel.get_value().dtype.itemsize * 8}"
+        for part in place.parts(model)
     ]

@@ -105,10 +105,11 @@ class Decoder(nnx.Module):
     specs: the classes of attention and MLP specs that a family's layers may have.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
-    axis: in one device's share of a divided model (`sharded.py`), the mesh axis of the devices;
-        else None.
+    mesh: the devices among which the model is divided (`sharded.py`); None where it is not.
+    axis: in one device's share of a divided model, the mesh axis of the devices; else None.
     """
 
+    mesh: jax.sharding.Mesh | None = None
     names: ClassVar[Names] = parameters.NAMES
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec)
 
@@ -173,7 +174,7 @@ class Decoder(nnx.Module):
     @property
     def shards(self) -> int:
         """The number of devices among which the model is divided."""
-        return 1
+        return 1 if self.mesh is None else self.mesh.size
 
     @property
     def family_name(self) -> str:

@@ -18,6 +18,18 @@ QWEN3_8B = DecoderConfig(
     stop_ids=(151645,),
 )
 
+LLAMA3_70B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=8192,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    layers=llama_layers((None,) * 80, 28672),
+    max_position_embeddings=8192,
+    rope_theta=5e5,
+    stop_ids=(128001, 128009),
+)
+
 LLAMA3_1_8B = DecoderConfig(
     vocab_size=128256,
     hidden_size=4096,

@@ -59,11 +59,6 @@ class ShardedDecoder(Decoder):
         return _family(division.decoder)(division, mesh)
 
     @property
-    def shards(self) -> int:
-        """The number of devices among which the model is divided."""
-        return self.mesh.size
-
-    @property
     def family_name(self) -> str:
         """The name of the family's class."""
         return self.division.decoder.__name__
@@ -161,7 +156,7 @@ class ShardedDecoder(Decoder):
     def _join(self, shares: Any, join: Callable[[Sequence[Any]], Any]) -> Any:
         """Joins a tree of arrays that `_distribute` made, on the default device."""
         device = default_device()
-        numbers = {device: number for number, device in enumerate(self.mesh.devices.flat)}
+        numbers = {device: number for number, device in enumerate(self._devices)}
 
         def piece(array: jax.Array, number: int) -> Any:
             [data] = [s.data for s in array.addressable_shards if numbers[s.device] == number]
@@ -174,13 +169,19 @@ class ShardedDecoder(Decoder):
             ]
         )
 
+    @property
+    def _devices(self) -> list[jax.Device]:
+        assert self.mesh is not None
+        return list(self.mesh.devices.flat)
+
     def _distribute(self, cut: Callable[[int], Any]) -> Any:
         """The shares `cut(number)` of all devices, each a tree of arrays, as one tree."""
+        assert self.mesh is not None
         sharding = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
         here = jax.process_index()
         shares = [
             jax.device_put(cut(number), device)
-            for number, device in enumerate(self.mesh.devices.flat)
+            for number, device in enumerate(self._devices)
             if device.process_index == here
         ]
 

@@ -19,7 +19,7 @@ from mpjax.finite import NotFiniteError
 from mpjax.kernels import PagedKVCache, files
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
-from mpjax.memory import require_free
+from mpjax.memory import require_free_on
 from mpjax.models import Decoder
 from mpjax.sampling import logprobs
 from mpjax.tokenizer import Tokenizer
@@ -184,7 +184,8 @@ def token_scores(
     shapes = jax.tree.leaves(jax.eval_shape(create))
     needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     needed += batch * chunk * lm.config.vocab_size * 4
-    require_free(needed, f"reading {batch} windows of {capacity} tokens with {lm.kv_format}")
+    what = f"reading {batch} windows of {capacity} tokens with {lm.kv_format}"
+    require_free_on(lm.model.mesh, needed, what)
     cache = create()
     scores: dict[int, TokenScores] = {}
     console = rich.console.Console(stderr=True, force_terminal=progress or None)

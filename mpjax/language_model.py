@@ -54,6 +54,14 @@ class LanguageModel:
             )
         return self.tokenizer
 
+    def require_one_device(self, what: str) -> None:
+        """Raises ValueError for a model that is divided among devices; what: a gerund."""
+        if self.devices > 1:
+            raise ValueError(
+                f"{what} a model that is divided among {self.devices} devices is not possible: "
+                "load it on one device; a model that mpjax.save wrote then loads onto any number"
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in device memory."""

@@ -55,8 +55,18 @@ def require_free(needed_bytes: int, what: str, device: jax.Device | None = None)
         )
 
 
+def has_free_on(mesh: jax.sharding.Mesh | None, needed_bytes: int) -> bool:
+    """Whether each device among which `needed_bytes` are divided has its share free, if known.
+
+    mesh: the devices; None for the default device.
+    """
+    if mesh is None:
+        return has_free(needed_bytes)
+    return all(has_free(-(-needed_bytes // mesh.size), device) for device in mesh.local_devices)
+
+
 def require_free_on(
-    mesh: jax.sharding.Mesh | None, needed_bytes: int, what: str, on_default: int
+    mesh: jax.sharding.Mesh | None, needed_bytes: int, what: str, on_default: int = 0
 ) -> None:
     """Raises DeviceMemoryError if a device that a model is put on has too little memory free.
 

@@ -57,7 +57,7 @@ def restore(
     total = sum(info.nbytes for info in infos.values())
     kv_format = precision.kv if precision else lm.kv_format
     lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
-    require_free_on(mesh, total, f"restoring {folder}", 0)
+    require_free_on(mesh, total, f"restoring {folder}")
     device = default_device()
     with bytes_bar("Loading", folder, progress, total) as advance:
 

@@ -1,6 +1,6 @@
 """`mpjax bench`: measures kernels and whole models on this GPU, and the bounds of their speed.
 
-There are three commands of one pattern: options give a sweep of cases, each measured row is saved
+There are four commands of one pattern: options give a sweep of cases, each measured row is saved
 at once, and at the end there are a table, a plot and a check of every result against the reference.
 """
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import rich.console
 import rich.progress
@@ -20,6 +20,9 @@ import typer
 
 from mpjax.cli.compilation import CompilingCommand
 from mpjax.cli.output import is_live, note
+
+if TYPE_CHECKING:
+    from mpjax.models import DecoderConfig
 
 NAME = "bench"
 WEIGHT_FORMATS = (
@@ -108,9 +111,10 @@ Examples:
   mpjax bench generate --precision W4A16KV8,W4A16KV2 \\
       --prompt-tokens 1024,16384,131072 --filled
   mpjax bench generate --from-disk
+  mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,64
 
 \b
-Measures greedy generation with random weights in the shapes of Qwen3-8B,
+Measures greedy generation with random weights in the shapes of a model,
 without stop tokens. The model has 40960 positions, or more if the longest
 context needs them.
   context      tokens in the cache when decoding begins
@@ -136,6 +140,17 @@ context needs them.
 The plot shows several contexts as lines below their rooflines, one context as
 bars. Compiling takes some ten seconds for each case, and as long again for
 its prompt; --filled reads only one prompt for each precision.
+"""
+
+SUMS_EPILOG = """\b
+Examples:
+  mpjax bench sums --devices 2
+
+\b
+Measures chains of 64 sums inside one jit. Between two sums each device adds
+an array of its own; the time of such additions alone is subtracted.
+  size  bytes of the array that each device has, and gets the sum of
+  GB/s  size over the time of a sum
 """
 
 app = typer.Typer(
@@ -259,6 +274,12 @@ def generate_command(
         str, _texts("TOKENS", "Numbers of tokens of each row's prompt.")
     ] = "2048",
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each row.")] = 256,
+    shapes: Annotated[
+        str, typer.Option(metavar="NAME", help="A model: qwen3-8b, llama3.1-8b or llama3-70b.")
+    ] = "qwen3-8b",
+    devices: Annotated[
+        str, _texts("COUNT", "Numbers of devices among which the model is divided.")
+    ] = "1",
     filled: Annotated[
         bool,
         typer.Option(
@@ -289,14 +310,47 @@ def generate_command(
             new_tokens,
             from_disk,
             filled,
+            _preset(shapes),
+            _numbers("--devices", devices),
         )
     )
     measured, path = _measure("generate", generate, sweep, output)
-    title = f"Qwen3-8B's shapes, random weights, {new_tokens} new tokens"
+    title = f"the shapes of {shapes}, random weights, {new_tokens} new tokens"
     tables.show(title, generate.HEADERS, map(generate.cells, measured))
     if plot:
         _draw("draw_generate", measured, path.with_suffix(".svg"))
     _check(generate, measured)
+
+
+@app.command("sums", cls=CompilingCommand, epilog=SUMS_EPILOG)
+def sums_command(
+    devices: Annotated[int, typer.Option(min=2, help="Number of devices.")] = 2,
+    sizes: Annotated[str, _texts("KIB", "Sizes of a device's array, in KiB.")] = (
+        "8,16,64,256,1024,4096,16384,65536"
+    ),
+    dtypes: Annotated[str, _texts("DTYPE", "Dtypes.")] = "bfloat16,float32",
+    output: Output = None,
+) -> None:
+    """Measure sums over devices, as a divided model has."""
+    from mpjax.bench import sums, tables
+
+    sweep = _checked(lambda: sums.Sweep(devices, _numbers("--sizes", sizes), _split(dtypes)))
+    measured, _ = _measure("sums", sums, sweep, output)
+    tables.show("sums over devices", sums.HEADERS, map(sums.cells, measured))
+
+
+def _preset(name: str) -> DecoderConfig:
+    """The configuration of a published model. Raises ValueError for another name."""
+    from mpjax.models import presets
+
+    known = {
+        "qwen3-8b": presets.QWEN3_8B,
+        "llama3.1-8b": presets.LLAMA3_1_8B,
+        "llama3-70b": presets.LLAMA3_70B,
+    }
+    if name not in known:
+        raise ValueError(f"shapes is {name!r}: expected one of {', '.join(known)}")
+    return known[name]
 
 
 def _split(text: str) -> tuple[str, ...]:

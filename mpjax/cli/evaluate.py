@@ -96,6 +96,7 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Number of windows to read together.")] = 8,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
+    devices: options.DeviceCount = 1,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -137,7 +138,7 @@ def command(
     documents = options.read_documents(text)
     rows = _measure(
         chosen,
-        lambda precision: options.load(str(folder), precision, dtype, max_positions),
+        lambda precision: options.load(str(folder), precision, dtype, max_positions, devices),
         lambda lm: evaluate(lm, documents, window=window, batch=batch),
         samples,
     )

@@ -99,6 +99,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
+    lm.require_one_device("quantising")
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):
         if any(not isinstance(kernel, jax.Array) for kernel in place.kernels(lm.model)):

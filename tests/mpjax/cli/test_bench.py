@@ -7,15 +7,16 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mpjax.bench import attention, gemm, generate, measure, roofline
+from mpjax.bench import attention, gemm, generate, measure, roofline, sums
 from mpjax.cli import bench
 from mpjax.cli.application import app
 from mpjax.kernels.attention.shapes import DECODE, PREFILL
 from mpjax.kernels.gemm import shapes
+from mpjax.models.presets import LLAMA3_70B
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
 COMMANDS = ("gemm", "attention", "generate")
-MODULES = {"gemm": gemm, "attention": attention, "generate": generate}
+MODULES = {"gemm": gemm, "attention": attention, "generate": generate, "sums": sums}
 
 
 @pytest.fixture(autouse=True)
@@ -159,8 +160,23 @@ def test_generation(measured, folder):
     assert "50%" in result.stdout
     run("generate", "--from-disk", "--no-plot")
     assert sweeps[1] == generate.Sweep(("W4A16KV8",), (1,), (2048,), 256, from_disk=True)
+    run("generate", "--shapes", "llama3-70b", "--no-plot")
+    assert sweeps[2].config == LLAMA3_70B
+    refused = run("generate", "--shapes", "gpt")
+    assert refused.exit_code == 2
+    assert "shapes is 'gpt': expected one of qwen3-8b" in refused.stderr
     measured("generate", [generate_row(logprob_difference=7.0)])
     assert run("generate", "--no-plot").exit_code == 1
+
+
+def test_sums(measured, monkeypatch):
+    row = {"devices": 2, "dtype": "bfloat16", "bytes": 8192, "pair_microseconds": 12.0}
+    sweeps = measured("sums", [row | {"addition_microseconds": 2.0, "sum_microseconds": 10.0}])
+    monkeypatch.setattr(sums, "read_devices", lambda devices: devices)
+    result = run("sums", "--sizes", "8", "--dtypes", "bfloat16")
+    assert result.exit_code == 0
+    assert sweeps == [sums.Sweep(2, (8,), ("bfloat16",))]
+    assert "10.0 µs" in result.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)

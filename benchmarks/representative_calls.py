@@ -60,6 +60,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
                 yield name, functools.partial(_matmul, text, rows, shape)
         yield f"dequantize {text}", functools.partial(_dequantize, text)
         yield f"triton {text}", functools.partial(_terms, text)
+    for rows in (1, 16, 256):
+        yield f"head {rows}", functools.partial(_head, rows)
     yield "gradient", _gradient
     for text in CACHES:
         for scene in DECODING:
@@ -72,6 +74,14 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         for tokens, batch in STEPS:
             name = f"step {weights} {cache} {tokens} {batch}"
             yield name, functools.partial(_step, weights, cache, tokens, batch)
+
+
+def _head(rows: int) -> Call:
+    """The logits of an 8-bit head (H8) of Qwen3's vocabulary, in float32."""
+    shape = GemmShape("head", 4096, 151_936)
+    x = Array((rows, shape.channels), jnp.bfloat16)
+    multiply = functools.partial(kernels.matmul, out_dtype=jnp.float32)
+    return multiply, (x, _weight("uint8:gK:sym", shape))
 
 
 def _matmul(text: str, rows: int, shape: GemmShape) -> Call:

@@ -25,10 +25,8 @@ from mpjax.kernels.cutting import (
 from mpjax.kernels.formats import WeightFormat
 from mpjax.models.config import DecoderConfig
 from mpjax.models.decoder import Decoder
-from mpjax.models.parameters import ArrayPlace, LinearPlace
+from mpjax.models.parameters import TABLES, ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.share import Cut, HeadShares, Share, divide_config, share_size
-
-TABLES = ("embedding", "head")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["kernel", "bias"], meta_fields=[])
@@ -70,6 +68,8 @@ class Division:
         """
         units: list[dict[str, int]] = [{} for _ in config.layers]
         for path, found in formats.items():
+            if path in TABLES:
+                continue
             _, layer, inner = path.split(".", 2)
             units[int(layer)][inner] = max(cutting_unit(one) if one else 1 for one in found)
         division = cls(decoder, config, divide_config(config, count, units), count)
@@ -129,7 +129,15 @@ class Division:
         """The share of the linear maps of a place, as many parts as there are."""
         if self.is_divided_along_inputs(place):
             runs = self._inputs(place.path)
-            return [Part(_cut_inputs(part.kernel, runs, number), part.bias) for part in parts]
+            # The products of experts have their biases before they are added: one device's.
+            is_mine = number == 0 or not isinstance(place, ExpertPlace)
+            return [
+                Part(
+                    _cut_inputs(part.kernel, runs, number),
+                    part.bias if is_mine or part.bias is None else part.bias * 0,
+                )
+                for part in parts
+            ]
         each = self._runs_of_parts(place, len(parts))
         return [
             Part(
@@ -195,17 +203,20 @@ class Division:
         return [cut.inputs for cut in cuts if cut is not None and cut.inputs is not None]
 
     def _outputs(self, path: str) -> list[tuple[Run, ...]]:
+        if path in TABLES:
+            return [tuple(runs) for runs in self.runs_of_table()]
         cuts = [self._cut(path, number) for number in range(self.count)]
         return [cut.outputs for cut in cuts if cut is not None and cut.outputs is not None]
 
     def _runs_of_parts(self, place: LinearPlace, count: int) -> list[list[tuple[Run, ...]]]:
         """For each of `count` parts, the output channels of each share, in channels of the part."""
         shares = self._outputs(place.path)
-        if count == len(place.shapes):
+        maps = place.shapes[: place.joined_maps]
+        if count == len(maps):
             return [[(share[index],) for share in shares] for index in range(count)]
         joint: list[list[Run]] = [[] for _ in shares]
         begin = 0
-        for index, (_, outputs) in enumerate(place.shapes):
+        for index, (_, outputs) in enumerate(maps):
             for share, runs in zip(shares, joint, strict=True):
                 run = share[index]
                 runs.append(Run(begin + run.begin, begin + run.end, run.size))

@@ -87,6 +87,10 @@ class Linear(nnx.Module):
             return matmul_terms(x, kernel)
         return self(x)[None]
 
+    def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
+        return terms
+
     @property
     def format(self) -> WeightFormat | None:
         """The format of a packed kernel; None for a plain one."""

@@ -62,8 +62,16 @@ class RowLinear(Linear):
             everybody = jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
             x = jnp.take(everybody, kernel.permutation, axis=-1)
             kernel = dataclasses.replace(kernel, permutation=None)
-        terms = matmul_terms(x, kernel, out_dtype=dtype)
-        return jax.lax.psum(terms.sum(0).astype(dtype), self.axis)
+        [total] = self.add_shares(matmul_terms(x, kernel, out_dtype=dtype), x.dtype)
+        return total
+
+    def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """The one term [1, ..., out] that is the sum of terms [splits, ..., out] of all devices.
+
+        dtype: of activations.
+        """
+        total = terms.sum(0)
+        return jax.lax.psum(total.astype(summing_dtype(total.size, dtype)), self.axis)[None]
 
     def terms(self, x: Activations) -> jax.Array:
         """The one term [1, ..., out], x · kernel + bias."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache, QuantizedTensor
 from mpjax.kernels.device import default_device
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.packed_shapes import packed_shapes
@@ -26,7 +26,7 @@ from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.decoder import CacheScales, Decoder
 from mpjax.models.division import Division, Part
 from mpjax.models.layers import Linear
-from mpjax.models.parameters import ArrayPlace, LinearPlace
+from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
 
 PARTS = ("layers", "embedding", "head", "norm", "cache_scales")
@@ -77,6 +77,11 @@ class ShardedDecoder(Decoder):
 
     def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
         """Gives each device its share of whole linear maps."""
+        if isinstance(place, ExpertPlace) and any(_is_permuted(part) for part in parts):
+            raise ValueError(
+                f"{place.path} has channels in another order for each expert (act-order), which "
+                "can't be divided among devices: load the model on one device"
+            )
         whole = [_on_host_of_cpu(_part(part)) for part in parts]
         cut = functools.partial(self.division.cut_linears, place, whole)
         shares = self._distribute(cut)
@@ -194,9 +199,12 @@ class ShardedDecoder(Decoder):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits float32 [batch, tokens, vocabulary] after every token; see `Decoder`."""
-        tokens = self._read_whole(tokens)
-        logits = _forward(plan_conditions(), self, tokens)
+        logits = _forward(plan_conditions(), "__call__", self, self._read_whole(tokens))
         return logits[..., : self.config.vocab_size]
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """The residual stream before the first layer, of which each device has all."""
+        return _forward(plan_conditions(), "embed", self, self._read_tokens(tokens))
 
     def step(
         self,
@@ -212,13 +220,42 @@ class ShardedDecoder(Decoder):
         The cache is one that this model has created.
         """
         tokens, counts = self._read_step(tokens, counts, cache, fresh)
-        return _step(plan_conditions(), (fresh, every_position), self, tokens, counts, cache)
+        options = Options("step", 3 if every_position else 2, fresh, every_position)
+        return _step(plan_conditions(), options, self, cache, (tokens, counts))
+
+    def step_varlen(
+        self,
+        tokens: jax.Array,
+        counts: jax.Array,
+        cache: PagedKVCache,
+        *,
+        encoded: jax.Array | None = None,
+        every_position: bool = False,
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Adds varlen tokens to the cache, as `step` adds padded ones; see `Decoder`."""
+        options = Options("step_varlen", 2, False, every_position)
+        return _step(plan_conditions(), options, self, cache, (tokens, counts, encoded))
 
     def create_cache(
         self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
     ) -> PagedKVCache:
         """An empty cache, of which each device has the pages of its KV heads; see `Decoder`."""
-        return _create_cache(self, batch, max_tokens, KVFormat.of(format), page_size)
+        format = KVFormat.of(format)
+        like = PagedKVCache((), 0, 0, format)  # type: ignore[arg-type]
+        return _create("create_cache", (batch, max_tokens, format, page_size), self, like)
+
+    def create_pages(
+        self, pages: int, sequences: int, format: KVFormat | str, page_size: int = 128
+    ) -> tuple[KVPages, ...]:
+        """Empty pages of each layer, of which each device has its KV heads; see `Decoder`."""
+        return _create("create_pages", (pages, sequences, KVFormat.of(format), page_size), self, ())
+
+    def pack_table(self, path: str, format: WeightFormat | str) -> None:
+        """Raises ValueError: a table is packed before it is divided."""
+        raise ValueError(
+            "a table of a model that is divided among devices can't be packed: load the model with "
+            "a precision that packs it, such as one with H8"
+        )
 
     def share_shapes(self) -> Decoder:
         """The share of one device, with ShapeDtypeStructs in the place of arrays."""
@@ -262,12 +299,17 @@ def _whole_shape(
 
 
 def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:
-    return None if bias is None else jax.ShapeDtypeStruct((shape[-1],), bias.dtype)
+    return None if bias is None else jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), bias.dtype)
 
 
 def _part(linear: Linear) -> Part:
     bias = None if linear.bias is None else linear.bias.get_value()
     return Part(linear.kernel.get_value(), bias)
+
+
+def _is_permuted(linear: Linear) -> bool:
+    kernel: Any = linear.kernel.get_value()
+    return isinstance(kernel, QuantizedTensor) and kernel.permutation is not None
 
 
 def _on_host_of_cpu(tree: Any) -> Any:
@@ -280,20 +322,45 @@ def _on_host_of_cpu(tree: Any) -> Any:
     return jax.tree.map(convert, tree)
 
 
-def _specs_of_cache(cache: PagedKVCache, axis: str) -> PagedKVCache:
-    """The cache with specs in the place of arrays: pages are divided, tables everybody's."""
+class Options(NamedTuple):
+    """A call of a share's step; static. axes: of the logits, the last of which is divided."""
+
+    method: str
+    axes: int
+    fresh: bool
+    every_position: bool
+
+    def call(self, share: Decoder, cache: PagedKVCache, arrays: Sequence[Any]) -> Any:
+        """The logits of a share's columns, and the next cache."""
+        if self.method == "step":
+            tokens, counts = arrays
+            return share.step(
+                tokens, counts, cache, fresh=self.fresh, every_position=self.every_position
+            )
+        tokens, counts, encoded = arrays
+        return share.step_varlen(
+            tokens, counts, cache, encoded=encoded, every_position=self.every_position
+        )
+
+
+def _specs(like: Any, axis: str) -> Any:
+    """The specs of a cache, of which pages are divided and tables everybody's, or of pages."""
     divided, whole = PartitionSpec(axis), PartitionSpec()
-    return PagedKVCache(divided, whole, whole, cache.format)  # type: ignore[arg-type]
+    if not isinstance(like, PagedKVCache):
+        return divided
+    residual = None if like.residual_pages is None else whole
+    return PagedKVCache(divided, whole, whole, like.format, residual)  # type: ignore[arg-type]
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward(plans: Hashable, model: ShardedDecoder, tokens: jax.Array) -> jax.Array:
-    axis = model.share.axis
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _forward(plans: Hashable, method: str, model: ShardedDecoder, tokens: jax.Array) -> jax.Array:
+    axis = str(model.share.axis)
+    columns = PartitionSpec(None, None, axis) if method == "__call__" else PartitionSpec()
     return jax.shard_map(
-        lambda share, tokens: share(tokens),
+        lambda share, tokens: getattr(share, method)(tokens),
         mesh=model.mesh,
         in_specs=(PartitionSpec(axis), PartitionSpec()),
-        out_specs=PartitionSpec(None, None, axis),
+        out_specs=columns,
         check_vma=False,
     )(model.share, tokens)
 
@@ -301,41 +368,31 @@ def _forward(plans: Hashable, model: ShardedDecoder, tokens: jax.Array) -> jax.A
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _step(
     plans: Hashable,
-    options: tuple[bool, bool],
+    options: Options,
     model: ShardedDecoder,
-    tokens: jax.Array,
-    counts: jax.Array,
     cache: PagedKVCache,
+    arrays: tuple[jax.Array | None, ...],
 ) -> tuple[jax.Array, PagedKVCache]:
-    """Runs a step of all shares. options: `fresh` and `every_position` of `Decoder.step`."""
-    fresh, every_position = options
     axis = str(model.share.axis)
-    of_cache = _specs_of_cache(cache, axis)
-    columns = (None, None, axis) if every_position else (None, axis)
+    of_cache = _specs(cache, axis)
+    columns = PartitionSpec(*[None] * (options.axes - 1), axis)
     return jax.shard_map(
-        lambda share, *arrays: share.step(*arrays, fresh=fresh, every_position=every_position),
+        options.call,
         mesh=model.mesh,
-        in_specs=(PartitionSpec(axis), PartitionSpec(), PartitionSpec(), of_cache),
-        out_specs=(PartitionSpec(*columns), of_cache),
+        in_specs=(PartitionSpec(axis), of_cache, PartitionSpec()),
+        out_specs=(columns, of_cache),
         check_vma=False,
-    )(model.share, tokens, counts, cache)
+    )(model.share, cache, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _create_cache(
-    model: ShardedDecoder, batch: int, max_tokens: int, format: KVFormat, page_size: int
-) -> PagedKVCache:
-    def create(share: Decoder) -> PagedKVCache:
-        return share.create_cache(batch, max_tokens, format, page_size)
-
+def _create(method: str, arguments: tuple[Any, ...], model: ShardedDecoder, like: Any) -> Any:
+    """What a method of each share creates; like: a cache of the same structure, or pages."""
     axis = str(model.share.axis)
-    # The specs have the structure of a cache, which the format decides.
-    divided, whole = PartitionSpec(axis), PartitionSpec()
-    of_cache = PagedKVCache(divided, whole, whole, format)  # type: ignore[arg-type]
-    return jax.shard_map(
-        create,
+    run = jax.shard_map(
+        lambda share: getattr(share, method)(*arguments),
         mesh=model.mesh,
         in_specs=(PartitionSpec(axis),),
-        out_specs=of_cache,
+        out_specs=_specs(like, axis),
         check_vma=False,
-    )(model.share)
+    )
+    return jax.jit(run)(model.share)

@@ -20,18 +20,17 @@ class Vocabulary:
     size: int
     axis: str | None = None
 
-    def embed(
-        self, look_up: Callable[[jax.Array], jax.Array], tokens: jax.Array, rows: int
-    ) -> jax.Array:
+    def embed(self, look_up: Callable[..., jax.Array], tokens: jax.Array) -> jax.Array:
         """The rows [..., hidden] of tokens [...] in a table of which each device has some.
 
-        look_up: the rows of this device's table, by their numbers. rows: the table's number.
+        look_up: gives rows of this device's table, `tokens=` their numbers in it.
         """
         if self.axis is None:
-            return look_up(tokens)
+            return look_up(tokens=tokens)
+        rows = -(-self.size // jax.lax.axis_size(self.axis))
         own = tokens - jax.lax.axis_index(self.axis).astype(tokens.dtype) * rows
         is_mine = (own >= 0) & (own < rows)
-        found = look_up(jnp.clip(own, 0, rows - 1))
+        found = look_up(tokens=jnp.clip(own, 0, rows - 1))
         found = jnp.where(is_mine[..., None], found, jnp.zeros_like(found))
         # All devices but one add zeros, so that no number is rounded.
         return jax.lax.psum(found, self.axis)

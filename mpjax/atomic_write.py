@@ -25,8 +25,8 @@ def require_writable(path: Path) -> None:
 def atomic_write(path: Path, text: str) -> None:
     """Replaces a file by one that holds the text in UTF-8; on failure the old file stays.
 
-    The text goes to a hidden file beside the target first. Of a link, the target is replaced. The
-    file keeps its mode. A device or a pipe is written to directly.
+    The text goes to a hidden file beside the target first. A link stays, and its target is
+    replaced. The file keeps its mode. A device or a pipe is written to directly.
     """
     target = path.resolve()
     if _is_special(target):

@@ -253,9 +253,9 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
     """The jitted `decode` for this model and batch, with the state donated.
 
     On Hopper, XLA launches a kernel before the previous one has ended (programmatic dependent
-    launch). That makes sequences of Triton's kernels faster, and steps with warpgroup kernels,
-    which are never launched early, slower; so it is off if any product runs on warpgroups. Inside
-    another `jit` the compiler options are its caller's.
+    launch). Early launches make sequences of Triton's kernels faster, but steps with warpgroup
+    kernels, which are never launched early, slower. So they are off if any product runs on
+    warpgroups. Inside another `jit` the compiler options are its caller's.
     """
     # Under `jit` every new array is a tracer, also where the model and the state are not.
     is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)

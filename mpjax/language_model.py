@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from flax import nnx
 
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.kernels.kv_cache.layout import read_page_size
-from mpjax.models import Decoder, DecoderConfig, LinearPlace
+from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
 from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
+PARAMETER_BITS = 32  # a word for each group and output channel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,26 @@ class LanguageModel:
         return self.model.shards
 
     @property
+    def bits_per_weight(self) -> float:
+        """Mean bits of a weight of the layers' linear maps, with 32 of each group's parameters.
+
+        The padding of a small weight, which `nbytes` has, does not count.
+        """
+        bits = weights = 0
+        for place in self.model.linear_places(self.config):
+            parts = place.parts(self.model)
+            for part, shape in zip(parts, place.part_shapes(len(parts)), strict=True):
+                count = math.prod(shape)
+                weights += count
+                if (format := part.format) is not None:
+                    channels = shape[-2]
+                    bits += count * format.bits
+                    bits += count // channels * PARAMETER_BITS * format.groups(channels)
+                else:
+                    bits += 8 * count * part.kernel.get_value().dtype.itemsize
+        return bits / weights
+
+    @property
     def num_parameters(self) -> int:
         """Number of the model's weights; a packed weight counts as one, whatever its bits."""
         total = sum(math.prod(place.shape) for place in self.model.array_places(self.config))
@@ -90,17 +112,19 @@ class LanguageModel:
         checkpoint that the model came from.
         """
         bits = jnp.dtype(self.config.dtype).itemsize * 8
-        return str(Precision.mixed(weight_formats(self.model), self.kv_format, bits))
+        precision = Precision.mixed(weight_formats(self.model), self.kv_format, bits)
+        return str(precision.with_tables(packed_tables(self.model)))
 
     def summary(self) -> dict[str, Any]:
         """Facts about the model in JSON's types, as `mpjax info --json` prints them.
 
         `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
-        each weight format.
+        each weight format. `tables` has the bytes and the format of the embedding and, unless it is
+        tied to the embedding, of the head.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
-        for place in places:
+        for place in _of_layers(places):
             count = counts.setdefault(place.path.split(".", 2)[2], {})
             formats = " | ".join(_formats(self.model, place))
             count[formats] = count.get(formats, 0) + 1
@@ -121,6 +145,7 @@ class LanguageModel:
             "dtype": config.dtype,
             "cache_scales": self._cache_scales(),
             "linear_maps": counts,
+            "tables": {path: self._table(path) for path in config.tables},
         }
 
     def describe(self) -> list[tuple[str, str]]:
@@ -143,6 +168,9 @@ class LanguageModel:
             ("other weights", f"{found['other_bytes'] / MEGABYTE:,.1f} MB in {found['dtype']}"),
             ("cache scales", scales[found["cache_scales"]]),
         ]
+        for path, table in found["tables"].items():
+            tied = ", and the head is tied to it" if len(found["tables"]) == 1 else ""
+            rows.append((path, f"{table['format']}, {table['bytes'] / MEGABYTE:,.1f} MB{tied}"))
         for kind, count in found["linear_maps"].items():
             text = ", ".join(
                 f"{name} in {layers} layer{'s' if layers > 1 else ''}"
@@ -151,6 +179,12 @@ class LanguageModel:
             rows.append((kind, text))
         return rows
 
+    def _table(self, path: str) -> dict[str, Any]:
+        table = getattr(self.model, path)
+        value = (table.kernel if isinstance(table, Linear) else table).get_value()
+        format = value.format if isinstance(value, QuantizedTensor) else None
+        return {"format": _describe(format, value), "bytes": value.nbytes}
+
     def _cache_scales(self) -> str | None:
         if self.model.cache_scales is None:
             return None
@@ -158,19 +192,35 @@ class LanguageModel:
 
 
 def weight_formats(model: Decoder) -> set[WeightFormat]:
-    """Weight formats of a model's linear maps; a plain kernel of any dtype counts as bfloat16."""
+    """Weight formats of the linear maps of a model's layers; plain kernels count as bfloat16."""
     return {
         part.format or WeightFormat("bfloat16")
-        for place in model.linear_places(model.config)
+        for place in _of_layers(model.linear_places(model.config))
         for part in place.parts(model)
     }
 
 
+def packed_tables(model: Decoder) -> dict[str, WeightFormat]:
+    """The formats of packed tables, by `head` and `embedding`; of a tied table by both."""
+    found = {
+        place.path: kernel.format
+        for place in model.linear_places(model.config)
+        for kernel in place.kernels(model)
+        if place.is_table and isinstance(kernel, QuantizedTensor)
+    }
+    if model.config.tie_word_embeddings and "embedding" in found:
+        found["head"] = found["embedding"]
+    return found
+
+
+def _of_layers(places: Iterable[LinearPlace]) -> list[LinearPlace]:
+    return [place for place in places if not place.is_table]
+
+
 def _formats(model: Decoder, place: LinearPlace) -> list[str]:
     """The W part of the precision, such as `W4`, of each part of a linear map."""
-    return [
-        describe_weights(part.format)
-        if part.format
-        else f"W{part.kernel.get_value().dtype.itemsize * 8}"
-        for part in place.parts(model)
-    ]
+    return [_describe(part.format, part.kernel.get_value()) for part in place.parts(model)]
+
+
+def _describe(format: WeightFormat | None, kernel: Any) -> str:
+    return f"W{kernel.dtype.itemsize * 8}" if format is None else describe_weights(format)

@@ -9,6 +9,9 @@ from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.attention.api import paged_attention, prefill_attention
 from mpjax.kernels.batch import Span
 from mpjax.kernels.device import UnsupportedError
+from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
+from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.routing import Routing, route
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
 from mpjax.kernels.kv_cache.api import append
@@ -28,6 +31,7 @@ from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows, r
 
 __all__ = [
     "ActivationFormat",
+    "Gate",
     "HeadNorms",
     "KVFormat",
     "KVLayout",
@@ -39,6 +43,7 @@ __all__ = [
     "QuantizedActivations",
     "QuantizedTensor",
     "Rotation",
+    "Routing",
     "Span",
     "UnsupportedError",
     "WeightFormat",
@@ -46,6 +51,8 @@ __all__ = [
     "append",
     "cache_scales",
     "gated_silu",
+    "grouped_matmul",
+    "grouped_matmul_terms",
     "matmul",
     "matmul_terms",
     "pack",
@@ -59,5 +66,6 @@ __all__ = [
     "rms_norm",
     "rotate",
     "rotate_and_append",
+    "route",
     "unpack",
 ]

@@ -43,7 +43,7 @@ def random_model(
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, format, dtype.name)
-        bias = jnp.zeros(shape[1], dtype) if place.bias else None
+        bias = jnp.zeros((*shape[:-2], shape[-1]), dtype) if place.bias else None
         model.put_linears(place, [Linear(kernel, bias)])
     return model
 
@@ -55,8 +55,8 @@ def _normal(key: jax.Array, shape: tuple[int, ...], deviation: float, dtype: str
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _kernel(
-    key: jax.Array, shape: tuple[int, int], format: WeightFormat | None, dtype: str
+    key: jax.Array, shape: tuple[int, ...], format: WeightFormat | None, dtype: str
 ) -> QuantizedTensor | jax.Array:
     # With this deviation the outputs of a map are as large as its inputs.
-    kernel = _normal(key, shape, shape[0] ** -0.5, dtype)
+    kernel = _normal(key, shape, shape[-2] ** -0.5, dtype)
     return kernel if format is None or not format.is_packed else quantize(kernel, format)

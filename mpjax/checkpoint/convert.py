@@ -42,11 +42,19 @@ def convert_linear(
 
     sources: one for each of the place's names. dtype: of biases and of plain kernels, which are
     transposed from the file's [out, in] to [in, out]. Raises CheckpointError, which names the
-    tensor, for values that are not finite or contradict config.json.
+    tensor, for values that are not finite or contradict config.json, and for maps that can't be
+    joined.
     """
-    kernels = [_kernel(source, dtype, read) for source in sources]
-    biases = [_bias(source, place.bias, dtype, read) for source in sources]
-    return place.join([Linear(*maps) for maps in zip(kernels, biases, strict=True)])
+    maps = (
+        Linear(_kernel(source, dtype, read), _bias(source, place.bias, dtype, read))
+        for source in sources
+    )
+    try:
+        return place.join(maps)  # which may join some before it takes the next
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | QuantizedTensor:

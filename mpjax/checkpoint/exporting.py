@@ -59,8 +59,8 @@ def export(
         By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,
             `awq` and `gptq_v2` for integers with zero points or channels in another order, and
             `plain` where no map is packed.
-    overwrite: replace what an earlier export left there. That stays whole until the new one is, so
-        that the disk must have room for both.
+    overwrite: replace an earlier export. It stays whole until the new one is, so that the disk must
+        have room for both.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Maps that are not packed stay in the dtype that the model computes in, a tied head stays tied,

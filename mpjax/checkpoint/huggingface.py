@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flax import nnx
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import agreement, kv_scales
 from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.plan import Plan, is_quantized, make_plan
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
@@ -27,7 +29,7 @@ from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.settle import settle
 from mpjax.errors import CheckpointError
-from mpjax.kernels import files
+from mpjax.kernels import WeightFormat, files
 from mpjax.memory import require_free_on
 from mpjax.models import ConfigError, Decoder, DecoderConfig, family
 from mpjax.models.division import Division
@@ -52,9 +54,9 @@ def load(
         activations as config.json says, unless the precision has a W part, which decides then. A
         checkpoint's scales for an FP8 cache become the model's cache_scales; a cache uses them if
         the precision has KVfp8.
-    dtype: of 16-bit weights and activations. By default that of config.json, or, if config.json
-        has none, that of the embedding; but bfloat16 where that is float32 and a precision is
-        given, because a precision has 16-bit activations.
+    dtype: of activations, and of weights that are not packed. A precision of A32 makes it float32.
+        Otherwise, if it is None, config.json decides, or the dtype of the embedding tensor if
+        config.json has none; but a precision of A16 makes bfloat16 of float32.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
     mesh: the devices among which the decoder is divided. Each linear map is converted as a whole on
         the default device, and every device gets its share of it before the next is read.
@@ -68,17 +70,19 @@ def load(
     decoder, config = decoder_config(folder, hf)
     checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
     scheme, quantize = read_scheme(folder, hf), None
-    if not is_quantized(checkpoint):
-        scheme = None  # the tensors decide, also where config.json has a quantization_config
+    if not is_quantized(checkpoint):  # by its tensors, whatever quantization_config says
+        scheme = None
         quantize = agreement.format_to_quantize(precision)
     elif scheme is not None:
         scheme = agreement.choose(folder, scheme, precision)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    elif precision is not None and config.dtype == "float32":
-        config = dataclasses.replace(config, dtype="bfloat16")  # A16 of a float32 checkpoint
-    plan = make_plan(checkpoint, decoder, config, scheme, quantize)
+    elif precision is not None and config.dtype == "float32":  # `settle` has set the dtype
+        config = dataclasses.replace(config, dtype="bfloat16")  # A32 has set `dtype` above
+    named = tables_of({} if precision is None else precision.tables, config)
+    plan = make_plan(checkpoint, decoder, config, scheme, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
+    agreement.require_tables(folder, plan, named)
     needed, what = plan.device_bytes, f"loading {folder}"
     require_free_on(mesh, needed, what, plan.working_bytes)
     model = _empty(decoder, plan, mesh)
@@ -96,14 +100,18 @@ def _empty(decoder: type[Decoder], plan: Plan, mesh: jax.sharding.Mesh | None) -
 
 
 def open_plain(
-    folder: Path, dtype: jax.typing.DTypeLike | None = None
+    folder: Path,
+    dtype: jax.typing.DTypeLike | None = None,
+    tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
 ) -> tuple[Decoder, Checkpoint, Plan]:
     """A decoder that `fill` can fill part by part, from a checkpoint that is not quantised.
 
-    dtype: what the decoder computes in; by default that of the checkpoint, or bfloat16 where that
-        is float32.
+    dtype: what the decoder computes in. If it is None, the checkpoint decides, as in `load`, but
+        float32 becomes bfloat16.
+    tables: formats of the `head` and the `embedding`, to which `fill` rounds them.
 
-    Raises CheckpointError for a folder that can't be loaded, or is quantised already.
+    Raises CheckpointError for a folder that can't be loaded, or is quantised already; ValueError
+    for two formats of a tied table.
     """
     hf = read_config(folder)
     decoder, config = decoder_config(folder, hf)
@@ -116,8 +124,9 @@ def open_plain(
         dtype = "bfloat16"
     if dtype is not None:
         config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-    plan = make_plan(checkpoint, decoder, config, None, None)
-    return nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0))), checkpoint, plan
+    rounded = packed(tables_of(tables, config))
+    plan = make_plan(checkpoint, decoder, config, None, None, rounded)
+    return nnx.eval_shape(lambda: decoder(plan.config, nnx.Rngs(0))), checkpoint, plan
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -164,10 +173,10 @@ def fill(
     advance: Callable[[int], None] = lambda count: None,
     belongs: Callable[[str], bool] = lambda path: True,
 ) -> None:
-    """Reads weights into their places, and waits for each before it maps the next tensor.
+    """Reads the tensors of a plan into a model, one parameter after another.
 
-    advance: is called with the bytes of each tensor that was read.
-    belongs: tells by its path whether a parameter is wanted.
+    advance: is called with the number of bytes of each tensor when it is read.
+    belongs: whether to fill the parameter at a path; all others are left as they are.
     """
     dtype = plan.config.dtype
 

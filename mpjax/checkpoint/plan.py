@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 
-from mpjax.checkpoint import kv_scales
+from mpjax.checkpoint import kv_scales, packed_tables
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
@@ -86,8 +87,9 @@ class Plan:
         steps = [info.nbytes for _, info in self.arrays]
         for place, sources in self.linears:
             step = max(_converting_bytes(source) for source in sources)
-            if len(sources) > 1:  # the separate maps exist beside the joined one
-                step += sum(self._linear_bytes(place, source) for source in sources)
+            if len(sources) > 1:  # separate maps exist beside the joined one
+                joined = sources[: place.joined_maps]
+                step += sum(self._linear_bytes(place, source) for source in joined)
             steps.append(step)
         return max(steps)
 
@@ -122,13 +124,17 @@ def make_plan(
     config: DecoderConfig,
     scheme: Scheme | None,
     quantize: WeightFormat | None,
+    tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
 ) -> Plan:
-    """Plans how each place of a decoder is filled from a checkpoint's tensors.
+    """Plans from which tensors of a checkpoint each place of a decoder is filled; reads no tensor.
 
-    scheme: of quantised modules, by config.json; None where config.json has none. quantize: the
-    format to which plain linear maps are rounded; None leaves them plain. Raises CheckpointError
-    for tensors that are missing or unexpected, or whose shape, dtype or packing is not the one that
-    the model and config.json ask for.
+    scheme: of quantised modules, by config.json; None if config.json has none. quantize: the format
+    to which 16-bit linear maps of layers are rounded; None leaves them in 16 bits. tables: the
+    packed formats to which the 16-bit tables `embedding` and `head` are rounded. A head that is
+    quantised in the files stays so; the plan's configuration has the packed tables.
+
+    Raises CheckpointError for tensors that are missing or unexpected, or whose shape, dtype or
+    packing is not the one that the model and config.json ask for.
     """
     if config.num_layers > len(checkpoint.tensors):  # checked before a list with an entry per layer
         raise CheckpointError(
@@ -136,13 +142,13 @@ def make_plan(
             f"holds {_count(list(checkpoint.tensors))}: they are not of one checkpoint"
         )
     modules = modules_of(checkpoint)
-    tables = [name_of(decoder.names, table) for table in ("embedding", "head")]
-    _require_plain_tables(modules, tables)
+    config = packed_tables.configured(decoder, config, modules, tables)
     arrays = decoder.array_places(config)
     linears = [
         (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
         for place in decoder.linear_places(config)
     ]
+    # The names that the checkpoint must have, and no others; see `_check_names`.
     expected = {array.name for array in arrays}
     for place, shards in linears:
         for name, tensors in zip(place.names, shards, strict=True):
@@ -155,7 +161,7 @@ def make_plan(
     if has_cache_scales:
         expected |= set(kv_scales.names(decoder, config))
     if config.tie_word_embeddings:  # `settle` has found that head and embedding are equal
-        expected |= {tables[1]} & checkpoint.tensors.keys()
+        expected |= {name_of(decoder.names, "head")} & checkpoint.tensors.keys()
     _check_names(checkpoint, expected, ignored)
     for array in arrays:
         info = checkpoint.tensors[array.name]
@@ -167,7 +173,13 @@ def make_plan(
             (
                 place,
                 tuple(
-                    _linear_source(name, shape, tensors, scheme, quantize)
+                    _linear_source(
+                        name,
+                        shape,
+                        tensors,
+                        scheme,
+                        tables.get(place.path) if place.is_table else quantize,
+                    )
                     for name, shape, tensors in zip(place.names, place.shapes, shards, strict=True)
                 ),
             )
@@ -175,18 +187,6 @@ def make_plan(
         ),
         kv_scales.check(checkpoint.tensors, decoder, config) if has_cache_scales else (),
     )
-
-
-def _require_plain_tables(
-    modules: Mapping[str, Mapping[str, TensorInfo]], tables: Iterable[str]
-) -> None:
-    for name in (table.removesuffix(".weight") for table in tables):
-        tensors = modules.get(name, {})
-        if registry.of_module(tensors) is not None:
-            raise CheckpointError(
-                f"{name} is quantised ({', '.join(sorted(tensors))}): only the linear maps of "
-                f"layers can be, so load a checkpoint of the model with {name} in 16 bits"
-            )
 
 
 def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> dict[str, TensorInfo]:
@@ -224,7 +224,8 @@ def _linear_source(
     if quantize is not None and not quantize.can_split(shape[0]):
         raise CheckpointError(
             f"{name} has {shape[0]} input channels, which groups of {quantize.group_size} don't "
-            "divide: choose another group size or format in precision, such as W4g32 or W4gK"
+            "divide: choose another group size or format in precision, such as W4g32 or W4gK, or "
+            "for a table H8"
         )
     return LinearSource(name, shape, tensors, None, quantize)
 

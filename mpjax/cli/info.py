@@ -32,15 +32,17 @@ and compared.) A hub id is fetched completely first.
 The last rows give the weight formats of each kind of linear map, and the
 number of layers with them. Maps of one input (query, key and value; gate and
 up) are one product if their formats agree; if not, there is a product for
-each format, as in `W4 | W4 | W16`. "cache scales" are the scales that KV8s
+each format, as in `W4 | W4 | W16`. Rows before them give the embedding and, if
+it has a table of its own, the head. "cache scales" are the scales that KV8s
 needs and KVfp8 can use.
 
 \b
 The keys of --json: model, source, precision, num_layers, hidden_size,
 num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
 other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
-number of layers for each kind of map and format), and activations (the choice
-that an FP8 checkpoint needs, or null).
+number of layers for each kind of map and format), tables (format and bytes of
+the embedding and the head), and activations (the choice that an FP8 checkpoint
+needs, or null).
 """
 
 
@@ -127,7 +129,7 @@ def _from_headers(folder: Path) -> LanguageModel:
     scheme = huggingface.read_scheme(folder, hf)
     scheme = scheme if is_quantized(checkpoint) else None
     plan = make_plan(checkpoint, decoder, config, scheme, None)
-    model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: decoder(plan.config, nnx.Rngs(0)))
     for place, sources in plan.linears:
         place.assign(model, _parts(sources, config.dtype, place.bias))
     if plan.cache_scales:

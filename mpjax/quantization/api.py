@@ -1,4 +1,4 @@
-"""Quantises a model with a recipe, on text where its methods need some."""
+"""Quantises a model by a recipe: the public function, for a loaded model or a folder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from flax import nnx
 from mpjax.arguments import compute_dtype, require_documents
 from mpjax.checkpoint import huggingface
 from mpjax.checkpoint.description import is_saved
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.progress import layers_bar
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
-from mpjax.models import Decoder, DecoderLayer
+from mpjax.models import Decoder, DecoderLayer, ExpertPlace
 from mpjax.precision import Precision
 from mpjax.quantization.finished import FinishedLayers, describe_run
 from mpjax.quantization.pipeline import quantize_decoder
@@ -25,16 +26,16 @@ from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.text import Windows, windows_of
 from mpjax.tokenizer import Tokenizer
 
-LAYERS = "layers."  # where the paths of parameters in layers begin
+LAYERS = "layers."  # the prefix of the paths of parameters in layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """How much of the text is read, and how.
+    """How much text the statistics are measured on.
 
-    window: tokens of a window, each read from an empty context; the model's longest context at
-        most. tokens: the most that are read of all documents. batch: windows that are read at a
-        time.
+    window: the tokens of a window, at most the model's longest context. Each window is read from an
+        empty context. tokens: the most tokens that are read of all documents together. batch: the
+        number of windows that are read at a time.
     """
 
     window: int = 2048
@@ -58,16 +59,16 @@ def quantize(
     work: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> LanguageModel:
-    """A model with the weights that a recipe says, which change its outputs least on a text.
+    """Quantises a model by a recipe, so that its outputs on a text change least.
 
     source: a 16-bit model, or a checkpoint's folder or hub id. From a folder, one layer at a time
         is read: the device needs no room for the 16-bit model.
     recipe: a Recipe; or a precision such as "W4A16KV8", for all linear maps by the default method.
-    documents: the text, whose statistics methods need; None is enough for `rtn`.
+    documents: the text on which statistics are measured; the method `rtn` needs none.
     dtype: what the model computes in; by default as `load` chooses it. Only for a folder.
-    work: a folder that keeps finished layers. The same call again takes them from there, so that a
-        run that is interrupted goes on where it was. Only for a folder; delete it when the result
-        is saved.
+    work: a folder for finished layers. After an interruption, the same call goes on with the first
+        layer that is not there. Only if the source is a folder or hub id; delete `work` when the
+        result is saved.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises ValueError for a recipe that does not fit the model, a method without text, and hidden
@@ -107,6 +108,8 @@ def _from_model(
                 f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
             )
     model: Decoder = nnx.merge(*nnx.split(lm.model))
+    for path, format in packed(tables_of(recipe.tables, model.config)).items():
+        model.pack_table(path, format)
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
         quantize_decoder(
@@ -129,7 +132,7 @@ def _from_folder(
     progress: bool | None,
 ) -> LanguageModel:
     model, checkpoint, plan = huggingface.open_plain(
-        folder, compute_dtype(dtype, Precision(bits=recipe.bits))
+        folder, compute_dtype(dtype, Precision(bits=recipe.bits)), recipe.tables
     )
     _check(recipe, model, documents)
     has_tokenizer = os.path.lexists(folder / "tokenizer.json")
@@ -164,13 +167,19 @@ def _from_folder(
 
 
 def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
-    """Raises ValueError where a recipe does not fit a model's linear maps, or lacks text."""
-    places = model.linear_places(model.config)
+    """Raises ValueError if a recipe does not fit a model, or needs text and there is none."""
+    places = [place for place in model.linear_places(model.config) if not place.is_table]
     recipe.require_used([place.path for place in places])
     for place in places:
         rule = recipe.rule_of(place.path)
         if not rule.weights.is_packed:
             continue
+        if isinstance(place, ExpertPlace):
+            raise ValueError(
+                f"{place.path} has {place.experts} experts, which can't be quantised with a "
+                "recipe: leave them in 16 bits, or round them while they are loaded with "
+                "mpjax.load(folder, precision=...)"
+            )
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
         rule.method.require_usable()
@@ -192,6 +201,7 @@ def _read(
     model: Decoder,
     calibration: Calibration,
 ) -> list[Windows]:
+    """The text as batches of windows; no batches without documents."""
     if documents is None:
         return []
     if tokenizer is None:

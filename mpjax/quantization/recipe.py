@@ -17,15 +17,16 @@ from mpjax.precision import Precision
 from mpjax.quantization.methods import Method
 
 DEFAULT_METHOD = "gptq"
+DEFAULT_HEAD = WeightFormat("uint8", None, symmetric=True)  # H8
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """The weight format and the method of all linear maps whose paths match a pattern.
 
-    modules: as a shell matches file names, such as `layers.*.mlp.down` or `layers.0.*`.
+    modules: the pattern, as a shell matches file names: `layers.*.mlp.down` or `layers.0.*`.
     weights: a packed format; or one of 16 bits, for maps that stay as they are.
-    method: how they are rounded; see Method.
+    method: how weights are rounded; see Method.
     """
 
     modules: str
@@ -43,27 +44,41 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The rules of a model, of which the first that matches counts, and its KV format.
+    """The rules for a model's linear maps, and its KV format.
 
-    bits: of what the model computes in: 32 for float32, or 16.
+    rules: the first that matches a map's path is the map's.
+    bits: of the dtype that the model computes in, 16, or 32 for float32.
+    head, embedding: the formats of these tables, which are rounded to nearest; None leaves them in
+        16 bits. A tied table is both, and has one format.
     """
 
     rules: tuple[Rule, ...]
     kv: KVFormat = dataclasses.field(default_factory=KVFormat)
     bits: int = 16
+    head: WeightFormat | None = None
+    embedding: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
+        for table in ("head", "embedding"):
+            if (format := getattr(self, table)) is not None:
+                object.__setattr__(self, table, WeightFormat.of(format))
 
     @classmethod
     def of(cls, precision: Precision | str, method: Method | str = DEFAULT_METHOD) -> Recipe:
         """The recipe in which all linear maps get the weights of a precision, by one method.
 
+        The tables get the formats of the precision's H and E. If the weights are packed and it has
+        no H, the head is H8, and so is a tied table; H16 keeps it in 16 bits.
+
         Raises ValueError for a precision without a single W part.
         """
         precision = Precision.of(precision)
         rule = Rule("*", _weights(precision), Method.of(method))
-        return cls((rule,), precision.kv, precision.bits)
+        tables = precision.tables
+        if not tables and rule.weights.is_packed:
+            tables = {"head": DEFAULT_HEAD}
+        return cls((rule,), precision.kv, precision.bits, **tables)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -77,11 +92,11 @@ class Recipe:
             precision = "W8A16KV16"
 
         `precision` and `method` at the top are for all maps that no rule matches. A rule has
-        `modules`, and a `precision`, whose KV part does not count, or a `method`, or both.
+        `modules` and one or both of `precision` (its KV part is ignored) and `method`.
         """
         try:
             return cls.parse(tomllib.loads(read_text(path)))
-        except ValueError as error:  # of TOML, too
+        except ValueError as error:  # tomllib's errors are ValueErrors, too
             raise ValueError(f"the recipe {Path(path)}: {error}") from error
 
     @classmethod
@@ -93,7 +108,13 @@ class Recipe:
         if not isinstance(rules, list):
             raise ValueError(f"rules is {shown(rules)}: expected a list of tables, [[rules]]")
         found = [_rule(rule, rest.rules[0], rest.bits) for rule in rules]
-        return cls((*found, *rest.rules), rest.kv, rest.bits)
+        return dataclasses.replace(rest, rules=(*found, *rest.rules))
+
+    @property
+    def tables(self) -> dict[str, WeightFormat]:
+        """The formats of the tables that it names, by `head` and `embedding`."""
+        named = {"head": self.head, "embedding": self.embedding}
+        return {table: format for table, format in named.items() if format is not None}
 
     def rule_of(self, path: str) -> Rule:
         """The rule of the linear maps at a path. Raises ValueError where there is none."""

@@ -19,16 +19,17 @@ def test_an_undivided_vocabulary_changes_nothing():
     table, logits = jnp.arange(6.0).reshape(3, 2), jnp.ones((2, 3))
     vocabulary = Vocabulary(3)
     np.testing.assert_array_equal(
-        vocabulary.embed(lambda ids: table[ids], jnp.asarray([2, 0]), 3), table[jnp.asarray([2, 0])]
+        vocabulary.embed(lambda tokens: table[tokens], jnp.asarray([2, 0])),
+        table[jnp.asarray([2, 0])],
     )
     assert vocabulary.mask(logits) is logits
 
 
 def test_tokens_of_other_devices_add_zeros():
     """The device has the first two rows: a token beyond them is another's."""
-    table, vocabulary = jnp.arange(1.0, 5.0).reshape(2, 2), Vocabulary(4, "model")
+    table, vocabulary = jnp.arange(1.0, 5.0).reshape(2, 2), Vocabulary(2, "model")
     found = on_one_device(
-        lambda tokens: vocabulary.embed(lambda ids: table[ids], tokens, 2), jnp.asarray([[1, 3]])
+        lambda ids: vocabulary.embed(lambda tokens: table[tokens], ids), jnp.asarray([[1, 3]])
     )
     np.testing.assert_array_equal(found, [[[3, 4], [0, 0]]])
 

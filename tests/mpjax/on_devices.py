@@ -6,6 +6,8 @@ It needs a process of its own with several devices:
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
+from mpjax.decoding import Limits, decode, prefill
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
 from tests.models.sharded_decoders import require_same_arrays
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
@@ -47,6 +52,7 @@ MANY = (
     (2, "llama", FP8, "WFP8g128A16KV16"),
     (4, "llama", compressed_fp8("channel", "token"), None),
     (2, "mistral", None, "W4A8KV8"),
+    (4, "qwen3", None, "W4g32A16KV8H8E8"),
     (8, "llama", compressed_integers(), None),
 )
 
@@ -86,7 +92,7 @@ def run(lm: mpjax.LanguageModel, sampling: dict[str, Any] | None) -> mpjax.Gener
     return mpjax.generate_tokens(lm.model, tokens, lengths, sampling=sampling, **options)
 
 
-def check(folder: Path, count: int, precision: str | None) -> None:
+def check(folder: Path, count: int, precision: str | None) -> mpjax.LanguageModel:
     whole = mpjax.load(folder, precision=precision, dtype="float32", progress=False)
     mpjax.save(whole, folder / "saved", progress=False)
     given = {"dtype": "float32", "progress": False}
@@ -110,9 +116,25 @@ def check(folder: Path, count: int, precision: str | None) -> None:
             assert len(set(np.asarray(found.tokens).ravel().tolist())) > 4
         first = [np.asarray(result.logprobs)[:, 0] for result in (found, expected)]
         np.testing.assert_allclose(*first, atol=tolerance)
+    return lm
+
+
+def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
+    """Collectives of a decoding step with every kind of sampling have few numbers for each row."""
+    sampling, ids = Sampling.of(SAMPLING | {"min_p": 0.01}).split((0,))
+    limits, tokens = Limits.of(3, ids, 8, 8), jnp.ones((3, 4), jnp.int32)
+    cache, keys = lm.model.create_cache(3, 16, "KV16", 16), row_keys(range(3))
+    counts, until = jnp.full(3, 4, jnp.int32), jnp.int32(8)
+    state = jax.eval_shape(prefill, lm.model, tokens, counts, cache, keys, sampling, limits)
+    text = jax.jit(decode).lower(lm.model, state, sampling, limits, until).compile().as_text()
+    shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-(?:gather|reduce|to-all)", text)
+    assert len(shapes) > 10
+    of_rows = {math.prod(int(n) for n in shape.split(",") if n) // 3 for shape in shapes}
+    assert lm.config.vocab_size not in of_rows, shapes
 
 
 if __name__ == "__main__":
     for number, case in enumerate(cases := {"few": FEW, "many": MANY}[sys.argv[2]]):
-        check(write(Path(sys.argv[1]) / str(number), *case[1:3]), case[0], case[3])
+        lm = check(write(Path(sys.argv[1]) / str(number), *case[1:3]), case[0], case[3])
+    require_no_device_gets_all_logits(lm)
     print(f"{len(cases)} cases")

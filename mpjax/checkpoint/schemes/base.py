@@ -148,10 +148,10 @@ class Scheme(abc.ABC):
 
     @classmethod
     def of_layout(cls, layout: str, modules: Mapping[str, PlainCodes]) -> Self:
-        """What `quantization_config` must say of a checkpoint that is written.
+        """The scheme of a checkpoint that is about to be written in a layout.
 
-        layout: one of `layouts`. modules: all quantised ones, by name; of their arrays, shapes are
-        enough. Raises ValueError, with what helps, where the layout can't hold them.
+        layout: one of `layouts`. modules: all quantised modules, by name; their arrays may be
+        shapes alone. Raises ValueError, with what to do, if the layout can't hold them.
         """
         raise ValueError(f"{cls.title} is read and not written")
 
@@ -171,6 +171,11 @@ class Scheme(abc.ABC):
         ValueError where the layout can't hold a shape, or known values.
         """
         raise ValueError(f"{self.title} is read and not written")
+
+    @property
+    def layout_of_heads(self) -> str | None:
+        """The layout of the checkpoint if a quantised head may be among its modules, else None."""
+        return None
 
     @property
     def can_hold_cache_scales(self) -> bool:

@@ -42,5 +42,5 @@ def of_module(specs: Specs) -> type[Scheme] | None:
 
 
 def layouts() -> dict[str, type[Scheme]]:
-    """Of each layout that can be written, its scheme."""
+    """The scheme of each layout that can be written, by the layout's name."""
     return {layout: scheme for scheme in SCHEMES for layout in scheme.layouts}

@@ -22,7 +22,8 @@ from mpjax.kernels.gemm.plans.shared_memory import why_no_room
 MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}
 MOST_ROWS_OF_INT8 = {2: 256, 3: 256, 4: FEW_ROWS}
 MOST_ROWS_OF_LIQUID4 = {2: 256, 3: 192, 4: FEW_ROWS}
-TWO_PRODUCTS_ROW_MULTIPLE = 32  # with 8-bit activations, of tiles above MOST_ROWS: two products
+# Tiles of 8-bit activations with more rows than MOST_ROWS are multiplied as two products.
+TWO_PRODUCTS_ROW_MULTIPLE = 32
 MOST_SPLITS = 8
 LEAST_BLOCKS = 2  # the fewest blocks of K in a split
 
@@ -47,10 +48,7 @@ def ranked(problem: Problem) -> list[WarpgroupConfig]:
 
 
 def _row_step(rows: int, format: WeightFormat) -> int:
-    """The number that the rows of a tile are a multiple of.
-
-    rows: of the tile or the problem.
-    """
+    """The number whose multiples the rows of a tile are. rows: of the tile, or of the problem."""
     is_int8 = format.operand == "int8"
     return INT8_ROW_MULTIPLE if is_int8 and rows > FEW_ROWS else ROW_MULTIPLE
 

@@ -17,7 +17,7 @@ def request(number, prompt, max_new_tokens=4, seed=0):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What `mpjax.generate` was called with: prompts and options."""
+    """The prompts and options of each call of `mpjax.generate`."""
     seen: list[tuple[list[str], dict[str, Any]]] = []
     generate = mpjax.generate
 

@@ -19,7 +19,7 @@ def leaves_of(lm):
 def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
     recipe = mpjax.Recipe.of("W4g32A16KV8", "awq")
     found = mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
-    assert found.precision == "W4g32A32KV8"
+    assert found.precision == "W4g32A32KV8H8"
     assert tiny.precision == "W32A32KV16"  # as it was
     streamed = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, dtype="float32")
     for leaves in zip(leaves_of(found), leaves_of(streamed), strict=True):
@@ -29,10 +29,12 @@ def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
 
 
 def test_rounding_to_nearest_is_what_load_does(tiny_folder):
-    expected = mpjax.load(tiny_folder, precision="W4A16KV8")
-    found = mpjax.quantize(tiny_folder, mpjax.Recipe.of("W4A16KV8", "rtn"))
-    for leaves in zip(leaves_of(found), leaves_of(expected), strict=True):
-        np.testing.assert_array_equal(*leaves)
+    for quantized, loaded in (("W4A16KV8H16", "W4A16KV8"), ("W4A16KV8", "W4A16KV8H8")):
+        expected = mpjax.load(tiny_folder, precision=loaded)
+        found = mpjax.quantize(tiny_folder, mpjax.Recipe.of(quantized, "rtn"))
+        assert found.precision == expected.precision == loaded
+        for leaves in zip(leaves_of(found), leaves_of(expected), strict=True):
+            np.testing.assert_array_equal(*leaves)
 
 
 def test_an_interrupted_run_goes_on(tiny_folder, tmp_path, monkeypatch):

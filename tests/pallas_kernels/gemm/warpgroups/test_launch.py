@@ -40,7 +40,7 @@ FORMATS = (
     *("uint4:gK", "uint8:gK:sym", "float8:gK", "int8/int8", "float8:gK/float8"),
     *("table4:g64", "table3:g64", "table2:g32", "liquid4:g64/int8"),
 )
-# Of tables, whose narrow planes are joined as far as groups allow.
+# For tables, whose narrow planes are joined as far as groups allow.
 OTHER_GROUPS = ("table3:g32", "table3:g128", "table2:g256")
 each_format = pytest.mark.parametrize("text", FORMATS)
 # Tiles that stick out, more splits than blocks, K of half a block, fewer blocks than warpgroups
@@ -77,7 +77,7 @@ CASES = [
     ("liquid4:g64/int8", 200, 640, 192, WarpgroupConfig(192, 3, 1), "bfloat16", "uint16"),
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
 ]
-# What a case above has in another format, or with other sizes.
+# Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
     ("uint4:g128", 45, 512, 192, WarpgroupConfig(48, 2, 1), "bfloat16", "float16"),
     ("uint4:g32", 44, 288, 128, WarpgroupConfig(40, 2, 2), "float16", "float16"),
@@ -192,7 +192,7 @@ def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
 
 @combinations(1, text=FORMATS, half=[0, 1])
 def test_few_rows_lower(text, half, lower_for_cuda):
-    """Those that clusters add, and those that warps multiply for themselves, in both dtypes."""
+    """Products that clusters add, and products of single warps, in both dtypes."""
     weight = weight_struct(text, 1536, 320)
     configs = [(8, 2, 1), (16, 2, 2, 2), (24, 3, 1, 3), (32, 4, 2, 2), (32, 2, 2), (16, 4, 3)]
     sound = [WarpgroupConfig(*fields) for fields in configs]
@@ -241,7 +241,7 @@ def test_registers_are_used_where_there_are_some(
     spy(products, "add_products_overlapped")
     spy(decoding.Warpgroups, "table_bytes")
     config, dtype = WarpgroupConfig(*fields), jnp.dtype(jnp.bfloat16)
-    # Of a shape that no other test traces, since what is traced is kept.
+    # The shape is one that no other test traces, since traced programs are kept.
     weight = weight_struct(text, 1536, 64 * 7)
     x = jax.ShapeDtypeStruct((config.tile_m, 1536), dtype)
     multiply = functools.partial(launch.matmul_terms, config=config, out_dtype=dtype)

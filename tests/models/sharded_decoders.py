@@ -1,13 +1,12 @@
 """Decoders divided among devices against whole ones: logits, the cache, the shares joined again.
 
 It needs a process of its own with several devices:
-`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.models.sharded_decoders few`
+`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.models.sharded_decoders`
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax
@@ -37,10 +36,9 @@ EXPERTS = ExpertsSpec(
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 SHAPE: dict[str, Any] = {"head_dim": 32, "intermediate_size": 256}
 # Number of devices, what differs from SHAPE, the format of linear maps, and that of the cache.
-# Each KV head is on two devices, and four don't divide the vocabulary.
-FEW = ((4, BIASES, "uint4:g32", "KV8"),)
-MANY = (
-    *FEW,
+CASES = (
+    # Each KV head is on two devices, and four don't divide the vocabulary.
+    (4, BIASES, "uint4:g32", "KV8"),
     (3, {"num_kv_heads": 4, "qk_norm": True}, None, "KV16"),  # three don't divide the heads
     (8, {}, "float8:gK", "KV4"),  # half of the devices have no heads
     (2, {"hidden_size": 128}, "uint4:g128", "KVfp8"),
@@ -124,7 +122,6 @@ def check(count: int, changes: dict[str, Any], format: str | None, kv: str) -> N
 
 
 if __name__ == "__main__":
-    cases = {"few": FEW, "many": MANY}[sys.argv[1]]
-    for case in cases:
+    for case in CASES:
         check(*case)
-    print(f"{len(cases)} cases")
+    print(f"{len(CASES)} cases")

@@ -11,15 +11,14 @@ import pytest
 
 from mpjax.models import Decoder
 from mpjax.models.sharded import ShardedDecoder
-from tests.models.sharded_decoders import FEW, MANY, divide, require_same_arrays
+from tests.models.sharded_decoders import CASES, divide, require_same_arrays
 from tests.models.small import small_config, small_model
-from tests.sweeps import in_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("cases", "count"), [("few", len(FEW)), in_sweep("many", len(MANY))])
-def test_logits_are_those_of_the_whole_decoder(cases, count):
+@pytest.mark.sweep  # of the default, tests/mpjax/test_loading.py has a case
+def test_logits_are_those_of_the_whole_decoder():
     """In a process of its own, which has eight devices."""
     environment = {
         **os.environ,
@@ -28,14 +27,14 @@ def test_logits_are_those_of_the_whole_decoder(cases, count):
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.sharded_decoders", cases],
+        [sys.executable, "-m", "tests.models.sharded_decoders"],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
-    assert (done.returncode, done.stdout) == (0, f"{count} cases\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{len(CASES)} cases\n"), done.stderr
 
 
 @pytest.fixture(scope="module")

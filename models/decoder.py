@@ -26,6 +26,7 @@ from mpjax.models.experts import ExpertsSpec
 from mpjax.models.layers import Linear, RMSNorm, rotary_frequencies
 from mpjax.models.mlp import MLP, GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
+from mpjax.models.step_checks import require_counts, require_empty, require_positions
 from mpjax.models.vocabulary import Vocabulary
 
 
@@ -178,6 +179,11 @@ class Decoder(nnx.Module):
         return 1 if self.mesh is None else self.mesh.size
 
     @property
+    def columns(self) -> int:
+        """The number of columns of `step`'s logits: the vocabulary, a multiple of the devices."""
+        return -(-self.config.vocab_size // self.shards) * self.shards
+
+    @property
     def family_name(self) -> str:
         """The name of the family's class."""
         return type(self).__name__
@@ -257,13 +263,13 @@ class Decoder(nnx.Module):
                 f"the cache has {len(cache.layers)} layers, and the model has "
                 f"{self.config.num_layers}: create the cache with model.create_cache"
             )
-        _require_counts(counts, tokens)
+        require_counts(counts, tokens)
         cache.require_room(counts)
         if fresh:
-            _require_empty(cache)
+            require_empty(cache)
         if is_known((cache.lengths, counts)):
             ends = np.asarray(cache.lengths) + np.asarray(counts)
-            _require_positions(self.config, int(ends.max()))
+            require_positions(self.config, int(ends.max()))
         return tokens, counts
 
     def step_varlen(
@@ -414,7 +420,7 @@ class Decoder(nnx.Module):
     def _read_whole(self, tokens: Any) -> jax.Array:
         """Tokens of whole sequences as an array. Raises ValueError as `__call__` says."""
         tokens = self._read_tokens(tokens)
-        _require_positions(self.config, tokens.shape[1])
+        require_positions(self.config, tokens.shape[1])
         return tokens
 
     def _read_tokens(self, tokens: Any) -> jax.Array:
@@ -466,34 +472,3 @@ class Decoder(nnx.Module):
         with jax.named_scope("head"):
             table = self.embedding if self.head is None else self.head
             return self.vocabulary.mask(tables.logits(table, hidden))
-
-
-def _require_positions(config: DecoderConfig, tokens: int) -> None:
-    if tokens > config.max_position_embeddings:
-        raise ValueError(
-            f"a sequence of {tokens} tokens would pass the {config.max_position_embeddings} "
-            "positions of this model: shorten it, or load the model with max_positions"
-        )
-
-
-def _require_counts(counts: jax.Array, tokens: jax.Array) -> None:
-    batch, most = tokens.shape
-    if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ValueError(
-            f"counts are {shown(counts)}: expected integers of shape ({batch},), one for each "
-            "sequence"
-        )
-    if not are_between(counts, 0, most):
-        raise ValueError(
-            f"counts are {np.asarray(counts).tolist()}: expected 0 to {most}, the number of tokens "
-            "in a row"
-        )
-
-
-def _require_empty(cache: PagedKVCache) -> None:
-    if not are_between(cache.lengths, 0, 0):
-        found = np.asarray(cache.lengths).tolist()
-        raise ValueError(
-            f"the cache holds {found} tokens, and fresh says that it is empty: "
-            "leave fresh out, or create another cache"
-        )

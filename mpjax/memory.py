@@ -65,6 +65,15 @@ def has_free_on(mesh: jax.sharding.Mesh | None, needed_bytes: int) -> bool:
     return all(has_free(-(-needed_bytes // mesh.size), device) for device in mesh.local_devices)
 
 
+def free_bytes_on(mesh: jax.sharding.Mesh | None) -> int | None:
+    """Bytes that are free on each device of a mesh, or on the default device; None if unknown."""
+    if mesh is None:
+        return free_bytes()
+    found = [free_bytes(device) for device in mesh.local_devices]
+    known = [free for free in found if free is not None]
+    return min(known) if len(known) == len(found) else None
+
+
 def require_free_on(
     mesh: jax.sharding.Mesh | None, needed_bytes: int, what: str, on_default: int = 0
 ) -> None:

@@ -24,8 +24,8 @@ from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
 from mpjax.devices import read_devices
 from mpjax.kernels import PagedKVCache, WeightFormat, device
-from mpjax.memory import free_bytes, require_free_on
-from mpjax.models import Decoder, DecoderConfig, Qwen3
+from mpjax.memory import free_bytes_on, require_free_on
+from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
@@ -52,7 +52,7 @@ class Sweep:
         are filled with as many random keys and values; they have no time to a first token, and are
         not checked.
     from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
-    config: of the model, which gets more positions if the cases need them.
+    config: of the model, which gets more positions if the cases need them. decoder: its class.
     devices: numbers of devices among which the model is divided.
 
     Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
@@ -66,6 +66,7 @@ class Sweep:
     from_disk: bool = False
     filled: bool = False
     config: DecoderConfig = QWEN3_8B
+    decoder: type[Decoder] = Qwen3
     devices: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
@@ -78,6 +79,8 @@ class Sweep:
                 )
             if kv.scaling == "static":
                 raise ValueError(f"{text}: {kv} needs a calibration, which random weights have not")
+            if self.from_disk and self.decoder is not Qwen3:
+                raise ValueError(f"{self.decoder.__name__} is not written to disk: only Qwen3 is")
             if self.from_disk and weights not in (AWQ, None):
                 raise ValueError(f"{text}: the checkpoint on disk is AWQ's, W4 in groups of 128")
         if min(self.batches, default=0) < 1:
@@ -157,14 +160,27 @@ def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> f
     """The bytes that each device has to read in a decoding step: its weights, and its cache.
 
     tokens: of each row in the cache. An embedding that is not also the head is left out, because a
-    step reads only a few of its rows.
+    step reads only a few of its rows, and so are experts without a token, if each is as likely as
+    any other.
     """
+    batch = len(cache.lengths)
     tied = lm.config.tie_word_embeddings
     embedding = 0 if tied else lm.summary()["tables"]["embedding"]["bytes"]
     lengths = [round(tokens)] * len(cache.lengths)
-    return (lm.nbytes - embedding) // lm.devices + sum(
-        cached_bytes(layer, lengths) for layer in cache.layers
-    )
+    weights = (lm.nbytes - embedding - _missed_bytes(lm, batch)) / lm.devices
+    return weights + sum(cached_bytes(layer, lengths) for layer in cache.layers)
+
+
+def _missed_bytes(lm: mpjax.LanguageModel, batch: int) -> float:
+    """The bytes of experts that no row of a batch is sent to, on the mean."""
+    missed = 0.0
+    for place in lm.model.linear_places(lm.config):
+        if isinstance(place, ExpertPlace):
+            mlp = lm.config.layers[int(place.path.split(".")[1])].mlp
+            assert isinstance(mlp, ExpertsSpec)
+            share = (1 - mlp.experts_per_token / mlp.num_experts) ** batch
+            missed += share * sum(kernel.nbytes for kernel in place.kernels(lm.model))
+    return missed
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -199,7 +215,7 @@ def _load(
 ) -> tuple[mpjax.LanguageModel, float | None]:
     if not sweep.from_disk:
         mesh = read_devices(devices)
-        model = random_model(Qwen3, sweep.model_config, precision.weights, mesh=mesh)
+        model = random_model(sweep.decoder, sweep.model_config, precision.weights, mesh=mesh)
         for path, format in packed(tables_of(precision.tables, model.config)).items():
             model.pack_table(path, format)
         return mpjax.LanguageModel(model, None, precision.kv, Path()), None
@@ -284,11 +300,8 @@ def _fitting_tokens(lm: mpjax.LanguageModel) -> int | None:
     one_page = functools.partial(lm.model.create_cache, 1, lm.page_size, lm.kv_format, lm.page_size)
     pages = jax.eval_shape(one_page).layers
     page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)) // lm.devices
-    mesh = lm.model.mesh
-    free = [free_bytes(device) for device in (mesh.local_devices if mesh else [None])]
-    if any(each is None for each in free):
-        return None
-    return min(each for each in free if each is not None) // page * lm.page_size
+    free = free_bytes_on(lm.model.mesh)
+    return None if free is None else free // page * lm.page_size
 
 
 def _empty_state(lm: mpjax.LanguageModel, batch: int, max_tokens: int, room: int) -> DecodingState:

@@ -30,6 +30,9 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
     if precision is None or not precision.formats:
         kv = KVFormat() if precision is None else precision.kv
         return _with_own_activations(folder, scheme, kv)
+    rounded = None if precision.weights is None else scheme.rounded_to(precision.weights)
+    if rounded is not None:
+        return rounded
     # Formats compare as asymmetric: only the zero points, which are read later, tell symmetry.
     asked = {dataclasses.replace(format, symmetric=False) for format in precision.formats}
     for choice in scheme.choices:

@@ -10,6 +10,7 @@ from typing import Any
 
 import mpjax
 from mpjax.checkpoint import huggingface
+from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.errors import CheckpointError
 from mpjax.kernels import files
 from mpjax.language_model import LanguageModel
@@ -29,10 +30,10 @@ def make(lm: LanguageModel, quantization: Mapping[str, Any] | None) -> dict[str,
 
     Raises ValueError if the source has no config.json, or the config.json of another model.
     """
-    path = lm.source / huggingface.CONFIG_NAME
-    if not os.path.lexists(path):
+    path = lm.source / CONFIG_NAME
+    if not lm.source.is_file() and not os.path.lexists(path):
         raise ValueError(
-            f"{lm.source} has no {huggingface.CONFIG_NAME}, which an export begins with: set the "
+            f"{lm.source} has no {CONFIG_NAME}, which an export begins with: set the "
             "model's source to a folder with that of its family"
         )
     hf = huggingface.read_config(lm.source)
@@ -46,7 +47,7 @@ def make(lm: LanguageModel, quantization: Mapping[str, Any] | None) -> dict[str,
 
 def is_marked(folder: Path) -> bool:
     """Whether `mpjax.export` has written a folder."""
-    path = folder / huggingface.CONFIG_NAME
+    path = folder / CONFIG_NAME
     try:
         return MARK in files.read_object(path, CheckpointError)
     except (CheckpointError, OSError):

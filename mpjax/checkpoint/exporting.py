@@ -13,12 +13,11 @@ from pathlib import Path
 from mpjax.checkpoint import exported_config, model_arrays, shards
 from mpjax.checkpoint.description import is_saved
 from mpjax.checkpoint.export_plan import make_plan
-from mpjax.checkpoint.huggingface import CONFIG_NAME
+from mpjax.checkpoint.folder import CONFIG_NAME
+from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.saving import (
     TOKENIZER_FILES,
-    copy,
-    file_bytes,
     require_all_held,
     require_tokenizer_files,
 )
@@ -81,15 +80,14 @@ def export(
     plan = make_plan(lm.model, format)
     config = json.dumps(exported_config.make(lm, plan.quantization), indent=2)
     files = shards.divide(plan.specs())
-    sources = [lm.source / name for name in COPIED_FILES]
+    source = locate(lm.source)
     weights = sum(file.nbytes for file in files)
     texts = len(config) + len(shards.index(files))
-    needed = weights + texts + sum(map(file_bytes, sources))
+    needed = weights + texts + source.file_bytes(COPIED_FILES)
     what = f"exporting {folder}"
     with naming_a_full_disk(needed, what, folder.parent), staged(folder) as new:
         require_room(needed, what, folder.parent)
-        for source in sources:
-            copy(source, new / source.name)
+        source.copy_files(COPIED_FILES, new)
         (new / CONFIG_NAME).write_text(config, encoding="utf-8")
         with (
             bytes_bar("Exporting", folder, progress, weights) as advance,

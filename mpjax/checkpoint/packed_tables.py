@@ -51,7 +51,8 @@ def configured(
         path: modules.get(name_of(decoder.names, path).removesuffix(".weight"), {})
         for path in (EMBEDDING, HEAD)
     }
-    quantized = [path for path, tensors in found.items() if registry.of_module(tensors)]
+    schemes = {path: registry.of_module(tensors) for path, tensors in found.items()}
+    quantized = [path for path, kind in schemes.items() if kind and not kind.dequantizes_tables]
     for path in quantized:
         if path == EMBEDDING or config.tie_word_embeddings:
             name = name_of(decoder.names, path).removesuffix(".weight")

@@ -126,7 +126,7 @@ def check(folder: Path, count: int, precision: str | None) -> mpjax.LanguageMode
 
 def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
     """Collectives of a decoding step with every kind of sampling have few numbers for each row."""
-    sampling, ids = Sampling.of(SAMPLING | {"min_p": 0.01}).split((0,))
+    sampling, ids = Sampling.of(SAMPLING | {"temperature": 0.8, "min_p": 0.01}).split((0,))
     limits, tokens = Limits.of(3, ids, 8, 8), jnp.ones((3, 4), jnp.int32)
     cache, keys = lm.model.create_cache(3, 16, "KV16", 16), row_keys(range(3))
     counts, until = jnp.full(3, 4, jnp.int32), jnp.int32(8)

@@ -6,6 +6,8 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
+import jax
+
 from mpjax.checkpoint.schemes import checks
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
@@ -40,6 +42,7 @@ class Scheme(abc.ABC):
     ignored: ends of names of tensors that a checkpoint may have and that are not read.
     on_host: suffixes of tensors that stay NumPy arrays, because decoding needs their values in
         Python, such as the order of the channels.
+    dequantizes_tables: whether embedding and head may be quantised too; they are dequantised.
     decoding_bytes: device memory per weight that decoding takes beside the module's own tensors.
     layouts: names of the forms of the format that `mpjax.export` writes.
     default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
@@ -52,6 +55,7 @@ class Scheme(abc.ABC):
     suffixes: ClassVar[tuple[str, ...]]
     ignored: ClassVar[tuple[str, ...]] = ()
     on_host: ClassVar[tuple[str, ...]] = ()
+    dequantizes_tables: ClassVar[bool] = False
     decoding_bytes: ClassVar[int] = 2
     layouts: ClassVar[tuple[str, ...]] = ()
     default_for: ClassVar[tuple[str, ...]] = ()
@@ -127,6 +131,21 @@ class Scheme(abc.ABC):
         (`convert.py`) turns both into the form that `pack` takes. Raises CheckpointError as `check`
         does, and for values that contradict config.json or are not finite.
         """
+
+    def dequantize(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> jax.Array:
+        """The weight float32 [K, N] of one module; see `decode`."""
+        return self.decode(tensors, name, shape).dequantize()
+
+    @property
+    def target(self) -> WeightFormat | None:
+        """The format to which all weights are rounded, as `rounded_to` says; None: they stay."""
+        return None
+
+    def rounded_to(self, format: WeightFormat) -> Scheme | None:
+        """The scheme that rounds weights to a format; None where their codes must stay."""
+        return None
 
     @property
     def choices(self) -> tuple[Scheme, ...]:

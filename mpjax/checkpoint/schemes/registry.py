@@ -8,8 +8,10 @@ from typing import Any
 from mpjax.checkpoint.schemes.awq import AWQScheme
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.checkpoint.schemes.fp8 import FP8Scheme
+from mpjax.checkpoint.schemes.gguf import GGUFScheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
+from mpjax.checkpoint.schemes.mxfp4 import MXFP4Scheme
 from mpjax.checkpoint.schemes.pack_quantized import PackQuantizedScheme
 from mpjax.errors import CheckpointError
 
@@ -19,6 +21,8 @@ SCHEMES: list[type[Scheme]] = [
     FP8Scheme,
     PackQuantizedScheme,
     IntQuantizedScheme,
+    MXFP4Scheme,
+    GGUFScheme,
 ]
 
 

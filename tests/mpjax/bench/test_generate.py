@@ -259,7 +259,7 @@ def test_each_device_reads_its_weights_and_its_cache():
 def test_the_cache_that_fits_is_what_the_fullest_device_has_room_for(monkeypatch):
     lm = mpjax.LanguageModel(random_model(Qwen3, SMALL_MODEL, None), None, KVFormat(16), Path())
     page = 2 * 128 * 64 * 2  # keys and values of one head in bfloat16
-    monkeypatch.setattr(generate, "free_bytes", lambda device: 10 * page + 1)
+    monkeypatch.setattr(generate, "free_bytes_on", lambda mesh: 10 * page + 1)
     assert generate._fitting_tokens(lm) == 1280
-    monkeypatch.setattr(generate, "free_bytes", lambda device: None)
+    monkeypatch.setattr(generate, "free_bytes_on", lambda mesh: None)
     assert generate._fitting_tokens(lm) is None

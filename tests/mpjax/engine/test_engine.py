@@ -119,6 +119,45 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
         assert engine.statistics()["programs"] <= 6
 
 
+@pytest.mark.parametrize("precision", [*map(in_sweep, ("W4A16KV16", "W8A8KV16"))])
+def test_the_bundled_model_says_what_generate_tokens_says(precision):
+    lm = mpjax.load(mpjax.bundled_model(), precision=precision, progress=False)
+    ids = [lm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    tokens = np.zeros((len(ids), max(map(len, ids))), np.int32)
+    for row, prompt in zip(tokens, ids, strict=True):
+        row[: len(prompt)] = prompt
+    options = {"max_new_tokens": NEW, "sampling": {"stop_ids": ()}}
+    lengths = [len(prompt) for prompt in ids]
+    expected = mpjax.generate_tokens(lm.model, tokens, lengths, kv_format=lm.kv_format, **options)
+    with Engine(lm, slots=3, max_tokens=64, chunk_tokens=16, steps=4) as engine:
+        handles = [engine.submit(prompt, **options) for prompt in ids]
+        found = [handle.result().tokens for handle in handles]
+    assert found == np.asarray(expected.tokens).tolist()
+
+
+@pytest.mark.parametrize("tokens", [in_sweep(4000)])
+def test_nothing_leaks_under_random_traffic(tokens, engine):
+    """Many requests in a small cache, some of which are cancelled or end early."""
+    resize(engine, pages=14)
+    rng, handles, drawn = np.random.default_rng(1), [], 0
+    common = rng.integers(1, 2048, 60).tolist()
+    while drawn < tokens or engine.has_work:
+        if drawn < tokens and rng.random() < 0.4:
+            own = rng.integers(1, 2048, rng.integers(1, 90)).tolist()
+            prompt = common[: rng.integers(0, 60)] + own
+            sampling = HOT if rng.random() < 0.3 else None
+            new = int(rng.integers(1, 40))
+            handles.append(engine.submit(prompt, max_new_tokens=new, sampling=sampling))
+        if handles and rng.random() < 0.05:
+            handles[rng.integers(len(handles))].cancel()
+        drawn += sum(len(event.tokens) for event in engine.step())
+        handles = [handle for handle in handles if not handle.is_finished]
+    assert not handles
+    assert engine.statistics()["preemptions"] > 0
+    assert is_clean(engine)
+    resize(engine, pages=25)
+
+
 def test_no_program_is_compiled_twice(engine):
     def run():
         for count in range(1, 5):

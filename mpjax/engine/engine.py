@@ -234,7 +234,7 @@ class Engine:
         first = None
         for handle in handles:
             while not handle.is_finished:
-                self.wait(handle, handle._version)
+                self.wait(handle, handle.version)
                 if first is None and all(one.tokens or one.is_finished for one in handles):
                     first = time.perf_counter()
         for handle in handles:

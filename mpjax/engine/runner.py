@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from mpjax.engine import filling
+from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, PromptLogprobs, Scores
 from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes
-from mpjax.engine.programs import Drawn, Programs, PromptScores
+from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
 from mpjax.engine.state import EngineState
 from mpjax.finite import NotFiniteError

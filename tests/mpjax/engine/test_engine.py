@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpjax
 from mpjax import Sampling
-from mpjax.engine import programs
+from mpjax.engine import compiled
 from mpjax.engine.engine import Engine
 from mpjax.engine.handle import CancelledError
 from mpjax.finite import NotFiniteError
@@ -84,7 +84,7 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
     expected = said_alone(tiny, text, prompts, NEW)
     with make_engine(tiny, text) as engine:
 
-        @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(
             order=st.permutations(range(len(prompts))),
             pauses=st.lists(st.integers(0, 3), min_size=len(prompts), max_size=len(prompts)),
@@ -163,7 +163,7 @@ def test_no_program_is_compiled_twice(engine):
         for count in range(1, 5):
             engine.generate(PROMPTS[:count], max_new_tokens=5)
             engine.generate(PROMPTS[:count], max_new_tokens=7, sampling=HOT)
-        return programs.compiled()
+        return compiled.count()
 
     assert run() == run()
     assert engine.statistics()["programs"] <= 15

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.engine import filling, programs
+from mpjax.engine import compiled, filling, programs
 from mpjax.engine.planner import Decode
-from mpjax.engine.programs import Programs
 from mpjax.engine.state import EngineState
 from mpjax.kernels import KVFormat
 from mpjax.models import Decoder, decoder
@@ -20,25 +19,6 @@ from tests.sweeps import in_sweep
 __all__ = ["pretend_gpu"]
 
 
-@pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
-@pytest.mark.parametrize("chunk", [8, 100, 1024, 8192])
-def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, tiny):
-    found = Programs(tiny.model, chunk=chunk, slots=slots, steps=8)
-    decoding = sum(map(len, found.decoding_sizes.values()))
-    # A reading that is not greedy has one size; scores and clearing have one program each.
-    assert decoding + len(found.reading_sizes) + 1 + 2 <= 15
-    assert found.reading_sizes[-1] == chunk
-    assert found.reading_size(chunk, greedy=False, scored=False) == chunk
-    assert found.reading_size(1, greedy=True, scored=False) <= max(chunk // 8, 16)
-    assert found.reading_size(1, greedy=False, scored=True) == found.scored_size <= chunk
-    for rows in {1, 2, slots // 2 + 1, slots}:
-        if rows <= slots:
-            size = found.decoding_size(rows, steps=8, greedy=True)
-            assert rows <= size <= min(slots, max(4, 16 * rows))
-            for greedy in (True, False):
-                assert rows <= found.decoding_size(rows, steps=1, greedy=greedy) <= slots
-
-
 @pytest.mark.parametrize("text", ["KV16", "KV8", "KV4cg32", "KVfp8"])
 def test_clearing_leaves_other_pages_and_given_scales(text, tiny):
     lm = dataclasses.replace(tiny, kv_format=KVFormat.parse(text), page_size=32)
@@ -46,7 +26,7 @@ def test_clearing_leaves_other_pages_and_given_scales(text, tiny):
     ones = jax.tree.map(lambda x: x + np.ones((), x.dtype), state.layers)
     state = dataclasses.replace(state, layers=ones)
     before = jax.tree.map(np.asarray, state.layers)
-    cleared = programs._jit_clear(state, np.array([2, 0]), np.int32(1)).layers
+    cleared = compiled._jit_clear(state, np.array([2, 0]), np.int32(1)).layers
     for pages, old in zip(cleared, before, strict=True):
         for name in ("keys", "values", "key_parameters", "value_parameters"):
             found, kept = getattr(pages, name), getattr(old, name)

@@ -41,8 +41,9 @@ def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chu
     else:
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
     if pages < 1:
+        given = "too little memory is free" if memory is None else f"cache_memory is {memory!r}"
         raise ValueError(
-            f"cache_memory is {memory!r}: a page of {lm.page_size} tokens takes {each} bytes, and "
+            f"{given}: a page of {lm.page_size} tokens takes {each} bytes, and "
             f"{slots} slots {fixed} bytes besides: give it more, or fewer slots"
         )
     return pages + 1

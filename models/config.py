@@ -58,12 +58,15 @@ class Fold:
     part: which outputs of a source that is several maps joined; None for all.
     repeats: (heads, copies, channels) where the target reads each head of the source several times,
         as query heads that share values do; None where it reads each channel once.
+    is_elementwise: whether each channel that the target reads depends on that channel of every part
+        of the source, and on no other, so that channels can be put in another order.
     """
 
     target: str
     source: str
     part: int | None = None
     repeats: tuple[int, int, int] | None = None
+    is_elementwise: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

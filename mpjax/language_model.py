@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mpjax.activation_widths import count_blocks
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.models import Decoder, DecoderConfig, LinearPlace
@@ -82,7 +83,8 @@ class LanguageModel:
         """Facts about the model in JSON's types, as `mpjax info --json` prints them.
 
         `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
-        each weight format.
+        each weight format. `eight_bit_blocks` is the number of blocks of activations in 8 bits, and
+        of all, in W4Ax, and otherwise None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
@@ -107,6 +109,7 @@ class LanguageModel:
             "dtype": config.dtype,
             "cache_scales": self._cache_scales(),
             "linear_maps": counts,
+            "eight_bit_blocks": count_blocks(self.model),
         }
 
     def describe(self) -> list[tuple[str, str]]:
@@ -129,6 +132,9 @@ class LanguageModel:
             ("other weights", f"{found['other_bytes'] / MEGABYTE:,.1f} MB in {found['dtype']}"),
             ("cache scales", scales[found["cache_scales"]]),
         ]
+        if (blocks := found["eight_bit_blocks"]) is not None:
+            share = f"{blocks.wide} of {blocks.total} blocks, {blocks.wide / blocks.total:.1%}"
+            rows.append(("activations in 8 bits", f"{share}; the others in 4"))
         for kind, count in found["linear_maps"].items():
             text = ", ".join(
                 f"{name} in {layers} layer{'s' if layers > 1 else ''}"

@@ -177,6 +177,11 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
             raise ValueError(
                 f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
             )
+        if documents is None and rule.needs_text:
+            raise ValueError(
+                "which blocks of activations have 8 bits depends on text: pass documents (--text), "
+                "or choose W4A4 or W4Ax1, in which all blocks are alike"
+            )
     if documents is None and recipe.kv.scaling == "static":
         raise ValueError(
             f"{recipe.kv} has scales that are measured on text: pass documents (--text), or "

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import pack
+from mpjax.kernels import PlainCodes, pack
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
 from mpjax.models.parameters import find
-from mpjax.quantization import folds
+from mpjax.quantization import blocks, folds
 from mpjax.quantization.methods import SCALINGS, choose_codes
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.statistics import Statistics
@@ -106,17 +106,67 @@ def quantize_layer(
             )
             folds.apply(layer, fold, scales)
             found[fold.target] = found[fold.target] / scales
+    orders = reorder(layer, found, rules, places)
+    chosen = {}
     for path, rule in rules.items():
         if rule.weights.is_packed:
-            linear = folds.linear_of(layer, path)
+            weight = _wide(folds.linear_of(layer, path))
+            if path in orders:
+                weight = weight[orders[path]]
             rounding = _rounding_for(path, rule, found.get(path))
-            plain = choose_codes(_wide(linear), found.get(path), rule.weights, rounding)
-            packed = pack(plain)
-            if reason := why_out_of_range(_wide(linear), packed):
-                raise ValueError(f"{path}: {reason}")
-            bias = None if linear.bias is None else linear.bias.get_value()
-            _replace(layer, path, Linear(packed, bias))
+            chosen[path] = choose_codes(weight, found.get(path), rule.weights, rounding)
+    for path, bits in _widths(found, rules, chosen).items():
+        chosen[path] = dataclasses.replace(
+            chosen[path], activation_bits=bits, permutation=orders.get(path)
+        )
+    for path, plain in chosen.items():
+        linear, packed = folds.linear_of(layer, path), pack(plain)
+        if reason := why_out_of_range(_wide(linear), packed):
+            raise ValueError(f"{path}: {reason}")
+        bias = None if linear.bias is None else linear.bias.get_value()
+        _replace(layer, path, Linear(packed, bias))
     return layer
+
+
+def reorder(
+    layer: DecoderLayer,
+    found: dict[str, Statistics],
+    rules: Mapping[str, Rule],
+    places: Sequence[Fold],
+) -> dict[str, jax.Array]:
+    """Sorts the channels that maps with blocks read: in the statistics, and where a fold allows it.
+
+    Returns the orders that are left to the maps themselves, by paths.
+    """
+    orders = {}
+    elementwise = {fold.target: fold for fold in places if fold.is_elementwise}
+    for path, rule in rules.items():
+        if not (rule.has_blocks and rule.blocks.is_ordered and path in found):
+            continue
+        order = blocks.order_of(found[path])
+        found[path] = blocks.permuted(found[path], order)
+        if path in elementwise:
+            folds.permute(layer, elementwise[path], order)
+        else:
+            orders[path] = order
+    return orders
+
+
+def _widths(
+    found: Mapping[str, Statistics], rules: Mapping[str, Rule], chosen: Mapping[str, PlainCodes]
+) -> dict[str, jax.Array]:
+    """The bits of the activations of maps with blocks, by paths."""
+    mixed = {path: rule for path, rule in rules.items() if rule.has_blocks}
+    open_ = {path: rule.blocks for path, rule in mixed.items() if rule.blocks.needs_text}
+    errors = {
+        path: np.asarray(blocks.block_errors(chosen[path].dequantize(), found[path]))
+        for path in open_
+    }
+    widths = {
+        path: np.full(chosen[path].scales.shape[0], 8 if rule.blocks.one_in else 4, np.uint8)
+        for path, rule in mixed.items()
+    } | blocks.choose_widths(open_, errors)
+    return {path: jnp.asarray(bits) for path, bits in widths.items()}
 
 
 def quantize_decoder(

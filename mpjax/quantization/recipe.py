@@ -14,6 +14,7 @@ from mpjax.arguments import read_text
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
+from mpjax.quantization.blocks import BlockRule
 from mpjax.quantization.methods import Method
 
 DEFAULT_METHOD = "gptq"
@@ -26,15 +27,27 @@ class Rule:
     modules: as a shell matches file names, such as `layers.*.mlp.down` or `layers.0.*`.
     weights: a packed format; or one of 16 bits, for maps that stay as they are.
     method: how they are rounded; see Method.
+    blocks: of `int4` weights (W4Ax), the widths of their activations' blocks.
     """
 
     modules: str
     weights: WeightFormat
     method: Method
+    blocks: BlockRule = dataclasses.field(default_factory=BlockRule)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", WeightFormat.of(self.weights))
         object.__setattr__(self, "method", Method.of(self.method))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether activations are rounded in blocks of 4 and 8 bits."""
+        return self.weights.codes == "int4"
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it needs statistics of a text."""
+        return self.method.needs_text or (self.has_blocks and self.blocks.needs_text)
 
     def matches(self, path: str) -> bool:
         """Whether the rule is for the linear maps at a path."""
@@ -62,7 +75,8 @@ class Recipe:
         Raises ValueError for a precision without a single W part.
         """
         precision = Precision.of(precision)
-        rule = Rule("*", _weights(precision), Method.of(method))
+        blocks = BlockRule(precision.wide_blocks)
+        rule = Rule("*", _weights(precision), Method.of(method), blocks)
         return cls((rule,), precision.kv, precision.bits)
 
     @classmethod
@@ -124,16 +138,16 @@ def _rule(content: Any, rest: Rule, bits: int) -> Rule:
         raise ValueError(
             f"the rule for {shown(modules)}: expected a pattern of paths, and a precision or method"
         )
-    weights = rest.weights
+    weights, blocks = rest.weights, rest.blocks
     if (written := content.get("precision")) is not None:
         precision = Precision.of(written)
-        weights = _weights(precision)
+        weights, blocks = _weights(precision), BlockRule(precision.wide_blocks)
         if precision.bits != bits:
             raise ValueError(
                 f"the rule for {modules!r} has the precision {precision}, and the recipe computes "
                 f"in {bits} bits: expected A{bits}, or 8 bits"
             )
-    return Rule(modules, weights, Method.of(content.get("method", rest.method)))
+    return Rule(modules, weights, Method.of(content.get("method", rest.method)), blocks)
 
 
 def _weights(precision: Precision) -> WeightFormat:

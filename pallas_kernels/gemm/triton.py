@@ -34,6 +34,10 @@ from mpjax.kernels.target import current_target
 # Input channels of one product. The compiler would split a product of all channels of a step in
 # two, and wait for both halves before it decodes the next step (docs/kernels/products.md).
 CHANNELS_PER_PRODUCT = 128
+# 1.5 · 2²³ as a float32, and its bits. An integer sum that begins with the bits, and changes by
+# less than 2²², is a float32 when it ends: the constant plus the sum. That takes no conversion,
+# which is slow.
+INTEGER_OFFSET, INTEGER_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
 class _Operands(NamedTuple):
@@ -209,8 +213,8 @@ class _Program:
         has_scale = self.whole is None and self.kind.has_group_scales
         self.scale_weight = has_scale and config.scaling == "weight" and fits
         self.scale_sum = has_scale and not self.scale_weight
-        # FP8 rows of x have a scale for each group of the weight, even if K is a single group.
-        self.x_by_group = size is not None and self.dtype == jnp.float8_e4m3fn
+        # 8-bit rows of x then have a scale for each group, too, even if K is a single group.
+        self.x_by_group = self.scale_sum and self.dtype in (jnp.int8, jnp.float8_e4m3fn)
 
         # Only the last product of a step runs while the next step decodes. The compiler waits for
         # every other, because the next decoded planes overwrite the registers that it reads.
@@ -218,6 +222,10 @@ class _Program:
         self.joined = min(most, max(1, CHANNELS_PER_PRODUCT // width))
         sum_dtype = jnp.int32 if self.dtype == jnp.int8 else jnp.float32
         self.zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
+        self.no_sum = self.zeros  # of a group that is scaled on its own
+        if self.scale_sum and self.dtype == jnp.int8:
+            self.no_sum = jnp.full((tile_n, tile_m), INTEGER_BITS, jnp.int32)
+            self.zeros = jnp.zeros((tile_n, tile_m), jnp.float32)
 
     def load_group(self, index: jax.Array) -> code_kinds.Group:
         words = load_masked(self.operands.parameters.at[index, self.output], self.output_mask)
@@ -268,11 +276,11 @@ class _Program:
             channel = block * format.block + first * format.plane_width + part
             tile = self.load_x(channel, self.joined)
             if self.scale_sum and first % self.run == 0:
-                total = self.zeros  # the sum over a group is scaled before it is accumulated
+                total = self.no_sum  # the sum over a group is scaled before it is accumulated
             total += self.target.dot(join(weights), tile, trans_b=True)
             if self.scale_sum and (first + self.joined) % self.run == 0:
                 scale = self.scale_of_sum(group, index)
-                accumulator = total = self.target.multiply_add(total, scale, accumulator)
+                accumulator = total = self.target.multiply_add(_float(total), scale, accumulator)
         return total
 
     def decoder(self, columns: list[jax.Array], group: code_kinds.Group) -> code_kinds.Decoder:
@@ -299,3 +307,10 @@ class _Program:
         if self.operands.x_scales is not None and not self.x_by_group:
             accumulator *= self.load_x_scales(jnp.int32(0))[None, :]
         return accumulator
+
+
+def _float(total: jax.Array) -> jax.Array:
+    """The sum of a group as float32; an integer sum began with INTEGER_BITS."""
+    if total.dtype != jnp.int32:
+        return total
+    return jax.lax.bitcast_convert_type(total, jnp.float32) - INTEGER_OFFSET

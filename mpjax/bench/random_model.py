@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +20,18 @@ def random_model(
     """Makes a decoder on the device, with normal weights quantised to `format`.
 
     Norms are ones and biases zeros. Without a format, linear maps have the model's dtype, like all
-    other weights.
+    other weights. With W4Ax, input channels have a random order where a calibrated model's have one
+    that is not folded into other weights, and one block of 8 has 8 bits.
     """
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     dtype = jnp.dtype(config.dtype)
     places = decoder.linear_places(config)
+    folded = {
+        f"layers.{number}.{fold.target}"
+        for number, spec in enumerate(config.layers)
+        for fold in spec.folds(config)
+        if fold.is_elementwise
+    }
     keys = iter(jax.random.split(jax.random.key(seed), 2 + len(places)))
     for array in decoder.array_places(config):
         if len(array.shape) == 1:
@@ -32,6 +41,8 @@ def random_model(
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, format, dtype.name)
+        if format is not None and format.codes == "int4":
+            kernel = _with_blocks(kernel, ordered=place.path not in folded)
         place.assign(model, [Linear(kernel, jnp.zeros(shape[1], dtype) if place.bias else None)])
     return model
 
@@ -48,3 +59,12 @@ def _kernel(
     # With this deviation the outputs of a map are as large as its inputs.
     kernel = _normal(key, shape, shape[0] ** -0.5, dtype)
     return kernel if format is None or not format.is_packed else quantize(kernel, format)
+
+
+def _with_blocks(kernel: Any, *, ordered: bool) -> QuantizedTensor:
+    channels, blocks = kernel.shape[0], kernel.parameters.shape[-2]
+    order = jax.random.permutation(jax.random.key(1), channels).astype(jnp.int32)
+    widths = jnp.where(jnp.arange(blocks) % 8 == 0, jnp.uint8(8), jnp.uint8(4))
+    return dataclasses.replace(
+        kernel, permutation=order if ordered else None, activation_bits=widths
+    )

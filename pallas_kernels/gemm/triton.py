@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.integer_sums import OFFSET_BITS, as_float
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.gemm.plans.limits import can_be_operand
 from mpjax.kernels.launch import Settings, first_program_id, join, launch, load_masked, store
@@ -34,17 +35,13 @@ from mpjax.kernels.target import current_target
 # Input channels of one product. The compiler would split a product of all channels of a step in
 # two, and wait for both halves before it decodes the next step (docs/kernels/products.md).
 CHANNELS_PER_PRODUCT = 128
-# 1.5 · 2²³ as a float32, and its bits. An integer sum that begins with the bits, and changes by
-# less than 2²², is a float32 when it ends: the constant plus the sum. That takes no conversion,
-# which is slow.
-INTEGER_OFFSET, INTEGER_BITS = 1.5 * 2.0**23, 0x4B400000
 
 
 class _Operands(NamedTuple):
     """The inputs of the kernel: arrays outside of it, references inside; None if there are none."""
 
     x: Any  # [M, K padded]
-    x_scales: Any  # [M, 1 or groups], for quantised activations
+    x_scales: Any  # [M, 1 or groups], or [groups, M] for int8 in groups; of quantised activations
     words: Any  # [K blocks, N, columns · plane width], or [1, N, K padded]
     parameters: Any  # [groups, N]
     channel_scales: Any  # [N]
@@ -121,6 +118,8 @@ def _launch(
         steps=steps,
         first_output=first,
     )
+    if x_scales is not None and weight.format.codes == "int4":
+        x_scales = x_scales.T  # as they lie in memory
     operands = _Operands(
         jnp.pad(values, ((0, 0), (0, padding))) if padding else values,
         x_scales,
@@ -223,8 +222,9 @@ class _Program:
         sum_dtype = jnp.int32 if self.dtype == jnp.int8 else jnp.float32
         self.zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
         self.no_sum = self.zeros  # of a group that is scaled on its own
-        if self.scale_sum and self.dtype == jnp.int8:
-            self.no_sum = jnp.full((tile_n, tile_m), INTEGER_BITS, jnp.int32)
+        self.sums_blocks = self.scale_sum and self.dtype == jnp.int8  # integers, of a block each
+        if self.sums_blocks:
+            self.no_sum = jnp.full((tile_n, tile_m), OFFSET_BITS, jnp.int32)
             self.zeros = jnp.zeros((tile_n, tile_m), jnp.float32)
 
     def load_group(self, index: jax.Array) -> code_kinds.Group:
@@ -254,7 +254,8 @@ class _Program:
         return load_masked(tile, self.row_mask)
 
     def load_x_scales(self, index: jax.Array) -> jax.Array:  # [tile_m]
-        return load_masked(self.operands.x_scales.at[self.row, index], self.row_mask)
+        place = (index, self.row) if self.sums_blocks else (self.row, index)
+        return load_masked(self.operands.x_scales.at[place], self.row_mask)
 
     def step(self, number: jax.Array, accumulator: jax.Array) -> jax.Array:
         """Adds the products of a step's planes to the accumulator [tile_n, tile_m]."""
@@ -262,6 +263,8 @@ class _Program:
         block, part = number, jnp.int32(0)
         if self.parts > 1:
             block, part = number // self.parts, number % self.parts * self.width
+        # Loaded before the product, since the compiler does not load ahead what no operand needs.
+        x_scales = self.load_x_scales(block) if self.sums_blocks else None
         columns = self.load_columns(block, part + self.lane)
         total = accumulator
         for first in range(0, format.planes, self.joined):
@@ -279,8 +282,8 @@ class _Program:
                 total = self.no_sum  # the sum over a group is scaled before it is accumulated
             total += self.target.dot(join(weights), tile, trans_b=True)
             if self.scale_sum and (first + self.joined) % self.run == 0:
-                scale = self.scale_of_sum(group, index)
-                accumulator = total = self.target.multiply_add(_float(total), scale, accumulator)
+                scale = self.scale_of_sum(group, index, x_scales)
+                accumulator = total = self.target.multiply_add(as_float(total), scale, accumulator)
         return total
 
     def decoder(self, columns: list[jax.Array], group: code_kinds.Group) -> code_kinds.Decoder:
@@ -288,10 +291,13 @@ class _Program:
             return self.kind.scaled_decoder(columns, group, self.shared, self.dtype)
         return self.kind.decoder(columns, group.arguments, self.shared, self.dtype)
 
-    def scale_of_sum(self, group: code_kinds.Group, index: jax.Array) -> jax.Array:
+    def scale_of_sum(
+        self, group: code_kinds.Group, index: jax.Array, x_scales: jax.Array | None
+    ) -> jax.Array:
         assert group.scale is not None
         if self.x_by_group:
-            return group.scale * self.load_x_scales(index)[None, :]
+            x_scales = self.load_x_scales(index) if x_scales is None else x_scales
+            return group.scale * x_scales[None, :]
         return group.scale
 
     def scaled(self, accumulator: jax.Array) -> jax.Array:
@@ -307,10 +313,3 @@ class _Program:
         if self.operands.x_scales is not None and not self.x_by_group:
             accumulator *= self.load_x_scales(jnp.int32(0))[None, :]
         return accumulator
-
-
-def _float(total: jax.Array) -> jax.Array:
-    """The sum of a group as float32; an integer sum began with INTEGER_BITS."""
-    if total.dtype != jnp.int32:
-        return total
-    return jax.lax.bitcast_convert_type(total, jnp.float32) - INTEGER_OFFSET

@@ -6,7 +6,9 @@ but the largest magnitudes of blocks, so that several programs share a row.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +82,7 @@ def add_rms_norm(
         weight,
     )
     count = pl.next_power_of_2(pl.cdiv(channels, BLOCK))
-    outputs = launch(
+    stream, result = launch(
         functools.partial(_norm_kernel, epsilon=epsilon, count=count),
         operands,
         out_shape=(
@@ -91,7 +93,7 @@ def add_rms_norm(
         settings=Settings("add_rms_norm_blocks", warps=_warps(count)),
         interpret=interpret,
     )
-    return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
+    return stream.reshape(*shape, channels), _of_shape(result, shape)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
@@ -102,7 +104,7 @@ def gated_silu(
     splits, *shape, both = terms.shape
     operands = _Operands(terms.reshape(splits, -1, both), blocks)
     result = _launch_parts(_gated_kernel, operands, both // 2, dtype, "gated_silu", interpret)
-    return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), result)
+    return _of_shape(result, shape)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -115,7 +117,7 @@ def quantize_rows(
     result = _launch_parts(
         _quantize_kernel, operands, channels, x.dtype, "quantize_rows", interpret
     )
-    return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), result)
+    return _of_shape(result, shape)
 
 
 def _launch_parts(
@@ -135,12 +137,26 @@ def _launch_parts(
     return result
 
 
+def _of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedActivations:
+    """A result [..., channels] of rows of that shape.
+
+    Kernels write the scales of a block side by side, as products read them: [blocks, rows]. Both
+    transpositions are one array to XLA.
+    """
+    values, scales = result.values, result.scales.T
+    return dataclasses.replace(
+        result,
+        values=values.reshape(*shape, values.shape[-1]),
+        scales=scales.reshape(*shape, scales.shape[-1]),
+    )
+
+
 def _result(rows: int, channels: int, dtype: Any, blocks: ActivationBlocks) -> Any:
-    """Shapes of a result."""
+    """Shapes of a result, with scales [blocks, rows]."""
     shape: Any = jax.ShapeDtypeStruct
     return QuantizedActivations(
         shape((rows, channels), FORMAT.dtype),
-        shape((rows, FORMAT.groups(channels)), jnp.float32),
+        shape((FORMAT.groups(channels), rows), jnp.float32),
         jnp.dtype(dtype).name,
         blocks.permutation is not None,
     )
@@ -226,4 +242,4 @@ def _store(ref: Any, wide: jax.Array, tile: _Tile, blocks: ActivationBlocks) -> 
     values = jax.lax.bitcast_convert_type(values + 1.5 * 2.0**23, jnp.int32)
     row = tile.row
     store(ref.values.at[row, tile.channel], values.astype(ref.values.dtype), mask=tile.mask)
-    store(ref.scales.at[row, tile.block], peak * (1 / top), mask=tile.block_mask)
+    store(ref.scales.at[tile.block, row], peak * (1 / top), mask=tile.block_mask)

@@ -137,7 +137,7 @@ def planted_model(config: DecoderConfig) -> Decoder:
             *others, last = fused.sizes
             factors = jnp.concatenate([jnp.ones(sum(others), jnp.float32), strong(last)])
             linear.kernel.set_value(linear.kernel.get_value() * factors[None])
-    assert model.head is not None
+    assert isinstance(model.head, nnx.Param)
     model.head.set_value(model.head.get_value() * 4)  # predictions that are sure of themselves
     return model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import methods, quantization, summary
-from mpjax.bench import attention, gemm, generate, roofline, tables
+from mpjax.bench import agreement_plot, attention, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
 from mpjax.kernels.device import Limits
@@ -49,7 +49,7 @@ def write(results: Path, docs: Path) -> None:
         ("attention", ("attention*.json",), _attention, _summary_of_attention),
         (
             "quality",
-            ("perplexity*.json", "methods*.json", "quantization.json"),
+            ("perplexity*.json", "agreement*.json", "methods*.json", "quantization.json"),
             _quality,
             _summary_of_quality,
         ),
@@ -95,7 +95,12 @@ def _summary_of_attention(results: Results) -> list[str]:
 
 
 def _summary_of_quality(results: Results) -> list[str]:
-    rows = [row for result in results if "rows" in result for row in result["rows"]]
+    rows = [
+        row
+        for result in results
+        if "rows" in result and not result.get("reference")
+        for row in result["rows"]
+    ]
     return [
         "## Quality\n",
         "The bundled model, a small one that writes Python, rounded to nearest, on text that it "
@@ -266,12 +271,39 @@ def _attention(results: Results, folder: Path) -> list[str]:
 
 def _quality(results: Results, folder: Path) -> list[str]:
     parts = ["# Quality\n"]
-    if evaluated := [result for result in results if "rows" in result]:
-        parts += _perplexity(evaluated)
+    evaluated = [result for result in results if "rows" in result]
+    if alone := [result for result in evaluated if not result.get("reference")]:
+        parts += _perplexity(alone)
+    for result in evaluated:
+        if result.get("reference"):
+            parts += _agreement(result, folder)
     for result in results:
         if "rows" not in result:
             parts += _methods(result) if "model" in result else _quantization(result)
     return parts
+
+
+def _agreement(result: dict[str, Any], folder: Path) -> list[str]:
+    """A table and a plot of a model against its 16-bit version."""
+    rows = result["rows"]
+    name = f"agreement-{result['model'].lower()}.svg"
+    agreement_plot.draw(rows, folder / name)
+    is_bundled = result["model"] == "bundled"
+    names = _distinct(rows, "precision")
+    options = f" --text {result['text']}" * (not is_bundled)
+    options += f" --window {rows[0]['window']} --precisions {names}"
+    output = "agreement" + f"-{result['model'].lower()}" * (not is_bundled) + ".json"
+    source = "mpjax evaluate" + f" {result['model']}" * (not is_bundled)
+    return [
+        f"## Distance from 16 bits: {'the bundled model' if is_bundled else result['model']}\n",
+        f"Next tokens' probabilities of {rows[0]['tokens']:,} positions of joined windows against "
+        "those of the model in 16 bits. KL: mean divergence and its standard error, median and "
+        "99th percentile. Same top: positions with the same most likely token. Δ is the change of "
+        "the perplexity.\n",
+        markdown(rows) + "\n",
+        _plot("KL divergence and rise of perplexity over the bits of a weight", name),
+        _source(result, f"{source} --against itself{options} --output benchmarks/results/{output}"),
+    ]
 
 
 def _methods(result: dict[str, Any]) -> list[str]:

@@ -11,12 +11,15 @@ from mpjax.models.config import (
     RopeScaling,
 )
 from mpjax.models.decoder import CacheScales, Decoder, DecoderLayer
+from mpjax.models.experts import Experts, ExpertsSpec
 from mpjax.models.layers import FusedLinear, Linear, Packed, RMSNorm
 from mpjax.models.llama import Llama, llama_layers
 from mpjax.models.mistral import Mistral
+from mpjax.models.mixtral import Mixtral
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec
-from mpjax.models.parameters import ArrayPlace, LinearPlace
+from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.qwen import Qwen2, Qwen3
+from mpjax.models.qwen_moe import Qwen2MoE, Qwen3MoE
 from mpjax.models.registry import FAMILIES, family
 from mpjax.models.trainable import trainable
 
@@ -30,6 +33,9 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "DecoderLayer",
+    "ExpertPlace",
+    "Experts",
+    "ExpertsSpec",
     "FusedLinear",
     "GatedMLP",
     "GatedMLPSpec",
@@ -41,9 +47,12 @@ __all__ = [
     "Llama",
     "MLPSpec",
     "Mistral",
+    "Mixtral",
     "Packed",
     "Qwen2",
+    "Qwen2MoE",
     "Qwen3",
+    "Qwen3MoE",
     "RMSNorm",
     "RopeScaling",
     "family",

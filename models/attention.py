@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,34 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.checks import as_array
 from mpjax.models.config import AttentionSpec, DecoderConfig, Fold, LinearMaps
-from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations, rotate
+from mpjax.models.layers import (
+    Activations,
+    FusedLinear,
+    Linear,
+    RMSNorm,
+    Rounding,
+    as_activations,
+    rotate,
+)
+
+
+class AttentionModule(Protocol):
+    """Interface that a DecoderLayer uses of the module that an AttentionSpec builds."""
+
+    @property
+    def activations(self) -> Rounding:
+        """How the input of the first map is rounded."""
+
+    def attend(
+        self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
+    ) -> tuple[jax.Array, KVPages | None]:
+        """Everything but the last map; see `Attention.attend`."""
+
+    def terms(self, attended: jax.Array) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is the last map's output for what `attend` gave."""
+
+    def inputs(self, x: jax.Array, attended: jax.Array) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path, from the arguments of `attend` and `terms`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +87,8 @@ class GroupedQuerySpec(AttentionSpec):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From the values to the output map: attention takes weighted means of each channel."""
         copies = config.num_heads // config.num_kv_heads
-        return (Fold("output", "qkv", 2, (config.num_kv_heads, copies, config.head_dim)),)
+        heads = config.num_kv_heads, copies, config.head_dim
+        return (Fold("output", "qkv", 2, heads, is_mixable=True),)
 
 
 class Attention(nnx.Module):
@@ -89,18 +117,31 @@ class Attention(nnx.Module):
         attended, pages = self.attend(x, angles, pages, span)
         return self.output(attended), pages
 
+    @property
+    def activations(self) -> Rounding:
+        """How the input of the query, key and value maps is rounded."""
+        return self.qkv.activations
+
+    def terms(self, attended: jax.Array) -> jax.Array:
+        """Terms [splits, ..., hidden] whose sum is the output map of what `attend` returns."""
+        return self.output.terms(attended)
+
+    def inputs(self, x: jax.Array, attended: jax.Array) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path; see `AttentionModule.inputs`."""
+        return {"qkv": x, "output": attended}
+
     def attend(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
     ) -> tuple[jax.Array, KVPages | None]:
         """Attends without the output map; returns [batch, tokens, heads · head dim] and the pages.
 
         x: [batch, tokens, hidden]. angles: rotary angles, float32 [batch, tokens, head dim / 2].
+        With a cache, both may be varlen, [tokens, …], and then so is the result.
         pages and span come together: this layer's part of the cache, and where the new tokens lie
         in it; the returned pages hold the new keys and values. Without them x holds whole sequences
         from position 0.
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
-        batch, tokens, _ = x.shape
         masks = Masks(window=self.window)
         if pages is not None and span is not None and not span.fresh:
             terms = self.qkv.terms(x)
@@ -108,7 +149,8 @@ class Attention(nnx.Module):
             rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
             query, pages = rotate_and_append(terms, pages, span, rotation, dtype=x.dtype)
             attended = paged_attention(query, pages, span, masks, transformed=True)
-            return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
+            return attended.reshape(*x.shape[:-1], self.heads[0] * self.head_dim), pages
+        batch, tokens, _ = x.shape
         query, key, value = (
             part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
             for part in self.qkv(x)

@@ -38,11 +38,13 @@ class LinearMaps(NamedTuple):
     path: the attribute of the layer's attention or MLP that holds the Linear or FusedLinear, such
         as `gate_up`.
     shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
+    experts: the number of experts, each of which has such maps; None for maps of the layer itself.
     """
 
     path: str
     shapes: tuple[tuple[int, int], ...]
     bias: bool = False
+    experts: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Fold:
     part: which outputs of a source that is several maps joined; None for all.
     repeats: (heads, copies, channels) where the target reads each head of the source several times,
         as query heads that share values do; None where it reads each channel once.
+    is_mixable: whether the channels of a head, which `repeats` gives, may also be multiplied by a
+        matrix that the target's rows undo: all that lies between treats them alike.
     is_elementwise: whether each channel that the target reads depends on that channel of every part
         of the source, and on no other, so that channels can be put in another order.
     """
@@ -66,6 +70,7 @@ class Fold:
     source: str
     part: int | None = None
     repeats: tuple[int, int, int] | None = None
+    is_mixable: bool = False
     is_elementwise: bool = False
 
 
@@ -77,9 +82,11 @@ class SublayerSpec(abc.ABC):
     model can hold them in JSON; config_checks checks them by their types.
 
     kind: the name of the subclass in a saved model's mpjax.json.
+    reads_norm_once: whether the first of `linear_maps` is all that reads the module's input.
     """
 
     kind: ClassVar[str]
+    reads_norm_once: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -99,6 +106,10 @@ class SublayerSpec(abc.ABC):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """The places inside of the module where scales of channels can move; see Fold."""
         return ()
+
+    def why_unsound(self) -> str | None:
+        """The reason why the fields don't fit together, or None if they do."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +144,25 @@ class LayerSpec:
             for maps in spec.linear_maps(config)
         )
 
+    def writers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The paths of the linear maps whose outputs are added to the residual stream.
+
+        They are the last of each half.
+        """
+        return tuple(
+            f"{half}.{spec.linear_maps(config)[-1].path}"
+            for half, spec in (("attention", self.attention), ("mlp", self.mlp))
+        )
+
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """The folds of the layer, in the order of the computation.
 
-        The first linear maps of each half are all that reads the norm before it.
+        The first linear maps of a half have a fold with the norm if they are all that reads it.
         """
         found = []
         for half, spec in (("attention", self.attention), ("mlp", self.mlp)):
-            found.append(Fold(f"{half}.{spec.linear_maps(config)[0].path}", f"{half}_norm"))
+            if spec.reads_norm_once:
+                found.append(Fold(f"{half}.{spec.linear_maps(config)[0].path}", f"{half}_norm"))
             found += [
                 dataclasses.replace(
                     fold, target=f"{half}.{fold.target}", source=f"{half}.{fold.source}"
@@ -159,6 +181,9 @@ class DecoderConfig:
     max_position_embeddings: the most tokens that a sequence may have. It only limits lengths; no
         parameter's shape depends on it.
     dtype: of parameters and activations: bfloat16, float16 or float32, or a short name (`bf16`).
+    packed_tables: those of `embedding` and `head` that are linear maps with a packed kernel
+        [hidden size, vocabulary], instead of arrays [vocabulary, hidden size]. A tied table is
+        `embedding`.
     stop_ids: token ids that end a text; the model itself does not use them.
     """
 
@@ -175,6 +200,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
     stop_ids: tuple[int, ...] = ()
+    packed_tables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -182,11 +208,16 @@ class DecoderConfig:
             object.__setattr__(self, "dtype", as_dtype("DecoderConfig: dtype", self.dtype).name)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for name in ("layers", "stop_ids"):  # tuples, because a list has no hash
+        for name in ("layers", "stop_ids", "packed_tables"):  # tuples: a list has no hash
             value = getattr(self, name)
             if not isinstance(value, list | tuple):
                 raise ConfigError(f"DecoderConfig: {name} is {shown(value)}: expected a list")
             object.__setattr__(self, name, tuple(value))
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables of the model: `embedding`, and `head` unless it is tied to the embedding."""
+        return ("embedding",) if self.tie_word_embeddings else ("embedding", "head")
 
     @property
     def num_layers(self) -> int:

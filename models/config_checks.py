@@ -107,6 +107,9 @@ def require_sound(
     if config.head_dim % 2:
         refuse(where, name("head_dim"), config.head_dim, "a positive, even number")
     choice(where, "dtype", config.dtype, DTYPES)
+    if not all(table in config.tables for table in config.packed_tables):
+        expected = f"some of {', '.join(config.tables)}"
+        refuse(where, name("packed_tables"), config.packed_tables, expected)
     if (scaling := config.rope_scaling) is None:
         return
     if not isinstance(scaling, RopeScaling):
@@ -126,6 +129,8 @@ def _check_layer(layer: LayerSpec, where: str, name: str) -> None:
         if not isinstance(spec := getattr(layer, half), kind):
             refuse(where, f"{name}.{half}", spec, f"an {kind.__name__}")
         _check_fields(spec, f"{where}, {name}.{half}", {})
+        if reason := spec.why_unsound():
+            raise ConfigError(f"{where}, {name}.{half}: {reason}")
 
 
 def _check_fields(

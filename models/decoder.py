@@ -13,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span
+from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, WeightFormat
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
+from mpjax.kernels.kv_cache.cache import create_pages
+from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models import config_json, parameters
-from mpjax.models.attention import Attention, GroupedQuerySpec
+from mpjax.models import config_json, parameters, tables
+from mpjax.models.attention import AttentionModule, GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
+from mpjax.models.experts import ExpertsSpec
 from mpjax.models.layers import RMSNorm, rotary_frequencies
 from mpjax.models.mlp import MLP, GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
@@ -30,7 +33,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.attention: Attention = spec.attention.build(config, rngs)
+        self.attention = spec.attention.build(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.mlp = spec.mlp.build(config, rngs)
 
@@ -51,11 +54,12 @@ class DecoderLayer(nnx.Module):
         also round activations to the 8-bit format that the next weight asks for.
         """
         cached = span is not None
+        attention: AttentionModule = self.attention
         mlp: MLP = self.mlp
-        format = self.attention.qkv.activations if cached else None
+        format = attention.activations if cached else None
         residual, x = self.attention_norm.add(terms, residual, format)
-        attended, pages = self.attention.attend(x, angles, pages, span)
-        terms = self.attention.output.terms(attended)
+        attended, pages = attention.attend(x, angles, pages, span)
+        terms = attention.terms(attended)
         format = mlp.activations if cached else None
         residual, x = self.mlp_norm.add(terms, residual, format)
         return mlp.terms(x, quantized=cached), residual, pages
@@ -68,11 +72,12 @@ class DecoderLayer(nnx.Module):
         hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
         angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
         """
+        attention: AttentionModule = self.attention
         mlp: MLP = self.mlp
         x = self.attention_norm(hidden)
-        attended, _ = self.attention.attend(x, angles, None, None)
-        found = {"attention.qkv": x, "attention.output": attended}
-        hidden = hidden + self.attention.output(attended)
+        attended, _ = attention.attend(x, angles, None, None)
+        found = {f"attention.{path}": read for path, read in attention.inputs(x, attended).items()}
+        hidden = hidden + attention.terms(attended).sum(0).astype(hidden.dtype)
         x = self.mlp_norm(hidden)
         found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}
         return hidden + mlp.terms(x, quantized=False).sum(0).astype(hidden.dtype), found
@@ -107,23 +112,19 @@ class Decoder(nnx.Module):
     """
 
     names: ClassVar[Names] = parameters.NAMES
-    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec)
+    specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec, ExpertsSpec)
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         require_type("config", config, DecoderConfig)
         require_type("rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
         require_sound(config)
         self.config = config
-        shape = (config.vocab_size, config.hidden_size)
-        initial = nnx.initializers.normal(0.02)
-        self.embedding = nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
+        self.embedding = self._create_table(parameters.EMBEDDING, rngs)
         self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
         self.cache_scales: CacheScales | None = nnx.data(None)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         tied = config.tie_word_embeddings
-        self.head = (
-            None if tied else nnx.Param(initial(rngs.params(), shape, jnp.dtype(config.dtype)))
-        )  # [vocabulary, hidden], as the embedding
+        self.head = None if tied else self._create_table(parameters.HEAD, rngs)
 
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> DecoderConfig:
@@ -151,7 +152,7 @@ class Decoder(nnx.Module):
 
     @classmethod
     def linear_places(cls, config: DecoderConfig) -> list[LinearPlace]:
-        """Places of all linear maps of the layers, in the module and in files."""
+        """Places of all linear maps, in the module and in files: of layers, and packed tables."""
         return parameters.linear_places(config, cls.names)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -162,8 +163,9 @@ class Decoder(nnx.Module):
         """
         tokens = self._read_tokens(tokens)
         _require_positions(self.config, tokens.shape[1])
-        starts = jnp.zeros(tokens.shape[0], jnp.int32)
-        hidden, _ = self._hidden(tokens, starts, None, None)
+        positions = jnp.arange(tokens.shape[1])[None]
+        positions = jnp.zeros((tokens.shape[0], 1), jnp.int32) + positions
+        hidden, _ = self._hidden(tokens, positions, None, None)
         return self._logits(hidden)
 
     def step(
@@ -211,12 +213,58 @@ class Decoder(nnx.Module):
         if is_known((cache.lengths, counts)):
             ends = np.asarray(cache.lengths) + np.asarray(counts)
             _require_positions(self.config, int(ends.max()))
-        span = Span(cache.block_tables, cache.lengths, counts, fresh)
-        hidden, layers = self._hidden(tokens, cache.lengths, cache.layers, span)
+        span = Span(
+            cache.block_tables,
+            cache.lengths,
+            counts,
+            fresh,
+            residual_pages=cache.residual_pages,
+        )
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])[None]
+        hidden, layers = self._hidden(tokens, positions, cache.layers, span)
         if not every_position:
             last = jnp.maximum(counts - 1, 0)
             hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
+        return self._logits(hidden), cache
+
+    def step_varlen(
+        self,
+        tokens: jax.Array,
+        counts: jax.Array,
+        cache: PagedKVCache,
+        *,
+        encoded: jax.Array | None = None,
+        every_position: bool = False,
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Adds varlen tokens to the cache, as `step` adds padded ones, for use under `jit`.
+
+        tokens: int32 [tokens], those of all sequences one after another, and padding behind them.
+        counts: int32 [batch], the number of each sequence's new tokens.
+        encoded: as in Span, for sequences that begin behind a shared prefix.
+        every_position: whether to return logits after each token (static).
+
+        New tokens read earlier keys and values, and their own, from the cache in its format. In
+        formats with blocks they have the logits of steps of single tokens if no sequence's tokens
+        pass the end of a block.
+
+        Returns float32 logits and the next cache. Logits are [batch, vocabulary], after each
+        sequence's last token, without meaning for sequences without new tokens; or with
+        every_position [tokens, vocabulary]. Nothing is checked.
+        """
+        found = tokens_of(counts, len(tokens))
+        positions = cache.lengths[found.sequence] + found.number
+        span = Span(
+            cache.block_tables,
+            cache.lengths,
+            counts,
+            residual_pages=cache.residual_pages,
+            encoded=encoded,
+        )
+        hidden, layers = self._hidden(tokens, positions, cache.layers, span)
+        if not every_position:
+            hidden = hidden[jnp.maximum(span.offsets + counts - 1, 0)]
+        cache = dataclasses.replace(cache, layers=layers, lengths=span.ends)
         return self._logits(hidden), cache
 
     def create_cache(
@@ -230,6 +278,35 @@ class Decoder(nnx.Module):
         Warns where the format has a scale for each head and cache_scales are for each channel: the
         cache's scales are 1 then.
         """
+        layout, scales = self._cache_layout(format, page_size)
+        return PagedKVCache.create(
+            layout,
+            layers=self.config.num_layers,
+            batch=batch,
+            max_tokens=max_tokens,
+            scales=scales,
+        )
+
+    def create_pages(
+        self, pages: int, sequences: int, format: KVFormat | str, page_size: int = 128
+    ) -> tuple[KVPages, ...]:
+        """Empty pages of each layer, as those of `create_cache`, that belong to no sequence yet.
+
+        pages: their number. sequences: the number of residuals, for formats with blocks.
+        """
+        layout, scales = self._cache_layout(format, page_size)
+        return create_pages(
+            layout,
+            layers=self.config.num_layers,
+            pages=pages,
+            sequences=sequences,
+            scales=scales,
+        )
+
+    def _cache_layout(
+        self, format: KVFormat | str, page_size: int
+    ) -> tuple[KVLayout, jax.Array | None]:
+        """The layout of the model's cache, and the model's cache_scales if the format uses them."""
         config, scales, format = self.config, None, KVFormat.of(format)
         if self.cache_scales is not None:
             found = as_array("cache_scales", self.cache_scales.get_value())
@@ -239,27 +316,58 @@ class Decoder(nnx.Module):
                 warnings.warn(
                     f"the model's cache_scales are for channels, and {format} has scales of heads, "
                     f"which are 1 now: measure them with mpjax.calibrate_cache for {format}",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
         layout = KVLayout(
             config.num_kv_heads, config.head_dim, format, page_size, dtype=config.dtype
         )
-        return PagedKVCache.create(
-            layout,
-            layers=config.num_layers,
-            batch=batch,
-            max_tokens=max_tokens,
-            scales=scales,
-        )
+        return layout, scales
 
     def angles(self, positions: jax.Array) -> jax.Array:
-        """Angles of the rotary embedding, float32 [batch, tokens, head dim / 2].
+        """Angles of the rotary embedding, float32 [..., head dim / 2].
 
-        positions: int32 [batch, tokens].
+        positions: int32 [batch, tokens], or varlen [tokens].
         """
         config = self.config
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        return positions[..., None].astype(jnp.float32) * frequencies[None, None]
+        angles = positions[..., None].astype(jnp.float32)
+        return angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """The residual stream before the first layer, [batch, tokens, hidden].
+
+        tokens: int [batch, tokens]. Raises ValueError as calling the model does.
+        """
+        return tables.look_up(self.embedding, self._read_tokens(tokens), self.config.dtype)
+
+    def pack_table(self, path: str, format: WeightFormat | str) -> None:
+        """Rounds a table, the `embedding` or the `head`, to nearest in a packed format, in place.
+
+        A tied table is the `embedding`. Raises ValueError for another path, for a table that is
+        packed already, and for weights that the format can't hold.
+        """
+        format = WeightFormat.of(format)
+        config = self.config
+        plain = [table for table in config.tables if table not in config.packed_tables]
+        if not isinstance(path, str) or path not in plain:
+            raise ValueError(
+                f"path is {shown(path)}: expected a table that is not packed, of {plain}"
+            )
+        if not format.is_packed:
+            raise ValueError(f"{format} is not packed: expected a format such as uint8:gK")
+        try:
+            packed = tables.pack(getattr(self, path), format)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        setattr(self, path, nnx.data(None))  # a Param can't become a module at once
+        setattr(self, path, packed)
+        both = *config.packed_tables, path
+        self.config = dataclasses.replace(config, packed_tables=tuple(sorted(both)))
+
+    def _create_table(self, path: str, rngs: nnx.Rngs) -> tables.Table:
+        config = self.config
+        shape = config.vocab_size, config.hidden_size
+        return tables.create(path in config.packed_tables, shape, config.dtype, rngs)
 
     def _read_tokens(self, tokens: Any) -> jax.Array:
         tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
@@ -275,13 +383,23 @@ class Decoder(nnx.Module):
     def _hidden(
         self,
         tokens: jax.Array,
-        starts: jax.Array,
+        positions: jax.Array,
         pages: tuple[KVPages, ...] | None,
         span: Span | None,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
-        positions = starts[:, None] + jnp.arange(tokens.shape[1])[None]  # [batch, tokens]
+        """Embeds tokens, runs all layers and the final norm.
+
+        tokens: int [batch, tokens]. positions: int32 [batch, tokens], of each token.
+        pages, span: every layer's part of the cache, and where the new tokens lie in it; both None
+            for whole sequences without a cache.
+
+        Returns the hidden states [batch, tokens, hidden], and the pages with the new keys and
+        values, which are empty without a cache.
+        """
         angles = self.angles(positions)
-        terms = jnp.take(self.embedding.get_value(), tokens, axis=0)[None]
+        # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
+        # stream. Before the first layer, the embedding is the only term, and there is no residual.
+        terms = tables.look_up(self.embedding, tokens, self.config.dtype)[None]
         residual = None
         written = []
         for index, layer in enumerate(self.layers):
@@ -297,9 +415,8 @@ class Decoder(nnx.Module):
         return hidden, tuple(written)
 
     def _logits(self, hidden: jax.Array) -> jax.Array:
-        head = (self.embedding if self.head is None else self.head).get_value()
         with jax.named_scope("head"):
-            return jnp.einsum("...h,vh->...v", hidden, head, preferred_element_type=jnp.float32)
+            return tables.logits(self.embedding if self.head is None else self.head, hidden)
 
 
 def _require_positions(config: DecoderConfig, tokens: int) -> None:

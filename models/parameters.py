@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
 
-from mpjax.models.config import DecoderConfig
+from mpjax.models.config import DecoderConfig, LinearMaps
 from mpjax.models.join import join, split
 from mpjax.models.layers import FusedLinear, Linear
+from mpjax.models.stack import stack, unstack
 
 # For each path in the Decoder, the name of the tensor in Hugging Face's files. For linear maps, the
 # names are of modules, to which `.weight` or a scheme's suffix is added. Paths inside a layer leave
-# out `layers.<number>.`, and `{layer}` in a name stands for the number.
+# out `layers.<number>.`, and `{layer}` in a name stands for the number, as `{expert}` stands for
+# that of an expert.
 Names = Mapping[str, str | tuple[str, ...]]
 
 NAMES: Names = {
@@ -44,9 +46,12 @@ NAMES: Names = {
 }
 
 
+EMBEDDING, HEAD = TABLES = ("embedding", "head")  # paths
+
+
 @dataclasses.dataclass(frozen=True)
 class ArrayPlace:
-    """A parameter that is never quantised: an embedding, a head, the weight of a norm.
+    """A parameter that is not quantised: the weight of a norm, a table that is not packed.
 
     path: of the nnx.Param in the Decoder, such as `layers.0.mlp_norm.weight`.
     name: of the tensor in Hugging Face's files. shape: of both.
@@ -69,7 +74,9 @@ class ArrayPlace:
 class LinearPlace:
     """Place of linear maps of one input, which the module computes as one product where it can.
 
-    A module that holds its maps in another way, such as experts in a stack, has a subclass.
+    A packed table is one, too: the head maps hidden states to logits, and the embedding is such a
+    map's transpose. A module that holds its maps in another way, such as experts in a stack, has a
+    subclass.
 
     path: of the Linear or FusedLinear in the Decoder, such as `layers.0.attention.qkv`.
     names: of the maps in Hugging Face's files, such as `model.layers.0.self_attn.q_proj`.
@@ -81,6 +88,11 @@ class LinearPlace:
     shapes: tuple[tuple[int, int], ...]
     bias: bool
 
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a packed table, the embedding or the head, and in no layer."""
+        return self.path in TABLES
+
     def parts(self, model: nnx.Module) -> list[Linear]:
         """The Linear at the path, or the parts of the FusedLinear at the path."""
         node = find(model, self.path)
@@ -90,9 +102,14 @@ class LinearPlace:
         """Kernels of the parts, plain arrays or QuantizedTensors."""
         return [part.kernel.get_value() for part in self.parts(model)]
 
-    def join(self, maps: Sequence[Linear]) -> list[Linear]:
+    @property
+    def joined_maps(self) -> int:
+        """The number of maps that `join` holds at a time, beside what it joins them to."""
+        return len(self.names)
+
+    def join(self, maps: Iterable[Linear]) -> list[Linear]:
         """Joins one Linear for each of `names` into parts: one, or as many where formats differ."""
-        return join(maps)
+        return join(list(maps))
 
     def maps(self, model: nnx.Module) -> list[Linear]:
         """One Linear for each name: undoes `join`."""
@@ -102,7 +119,7 @@ class LinearPlace:
         [joint] = parts
         return split(joint, [outputs for _, outputs in self.shapes])
 
-    def part_shapes(self, count: int) -> list[tuple[int, int]]:
+    def part_shapes(self, count: int) -> list[tuple[int, ...]]:
         """Kernel shapes (in, out) of `count` parts: one part for all maps, or a part for each.
 
         Raises ValueError for another count.
@@ -122,11 +139,52 @@ class LinearPlace:
             _replace(model, self.path, *parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertPlace(LinearPlace):
+    """Place of the linear maps of all experts, which the module holds as one stack.
+
+    path: of a Linear with a kernel [experts, in, out]. names, shapes: of all maps of the first
+    expert, then of the next. experts: their number.
+    """
+
+    experts: int
+
+    @property
+    def joined_maps(self) -> int:
+        """The number of maps of an expert: `join` takes one expert after another."""
+        return len(self.names) // self.experts
+
+    def join(self, maps: Iterable[Linear]) -> list[Linear]:
+        """Joins the maps of each expert, and stacks the experts: a list of one Linear.
+
+        Raises ValueError where formats differ.
+        """
+        return [stack(maps, self.names, self.joined_maps)]
+
+    def maps(self, model: nnx.Module) -> list[Linear]:
+        """One Linear for each name: undoes `join`."""
+        [stacked] = self.parts(model)
+        sizes = [outputs for _, outputs in self.shapes[: self.joined_maps]]
+        return [each for one in unstack(stacked, self.experts) for each in split(one, sizes)]
+
+    def part_shapes(self, count: int) -> list[tuple[int, ...]]:
+        """The shape [experts, in, out] of the stack, which is one part."""
+        if count != 1:
+            raise ValueError(f"{self.path} has {count} parts: expected 1")
+        inputs, outputs = self.shapes[0][0], sum(n for _, n in self.shapes[: self.joined_maps])
+        return [(self.experts, inputs, outputs)]
+
+
 def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
-    """Places of all parameters outside linear maps, in the order of the computation."""
+    """Places of all parameters outside linear maps, in the order of the computation.
+
+    Tables that are packed are linear maps.
+    """
     hidden = (config.hidden_size,)
     table = (config.vocab_size, config.hidden_size)
-    places = [ArrayPlace("embedding", name_of(names, "embedding"), table)]
+    plain = [path for path in config.tables if path not in config.packed_tables]
+    tables = [ArrayPlace(path, name_of(names, path), table) for path in plain]
+    places = [place for place in tables if place.path == EMBEDDING]
     for number, layer in enumerate(config.layers):
         shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": hidden}
         shapes |= {f"attention.{path}": s for path, s in layer.attention.arrays(config).items()}
@@ -137,24 +195,34 @@ def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
             for path, shape in shapes.items()
         ]
     places.append(ArrayPlace("norm.weight", name_of(names, "norm.weight"), hidden))
-    if not config.tie_word_embeddings:
-        places.append(ArrayPlace("head", name_of(names, "head"), table))
-    return places
+    return places + [place for place in tables if place.path == HEAD]
 
 
 def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
-    """Places of all linear maps of the layers, in the order of the computation."""
-    return [
-        LinearPlace(
-            f"layers.{number}.{half}.{maps.path}",
-            names_of(names, f"{half}.{maps.path}", number),
-            maps.shapes,
-            maps.bias,
-        )
+    """Places of all linear maps in the order of the computation: of layers, and packed tables."""
+    shape = config.hidden_size, config.vocab_size
+    tables = [
+        LinearPlace(path, (name_of(names, path).removesuffix(".weight"),), (shape,), False)
+        for path in config.packed_tables
+    ]
+    layers = [
+        _place(names, f"{half}.{maps.path}", maps, number)
         for number, layer in enumerate(config.layers)
         for half, spec in (("attention", layer.attention), ("mlp", layer.mlp))
         for maps in spec.linear_maps(config)
     ]
+    first = [place for place in tables if place.path == EMBEDDING]
+    return first + layers + [place for place in tables if place.path == HEAD]
+
+
+def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlace:
+    found, at = names_of(names, path, number), f"layers.{number}.{path}"
+    if maps.experts is None:
+        return LinearPlace(at, found, maps.shapes, maps.bias)
+    each = tuple(
+        name.replace("{expert}", str(expert)) for expert in range(maps.experts) for name in found
+    )
+    return ExpertPlace(at, each, maps.shapes * maps.experts, maps.bias, maps.experts)
 
 
 def names_of(names: Names, path: str, layer: int = 0) -> tuple[str, ...]:

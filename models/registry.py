@@ -10,13 +10,18 @@ from mpjax.models.config import ConfigError
 from mpjax.models.decoder import Decoder
 from mpjax.models.llama import Llama
 from mpjax.models.mistral import Mistral
+from mpjax.models.mixtral import Mixtral
 from mpjax.models.qwen import Qwen2, Qwen3
+from mpjax.models.qwen_moe import Qwen2MoE, Qwen3MoE
 
 FAMILIES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
+    "MixtralForCausalLM": Mixtral,
     "Qwen2ForCausalLM": Qwen2,
+    "Qwen2MoeForCausalLM": Qwen2MoE,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3MoE,
 }
 
 

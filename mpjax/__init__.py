@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from mpjax.calibration import calibrate_cache
     from mpjax.checkpoint.exporting import export
     from mpjax.checkpoint.saving import save
+    from mpjax.comparison import Comparison, compare
     from mpjax.decoding import GeneratedTokens, generate_tokens
+    from mpjax.engine.engine import Engine
     from mpjax.evaluation import Evaluation, evaluate
     from mpjax.generation import Generation, TextPiece, generate, stream, stream_batch
     from mpjax.language_model import LanguageModel
@@ -38,6 +40,8 @@ plain_names.install()
 
 __all__ = [
     "Calibration",
+    "Comparison",
+    "Engine",
     "Evaluation",
     "GeneratedTokens",
     "Generation",
@@ -48,6 +52,7 @@ __all__ = [
     "TextPiece",
     "bundled_model",
     "calibrate_cache",
+    "compare",
     "evaluate",
     "export",
     "generate",
@@ -62,6 +67,8 @@ __all__ = [
 
 _MODULES = {
     "Calibration": "quantization.api",
+    "Comparison": "comparison",
+    "Engine": "engine.engine",
     "Evaluation": "evaluation",
     "GeneratedTokens": "decoding",
     "Generation": "generation",
@@ -72,6 +79,7 @@ _MODULES = {
     "TextPiece": "generation",
     "bundled_model": "loading",
     "calibrate_cache": "calibration",
+    "compare": "comparison",
     "evaluate": "evaluation",
     "export": "checkpoint.exporting",
     "generate": "generation",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ def count_blocks(model: Decoder) -> BlockCount | None:
     wide = total = 0
     for linear in _mixed(model):
         kernel: Any = linear.kernel.get_value()
-        bits, count = kernel.activation_bits, kernel.parameters.shape[-2]
+        bits, count = kernel.activation_bits, math.prod(kernel.parameters.shape[:-1])
         if bits is not None and not hasattr(bits, "__array__"):
             return None
         wide += count if bits is None else int((np.asarray(bits) == 8).sum())
@@ -51,7 +52,7 @@ def set_uncalibrated(model: Decoder, precision: Precision) -> None:
         )
     for linear in linears if precision.wide_blocks == 0 else []:
         kernel: Any = linear.kernel.get_value()
-        bits = jnp.full(kernel.parameters.shape[-2], 4, jnp.uint8)
+        bits = jnp.full(kernel.parameters.shape[:-1], 4, jnp.uint8)
         linear.kernel.set_value(dataclasses.replace(kernel, activation_bits=bits))
 
 

@@ -93,17 +93,22 @@ class Job:
 
 
 def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
-    """Generates; yields the same Batch after prefill and again after each chunk of decoding.
+    """Generates in steps: yields one Batch after prefill, and again after each chunk of decoding.
 
-    watch: whether to decode in chunks of CHUNK steps also without stop strings, for streaming;
-    otherwise one chunk is all of decoding. Errors are those of `generate`.
+    A chunk has CHUNK decoding steps if there are stop strings, which only the host can see, or if
+    the caller watches; otherwise it is all of decoding. The batch is updated in place between
+    yields. Errors are those of `generate`.
+
+    watch: whether the caller shows tokens while they are generated (streaming).
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+    # Check the arguments, and encode the prompts.
     stop, sampling = stop_strings(job.stop), Sampling.of(job.sampling)
     max_new_tokens = most_new_tokens(job.max_new_tokens, sampling.min_new_tokens)
     tokenizer = lm.require_tokenizer()
     encoded = encode(tokenizer, job.prompts, lm.config.vocab_size, job.chat_template)
     _check_lengths(lm, encoded, max_new_tokens)
+    # Pad rows, prompts and room for new tokens to few sizes, each of which compiles a program.
     padded, room = bucket_tokens(max(map(len, encoded))), bucket_tokens(max_new_tokens)
     rows = _choose_rows(lm, len(encoded), padded, room)
     sampling = pad_sampling(sampling, len(encoded), rows)
@@ -111,8 +116,8 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     keys = row_keys(seeds, len(encoded), rows)
     tokens, lengths = _pad(encoded, rows, padded)
     sampling, ids = sampling.split(tokenizer.stop_ids or lm.config.stop_ids)
-    stop_ids = (*(int(i) for i in np.asarray(ids)), *_special_ids(tokenizer, stop))
-    maximum = np.where(np.arange(rows) < len(encoded), max_new_tokens, 0)
+    stop_ids = (*(int(i) for i in np.asarray(ids)), *special_ids(tokenizer, stop))
+    maximum = np.where(np.arange(rows) < len(encoded), max_new_tokens, 0)  # 0 for padding rows
     limits = Limits.of(rows, stop_ids, maximum, room)
 
     begin = time.perf_counter()
@@ -137,7 +142,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     yield batch
     decode = decode_program(lm.model, state)
     chunk = CHUNK if watch or stop else max_new_tokens
-    done = 1
+    done = 1  # prefill has drawn the first token
     while done < max_new_tokens and not all(row.ended for row in batch.rows):
         batch.stop_rows()
         # Only the time of decoding counts, not the caller's time between two chunks.
@@ -149,7 +154,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
         yield batch
 
 
-def _special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
+def special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
     """Ids of special tokens that are stop strings: they have no text, so they stop by id."""
     named = (tokenizer.backend.token_to_id(text) for text in stop)
     return [i for i in named if i is not None and i in tokenizer.special_ids]

@@ -12,13 +12,14 @@ import numpy as np
 from flax import nnx
 
 from mpjax.arguments import require_documents, require_known_ids
-from mpjax.evaluation import DEFAULT_WINDOW, document_tokens
+from mpjax.evaluation import DEFAULT_WINDOW
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat, KVPages, cache_scales
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.language_model import LanguageModel
 from mpjax.models import CacheScales, Decoder
+from mpjax.windows import document_tokens
 
 
 def calibrate_cache(

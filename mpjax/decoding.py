@@ -249,17 +249,17 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
     """The jitted `decode` for this model and batch, with the state donated.
 
     On Hopper, XLA launches a kernel before the previous one has ended (programmatic dependent
-    launch). That makes sequences of Triton's kernels faster, and steps with warpgroup kernels,
-    which are never launched early, slower; so it is off if any product runs on warpgroups. Inside
-    another `jit` the compiler options are its caller's.
+    launch). Early launches make sequences of Triton's kernels faster, but steps with warpgroup
+    kernels, which are never launched early, slower. So they are off if any product runs on
+    warpgroups. Inside another `jit` the compiler options are its caller's.
     """
     # Under `jit` every new array is a tracer, also where the model and the state are not.
     is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-    in_turn = not is_traced and _has_warpgroups(model, len(state.tokens))
+    in_turn = not is_traced and has_warpgroups(model, len(state.tokens))
     return jit_decode_in_turn if in_turn else jit_decode
 
 
-def _has_warpgroups(model: Decoder, batch: int) -> bool:
+def has_warpgroups(model: Decoder, batch: int) -> bool:
     """Whether any weight is multiplied by a warpgroup kernel in a step of `batch` rows."""
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
     weights = [leaf for leaf in leaves if isinstance(leaf, QuantizedTensor)]

@@ -6,28 +6,23 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.progress
 
-from mpjax.arguments import read_text, require_documents, require_known_ids
+from mpjax import windows
+from mpjax.arguments import read_text, require_documents
 from mpjax.finite import NotFiniteError
-from mpjax.kernels import PagedKVCache, files
+from mpjax.kernels import files
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
-from mpjax.memory import require_free
 from mpjax.models import Decoder
+from mpjax.reading import Caches, read
 from mpjax.sampling import logprobs
-from mpjax.tokenizer import Tokenizer
+from mpjax.windows import Cut
 
 DEFAULT_WINDOW = 1024
-MAXIMUM_CHUNK = 128
-# Logits of a chunk are float32 [batch, chunk, vocabulary]; large vocabularies get shorter chunks.
-LOGITS_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +30,11 @@ class Evaluation:
     """Measures of how well a model predicts texts.
 
     nats_per_token: mean of −ln p over `tokens` predicted tokens. perplexity: its exponential.
-    bits_per_byte: sum of −log2 p over the number of UTF-8 bytes of the texts; comparable between
-        models with different tokenizers.
-    window: the most tokens that a prediction depends on.
+    bits_per_byte: sum of −log2 p over the number of UTF-8 bytes of the texts, or, where these are
+        joined, of the predicted tokens; comparable between models with different tokenizers.
+    window: the most tokens that a window has, or a prediction depends on where documents are apart.
+    stride: the tokens between the beginnings of windows of joined documents; None where each
+        document is read on its own.
     """
 
     perplexity: float
@@ -45,6 +42,7 @@ class Evaluation:
     bits_per_byte: float
     tokens: int
     window: int
+    stride: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +63,7 @@ def evaluate(
     documents: Iterable[str],
     *,
     window: int | None = None,
+    stride: int | None = None,
     batch: int = 8,
     progress: bool | None = None,
 ) -> Evaluation:
@@ -81,41 +80,70 @@ def evaluate(
     documents: a list of texts.
     window: the most tokens that a prediction depends on; the smaller of 1024 and the model's
         positions by default.
+    stride: joins the documents by empty lines and cuts them into windows of `window` tokens, each
+        `stride` tokens after the one before (`mpjax.windows.joined`). With `stride=window` this is
+        the perplexity of papers on quantisation, whose window is 2048.
     batch: number of windows that are read together.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises ValueError for a model without a tokenizer, anything but a list of texts, documents
-    without a token to predict, and a window above the model's positions;
+    without a token to predict, a window above the model's positions, and a stride above the window;
     mpjax.finite.NotFiniteError, a ValueError, for NaN or infinite logits;
     mpjax.memory.DeviceMemoryError, before anything is allocated, where the cache and the logits are
     too large.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-    require_documents(documents)
-    tokenizer = lm.require_tokenizer()
+    batch = whole_number("batch", batch)
+    found = cut(lm, documents, window, stride)
+    sequences = [piece.tokens for piece in found.windows]
+    scores = token_scores(lm, sequences, batch=batch, progress=progress, kind="window")
+    return summarise([score.logprobs for score in scores], found)
+
+
+def read_window(lm: LanguageModel, window: int | None) -> int:
+    """A window that a model can have, or the default. Raises ValueError for a larger one."""
     positions = lm.config.max_position_embeddings
     window = min(DEFAULT_WINDOW, positions) if window is None else whole_number("window", window)
-    batch = whole_number("batch", batch)
     if window > positions:
         raise ValueError(
             f"window is {window}: expected at most {positions}, the positions of this model"
         )
+    return window
+
+
+def cut(lm: LanguageModel, documents: Iterable[str], window: int | None, stride: int | None) -> Cut:
+    """The windows of documents, as `evaluate` describes them. Raises ValueError as it does."""
+    require_documents(documents)
     documents = list(documents)
-    windows = [
-        piece for text in documents for piece in _windows(document_tokens(tokenizer, text), window)
-    ]
-    tokens = sum(len(piece) - 1 for piece in windows)
-    if not tokens:
+    require_documents(documents)  # the items of an iterator, too
+    tokenizer, window = lm.require_tokenizer(), read_window(lm, window)
+    if stride is not None and whole_number("stride", stride) > window:
+        raise ValueError(f"stride is {stride}: expected at most {window}, the window")
+    if stride is None:
+        pieces = windows.apart(tokenizer, documents, window)
+        texts = documents
+    else:
+        pieces = windows.joined(tokenizer, documents, window, stride)
+        texts = [tokenizer.decode(piece.tokens[piece.first :].tolist()) for piece in pieces]
+    if not any(piece.predicted for piece in pieces):
         raise ValueError("documents have no token to predict: expected a text that is not empty")
-    scores = token_scores(lm, windows, batch=batch, progress=progress, kind="window")
-    nats = -math.fsum(np.sum(found.logprobs, dtype=np.float64) for found in scores)
-    characters = sum(len(text.encode()) for text in documents)
+    return Cut(pieces, window, stride, sum(len(text.encode()) for text in texts))
+
+
+def summarise(logprobs: Sequence[np.ndarray], found: Cut) -> Evaluation:
+    """The measures of windows whose tokens but the first have log-probabilities [tokens − 1]."""
+    tokens = sum(piece.predicted for piece in found.windows)
+    nats = -math.fsum(
+        np.sum(one[piece.first - 1 :], dtype=np.float64)
+        for one, piece in zip(logprobs, found.windows, strict=True)
+    )
     return Evaluation(
         perplexity=math.exp(nats / tokens),
         nats_per_token=nats / tokens,
-        bits_per_byte=nats / math.log(2) / characters,
+        bits_per_byte=nats / math.log(2) / found.text_bytes,
         tokens=tokens,
-        window=window,
+        window=found.window,
+        stride=found.stride,
     )
 
 
@@ -136,22 +164,6 @@ def read_held_out(path: str | os.PathLike[str]) -> list[str]:
     return texts
 
 
-def document_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a document, with the bos token (or the eos token without one) in front."""
-    ids = tokenizer.encode(text)
-    start = tokenizer.bos_id
-    if start is None:
-        start = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("eos_token", ""))
-    # Some checkpoints' tokenizers add the bos token themselves.
-    return ids if start is None or ids[:1] == [start] else [start, *ids]
-
-
-def _windows(ids: Sequence[int], window: int) -> Iterator[np.ndarray]:
-    """Cuts ids into pieces of `window` tokens and the next one, which the last of them predicts."""
-    for begin in range(0, len(ids) - 1, window):
-        yield np.asarray(ids[begin : begin + window + 1], np.int32)
-
-
 def token_scores(
     lm: LanguageModel,
     sequences: Sequence[np.ndarray],
@@ -169,65 +181,18 @@ def token_scores(
     Raises ValueError for token ids that the vocabulary lacks; NotFiniteError and DeviceMemoryError
     as `evaluate` does.
     """
-    if not sequences:
-        return []
-    require_known_ids(sequences, lm.config.vocab_size)
-    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-    batch = min(batch, len(order))
-    fitting = LOGITS_BYTES // (batch * lm.config.vocab_size * 4)
-    chunk = min(MAXIMUM_CHUNK, 1 << max(fitting, 1).bit_length() - 1)
-    longest = max(len(sequences[order[0]]) - 1, 1)
-    capacity = -(-longest // chunk) * chunk
-    create = functools.partial(
-        lm.model.create_cache, batch, capacity, lm.kv_format, lm.page_size
-    )  # all batches use this cache: lengths of zero hide an earlier batch's keys and values
-    shapes = jax.tree.leaves(jax.eval_shape(create))
-    needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
-    needed += batch * chunk * lm.config.vocab_size * 4
-    require_free(needed, f"reading {batch} windows of {capacity} tokens with {lm.kv_format}")
-    cache = create()
-    scores: dict[int, TokenScores] = {}
-    console = rich.console.Console(stderr=True, force_terminal=progress or None)
-    shown = console.is_terminal if progress is None else progress
-    with rich.progress.Progress(console=console, transient=True, disable=not shown) as bar:
-        task = bar.add_task("Reading", total=sum(max(len(ids) - 1, 0) for ids in sequences))
-        for first in range(0, len(order), batch):
-            group = order[first : first + batch]
-            padded = np.zeros((batch, capacity + 1), np.int32)
-            counts = np.zeros(batch, np.int32)
-            for row, index in enumerate(group):
-                counts[row] = max(len(sequences[index]) - 1, 0)
-                padded[row, : len(sequences[index])] = sequences[index]
-            cache = dataclasses.replace(cache, lengths=jnp.zeros(batch, jnp.int32))
-            parts = []
-            # At least one chunk is read, so that there is something to concatenate.
-            for begin in range(0, max(int(counts.max()), 1), chunk):
-                tokens = padded[:, begin : begin + chunk + 1]
-                real = np.clip(counts - begin, 0, chunk)
-                part, cache = _score(lm.model, tokens, real, cache)
-                parts.append(part)
-            chances, greedy = (
-                np.concatenate(arrays, 1) for arrays in zip(*jax.device_get(parts), strict=True)
-            )
-            for row, index in enumerate(group):
-                end = counts[row]  # the scores of padding follow
-                scores[index] = TokenScores(chances[row, :end], greedy[row, :end])
-                if np.isnan(chances[row, :end]).any():
-                    raise NotFiniteError(kind, index, lm.config.dtype)
-            bar.advance(task, int(counts.sum()))
-    return [scores[index] for index in range(len(sequences))]
+    found = read([lm], _score, sequences, batch=batch, progress=progress)
+    for index, (chances, _) in enumerate(found):
+        if np.isnan(chances).any():
+            raise NotFiniteError(kind, index, lm.config.dtype)
+    return [TokenScores(*arrays) for arrays in found]
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
+@functools.partial(jax.jit, donate_argnames="caches")
 def _score(
-    model: Decoder, tokens: jax.Array, counts: jax.Array, cache: PagedKVCache
-) -> tuple[tuple[jax.Array, jax.Array], PagedKVCache]:
-    """Scores of tokens[:, 1:] and the next cache.
-
-    tokens: int32 [batch, chunk + 1]. counts: int32 [batch], tokens of each row that are read.
-    Scores are log-probabilities float32 and whether a token is the most likely one, bool, both
-    [batch, chunk].
-    """
-    logits, cache = model.step(tokens[:, :-1], counts, cache, every_position=True)
+    models: tuple[Decoder, ...], tokens: jax.Array, counts: jax.Array, caches: Caches
+) -> tuple[tuple[jax.Array, ...], Caches]:
+    """Log-probabilities float32, and whether a token is the most likely one; see `Score`."""
+    logits, cache = models[0].step(tokens[:, :-1], counts, caches[0], every_position=True)
     targets = tokens[:, 1:]
-    return (logprobs(logits, targets), logits.argmax(-1) == targets), cache
+    return (logprobs(logits, targets), logits.argmax(-1) == targets), (cache,)

@@ -17,13 +17,14 @@ import numpy as np
 import rich.console
 from rich.progress import track
 
-from mpjax.evaluation import document_tokens, token_scores
+from mpjax.evaluation import token_scores
 from mpjax.finite import NotFiniteError
 from mpjax.generation import generate
 from mpjax.harness_arguments import GenerationArguments, generation_arguments
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import load
+from mpjax.windows import document_tokens
 
 try:
     from lm_eval.api.instance import Instance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from flax import nnx
 from mpjax.activation_widths import count_blocks
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.kernels.kv_cache.layout import read_page_size
-from mpjax.models import Decoder, DecoderConfig, LinearPlace
+from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
 from mpjax.tokenizer_files import explain_missing
 
 MEGABYTE = 1e6
+PARAMETER_BITS = 32  # a word for each group and output channel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,25 @@ class LanguageModel:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
 
     @property
+    def bits_per_weight(self) -> float:
+        """Mean bits of a weight of the layers' linear maps, with 32 of each group's parameters.
+
+        The padding of a small weight, which `nbytes` has, does not count.
+        """
+        bits = weights = 0
+        for place in self.model.linear_places(self.config):
+            for kernel in place.kernels(self.model):
+                count = math.prod(kernel.shape)
+                weights += count
+                if isinstance(kernel, QuantizedTensor):
+                    channels, format = kernel.shape[-2], kernel.format
+                    bits += count * format.bits
+                    bits += count // channels * PARAMETER_BITS * format.groups(channels)
+                else:
+                    bits += 8 * kernel.nbytes
+        return bits / weights
+
+    @property
     def num_parameters(self) -> int:
         """Number of the model's weights; a packed weight counts as one, whatever its bits."""
         total = sum(math.prod(place.shape) for place in self.model.array_places(self.config))
@@ -77,18 +98,21 @@ class LanguageModel:
         checkpoint that the model came from.
         """
         bits = jnp.dtype(self.config.dtype).itemsize * 8
-        return str(Precision.mixed(weight_formats(self.model), self.kv_format, bits))
+        precision = Precision.mixed(weight_formats(self.model), self.kv_format, bits)
+        return str(precision.with_tables(packed_tables(self.model)))
 
     def summary(self) -> dict[str, Any]:
         """Facts about the model in JSON's types, as `mpjax info --json` prints them.
 
         `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
+        each weight format. `tables` has the bytes and the format of the embedding and, unless it is
+        tied to the embedding, of the head.
         each weight format. `eight_bit_blocks` is the number of blocks of activations in 8 bits, and
         of all, in W4Ax, and otherwise None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
-        for place in places:
+        for place in _of_layers(places):
             count = counts.setdefault(place.path.split(".", 2)[2], {})
             formats = " | ".join(_formats(self.model, place))
             count[formats] = count.get(formats, 0) + 1
@@ -110,6 +134,7 @@ class LanguageModel:
             "cache_scales": self._cache_scales(),
             "linear_maps": counts,
             "eight_bit_blocks": count_blocks(self.model),
+            "tables": {path: self._table(path) for path in config.tables},
         }
 
     def describe(self) -> list[tuple[str, str]]:
@@ -135,6 +160,9 @@ class LanguageModel:
         if (blocks := found["eight_bit_blocks"]) is not None:
             share = f"{blocks.wide} of {blocks.total} blocks, {blocks.wide / blocks.total:.1%}"
             rows.append(("activations in 8 bits", f"{share}; the others in 4"))
+        for path, table in found["tables"].items():
+            tied = ", and the head is tied to it" if len(found["tables"]) == 1 else ""
+            rows.append((path, f"{table['format']}, {table['bytes'] / MEGABYTE:,.1f} MB{tied}"))
         for kind, count in found["linear_maps"].items():
             text = ", ".join(
                 f"{name} in {layers} layer{'s' if layers > 1 else ''}"
@@ -143,6 +171,11 @@ class LanguageModel:
             rows.append((kind, text))
         return rows
 
+    def _table(self, path: str) -> dict[str, Any]:
+        table = getattr(self.model, path)
+        value = (table.kernel if isinstance(table, Linear) else table).get_value()
+        return {"format": _describe(value), "bytes": value.nbytes}
+
     def _cache_scales(self) -> str | None:
         if self.model.cache_scales is None:
             return None
@@ -150,19 +183,37 @@ class LanguageModel:
 
 
 def weight_formats(model: Decoder) -> set[WeightFormat]:
-    """Weight formats of a model's linear maps; a plain kernel of any dtype counts as bfloat16."""
+    """Weight formats of the linear maps of a model's layers; plain kernels count as bfloat16."""
     return {
         kernel.format if isinstance(kernel, QuantizedTensor) else WeightFormat("bfloat16")
-        for place in model.linear_places(model.config)
+        for place in _of_layers(model.linear_places(model.config))
         for kernel in place.kernels(model)
     }
 
 
+def packed_tables(model: Decoder) -> dict[str, WeightFormat]:
+    """The formats of packed tables, by `head` and `embedding`; of a tied table by both."""
+    found = {
+        place.path: kernel.format
+        for place in model.linear_places(model.config)
+        for kernel in place.kernels(model)
+        if place.is_table and isinstance(kernel, QuantizedTensor)
+    }
+    if model.config.tie_word_embeddings and "embedding" in found:
+        found["head"] = found["embedding"]
+    return found
+
+
+def _of_layers(places: Iterable[LinearPlace]) -> list[LinearPlace]:
+    return [place for place in places if not place.is_table]
+
+
 def _formats(model: Decoder, place: LinearPlace) -> list[str]:
     """The W part of the precision, such as `W4`, of each part of a linear map."""
-    return [
-        describe_weights(kernel.format)
-        if isinstance(kernel, QuantizedTensor)
-        else f"W{kernel.dtype.itemsize * 8}"
-        for kernel in place.kernels(model)
-    ]
+    return [_describe(kernel) for kernel in place.kernels(model)]
+
+
+def _describe(kernel: Any) -> str:
+    if isinstance(kernel, QuantizedTensor):
+        return describe_weights(kernel.format)
+    return f"W{kernel.dtype.itemsize * 8}"

@@ -14,12 +14,14 @@ from mpjax.activation_widths import set_uncalibrated
 from mpjax.arguments import compute_dtype, positive_whole
 from mpjax.checkpoint import CheckpointError, foreign, huggingface, restoring, staging
 from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
+from mpjax.checkpoint.folder import CONFIG_NAME
+from mpjax.checkpoint.gguf.header import is_gguf
+from mpjax.checkpoint.locate import locate
 from mpjax.kernels import KVFormat
 from mpjax.kernels.checks import shown
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.language_model import LanguageModel
 from mpjax.precision import Precision
-from mpjax.tokenizer import Tokenizer
 
 # Files that loading reads; a repository often has the same weights in other formats too.
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
@@ -39,11 +41,13 @@ def load(
     """Loads a model, with its tokenizer if it has one, onto the default device.
 
     path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ, FP8 or
-        compressed-tensors' integers), a folder that `mpjax.save` wrote, or a hub id such as
-        `Qwen/Qwen3-8B-AWQ`, which is fetched first.
+        compressed-tensors' integers), a GGUF file, a folder that `mpjax.save` wrote, or a hub id
+        such as `Qwen/Qwen3-8B-AWQ` or `Qwen/Qwen3-8B-GGUF/Qwen3-8B-Q8_0.gguf`, which is fetched
+        first.
     precision: such as `W4A16KV8`; docs/precision.md lists them. A 16-bit checkpoint's linear maps
-        are rounded to nearest if the precision has fewer bits. A quantised checkpoint must already
-        have the precision's weight format; only `sym` need not match, because the zero points
+        are rounded to nearest if the precision has fewer bits, and so are those of a GGUF file if
+        they have another format. Another quantised checkpoint must already have the precision's
+        weight format; only `sym` need not match, because the zero points
         decide. Several W parts, as in `W16+W4A16KV8`, must all be in the checkpoint;
         `lm.precision` of a loaded model is always accepted. By default the weights keep their
         format, and the KV cache has 16 bits, or its format when the model was saved. FP8 weights
@@ -78,14 +82,14 @@ def load(
             folder, precision=precision, dtype=dtype, verify=verify, progress=progress
         )
         return _with_limits(lm, max_positions, page_size)
-    if not os.path.lexists(folder / huggingface.CONFIG_NAME):
+    if not folder.is_file() and not os.path.lexists(folder / CONFIG_NAME):
         raise CheckpointError(
-            f"{folder} has neither {huggingface.CONFIG_NAME} nor {DESCRIPTION_NAME}: "
+            f"{folder} has neither {CONFIG_NAME} nor {DESCRIPTION_NAME}: "
             f"expected a Hugging Face checkpoint, or one that mpjax saved{foreign.describe(folder)}"
         )
-    has_tokenizer = os.path.lexists(folder / "tokenizer.json")
-    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
-    model = huggingface.load(folder, precision=precision, dtype=dtype, progress=progress)
+    source = locate(folder)
+    tokenizer = source.read_tokenizer()
+    model = huggingface.load(source, precision=precision, dtype=dtype, progress=progress)
     if precision is not None:
         set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv
@@ -106,40 +110,49 @@ def bundled_model() -> Path:
 
 
 def find_folder(path_or_id: str | os.PathLike[str]) -> Path:
-    """The folder at a path, or the folder of a hub id's files, which are fetched first.
+    """The folder or GGUF file at a path, or of a hub id's files, which are fetched first.
 
-    Raises CheckpointError for a path that is not a folder, and where the hub gives no files.
+    Raises CheckpointError for another path, and where the hub gives no files.
     """
     if not isinstance(path_or_id, str | os.PathLike):
         raise ValueError(f"the model is {shown(path_or_id)}: expected a folder's path or a hub id")
     path = _parse_path(path_or_id)
     if not path.exists():  # a save that was killed may have moved it away
         staging.clean_up(path)
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return path
     if os.path.lexists(path):
         kind = "a file" if path.is_file() else "not a folder"
-        remedy = f"; {foreign.REMEDIES['*.gguf']}" if path.suffix == ".gguf" else ""
-        raise CheckpointError(f"{path} is {kind}: expected the folder of a checkpoint{remedy}")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path_or_id)):
         raise CheckpointError(
-            f"{path} does not exist: expected a checkpoint folder, or a hub id of the form "
-            "owner/name, such as Qwen/Qwen3-8B-AWQ"
+            f"{path} is {kind}: expected the folder of a checkpoint, or a GGUF file"
         )
+    hub_id = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:/([\w./-]+\.gguf))?", str(path_or_id))
+    if hub_id is None:
+        raise CheckpointError(
+            f"{path} does not exist: expected a checkpoint folder, a GGUF file, or a hub id of the "
+            "form owner/name, such as Qwen/Qwen3-8B-AWQ"
+        )
+    return _fetch(*hub_id.groups())
+
+
+def _fetch(repository: str, file: str | None) -> Path:
+    """The folder of a repository on the hub, or one GGUF file of it."""
     try:
         import huggingface_hub
     except ImportError as error:
         raise CheckpointError(
-            f"{path_or_id} is not a folder here; to fetch it from the Hugging Face hub, "
+            f"{repository} is not a folder here; to fetch it from the Hugging Face hub, "
             'pip install "mpjax[hub]"'
         ) from error
     try:
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(repository, file))
         fetched = huggingface_hub.snapshot_download(
-            str(path_or_id), allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
+            repository, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED
         )
     except (OSError, ValueError) as error:  # errors of the hub's client: offline, or refused
         raise CheckpointError(
-            f"{path_or_id} is not a folder here, and the hub did not give it: {error}"
+            f"{repository} is not a folder here, and the hub did not give it: {error}"
         ) from error
     return Path(fetched)
 

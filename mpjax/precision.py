@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import nearest, shown
@@ -35,6 +35,9 @@ _FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
 _ACTIVATIONS = {"16": None, "8": "int8", "FP8": "float8", "x": "int8"}
 _W_PART = r"W([A-Z]*\d+)(?:g(\d+|K))?(sym)?"
 _A_PART = r"A(X\d*|[A-Z]*\d+)"
+_TABLE_PART = r"([A-Z]*\d+)(?:g(\d+|K))?(?:A([A-Z]*\d+))?"
+# The usual group size of a table's codes, where it is not that of linear maps.
+_OF_TABLES: dict[tuple[str, str], int | None] = {("8", "16"): None}
 # KV formats in the precisions that are suggested for one that can't be read.
 _USUAL_CACHES = ("KV16", "KV8", "KV8s", "KV4", "KV4c", "KV2", "KVfp8")
 
@@ -53,9 +56,11 @@ class Precision:
     wide_blocks: of `int4` weights, whose activations have 4 or 8 bits in each block of 128
         channels: one block in so many has 8 bits, 0 for none. DEFAULT_WIDE_BLOCKS without such
         weights, and where it is the model's blocks that say it.
+    head, embedding: the formats of these tables of the vocabulary, each a matrix [hidden,
+        vocabulary]; None keeps the checkpoint's. A tied table is both, and has one format.
 
-    weights and kv may also be texts, as WeightFormat and KVFormat read them. `str` writes what
-    `parse` reads.
+    Formats may also be texts, as WeightFormat and KVFormat read them. `str` writes what `parse`
+    reads.
     """
 
     weights: WeightFormat | None = None
@@ -63,14 +68,17 @@ class Precision:
     mixture: tuple[WeightFormat, ...] = ()
     bits: int = 16
     wide_blocks: int = DEFAULT_WIDE_BLOCKS
+    head: WeightFormat | None = None
+    embedding: WeightFormat | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mixture, tuple | list):
             raise ValueError(f"mixture is {shown(self.mixture)}: expected a list of weight formats")
         mixture = tuple(sorted({WeightFormat.of(each) for each in self.mixture}, key=str))
         object.__setattr__(self, "mixture", mixture)
-        if self.weights is not None:
-            object.__setattr__(self, "weights", WeightFormat.of(self.weights))
+        for name in ("weights", "head", "embedding"):
+            if (format := getattr(self, name)) is not None:
+                object.__setattr__(self, name, WeightFormat.of(format))
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
         if mixture and (self.weights is not None or len(mixture) == 1):
             raise ValueError(
@@ -89,7 +97,7 @@ class Precision:
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """Reads `W…A…KV…` and `W…A…K…V…`, in capitals or not.
+        """Reads `W…A…KV…` and `W…A…K…V…`, in capitals or not, and behind them `H…` and `E…`.
 
         W, the weights: 16; 8 or 4 (integers); FP8 (e4m3); NF4, NF3 or NF2 (normal float). `gSIZE`
             behind it is the number of input channels that share a scale, or K for all; `sym` fixes
@@ -104,6 +112,9 @@ class Precision:
             (e4m3); 4c or 2 (integers; keys have a scale for each channel, and in K4cV4c values
             too); 2t (2 bits with a scale for each token); 4t (4 without a Hadamard transform of the
             keys); 8s (static scales of channels, from a calibration). See KVFormat.
+        H, the head, and E, the embedding: 16, or a packed format as in W, such as H8, H4g64, H8A8
+            and E8. H8 and E8 have a scale for each token of the vocabulary, and integers of tables
+            have no zero points. Without these parts the tables keep the checkpoint's format.
 
         Raises ValueError, which names the part that can't be read and the precision that was
         probably meant.
@@ -142,6 +153,17 @@ class Precision:
         """Formats of linear maps: one, several of a mixture, or none if the precision has none."""
         return self.mixture if self.weights is None else (self.weights,)
 
+    @property
+    def tables(self) -> dict[str, WeightFormat]:
+        """The formats of the head and the embedding that it names, by `head` and `embedding`."""
+        named = {"head": self.head, "embedding": self.embedding}
+        return {table: format for table, format in named.items() if format is not None}
+
+    def with_tables(self, tables: Mapping[str, WeightFormat]) -> Precision:
+        """The precision with these formats of tables, by `head` and `embedding`, and no others."""
+        head, embedding = tables.get("head"), tables.get("embedding")
+        return dataclasses.replace(self, head=head, embedding=embedding)
+
     def agrees_with(self, found: Iterable[WeightFormat]) -> bool:
         """Whether a checkpoint whose linear maps have the formats `found` has this precision.
 
@@ -163,7 +185,8 @@ class Precision:
         if self.wide_blocks != DEFAULT_WIDE_BLOCKS:
             written = f"Ax{self.wide_blocks}" if self.wide_blocks else "A4"
             names = [name.replace("Ax", written) for name in names]
-        return f"{'+'.join(names)}{rest}{self.kv}"
+        tables = (table[0].upper() + describe_table(it) for table, it in self.tables.items())
+        return f"{'+'.join(names)}{rest}{self.kv}{''.join(tables)}"
 
 
 def describe_weights(format: WeightFormat, bits: int = 16) -> str:
@@ -173,13 +196,31 @@ def describe_weights(format: WeightFormat, bits: int = 16) -> str:
     """
     if not format.is_packed:
         return f"W{bits}"
-    for (weights, activations), (codes, usual) in _FORMATS.items():
-        if (codes, _ACTIVATIONS[activations]) == (format.codes, format.operand):
-            size = "K" if format.group_size is None else format.group_size
-            group = "" if format.group_size == usual else f"g{size}"
-            suffix = "" if activations == "16" else f"A{activations}"
-            return f"W{weights}{group}" + ("sym" if format.symmetric else "") + suffix
+    weights, activations = _parts_of(format)
+    group = _describe_group(format.group_size, _FORMATS[weights, activations][1])
+    suffix = "" if activations == "16" else f"A{activations}"
+    return f"W{weights}{group}" + ("sym" if format.symmetric else "") + suffix
+
+
+def describe_table(format: WeightFormat) -> str:
+    """What stands behind H or E in a precision, such as `8`, `4g64` or `16`."""
+    if not format.is_packed:
+        return "16"
+    weights, activations = parts = _parts_of(format)
+    group = _describe_group(format.group_size, _OF_TABLES.get(parts, _FORMATS[parts][1]))
+    return f"{weights}{group}" + ("" if activations == "16" else f"A{activations}")
+
+
+def _parts_of(format: WeightFormat) -> tuple[str, str]:
+    """The W part and the A part of a packed format."""
+    for parts, (codes, _) in _FORMATS.items():
+        if (codes, _ACTIVATIONS[parts[1]]) == (format.codes, format.operand):
+            return parts
     raise AssertionError(f"unreachable: every format has a name, {format} too")
+
+
+def _describe_group(size: int | None, usual: int | None) -> str:
+    return "" if size == usual else f"g{'K' if size is None else size}"
 
 
 def _without_symmetry(formats: Iterable[WeightFormat]) -> set[WeightFormat]:
@@ -189,7 +230,8 @@ def _without_symmetry(formats: Iterable[WeightFormat]) -> set[WeightFormat]:
 def _read(text: str) -> Precision | None:
     """The precision in a text; None for a text of another form, ValueError for an unknown part."""
     *firsts, last = text.strip().split("+")
-    match = re.fullmatch(rf"(?:{_W_PART})?{_A_PART}(K\w*V\w+)", last, re.IGNORECASE)
+    pattern = rf"(?:{_W_PART})?{_A_PART}(K\w*V\w+?)(H{_TABLE_PART})?(E{_TABLE_PART})?"
+    match = re.fullmatch(pattern, last, re.IGNORECASE)
     others = [re.fullmatch(rf"{_W_PART}(?:{_A_PART})?", part, re.IGNORECASE) for part in firsts]
     if match is None or None in others or (others and match[1] is None):
         return None
@@ -214,10 +256,12 @@ def _read(text: str) -> Precision | None:
         raise ValueError("Ax has one share of blocks for the whole model: choose one")
     width = max(bits, default=16)
     kv = KVFormat.parse(match[5])
-    if not formats:
-        return Precision(None, kv, (), width)
-    read = Precision.mixed(formats, kv, width)
-    return dataclasses.replace(read, wide_blocks=wide.pop()) if wide else read
+    found = Precision.mixed(formats, kv, width) if formats else Precision(None, kv, (), width)
+    if wide:
+        found = dataclasses.replace(found, wide_blocks=wide.pop())
+    groups = match.groups()
+    tables = {"head": groups[5:9], "embedding": groups[9:]}
+    return found.with_tables({path: _table(*it) for path, it in tables.items() if it[0]})
 
 
 def _wide_blocks(activations: str) -> int | None:
@@ -226,6 +270,19 @@ def _wide_blocks(activations: str) -> int | None:
         return 0
     found = re.fullmatch(r"X(\d*)", activations)
     return found and int(found[1] or DEFAULT_WIDE_BLOCKS)
+
+
+def _table(text: str, codes: str, size: str | None, activations: str | None) -> WeightFormat:
+    """The format of a table, from its part of a precision, which begins with H or E."""
+    codes, activations = codes.upper(), (activations or "16").upper()
+    if size is None and (codes, activations) in _OF_TABLES:
+        usual = _OF_TABLES[codes, activations]
+        size = "K" if usual is None else str(usual)
+    name, _ = _FORMATS.get((codes, activations), ("bfloat16", None))
+    try:
+        return _format(codes, size, can_be_symmetric(name), activations)
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
 
 
 def _format(weights: str, size: str | None, symmetric: bool, activations: str) -> WeightFormat:

@@ -1,4 +1,10 @@
-"""Decodes token ids that arrive a few at a time to pieces of text."""
+"""Decodes token ids that arrive a few at a time to pieces of text.
+
+The text of an id depends on its neighbours: several ids may be the bytes of one character, and a
+decoder drops the space of its first id. So the stream keeps a *window*: first some ids whose text
+is known (the context), then the ids whose text is not certain yet. It decodes the whole window, and
+gives out the characters that are new and certain.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +21,14 @@ CONTEXT = 8  # ids of the context that are kept: more than the bytes of a charac
 class TextStream:
     """Turns ids that arrive a few at a time into pieces of text.
 
-    The pieces joined are exactly `Tokenizer.decode` of all ids, and no piece ends within a
-    character: text that later ids could change is held back until they arrive, or until `finish`.
+    The pieces joined are exactly `Tokenizer.decode` of all ids. No piece ends within a character:
+    text that later ids could change is held back until they arrive, or until `finish`.
 
-    skip_special: whether special tokens have no text.
-    context: ids in front, such as a prompt's, whose text is known already. The pieces joined are
-        then the text that the ids add to `Tokenizer.decode` of the context: a SentencePiece "▁"
-        keeps its space, and a character that the context leaves unfinished comes whole. After a
-        skipped special token, as at the end of a chat template's header, the context is dropped.
+    skip_special: whether special tokens are left out of the text.
+    context: ids before the first one, such as a prompt's, whose text the caller has already. The
+        pieces joined are the text that the ids add to `Tokenizer.decode` of the context: a
+        SentencePiece "▁" keeps its space, and a character that begins in the context comes whole.
+        Only the ids after the context's last skipped special token count.
     """
 
     def __init__(
@@ -30,27 +36,28 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # A few ids of context, then the ids that have not been turned into text.
+        # The ids that are decoded together: some context, then the ids without certain text.
         self._window: list[int] = []
-        self._run = 0  # number of byte-fallback tokens at the window's end
+        self._run = 0  # the number of byte-fallback tokens at the window's end
         self._append(self._end(context))
-        # Number of characters of the window's text that are known already, and the number of those,
-        # at their end, that later ids may change: U+FFFD instead of an unfinished character.
+        # The number of characters of the window's text that the caller has. The last `_unfinished`
+        # of them are U+FFFD in the place of a character that later ids may complete; they occur
+        # only after a context, since pieces hold such characters back.
         self._emitted = len(self._decode(self._window))
         self._unfinished = self._emitted - self._certain(self._window)
 
     def push(self, ids: Iterable[int]) -> str:
-        """Adds the next ids; returns the text that later ids can't change, often a token late."""
+        """Adds the next ids; returns the new text that later ids can't change, maybe none."""
         self._append(i for i in map(int, ids) if self._has_text(i))
-        # One invalid byte turns its whole run of byte-fallback tokens into U+FFFD, so the text of a
-        # run is certain only when the run has ended.
+        # Byte-fallback tokens, such as <0xE2>, are one byte each. One invalid byte turns the whole
+        # run of them into U+FFFD, so the text of a run is certain only when the run has ended.
         complete = len(self._window) - self._run
         text = self._decode(self._window[:complete])
         # A byte-level decoder shows the start of an unfinished character as one U+FFFD at the end.
         certain = len(text) - text.endswith(REPLACEMENT)
         piece = text[self._begin(text) : certain]
         if certain == len(text) and certain >= self._emitted:
-            self._shorten_window(complete)
+            self._shorten_window(complete)  # all decoded text is certain: its ids become context
         elif piece:
             self._emitted, self._unfinished = certain, 0
             if complete > 4 * CONTEXT:
@@ -73,15 +80,18 @@ class TextStream:
             self._run = self._run + 1 if index in self._tokenizer.byte_ids else 0
 
     def _begin(self, text: str) -> int:
-        """Index in the window's text of the first character that was not known before."""
+        """The index in the window's text of the first character that the caller does not have."""
         begin = self._emitted - self._unfinished
         while begin < self._emitted and text[begin : begin + 1] == REPLACEMENT:
-            begin += 1  # the later ids have not changed it
+            begin += 1  # later ids have not completed this character: it stays U+FFFD
         return begin
 
     def _shorten_window(self, complete: int) -> None:
-        # Drops ids whose text is certain. Decoders treat the first token differently (a
-        # SentencePiece "▁" loses its space), so the last ids with text stay in front of later ones.
+        """Drops ids whose text is certain, but for the last ones that have any text.
+
+        The ids that stay are the context of later ones: decoders treat the first token differently
+        (a SentencePiece "▁" loses its space). complete: the number of ids whose text is certain.
+        """
         start, context = complete, ""
         while start and not context:
             start -= 1
@@ -90,9 +100,11 @@ class TextStream:
         self._unfinished = 0
 
     def _cut_window(self, text: str, complete: int) -> None:
-        # Drops old ids of a long window that never becomes certain, such as bytes that are not
-        # UTF-8. The cut is made only if the rest still decodes to the same text, except for the
-        # character in which the cut lies: at most three bytes, so three U+FFFD.
+        """Drops old ids of a long window whose end stays uncertain, such as bytes not in UTF-8.
+
+        text: of the first `complete` ids. They are cut only if the rest still decodes to the same
+        text, except for the character in which the cut lies: at most three bytes, so three U+FFFD.
+        """
         start = complete - 2 * CONTEXT
         kept = self._decode(self._window[start:complete])
         if kept[3:] and text.endswith(kept[3:]):
@@ -100,10 +112,11 @@ class TextStream:
             self._emitted += len(kept) - len(text)
 
     def _end(self, context: Sequence[int]) -> list[int]:
-        """The last ids of a context: as many as the text of later ids can depend on."""
+        """The last ids of a context: as many as can change the text of later ids."""
         end: list[int] = []
         for index in map(int, reversed(context)):
-            # A window that begins within a character would turn the run of bytes into U+FFFD.
+            # A window that began within a character would turn its bytes into U+FFFD, so the ids
+            # of a UTF-8 continuation byte need the ids before them.
             within = end and 0x80 <= self._tokenizer.byte_ids.get(end[0], 0) < 0xC0
             if len(end) >= CONTEXT and not within and self._decode(end):
                 break
@@ -114,7 +127,7 @@ class TextStream:
         return end
 
     def _certain(self, ids: list[int]) -> int:
-        """Number of characters of the ids' text that later ids can't change."""
+        """The number of characters of the ids' text that later ids can't change."""
         text = whole = self._decode(ids)
         # An unfinished character turns its whole run of byte-fallback tokens into U+FFFD. Without
         # its bytes, three at most, the run decodes to its finished characters.

@@ -6,6 +6,7 @@ beside it, which `tokenizer_files.py` reads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,18 @@ class Tokenizer:
             stop_ids=tokenizer_files.read_stop_ids(folder),
             name=str(folder),
         )
+
+    def to_files(self) -> dict[str, str]:
+        """The texts of the files by name from which `from_folder` reads this tokenizer."""
+        templates = [{"name": name, "template": text} for name, text in self.chat_templates.items()]
+        settings: dict[str, Any] = {**self.special_tokens}
+        if templates:
+            settings["chat_template"] = templates
+        texts = {"tokenizer.json": self.backend.to_str()}
+        texts["tokenizer_config.json"] = json.dumps(settings, indent=2, ensure_ascii=False)
+        if self.stop_ids:
+            texts["generation_config.json"] = json.dumps({"eos_token_id": list(self.stop_ids)})
+        return texts
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the bos token where the checkpoint's post-processor adds it.

@@ -179,7 +179,8 @@ def known_models() -> dict[str, list[Shape]]:
 
 def _shapes(decoder: type[Decoder], config: DecoderConfig) -> list[Shape]:
     shapes = [place.part_shapes(1)[0] for place in decoder.linear_places(config)]
-    return list(dict.fromkeys(shapes))
+    # Products of experts, which have a third axis, are planned by their rule alone.
+    return list(dict.fromkeys((shape[0], shape[1]) for shape in shapes if len(shape) == 2))
 
 
 def _read_config(folder: Path) -> tuple[type[Decoder], DecoderConfig]:

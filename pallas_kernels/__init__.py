@@ -10,6 +10,9 @@ from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.attention.api import paged_attention, prefill_attention
 from mpjax.kernels.batch import Span
 from mpjax.kernels.device import UnsupportedError
+from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
+from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.routing import Routing, route
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
 from mpjax.kernels.kv_cache.api import append
@@ -30,6 +33,7 @@ from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows, r
 __all__ = [
     "ActivationBlocks",
     "ActivationFormat",
+    "Gate",
     "HeadNorms",
     "KVFormat",
     "KVLayout",
@@ -41,6 +45,7 @@ __all__ = [
     "QuantizedActivations",
     "QuantizedTensor",
     "Rotation",
+    "Routing",
     "Span",
     "UnsupportedError",
     "WeightFormat",
@@ -48,6 +53,8 @@ __all__ = [
     "append",
     "cache_scales",
     "gated_silu",
+    "grouped_matmul",
+    "grouped_matmul_terms",
     "matmul",
     "matmul_terms",
     "pack",
@@ -61,5 +68,6 @@ __all__ = [
     "rms_norm",
     "rotate",
     "rotate_and_append",
+    "route",
     "unpack",
 ]

@@ -65,16 +65,16 @@ def quantize_activations(
     format: Format,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> QuantizedActivations:
-    """Rounds x [..., K] to what `format` says.
+    """Rounds x [..., K] to 8-bit values with scales.
 
     The scale of a token is its largest magnitude over 127 (int8) or 448 (float8), or NaN if the
     token has NaN or infinities. In `float8:g128` there is a scale for each token and group of input
     channels (DeepSeek-V3); the last group may be shorter. There may be no tokens. Under `jit`, XLA
     fuses this function into the operation that produces x.
 
-    format: an ActivationFormat, the format of a product, or that of a weight, for what meets it by
-        default; or the text of one, such as "float8:g128" or "int8/int8"; or the ActivationBlocks
-        of a weight, by which the largest code of a block is 7 or 127.
+    format: an ActivationFormat; or the format of a product or of a weight, for the activations that
+        it multiplies; or the text of one, such as "float8:g128" or "int8/int8"; or the
+        ActivationBlocks of a weight, by which the largest code of a block is 7 or 127.
     dtype: the dtype of products with the result; x's if it is None.
 
     Raises ValueError for a format with 16-bit activations, and for x without channels.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from mpjax.kernels.checks import are_between, as_arrays, is_known, require_type,
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["block_tables", "starts", "counts"],
+    data_fields=["block_tables", "starts", "counts", "residual_pages", "encoded"],
     meta_fields=["fresh", "longest"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Span:
     fresh: whether all starts are known to be 0 (static).
     longest: a number of tokens that no count exceeds (static), so that no more programs are
         launched for varlen tokens than needed. By default all varlen tokens may be of one sequence.
+    residual_pages: int32 [batch, 1], for formats with blocks: the page of each sequence's residual.
+        By default the residual has a page for each sequence, in their order.
+    encoded: int32 [batch], for formats with blocks: the number of tokens, in whole blocks, that are
+        in encoded pages already although they end at the start, as those of a shared prefix do. By
+        default a block is encoded when the first token behind it comes.
 
     Arrays may also be lists or NumPy's arrays. Under `jit` a span can be an argument, as a pytree.
 
@@ -45,6 +51,8 @@ class Span:
     counts: jax.Array
     fresh: bool = False
     longest: int | None = None
+    residual_pages: jax.Array | None = None
+    encoded: jax.Array | None = None
 
     def __post_init__(self) -> None:
         # Arrays are not checked here: the leaves of a pytree may be any object.
@@ -105,7 +113,29 @@ class Span:
         longest = new[-1]
         if len(new) == 1 and self.longest is not None:
             longest = min(self.longest, longest)
-        return Span(block_tables, starts, counts, self.fresh, max(1, longest))
+        others = (
+            self._read_optional(operation, name, value, shape)
+            for name, value, shape in (
+                ("residual_pages", self.residual_pages, (sequences, 1)),
+                ("encoded", self.encoded, (sequences,)),
+            )
+        )
+        return Span(block_tables, starts, counts, self.fresh, max(1, longest), *others)
+
+    @staticmethod
+    def _read_optional(
+        operation: str, name: str, value: Any, shape: tuple[int, ...]
+    ) -> jax.Array | None:
+        """A field that may be None, as int32. Raises ValueError for another shape or dtype."""
+        if value is None:
+            return None
+        (array,) = as_arrays(operation, **{name: value})
+        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(
+                f"{operation}: {name} is {array.dtype} of shape {array.shape}: expected int32 of "
+                f"shape {shape}"
+            )
+        return jnp.asarray(array, jnp.int32)
 
     def _require_limits(
         self, operation: str, starts: jax.Array, counts: jax.Array, new: tuple[int, ...]

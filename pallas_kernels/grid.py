@@ -1,7 +1,8 @@
-"""Grids: the values that the codes of a weight can choose from.
+"""Grids: the values that a weight can be rounded to, before any code is chosen.
 
-Every quantiser has two steps: it fits a grid to a weight, and it chooses codes. A search for better
-ranges, or the compensation of errors, needs nothing else of a format.
+A quantiser first fits a grid to a weight (scales, zero points), and then chooses a code of the grid
+for each element. Quantisers use a format through these two steps alone: a search of ranges fits
+several grids, and GPTQ chooses codes other than the nearest.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from mpjax.kernels.plain_codes import PlainCodes, in_groups
 )
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The parameters of a weight [K, N] in a format; a pytree.
+    """The grid of a weight [K, N]; a pytree.
 
-    channels: K, its input channels.
+    format: of the weight. channels: K.
+    parameters: scales [groups, N] and, by format, zero points, channel scales and a table; see
+        PlainCodes. With the code of an element, they give its value.
     """
 
     format: WeightFormat
@@ -38,18 +41,18 @@ class Grid:
         return self.with_codes(codes.reshape(-1, weight.shape[1])[: self.channels])
 
     def with_codes(self, codes: jax.Array) -> PlainCodes:
-        """Codes [K, N] with the grid's parameters."""
+        """The quantised weight with codes [K, N] of this grid."""
         scales, zeros, channel_scales, table = self.parameters
         return PlainCodes(
             *(self.format, codes, scales, zeros), channel_scales=channel_scales, table=table
         )
 
     def group_of(self, channels: jax.Array) -> jax.Array:
-        """The group of each of some input channels."""
+        """The index of the group of each input channel."""
         return channels // (self.format.group_size or self.channels)
 
     def row(self, group: jax.Array) -> Row:
-        """The grid of one row of the weight. group: the index of its group, an array or an int."""
+        """The grid of the rows of one group. group: its index, an int or an int array []."""
         scales, zeros, channel_scales, table = self.parameters
         zeros = None if zeros is None else zeros[group]
         return Row(self.format, Parameters(scales[group], zeros, channel_scales, table))
@@ -57,7 +60,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The grid of one row [N] of a weight."""
+    """The grid of one row [N] of a weight: as Grid, with the parameters of the row's group."""
 
     format: WeightFormat
     parameters: Parameters
@@ -72,10 +75,10 @@ class Row:
 
 
 def fit(weight: jax.Array, format: WeightFormat, table: jax.Array | None = None) -> Grid:
-    """Fits a grid that reaches all weights of each group; each kind of codes says how.
+    """Fits a grid that spans all weights of each group, by the rule of the format's codes.
 
-    weight: float32 [K, N], which the format can split. table: float32 [2**bits], ascending, of
-    `table…` formats; normal float where it is None.
+    weight: float32 [K, N], of a shape that the format can split into groups.
+    table: float32 [2**bits], ascending, for `table…` formats; None for normal float.
     """
     groups = in_groups(weight, format)
     return Grid(format, len(weight), code_kinds.of(format).fit(groups, format, table))

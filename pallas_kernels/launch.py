@@ -64,8 +64,10 @@ def join(tiles: Sequence[jax.Array]) -> jax.Array:
 def first_program_id() -> jax.Array:
     """The program's index along the grid's first axis; each kernel calls this once.
 
-    On a GPU this also limits the kernel's registers and allows the next kernel to be launched
-    early: see `Triton`.
+    On a GPU, the call also puts two settings of the launch into the kernel's code, which Pallas has
+    no parameter for: the limit of registers, and that the next kernel may be launched early (see
+    `Triton`). They are tied to the index, since every kernel needs it, and else the compiler would
+    drop them as dead code.
     """
     return current_target().first_program_id()
 

@@ -116,7 +116,7 @@ class _Counts:
     def require_equal_shards(self, argument: str, names: AxisNames, size: int, things: str) -> None:
         """Takes the named axes, and raises ValueError unless they divide `size` equally.
 
-        things: the plural noun of what is divided, for messages.
+        things: the name of the divided things in messages, in the plural.
         """
         if size % (count := self.take(argument, names)):
             raise ValueError(

@@ -1,6 +1,6 @@
 """Checks of plain codes before they are packed.
 
-Values are checked only where they are known, as they are not under `jit`.
+Under `jit`, values are not known, and only shapes and dtypes are checked.
 """
 
 from __future__ import annotations

@@ -26,16 +26,17 @@ from mpjax.kernels.leading_axes import over_leading_axes
 )
 @dataclasses.dataclass(frozen=True)
 class PlainCodes:
-    """A weight W [..., K, N] as plain codes, which quantisers and checkpoints give to `pack`.
+    """A quantised weight W [..., K, N], as quantisers and checkpoint readers give it to `pack`.
 
-    Row i of the codes belongs to group i // group_size. It is input channel permutation[i], or i
-    without a permutation. Leading axes (experts, layers) stand in front of the shape of every
-    array, also of a table, so that `jax.vmap` and `jax.lax.scan` take one matrix after another.
+    Row i of the codes belongs to group i // group_size. It is input channel permutation[i] of W, or
+    channel i if there is no permutation. Leading axes (experts, layers) come before the axes that
+    are given here, in every array, also in a table: `jax.vmap` and `jax.lax.scan` over them see one
+    matrix at a time.
 
     format: a WeightFormat, or a text that WeightFormat.parse reads, such as "uint4:g128".
     codes: [K, N]: int8 for `int8` and `int4`, float8_e4m3fn for `float8`, and otherwise unsigned
         integers. K is a multiple of the group size, except for `float8` and `int4`, whose last
-        group may be cut.
+        group may be shorter.
     scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8`, `int4`
         and `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits, or the offsets of
@@ -66,7 +67,7 @@ class PlainCodes:
         return self.codes.shape
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """The weight [..., K, N] in the order of the input channels, computed in float32."""
+        """The weight [..., K, N], its input channels in their order, computed in float32."""
         dtype = as_dtype("dequantize: dtype", dtype)
         return over_leading_axes(_dequantize, len(self.shape) - 2)(self).astype(dtype)
 
@@ -80,7 +81,7 @@ def _dequantize(plain: PlainCodes) -> jax.Array:
 
 
 def operands(plain: PlainCodes) -> jax.Array:
-    """The int8 [K, N] that a product with int8 activations multiplies, before any scale."""
+    """The int8 operand [K, N] of a product with int8 activations, without any float scale."""
     kind = code_kinds.of(plain.format)
     return _decode(plain, kind.first_level) if isinstance(kind, Liquid) else plain.codes
 
@@ -95,7 +96,7 @@ def _decode(
 
 
 def in_groups(values: jax.Array, format: WeightFormat) -> jax.Array:
-    """Values [K, N] as [groups, size, N], with zeros at the end of a group that is cut."""
+    """Values [K, N] as [groups, size, N]; a shorter last group is filled up with zeros."""
     channels, outputs = values.shape
     size = format.group_size or channels
     missing = -channels % size

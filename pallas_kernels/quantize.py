@@ -33,15 +33,14 @@ def quantize(
 
     A 16-bit format just casts, to a plain array.
 
-    How scales are chosen is said where each kind of codes is: `pallas_kernels/codes`.
-    format: a WeightFormat, or what WeightFormat.parse reads, such as "uint4:g128".
-    table: ascending values [2**bits] for `table…` formats, taken as float32; normal float where it
-        is None.
+    Each kind of codes in `pallas_kernels/codes` describes how its scales are chosen.
+    format: a WeightFormat, or a text that WeightFormat.parse reads, such as "uint4:g128".
+    table: ascending values [2**bits] for `table…` formats, taken as float32; None for normal float.
 
-    Raises ValueError where groups don't divide K (FP8's may be cut), the table does not fit, or
-    weights are NaN, infinite, or too large or all too small for the scales. A group that is too
-    small beside larger ones becomes zeros. Values are looked at where they are known: under
-    `jit` they are not, and what can't be rounded gives weights that mean nothing, without a word.
+    Raises ValueError if groups don't divide K (FP8's last may be shorter), the table does not fit,
+    or weights are NaN, infinite, too large for the scales, or all too small. A group that is too
+    small beside larger ones becomes zeros. Under `jit`, values are not known and not checked:
+    weights that can't be rounded give meaningless results, without an error.
     """
     weight, format = as_array("quantize: weight", weight), WeightFormat.of(format)
     entries: Any = None if table is None else as_array("quantize: table", table)
@@ -84,9 +83,9 @@ def _quantize(
 
 
 def why_out_of_range(weight: jax.Array, packed: QuantizedTensor | jax.Array) -> str | None:
-    """Why finite weights are too large, or those of a matrix all too small, for what they became.
+    """The reason why finite weights are too large for a format, or all too small; None if neither.
 
-    None where they are not.
+    packed: the weights in the format.
     """
     if not isinstance(packed, QuantizedTensor) and packed.dtype == weight.dtype:
         return None
@@ -125,5 +124,5 @@ def _largest(array: jax.Array, leading: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _largest_scale(scales: jax.Array, leading: int) -> jax.Array:
-    # Of small weights: a one then stands for a scale that is zero, or too small to divide by.
+    # For tiny weights, a scale of one stands for a scale that is zero or too small to divide by.
     return _largest(jnp.where(scales < 1, scales, 0), leading)

@@ -54,7 +54,7 @@ class QuantizedTensor:
         int8 or float8_e4m3fn.
     parameters: uint32 [groups, N], the parameters of a group in one 32-bit word, because narrower
         loads are not pipelined: the 16-bit scale below the zero point (0 where codes have none), or
-        the bits of a float32 scale. Of `liquid4` [groups / 2, N]: a byte of step and a byte of
+        the bits of a float32 scale. `liquid4` has [groups / 2, N]: a byte of step and a byte of
         offset of one group, below those of the next group.
     format: of the weight (static).
     scale_dtype: the dtype of the scales in `parameters`: `float16`, `bfloat16`, `float32`, or
@@ -300,6 +300,20 @@ def split(tensor: QuantizedTensor, sizes: Sequence[int]) -> list[QuantizedTensor
         )
         for begin, end in itertools.pairwise(ends)
     ]
+
+
+def take_outputs(tensor: QuantizedTensor, indices: jax.Array) -> QuantizedTensor:
+    """The tensor of some output channels, int [count], in their order; also under `jit`.
+
+    Indices beyond the last output channel give zeros or NaN, as in `jnp.take`.
+    """
+    scales = tensor.channel_scales
+    return dataclasses.replace(
+        tensor,
+        words=jnp.take(tensor.words, indices, axis=-2),
+        parameters=jnp.take(tensor.parameters, indices, axis=-1),
+        channel_scales=None if scales is None else jnp.take(scales, indices, axis=-1),
+    )
 
 
 def _read_scales(tensor: QuantizedTensor, scales: Any) -> jax.Array:

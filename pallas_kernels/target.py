@@ -102,8 +102,8 @@ class Target:
     def register_column(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Converts 32-bit values of output channels [tile_n] to an argument of `inline_ptx`.
 
-        shape: of the first argument of `inline_ptx`, a tile of words [tile_n, width]. Of the
-        operands that the converted argument fills, the first holds the channel's value.
+        shape: of the first argument of `inline_ptx`, a tile of words [tile_n, width]. The converted
+        argument may fill several operands; the first holds the channel's value.
         """
         self._missing("registers")
 

@@ -21,8 +21,8 @@ def require_a_result_or_its_name(
 ) -> None:
     """Fails unless a call takes `value` for an argument, or refuses it as the library does.
 
-    That is a ValueError of its own, not of JAX, NumPy or Python, with a message of one line that
-    has the argument's name or another of the words.
+    A refusal is a ValueError of its own, not of JAX, NumPy or Python, with a message of one line
+    that has the argument's name or another of the words.
     """
     error = _refusal(call, arguments | {name: value})
     if error is None:

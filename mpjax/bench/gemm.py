@@ -119,8 +119,8 @@ def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def choice(rows: int, weight: QuantizedTensor, forced: Implementation | None) -> dict[str, Any]:
     """The implementation that multiplies x of `rows` rows, and its configuration, for a row.
 
-    The configuration is None if the implementation is not a fused kernel. That is also so for
-    `dequantize` with liquid4, although an int8 kernel then multiplies the written-out weight.
+    The configuration is None if the implementation is not a fused kernel; also for `dequantize`
+    with liquid4, although an int8 kernel then multiplies the written-out weight.
     """
     problem = Problem.of(rows, weight)
     name = forced or plans.plan_of(problem).implementation

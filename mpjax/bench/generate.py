@@ -20,6 +20,7 @@ import mpjax
 from mpjax.bench import checkpoint, filled_pages, measure
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.bench.random_model import random_model
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
 from mpjax.kernels import PagedKVCache, WeightFormat, device
 from mpjax.memory import require_free
@@ -152,7 +153,7 @@ def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> f
     only a few of its rows.
     """
     tied = lm.config.tie_word_embeddings
-    embedding = 0 if tied else lm.model.embedding.get_value().nbytes
+    embedding = 0 if tied else lm.summary()["tables"]["embedding"]["bytes"]
     lengths = [round(tokens)] * len(cache.lengths)
     return lm.nbytes - embedding + sum(cached_bytes(layer, lengths) for layer in cache.layers)
 
@@ -180,6 +181,8 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 def _load(sweep: Sweep, precision: Precision) -> tuple[mpjax.LanguageModel, float | None]:
     if not sweep.from_disk:
         model = random_model(Qwen3, sweep.model_config, precision.weights)
+        for path, format in packed(tables_of(precision.tables, model.config)).items():
+            model.pack_table(path, format)
         return mpjax.LanguageModel(model, None, precision.kv, Path()), None
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.write_awq(Path(folder), sweep.model_config)

@@ -41,9 +41,10 @@ def random_model(
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, format, dtype.name)
-        if format is not None and format.codes == "int4":
+        if format is not None and format.codes == "int4" and len(shape) == 2:
             kernel = _with_blocks(kernel, ordered=place.path not in folded)
-        place.assign(model, [Linear(kernel, jnp.zeros(shape[1], dtype) if place.bias else None)])
+        bias = jnp.zeros((*shape[:-2], shape[-1]), dtype) if place.bias else None
+        place.assign(model, [Linear(kernel, bias)])
     return model
 
 
@@ -54,17 +55,19 @@ def _normal(key: jax.Array, shape: tuple[int, ...], deviation: float, dtype: str
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _kernel(
-    key: jax.Array, shape: tuple[int, int], format: WeightFormat | None, dtype: str
+    key: jax.Array, shape: tuple[int, ...], format: WeightFormat | None, dtype: str
 ) -> QuantizedTensor | jax.Array:
     # With this deviation the outputs of a map are as large as its inputs.
-    kernel = _normal(key, shape, shape[0] ** -0.5, dtype)
+    kernel = _normal(key, shape, shape[-2] ** -0.5, dtype)
     return kernel if format is None or not format.is_packed else quantize(kernel, format)
 
 
 def _with_blocks(kernel: Any, *, ordered: bool) -> QuantizedTensor:
-    channels, blocks = kernel.shape[0], kernel.parameters.shape[-2]
+    channels = kernel.shape[0]
     order = jax.random.permutation(jax.random.key(1), channels).astype(jnp.int32)
-    widths = jnp.where(jnp.arange(blocks) % 8 == 0, jnp.uint8(8), jnp.uint8(4))
+    widths = jnp.where(jnp.arange(kernel.parameters.shape[-2]) % 8 == 0, jnp.uint8(8), jnp.uint8(4))
     return dataclasses.replace(
-        kernel, permutation=order if ordered else None, activation_bits=widths
+        kernel,
+        permutation=order if ordered else None,
+        activation_bits=widths,
     )

@@ -1,45 +1,20 @@
-"""Plots of benchmark results below their rooflines, as SVG (`pip install "mpjax[bench]"`).
+"""Plots of benchmark results below their rooflines, as SVG.
 
 Roofs are measured in the same run as the results: the memory roof by an XLA reduction over the same
-bytes, the compute roof by the fastest cuBLAS product. Equal results give equal files.
+bytes, the compute roof by the fastest cuBLAS product.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpjax.bench import attention, gemm, generate
+from mpjax.bench.figures import COLORS, GREY, Axes, figure_of, style_of
 from mpjax.kernels.attention.shapes import AttentionShape
 
-try:
-    import matplotlib
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise ImportError('plots need matplotlib: pip install "mpjax[bench]"') from error
-
 Rows = Sequence[Mapping[str, Any]]
-
-# Okabe and Ito's colours, which people with any colour vision can tell apart. Black is cuBLAS.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6d31", "#6a51a3")
-MARKERS = "osD^vP*X"
-GREY = "#767676"
-# Text is written as text, and the file depends on neither time nor machine.
-SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "mpjax",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "legend.frameon": False,
-}
 
 
 def models(rows: Rows) -> list[str]:
@@ -54,7 +29,7 @@ def draw_gemm(rows: Rows, path: Path) -> None:
     formats = list(dict.fromkeys(row["format"] for row in rows))
     columns = min(2, len(shapes))
     lines = -(-len(shapes) // columns)
-    with _figure(path, (4.6 * columns, 3.2 * lines + 0.9)) as figure:
+    with figure_of(path, (4.6 * columns, 3.2 * lines + 0.9)) as figure:
         panels = list(figure.subplots(lines, columns, sharey=True, squeeze=False).flat)
         compute = max(row["cublas_teraflops"] for row in rows)
         for panel, shape in zip(panels, shapes, strict=False):
@@ -67,12 +42,6 @@ def draw_gemm(rows: Rows, path: Path) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
 
-def _style(index: int) -> tuple[str, str, str]:
-    """The colour and marker of a line, and the marker's fill: white when colours repeat."""
-    color, marker = COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)]
-    return color, marker, color if index < len(COLORS) else "white"
-
-
 def _gemm_panel(axes: Axes, rows: Rows, formats: Sequence[str], compute: float) -> None:
     by_format = {
         name: sorted((row for row in rows if row["format"] == name), key=lambda row: row["M"])
@@ -82,7 +51,7 @@ def _gemm_panel(axes: Axes, rows: Rows, formats: Sequence[str], compute: float) 
     for index, (name, measured) in enumerate(by_format.items()):
         if not measured:
             continue
-        color, marker, face = _style(index)
+        color, marker, face = style_of(index)
         all_rows, heights = ([row[key] for row in measured] for key in ("M", "teraflops"))
         style: dict[str, Any] = {"marker": marker, "markersize": 3.5, "mfc": face, "lw": 1.4}
         axes.plot(all_rows, heights, label=name, color=color, **style)
@@ -129,13 +98,13 @@ def draw_attention(rows: Rows, path: Path) -> None:
     )
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     formats = sorted({row["format"] for row in rows})
-    with _figure(path, (3.0 + 0.32 * len(shapes), 4.8)) as figure:
+    with figure_of(path, (3.0 + 0.32 * len(shapes), 4.8)) as figure:
         axes = figure.subplots()
         for index, name in enumerate(formats):
             measured = [row for row in rows if row["format"] == name]
             aside = 0.7 * (index / len(formats) - 0.5)
             places = [shapes.index(row["shape"]) + aside for row in measured]
-            color, marker, face = _style(index)
+            color, marker, face = style_of(index)
             speedups = [row["speedup"] for row in measured]
             axes.scatter(places, speedups, s=14, marker=marker, color=color, fc=face, label=name)
             roofs = [row["cudnn_microseconds"] / row["floor_microseconds"] for row in measured]
@@ -159,7 +128,7 @@ def draw_generate(rows: Rows, path: Path) -> None:
         return
     batches = sorted({row["batch"] for row in rows})
     height = 0.34 * len(rows) + 0.75 * len(batches) + 0.5
-    with _figure(path, (7.2, height)) as figure:
+    with figure_of(path, (7.2, height)) as figure:
         counts = [sum(row["batch"] == batch for row in rows) for batch in batches]
         ratios = {"height_ratios": counts}
         panels = figure.subplots(len(batches), 1, squeeze=False, gridspec_kw=ratios).flat
@@ -183,12 +152,31 @@ def _generate_panel(axes: Axes, rows: Rows) -> None:
     axes.set_title(f"batch {rows[0]['batch']}", fontsize=9, loc="left")
 
 
+def draw_serve(rows: Rows, path: Path) -> None:
+    """Draws a bar for each row: new tokens/s, and the time to the first token at P50 and P99."""
+    names = [f"{row['precision']}, {row['through']}" for row in rows]
+    places = list(range(len(rows)))[::-1]
+    with figure_of(path, (8.2, 1.4 + 0.4 * len(rows))) as figure:
+        left, right = figure.subplots(1, 2)
+        rates = [row["new_tokens_per_second"] for row in rows]
+        bars = left.barh(places, rates, color=COLORS[0])
+        left.bar_label(bars, [f"{rate:.0f}" for rate in rates], fontsize=8, padding=3)
+        left.set_yticks(places, names)
+        left.set_xlabel("new tokens/s")
+        for index, name in enumerate(("p99", "p50")):
+            seconds = [row["first_token_seconds"][name] for row in rows]
+            right.barh(places, seconds, color=COLORS[4 - 4 * index], label=name.upper())
+        right.set_yticks(places, [""] * len(rows))
+        right.set_xlabel("time to the first token, s")
+        right.legend(fontsize=8)
+
+
 def _draw_contexts(rows: Rows, path: Path) -> None:
     batches = sorted({row["batch"] for row in rows})
     precisions = list(dict.fromkeys(row["precision"] for row in rows))
     columns = min(2, len(batches))
     lines = -(-len(batches) // columns)
-    with _figure(path, (3.6 + 3.2 * columns, 3.4 * lines + 0.9)) as figure:
+    with figure_of(path, (3.6 + 3.2 * columns, 3.4 * lines + 0.9)) as figure:
         panels = list(figure.subplots(lines, columns, squeeze=False).flat)
         for panel, batch in zip(panels, batches, strict=False):
             chosen = [row for row in rows if row["batch"] == batch]
@@ -204,7 +192,7 @@ def _context_panel(axes: Axes, rows: Rows, precisions: Sequence[str]) -> None:
         measured = [row for row in rows if row["precision"] == precision]
         measured.sort(key=lambda row: row["prompt_tokens"])
         contexts = [row["prompt_tokens"] for row in measured]
-        color, marker, face = _style(index)
+        color, marker, face = style_of(index)
         heights = [row["decode_tokens_per_second"] for row in measured]
         style: dict[str, Any] = {"marker": marker, "markersize": 3.5, "mfc": face, "lw": 1.4}
         axes.plot(contexts, heights, label=precision, color=color, **style)
@@ -223,13 +211,3 @@ def _context_panel(axes: Axes, rows: Rows, precisions: Sequence[str]) -> None:
 
 def _thousands(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
-
-
-@contextlib.contextmanager
-def _figure(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
-    """A figure of `size` inches, without a window, that is written to `path` at the end."""
-    with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=size, layout="constrained")
-        yield figure
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

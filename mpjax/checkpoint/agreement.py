@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpjax.checkpoint.plan import Plan
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import KVFormat, WeightFormat
-from mpjax.precision import Precision, describe_weights
+from mpjax.precision import Precision, describe_table, describe_weights
 
 
 def format_to_quantize(precision: Precision | None) -> WeightFormat | None:
@@ -29,6 +30,9 @@ def choose(folder: Path, scheme: Scheme, precision: Precision | None) -> Scheme:
     if precision is None or not precision.formats:
         kv = KVFormat() if precision is None else precision.kv
         return _with_own_activations(folder, scheme, kv)
+    rounded = None if precision.weights is None else scheme.rounded_to(precision.weights)
+    if rounded is not None:
+        return rounded
     # Formats compare as asymmetric: only the zero points, which are read later, tell symmetry.
     asked = {dataclasses.replace(format, symmetric=False) for format in precision.formats}
     for choice in scheme.choices:
@@ -53,7 +57,8 @@ def require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> No
     """Raises ValueError if a precision asks for several weight formats and the plan has others."""
     if precision is None or not precision.mixture:
         return
-    sources = [source for _, sources in plan.linears for source in sources]
+    layers = [sources for place, sources in plan.linears if not place.is_table]
+    sources = [source for sources in layers for source in sources]
     found = {source.format or WeightFormat("bfloat16") for source in sources}
     if not precision.agrees_with(found):
         texts = sorted(describe_weights(format, precision.bits) for format in found)
@@ -61,6 +66,36 @@ def require_mixture(folder: Path, plan: Plan, precision: Precision | None) -> No
             f"precision is {precision}, but the weights in {folder} are {'+'.join(texts)}: ask for "
             f"A{precision.bits}{precision.kv}, which leaves them as they are"
         )
+
+
+def require_tables(folder: Path, plan: Plan, named: Mapping[str, WeightFormat]) -> None:
+    """Raises ValueError if formats are named for tables and a plan has others.
+
+    named: by the paths of tables. A checkpoint's quantised head can't be quantised again.
+    """
+    formats = {place.path: sources[0].format for place, sources in plan.linears if place.is_table}
+    require_equal_tables(folder, {path: f for path, f in formats.items() if f}, named)
+
+
+def require_equal_tables(
+    folder: Path, found: Mapping[str, WeightFormat], named: Mapping[str, WeightFormat]
+) -> None:
+    """Raises ValueError where named formats of tables differ from those that a folder has.
+
+    found, named: by the paths of tables; tables that are not found are in 16 bits. Symmetry is not
+    compared, since the zero points decide it.
+    """
+    for path, asked in named.items():
+        there = found.get(path, WeightFormat("bfloat16"))
+        if dataclasses.replace(asked, symmetric=False) != dataclasses.replace(
+            there, symmetric=False
+        ):
+            letter = path[0].upper()
+            raise ValueError(
+                f"the precision has {letter}{describe_table(asked)}, but the {path} in {folder} "
+                f"is {letter}{describe_table(there)} and can't be quantised again: leave "
+                f"{letter} out"
+            )
 
 
 def _with_own_activations(folder: Path, scheme: Scheme, kv: KVFormat) -> Scheme:

@@ -96,7 +96,7 @@ def in_order(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def header(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before those of arrays, or of what has their shapes and dtypes, in this order."""
+    """The header of a file with these arrays, in this order; shapes and dtypes suffice."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": {**metadata}}
     begin = 0
     for name, array in arrays.items():

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.checkpoint.plan import LinearSource
+from mpjax.checkpoint.plan import LinearSource, TableSource
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme
@@ -26,13 +26,16 @@ from mpjax.models import Linear, LinearPlace
 Read = Callable[[TensorInfo], np.ndarray]
 
 
-def convert_array(info: TensorInfo, dtype: str, read: Read) -> jax.Array:
-    """One tensor on the device, converted to a dtype.
+def convert_array(source: TensorInfo | TableSource, dtype: str, read: Read) -> jax.Array:
+    """A parameter outside linear maps, on the device and converted to a dtype.
 
     Raises CheckpointError for values that are not finite in the file, or beyond the dtype's range.
     """
-    array = _to_device(read(info))
-    return _require_finite(info, array, array.astype(dtype))
+    if isinstance(source, TensorInfo):
+        array = _to_device(read(source))
+        return _require_finite(source, array, array.astype(dtype))
+    table = source.scheme.dequantize(_read_module(source, source.scheme, read), source.name)
+    return _require_finite(_first(source), table, _transpose(table, dtype))
 
 
 def convert_linear(
@@ -42,14 +45,24 @@ def convert_linear(
 
     sources: one for each of the place's names. dtype: of biases and of plain kernels, which are
     transposed from the file's [out, in] to [in, out]. Raises CheckpointError, which names the
-    tensor, for values that are not finite or contradict config.json.
+    tensor, for values that are not finite or contradict config.json, and for maps that can't be
+    joined.
     """
-    kernels = [_kernel(source, dtype, read) for source in sources]
-    biases = [_bias(source, place.bias, dtype, read) for source in sources]
-    return place.join([Linear(*maps) for maps in zip(kernels, biases, strict=True)])
+    maps = (
+        Linear(_kernel(source, dtype, read), _bias(source, place.bias, dtype, read))
+        for source in sources
+    )
+    try:
+        return place.join(maps)  # which may join some before it takes the next
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | QuantizedTensor:
+    if source.scheme is not None and source.format is None:
+        return _dequantize(source, source.scheme, dtype, read)
     if source.scheme is not None:
         return pack(_decode(source, source.scheme, read))
     info = source.tensors["weight"]
@@ -64,15 +77,30 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
 
 def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
     """The plain codes of a quantised module, with scales and zero points as `pack` takes them."""
-    tensors: dict[str, Any] = {
+    plain = scheme.decode(_read_module(source, scheme, read), source.name, source.shape)
+    checks.check_scales(source.name, plain.scales)
+    plain = dataclasses.replace(plain, scales=_narrow_scales(source.name, plain))
+    return _drop_middle_zeros(plain)
+
+
+def _dequantize(source: LinearSource, scheme: Scheme, dtype: str, read: Read) -> jax.Array:
+    tensors = _read_module(source, scheme, read)
+    weight = scheme.dequantize(tensors, source.name, source.shape)
+    return _require_finite(_first(source), weight, weight.astype(dtype))
+
+
+def _first(source: TableSource | LinearSource) -> TensorInfo:
+    """The first tensor of a module, for messages."""
+    return next(iter(source.tensors.values()))
+
+
+def _read_module(source: TableSource | LinearSource, scheme: Scheme, read: Read) -> dict[str, Any]:
+    """The tensors of a quantised module by suffix, without its bias."""
+    return {
         suffix: read(info) if suffix in scheme.on_host else _to_device(read(info))
         for suffix, info in source.tensors.items()
         if suffix != "bias"
     }
-    plain = scheme.decode(tensors, source.name, source.shape)
-    checks.check_scales(source.name, plain.scales)
-    plain = dataclasses.replace(plain, scales=_narrow_scales(source.name, plain))
-    return _drop_middle_zeros(plain)
 
 
 def _drop_middle_zeros(plain: PlainCodes) -> PlainCodes:

@@ -22,6 +22,7 @@ from mpjax.kernels import KVFormat, WeightFormat, files
 from mpjax.language_model import LanguageModel
 from mpjax.models import FAMILIES, Decoder, DecoderConfig
 from mpjax.models.config_checks import require_sound
+from mpjax.models.parameters import TABLES
 
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights.safetensors"
@@ -157,14 +158,18 @@ def _parse(written: Mapping[str, Any]) -> Description:
     config = get(written, "config", dict)
     if written["version"] == WITH_LIKE_LAYERS:
         config = saved_config.upgrade(config)
+    parts = {
+        path: [_parse_part(path, part) for part in require(path, listed, list)]
+        for path, listed in get(written, "linears", dict).items()
+    }
+    tables = tuple(path for path in TABLES if path in parts)
     return Description(
         known[name],
-        saved_config.from_json(config, known[name].specs),
+        dataclasses.replace(
+            saved_config.from_json(config, known[name].specs), packed_tables=tables
+        ),
         KVFormat.parse(get(written, "kv_format", str)),
-        {
-            path: [_parse_part(path, part) for part in require(path, parts, list)]
-            for path, parts in get(written, "linears", dict).items()
-        },
+        parts,
         {
             name: _parse_array(name, require(name, array, dict))
             for name, array in get(written, "arrays", dict).items()

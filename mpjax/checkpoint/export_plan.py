@@ -28,13 +28,15 @@ class ExportPlan:
 
     scheme: the format of packed maps; None if all maps are plain numbers.
     quantization: the `quantization_config`, or None. cache: `tensor` or `attn_head`, the strategy
-    of the FP8 cache's scales that are written, or None if none are.
+    of the FP8 cache's scales that are written, or None if none are. dequantized: names of packed
+    tables that the format has no place for, and that are written as plain numbers.
     """
 
     model: Decoder
     scheme: Scheme | None
     quantization: dict[str, Any] | None
     cache: str | None
+    dequantized: tuple[str, ...] = ()
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """All names and arrays, each made when it is asked for."""
@@ -76,7 +78,7 @@ class ExportPlan:
     def _linear(self, name: str, kernel: Any) -> dict[str, Any]:
         if not isinstance(kernel, QuantizedTensor):
             found: Mapping[str, Any] = {"weight": kernel.T}
-        elif self.scheme is not None:
+        elif self.scheme is not None and name not in self.dequantized:
             found = self.scheme.encode(unpack(kernel), name)
         else:
             dtype = self.model.config.dtype
@@ -93,12 +95,13 @@ class ExportPlan:
 def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     """Decides how a model is written.
 
-    layout: one of `layouts()`, or None for that of the model's weights. Raises ValueError for
-    another one, or one that can't hold the weights.
+    layout: one of `layouts()`; None chooses the one that suits the model's weights. Raises
+    ValueError for an unknown layout, and for one that can't hold the weights.
     """
     require_layout(layout)
     maps = _shapes(model)
     packed = {name: plain for name, plain in maps.items() if plain is not None}
+    tables = {name: packed.pop(name) for name in _packed_tables(model)}
     if layout == PLAIN or (layout is None and not packed):
         return ExportPlan(model, None, None, None)
     if not packed:
@@ -110,9 +113,14 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
         _usual(packed) if layout is None else registry.layouts()[layout].of_layout(layout, packed)
     )
     head = name_of(model.names, "head").removesuffix(".weight")
-    left = [head, *(name for name in maps if name not in packed)]
+    if head in tables and (wider := _with_head(scheme, packed, {head: tables[head]})):
+        scheme = wider
+        packed[head] = tables.pop(head)
+    left = [head, *(name for name in maps if name not in tables)]
+    left = [name for name in left if name not in packed]
     cache = _cache_strategy(model) if scheme.can_hold_cache_scales else None
-    return ExportPlan(model, scheme, scheme.quantization_config(left, cache), cache)
+    quantization = scheme.quantization_config(left, cache)
+    return ExportPlan(model, scheme, quantization, cache, tuple(tables))
 
 
 def require_layout(layout: str | None) -> None:
@@ -147,6 +155,21 @@ def _usual(packed: Modules) -> Scheme:
         f"the weights are {' and '.join(found)}, which no format that others read can hold: "
         f"{REMEDY}"
     )
+
+
+def _packed_tables(model: Decoder) -> list[str]:
+    """The names of a model's packed tables."""
+    places = model.linear_places(model.config)
+    return [name for place in places if place.is_table for name in place.names]
+
+
+def _with_head(scheme: Scheme, packed: Modules, head: Modules) -> Scheme | None:
+    """The scheme of modules and a packed head, or None where its layout can't hold the head."""
+    if scheme.layout_of_heads is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return type(scheme).of_layout(scheme.layout_of_heads, {**packed, **head})
+    return None
 
 
 def _shapes(model: Decoder) -> dict[str, PlainCodes | None]:

@@ -1,4 +1,4 @@
-"""The config.json of an exported model: that of the model's source, with what has changed."""
+"""The config.json of an exported model: a changed copy of the config.json of its source."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import mpjax
 from mpjax.checkpoint import huggingface
+from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.errors import CheckpointError
 from mpjax.kernels import files
 from mpjax.language_model import LanguageModel
@@ -18,20 +19,21 @@ from mpjax.models import DecoderConfig
 MARK = "mpjax_version"  # of folders that `mpjax.export` has written, and may replace
 DTYPE_KEYS = ("torch_dtype", "dtype")  # older and newer files; every reader takes the first
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-# Fields of a configuration on which no weight depends: they may differ from the file's.
-IGNORED_FIELDS = ("max_position_embeddings", "stop_ids")
+# Fields of a configuration on which no shape depends: they may differ from the file's.
+IGNORED_FIELDS = ("max_position_embeddings", "stop_ids", "packed_tables")
 
 
 def make(lm: LanguageModel, quantization: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The config.json of an exported model, made from that of its source.
+    """The config.json of an exported model, made from the config.json of its source.
 
-    quantization: the `quantization_config`; None where all weights are plain. Raises ValueError
-    where the source has none, or that of another model.
+    quantization: the `quantization_config`; None if all weights are plain.
+
+    Raises ValueError if the source has no config.json, or the config.json of another model.
     """
-    path = lm.source / huggingface.CONFIG_NAME
-    if not os.path.lexists(path):
+    path = lm.source / CONFIG_NAME
+    if not lm.source.is_file() and not os.path.lexists(path):
         raise ValueError(
-            f"{lm.source} has no {huggingface.CONFIG_NAME}, which an export begins with: set the "
+            f"{lm.source} has no {CONFIG_NAME}, which an export begins with: set the "
             "model's source to a folder with that of its family"
         )
     hf = huggingface.read_config(lm.source)
@@ -45,7 +47,7 @@ def make(lm: LanguageModel, quantization: Mapping[str, Any] | None) -> dict[str,
 
 def is_marked(folder: Path) -> bool:
     """Whether `mpjax.export` has written a folder."""
-    path = folder / huggingface.CONFIG_NAME
+    path = folder / CONFIG_NAME
     try:
         return MARK in files.read_object(path, CheckpointError)
     except (CheckpointError, OSError):

@@ -13,12 +13,11 @@ from pathlib import Path
 from mpjax.checkpoint import exported_config, model_arrays, shards
 from mpjax.checkpoint.description import is_saved
 from mpjax.checkpoint.export_plan import make_plan
-from mpjax.checkpoint.huggingface import CONFIG_NAME
+from mpjax.checkpoint.folder import CONFIG_NAME
+from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.saving import (
     TOKENIZER_FILES,
-    copy,
-    file_bytes,
     require_all_held,
     require_tokenizer_files,
 )
@@ -59,8 +58,8 @@ def export(
         By default what most servers take: compressed-tensors' for symmetric integers, W8A8 and FP8,
             `awq` and `gptq_v2` for integers with zero points or channels in another order, and
             `plain` where no map is packed.
-    overwrite: replace what an earlier export left there. That stays whole until the new one is, so
-        that the disk must have room for both.
+    overwrite: replace an earlier export. It stays whole until the new one is, so that the disk must
+        have room for both.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Maps that are not packed stay in the dtype that the model computes in, a tied head stays tied,
@@ -80,15 +79,14 @@ def export(
     plan = make_plan(lm.model, format)
     config = json.dumps(exported_config.make(lm, plan.quantization), indent=2)
     files = shards.divide(plan.specs())
-    sources = [lm.source / name for name in COPIED_FILES]
+    source = locate(lm.source)
     weights = sum(file.nbytes for file in files)
     texts = len(config) + len(shards.index(files))
-    needed = weights + texts + sum(map(file_bytes, sources))
+    needed = weights + texts + source.file_bytes(COPIED_FILES)
     what = f"exporting {folder}"
     with naming_a_full_disk(needed, what, folder.parent), staged(folder) as new:
         require_room(needed, what, folder.parent)
-        for source in sources:
-            copy(source, new / source.name)
+        source.copy_files(COPIED_FILES, new)
         (new / CONFIG_NAME).write_text(config, encoding="utf-8")
         with (
             bytes_bar("Exporting", folder, progress, weights) as advance,

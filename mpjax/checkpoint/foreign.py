@@ -6,7 +6,7 @@ from pathlib import Path
 
 # Patterns of files, and what to do about a folder that has one; the first match counts.
 REMEDIES = {
-    "*.gguf": "GGUF is not read: take the safetensors checkpoint that it was made from",
+    "*.gguf": "load that file itself: a GGUF file is a whole model",
     "adapter_config.json": "an adapter is not a model: merge it into its base model first",
     "consolidated.*": "take the repository in Hugging Face's format, with config.json",
     "*.incomplete": "the download is incomplete: fetch the checkpoint again",

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint folder: config.json and safetensors, plain or quantised.
+"""Loads a checkpoint of Hugging Face's form: a folder, plain or quantised, or a GGUF file.
 
 One tensor at a time goes from the mapped file to the device, so that host memory never holds more
 than the largest tensor.
@@ -20,23 +20,53 @@ from flax import nnx
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import agreement, kv_scales
 from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint.locate import locate
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.plan import Plan, is_quantized, make_plan
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
-from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.settle import settle
+from mpjax.checkpoint.source import Source
 from mpjax.errors import CheckpointError
-from mpjax.kernels import files
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
 from mpjax.precision import Precision
 
-CONFIG_NAME = "config.json"
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose headers have been read, and no tensor.
+
+    scheme: of its quantised modules; None where it has none, or config.json names none.
+    """
+
+    path: Path
+    decoder: type[Decoder]
+    config: DecoderConfig
+    checkpoint: Checkpoint
+    scheme: Scheme | None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any module's tensors are quantised; config.json is not asked."""
+        return is_quantized(self.checkpoint)
+
+
+def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
+    """Opens a folder, or a GGUF file. Raises CheckpointError for one that can't be loaded."""
+    source = source if isinstance(source, Source) else locate(Path(source))
+    hf = source.read_config()
+    decoder, config = decoder_config(source.path, hf)
+    checkpoint, config = settle(source.open(), decoder, config, hf)
+    scheme = source.read_scheme(hf)
+    # The tensors decide, also where config.json has a quantization_config.
+    scheme = scheme if is_quantized(checkpoint) else None
+    return Opened(source.path, decoder, config, checkpoint, scheme)
 
 
 def load(
-    folder: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Source,
     *,
     precision: Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
@@ -44,40 +74,40 @@ def load(
 ) -> Decoder:
     """Loads a decoder with its weights onto the default device.
 
+    source: a folder, a GGUF file, or the Source of either.
     precision: a packed weight format rounds the linear maps of a 16-bit checkpoint to nearest, one
         by one on the device; a quantised checkpoint must already have it. An FP8 checkpoint rounds
         activations as config.json says, unless the precision has a W part, which decides then. A
         checkpoint's scales for an FP8 cache become the model's cache_scales; a cache uses them if
         the precision has KVfp8.
-    dtype: of 16-bit weights and activations. By default that of config.json, or, if config.json
-        has none, that of the embedding; but bfloat16 where that is float32 and a precision is
-        given, because a precision has 16-bit activations.
+    dtype: of activations, and of weights that are not packed. A precision of A32 makes it float32.
+        Otherwise, if it is None, config.json decides, or the dtype of the embedding tensor if
+        config.json has none; but a precision of A16 makes bfloat16 of float32.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that the
     checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where
     the device does not have enough memory left.
     """
-    folder, dtype = Path(folder), compute_dtype(dtype, precision)
-    hf = read_config(folder)
-    decoder, config = decoder_config(folder, hf)
-    checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
-    scheme, quantize = read_scheme(folder, hf), None
-    if not is_quantized(checkpoint):
-        scheme = None  # the tensors decide, also where config.json has a quantization_config
+    dtype, opened = compute_dtype(dtype, precision), open_headers(source)
+    folder, config, scheme, quantize = opened.path, opened.config, opened.scheme, None
+    if not opened.is_quantized:
         quantize = agreement.format_to_quantize(precision)
     elif scheme is not None:
         scheme = agreement.choose(folder, scheme, precision)
+        quantize = scheme.target if scheme.target and scheme.target.is_packed else None
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    elif precision is not None and config.dtype == "float32":
-        config = dataclasses.replace(config, dtype="bfloat16")  # A16 of a float32 checkpoint
-    plan = make_plan(checkpoint, decoder, config, scheme, quantize)
+    elif precision is not None and config.dtype == "float32":  # `settle` has set the dtype
+        config = dataclasses.replace(config, dtype="bfloat16")  # A32 has set `dtype` above
+    named = tables_of({} if precision is None else precision.tables, config)
+    plan = make_plan(opened.checkpoint, opened.decoder, config, scheme, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
+    agreement.require_tables(folder, plan, named)
     require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
-    model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: opened.decoder(plan.config, nnx.Rngs(0)))
     with bytes_bar("Loading", folder, progress, plan.file_bytes) as advance:
-        fill(model, checkpoint, plan, advance)
+        fill(model, opened.checkpoint, plan, advance)
     return model
 
 
@@ -86,15 +116,14 @@ def open_plain(
 ) -> tuple[Decoder, Checkpoint, Plan]:
     """A decoder that `fill` can fill part by part, from a checkpoint that is not quantised.
 
-    dtype: what the decoder computes in; by default that of the checkpoint, or bfloat16 where that
-        is float32.
+    dtype: what the decoder computes in. If it is None, the checkpoint decides, as in `load`, but
+        float32 becomes bfloat16.
 
     Raises CheckpointError for a folder that can't be loaded, or is quantised already.
     """
-    hf = read_config(folder)
-    decoder, config = decoder_config(folder, hf)
-    checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
-    if is_quantized(checkpoint):
+    opened = open_headers(folder)
+    config = opened.config
+    if opened.is_quantized:
         raise CheckpointError(
             f"{folder} is quantised already: take the 16-bit checkpoint that it was made from"
         )
@@ -102,16 +131,13 @@ def open_plain(
         dtype = "bfloat16"
     if dtype is not None:
         config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-    plan = make_plan(checkpoint, decoder, config, None, None)
-    return nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0))), checkpoint, plan
+    plan = make_plan(opened.checkpoint, opened.decoder, config, None, None)
+    return nnx.eval_shape(lambda: opened.decoder(config, nnx.Rngs(0))), opened.checkpoint, plan
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json. Raises CheckpointError where it is missing or not a JSON object."""
-    path = folder / CONFIG_NAME
-    if not os.path.lexists(path):
-        raise CheckpointError(f"{folder} has no {CONFIG_NAME}: expected a checkpoint folder")
-    return files.read_object(path, CheckpointError)
+    """The keys of config.json. Raises CheckpointError where they can't be read."""
+    return locate(folder).read_config()
 
 
 def decoder_config(folder: Path, hf: Mapping[str, Any]) -> tuple[type[Decoder], DecoderConfig]:
@@ -131,16 +157,7 @@ def read_scheme(folder: Path, hf: Mapping[str, Any]) -> Scheme | None:
 
     Raises CheckpointError where no format here can read it.
     """
-    written = hf.get("quantization_config")
-    if written is None:
-        return None
-    path = folder / CONFIG_NAME
-    if not isinstance(written, Mapping):
-        raise CheckpointError(f"{path}: quantization_config is {written!r:.80}: expected an object")
-    try:
-        return registry.read(written)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    return locate(folder).read_scheme(hf)
 
 
 def fill(
@@ -150,10 +167,10 @@ def fill(
     advance: Callable[[int], None] = lambda count: None,
     belongs: Callable[[str], bool] = lambda path: True,
 ) -> None:
-    """Reads weights into their places, and waits for each before it maps the next tensor.
+    """Reads the tensors of a plan into a model, one parameter after another.
 
-    advance: is called with the bytes of each tensor that was read.
-    belongs: tells by its path whether a parameter is wanted.
+    advance: is called with the number of bytes of each tensor when it is read.
+    belongs: whether to fill the parameter at a path; all others are left as they are.
     """
     dtype = plan.config.dtype
 
@@ -161,9 +178,9 @@ def fill(
         advance(info.nbytes)
         return checkpoint.read(info.name)
 
-    for array, info in plan.arrays:
+    for array, taken in plan.arrays:
         if belongs(array.path):
-            array.assign(model, jax.block_until_ready(convert_array(info, dtype, read)))
+            array.assign(model, jax.block_until_ready(convert_array(taken, dtype, read)))
     for place, sources in plan.linears:
         if belongs(place.path):
             parts = convert_linear(place, sources, dtype, read)

@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def names(decoder: type[Decoder], config: DecoderConfig) -> list[str]:
-    """Names of the scale tensors: for each layer that of its keys, then that of its values."""
+    """Names of the scale tensors of each layer, the keys' first and then the values'."""
     layers = range(config.num_layers)
     return [name for i in layers for name in names_of(decoder.names, "cache_scales", i)]
 

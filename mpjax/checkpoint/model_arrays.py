@@ -159,6 +159,8 @@ def _expected_of_linear(
     shapes = place.part_shapes(len(parts))
     for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
         path = f"{place.path}.{index}"
+        if part is None and place.is_table:
+            raise ValueError(f"{place.path} has no format: expected a packed one")
         if part is None:
             expected[f"{path}.kernel"] = _Expected((shape,), DTYPES)
         else:

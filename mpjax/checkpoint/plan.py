@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 
-from mpjax.checkpoint import kv_scales
+from mpjax.checkpoint import kv_scales, packed_tables
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes import registry
 from mpjax.checkpoint.schemes.base import Scheme
@@ -51,6 +52,23 @@ class LinearSource:
 
 
 @dataclasses.dataclass(frozen=True)
+class TableSource:
+    """A quantised embedding or head, which is dequantised.
+
+    name: of the module in the file. tensors: by suffix. scheme: decodes them.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorInfo]
+    scheme: Scheme
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in the file."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The tensors from which each place in the module is filled.
 
@@ -59,7 +77,7 @@ class Plan:
     """
 
     config: DecoderConfig
-    arrays: tuple[tuple[ArrayPlace, TensorInfo], ...]
+    arrays: tuple[tuple[ArrayPlace, TensorInfo | TableSource], ...]
     linears: tuple[tuple[LinearPlace, tuple[LinearSource, ...]], ...]
     cache_scales: tuple[TensorInfo, ...] = ()
 
@@ -68,7 +86,7 @@ class Plan:
         """Bytes that are read from the files."""
         sources = sum(source.file_bytes for _, sources in self.linears for source in sources)
         scales = sum(info.nbytes for info in self.cache_scales)
-        return sources + scales + sum(info.nbytes for _, info in self.arrays)
+        return sources + scales + sum(source.nbytes for _, source in self.arrays)
 
     @property
     def device_bytes(self) -> int:
@@ -83,11 +101,12 @@ class Plan:
     @property
     def working_bytes(self) -> int:
         """Bytes on the device that the largest conversion takes beside the loaded model."""
-        steps = [info.nbytes for _, info in self.arrays]
+        steps = [_array_bytes(place, source) for place, source in self.arrays]
         for place, sources in self.linears:
             step = max(_converting_bytes(source) for source in sources)
-            if len(sources) > 1:  # the separate maps exist beside the joined one
-                step += sum(self._linear_bytes(place, source) for source in sources)
+            if len(sources) > 1:  # separate maps exist beside the joined one
+                joined = sources[: place.joined_maps]
+                step += sum(self._linear_bytes(place, source) for source in joined)
             steps.append(step)
         return max(steps)
 
@@ -122,13 +141,17 @@ def make_plan(
     config: DecoderConfig,
     scheme: Scheme | None,
     quantize: WeightFormat | None,
+    tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
 ) -> Plan:
-    """Plans how each place of a decoder is filled from a checkpoint's tensors.
+    """Plans from which tensors of a checkpoint each place of a decoder is filled; reads no tensor.
 
-    scheme: of quantised modules, by config.json; None where config.json has none. quantize: the
-    format to which plain linear maps are rounded; None leaves them plain. Raises CheckpointError
-    for tensors that are missing or unexpected, or whose shape, dtype or packing is not the one that
-    the model and config.json ask for.
+    scheme: of quantised modules, by config.json; None if config.json has none. quantize: the format
+    to which 16-bit linear maps of layers are rounded; None leaves them in 16 bits. tables: the
+    packed formats to which the 16-bit tables `embedding` and `head` are rounded. A head that is
+    quantised in the files stays so; the plan's configuration has the packed tables.
+
+    Raises CheckpointError for tensors that are missing or unexpected, or whose shape, dtype or
+    packing is not the one that the model and config.json ask for.
     """
     if config.num_layers > len(checkpoint.tensors):  # checked before a list with an entry per layer
         raise CheckpointError(
@@ -136,14 +159,19 @@ def make_plan(
             f"holds {_count(list(checkpoint.tensors))}: they are not of one checkpoint"
         )
     modules = modules_of(checkpoint)
-    tables = [name_of(decoder.names, table) for table in ("embedding", "head")]
-    _require_plain_tables(modules, tables)
-    arrays = decoder.array_places(config)
+    config = packed_tables.configured(decoder, config, modules, tables)
+    arrays = [
+        (place, _table_source(modules, place.name, scheme))
+        for place in decoder.array_places(config)
+    ]
     linears = [
         (place, [_source_tensors(modules.get(name, {}), place) for name in place.names])
         for place in decoder.linear_places(config)
     ]
-    expected = {array.name for array in arrays}
+    # The names that the checkpoint must have, and no others; see `_check_names`.
+    expected = {array.name for array, table in arrays if table is None}
+    for table in (table for _, table in arrays if table is not None):
+        expected |= {f"{table.name}.{suffix}" for suffix in table.tensors}
     for place, shards in linears:
         for name, tensors in zip(place.names, shards, strict=True):
             expected |= {f"{name}.{suffix}" for suffix in tensors}
@@ -155,19 +183,22 @@ def make_plan(
     if has_cache_scales:
         expected |= set(kv_scales.names(decoder, config))
     if config.tie_word_embeddings:  # `settle` has found that head and embedding are equal
-        expected |= {tables[1]} & checkpoint.tensors.keys()
+        expected |= {name_of(decoder.names, "head")} & checkpoint.tensors.keys()
     _check_names(checkpoint, expected, ignored)
-    for array in arrays:
-        info = checkpoint.tensors[array.name]
-        _check_floats(info.name, info, array.shape)
     return Plan(
         config,
-        tuple((array, checkpoint.tensors[array.name]) for array in arrays),
+        tuple((array, _array_source(checkpoint, array, table)) for array, table in arrays),
         tuple(
             (
                 place,
                 tuple(
-                    _linear_source(name, shape, tensors, scheme, quantize)
+                    _linear_source(
+                        name,
+                        shape,
+                        tensors,
+                        _scheme_of(place, scheme, tables),
+                        tables.get(place.path) if place.is_table else quantize,
+                    )
                     for name, shape, tensors in zip(place.names, place.shapes, shards, strict=True)
                 ),
             )
@@ -177,16 +208,36 @@ def make_plan(
     )
 
 
-def _require_plain_tables(
-    modules: Mapping[str, Mapping[str, TensorInfo]], tables: Iterable[str]
-) -> None:
-    for name in (table.removesuffix(".weight") for table in tables):
-        tensors = modules.get(name, {})
-        if registry.of_module(tensors) is not None:
-            raise CheckpointError(
-                f"{name} is quantised ({', '.join(sorted(tensors))}): only the linear maps of "
-                f"layers can be, so load a checkpoint of the model with {name} in 16 bits"
-            )
+def _scheme_of(
+    place: LinearPlace, scheme: Scheme | None, tables: Mapping[str, WeightFormat]
+) -> Scheme | None:
+    """The scheme of a place: of a table with a named format, the one that rounds to that."""
+    if scheme is None or not place.is_table or place.path not in tables:
+        return scheme
+    return scheme.rounded_to(tables[place.path]) or scheme
+
+
+def _table_source(
+    modules: Mapping[str, Mapping[str, TensorInfo]], name: str, scheme: Scheme | None
+) -> TableSource | None:
+    """The quantised tensors of a parameter, `name` with `.weight` behind; None for a plain one."""
+    module = name.removesuffix(".weight")
+    tensors = modules.get(module, {})
+    if scheme is None or type(scheme) is not registry.of_module(tensors):
+        return None
+    return TableSource(module, tensors, scheme)
+
+
+def _array_source(
+    checkpoint: Checkpoint, place: ArrayPlace, table: TableSource | None
+) -> TensorInfo | TableSource:
+    rows, *columns = place.shape
+    if table is not None:
+        table.scheme.check(table.tensors, table.name, (math.prod(columns), rows))
+        return table
+    info = checkpoint.tensors[place.name]
+    _check_floats(info.name, info, place.shape)
+    return info
 
 
 def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> dict[str, TensorInfo]:
@@ -219,12 +270,13 @@ def _linear_source(
             format = scheme.format(name, shape[0])
         except CheckpointError as error:
             raise CheckpointError(f"{next(iter(tensors.values())).file}: {error}") from error
-        return LinearSource(name, shape, tensors, scheme, format)
+        return LinearSource(name, shape, tensors, scheme, format if format.is_packed else None)
     _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
     if quantize is not None and not quantize.can_split(shape[0]):
         raise CheckpointError(
             f"{name} has {shape[0]} input channels, which groups of {quantize.group_size} don't "
-            "divide: choose another group size or format in precision, such as W4g32 or W4gK"
+            "divide: choose another group size or format in precision, such as W4g32 or W4gK, or "
+            "for a table H8"
         )
     return LinearSource(name, shape, tensors, None, quantize)
 
@@ -266,6 +318,12 @@ def _check_floats(name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
             f"{info.file}: {name} is {describe(info)}: expected {', '.join(FLOAT_DTYPES)} of shape "
             f"{list(shape)}, by config.json"
         )
+
+
+def _array_bytes(place: ArrayPlace, source: TensorInfo | TableSource) -> int:
+    """Bytes on the device that the conversion of a parameter takes beside the loaded model."""
+    per_number = source.scheme.decoding_bytes if isinstance(source, TableSource) else 0
+    return source.nbytes + per_number * math.prod(place.shape)
 
 
 def _converting_bytes(source: LinearSource) -> int:

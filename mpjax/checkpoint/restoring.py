@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import array_file, model_arrays
+from mpjax.checkpoint.agreement import require_equal_tables
 from mpjax.checkpoint.description import WEIGHTS_NAME, Description
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import TensorInfo, read_header
 from mpjax.errors import CheckpointError
 from mpjax.kernels.device import default_device
-from mpjax.language_model import LanguageModel, weight_formats
+from mpjax.language_model import LanguageModel, packed_tables, weight_formats
 from mpjax.memory import require_free
 from mpjax.models import Decoder
 from mpjax.precision import Precision, describe_weights
@@ -112,7 +113,10 @@ def _require_agreement(
             f"dtype is {dtype}, but the model in {folder} was saved in {saved}: leave dtype out, "
             "or convert the original checkpoint again"
         )
-    if precision is None or precision.agrees_with(found := weight_formats(model)):
+    if precision is None:
+        return
+    require_equal_tables(folder, packed_tables(model), precision.tables)
+    if precision.agrees_with(found := weight_formats(model)):
         return
     bits = jnp.dtype(saved).itemsize * 8
     names = sorted(describe_weights(format, bits) for format in found)

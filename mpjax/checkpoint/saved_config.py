@@ -11,6 +11,8 @@ from mpjax.models.config import RopeScaling, SublayerSpec
 
 JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict: "object"}
 HALVES = ("attention", "mlp")
+# Fields that other parts of mpjax.json tell: its linear maps have the packed tables.
+TOLD_ELSEWHERE = ("packed_tables",)
 # Fields of GroupedQuerySpec that version 4 of mpjax.json has once for all layers.
 OF_ATTENTION_IN_VERSION_4 = ("qkv_bias", "output_bias", "qk_norm")
 
@@ -21,7 +23,8 @@ def to_json(config: DecoderConfig) -> dict[str, Any]:
         {half: {"kind": spec.kind} | dataclasses.asdict(spec) for half, spec in _halves(layer)}
         for layer in config.layers
     ]
-    return dataclasses.asdict(config) | {"layers": layers}
+    written = dataclasses.asdict(config) | {"layers": layers}
+    return {name: value for name, value in written.items() if name not in TOLD_ELSEWHERE}
 
 
 def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -> DecoderConfig:
@@ -30,7 +33,7 @@ def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -
     specs: classes of attention and MLP specs that layers may have. Raises ValueError, which names
     the key.
     """
-    _require_fields("config", written, DecoderConfig)
+    _require_fields("config", written, DecoderConfig, TOLD_ELSEWHERE)
     kinds = {spec.kind: spec for spec in specs}
     layers = get(written, "layers", list)
     values = dict(written) | {
@@ -104,8 +107,10 @@ def _parse_layer(number: int, written: Any, kinds: Mapping[str, type[SublayerSpe
     return LayerSpec(**halves)
 
 
-def _require_fields(where: str, written: Mapping[str, Any], kind: type) -> None:
-    names = {field.name for field in dataclasses.fields(kind)}
+def _require_fields(
+    where: str, written: Mapping[str, Any], kind: type, left_out: tuple[str, ...] = ()
+) -> None:
+    names = {field.name for field in dataclasses.fields(kind)} - {*left_out}
     for name in sorted(names ^ written.keys()):
         if name in names:
             raise ValueError(f"{where} has no {name!r}")

@@ -7,7 +7,6 @@ says what the arrays mean. Loading it does not need the original checkpoint.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import jax
@@ -21,6 +20,8 @@ from mpjax.checkpoint.description import (
     decoders,
     is_saved,
 )
+from mpjax.checkpoint.folder import TOKENIZER_NAME
+from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.staging import clean_up, staged
 from mpjax.disk import naming_a_full_disk, require_room
@@ -63,14 +64,13 @@ def save(
     clean_up(folder)  # may put back a model that a killed save has moved away
     require_writable(folder, overwrite)
     arrays = _take_arrays(lm)
-    sources = [lm.source / name for name in TOKENIZER_FILES]
+    source = locate(lm.source)
     longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()
-    needed = array_file.file_bytes(arrays) + sum(map(file_bytes, sources)) + len(longest)
+    needed = array_file.file_bytes(arrays) + source.file_bytes(TOKENIZER_FILES) + len(longest)
     what = f"saving {folder}"
     with naming_a_full_disk(needed, what, folder.parent), staged(folder) as new:
         require_room(needed, what, folder.parent)
-        for source in sources:
-            copy(source, new / source.name)
+        source.copy_files(TOKENIZER_FILES, new)
         total = sum(map(array_file.nbytes, arrays.values()))
         with bytes_bar("Saving", folder, progress, total) as advance:
             checksums = array_file.write(new / WEIGHTS_NAME, arrays, advance)
@@ -111,7 +111,7 @@ def _take_arrays(lm: LanguageModel) -> dict[str, jax.Array]:
 
 def require_tokenizer_files(lm: LanguageModel) -> None:
     """Raises ValueError where a model has a tokenizer, and its source no files of it."""
-    if lm.tokenizer is not None and not (lm.source / "tokenizer.json").is_file():
+    if lm.tokenizer is not None and not locate(lm.source).file_bytes([TOKENIZER_NAME]):
         raise ValueError(
             f"the tokenizer's files are no longer in {lm.source}: set the model's source to a "
             "folder with its tokenizer.json, or its tokenizer to None"
@@ -143,18 +143,3 @@ def _require_scales(lm: LanguageModel) -> None:
             f"{lm.kv_format} needs a scale for each channel, and the model has none: measure them "
             "with mpjax.calibrate_cache or `mpjax convert --calibrate`, or choose another KV format"
         )
-
-
-def file_bytes(path: Path) -> int:
-    """Bytes of a file, or of the files in a folder; 0 where there is neither."""
-    if path.is_dir():
-        return sum(file_bytes(child) for child in path.iterdir())
-    return path.stat().st_size if path.is_file() else 0
-
-
-def copy(source: Path, target: Path) -> None:
-    """Copies a file or a folder; nothing where there is neither."""
-    if source.is_dir():
-        shutil.copytree(source, target)
-    elif source.is_file():
-        shutil.copyfile(source, target)

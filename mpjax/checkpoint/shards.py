@@ -27,14 +27,14 @@ Write = Callable[[str, jax.Array, Callable[[int], None]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file. tensors: by name, in the order of the file: an array, or what has its shape."""
+    """One file. tensors: arrays, or their shapes and dtypes, by name, in the order of the file."""
 
     name: str
     tensors: Mapping[str, Any]
 
     @property
     def header(self) -> bytes:
-        """What stands before the tensors."""
+        """The bytes of the file before the tensors."""
         return array_file.header(self.tensors, METADATA)
 
     @property

@@ -57,6 +57,8 @@ activations (A) and the KV cache:
                    in 16 bits; K4cV4c: values have such scales too
   KV8s             8 bits with a static scale for each channel, measured by
                    mpjax convert --calibrate or mpjax evaluate --calibrate
+  H8, E8           behind KV…: the head and the embedding in 8 bits, with a
+                   scale for each token; a tied table is both
 docs/precision.md in the repository has the accuracy and the memory of each.
 
 \b

@@ -1,6 +1,6 @@
 """`mpjax bench`: measures kernels and whole models on this GPU, and the bounds of their speed.
 
-There are three commands of one pattern: options give a sweep of cases, each measured row is saved
+There are four commands of one pattern: options give a sweep of cases, each measured row is saved
 at once, and at the end there are a table, a plot and a check of every result against the reference.
 """
 
@@ -33,6 +33,7 @@ Examples:
   mpjax bench gemm --formats uint4:g128,uint8:g128 --rows 1,16,64
   mpjax bench attention --formats KV8,KV4
   mpjax bench generate --precision W4A16KV8 --batch 1,16
+  mpjax bench serve --requests 256 --prompt-tokens 1024 --new-tokens 512
 
 \b
 A time is the sum of the kernels that a call runs on the GPU, measured by
@@ -136,6 +137,33 @@ context needs them.
 The plot shows several contexts as lines below their rooflines, one context as
 bars. Compiling takes some ten seconds for each case, and as long again for
 its prompt; --filled reads only one prompt for each precision.
+"""
+
+SERVE_EPILOG = """\b
+Examples:
+  mpjax bench serve --requests 256 --prompt-tokens 1024 --new-tokens 512
+  mpjax bench serve --requests 512 --prompt-tokens lognormal:1024:0.8:4096 \\
+      --new-tokens lognormal:512:0.8:4096 --static 64
+  mpjax bench serve --requests 32 --prompt-tokens 4096 --shared-tokens 3072
+  mpjax bench serve --requests 32 --new-tokens 1000 --late-prompt 32768
+  mpjax bench serve --rate 8
+
+\b
+Runs requests through an engine, with random weights in a published shape and
+random prompts, without stop tokens. The load runs --rounds times with other
+prompts; the last is measured, and the others compile.
+  tokens/s     new tokens of all requests, from the first arrival to the last
+               token
+  first token  time from a request's arrival to its first token, P50 and P99
+  token        time of each further token of a request, P50 and P99
+  longest gap  between two reports of new tokens of a request; up to --steps
+               tokens come together
+  shared       prompt tokens that were in the cache already
+  preempted    how often a request made room for an older one
+The JSON also has late_steps: programs before which the device was idle; up to
+3 % of all `steps` are good. The roofline of a decoding step is in `mpjax
+bench generate`. The exit code is 1 if tokens are missing, or if more than 15
+programs were compiled.
 """
 
 app = typer.Typer(
@@ -297,6 +325,101 @@ def generate_command(
     if plot:
         _draw("draw_generate", measured, path.with_suffix(".svg"))
     _check(generate, measured)
+
+
+class Shapes(enum.StrEnum):
+    """Published shapes for random weights."""
+
+    qwen3_8b = "qwen3-8b"
+    llama3_8b = "llama3.1-8b"
+
+
+@app.command("serve", cls=CompilingCommand, epilog=SERVE_EPILOG)
+def serve_command(
+    precision: Annotated[
+        str, _texts("W4A16KV8", "Precisions; `mpjax --help` explains them.")
+    ] = "W4A16KV8",
+    shapes: Annotated[Shapes, typer.Option(help="The shape of the model.")] = Shapes.qwen3_8b,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 256,
+    prompt_tokens: Annotated[
+        str,
+        typer.Option(metavar="LENGTHS", help="1024, 512-2048, or lognormal:MEAN:SIGMA:MOST."),
+    ] = "1024",
+    new_tokens: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="New tokens of each request.")
+    ] = "512",
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE.jsonl",
+            help='Lengths from a file: {"prompt_tokens": 900, "new_tokens": 120} on each line.',
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6, show_default="all at once", help="Requests per second, at random times."
+        ),
+    ] = None,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens with which every prompt begins.")
+    ] = 0,
+    late_prompt: Annotated[
+        int, typer.Option(min=0, help="Tokens of one more prompt, which comes when all decode.")
+    ] = 0,
+    slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 256,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="The most prompt tokens between two decoding steps.")
+    ] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of a program.")] = 8,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="Bytes of the cache, or the share of free memory."),
+    ] = None,
+    share: Annotated[bool, typer.Option(help="Share the pages of equal beginnings.")] = True,
+    static: Annotated[
+        int, typer.Option(min=0, help="Also measure static batches of so many requests.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the load runs.")] = 2,
+    output: Output = None,
+    plot: Plot = True,
+) -> None:
+    """Measure an engine under load: tokens/s, and the times of tokens."""
+    from mpjax.bench import serve, tables
+    from mpjax.bench.lengths import Lengths, read_file
+    from mpjax.models import presets
+
+    config = presets.QWEN3_8B if shapes == Shapes.qwen3_8b else presets.LLAMA3_1_8B
+    sweep = _checked(
+        lambda: serve.Sweep(
+            _split(precision),
+            serve.Load(
+                requests,
+                Lengths.parse(prompt_tokens),
+                Lengths.parse(new_tokens),
+                tuple(read_file(lengths)) if lengths else (),
+                rate,
+                shared_tokens,
+                late_prompt,
+            ),
+            slots=slots,
+            chunk_tokens=chunk_tokens,
+            steps=steps,
+            cache_memory=cache_memory,
+            share_prefixes=share,
+            static=static,
+            rounds=rounds,
+            config=config,
+        )
+    )
+    measured, path = _measure("serve", serve, sweep, output)
+    title = f"{shapes.value}'s shapes, random weights, {requests} requests"
+    tables.show(title, serve.HEADERS, map(serve.cells, measured))
+    if plot:
+        _draw("draw_serve", measured, path.with_suffix(".svg"))
+    _check(serve, measured)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -94,5 +94,7 @@ def _check_scales(source: str, chosen: Precision | None, calibrate: Path | None)
 
 
 def _weight_bytes(folder: Path) -> int:
-    """The bytes of the safetensors files in a checkpoint's folder."""
+    """The bytes of the safetensors files in a checkpoint's folder, or of a GGUF file."""
+    if folder.is_file():
+        return folder.stat().st_size
     return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())

@@ -1,17 +1,19 @@
-"""`mpjax evaluate`: measures the perplexity of a model in several precisions."""
+"""`mpjax evaluate`: measures perplexity in several precisions, and divergence from 16 bits."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import rich.console
 import typer
 
-from mpjax.bench import tables
+from mpjax.bench import agreement, tables
 from mpjax.cli import options
 from mpjax.cli.output import print_json, to_json, write
 
@@ -37,21 +39,34 @@ Examples:
   mpjax evaluate --precision W16A16KV16 --precision W4A16KV8
   mpjax evaluate --format markdown --output results.json
   mpjax evaluate --precision A16KV8 --json | python -m json.tool
-  mpjax evaluate Qwen3-8B-AWQ --text wikitext.txt --window 2048
+  mpjax evaluate Qwen3-8B-AWQ --text wikitext.txt --window 2048 --stride 2048
+  mpjax evaluate Qwen3-8B-W4 --against Qwen3-8B --text wikitext.txt --window 2048
+  mpjax evaluate Qwen3-8B --against itself --precisions W8A8,W4A16,W4A8 --plot bits.svg
 
 \b
 The model reads the text through its KV cache, as in decoding, so that the
 rounding of the cache counts as well as that of the weights. Δ is the change
 of the perplexity from the first precision. The default text is a part of
 Python's standard library on which the bundled model was not trained.
-Perplexities are comparable only for the same text and window.
+Perplexities are comparable only for the same text, window and stride.
+--window 2048 --stride 2048 measures as papers on quantisation do.
 
 \b
---json and --output give one JSON object with model, text, documents, bytes,
-calibration, batch, device, versions and rows; each row has precision,
-perplexity, nats_per_token, bits_per_byte, tokens, window and weights_bytes.
-A number that is not finite, as after an overflow, is null.
+--against compares the predictions at each position with those of another
+model, usually the 16-bit one: mean, median and 99th percentile of the KL
+divergence, and how often both have the same most likely token. These tell
+models apart that perplexity does not. The text is then cut as with --stride,
+which is the window by default; Δ is the change from the reference.
+
+\b
+--json and --output give one JSON object with model, reference, text,
+documents, bytes, calibration, batch, device, versions and rows; each row has
+precision, perplexity, nats_per_token, bits_per_byte, tokens, window, stride,
+weights_bytes and bits_per_weight, and with --against reference_perplexity,
+kl_mean, kl_median, kl_p99, kl_error (the standard error of the mean) and
+same_top. A number that is not finite, as after an overflow, is null.
 """
+ITSELF = "itself"
 
 
 class Format(enum.StrEnum):
@@ -77,11 +92,22 @@ def command(
     precision: Annotated[
         list[str] | None,
         typer.Option(
+            "--precision",
+            "--precisions",
             metavar="W4A16KV8",
             show_default=False,
-            help="Precision to measure, as `mpjax --help` explains; may be given several times. By "
-            "default every weight format and KV format; for a quantised checkpoint KV16, KV8 and "
-            "KV4.",
+            help="Precisions to measure, as `mpjax --help` explains, with commas between them; may "
+            "be given several times. Without a KV part the cache has 16 bits. By default every "
+            "weight format and KV format; for a quantised checkpoint KV16, KV8 and KV4.",
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER_OR_ID",
+            show_default=False,
+            help="Model to compare with: a folder or hub id, or `itself` for the model in 16 bits. "
+            "Both are on the device.",
         ),
     ] = None,
     window: Annotated[
@@ -91,6 +117,15 @@ def command(
             show_default=False,
             help="The most tokens that a prediction depends on. By default 1024, or the model's "
             "positions if it has fewer.",
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Join the documents by empty lines, and cut them into windows that begin so many "
+            "tokens after each other. By default each document is read on its own.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Number of windows to read together.")] = 8,
@@ -113,19 +148,23 @@ def command(
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Also write the results to a JSON file.")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            show_default=False,
+            help="Also draw divergence and perplexity over the bits of a weight, as SVG; needs "
+            "--against and matplotlib.",
+        ),
+    ] = None,
 ) -> None:
-    """Measure the perplexity of a model in several precisions."""
+    """Measure the perplexity of a model in several precisions, or its distance from another."""
     import mpjax
-    from mpjax.atomic_write import atomic_write, require_writable
-    from mpjax.evaluation import evaluate
     from mpjax.loading import find_folder
 
-    if json and format is Format.markdown:
-        raise typer.BadParameter("results are printed in one format", param_hint="--json")
-    if output is not None:
-        require_writable(output)
+    _require_usage(format, json, output, plot, against)
     folder = find_folder(mpjax.bundled_model() if source is None else source)
-    chosen = [options.parse_precision(name) for name in precision or _defaults(folder)]
+    chosen = _read_precisions(precision) if precision else _defaults(folder)
     if text is None:
         text = mpjax.bundled_model() / "held_out.jsonl"
     samples = None if calibrate is None else options.read_documents(calibrate)
@@ -135,24 +174,102 @@ def command(
             param_hint="--calibrate",
         )
     documents = options.read_documents(text)
+    reference = None
+    if against is not None:
+        reference = str(folder) if against == ITSELF else against
     rows = _measure(
         chosen,
         lambda precision: options.load(str(folder), precision, dtype, max_positions),
-        lambda lm: evaluate(lm, documents, window=window, batch=batch),
+        _scoring(
+            None if reference is None else _load_reference(reference, dtype, max_positions),
+            documents,
+            {"window": window, "stride": stride, "batch": batch},
+        ),
         samples,
     )
-    result = _result(folder, text, documents, calibrate, batch, rows)
+    files = {"text": text.name, "calibration": None if calibrate is None else str(calibrate)}
+    models = {
+        "model": folder.name,
+        "reference": None if reference is None else Path(reference).name,
+    }
+    result = models | files | _circumstances(documents, batch) | {"rows": rows}
+    _write(result, output, plot)
+    _print(result, Format.json if json else format)
+
+
+def _require_usage(
+    format: Format, json: bool, output: Path | None, plot: Path | None, against: str | None
+) -> None:
+    """Raises BadParameter for options that contradict each other, and for files of no use."""
+    from mpjax.atomic_write import require_writable
+
+    if json and format is Format.markdown:
+        raise typer.BadParameter("results are printed in one format", param_hint="--json")
+    for path in (output, plot):
+        if path is not None:
+            require_writable(path)
+    if plot is None:
+        return
+    if against is None:
+        raise typer.BadParameter("a plot compares models: give --against", param_hint="--plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter(
+            'plots need matplotlib: pip install "mpjax[bench]"', param_hint="--plot"
+        )
+
+
+def _read_precisions(texts: list[str]) -> list[Precision]:
+    """Precisions of texts with commas; one without a KV part means a cache of 16 bits."""
+    names = [name.strip() for text in texts for name in text.split(",")]
+    return [
+        options.parse_precision(name if re.search(r"K\w*V", name, re.IGNORECASE) else f"{name}KV16")
+        for name in names
+    ]
+
+
+def _load_reference(
+    source: str, dtype: options.Dtype | None, max_positions: int | None
+) -> LanguageModel:
+    """The model to compare with, whose cache has 16 bits."""
+    from mpjax.kernels import KVFormat
+
+    lm = options.load(source, None, dtype, max_positions)
+    return dataclasses.replace(lm, kv_format=KVFormat())
+
+
+def _scoring(
+    reference: LanguageModel | None, documents: list[str], arguments: dict[str, Any]
+) -> Callable[[LanguageModel], Evaluation]:
+    """The measurement of a model: alone, or beside a reference."""
+    from mpjax.comparison import compare
+    from mpjax.evaluation import evaluate
+
+    if reference is None:
+        return lambda lm: evaluate(lm, documents, **arguments)
+    return lambda lm: compare(lm, reference, documents, **arguments)
+
+
+def _write(result: dict[str, Any], output: Path | None, plot: Path | None) -> None:
+    from mpjax.atomic_write import atomic_write
+
     if output is not None:
         atomic_write(output, to_json(result, indent=1) + "\n")
-    if json or format is Format.json:
+    if plot is not None:
+        from mpjax.bench import agreement_plot
+
+        agreement_plot.draw(result["rows"], plot)
+
+
+def _print(result: dict[str, Any], format: Format) -> None:
+    if format is Format.json:
         print_json(result)
     elif format is Format.markdown:
-        write(markdown(rows) + "\n")
+        write(markdown(result["rows"]) + "\n")
     else:
-        tables.show(None, HEADERS, _cells(rows))
+        tables.show(None, *_table(result["rows"]))
 
 
-def _defaults(folder: Path) -> tuple[str, ...]:
+def _defaults(folder: Path) -> list[Precision]:
     """The precisions to measure by default.
 
     For a quantised checkpoint these are KV formats alone, because only 16-bit weights can be
@@ -162,8 +279,8 @@ def _defaults(folder: Path) -> tuple[str, ...]:
     from mpjax.checkpoint.description import is_saved
 
     if is_saved(folder) or huggingface.read_config(folder).get("quantization_config") is not None:
-        return CACHE_PRECISIONS
-    return WEIGHT_PRECISIONS + BOTH_PRECISIONS
+        return _read_precisions(list(CACHE_PRECISIONS))
+    return _read_precisions([*WEIGHT_PRECISIONS, *BOTH_PRECISIONS])
 
 
 def _measure(
@@ -198,19 +315,13 @@ def _measure(
                 "precision": lm.precision,
                 **dataclasses.asdict(found),
                 "weights_bytes": lm.nbytes,
+                "bits_per_weight": lm.bits_per_weight,
             }
     return [rows[index] for index in sorted(rows)]
 
 
-def _result(
-    folder: Path,
-    text: Path,
-    documents: list[str],
-    calibration: Path | None,
-    batch: int,
-    rows: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """The JSON object of --output and --json: the rows, and everything that they depend on."""
+def _circumstances(documents: list[str], batch: int) -> dict[str, Any]:
+    """The settings on which rows depend, besides models and files."""
     import jax
 
     import mpjax
@@ -218,16 +329,19 @@ def _result(
 
     device = default_device()
     return {
-        "model": folder.name,
-        "text": text.name,
         "documents": len(documents),
         "bytes": sum(len(document.encode()) for document in documents),
-        "calibration": None if calibration is None else str(calibration),
         "batch": batch,
         "device": f"{device.platform}: {device.device_kind}",
         "versions": {"mpjax": mpjax.__version__, "jax": jax.__version__},
-        "rows": rows,
     }
+
+
+def _table(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """The headers and cells of rows, which are those of comparisons if they have a divergence."""
+    if "kl_mean" in rows[0]:
+        return agreement.HEADERS, [agreement.cells(row) for row in rows]
+    return HEADERS, list(_cells(rows))
 
 
 def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -246,5 +360,6 @@ def _cells(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows of a result as a Markdown table."""
-    table = [HEADERS, ("---", *["---:"] * (len(HEADERS) - 1)), *_cells(rows)]
+    headers, cells = _table(rows)
+    table = [headers, ("---", *["---:"] * (len(headers) - 1)), *cells]
     return "\n".join("| " + " | ".join(row) + " |" for row in table)

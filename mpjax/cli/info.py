@@ -32,7 +32,8 @@ and compared.) A hub id is fetched completely first.
 The last rows give the weight formats of each kind of linear map, and the
 number of layers with them. Maps of one input (query, key and value; gate and
 up) are one product if their formats agree; if not, there is a product for
-each format, as in `W4 | W4 | W16`. "cache scales" are the scales that KV8s
+each format, as in `W4 | W4 | W16`. Rows before them give the embedding and, if
+it has a table of its own, the head. "cache scales" are the scales that KV8s
 needs and KVfp8 can use.
 
 \b
@@ -40,8 +41,9 @@ The keys of --json: model, source, precision, num_layers, hidden_size,
 num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
 other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
 number of layers for each kind of map and format), eight_bit_blocks (of W4Ax:
-the blocks of activations in 8 bits, and all; else null), and activations (the
-choice that an FP8 checkpoint needs, or null).
+the blocks of activations in 8 bits, and all; else null), tables (format and
+bytes of the embedding and the head), and activations (the choice that an FP8
+checkpoint needs, or null).
 """
 
 
@@ -96,16 +98,12 @@ def _open_choice(folder: Path) -> str | None:
     """A text about the activations of an FP8 checkpoint that the user has to choose, or None."""
     from mpjax.checkpoint import agreement, huggingface
     from mpjax.checkpoint.description import is_saved
-    from mpjax.checkpoint.plan import is_quantized
-    from mpjax.checkpoint.safetensors import Checkpoint
     from mpjax.kernels import KVFormat
 
     if is_saved(folder):
         return None
-    scheme = huggingface.read_scheme(folder, huggingface.read_config(folder))
+    scheme = huggingface.open_headers(folder).scheme
     if scheme is None or scheme.unsupported_activations is None:
-        return None
-    if not is_quantized(Checkpoint.open(folder)):
         return None
     names = agreement.names(scheme, KVFormat())
     return f"made for {scheme.unsupported_activations}, not implemented: load it as {names}"
@@ -118,26 +116,34 @@ def _from_headers(folder: Path) -> LanguageModel:
     from flax import nnx
 
     from mpjax.checkpoint import huggingface
-    from mpjax.checkpoint.plan import is_quantized, make_plan
-    from mpjax.checkpoint.safetensors import Checkpoint
-    from mpjax.checkpoint.settle import settle
+    from mpjax.checkpoint.plan import make_plan
     from mpjax.kernels import KVFormat
     from mpjax.language_model import LanguageModel
     from mpjax.models import CacheScales
 
-    hf = huggingface.read_config(folder)
-    decoder, config = huggingface.decoder_config(folder, hf)
-    checkpoint, config = settle(Checkpoint.open(folder), decoder, config, hf)
-    scheme = huggingface.read_scheme(folder, hf)
-    scheme = scheme if is_quantized(checkpoint) else None
-    plan = make_plan(checkpoint, decoder, config, scheme, None)
-    model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
+    opened = huggingface.open_headers(folder)
+    config = opened.config
+    plan = make_plan(opened.checkpoint, opened.decoder, config, opened.scheme, None)
+    model = nnx.eval_shape(lambda: opened.decoder(plan.config, nnx.Rngs(0)))
     for place, sources in plan.linears:
         place.assign(model, _parts(sources, config.dtype, place.bias))
     if plan.cache_scales:
         shape = (config.num_layers, 2, config.num_kv_heads)
         model.cache_scales = CacheScales(jax.ShapeDtypeStruct(shape, jnp.dtype("float32")))
     return LanguageModel(model, None, KVFormat(), folder)
+
+
+def _with_one_symmetry(sources: tuple[LinearSource, ...]) -> tuple[LinearSource, ...]:
+    """Symmetric formats as asymmetric ones where any is, as `LinearPlace.join` makes them."""
+    formats = [source.format for source in sources if source.format is not None]
+    if all(format.symmetric for format in formats):
+        return sources
+    return tuple(
+        source
+        if source.format is None
+        else dataclasses.replace(source, format=dataclasses.replace(source.format, symmetric=False))
+        for source in sources
+    )
 
 
 def _parts(sources: tuple[LinearSource, ...], dtype: str, bias: bool) -> list[Linear]:
@@ -147,6 +153,7 @@ def _parts(sources: tuple[LinearSource, ...], dtype: str, bias: bool) -> list[Li
 
     from mpjax.models import Linear
 
+    sources = _with_one_symmetry(sources)
     formats = {source.format for source in sources}
     shapes = [source.shape for source in sources]
     if len(formats) == 1:

@@ -1,6 +1,6 @@
 """Handles Ctrl-C on the command line: one line on stderr and the exit code 130 at any time.
 
-Python's own handler raises KeyboardInterrupt wherever the program is. That is not enough: a C
+Python's own handler raises KeyboardInterrupt wherever the program is. This is not enough: a C
 module that is being imported turns it into an ImportError, and a callback, such as the garbage
 collector's, drops it.
 """

@@ -1,6 +1,6 @@
-"""Rounding a model's weights so that its outputs change least, with statistics of real text.
+"""Quantises a model's weights with statistics of a text, so that its outputs change least.
 
-Methods are pure functions of (weight, statistics, format). Some choose a *fold*: scales that move
-magnitude from activations to weights, or from one linear map to the one before it, and leave the
-model's outputs as they are. Others choose the codes.
+A method is a chain of steps, each a pure function of (weight, statistics, format). *Scaling* steps
+choose scales of channels, which are folded into two neighbouring parameters (`folds`): the model
+computes the same, and rounding costs less. The last step, the *rounding*, chooses the codes.
 """

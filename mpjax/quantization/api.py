@@ -1,9 +1,10 @@
-"""Quantises a model with a recipe, on text where its methods need some."""
+"""Quantises a model by a recipe: the public function, for a loaded model or a folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,28 +14,29 @@ from flax import nnx
 from mpjax.arguments import compute_dtype, require_documents
 from mpjax.checkpoint import huggingface
 from mpjax.checkpoint.description import is_saved
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.progress import layers_bar
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.language_model import LanguageModel
 from mpjax.loading import find_folder
-from mpjax.models import Decoder, DecoderLayer
+from mpjax.models import Decoder, DecoderLayer, ExpertPlace
 from mpjax.precision import Precision
 from mpjax.quantization.finished import FinishedLayers, describe_run
 from mpjax.quantization.pipeline import quantize_decoder
-from mpjax.quantization.recipe import Recipe
+from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.text import Windows, windows_of
 from mpjax.tokenizer import Tokenizer
 
-LAYERS = "layers."  # where the paths of parameters in layers begin
+LAYERS = "layers."  # the prefix of the paths of parameters in layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """How much of the text is read, and how.
+    """How much text the statistics are measured on.
 
-    window: tokens of a window, each read from an empty context; the model's longest context at
-        most. tokens: the most that are read of all documents. batch: windows that are read at a
-        time.
+    window: the tokens of a window, at most the model's longest context. Each window is read from an
+        empty context. tokens: the most tokens that are read of all documents together. batch: the
+        number of windows that are read at a time.
     """
 
     window: int = 2048
@@ -58,16 +60,16 @@ def quantize(
     work: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> LanguageModel:
-    """A model with the weights that a recipe says, which change its outputs least on a text.
+    """Quantises a model by a recipe, so that its outputs on a text change least.
 
     source: a 16-bit model, or a checkpoint's folder or hub id. From a folder, one layer at a time
         is read: the device needs no room for the 16-bit model.
     recipe: a Recipe; or a precision such as "W4A16KV8", for all linear maps by the default method.
-    documents: the text, whose statistics methods need; None is enough for `rtn`.
+    documents: the text on which statistics are measured; the method `rtn` needs none.
     dtype: what the model computes in; by default as `load` chooses it. Only for a folder.
-    work: a folder that keeps finished layers. The same call again takes them from there, so that a
-        run that is interrupted goes on where it was. Only for a folder; delete it when the result
-        is saved.
+    work: a folder for finished layers. After an interruption, the same call goes on with the first
+        layer that is not there. Only if the source is a folder or hub id; delete `work` when the
+        result is saved.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
     Raises ValueError for a recipe that does not fit the model, a method without text, and hidden
@@ -99,6 +101,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
+    recipe = recipe.of_layers(lm.config.num_layers)
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):
         if any(not isinstance(kernel, jax.Array) for kernel in place.kernels(lm.model)):
@@ -130,6 +133,7 @@ def _from_folder(
     model, checkpoint, plan = huggingface.open_plain(
         folder, compute_dtype(dtype, Precision(bits=recipe.bits))
     )
+    recipe = recipe.of_layers(model.config.num_layers)
     _check(recipe, model, documents)
     has_tokenizer = os.path.lexists(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
@@ -163,29 +167,52 @@ def _from_folder(
 
 
 def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
-    """Raises ValueError where a recipe does not fit a model's linear maps, or lacks text."""
-    places = model.linear_places(model.config)
+    """Raises ValueError if a recipe does not fit a model, or needs text and there is none."""
+    if not recipe.rotates:  # which makes two tables of a tied one
+        for path, format in packed(tables_of(recipe.tables, model.config)).items():
+            format.require_matrix((model.config.hidden_size, model.config.vocab_size), path)
+    places = [place for place in model.linear_places(model.config) if not place.is_table]
     recipe.require_used([place.path for place in places])
     for place in places:
         rule = recipe.rule_of(place.path)
         if not rule.weights.is_packed:
             continue
+        if isinstance(place, ExpertPlace):
+            raise ValueError(
+                f"{place.path} has {place.experts} experts, which can't be quantised with a "
+                "recipe: leave them in 16 bits, or round them while they are loaded with "
+                "mpjax.load(folder, precision=...)"
+            )
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
         rule.method.require_usable()
-        if documents is None and rule.method.needs_text:
-            raise ValueError(
-                f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
-            )
-        if documents is None and rule.needs_text:
-            raise ValueError(
-                "which blocks of activations have 8 bits depends on text: pass documents (--text), "
-                "or choose W4A4 or W4Ax1, in which all blocks are alike"
-            )
+        if documents is None:
+            _require_no_text(rule)
+    used = [rule for place in places for rule in [recipe.rule_of(place.path)]]
+    is_read = any(rule.weights.is_packed and rule.needs_text for rule in used)
+    if documents is not None and not is_read and recipe.kv.scaling != "static":
+        warnings.warn(
+            "the text is not used, because no method of the recipe needs any: leave it out, or "
+            "choose a method such as gptq",
+            stacklevel=4,
+        )
     if documents is None and recipe.kv.scaling == "static":
         raise ValueError(
             f"{recipe.kv} has scales that are measured on text: pass documents (--text), or "
             "choose another KV format"
+        )
+
+
+def _require_no_text(rule: Rule) -> None:
+    """Raises ValueError if a rule needs text."""
+    if rule.method.needs_text:
+        raise ValueError(
+            f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
+        )
+    if rule.needs_text:
+        raise ValueError(
+            "which blocks of activations have 8 bits depends on text: pass documents (--text), or "
+            "choose W4A4 or W4Ax1, in which all blocks are alike"
         )
 
 
@@ -196,6 +223,7 @@ def _read(
     model: Decoder,
     calibration: Calibration,
 ) -> list[Windows]:
+    """The text as batches of windows; no batches without documents."""
     if documents is None:
         return []
     if tokenizer is None:

@@ -1,7 +1,9 @@
-"""Learned clipping: shares of groups' ranges, found by gradient descent on the error of outputs.
+"""Learned clipping: gradient descent on the range of values that each group's codes span.
 
-Shao et al., "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models"
-(2023), §3.2; COMET rounds its weights so. Unlike a search, it sees how the errors of groups add up.
+The range min … max of a group is cut to shares of both ends. Descent minimises the error of the
+product's outputs, to which all groups add; the search of `ranges` tries shares for each group
+alone. Shao et al., "OmniQuant: Omnidirectionally Calibrated Quantization for Large Language Models"
+(2023), §3.2; COMET rounds its weights in this way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from mpjax.kernels.plain_codes import in_groups
 from mpjax.quantization.statistics import squared_error
 
 STEPS, RATE = 200, 1e-2
-FIRST_LOGIT = 4.0  # of a share, 0.982
+FIRST_LOGIT = 4.0  # the first share is sigmoid(4) = 0.982
 
 
 def learn_ranges(
@@ -29,17 +31,18 @@ def learn_ranges(
     steps: int = STEPS,
     rate: float = RATE,
 ) -> Grid:
-    """The grid whose rounding has the least error of outputs that descent comes across.
+    """The grid with the least error of outputs of all steps of a gradient descent.
 
     weight: float32 [K, N]. hessian: float32 [K, K], the mean of x xᵀ over inputs.
 
-    A group's range is from sigmoid(a) · min to sigmoid(b) · max. The gradient is that of values
-    with their codes held: codes are chosen anew in each step. Raises ValueError without optax.
+    A group's range is from sigmoid(a) · min to sigmoid(b) · max, with learned logits a and b.
+    Rounding has no useful gradient, so each step chooses codes, holds them constant, and takes the
+    gradient of their values by a and b. Raises ValueError if optax is not installed.
     """
     return _descend(_optimizer(rate), weight, hessian, format, steps)
 
 
-@functools.cache  # one object for each rate, for which `_descend` is compiled
+@functools.cache  # `_descend` is compiled for each object, so there is one for each rate
 def _optimizer(rate: float) -> Any:
     return require_optax().adam(rate)
 

@@ -1,4 +1,4 @@
-"""Keeps the layers that are quantised already, so that an interrupted run can go on."""
+"""A folder of layers that are quantised already, with which an interrupted run can go on."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RUN_NAME, LOCK_NAME = "run.json", "lock"
 
 @dataclasses.dataclass(frozen=True)
 class FinishedLayers:
-    """A folder with a file for each finished layer of one run, which one process writes at a time.
+    """A folder with a file for each finished layer of one run.
 
-    lock: the descriptor of an open file, whose lock keeps other processes out.
+    lock: the descriptor of an open file, whose lock keeps other processes from writing the folder.
     """
 
     folder: Path
@@ -69,11 +69,11 @@ class FinishedLayers:
         arrays = model_arrays.take(model, _prefix(number))
         checksums = array_file.write(unfinished, arrays, lambda count: None)
         os.replace(unfinished, self._file(number))
-        # A layer without its checksums is not finished.
+        # The checksums come last: a layer without them counts as unfinished.
         self._checksums(number).write_text(json.dumps(checksums), encoding="utf-8")
 
     def load(self, model: Decoder, number: int, recipe: Recipe) -> bool:
-        """Puts a kept layer into a model; whether there is one."""
+        """Puts a kept layer into a model; returns False if it is missing or damaged."""
         if not self._checksums(number).is_file():
             return False
         try:
@@ -82,10 +82,12 @@ class FinishedLayers:
                 name: jnp.asarray(array_file.read(info, checksums[name], lambda count: None))
                 for name, info in read_header(self._file(number)).items()
             }
-        except (CheckpointError, KeyError, ValueError):  # the disk was full, the machine stopped
+        except (CheckpointError, KeyError, ValueError):  # such as after the machine stopped
             return False
         parts = {}
         for place in model.linear_places(model.config):
+            if place.is_table:
+                continue
             format = recipe.rule_of(place.path).weights
             scale_dtype = code_kinds.of(format).scale_dtypes[0] if format.is_packed else ""
             parts[place.path] = [PackedPart(format, scale_dtype) if format.is_packed else None]
@@ -126,9 +128,9 @@ class FinishedLayers:
 
 
 def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype: str) -> str:
-    """A text that differs between runs that could give other layers.
+    """A text that is equal for two runs only if they make the same layers.
 
-    folder: of the checkpoint, whose files are told apart by size and time.
+    folder: of the checkpoint. Its files count as unchanged if their sizes and times are.
     """
     digest = hashlib.sha256()
     for windows in batches:
@@ -140,9 +142,9 @@ def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype
 
 
 def _lock(folder: Path) -> int | None:
-    """The descriptor of a file that is locked for as long as it is open; None if another has it.
+    """The descriptor of a file that is locked while it is open; None if another process locked it.
 
-    A file system without locks keeps nobody out.
+    On a file system without locks, no process is kept out.
     """
     file = os.open(folder / LOCK_NAME, os.O_CREAT | os.O_RDWR)
     if staging.try_to_lock(file) is False:

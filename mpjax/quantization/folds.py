@@ -1,4 +1,8 @@
-"""Applies folds: moves channels, or their scales, from one parameter of a layer to the next."""
+"""Applies folds: divides the outputs of one parameter of a layer, multiplies the rows of the next.
+
+`models.config.Fold` says where in a layer this leaves the outputs as they are, and where channels
+may be put in another order.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,16 @@ from mpjax.models.parameters import find
 
 
 def linear_of(layer: nnx.Module, path: str) -> Linear:
-    """The Linear at a path, or the one that a FusedLinear there consists of."""
+    """The Linear at a path; the only part of a FusedLinear."""
     node = find(layer, path)
     return node.parts[0] if isinstance(node, FusedLinear) else node
 
 
 def tie(fold: Fold, scales: jax.Array) -> jax.Array:
-    """Scales of the target's rows [K], in which all copies of a channel have one scale.
+    """The scales [K] of a fold's target, made equal for rows that read the same source channel.
 
-    It is the geometric mean of the scales of its copies.
+    Query heads that share a value head read the same channels, and a channel can be divided by one
+    scale only: the geometric mean of the scales of its copies.
     """
     if fold.repeats is None:
         return scales
@@ -45,10 +50,10 @@ def permute(layer: nnx.Module, fold: Fold, order: jax.Array) -> None:
 
 
 def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:
-    """Divides the outputs of a fold's source by scales float32, and multiplies its target's rows.
+    """Divides the outputs of a fold's source by scales, and multiplies the rows of its target.
 
-    scales: of the target's rows [K], as `tie` returns them. Changes the layer, whose kernels are
-    plain arrays; each parameter keeps its dtype.
+    layer: changed in place; its kernels are plain arrays, and each parameter keeps its dtype.
+    scales: float32 [K], one for each row of the target, as `tie` returns them.
     """
     rows = linear_of(layer, fold.target).kernel
     rows.set_value(_times(rows.get_value(), scales[:, None]))

@@ -1,8 +1,9 @@
 """GPTQ: rounds a weight row by row, and lets later rows make up for the error of earlier ones.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
-(2022), with the order of rows by the size of their inputs and groups that keep their place (static
-act-order), so that the result needs no permutation.
+(2022). Rows with the largest inputs are rounded first (act-order). Groups are nevertheless runs of
+neighbouring rows, with scales that are chosen before (static groups), so that the result needs no
+permutation.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ DAMPING = 0.01
 ATTEMPTS = 4
 PRECISION = jax.lax.Precision.HIGHEST
 
-# From a row float32 [N] and its index to its codes and their values.
+# A function from a row float32 [N] and its index to its codes [N] and their values float32 [N].
 Nearest = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class Compensated(NamedTuple):
     """The codes that GPTQ chose.
 
-    damping: float32 [], the damping with which the Hessian had a Cholesky factor; NaN where none of
-        the attempts did. Codes are then those of rounding to nearest.
+    damping: float32 [], the damping with which the Hessian had a Cholesky factor; NaN if it had
+        none in any attempt, and then codes are rounded to nearest.
     """
 
     plain: PlainCodes
@@ -51,8 +52,9 @@ def gptq(
 
     weight: float32 [K, N]. hessian: float32 [K, K], the mean of x xᵀ over inputs x, times any
     factor. grid: the scales and zero points of all groups, which stay as they are.
-    damping: the share of the mean of the Hessian's diagonal that is added to all of it.
-    is_ordered: takes rows in the order of falling diagonals of the Hessian; else in their own.
+    damping: this share of the mean of the Hessian's diagonal is added to each of its elements.
+    is_ordered: whether rows are rounded in the order of their diagonal elements of the Hessian, the
+        largest first; otherwise from the first to the last.
 
     A row whose input is always zero is rounded to nearest.
     """
@@ -71,7 +73,12 @@ def gptq(
 
 
 def _compensate(weight: jax.Array, factor: jax.Array, nearest: Nearest) -> jax.Array:
-    """The codes [K, N] of rows in turn; `factor` is upper triangular, as `inverse_factor` gives."""
+    """Rounds rows in turn, corrects later rows for the error of each, and returns codes [K, N].
+
+    weight: [K, N], with its rows in the order of rounding. factor: upper triangular [K, K], from
+    `inverse_factor`. The error of a row corrects the rest of its block of BLOCK rows at once; all
+    rows behind the block are corrected by one product when the block is done.
+    """
     channels, outputs = weight.shape
     missing = -channels % BLOCK
     weight = jnp.pad(weight, ((0, missing), (0, 0)))
@@ -98,16 +105,16 @@ def _compensate(weight: jax.Array, factor: jax.Array, nearest: Nearest) -> jax.A
 
 
 def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array]:
-    """The upper triangular U with Uᵀ U = H⁻¹, and the damping with which H had one.
+    """The upper triangular U with Uᵀ U = H⁻¹, and the damping that H needed to have one.
 
-    A matrix reversed along both axes has the factor L Lᵀ; L reversed is the upper R of H = R Rᵀ,
-    and U its inverse: one factorisation, and no inverse of H. Where all attempts fail, U is the
-    identity and the damping NaN.
+    Let L be the Cholesky factor of H with its rows and columns in reverse order. L in reverse order
+    is an upper triangular R with H = R Rᵀ, so that U = R⁻¹. This takes one factorisation, and never
+    inverts H. If all attempts fail, U is the identity and the damping NaN.
     """
     diagonal = jnp.diagonal(hessian)
     size = jnp.maximum(diagonal.mean(), jnp.finfo(jnp.float32).tiny)
     identity = jnp.eye(len(hessian), dtype=hessian.dtype)
-    # A row that no input reaches would have no factor at all with a damping of zero.
+    # With a damping of zero, an input channel that is always zero would leave H without a factor.
     lifted = hessian + jnp.diag(jnp.where(diagonal == 0, size, 0.0))
 
     def attempt(damping: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The methods by name: which scales they fold, and how they choose codes."""
+"""Methods by name: the scaling steps, and the rounding step that chooses codes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,16 @@ SCALINGS: dict[str, Any] = {
     "os": threshold_scales,
 }
 ROUNDINGS = ("rtn", "range", "clip", "gptq")
+ROTATE = "rotate"  # of the whole model, before the steps of linear maps
+
+
+def split_rotation(text: str) -> tuple[bool, str]:
+    """Whether a method begins with `rotate`, and the steps behind it.
+
+    They are `range` where there are none.
+    """
+    first, _, rest = text.partition("+")
+    return (True, rest or "range") if first.strip().lower() == ROTATE else (False, text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +42,10 @@ class Method:
     """How a linear map is quantised, written as the names of its steps: `awq+gptq`.
 
     scalings: the steps that fold scales, in their order: `awq`, `smooth`, `os`.
-    rounding: how codes are chosen: `rtn`, to nearest; `range`, to nearest, within the ranges of
-        groups that cost least; `clip`, the same, with ranges found by descent; `gptq`, row by row,
-        within ranges that cost least.
+    rounding: the step that chooses codes. `rtn` rounds to nearest. `range` rounds to nearest within
+        the share of each group's range that has the least error (`ranges`); `clip` does so with
+        shares that gradient descent learns (`clipping`). `gptq` searches ranges as `range` does,
+        and rounds row by row (`gptq`).
     """
 
     scalings: tuple[str, ...]
@@ -49,6 +60,11 @@ class Method:
         require_type("the method", text, str, hint=", such as 'awq+gptq'")
         steps = [name.strip() for name in text.lower().split("+")]
         known = (*SCALINGS, *ROUNDINGS)
+        if ROTATE in steps:
+            raise ValueError(
+                f"the method is {text!r}: {ROTATE} is of the whole model, and comes first in its "
+                "method, not in that of a rule"
+            )
         for step in steps:
             if step and step not in known:
                 hint = did_you_mean(nearest(step, known))
@@ -81,7 +97,7 @@ class Method:
 
     @property
     def needs_text(self) -> bool:
-        """Whether it needs statistics of a text."""
+        """Whether a step needs statistics of a text."""
         return bool(self.scalings) or self.rounding != "rtn"
 
 
@@ -90,7 +106,7 @@ def choose_codes(
 ) -> PlainCodes:
     """The codes of a weight float32 [K, N] in a packed format.
 
-    statistics: of what the weight is multiplied with; None only where rounding is `rtn`.
+    statistics: of the weight's inputs; only `rtn` does without.
     rounding: one of ROUNDINGS.
     """
     if rounding == "rtn":

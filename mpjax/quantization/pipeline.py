@@ -1,8 +1,9 @@
 """Quantises a model layer by layer.
 
-A layer is read, its inputs give statistics, these give folds and codes, and the quantised layer
-makes the inputs of the next. The device holds one plain layer beside the quantised ones, and one
-batch of hidden states; all others are on the host.
+Each layer is read, statistics of its linear maps' inputs are measured on the text, scales are
+folded and codes chosen, and the quantised layer computes the inputs of the next one. The device
+holds the quantised layers, one plain layer and one batch of hidden states; the hidden states of the
+other batches are on the host.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.kernels import PlainCodes, pack
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
@@ -26,18 +28,20 @@ from mpjax.models.parameters import find
 from mpjax.quantization import blocks, folds
 from mpjax.quantization.methods import SCALINGS, choose_codes
 from mpjax.quantization.recipe import Recipe, Rule
+from mpjax.quantization.rotations import rotate_layer, rotate_tables
 from mpjax.quantization.statistics import Statistics
 from mpjax.quantization.text import Windows
 
-SAMPLES = 512  # inputs of each linear map whose outputs are compared
+SAMPLES = 512  # the inputs of each linear map that are kept, as `Statistics.samples`
 
 
 @dataclasses.dataclass
 class Stream:
     """The hidden states between two layers, on the host.
 
-    states: [batch, tokens, hidden] each. is_real: bool [batch, tokens] each; False for padding.
-    angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
+    states: for each batch, an array [batch, tokens, hidden]. is_real: for each batch, bool
+        [batch, tokens]; False for padding.
+    angles: float32 [batch, tokens, head dim / 2], of the rotary embedding, the same for each batch.
     """
 
     states: list[np.ndarray]
@@ -46,14 +50,13 @@ class Stream:
 
     @classmethod
     def of(cls, model: Decoder, batches: Sequence[Windows]) -> Stream:
-        """The hidden states before the first layer: the embeddings of tokens."""
-        embedding = model.embedding.get_value()
-        states = [np.asarray(_embed(embedding, windows.tokens)) for windows in batches]
+        """The hidden states before the first layer, which are the embeddings of tokens."""
+        states = [np.asarray(model.embed(jnp.asarray(windows.tokens))) for windows in batches]
         positions = jnp.broadcast_to(jnp.arange(states[0].shape[1])[None], states[0].shape[:2])
         return cls(states, [windows.is_real for windows in batches], model.angles(positions))
 
     def statistics(self, layer: DecoderLayer) -> dict[str, Statistics]:
-        """The statistics of what each linear map of a layer reads, by paths."""
+        """The statistics of the inputs of each linear map of a layer, by its path."""
         samples = max(1, SAMPLES // len(self.states))
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
@@ -63,9 +66,9 @@ class Stream:
         return found
 
     def advance(self, layer: DecoderLayer) -> None:
-        """Replaces the hidden states by those behind a layer.
+        """Replaces the hidden states by the outputs of a layer that reads them.
 
-        Raises ValueError if those of a real token are NaN or infinite.
+        Raises ValueError if the hidden states of a real token become NaN or infinite.
         """
         for index, states in enumerate(self.states):
             states, is_finite = _advance(layer, states, self.angles, self.is_real[index])
@@ -83,15 +86,16 @@ def quantize_layer(
     rules: Mapping[str, Rule],
     places: Sequence[Fold],
 ) -> DecoderLayer:
-    """A layer with packed kernels, from one with plain ones, which stays as it is.
+    """Quantises a copy of a layer with plain kernels.
 
-    found: the statistics of what each linear map reads, by paths; empty where no rule needs them.
-    rules: for each linear map, by paths. places: the folds of the layer.
+    found: the statistics of each linear map's inputs, by its path; empty if no rule needs them.
+    rules: the rule of each linear map, by its path.
+    places: the layer's folds.
 
     Raises ValueError for weights that are too large or too small for their format.
     """
     graph, state = nnx.split(layer)
-    layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # with variables of its own
+    layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # the copy has own variables
     found = dict(found)
     for fold in places:
         rule = rules[fold.target]
@@ -176,26 +180,33 @@ def quantize_decoder(
     recipe: Recipe,
     watch: Callable[[int, DecoderLayer], None] = lambda number, layer: None,
 ) -> None:
-    """Puts quantised layers into a model whose other parameters are there.
+    """Quantises the layers of a model, whose other parameters are loaded already.
 
-    read_layer: returns the layer of a number, and whether it is quantised already, in an earlier
-        run; if not, its kernels are plain.
-    batches: of text for the statistics; none where no method of the recipe needs them.
-    watch: is called with each number and layer when it is done.
+    read_layer: returns the layer of a number, and whether an earlier run has quantised it; if not,
+        its kernels are plain.
+    model: its tables are in 16 bits, and are packed as the recipe says.
+    batches: the text for the statistics; empty if no method of the recipe needs any.
+    watch: is called with the number of each layer and the layer when it is done.
 
     Raises ValueError for maps that the recipe does not name, and for hidden states that are NaN or
     infinite.
     """
+    if recipe.rotates:
+        rotate_tables(model)
+    for table, format in packed(tables_of(recipe.tables, model.config)).items():
+        model.pack_table(table, format)
     stream = Stream.of(model, batches) if batches else None
     for number, spec in enumerate(model.config.layers):
         layer, is_finished = read_layer(number)
         try:
             if not is_finished:
+                if recipe.rotates:
+                    rotate_layer(layer, spec, model.config)
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)
                 layer = quantize_layer(layer, found, rules, spec.folds(model.config))
-            if stream is not None:  # through the last layer, too, to see what overflows
+            if stream is not None:  # after the last layer, too, to find states that overflow
                 stream.advance(layer)
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
@@ -204,7 +215,7 @@ def quantize_decoder(
 
 
 def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:
-    """The rounding of a rule, or `range` with a warning where the text is too short for GPTQ."""
+    """The rounding of a rule; `range`, with a warning, if the text is too short for GPTQ."""
     if rule.method.rounding != "gptq" or found is None:
         return rule.method.rounding
     channels = len(found.magnitudes)
@@ -233,12 +244,7 @@ def _replace(layer: DecoderLayer, path: str, linear: Linear) -> None:
     setattr(find(layer, parent), name, linear)
 
 
-@jax.jit
-def _embed(embedding: jax.Array, tokens: jax.Array) -> jax.Array:
-    return jnp.take(embedding, tokens, axis=0)
-
-
-# One program each for all layers that are alike.
+# Compiled once for all layers of equal shapes, as `_advance` is.
 @functools.partial(jax.jit, static_argnames="samples")
 def _statistics(
     layer: DecoderLayer, states: jax.Array, angles: jax.Array, is_real: jax.Array, samples: int
@@ -251,6 +257,6 @@ def _statistics(
 def _advance(
     layer: DecoderLayer, states: jax.Array, angles: jax.Array, is_real: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The next hidden states, and whether those of real tokens are finite."""
+    """The layer's outputs, and whether they are finite for all real tokens."""
     states, _ = layer.inputs(states, angles)
     return states, (jnp.isfinite(states) | ~is_real[..., None]).all()

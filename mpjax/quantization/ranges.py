@@ -1,8 +1,8 @@
-"""Range search: scales of groups for which rounding changes the outputs least.
+"""Range search: the share of each group's range with which rounding changes the outputs least.
 
-Rounding to nearest lets the largest weight of a group decide the scale of all. A smaller range cuts
-that weight, and rounds the others more finely. AWQ (Lin et al. 2023, §4) and llama.cpp's importance
-matrices choose it by the error of outputs.
+With the whole range, the largest weight of a group decides the scale of all. With a smaller range,
+that weight is cut, and the others are rounded more finely. AWQ (Lin et al. 2023, §4) and
+llama.cpp's importance matrices choose a range by the error of outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpjax.kernels import WeightFormat
 from mpjax.kernels.grid import Grid, fit
 from mpjax.kernels.plain_codes import in_groups
 
-# Shares of a group's range that are tried: a range of two bits gains from one a third as large.
+# The shares of a group's range that are tried. With two bits, the best is as small as a third.
 RATIOS = tuple(float(ratio) for ratio in np.linspace(1.0, 0.3, 36))
 PRECISION = jax.lax.Precision.HIGHEST
 
@@ -31,12 +31,14 @@ def search_ranges(
     table: jax.Array | None = None,
     ratios: tuple[float, ...] = RATIOS,
 ) -> Grid:
-    """The grid whose rounding has the least error, among shares of each group's range.
+    """Fits a grid to the share of each group's range that has the least error of outputs.
 
-    weight: float32 [K, N]. importance: float32 [K], the mean squares of the inputs, or [K, K], the
-    mean of x xᵀ, of which the part between inputs of one group counts.
-    table: of `table…` formats; normal float where it is None. ratios: the shares; 1 is one of them,
-    so that no output channel, or block of FP8, has a larger error than with `fit`.
+    weight: float32 [K, N].
+    importance: float32 [K], the mean squares of the inputs; or [K, K], the mean of x xᵀ, of which
+        only pairs of inputs in one group count.
+    table: of `table…` formats; None for normal float.
+    ratios: the shares to try. The whole range is compared as well, so that no output channel (with
+        FP8, no block of channels that share scales) has a larger error than with `fit`.
     """
     groups = in_groups(weight, format)
     weights = _by_group(importance, groups.shape[:2])
@@ -57,7 +59,8 @@ def search_ranges(
     whole = errors(fit(weight, format, table))
     start = whole, jnp.ones_like(whole)
     (_, chosen), _ = jax.lax.scan(attempt, start, jnp.asarray(ratios, jnp.float32))
-    # Groups whose scales depend on each other, as those of a channel, were tried with one share.
+    # The scan gave all groups one share. Groups that depend on each other, as liquid4's do through
+    # the scale of their channel, may be worse with their chosen shares than with the whole range.
     found = errors(fit(_clip(weight, groups, chosen, format), format, table))
     is_worse = found.sum(0) > whole.sum(0)
     chosen = jnp.where(is_worse[None], 1.0, chosen)
@@ -67,14 +70,14 @@ def search_ranges(
 def _clip(
     weight: jax.Array, groups: jax.Array, shares: jax.Array, format: WeightFormat
 ) -> jax.Array:
-    """The weight cut to shares [groups, N] of the range of each group, zero included."""
+    """The weight, cut to shares [groups, N] of each group's range; a range includes zero."""
     low = jnp.minimum(groups.min(1), 0.0) * shares
     high = jnp.maximum(groups.max(1), 0.0) * shares
     return jnp.clip(groups, low[:, None], high[:, None]).reshape(-1, weight.shape[1])[: len(weight)]
 
 
 def _by_group(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Importance of groups, [groups, size] or [groups, size, size]; padding has none."""
+    """The importance as [groups, size], or [groups, size, size] of pairs; zero for padding."""
     count, size = shape
     missing = count * size - len(importance)
     if importance.ndim == 1:
@@ -85,7 +88,7 @@ def _by_group(importance: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _of_shared_scales(errors: jax.Array, format: WeightFormat) -> jax.Array:
-    """Errors [groups, N], of FP8's blocks the sum over the output channels that share a scale."""
+    """Errors [groups, N]; with FP8, each is the sum over the output channels that share a scale."""
     if format.codes != "float8" or format.group_size is None:
         return errors
     groups, outputs = errors.shape
@@ -95,7 +98,10 @@ def _of_shared_scales(errors: jax.Array, format: WeightFormat) -> jax.Array:
 
 
 def _errors(difference: jax.Array, weights: jax.Array) -> jax.Array:
-    """The mean squared error of partial outputs, [groups, N], of weights [groups, size, N]."""
+    """The mean squared error [groups, N] that each group causes in an output.
+
+    difference: [groups, size, N], between two weights. weights: from `_by_group`.
+    """
     if weights.ndim == 2:
         return (weights[..., None] * difference**2).sum(1)
     product = jnp.einsum("gij,gjn->gin", weights, difference, precision=PRECISION)

@@ -1,9 +1,9 @@
 """Scales of input channels that move magnitude between activations and weights.
 
-A fold divides the inputs of a linear map by scales s [K], and multiplies its rows by them: its
-outputs stay as they are, and rounding has another error. AWQ makes weights that meet large inputs
-larger next to the others of their group; SmoothQuant and Outlier Suppression+ make large inputs
-smaller where these are rounded, too.
+A fold divides the inputs of a linear map by scales s [K] and multiplies its rows by them. The
+outputs stay the same, but the error of rounding changes. AWQ enlarges the rows of large inputs, so
+that they are rounded more finely than the other rows of their group. SmoothQuant and Outlier
+Suppression+ are for formats that round activations too, and make large inputs smaller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALPHAS = tuple(alpha / 20 for alpha in range(1, 20))
 THRESHOLDS = 40
 LEAST_SCALE = 1e-4
 
-# From scales [K] to the error of outputs whose operands are rounded with them.
+# A function from scales [K] to the error of outputs, if operands are scaled and then rounded.
 Loss = Callable[[jax.Array], jax.Array]
 
 
@@ -39,9 +39,9 @@ def awq_scales(
     weight: float32 [K, N], of all linear maps that read the input, side by side.
     fold: where the scales move; rows that read copies of one channel get one scale.
 
-    Candidates are ones, and x̄**r with and without 1 / w̄**(1 − r) for r in 0, 0.05 … 1, where x̄ is
-    the mean of |x| and w̄ that of |w| over the largest of its group. Each is divided by the
-    geometric mean of its extremes.
+    Candidates are ones, x̄**r, and x̄**r / w̄**(1 − r), for r in 0, 0.05 … 1. x̄ [K] is the mean of
+    |x|. w̄ [K] is the mean over output channels of |w| / (the largest |w| of its group). Each
+    candidate is divided by the geometric mean of its largest and its smallest scale.
     """
     inputs = statistics.mean_magnitude
     groups = in_groups(jnp.abs(weight), format)
@@ -64,7 +64,7 @@ def smooth_scales(
     fold: Fold | None = None,
     alphas: Sequence[float] = ALPHAS,
 ) -> jax.Array:
-    """The scales [K] of SmoothQuant's rule (Xiao et al. 2022, eq. 4), of the best of some α.
+    """The scales [K] of SmoothQuant's rule (Xiao et al. 2022, eq. 4), with the best of some α.
 
     s = max|x|**α / max|w|**(1 − α). weight, statistics, fold: as in `awq_scales`.
     """
@@ -86,10 +86,11 @@ def threshold_scales(
     fold: Fold | None = None,
     steps: int = THRESHOLDS,
 ) -> jax.Array:
-    """The scales [K] of Outlier Suppression+ (Wei et al. 2023, §4.2): LiquidGEMM's §6.
+    """The scales [K] of Outlier Suppression+ (Wei et al. 2023, §4.2), as LiquidGEMM uses it (§6).
 
-    One threshold t of all inputs: s = max(1, max x / t, −min x / t), so that only the channels
-    beyond t are scaled. t falls from the largest magnitude in equal steps.
+    All inputs have one threshold t. s = max(1, max x / t, −min x / t), so that only channels whose
+    inputs exceed t are scaled. t falls from the largest magnitude in `steps` equal steps, and the
+    best t is taken. weight, statistics, fold: as in `awq_scales`.
     """
     ranges = statistics.largest_magnitude
     thresholds = ranges.max() * jnp.linspace(1.0, 1 / steps, steps)
@@ -102,10 +103,10 @@ def threshold_scales(
 def best_scales(
     candidates: jax.Array, loss: Loss, fold: Fold | None = None, *, is_centred: bool = True
 ) -> jax.Array:
-    """The candidate [K] of candidates [count, K] with the least loss.
+    """The scales [K] with the least loss of candidates [count, K].
 
-    fold: as in `awq_scales`. is_centred: divides each by the geometric mean of its
-    extremes first.
+    fold: as in `awq_scales`. is_centred: whether each candidate is first divided by the geometric
+        mean of its largest and its smallest scale.
     """
     candidates = jnp.clip(candidates, LEAST_SCALE, 1 / LEAST_SCALE)
     if fold is not None:
@@ -120,7 +121,7 @@ def best_scales(
 def _weight_error(
     weight: jax.Array, statistics: Statistics, format: WeightFormat, scales: jax.Array
 ) -> jax.Array:
-    """The mean squared error of outputs where only the weight is rounded."""
+    """The mean squared error of outputs if only the weight is rounded."""
     scaled = weight * scales[:, None]
     rounded = fit(scaled, format).round(scaled).dequantize() / scales[:, None]
     return squared_error(rounded - weight, statistics.hessian).sum()
@@ -129,9 +130,10 @@ def _weight_error(
 def deployed_error(
     weight: jax.Array, statistics: Statistics, format: WeightFormat, scales: jax.Array
 ) -> jax.Array:
-    """The mean squared error of outputs where weights and activations are rounded as they will be.
+    """The mean squared error of outputs if weights and activations are rounded as in a product.
 
-    It is the error of `statistics.samples`; of formats with 16-bit activations, only the weight's.
+    It is computed for the inputs `statistics.samples`. If the format has 16-bit activations, only
+    the weight is rounded, and the error is that of all inputs.
     """
     if format.operand is None:
         return _weight_error(weight, statistics, format, scales)

@@ -20,8 +20,9 @@ PRECISION = jax.lax.Precision.HIGHEST
 class Statistics:
     """Sums over the inputs x [K] that a linear map has read; a pytree.
 
-    tokens: float32 [], how many inputs. products: float32 [K, K], the sum of x xᵀ.
-    magnitudes: float32 [K], the sum of |x|. largest, smallest: float32 [K], of all inputs and 0.
+    tokens: float32 [], the number of inputs. products: float32 [K, K], the sum of x xᵀ.
+    magnitudes: float32 [K], the sum of |x|.
+    largest, smallest: float32 [K], the extremes of all inputs and 0.
     samples: float32 [S, K], some of the inputs, spread over the text.
     """
 
@@ -37,12 +38,12 @@ class Statistics:
         """Sums over inputs [batch, tokens, K].
 
         is_real: bool [batch, tokens], False for padding, which does not count.
-        samples: how many inputs to keep; of fewer real ones, the last is kept several times.
+        samples: how many inputs to keep. If fewer are real, the last is kept several times.
         """
         x = inputs.reshape(-1, inputs.shape[-1]).astype(jnp.float32)
         real = is_real.reshape(-1)
         x = jnp.where(real[:, None], x, 0.0)
-        # Real inputs come first, and of them every n-th is kept.
+        # The order has real inputs first. Every n-th of them is kept.
         order, last = jnp.argsort(~real, stable=True), jnp.maximum(real.sum() - 1, 0)
         kept = jnp.minimum(jnp.arange(samples) * jnp.maximum(real.sum() // samples, 1), last)
         return cls(
@@ -55,7 +56,7 @@ class Statistics:
         )
 
     def __add__(self, other: Statistics) -> Statistics:
-        """The statistics of both."""
+        """The statistics of the inputs of both."""
         return Statistics(
             self.tokens + other.tokens,
             self.products + other.products,

@@ -1,4 +1,4 @@
-"""Text for calibration as batches of token windows."""
+"""The text for calibration, as batches of windows of tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpjax.arguments import require_documents, require_known_ids
-from mpjax.evaluation import document_tokens
 from mpjax.tokenizer import Tokenizer
+from mpjax.windows import document_tokens
 
 
 class Windows(NamedTuple):
@@ -31,7 +31,10 @@ def windows_of(
     most: int,
     batch: int,
 ) -> list[Windows]:
-    """The first `most` tokens of documents, in batches of windows, each an empty context.
+    """The first `most` tokens of documents, in windows of at most `window` tokens.
+
+    A window holds tokens of one document, and is read without what comes before it. Batches have
+    `batch` windows, or all if there are fewer, and one shape.
 
     Raises ValueError for documents that are no list, or have no token, and for a tokenizer of
     another model.
@@ -55,7 +58,7 @@ def windows_of(
 
 
 def _batches(pieces: list[list[int]], longest: int, batch: int) -> Iterator[Windows]:
-    """Batches of one shape; the last is filled up with padding."""
+    """Batches [batch, longest]; short windows, and the last batch, are filled with padding."""
     for first in range(0, len(pieces), batch):
         tokens = np.zeros((batch, longest), np.int32)
         is_real = np.zeros((batch, longest), bool)

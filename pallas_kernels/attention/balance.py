@@ -65,8 +65,8 @@ class Balance:
 
     starts_ref, counts_ref: references int32 [batch], as in Span.
     tiles_of: gives the numbers of tiles to read from starts and counts, all int32 [sequences].
-    splits: the programs of a sequence that share its tiles.
-    own: all programs of a sequence, those of its residual included.
+    splits: the number of programs of a sequence that share its tiles.
+    own: the number of all programs of a sequence, with those of its residual.
     """
 
     def __init__(
@@ -129,7 +129,9 @@ class Balance:
     ) -> tuple[Task, jax.Array]:
         """The piece that begins at position `begin` of the surplus, and the position of its end.
 
-        batch, split: the program that reads it. end: of the program's range of the surplus.
+        A piece is the part of one sequence's surplus in a program's range of the whole surplus.
+
+        batch, split: the program that reads the piece. end: the end of the program's range.
         """
         ends = jnp.cumsum(self.surplus)
         mine = (ends - self.surplus <= begin) & (begin < ends)
@@ -197,7 +199,7 @@ class Balance:
 
 
 def slots(batch: int, own: int, splits: int) -> int:
-    """The number of slots for partial results: those of own tasks and, behind them, of pieces.
+    """The number of slots for partial results: of own tasks and, behind them, of pieces.
 
     A piece ends where the room of a program ends or the surplus of a sequence. So there are at most
     as many pieces as programs that share tiles and sequences.

@@ -110,9 +110,10 @@ def paged_attention(
     """
     dtype, tokens, starts = queries.dtype, queries.shape[1], span.starts
     largest = float(jnp.finfo(dtype).max)
+    rows = None if span.residual_pages is None else span.residual_pages[:, 0]
     keys, values = (
         jnp.clip(x, -largest, largest).astype(dtype)
-        for x in kv_cache.gather(pages, span.block_tables, span.ends, transformed=True)
+        for x in kv_cache.gather(pages, span.block_tables, span.ends, rows, transformed=True)
     )  # [batch, capacity, KV heads, dim]
     # Only padding has positions past the capacity, and no real token sees its keys.
     place = jnp.minimum(starts[:, None] + jnp.arange(tokens)[None], keys.shape[1] - 1)

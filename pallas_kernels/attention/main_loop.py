@@ -77,9 +77,13 @@ class _Carry(NamedTuple):
 class MainLoop:
     """Attention of a tile of rows to the keys of a KeyRange; inside a kernel.
 
+    The constructor loads the queries, and decides all that is the same for every tile of keys: the
+    keys that rows see, how operands are decoded and scaled, and the tiles to visit. `run` is the
+    loop over these tiles.
+
     sequence: the sequence and KV head.
     first_row: the number of the tile's first row in its sequence.
-    after: the partial softmax over other keys, to continue from; for 16-bit values alone.
+    after: the partial softmax over other keys, to continue from; only if values are in 16 bits.
     """
 
     def __init__(
@@ -98,33 +102,43 @@ class MainLoop:
         self.target = current_target()
         self.keys, self.values = keys, values = key_range.pages.sides
         kv_heads, self.page_size = keys.words.shape[1:3]
-        self.group = operands.queries.shape[1] // kv_heads
-        self.dtype = operands.queries.dtype
+        self.group = operands.queries.shape[1] // kv_heads  # query heads that share a KV head
+        self.dtype = operands.queries.dtype  # of softmax weights and decoded values, too
         self.is_narrow = config.tile_rows <= NARROW_ROWS
         self.oriented = Orientation(few_rows=config.tile_rows <= 8)
+
+        # The parts of a head's channels, each of which is decoded to one operand of the tensor
+        # cores. Sums that are continued from `after` keep its parts.
         self.after, joined = after, not self.is_narrow
         self.key_parts = tiles.parts(keys, joined=joined)
         self.value_parts = after.parts if after else tiles.parts(values, joined=joined)
+
+        # The tile's rows, and the keys that they see.
         number = first_row + jnp.arange(config.tile_rows)
         longest = operands.span.most_tokens
         self.rows = rows.rows_of(number, sequence, self.group, longest, operands.offsets)
         # All rows see all keys before this position.
         self.seen_by_all = jnp.minimum(key_range.end, sequence.start + first_row // self.group + 1)
-        self.limit = jnp.minimum(self.rows.position, key_range.end - 1)  # the last visible key
+        self.limit = jnp.minimum(self.rows.position, key_range.end - 1)  # each row's last key
         # The last entry of the block table that is in use.
         self.last_entry = jnp.maximum(key_range.end - 1, 0) // self.page_size
-        # Sums over keys are kept for this many slots, so that each warp adds up its own slots.
+        # Sums over keys are kept as this many partial sums: see `_sum_keys`.
         slots = min(key_range.tile_keys, queries.MMA_SLOTS * config.warps)
         self.kept_slots = slots if self.is_narrow else 1
+
+        # Whether decoding applies scales and zeros of tokens and channels. If not, operands are
+        # codes, and scales are applied to scores, weights and queries.
         self.scaled_keys = not self.is_narrow
         # Zeros of value channels would need a second product: they are applied when decoding.
         self.scaled_values = not self.is_narrow or values.codes.scaling == "channel"
-        # Whether float32 instructions add a tile's product to the sum. A plain addition, Triton
-        # would leave to the tensor cores.
+        # Whether float32 instructions add the product of a tile's values to the running sum, since
+        # the tensor cores would truncate it. Triton makes a plain `sum + dot` part of the product.
         self.sums_apart = self.is_narrow and values.codes.sums_apart(self.dtype)
         self.has_channels = keys.codes.scaling == "channel"
-        # The dtype of decoded keys; decoded values have `self.dtype`, as weights do.
-        self.key_dtype = jnp.dtype(jnp.float16) if self.has_channels else self.dtype
+        self.key_dtype = jnp.dtype(jnp.float16) if self.has_channels else self.dtype  # as decoded
+
+        # A decoded operand is its exact value times a power of two, which may differ from part to
+        # part. Queries are multiplied by powers of two that give all parts' products one exponent.
         key_exponents = tiles.exponents(
             keys, self.key_parts, self.key_dtype, scaled=self.scaled_keys
         )
@@ -132,9 +146,9 @@ class MainLoop:
             values, self.value_parts, self.dtype, scaled=self.scaled_values
         )
         score_exponent = max(min(key_exponents), LEAST_EXPONENT)
-        # For each part, the exponent of the power of two that its queries are multiplied by.
         self.shifts = [score_exponent - exponent for exponent in key_exponents]
         self.queries = self._load_queries(operands.queries)
+
         # Products of queries and keys times `score_scale` are scores to base 2, or with a softcap
         # the exponents of 2 in its tanh. `plain_scale` is for products without powers of two.
         scale = masks.scale_for(operands.queries.shape[2])
@@ -149,7 +163,9 @@ class MainLoop:
         if values.codes.scaling == "head":
             self.value_scale = load(values.parameters.at[sequence.head])
         self.lift = self._lift()
-        # From here on, positions count from the first page. A tile of padding reads no keys.
+
+        # The tiles of keys to visit. Here positions count from the range's first page. A tile of
+        # rows that are all padding reads no keys.
         last_row = jnp.minimum(first_row + config.tile_rows, self.rows.real) - 1
         end = (
             jnp.minimum(key_range.end, sequence.start + last_row // self.group + 1)
@@ -160,7 +176,8 @@ class MainLoop:
         if self.window is not None:
             begin = sequence.start + first_row // self.group - self.window + 1 - key_range.begin
         self.first_tile, self.all_tiles = key_range.tiles_between(begin, end)
-        # The sequence's first program adds the sink.
+
+        # The sequence's first program adds the sink to its total of weights.
         self.is_first, self.sink = key_range.split == 0, None
         if masks.sinks is not None:
             sink = load_masked(masks.sinks.at[self.rows.query_head], self.rows.mask)
@@ -169,7 +186,7 @@ class MainLoop:
     def _load_queries(self, queries_ref: Any) -> queries.Queries:
         """Loads and prepares the rows' queries, times the static scales of key channels, if any."""
         keys, loaded = self.keys, []
-        # With other formats, programs that end soon lose more by the many loads than they save.
+        # Without key channels, programs that end soon lose more by the many loads than they save.
         in_pieces = self.has_channels and self.oriented.few_rows
         for part in self.key_parts:
             load = self.rows.load_few if in_pieces else self.rows.load
@@ -184,7 +201,7 @@ class MainLoop:
         return queries.prepare(loaded, self.shifts, self.key_dtype, largest=largest)
 
     def _lift(self) -> float:
-        """The exponent of a power of two on all weights, which cancels in the end.
+        """The exponent of a power of two on all softmax weights, which `_partial` takes off again.
 
         It keeps small weights out of float16's subnormals, and products of weights and tiny decoded
         values in the range of float32.
@@ -194,7 +211,10 @@ class MainLoop:
         return max(0.0, float(LEAST_EXPONENT - min(self.value_exponents)))
 
     def _folded_scaling(self, side: Side) -> str | None:
-        """The scaling that operands of a side lack, as decoded; None if they lack none."""
+        """The scaling that decoding leaves to scores, weights or queries; None if it leaves none.
+
+        side: the keys or the values.
+        """
         is_folded = self.is_narrow or side.codes.scaling == "head"
         return side.codes.scaling if is_folded else None
 

@@ -66,13 +66,15 @@ def paged_attention(
     transformed: bool = False,
 ) -> jax.Array:
     """Attention over the dequantised cache; arguments and result as for api.paged_attention."""
-    shape, lengths, rows = queries.shape, span.ends, None
+    shape, lengths, rows = queries.shape, span.ends, span.residual_pages
+    rows = None if rows is None else rows[:, 0]
     block_tables, starts, counts = span.block_tables, span.starts, span.counts
     if queries.ndim == 3:  # varlen: each token becomes a sequence of one query
         tokens = varlen.tokens_of(counts, len(queries))
-        rows = tokens.sequence
-        block_tables, lengths = block_tables[rows], lengths[rows]
-        starts = starts[rows] + tokens.number
+        sequence = tokens.sequence
+        rows = sequence if rows is None else rows[sequence]
+        block_tables, lengths = block_tables[sequence], lengths[sequence]
+        starts = starts[sequence] + tokens.number
         counts = tokens.is_real.astype(counts.dtype)
         queries = queries[:, None]
     keys, values = kv_cache.gather(pages, block_tables, lengths, rows)

@@ -11,9 +11,9 @@ class AttentionShape:
     """The sizes of an attention layer and of its batch of sequences.
 
     context: keys of each sequence.
-    queries: new tokens of each sequence, its last.
-    longest: keys of the first sequence, where it is longer than the others, and `queries` is 1;
-        None where all are equal.
+    queries: new tokens of each sequence, which are its last ones.
+    longest: keys of the first sequence if it is longer than the others (then `queries` is 1); None
+        if all are equal.
     """
 
     batch: int

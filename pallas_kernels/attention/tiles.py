@@ -1,6 +1,8 @@
-"""Tiles of keys and values: their places in the pages, and how a kernel loads and decodes them.
+"""Tiles of keys and values: where they lie in the pages, and how a kernel loads and decodes them.
 
-A tile has slots, one for each token, and words or channels of one KV head.
+A tile has two axes: slots, one for each token, and words or channels of one KV head. A word holds
+one code of each plane. Decoding takes a head in parts: the channels of a range of words, in one or
+all planes, become one operand.
 """
 
 from __future__ import annotations
@@ -23,10 +25,9 @@ MINIMUM_WORDS = 16  # the least length of a dimension that the tensor cores sum 
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """A range of a head's words, as wide as a tile: `size` words, `stride` apart.
+    """A range of a head's words: `size` words, a power of two, `stride` apart.
 
-    The size is a power of two. `width` is the number of a head's words; words of the range beyond
-    it are masked, and load as zeros.
+    width: the number of a head's words. Words of the range beyond it load as zeros.
     """
 
     first: int
@@ -36,7 +37,7 @@ class Words:
 
     @property
     def lanes(self) -> jax.Array:
-        """The words' indices, int32 [size]; inside a kernel, which can't close over arrays."""
+        """The words' indices, int32 [size]. Kernels compute them: they can't close over arrays."""
         return self.first + jnp.arange(self.size) * self.stride
 
     @property
@@ -47,9 +48,9 @@ class Words:
 
 
 def cover(width: int) -> tuple[Words, ...]:
-    """Ranges of words that cover `width` words once, in order.
+    """Ranges of words whose sizes are powers of two, and which cover `width` words once, in order.
 
-    Only the last is padded, and by fewer than MINIMUM_WORDS words.
+    Only the last range may reach beyond, by fewer than MINIMUM_WORDS words.
     """
     ranges = []
     first = 0
@@ -80,14 +81,14 @@ def locate(
     last: jax.Array | None = None,
     page: jax.Array | None = None,
 ) -> Place:
-    """The place of tile number `tile` of a sequence, which is a piece of a page or several pages.
+    """The place of a tile of a sequence, which is a piece of a page or several whole pages.
 
-    slots: of a tile.
+    tile: its number. slots: the number of a tile's tokens.
     block_tables: a reference [batch, pages per sequence], or None if page b is sequence b's.
     batch: the sequence's number.
-    last: for a tile of several pages, the table's last entry in use. Slots behind that page are
-        placed in it, since later entries of the table may be no pages.
-    page: for a tile that is a piece of a page, that page (`look_up`).
+    last: needed for tiles of several pages: the index of the table's last entry in use. Slots of
+        later entries, which may be no pages, are placed in its page.
+    page: needed for tiles that are pieces of a page: that page, from `look_up`.
     """
     slot = jnp.arange(slots)
     if block_tables is None:
@@ -108,19 +109,21 @@ def look_up(
     block_tables: Any,
     batch: jax.Array,
 ) -> jax.Array:
-    """Loads the pages of PAGES_AT_ONCE tiles that are pieces of pages, for `pick` to choose from.
+    """Looks up the pages of PAGES_AT_ONCE tiles, each a piece of a page; `pick` chooses one.
 
-    tiles: their numbers, int32 [PAGES_AT_ONCE]. slots: of a tile. batch: the sequence's number.
+    tiles: their numbers, int32 [PAGES_AT_ONCE]. slots: the number of a tile's tokens.
+    batch: the sequence's number.
 
-    If each tile first loaded its entry of the block table, it would be read only half as far ahead.
-    This load does not wait for the sequence's length either: `pick` chooses no entry past its end.
+    Looking them up one by one would be slow: in a loop, Triton loads a tile only half as far ahead
+    if the tile's address comes from another load. The load needs no mask by the sequence's length:
+    entries past its end are loaded, but never picked.
     """
     entry = jnp.minimum(tiles // (page_size // slots), block_tables.shape[1] - 1)
     return load(block_tables.at[batch, entry])
 
 
 def pick(pages: jax.Array, number: jax.Array) -> jax.Array:
-    """Page number `number` of the pages [PAGES_AT_ONCE] that `look_up` returned, a scalar."""
+    """The element `number` of the pages [PAGES_AT_ONCE] that `look_up` returned, a scalar."""
     return jnp.where(jnp.arange(PAGES_AT_ONCE) == number, pages, 0).max()
 
 
@@ -140,7 +143,10 @@ def load_words(
 
 
 class Part(NamedTuple):
-    """The channels of a head that make one operand: a range of words, in neighbouring planes."""
+    """The channels of a head that are decoded to one operand: a range of words, some planes of it.
+
+    The planes are neighbours. Plane p of word w is channel p · (words of the head) + w.
+    """
 
     words: Words
     planes: range
@@ -166,9 +172,9 @@ class Part(NamedTuple):
 
 
 def parts(side: Side, *, joined: bool) -> list[Part]:
-    """The parts of a head's channels: a part for each range of words and each plane.
+    """The parts of all channels of a head, in an order that keeps parts of the same words together.
 
-    joined: whether a part has all planes of its words.
+    joined: whether a part has all planes of its words, instead of one plane.
     """
     planes = side.codes.planes
     size = planes if joined else 1
@@ -191,15 +197,16 @@ def operands(
 ) -> Iterator[list[jax.Array]]:
     """Loads a tile and decodes it to operands of the tensor cores, part by part.
 
-    parts: of the head's channels; parts of the same words follow one another.
+    parts: from the function `parts`.
     dtype: of the operands, 16 bits.
-    axis: along which slots lie; channels lie along the other axis.
-    scaled: whether scales and zeros of tokens or of channels are applied, rounded once. Otherwise
-        operands are codes, exact, minus `KVCodes.offset`.
-    copies: how many equal operands are decoded for each part, one for each product that uses it
+    axis: the axis of the operands along which slots lie; channels lie along the other one.
+    scaled: whether scales and zeros of tokens or of channels are applied, and the result rounded
+        once. Otherwise operands are codes minus `KVCodes.offset`, exact.
+    copies: the number of equal operands that are decoded for each part: one for each product that
+        uses it, since Triton moves an operand of two products through shared memory
         (`bits.decode_in_place`).
 
-    Yields a list of `copies` operands for each part, scaled by 2**`exponents`.
+    Yields a list of `copies` operands for each part, scaled by 2**exponent (`exponents`).
     """
     scaling = side.codes.scaling if scaled else None
     if scaling == "token":
@@ -218,7 +225,8 @@ def operands(
         return side.codes.operand(words, plane, dtype, copy=copy)
 
     if side.codes.planes == 1:
-        # Words are channels. The parts may be those of other codes, which have several planes.
+        # Each word is a channel. Parts may nevertheless have planes: a residual in 16 bits is read
+        # in the parts of the packed values, whose sums it continues.
         for part in parts:
             tile = load_words(side, place, *part.channels(), axis)
             yield [side.codes.operand(tile, 0, dtype)] * copies

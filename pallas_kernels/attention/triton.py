@@ -1,10 +1,11 @@
 """Paged attention as a Triton kernel: its launch, and the keys that each program reads.
 
-A program owns a tile of rows, the (token, query head) pairs that share a KV head, and every
-`splits`-th tile of that sequence's pages; decoding is the case of one token. The residual, tokens
-in 16 bits (BitDecoding section IV-A), is read by further programs, or where the GPU has no room for
-these, by the same programs, which continue their softmax. Where sequences may be long, programs of
-short sequences then help (`balance`).
+A program owns a tile of rows, which are (token, query head) pairs of one sequence that share a KV
+head, and reads every `splits`-th tile of the sequence's packed keys; decoding is the case of one
+token. The residual, the last tokens in 16 bits (BitDecoding section IV-A), is read by further
+programs of the sequence, or if the GPU has no room for these, by the same programs, which continue
+their softmax. If sequences may be long, programs that are done with their own tiles read surplus
+tiles of longer sequences (`balance`).
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def _kernel(
 ) -> None:
     kv_heads, split = pages.keys.shape[1], pl.program_id(2)
     batch, head = pl.program_id(1) // kv_heads, pl.program_id(1) % kv_heads
-    # The last tokens see the most keys: their programs come first, so that the last are short.
+    # The last tokens see the most keys. Their programs start first, so that short ones end the
+    # kernel.
     first_row = (pl.num_programs(0) - 1 - first_program_id()) * config.tile_rows
     program = _Program(operands, pages, config, head, first_row)
     if partials.first_pieces is None:
@@ -117,6 +119,8 @@ def _kernel(
         program.attend(batch, split, store=store_split)
         return
 
+    # Programs help each other: this one reads its own tiles, then pieces of other programs'
+    # surplus.
     find_shares = functools.partial(
         balance.Balance,
         operands.span.starts,
@@ -127,6 +131,8 @@ def _kernel(
     )
 
     def perform(shares: balance.Balance, task: balance.Task) -> None:
+        """Reads the task's tiles, and stores the partial softmax in its slot or as the output."""
+
         def store_slot(partial: SoftmaxPartial) -> None:
             shift = (task.slot - task.batch) * operands.span.most_tokens
             partial.store(partials.outputs, partials.log2_totals, 0, shift)
@@ -208,7 +214,7 @@ class _Program(NamedTuple):
             store(attend_to(packed))
             return
         in_residual = functools.partial(
-            KeyRange, residual, None, packed_end, tile_keys=config.residual_keys
+            KeyRange, residual, span.residual_pages, packed_end, tile_keys=config.residual_keys
         )
         if config.residual_splits:
             number = split - config.splits
@@ -216,16 +222,18 @@ class _Program(NamedTuple):
             pl.when(number < 0)(lambda: store(attend_to(packed)))
             pl.when(number >= 0)(lambda: store(attend_to(rest)))
             return
-        # A program's second loop adds no sink, and a program that reads a piece reads no residual.
+        # The program continues its softmax over the residual: split −1, so that the sink is not
+        # added twice. For a piece of another program's surplus, the residual is an empty range.
         end = jnp.where(split < 0, packed_end, end)
         number, none = jnp.maximum(split, 0), jnp.int32(-1)
         rest = in_residual(end, number=number, programs=config.splits, split=none)
         store(attend_to(rest, attend_to(packed)))
 
     def tiles(self, start: jax.Array, count: jax.Array) -> jax.Array:
-        """The number of tiles of packed keys that a sequence's new token sees; 0 if it has none.
+        """The number of tiles of packed keys that the new tokens of sequences see; 0 without any.
 
-        start, count: of the sequence, as in Span.
+        start, count: int32 [sequences], the position of the first new token and the number of new
+            tokens, as in Span.
         """
         size, window = self.config.tile_keys, self.operands.masks.window
         end = pl.cdiv(self._ends(start, count)[1], size)
@@ -233,7 +241,7 @@ class _Program(NamedTuple):
         return jnp.where(count > 0, jnp.maximum(end - begin, 0), 0)
 
     def _ends(self, start: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The positions behind a sequence's last token, and behind its last packed token."""
+        """The position behind a sequence's last token, and that behind its last packed token."""
         capacity = self.operands.span.block_tables.shape[1] * self.pages.page_size
         end = jnp.minimum(start + count, capacity)
         residual = self.pages.residual

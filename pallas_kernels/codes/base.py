@@ -1,4 +1,4 @@
-"""The interface of a kind of codes."""
+"""The interface of a kind of codes: how they are fitted, chosen, packed, and decoded in kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Decoder = Callable[[int], jax.Array]  # from the number of a plane to its decode
 
 
 class Parameters(NamedTuple):
-    """Numbers with which codes become weights: of whole groups, or of codes they broadcast to.
+    """The numbers that make weights of codes.
+
+    Shapes are given for a whole weight. `of_groups` expands them to broadcast with its groups, and
+    `Grid.row` takes the part of one row.
 
     scales: [groups, N]. zeros: [groups, N], or None. channel_scales: float32 [N], or None.
     table: float32 [2**bits], or None. Dtypes are those of PlainCodes.
@@ -62,7 +65,7 @@ class CodeKind(abc.ABC):
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
     ) -> Parameters:
-        """The parameters with which the codes reach all weights of each group.
+        """Fits parameters, so that the range of codes spans all weights of each group.
 
         groups: float32 [groups, size, N]. table: of a kind with a table; None for its usual one.
         """
@@ -167,5 +170,5 @@ class CodeKind(abc.ABC):
 
 
 def divisible(scales: jax.Array) -> jax.Array:
-    """Float32 scales, with 1 for those too small to divide by: of zeros, or nearly zeros."""
+    """Float32 scales; those of groups of zeros, too small to divide by, are replaced by 1."""
     return jnp.where(scales < jnp.finfo(jnp.float32).tiny, 1.0, scales)

@@ -20,7 +20,7 @@ LARGEST = 448.0  # of e4m3, which has no infinities
 
 
 def to_float8(x: jax.Array) -> jax.Array:
-    """Float32 x as float8_e4m3fn: the nearest value, or the largest for what is beyond it."""
+    """Rounds float32 x to the nearest float8_e4m3fn; larger magnitudes become the largest one."""
     return narrow(jnp.clip(x, -LARGEST, LARGEST), jnp.float8_e4m3fn)
 
 
@@ -131,7 +131,7 @@ def decode_moved(words: jax.Array, plane: int, operand: jnp.dtype) -> jax.Array:
 def exponent_moved(operand: jnp.dtype) -> int:
     """The exponent of the power of two by which `decode_moved` scales numbers.
 
-    It is e4m3's bias minus that of the operand with PTX, and 0 without.
+    With PTX it is the exponent bias of e4m3 minus the operand's, and without PTX 0.
     """
     if not current_target().has_ptx:
         return 0

@@ -23,11 +23,11 @@ class Integer(CodeKind):
     def fit(
         self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
     ) -> Parameters:
-        """The float16 scales that are stored, and zero points.
+        """Fits scale = (max − min) / (2**bits − 1) and zero point = round(−min / scale).
 
-        scale = (max − min) / (2**b − 1) over a range that includes zero, zero point =
-        round(−min / scale). The scale's own rounding costs nothing but at the ends of a range. A
-        group of zeros stays zero.
+        The range min … max includes zero. Scales are rounded to float16, as they are stored, before
+        codes are chosen; this costs accuracy only at the ends of a range. A group of zeros gets the
+        scale 1.
         """
         low = jnp.minimum(groups.min(1), 0.0)
         steps = self._steps(jnp.maximum(groups.max(1), 0.0) - low)
@@ -35,7 +35,10 @@ class Integer(CodeKind):
         return Parameters(steps.astype(jnp.float16), zeros.astype(jnp.uint16))
 
     def _steps(self, ranges: jax.Array) -> jax.Array:
-        """Scales [groups, N] that float16 holds; products in the place of XLA's own divisions."""
+        """Scales [groups, N] for ranges, rounded to float16; 1 for an empty range.
+
+        It multiplies by reciprocals, because XLA may compile divisions to that.
+        """
         steps = round_to(ranges * (1 / (2**self.bits - 1)), jnp.float16)
         return jnp.where(steps == 0, 1.0, steps)
 
@@ -66,9 +69,11 @@ class Integer(CodeKind):
     def load(
         self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
     ) -> Group:
-        """The scale of decoded codes, which must be below 2**122, and the zero point as an operand.
+        """Unpacks words of parameters [tile_n], each a scale and a zero point of 16 bits.
 
-        The scale makes up for the power of two of `bits.decode_plane`.
+        The group's scale, float32 [tile_n, 1], includes the inverse of the power of two by which
+        `bits.decode_plane` scales codes; so a stored scale must be below 2**122. The zero point, of
+        the dtype `operand`, is the argument of the decoder.
         """
         scale, zero = bit_planes.unpack_pair(parameters, scale_dtype, jnp.int16)
         scale = scale.astype(jnp.float32) * 2.0 ** -bit_planes.plane_exponent(operand)

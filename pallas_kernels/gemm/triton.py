@@ -37,7 +37,7 @@ from mpjax.kernels.target import current_target
 CHANNELS_PER_PRODUCT = 128
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """The inputs of the kernel: arrays outside of it, references inside; None if there are none."""
 
     x: Any  # [M, K padded]
@@ -105,9 +105,9 @@ def _launch(
     outputs: the number of channels to compute; the values of the others are undefined. None
         computes all.
     """
-    values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
+    values, x_scales = parts_of(x, weight.format)
     rows, columns = values.shape[0], weight.shape[1] - first
-    steps = weight.padded_channels // (weight.format.planes * _width(weight.format, config))
+    steps = steps_of(weight, config)
     padding = weight.padded_channels - values.shape[1]
     splits = min(config.splits, steps)
     kernel = functools.partial(
@@ -118,9 +118,7 @@ def _launch(
         steps=steps,
         first_output=first,
     )
-    if x_scales is not None and weight.format.codes == "int4":
-        x_scales = x_scales.T  # as they lie in memory
-    operands = _Operands(
+    operands = Operands(
         jnp.pad(values, ((0, 0), (0, padding))) if padding else values,
         x_scales,
         weight.words,
@@ -146,12 +144,31 @@ def _launch(
     )
 
 
+def parts_of(
+    x: jax.Array | QuantizedActivations, format: WeightFormat | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The rows of x or of its codes, and its scales as a kernel reads them, or None.
+
+    format: of the weight; None for a plain one.
+    """
+    if isinstance(x, jax.Array):
+        return x, None
+    # The scales of a block lie side by side, as the kernels that round to blocks write them.
+    has_blocks = format is not None and format.codes == "int4"
+    return x.values, x.scales.T if has_blocks else x.scales
+
+
+def steps_of(weight: QuantizedTensor, config: TritonConfig) -> int:
+    """The number of steps of the loop over all of K."""
+    return weight.padded_channels // (weight.format.planes * _width(weight.format, config))
+
+
 def _width(format: WeightFormat, config: TritonConfig) -> int:
     return config.width or format.plane_width
 
 
 def _kernel(
-    operands: _Operands,
+    operands: Operands,
     out_ref: Any,  # [splits, M, N − first]
     *,
     format: WeightFormat,
@@ -160,7 +177,7 @@ def _kernel(
     steps: int,
     first_output: int,
 ) -> None:
-    program = _Program(operands, format, scale_dtype, config, first_output)
+    program = Program(operands, format, scale_dtype, config, first_output)
     split, splits = program.split, config.splits
     accumulator = jax.lax.fori_loop(
         split * steps // splits, (split + 1) * steps // splits, program.step, program.zeros
@@ -174,16 +191,21 @@ def _kernel(
     )
 
 
-class _Program:
-    """The tile of one program: what it loads, a step of its loop over K, and its last scales."""
+class Program:
+    """The tile of one program: what it loads, a step of its loop over K, and its last scales.
+
+    first_output: of the launch. tile: the rows [tile_m] and output channels [tile_n] of the
+    program; None for those that its place in the grid gives.
+    """
 
     def __init__(
         self,
-        operands: _Operands,
+        operands: Operands,
         format: WeightFormat,
         scale_dtype: str,
         config: TritonConfig,
-        first_output: int,
+        first_output: int = 0,
+        tile: tuple[jax.Array, jax.Array] | None = None,
     ) -> None:
         self.operands, self.format, self.scale_dtype = operands, format, scale_dtype
         self.kind, self.target = code_kinds.of(format), current_target()
@@ -192,12 +214,16 @@ class _Program:
         self.width = width = _width(format, config)
         self.parts = format.plane_width // width  # the number of steps of a block
         tile_m, tile_n = config.tile_m, config.tile_n
-        self.row = first_program_id() * tile_m + jnp.arange(tile_m)
-        self.output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
+        if tile is None:
+            self.row = first_program_id() * tile_m + jnp.arange(tile_m)
+            self.output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
+        else:
+            self.row, self.output = tile
         self.split = pl.program_id(2)
         self.lane = jnp.arange(width)
         # There are masks only if a tile may reach beyond the matrix.
-        self.row_mask = None if self.rows % tile_m == 0 else self.row < self.rows
+        is_inside = tile is None and self.rows % tile_m == 0
+        self.row_mask = None if is_inside else self.row < self.rows
         self.output_mask = None if self.outputs % tile_n == 0 else self.output < self.outputs
         self.shared = self.kind.shared(operands.table, self.dtype, width)
 
@@ -228,10 +254,12 @@ class _Program:
             self.zeros = jnp.zeros((tile_n, tile_m), jnp.float32)
 
     def load_group(self, index: jax.Array) -> code_kinds.Group:
+        """The parameters of a group for all output channels of the tile."""
         words = load_masked(self.operands.parameters.at[index, self.output], self.output_mask)
         return self.kind.load(words, self.scale_dtype, self.dtype, self.width)
 
     def load_columns(self, block: jax.Array, lane: jax.Array) -> list[jax.Array]:
+        """The words [tile_n, width] of a block at some lanes, for each of its columns."""
         format = self.format
         if format.is_flat:
             block, lane = jnp.int32(0), block * format.block + lane
@@ -246,14 +274,20 @@ class _Program:
         ]
 
     def load_x(self, first: jax.Array, planes: int) -> jax.Array:
+        """The tile of x [tile_m, planes · width] whose first plane begins at channel `first`."""
         number = jnp.arange(planes * self.width)
         if self.parts > 1:  # written so that the compiler sees that lanes are neighbours in memory
             plane, lane = jax.lax.div(number, self.width), jax.lax.rem(number, self.width)
             number = plane * self.format.plane_width + lane
-        tile = self.operands.x.at[self.row[:, None], (first + number)[None, :]]
-        return load_masked(tile, self.row_mask)
+        row, channel = self.row[:, None], (first + number)[None, :]
+        return load_masked(self.operands.x.at[row, channel], self.x_mask(channel))
+
+    def x_mask(self, channel: jax.Array) -> jax.Array | None:
+        """The mask of a tile of x: of its rows, or of its rows and channels [1, channels]."""
+        return self.row_mask
 
     def load_x_scales(self, index: jax.Array) -> jax.Array:  # [tile_m]
+        """The scales [tile_m] of the rows of a quantised x, for one group."""
         place = (index, self.row) if self.sums_blocks else (self.row, index)
         return load_masked(self.operands.x_scales.at[place], self.row_mask)
 
@@ -287,6 +321,7 @@ class _Program:
         return total
 
     def decoder(self, columns: list[jax.Array], group: code_kinds.Group) -> code_kinds.Decoder:
+        """A function from a plane's number to its weights, scaled if weights are."""
         if self.scale_weight:
             return self.kind.scaled_decoder(columns, group, self.shared, self.dtype)
         return self.kind.decoder(columns, group.arguments, self.shared, self.dtype)
@@ -294,6 +329,7 @@ class _Program:
     def scale_of_sum(
         self, group: code_kinds.Group, index: jax.Array, x_scales: jax.Array | None
     ) -> jax.Array:
+        """The factor [tile_n, 1 or tile_m] of the sum over a group."""
         assert group.scale is not None
         if self.x_by_group:
             x_scales = self.load_x_scales(index) if x_scales is None else x_scales

@@ -33,7 +33,7 @@ def scaled_dot(
 
     The matrix is multiplied without a transposition, as it is stored. On a GPU, if `out_dtype` is
     bfloat16, cuBLAS writes sums of FP8 products in bfloat16, which are rounded once more when they
-    are scaled. That halves the bytes, and its error is far smaller than that of rounding x to FP8.
+    are scaled. This halves the bytes, and its error is far smaller than that of rounding x to FP8.
     """
     values = jnp.pad(x.values, ((0, 0), (0, matrix.shape[1] - x.values.shape[1])))
     wide = jnp.int32 if values.dtype == jnp.int8 else jnp.float32

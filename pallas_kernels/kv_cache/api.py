@@ -105,8 +105,9 @@ def read_span(operation: str, span: Span, pages: KVPages, new: tuple[int, ...]) 
     """
     require_type(f"{operation}: span", span, Span)
     span = span.read(operation, new)
-    batch = None if pages.residual is None else pages.residual.keys.shape[0]
-    if batch not in (None, len(span.starts)):
+    if pages.residual is None or span.residual_pages is not None:
+        return span
+    if (batch := pages.residual.keys.shape[0]) != len(span.starts):
         raise ValueError(
             f"{operation}: the pages' residual is of a batch of {batch}: expected "
             f"{len(span.starts)}, that of block_tables, starts and counts"

@@ -95,7 +95,7 @@ class KVPages:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["layers", "block_tables", "lengths"],
+    data_fields=["layers", "block_tables", "lengths", "residual_pages"],
     meta_fields=["format"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +107,8 @@ class PagedKVCache:
         from position p · page_size on, the same in every layer.
     lengths: int32 [batch], the number of tokens that each sequence holds.
     format: of the keys and values (static).
+    residual_pages: int32 [batch, 1], the page of each sequence's residual; None where the residual
+        has a page for each sequence, in their order (Span).
 
     A cache is a value: functions take one and return the next. Donate it to `jit`, so that the next
     cache takes over its buffers.
@@ -116,6 +118,7 @@ class PagedKVCache:
     block_tables: jax.Array
     lengths: jax.Array
     format: KVFormat
+    residual_pages: jax.Array | None = None
 
     @classmethod
     def create(
@@ -141,13 +144,11 @@ class PagedKVCache:
         format does not take.
         """
         require_type("PagedKVCache: layout", layout, KVLayout)
-        layers, batch = whole_number("layers", layers), whole_number("batch", batch)
-        max_tokens = whole_number("max_tokens", max_tokens)
-        each = _broadcast_scales(scales, layers, layout)
+        batch, max_tokens = whole_number("batch", batch), whole_number("max_tokens", max_tokens)
         pages_per_sequence = -(-max_tokens // layout.page_size)
         pages = batch * pages_per_sequence
         return cls(
-            tuple(_empty_pages(layout, pages, batch, scales) for scales in each),
+            create_pages(layout, layers=layers, pages=pages, sequences=batch, scales=scales),
             jnp.arange(pages, dtype=jnp.int32).reshape(batch, pages_per_sequence),
             jnp.zeros(batch, jnp.int32),
             KVFormat.of(layout.format),
@@ -191,6 +192,25 @@ class PagedKVCache:
                 f"the KV cache holds {self.capacity} tokens per sequence, but {needed} are "
                 f"needed; create it with max_tokens={needed} or ask for fewer tokens"
             )
+
+
+def create_pages(
+    layout: KVLayout,
+    *,
+    layers: int,
+    pages: int,
+    sequences: int,
+    scales: jax.typing.ArrayLike | None = None,
+) -> tuple[KVPages, ...]:
+    """Empty pages for each of `layers` layers, which block tables may give to any sequence.
+
+    pages: their number in a layer. sequences: the number of residuals, for formats with blocks.
+    scales: as for PagedKVCache.create, with its errors.
+    """
+    layers, pages = whole_number("layers", layers), whole_number("pages", pages)
+    sequences = whole_number("sequences", sequences)
+    each = _broadcast_scales(scales, layers, layout)
+    return tuple(_empty_pages(layout, pages, sequences, scales) for scales in each)
 
 
 def _empty_pages(layout: KVLayout, pages: int, batch: int, scales: jax.Array) -> KVPages:

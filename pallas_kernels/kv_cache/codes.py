@@ -1,10 +1,10 @@
 """Kinds of codes for keys and values in the cache: 16-bit channels, integers, or FP8.
 
-Keys and values each have a kind. `append` uses it to encode channels to words, attention to decode
-a tile of words to an operand of the tensor cores. Decoding is linear in scales and zeros, so that
-attention need not apply them to each code. It folds scales of tokens into scores and softmax
-weights, and scales of keys' channels into queries. Scales of values' channels go into the operand;
-so do all others if many queries use a tile.
+Keys and values each have a kind. `append` uses it to encode channels to words, and attention to
+decode a tile of words to an operand of the tensor cores. Decoding is linear in scales and zeros, so
+that attention need not apply them to each code: it multiplies scores and softmax weights by scales
+of tokens, and queries by scales of key channels. Decoding itself applies scales of value channels;
+and all scales, if many queries use a tile.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mpjax.kernels.target import current_target
 
 
 class KVCodes:
-    """The kind of channels that are stored unquantised, in 16 bits or more; base of other kinds.
+    """The kind of keys or values that are stored unquantised; the base class of the other kinds.
 
-    bits: of a code.
+    bits: of a code; 16 also stands for unquantised float32.
     scaling: "token" and "channel" for a scale and a zero of each token, or of each channel over
         `group` tokens, which `encode` computes; "head" and "static" for a scale of each head, or of
         each channel of a head, which the caller gives; None for no scales.

@@ -66,9 +66,13 @@ def transform_pieces(
 
 
 def _spread(x: jax.Array, runs: int) -> jax.Array:
-    """The part of the transform within a piece [..., lanes]: sums and differences of its runs."""
+    """The transform along the runs of one piece x [..., lanes], without the factor 1/√n.
+
+    runs: their number, a power of two. Each step of this fast Walsh–Hadamard transform halves every
+    segment of the last axis, and puts the sum of both halves before their difference.
+    """
     shape, width = x.shape, x.shape[-1]
-    while runs > 1:
+    while runs > 1:  # `width` is the length of a segment, and `runs` the number of runs in it
         first, second = jnp.split(x.reshape(-1, width), 2, axis=-1)
         x = join([first + second, first - second])
         width, runs = width // 2, runs // 2

@@ -67,13 +67,15 @@ def flush(pages: KVPages, keys: jax.Array | None, values: jax.Array | None, span
     starts, block_tables = span.starts, span.block_tables
     block, capacity = pages.residual.page_size, block_tables.shape[1] * pages.page_size
     lengths = jnp.minimum(starts + span.counts, capacity)
-    first = residuals.begin(jnp.minimum(starts, capacity), block)[:, None]
+    begins = residuals.begin(jnp.minimum(starts, capacity), block)
+    first = residuals.first_block(span, begins)[:, None]
     ahead = jnp.arange(residuals.most_blocks(span.most_tokens, block) * block)
     position = first + ahead[None]  # [batch, tokens]
     full = position < residuals.begin(lengths, block)[:, None]
 
     def content(residual: jax.Array, new: jax.Array | None) -> jax.Array:
-        rows = jnp.arange(len(starts))[:, None]
+        rows = span.residual_pages
+        rows = jnp.arange(len(starts))[:, None] if rows is None else rows
         x = residual[rows, :, position % block]  # [batch, tokens, KV heads, head dim]
         if new is None:
             return x
@@ -143,7 +145,7 @@ def gather(
 
     block_tables: int32 [batch, pages per sequence].
     lengths: int32 [batch], the tokens of each sequence, which say what is in the residual.
-    rows: int32 [batch], the number of each sequence in the residual; by default 0, 1, 2 and so on.
+    rows: int32 [batch], the page of each sequence in the residual; by default 0, 1, 2 and so on.
         Without a residual, neither lengths nor rows matter.
     transformed: whether keys are returned as they are stored, after the Hadamard transform.
 

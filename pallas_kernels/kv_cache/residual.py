@@ -34,9 +34,19 @@ def residual_span(pages: KVPages, span: Span) -> Span:
     assert pages.residual is not None
     capacity = span.block_tables.shape[1] * pages.page_size
     lengths = jnp.minimum(span.starts + span.counts, capacity)
-    rows = jnp.arange(len(span.starts), dtype=jnp.int32)[:, None]
+    rows = span.residual_pages
+    if rows is None:
+        rows = jnp.arange(len(span.starts), dtype=jnp.int32)[:, None]
     starts = span.starts - begin(lengths, pages.residual.page_size)
     return Span(rows, starts, span.counts, longest=span.longest)
+
+
+def first_block(span: Span, begins: jax.Array) -> jax.Array:
+    """The position of the first block of each sequence that may have to be encoded.
+
+    begins: of the residuals before the new tokens. A block that is encoded already stays as it is.
+    """
+    return begins if span.encoded is None else jnp.maximum(begins, span.encoded)
 
 
 def first_tokens(span: Span, new: jax.Array | None) -> jax.Array:

@@ -203,6 +203,9 @@ def _flush_kernel(
         residuals.begin(jnp.minimum(position, capacity), size)
         for position in (starts, starts + counts)
     )
+    if span.encoded is not None:
+        encoded = load(span.encoded.at[lane], mask=mask, other=0)
+        begins = jnp.maximum(begins, encoded)
     full = jnp.clip((ends - begins) // size, 0, blocks)  # blocks of each sequence
     behind = jnp.cumsum(full)
     pieces = [cut.pieces(size) for cut in cuts]
@@ -256,10 +259,14 @@ def _encode(
     page = load(operands.span.block_tables.at[block.sequence, position // pages.page_size])
     slot = Slot(page, position % pages.page_size, jnp.bool_(True))
 
+    waiting = block.sequence
+    if operands.span.residual_pages is not None:
+        waiting = load(operands.span.residual_pages.at[block.sequence, jnp.int32(0)])
+
     def load_plane(plane: int) -> jax.Array:
         first_of_plane = plane * cut.width * cut.across
         channel = (first_of_plane + channels.first + lanes(cut.width))[None, :]
-        x = load(residual.at[block.sequence, block.head, row, channel])
+        x = load(residual.at[waiting, block.head, row, channel])
         if new is None:
             return x
         at = new.at[token, block.head, channel]

@@ -30,8 +30,8 @@ PROGRAMS_PER_MULTIPROCESSOR = 32  # the most of compute capability 9.0 at a time
 def programs_for(tasks: int, heads: int) -> int:
     """The best number of programs of one warp that share the tasks of a head.
 
-    The time to start n programs grows with n, that of their work with tasks / n; the sum is
-    smallest at the square root.
+    The time to start n programs grows with n, and the time of their work with tasks / n. The sum is
+    smallest where n is in proportion to the square root of the tasks.
     """
     programs = math.isqrt(tasks * heads * PROGRAMS_STARTED_PER_TASK)
     programs = min(programs, device.multiprocessors() * PROGRAMS_PER_MULTIPROCESSOR)

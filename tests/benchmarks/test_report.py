@@ -36,6 +36,9 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     sizes = {"batch": 1, "query_heads": 32, "kv_heads": 8, "head_dim": 128, "context": 1000}
     evaluated = {"precision": "W16A16KV8s", "perplexity": 8.0, "bits_per_byte": 1.0}
     evaluated["weights_bytes"] = 1e6
+    fields = ("kl_mean", "kl_error", "kl_median", "kl_p99", "same_top")
+    compared = evaluated | dict.fromkeys(fields, 0.25) | {"reference_perplexity": 8.0}
+    compared |= {"bits_per_weight": 4.25, "window": 512, "tokens": 5110}
     text = page(
         **{
             "gemm": {"results": [gemm_row(), gemm_row(M=16)]},
@@ -44,6 +47,12 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
             "attention-one": {"results": [attention_row(**sizes, queries=1)]},
             "perplexity": {"rows": [evaluated]},
             "perplexity-calibrated": {"rows": [evaluated], "calibration": "a.txt"},
+            "agreement": {
+                "rows": [compared],
+                "model": "bundled",
+                "reference": "bundled",
+                "text": "a",
+            },
             "quantization": {
                 "tokens": 512,
                 "results": [{"format": "KV8", "errors": dict.fromkeys(quantization.KINDS, 0.0125)}],
@@ -69,7 +78,11 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert f"`mpjax evaluate {output}.json` ·" in text
     command = "mpjax evaluate --precision W16A16KV8s --calibrate a.txt"
     assert f"`{command} {output}-calibrated.json` ·" in text
-    for name in ("gemm-model.svg", "generate.svg", "attention.svg"):
+    command = "mpjax evaluate --against itself --window 512 --precisions W16A16KV8s"
+    assert f"`{command} --output benchmarks/results/agreement.json` {source}" in text
+    assert "5,110 positions" in text
+    assert text.count("| W16A16KV8s | 4.25 | 8.0000 | +0.00 % | 0.25000 ± 0.25000 |") == 1
+    for name in ("gemm-model.svg", "generate.svg", "attention.svg", "agreement-bundled.svg"):
         assert f"]({name})" in text
         assert (tmp_path / "docs" / "benchmarks" / name).is_file()
     svg = (tmp_path / "docs" / "benchmarks" / "gemm-model.svg").read_text()

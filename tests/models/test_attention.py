@@ -141,3 +141,19 @@ def test_norms_make_the_size_of_queries_irrelevant(rng):
     fused.kernel = nnx.Param(kernel * scale[None])
     after, _ = attention(x, angles, None, None)
     np.testing.assert_allclose(after, before, atol=1e-5)
+
+
+def test_a_layer_gets_the_terms_and_the_inputs_of_the_maps(rng):
+    config = small_config(output_bias=True)
+    attention = attention_of(config)
+    attention.output.bias = nnx.Param(jnp.asarray(random_array(rng, (64,), "float32")))
+    x, attended = (random_array(rng, (1, 5, 64), "float32") for _ in range(2))
+    terms = attention.terms(attended)
+    np.testing.assert_array_equal(terms.sum(0), attention.output(attended))
+    inputs = attention.inputs(x, attended)
+    maps = config.layers[0].attention.linear_maps(config)
+    assert [(path, read.shape[-1]) for path, read in inputs.items()] == [
+        (each.path, each.shapes[0][0]) for each in maps
+    ]
+    assert inputs["qkv"] is x
+    assert attention.activations == attention.qkv.activations

@@ -23,6 +23,7 @@ from tests.models.small import (
     small_model,
 )
 from tests.pallas_kernels.oracles import relative_error, wide
+from tests.sweeps import in_sweep
 
 SHALLOW = small_config(windows=(None,))  # where a layer shows it: half to compile
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -154,6 +155,34 @@ def test_a_block_at_a_time_is_a_token_at_a_time(rng):
     assert 1e-4 < relative_error(jnp.asarray(last[0]), forward(model, tokens)[:, -1]) < 0.3
 
 
+@pytest.mark.parametrize("text", ["KV4cg32", in_sweep("KV8")])
+def test_varlen_steps_equal_steps_of_rows(text, rng):
+    """Also where the residual of a row lies elsewhere, if no step passes the end of a block."""
+    model = small_model(SHALLOW)
+    prompts, format = random_tokens(rng, 3, 140), KVFormat.parse(text)
+    rows = model.create_cache(3, 192, format, 32)
+    expected = run(model, rows, prompts, [128, 12], fresh=False)[0][-1]
+    pages = model.create_pages(18, 5, format, 32)
+    tables = rng.permutation(18).astype(np.int32).reshape(3, 6)
+    waiting = np.array([[4], [0], [1]], np.int32)
+    cache = PagedKVCache(pages, tables, np.zeros(3, np.int32), format, waiting)
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def step(tokens, counts, cache):
+        return nnx.merge(graph, state).step_varlen(tokens, counts, cache)
+
+    starts = np.zeros(3, np.int32)
+    for counts in ([128, 0, 50], [12, 0, 78], [0, 0, 12]):
+        parts = [row[s : s + c] for row, s, c in zip(prompts, starts, counts, strict=True)]
+        tokens = np.pad(np.concatenate(parts), (0, 180 - sum(counts)), constant_values=7)
+        logits, cache = step(tokens, np.array(counts, np.int32), cache)
+        starts += np.array(counts, np.int32)
+        for row in np.flatnonzero(starts * (np.array(counts) > 0) == 140):
+            assert relative_error(logits[row], wide(expected[row])) < 1e-4
+    np.testing.assert_array_equal(cache.lengths, [140, 0, 140])
+
+
 def test_a_window_hides_older_tokens(rng):
     model = small_model(small_config(windows=(4,)))
     tokens = random_tokens(rng, 1, 12)
@@ -217,7 +246,7 @@ KERNEL_CONFIG = small_config(head_dim=64, qk_norm=True, windows=(6,))
 
 
 def half_precision_error(rng, text: str | None, bits: int, dtype: str, **how: Any) -> float:
-    """Of logits in `dtype` against float32 of the same weights and the same format of the cache."""
+    """The error of logits in `dtype` against float32, with the same weights and cache format."""
     exact = small_model(KERNEL_CONFIG)
     if text is not None:
         quantize_kernels(exact, text)
@@ -420,3 +449,34 @@ def test_tokens_beyond_the_positions_are_refused(monkeypatch):
             model.step(tokens, jnp.array(counts), cache)
         with pytest.raises(NotImplementedError):  # where nothing is known
             jax.jit(model.step)(tokens, jnp.array(counts), cache)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_tables(tied, rng):
+    config = dataclasses.replace(SHALLOW, tie_word_embeddings=tied)
+    model, tokens = small_model(config), random_tokens(rng, 2, 5)
+    exact = call(model, tokens)
+    for path in config.tables:
+        model.pack_table(path, "uint8:g32:sym")
+    assert model.config.packed_tables == config.tables
+    found = call(model, tokens)
+    assert not np.array_equal(found, exact)
+    assert relative_error(found, exact) < 0.03
+    logits, cache = model.step(tokens[:, :4], jnp.array([4, 4]), model.create_cache(2, 8, "KV16"))
+    logits, _ = model.step(tokens[:, 4:], jnp.array([1, 1]), cache)
+    np.testing.assert_allclose(logits, found[:, -1], rtol=1e-4, atol=1e-3)
+    for path, format, message in (
+        ("head", "uint8", r"path is 'head': expected a table that is not packed, of \[\]$"),
+        ("norm", "uint8", "path is 'norm': expected a table"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.pack_table(path, format)
+
+
+def test_a_table_is_rounded_to_a_packed_format():
+    model = small_model(SHALLOW)
+    with pytest.raises(ValueError, match="bfloat16 is not packed: expected a format such as uint8"):
+        model.pack_table("head", "bfloat16")
+    with pytest.raises(ValueError, match="embedding: 64 input channels can't be split into groups"):
+        model.pack_table("embedding", "uint8:g128")
+    assert model.config.packed_tables == ()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 import jax
@@ -7,7 +8,16 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mpjax.models import Decoder, Linear, LinearPlace, family
+from mpjax.models import (
+    Decoder,
+    ExpertPlace,
+    ExpertsSpec,
+    GroupedQuerySpec,
+    LayerSpec,
+    Linear,
+    LinearPlace,
+    family,
+)
 from mpjax.models.parameters import (
     NAMES,
     Names,
@@ -104,3 +114,30 @@ def test_maps_have_one_linear_for_each_name():
         assert jnp.array_equal(joint.kernel.get_value(), again.kernel.get_value())
         place.assign(model, maps)  # which a fused map may hold apart, too
         assert [each is one for each, one in zip(place.maps(model), maps, strict=True)]
+
+
+def test_the_maps_of_experts_are_a_stack():
+    layers = (LayerSpec(GroupedQuerySpec(), ExpertsSpec(32, num_experts=3, bias=True)),)
+    config = dataclasses.replace(CONFIG, layers=layers)
+    names = NAMES | {
+        "mlp.router": "r",
+        "mlp.experts.gate_up": ("{layer}.{expert}.g", "{layer}.{expert}.u"),
+        "mlp.experts.down": "{layer}.{expert}.d",
+    }
+    *_, place, down = linear_places(config, names)
+    assert isinstance(place, ExpertPlace)
+    assert place.names == ("0.0.g", "0.0.u", "0.1.g", "0.1.u", "0.2.g", "0.2.u")
+    assert place.shapes == ((64, 32),) * 6
+    assert (place.joined_maps, down.joined_maps) == (2, 1)
+    assert place.part_shapes(1) == [(3, 64, 64)]
+    with pytest.raises(
+        ValueError, match=r"^layers\.0\.mlp\.experts\.gate_up has 2 parts: expected 1"
+    ):
+        place.part_shapes(2)
+    model = Decoder(config, nnx.Rngs(0))
+    maps = place.maps(model)
+    assert [each.kernel.get_value().shape for each in maps] == [*place.shapes]
+    [joint], [again] = place.parts(model), place.join(iter(maps))
+    assert jnp.array_equal(joint.kernel.get_value(), again.kernel.get_value())
+    place.assign(model, [again])
+    assert place.parts(model) == [again]

@@ -6,7 +6,7 @@ import pytest
 
 from mpjax.models import Decoder, DecoderConfig, family, presets
 
-# What the published files say that a decoder's computation depends on.
+# Values of the published files that a decoder's computation depends on.
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,

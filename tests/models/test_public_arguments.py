@@ -1,4 +1,4 @@
-"""What people may pass to a decoder and its layers: lists for arrays; what is wrong is named."""
+"""Arguments of a decoder and its layers: lists may stand for arrays, and wrong ones are named."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         MODEL.create_cache,
         {"batch": 1, "max_tokens": 16, "format": "KV8", "page_size": 16},
     ),
+    "pack_table": (small_model(SHALLOW).pack_table, {"path": "head", "format": "uint8:gK"}),
+    "embed": (MODEL.embed, {"tokens": TOKENS}),
     "decoder": (
         decoder,
         {field.name: getattr(SHALLOW, field.name) for field in dataclasses.fields(SHALLOW)},
@@ -154,7 +156,7 @@ def decoder_with(**changes: Any) -> Decoder:
 
 
 def test_a_configuration_of_lists_and_short_names_is_that_of_tuples():
-    """It must have a hash: programs are compiled for it."""
+    """A configuration must have a hash: programs are compiled for it."""
     layers = [*llama_layers([None, 5], 128)]
     short: Any = dataclasses.replace(CONFIG, layers=layers, stop_ids=[1], dtype="bf16")
     full = small_config((None, 5), stop_ids=(1,), dtype="bfloat16")

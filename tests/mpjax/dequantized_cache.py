@@ -1,4 +1,4 @@
-"""What decoding attends to, in numpy: keys and values as a cache holds them at each step."""
+"""Attention of decoding, in numpy, to keys and values as a cache holds them at each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = 256  # what all blocks and groups divide
 
 @dataclasses.dataclass(frozen=True)
 class DequantizedCache:
-    """What `small.forward` takes in the place of `attend`: attention over rounded keys and values.
+    """Attention over rounded keys and values; `small.forward` takes it in the place of `attend`.
 
     A prompt attends to itself before it is rounded. Each token behind it finds everything rounded,
     itself too; or, where tokens wait for a block to be full, all blocks but its own.
@@ -34,7 +34,7 @@ class DequantizedCache:
     def __call__(
         self, layer: int, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int | None
     ) -> np.ndarray:
-        """Of [batch, tokens, heads, head dim] of a layer."""
+        """Attends in a layer; arguments and result are [batch, tokens, heads, head dim]."""
         tokens, dim = query.shape[1], query.shape[-1]
         of_keys, of_values = (None, None) if self.scales is None else self.scales[layer][:, :, None]
         rounded_key = _decoded(kv_keys, key, self.format.keys, of_keys)
@@ -90,7 +90,7 @@ def largest_as_scales(model: Decoder, tokens: np.ndarray, format: KVFormat) -> n
 def _decoded(
     stored: Callable[..., KVSide], x: np.ndarray, kind: str | int, scale: np.ndarray | None
 ) -> np.ndarray:
-    """What x [batch, tokens, heads, head dim] is once it is stored; a last block was padded."""
+    """The values of x [batch, tokens, heads, head dim] once stored; a last block was padded."""
     padding = (0, 0), (0, -x.shape[1] % WHOLE), (0, 0), (0, 0)
     # In float32, as the model computes it.
     heads = np.pad(x, padding).astype(np.float32).swapaxes(1, 2)

@@ -17,8 +17,8 @@ from tests.mpjax.checkpoint.write_checkpoint import random_tensors, write_checkp
 def write_overflowing_model(folder: Path, like: Path, config: dict) -> Path:
     """A checkpoint in float16 whose first MLP goes beyond 65504, whatever it reads.
 
-    like: a folder with the tokenizer's files. What comes out of the MLP is small again, so that
-    types with more room have nothing to lose.
+    like: a folder with the tokenizer's files. The MLP's output is small again, so that types
+    with a larger range lose nothing.
     """
     config = config | {"torch_dtype": "float16"}
     tensors = random_tensors(config, np.random.default_rng(5))

@@ -36,7 +36,7 @@ OF_TEXT = [
     *(case for name in JSON_OF_TEXT for case in unparsable(name)),
     *TOKENIZERS,
 ]
-# Of a model that mpjax saved.
+# Files of a model that mpjax saved.
 OF_SAVED = [case for case in (*misplaced("mpjax.json"), *unreadable("mpjax.json"))]
 OF_SAVED += unparsable("mpjax.json")
 

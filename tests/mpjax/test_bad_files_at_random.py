@@ -1,6 +1,6 @@
 """Files changed at random: each is read right or refused in a sentence, and nothing else happens.
 
-What these found first, and what nobody would list, is in the lists of the folder `bad_files`.
+Faults that these tests found are in the lists of the folder `bad_files`, too.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def damaged(draw: Callable[..., Any], data: bytes) -> bytes:
 
 
 def require_read_or_refused(read: Read, folder: Path) -> Any:
-    """What is read; None where it is refused, with one short sentence that can be shown."""
+    """The result of a read; None if it is refused, in one short sentence that can be shown."""
     with bounds(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* does not name .* of the shards' tensors")
         try:

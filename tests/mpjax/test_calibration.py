@@ -11,11 +11,11 @@ from flax import nnx
 
 import mpjax
 from mpjax import calibrate_cache
-from mpjax.evaluation import document_tokens
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.tokenizer import Tokenizer
+from mpjax.windows import document_tokens
 from tests.mpjax.odd_models import with_damaged_token
 
 DOCUMENTS = ["import os\nimport sys", "", "def f(x):\n    return x + 1\n" * 2]
@@ -115,7 +115,7 @@ def test_what_is_not_finite_gives_no_scales(tiny, text):
     assert token not in document_tokens(tiny.tokenizer, DOCUMENTS[0])
     with pytest.raises(NotFiniteError, match=r"^document 2: the model computes NaN or infinite"):
         calibrate_cache(with_damaged_token(lm, token), DOCUMENTS, window=WINDOW)
-    # What is not read does not count; nor does the padding behind what is.
+    # Tokens that are not read don't count, and padding doesn't either.
     calibrate_cache(with_damaged_token(lm, token), DOCUMENTS[:2], window=WINDOW)
 
 

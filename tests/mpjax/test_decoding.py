@@ -26,7 +26,7 @@ LENGTHS = (5, 1, 9)
 ROWS = len(LENGTHS)
 NEW = 8
 FORMATS = [KVFormat(name) for name in (16, 8, 4, "2g64")]
-# What tests/conftest.py saves compiling with leaves copies in jax 0.10's programs.
+# The option with which tests/conftest.py compiles faster leaves copies in jax 0.10's programs.
 AS_PEOPLE_DO = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
 HOT = Sampling(temperature=1.5)
 PENALTY = 0.3  # below 1 it rewards, so that a random model repeats itself
@@ -362,12 +362,12 @@ def test_no_kernel_is_launched_early_beside_those_of_warpgroups(tiny, monkeypatc
 
 @pytest.mark.parametrize("shape", [(128, 256), (128, 128)])
 def test_one_product_by_warpgroups_is_enough(shape, monkeypatch):
-    """Of weights of one format, that of any shape."""
+    """Among weights of one format, a product of any shape counts."""
     model = random_model(Llama, KERNELS_CONFIG, WeightFormat.parse("uint4:g128"))
     monkeypatch.setattr(
         decoding, "runs_by_warpgroups", lambda problem: (problem.channels, problem.outputs) == shape
     )
-    assert decoding._has_warpgroups(model, 1)
+    assert decoding.has_warpgroups(model, 1)
 
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):

@@ -1,4 +1,4 @@
-"""What `generate_tokens` makes of its arguments, seen where it gives them to prefill."""
+"""The arguments of `generate_tokens`, seen where it passes them on to prefill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Seen(Exception):
 
 @pytest.fixture
 def given_to_prefill(tiny, monkeypatch):
-    """What generate_tokens gives to prefill: (cache, keys, sampling, limits)."""
+    """The arguments that generate_tokens passes to prefill: (cache, keys, sampling, limits)."""
 
     def see(model, tokens, lengths, *rest, **options):
         raise Seen(*rest)
@@ -58,7 +58,7 @@ def test_what_is_not_given_has_a_default(tiny, given_to_prefill):
 
 
 def stop_tokens(limits):
-    """Those that a vocabulary can have."""
+    """The stop tokens that a vocabulary can have."""
     assert len(limits.stop_ids) % decoding.STOP_IDS == 0
     return set(limits.stop_ids.tolist()) - {2**31 - 1}
 

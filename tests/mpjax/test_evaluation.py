@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax import evaluation
+from mpjax import evaluation, reading
 from mpjax.evaluation import evaluate, read_held_out, token_scores
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat
@@ -49,7 +49,7 @@ def nats_of(logits, targets):
 @pytest.fixture
 def chunked(tiny, monkeypatch):
     """`evaluate` on the documents, read in chunks of 8 tokens: windows take three of them."""
-    monkeypatch.setattr(evaluation, "MAXIMUM_CHUNK", 8)
+    monkeypatch.setattr(reading, "MAXIMUM_CHUNK", 8)
     return lambda lm=tiny: evaluate(lm, DOCUMENTS, window=WINDOW, batch=BATCH)
 
 
@@ -105,13 +105,13 @@ def test_it_reads_the_cache_as_decoding_does(tiny, chunked, bits):
 
 def test_batches_and_chunks_do_not_matter(tiny, chunked, monkeypatch):
     expected = chunked()
-    monkeypatch.setattr(evaluation, "MAXIMUM_CHUNK", 128)
+    monkeypatch.setattr(reading, "MAXIMUM_CHUNK", 128)
     found = evaluate(tiny, DOCUMENTS, window=WINDOW, batch=100)
     assert found.nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-5)
 
 
 def test_each_token_has_a_score_in_the_order_given(tiny, monkeypatch):
-    monkeypatch.setattr(evaluation, "MAXIMUM_CHUNK", 8)
+    monkeypatch.setattr(reading, "MAXIMUM_CHUNK", 8)
     sequences = [np.asarray(tiny.tokenizer.encode(text), np.int32) for text in DOCUMENTS[::2]]
     sequences = [sequences[0][:1], *sequences]  # nothing to predict in the first
     found = token_scores(tiny, sequences, batch=BATCH)
@@ -142,15 +142,15 @@ def test_large_vocabularies_get_short_chunks(tiny, chunked, monkeypatch):
     shapes = []
     score = evaluation._score
 
-    def watched(model, tokens, counts, cache):
+    def watched(models, tokens, counts, caches):
         shapes.append((tokens.shape[0], tokens.shape[1] - 1))
-        return score(model, tokens, counts, cache)
+        return score(models, tokens, counts, caches)
 
     monkeypatch.setattr(evaluation, "_score", watched)
     expected = chunked()
     assert set(shapes) == {(BATCH, 8)}
     shapes.clear()
-    monkeypatch.setattr(evaluation, "LOGITS_BYTES", BATCH * tiny.config.vocab_size * 4 * 7)
+    monkeypatch.setattr(reading, "LOGITS_BYTES", BATCH * tiny.config.vocab_size * 4 * 7)
     assert chunked().nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-5)
     assert set(shapes) == {(BATCH, 4)}
 
@@ -161,23 +161,21 @@ def test_the_window_is_by_default_what_the_model_can_see(tiny):
     assert evaluate(tiny, text) == evaluate(tiny, text, window=256)
 
 
-@pytest.mark.parametrize("special", [{"bos_token": None}, {"bos_token": "<|none|>"}])
-def test_without_bos_a_document_begins_with_eos(tiny, special, monkeypatch):
-    tokenizer = tiny.tokenizer
-    tokens = tokenizer.special_tokens | special
-    assert tokens["eos_token"] == "<|endoftext|>"
-    expected = evaluation.document_tokens(tokenizer, "import")
-    monkeypatch.setattr(tokenizer, "bos_id", None)
-    monkeypatch.setattr(tokenizer, "special_tokens", tokens)
-    assert (
-        evaluation.document_tokens(tokenizer, "import")
-        == expected
-        == [0, *tokenizer.encode("import")]
-    )
-    assert evaluation.document_tokens(tokenizer, "<|endoftext|>x")[0] == 0
-    assert len(evaluation.document_tokens(tokenizer, "<|endoftext|>x")) == 2
-    monkeypatch.setattr(tokenizer, "special_tokens", {})
-    assert evaluation.document_tokens(tokenizer, "import") == tokenizer.encode("import")
+def test_joined_windows_are_those_of_papers(tiny, chunked):
+    """Whole windows of the joined text, each without its first token; a shorter stride overlaps."""
+    ids = tiny.tokenizer.encode("\n\n".join(DOCUMENTS))
+    for stride, skipped in ((WINDOW, 1), (WINDOW // 3, WINDOW - WINDOW // 3)):
+        nats = count = size = 0
+        for begin in range(0, len(ids) - WINDOW + 1, stride):
+            piece = ids[begin : begin + WINDOW]
+            first = 1 if begin == 0 else skipped
+            nats += nats_of(forward(tiny.model, piece)[first - 1 : -1], piece[first:])
+            count += len(piece) - first
+            size += len(tiny.tokenizer.decode(piece[first:]).encode())
+        found = evaluate(tiny, DOCUMENTS, window=WINDOW, stride=stride, batch=BATCH)
+        assert (found.tokens, found.window, found.stride) == (count, WINDOW, stride)
+        assert found.nats_per_token == pytest.approx(nats / count, rel=1e-5)
+        assert found.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +186,9 @@ def test_without_bos_a_document_begins_with_eos(tiny, special, monkeypatch):
         (["", ""], {}, "no token to predict"),
         (["x"], {"window": 257}, "window is 257: expected at most 256, the positions"),
         (["x"], {"window": 0}, "window is 0"),
+        (["x"], {"window": 8, "stride": 9}, "stride is 9: expected at most 8, the window"),
+        (["x"], {"stride": 0}, "stride is 0: expected 1 or more"),
+        (["x"], {"stride": 8}, "no token to predict"),
         (["x"], {"batch": 0}, "batch is 0: expected 1 or more"),
         (["x"], {"batch": "8"}, "batch is '8': expected 1 or more, a whole number"),
         (["x"], {"window": 16.0}, r"window is 16\.0: expected 1 or more, a whole number"),
@@ -236,9 +237,9 @@ def test_memory_is_asked_for_first(tiny, monkeypatch):
 
 def test_logits_must_fit_beside_the_cache(tiny, monkeypatch):
     """A window as long as a chunk takes one chunk's cache, though its tokens are one more."""
-    cache = tiny.model.create_cache(1, evaluation.MAXIMUM_CHUNK, tiny.kv_format)
+    cache = tiny.model.create_cache(1, reading.MAXIMUM_CHUNK, tiny.kv_format)
     monkeypatch.setattr("mpjax.memory.free_bytes", lambda device: cache.nbytes)
-    sequence = np.ones(evaluation.MAXIMUM_CHUNK + 1, np.int32)
+    sequence = np.ones(reading.MAXIMUM_CHUNK + 1, np.int32)
     with pytest.raises(DeviceMemoryError, match="reading 1 windows of 128 tokens"):
         token_scores(tiny, [sequence])
 

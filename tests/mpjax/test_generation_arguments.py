@@ -1,4 +1,4 @@
-"""What `generate` makes of its arguments, and when it stops asking the device for more."""
+"""The arguments of `generate`, and when it stops asking the device for more tokens."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def requests(kind, *arguments):
 
 
 def score(lm, ids, count):
-    """Of the last `count` ids: the sum of ln p, by numpy in float64, and if all are likeliest."""
+    """The sum of ln p of the last `count` ids, in float64 by numpy, and if all are likeliest."""
     padded = np.zeros((1, 128), np.int32)
     padded[0, : len(ids) - 1] = ids[:-1]
     logits = np.asarray(_forward(lm.model, jnp.asarray(padded))[0], np.float64)
@@ -84,7 +84,7 @@ def with_tokenizer(lm, *, adds_bos=False, **attributes):
 
 def test_loglikelihood_is_that_of_the_full_forward_pass(model, tiny):
     encode = tiny.tokenizer.encode
-    # What the model would write itself, in a case where its text is read as the same tokens.
+    # A text that the model would write itself, in a case where its text is read as the same tokens.
     context = "import os"
     written = mpjax.generate(tiny, context, max_new_tokens=2)
     assert encode(context + written.text[0]) == encode(context) + written.tokens[0]

@@ -242,3 +242,13 @@ def test_without_a_tokenizer_it_is_said_what_to_do(name, message, tmp_path):
         lm.require_tokenizer()
     tokenizer = Tokenizer(byte_level([], 256))
     assert dataclasses.replace(lm, tokenizer=tokenizer).require_tokenizer() is tokenizer
+
+
+@pytest.mark.parametrize(
+    ("precision", "bits"),
+    [("W16A16KV16", 16), ("W4A16KV8", 4.25), ("WNF3A16KV16", 3.5), ("W8A8KV16", 8.25)],
+)
+def test_bits_of_a_weight_count_its_scales(tiny_folder, precision, bits):
+    """K is 128 everywhere."""
+    lm = mpjax.load(tiny_folder, precision=precision, dtype="bfloat16")
+    assert lm.bits_per_weight == bits

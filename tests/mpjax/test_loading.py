@@ -165,9 +165,7 @@ def test_what_does_not_exist(path, tmp_path, monkeypatch):
     if path in ("", "org/.."):
         message = "has neither config.json nor mpjax.json" if path == "" else "does not exist"
     else:
-        message = (
-            f"{path.removeprefix('./')} does not exist: expected a checkpoint folder, or a hub"
-        )
+        message = f"{path.removeprefix('./')} does not exist: expected a checkpoint folder, a GGUF"
     with pytest.raises(CheckpointError, match=message):
         load(path)
 
@@ -179,7 +177,7 @@ def test_what_is_no_checkpoint(tmp_path):
         load(tmp_path)
     (tmp_path / "model.bin").write_text("?")
     with pytest.raises(
-        CheckpointError, match=r"model\.bin is a file: expected the folder of a .*t$"
+        CheckpointError, match=r"model\.bin is a file: expected the folder of a .* or a GGUF file$"
     ):
         load(tmp_path / "model.bin")
 
@@ -191,7 +189,7 @@ def test_what_is_no_checkpoint(tmp_path):
         (["b", "a"], "and found a, b$"),
         (
             ["model-Q4_K_M.gguf", "tokenizer.model"],
-            "found model-Q4_K_M.gguf; GGUF is not read: take",
+            "found model-Q4_K_M.gguf; load that file itself: a GGUF",
         ),
         (
             ["tokenizer.model"],
@@ -215,9 +213,9 @@ def test_what_a_folder_holds_in_the_place_of_a_checkpoint(names, message, tmp_pa
         load(tmp_path)
 
 
-def test_a_file_of_another_format(tmp_path):
+def test_a_damaged_gguf_file(tmp_path):
     (tmp_path / "model.gguf").write_text("GGUF")
-    message = r"model\.gguf is a file: expected the folder of a checkpoint; GGUF is not read: take"
+    message = r"model\.gguf ends inside its version, at byte 4 of 4: the file is damaged or an"
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path / "model.gguf")
 
@@ -249,6 +247,22 @@ def test_a_hub_id(folder, monkeypatch):
     assert name == "org/tiny-llama_1.0"
     assert "*.safetensors" in keywords["allow_patterns"]
     assert not any("bin" in pattern for pattern in keywords["allow_patterns"])
+
+
+def test_a_gguf_file_on_the_hub(tmp_path, monkeypatch):
+    file = tmp_path / "snapshot.gguf"
+    file.write_bytes(b"GGUF")
+    calls = []
+
+    def download(*arguments):
+        calls.append(arguments)
+        return str(file)
+
+    module = types.SimpleNamespace(hf_hub_download=download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    with pytest.raises(CheckpointError, match=r"snapshot\.gguf ends inside its version"):
+        load("org/name-GGUF/sub/name-Q8_0.gguf")
+    assert calls == [("org/name-GGUF", "sub/name-Q8_0.gguf")]
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):

@@ -148,7 +148,7 @@ def folder(tensors, tmp_path, monkeypatch):
 
 
 def logits(tensors: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
-    """What the architecture computes, in float64, from the tensors by their names in the file."""
+    """The architecture's logits, in float64, from the tensors by their names in the file."""
     wide = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
 
     def norm(x, name):

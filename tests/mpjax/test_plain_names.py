@@ -59,7 +59,7 @@ def run(code: str, folder: Path, library: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """What a wheel of this checkout installs, in a folder of its own."""
+    """A folder with the files that a wheel of this checkout installs."""
     folder = tmp_path_factory.mktemp("wheel")
     [wheel] = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:

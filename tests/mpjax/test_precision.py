@@ -46,6 +46,46 @@ precisions = st.one_of(
 
 
 @pytest.mark.parametrize(
+    ("text", "head", "embedding"),
+    [
+        ("W4A16KV8H8", "uint8:gK:sym", None),
+        ("W4A16KV8E8", None, "uint8:gK:sym"),
+        ("A16K8V4H8g64E16", "uint8:g64:sym", "bfloat16"),
+        ("W16+W4A16KVfp8HFP8", "float8:g128", None),
+        ("W4A8KV4cg64H4E4gK", "uint4:g128:sym", "uint4:gK:sym"),
+        ("WFP8AFP8KV8sHNF4g128", "table4:g128", None),
+        ("W8A8KV2tH8A8", "int8", None),
+    ],
+)
+def test_tables(text, head, embedding):
+    precision = Precision.parse(text)
+    assert precision.head == (None if head is None else WeightFormat.parse(head))
+    assert precision.embedding == (None if embedding is None else WeightFormat.parse(embedding))
+    assert str(precision) == text
+    assert Precision.parse(text.lower()) == precision
+    assert {*precision.tables} == {
+        *(["head"] if head else []),
+        *(["embedding"] if embedding else []),
+    }
+    assert precision.with_tables({}) == Precision.parse(text[: text.index("H" if head else "E")])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("W4A16KV8H9", "H9: W9A16 is not implemented"),
+        ("W4A16KV8E8g7", "E8g7: W8g7 is not implemented with A16"),
+        ("W4A16KV8H16g32", "H16g32: W16 and W32 have no group size"),
+        ("W4A16KV8HX", "can't read the KV format 'KV8HX'"),
+        ("W4A16KV8E8H8", "can't read the KV format 'KV8E8'"),
+    ],
+)
+def test_tables_that_there_are_not(text, message):
+    with pytest.raises(ValueError, match=message):
+        Precision.parse(text)
+
+
+@pytest.mark.parametrize(
     ("text", "weights", "kv"),
     [
         ("W4A16KV8", WeightFormat("uint4", 128), 8),
@@ -98,7 +138,7 @@ def test_parse(text, weights, kv):
     ],
 )
 def test_mixtures_and_float32(text, expected):
-    """What `LanguageModel.precision` says of models that are not of one 16-bit kind."""
+    """`LanguageModel.precision` of models that are not in one format with 16 bits."""
     assert Precision.parse(text) == expected
     assert str(expected) == text
 

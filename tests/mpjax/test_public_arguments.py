@@ -1,4 +1,4 @@
-"""What people may pass to what generates, measures and calibrates; what is wrong is named."""
+"""Arguments of functions that generate, measure and calibrate: wrong ones are named."""
 
 from __future__ import annotations
 
@@ -63,7 +63,12 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
         ),
         "evaluate": (
             evaluate,
-            {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1},
+            {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1, "stride": 16},
+        ),
+        "compare": (
+            mpjax.compare,
+            {"lm": lm, "reference": lm, "documents": ["x = 1"], "window": 16, "batch": 1}
+            | {"stride": 16},
         ),
     }
 
@@ -72,7 +77,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     "name",
     [
         *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
-        *("calibrate_cache", "evaluate"),
+        *("calibrate_cache", "evaluate", "compare"),
     ],
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):

@@ -43,7 +43,7 @@ def test_row_keys_are_seeds_as_keys():
         np.testing.assert_array_equal(padded, [*expected.tolist(), [0, 0], [0, 0]])
     for keys in (typed, raw):
         np.testing.assert_array_equal(jax.random.key_data(jax.jit(row_keys)(keys)), expected)
-    # Of two rows, two uint32 numbers are two seeds and no key.
+    # For two rows, two uint32 numbers are two seeds and no key.
     pair = jax.random.key_data(row_keys(np.asarray([3, 4], np.uint32), 2))
     np.testing.assert_array_equal(pair, [[0, 3], [0, 4]])
 

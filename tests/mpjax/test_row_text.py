@@ -13,7 +13,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 def read(row, text):
-    """What a row takes of a text, letter by letter; the pieces of it that it gives out."""
+    """The pieces that a row gives out when it gets a text letter by letter."""
     pieces = []
     for token in LETTERS.encode(text):
         row.push([token])

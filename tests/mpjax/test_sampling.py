@@ -481,7 +481,7 @@ def test_a_mapping_draws_as_a_sampling_does():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 7])
 def test_logprobs_are_nan_where_logits_are_no_numbers(value, place):
-    """Of every token; the rows beside it are as they were."""
+    """Every token of the row has NaN; the rows beside it are as they were."""
     logits = np.repeat(random_logits(1, 20), 2, 0)
     logits[1, place] = value
     found = np.asarray(

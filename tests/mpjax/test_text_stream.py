@@ -186,7 +186,7 @@ def test_a_character_that_a_context_began_comes_whole():
 
 @pytest.mark.parametrize("character", ["\x80", "¿", "à", "日"])
 def test_a_long_context_is_cut_between_characters(character):
-    """Of these, the last byte is the first or the last that continues one, or in between."""
+    """The characters' last bytes are the lowest and highest continuation bytes, and between."""
     tokenizer = TOKENIZERS["sentencepiece"]
     ids, size = tokenizer.encode(character * 10 + "a"), len(character.encode())
     for new in range(size + 1):  # bytes

@@ -1,4 +1,4 @@
-"""What is read from sound files; tests/mpjax/test_bad_files.py has the others."""
+"""Sound files are read right; tests/mpjax/test_bad_files.py has the others."""
 
 from __future__ import annotations
 

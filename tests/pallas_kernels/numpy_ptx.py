@@ -196,7 +196,7 @@ def registers(array: jax.Array, first: jax.Array) -> list[np.ndarray]:
 
 
 def run(assembly: str, operands: list[np.ndarray]) -> np.ndarray:
-    """What the assembly leaves in $0, given $1 … as uint32 [registers]."""
+    """The content of $0 after the assembly ran, given $1 … as uint32 [registers]."""
     text = re.sub(r"//.*", "", assembly).strip()
     is_block = text.startswith("{") and text.endswith("}")
     known = {f"${i + 1}": operand for i, operand in enumerate(operands)}

@@ -1,4 +1,4 @@
-"""What the kernels must compute, in numpy, written from the layouts in the docstrings."""
+"""The kernels' results, in numpy, written from the layouts in the docstrings."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class PlainWeight:
         return cls(format, codes, scales, zeros)
 
     def words(self) -> np.ndarray:
-        """What QuantizedTensor.words says."""
+        """The words, as QuantizedTensor describes them."""
         format = self.format
         if format.codes == "int4":
             return nibble_words(self.codes.view(np.uint8) & 15)
@@ -196,7 +196,7 @@ class PlainWeight:
         return plane_words(self.codes.view(np.uint8), format.bits, width)
 
     def parameters(self) -> np.ndarray:
-        """What QuantizedTensor.parameters says, without the groups of padding."""
+        """The parameters, as QuantizedTensor describes them, without the groups of padding."""
         if self.scales.dtype == np.float32:
             return self.scales.view(np.uint32)
         if self.format.codes == "liquid4":  # a byte each, of two groups
@@ -268,7 +268,7 @@ def kv_encoded(
 
 
 def kv_side(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
-    """What the cache holds of x [..., dim] by the name of the codes: 16, 8, 8s, 4, 2 or fp8.
+    """The cache's content for x [..., dim], by the name of the codes: 16, 8, 8s, 4, 2 or fp8.
 
     scale: float32, broadcastable to x, of FP8 and 8s.
     """
@@ -303,7 +303,7 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def kv_key(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
-    """What the cache holds of keys x [..., dim] that are rounded token by token, by their name."""
+    """The cache's content for keys x [..., dim] that are rounded token by token, by their name."""
     if kind != "4":
         return kv_side(x, kind.removesuffix("t"), scale)
     side = kv_side(hadamard(x), kind)
@@ -311,7 +311,7 @@ def kv_key(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
 
 
 def kv_keys(x: np.ndarray, kind: str, scale: np.ndarray | None = None) -> KVSide:
-    """What the cache holds of keys x [..., tokens, dim], whole groups of them, by their name."""
+    """The cache's content for whole groups of keys x [..., tokens, dim], by their name."""
     if kind not in KEY_GROUPS:
         return kv_key(x, kind, scale)
     return kv_channels(x, kind, np.dtype(np.float16))

@@ -1,4 +1,4 @@
-"""What `mpjax.kernels.quantize` computes, written in numpy from the description."""
+"""The computation of `mpjax.kernels.quantize`, written in numpy from the description."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Quantized(NamedTuple):
 
 
 def oracle(weight: np.ndarray, format: WeightFormat, table: np.ndarray | None = None) -> Quantized:
-    """What `pallas_kernels/codes` describes, one group of input channels at a time, in float32.
+    """Quantises as `pallas_kernels/codes` describes, group by group of input channels, in float32.
 
     XLA divides by a scale that many share as it multiplies by its reciprocal.
     """

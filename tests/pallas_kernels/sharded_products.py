@@ -25,7 +25,7 @@ FORMATS = (
 
 
 def activations_specs(x: jax.Array | QuantizedActivations):
-    """Those of x [M, K], whose channels are divided: scales of rows are everybody's."""
+    """The specs of x [M, K], whose channels are divided; every device has the scales of rows."""
     if isinstance(x, jax.Array):
         return PartitionSpec(None, "k")
     scales = PartitionSpec(None, "k" if x.scales.shape[1] > 1 else None)

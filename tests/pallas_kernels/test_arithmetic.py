@@ -57,7 +57,7 @@ def test_the_largest_magnitude_of_numbers(axis, rng):
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_the_largest_magnitude_passes_over_nothing(value, transform):
-    """Of rows so wide that maxima of floats pass over NaN on a CPU."""
+    """Rows are so wide that maxima of floats pass over NaN on a CPU."""
     x = np.ones((3, 4096), np.float32)
     x[1, 7] = value
     found = transform(lambda x: arithmetic.largest_magnitude(x, -1))(jnp.asarray(x))

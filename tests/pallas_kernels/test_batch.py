@@ -75,6 +75,8 @@ def test_lists_are_read_as_arrays_and_freshness_stays():
         ({}, (3, 5), "tokens are of a batch of 3: expected 2, that of block_tables, starts and"),
         ({"starts": (0.0, 1.0)}, (2, 5), r"starts is float.* of shape \(2,\): expected int32"),
         ({"counts": (1, 1, 1)}, (2, 5), r"counts is int.* of shape \(3,\): .*block_tables is 2"),
+        ({"encoded": [1]}, (2, 5), r"encoded is int.* of shape \(1,\): expected int32 of .*\(2,\)"),
+        ({"residual_pages": np.ones((2, 1))}, (2, 5), r"residual_pages is float.* shape \(2, 1\)"),
     ],
 )
 def test_what_does_not_fit_the_tokens_is_named(change, new, message):

@@ -138,7 +138,7 @@ def test_codes_in_place_are_exact(width, dtype, ptx):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_copies_of_codes_are_alike_and_stay_apart(dtype, lower_for_cuda):
-    """What Triton took to be one operation it would take through shared memory."""
+    """Triton would move a tile with two uses through shared memory."""
 
     def kernel(words_ref, out_ref):
         words = load(words_ref.at[jnp.arange(64)])

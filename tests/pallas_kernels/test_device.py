@@ -71,7 +71,7 @@ def test_what_a_tool_pretends_stays():
 
 
 def test_default_device():
-    """It is asked for at every call: a program may put a model on the CPU beside a GPU."""
+    """The device is asked for at every call: a program may put a model on the CPU beside a GPU."""
     cpu = jax.devices("cpu")[0]
     for chosen in (cpu, "cpu"):
         with jax.default_device(chosen):

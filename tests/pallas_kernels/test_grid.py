@@ -32,7 +32,7 @@ def test_quantize_fits_and_rounds(format, weight):
 
 
 def test_no_other_code_is_nearer(format, weight, rng):
-    """Of values within the range, also between those that the grid was fitted to."""
+    """Values are within the range, and differ from those that the grid was fitted to."""
     fitted = grid.fit(weight, format)
     values = weight * jnp.asarray(rng.uniform(0.2, 0.9, weight.shape), jnp.float32)
     plain = fitted.round(values)

@@ -178,7 +178,7 @@ def test_kernels_let_the_next_one_be_launched_early(capability, lower_for_cuda):
 
 
 def test_the_target_is_that_of_the_launch(lower_for_cuda):
-    """Of an interpreted kernel it is the one around the launch, which numpy's PTX relies on."""
+    """An interpreted kernel has the target around the launch, which numpy's PTX relies on."""
     found = []
 
     def kernel(out_ref):

@@ -9,7 +9,7 @@ from mpjax.kernels import ActivationFormat, ProductFormat, WeightFormat, matmul,
 from tests.pallas_kernels.oracles import ALL_FORMATS
 
 ACTIVATIONS = ("16-bit", "int8", "int8:g128", "float8", "float8:g128")
-# What activations become beside weights that are not met in 16 bits.
+# The format of activations beside weights that are not multiplied in 16 bits.
 EIGHT_BITS = {
     "int8:gK/int8": "int8",
     "liquid4:g64/int8": "int8",

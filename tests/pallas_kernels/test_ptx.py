@@ -48,6 +48,6 @@ def test_shared_memory_has_room_for_what_is_stored(halves):
     assert declared[0] == 4 * PAIRS * LANES
     stored = re.findall(r"st\.shared\.b32 \[table\+(\d+)\], \$(\d+);", assembly)
     assert [(int(at), int(n)) for at, n in stored] == [(4 * i, i + 1) for i in range(halves)]
-    # Of four copies at a time, which begin at every sixteenth byte, there are as many as lanes.
+    # There are as many copies as lanes; four begin together at every sixteenth byte.
     places = [int(at) for at in re.findall(r"add\.u32 place, lane, (\d+);", assembly)]
     assert places == list(range(0, 4 * LANES, 16))

@@ -1,4 +1,4 @@
-"""What people may pass to the public functions: lists for arrays; all else that is wrong is named.
+"""Arguments of public functions: lists may stand for arrays, and wrong ones are named.
 
 Every call below is right. With one argument replaced by something odd it still gives a result, or
 a ValueError of the library's own, in one sentence that names the argument.
@@ -19,6 +19,8 @@ from mpjax import kernels
 from tests.refusals import require_a_result_or_its_name
 
 WEIGHT = jnp.linspace(-1, 1, 64 * 16).reshape(64, 16)
+STACK = jnp.linspace(-1, 1, 4 * 64 * 16).reshape(4, 64, 16)
+CHOSEN = jnp.array([[0, 3], [3, 3], [1, 0]], jnp.int32)
 PACKED = kernels.quantize(WEIGHT, "uint4:g32")
 CACHE = kernels.PagedKVCache.create(
     kernels.KVLayout(2, 32, "KV8", page_size=16), layers=1, batch=2, max_tokens=32
@@ -111,6 +113,26 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "matmul of a plain weight": (kernels.matmul, {"x": X, "weight": WEIGHT, "out_dtype": "fp32"}),
     "matmul_terms": (kernels.matmul_terms, {"x": X, "weight": PACKED, "scales": SCALES}),
+    "grouped_matmul": (
+        kernels.grouped_matmul,
+        {"x": X, "weight": STACK, "experts": CHOSEN, "routing_weights": jnp.ones((3, 2))}
+        | {"bias": jnp.ones((4, 16)), "gate": None, "implementation": None},
+    ),
+    "grouped_matmul_terms": (
+        kernels.grouped_matmul_terms,
+        {"x": X, "weight": STACK, "experts": CHOSEN, "routing_weights": jnp.ones((3, 2))}
+        | {"bias": None, "implementation": None},
+    ),
+    "route": (
+        kernels.route,
+        {"logits": X[:, :8], "routing": kernels.Routing(2), "correction": jnp.ones(8)},
+    ),
+    "Routing": (
+        kernels.Routing,
+        {"per_token": 2, "scoring": "softmax", "renormalize": True, "scale": 1.0}
+        | {"groups": 4, "groups_per_token": 2, "group_score": "max"},
+    ),
+    "Gate": (kernels.Gate, {"limit": 7.0, "alpha": 1.0}),
     "quantize": (
         kernels.quantize,
         {"weight": WEIGHT, "format": "table2:g32", "table": [0, 1, 2, 3]},
@@ -218,5 +240,5 @@ def test_lists_are_arrays(name):
                 np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
-# What is packed as it is must come in the dtype that is stored.
+# Arrays that are packed unchanged must come in the dtype that is stored.
 EXACT = {("pack", "codes"), ("pack", "scales")}

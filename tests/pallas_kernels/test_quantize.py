@@ -357,7 +357,7 @@ def test_the_format_may_be_text(text):
 @each_kind
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_refused(value, text):
-    """Of a matrix so large that maxima pass over NaN on a CPU."""
+    """The matrix is so large that maxima pass over NaN on a CPU."""
     weight = random_weight(2, 512, 128)
     weight[3, 5:7] = value
     message = "quantize: 2 of the 65536 weights are NaN or infinite: expected numbers"

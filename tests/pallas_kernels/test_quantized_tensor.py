@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, pack, quantize, unpack
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels.quantized_tensor import concatenate, replace_scales, split
+from mpjax.kernels.quantized_tensor import concatenate, replace_scales, split, take_outputs
 from tests.pallas_kernels.oracles import (
     ALL_FORMATS,
     NUMPY_DTYPES,
@@ -34,7 +34,7 @@ each_kind = pytest.mark.parametrize("text", KINDS)
 
 
 def assert_same(actual: jax.Array, expected: np.ndarray) -> None:
-    """Of one dtype and shape, bit for bit."""
+    """Fails unless both have one dtype, one shape and equal bits."""
     found = np.asarray(actual)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     unsigned = f"u{found.dtype.itemsize}"
@@ -284,6 +284,16 @@ def test_concatenate_joins_output_channels(text, permuted, rng):
     assert joined is not None
     assert_packed(joined, whole, permutation)
     jax.tree.map(np.testing.assert_array_equal, split(joined, (3, 1, 3)), packed)
+
+
+@pytest.mark.parametrize(("text", "permuted"), [*((t, False) for t in KINDS), ("uint4:g32", True)])
+def test_outputs_are_taken_in_any_order(text, permuted, rng):
+    plain = PlainWeight.random(rng, WeightFormat.parse(text), 128, 5)
+    tensor = plain.pack(rng.permutation(128).astype(np.int32) if permuted else None)
+    order = np.array([4, 0, 4, 2])
+    found = take_outputs(tensor, jnp.asarray(order))
+    assert found.shape == (128, 4)
+    np.testing.assert_array_equal(found.dequantize(), tensor.dequantize()[:, order])
 
 
 def test_concatenate_of_one_is_itself(rng):

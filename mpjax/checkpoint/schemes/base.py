@@ -6,6 +6,8 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
+import jax
+
 from mpjax.checkpoint.schemes import checks
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
@@ -40,6 +42,7 @@ class Scheme(abc.ABC):
     ignored: ends of names of tensors that a checkpoint may have and that are not read.
     on_host: suffixes of tensors that stay NumPy arrays, because decoding needs their values in
         Python, such as the order of the channels.
+    dequantizes_tables: whether embedding and head may be quantised too; they are dequantised.
     decoding_bytes: device memory per weight that decoding takes beside the module's own tensors.
     layouts: names of the forms of the format that `mpjax.export` writes.
     default_for: kinds of codes for which the first of `layouts` is the default, such as `uint4`, or
@@ -52,6 +55,7 @@ class Scheme(abc.ABC):
     suffixes: ClassVar[tuple[str, ...]]
     ignored: ClassVar[tuple[str, ...]] = ()
     on_host: ClassVar[tuple[str, ...]] = ()
+    dequantizes_tables: ClassVar[bool] = False
     decoding_bytes: ClassVar[int] = 2
     layouts: ClassVar[tuple[str, ...]] = ()
     default_for: ClassVar[tuple[str, ...]] = ()
@@ -128,6 +132,21 @@ class Scheme(abc.ABC):
         does, and for values that contradict config.json or are not finite.
         """
 
+    def dequantize(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> jax.Array:
+        """The weight float32 [K, N] of one module; see `decode`."""
+        return self.decode(tensors, name, shape).dequantize()
+
+    @property
+    def target(self) -> WeightFormat | None:
+        """The format to which all weights are rounded, as `rounded_to` says; None: they stay."""
+        return None
+
+    def rounded_to(self, format: WeightFormat) -> Scheme | None:
+        """The scheme that rounds weights to a format; None where their codes must stay."""
+        return None
+
     @property
     def choices(self) -> tuple[Scheme, ...]:
         """Schemes that decode the same weights for other activations; a precision chooses one."""
@@ -148,10 +167,10 @@ class Scheme(abc.ABC):
 
     @classmethod
     def of_layout(cls, layout: str, modules: Mapping[str, PlainCodes]) -> Self:
-        """What `quantization_config` must say of a checkpoint that is written.
+        """The scheme of a checkpoint that is about to be written in a layout.
 
-        layout: one of `layouts`. modules: all quantised ones, by name; of their arrays, shapes are
-        enough. Raises ValueError, with what helps, where the layout can't hold them.
+        layout: one of `layouts`. modules: all quantised modules, by name; their arrays may be
+        shapes alone. Raises ValueError, with what to do, if the layout can't hold them.
         """
         raise ValueError(f"{cls.title} is read and not written")
 
@@ -171,6 +190,11 @@ class Scheme(abc.ABC):
         ValueError where the layout can't hold a shape, or known values.
         """
         raise ValueError(f"{self.title} is read and not written")
+
+    @property
+    def layout_of_heads(self) -> str | None:
+        """The layout of the checkpoint if a quantised head may be among its modules, else None."""
+        return None
 
     @property
     def can_hold_cache_scales(self) -> bool:

@@ -1,7 +1,7 @@
-"""What the formats of compressed-tensors share: their `quantization_config`.
+"""The `quantization_config` of all formats of compressed-tensors.
 
-It has a `format` and `config_groups`: for each, which modules it targets and what their weights
-and input activations are. Source: compressed-tensors, quantization/quant_config.py,
+It has a `format`, and `config_groups`: each names the modules that it targets, and the formats of
+their weights and input activations. Source: compressed-tensors, quantization/quant_config.py,
 quantization/quant_args.py and utils/match.py.
 """
 
@@ -69,7 +69,7 @@ def read_groups(
 
 
 def read_integers(group: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """What a group says of its weights, integers. Raises CheckpointError."""
+    """The `weights` of a group, which must be static integers. Raises CheckpointError."""
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise CheckpointError(f"{source}, weights is {weights!r}: expected an object")
@@ -100,7 +100,7 @@ def names(targets: Sequence[str], module: str) -> bool:
 
 
 def describe_activations(group: Mapping[str, Any], source: str) -> str | None:
-    """What products round activations to, in words; None for 16 bits. Raises CheckpointError."""
+    """The format of a group's activations, in words; None for 16 bits. Raises CheckpointError."""
     written = group.get("input_activations")
     if not written:
         return None
@@ -163,12 +163,12 @@ def write_group(
 
 
 def write_weights(bits: int, type: str, strategy: str, **others: Any) -> dict[str, Any]:
-    """What a group says of weights; others: its keys that aren't usual."""
+    """The `weights` of a group; others: keys with values that aren't usual."""
     return _numbers(bits, type, strategy) | others
 
 
 def write_activations(type: str, group_size: int | None = None) -> dict[str, Any]:
-    """What a group says of 8-bit activations that are rounded on the fly, token by token.
+    """The `input_activations` of a group: 8 bits, rounded on the fly, token by token.
 
     group_size: the channels of a token that share a scale; None is all.
     """

@@ -224,7 +224,7 @@ class GPTQScheme(Scheme):
 
     @classmethod
     def of_layout(cls, layout: str, modules: writing.Modules) -> GPTQScheme:
-        """What most modules have, and a `dynamic` rule for each other one."""
+        """A scheme with the format of most modules, and a `dynamic` rule for each other module."""
         writing.require_codes(layout, modules, ("uint4", "uint8"))
         integers = writing.integers_of(modules)
         usual = writing.most_common(integers)

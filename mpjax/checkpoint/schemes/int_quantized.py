@@ -140,6 +140,11 @@ class IntQuantizedScheme(Scheme):
         return {"weight": codes.T, "weight_scale": scales if self.by_channel else scales[0]}
 
     @property
+    def layout_of_heads(self) -> str | None:
+        """The layout, in which a quantised head is a module like others."""
+        return INTEGERS
+
+    @property
     def can_hold_cache_scales(self) -> bool:
         """Whether scales of an FP8 cache may lie beside the weights."""
         return True

@@ -33,7 +33,8 @@ from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.checks import is_known
 
 SUPPORTED_BITS = (4, 8)
-# What `actorder` may be: without it, or before groups were made, groups lie side by side.
+# The values of `actorder`, and whether groups follow the order. Without it, and with a static one,
+# a group is a run of neighbouring channels.
 ACT_ORDERS: dict[Any, bool] = {
     **dict.fromkeys((None, False, "static", "weight"), False),
     **dict.fromkeys((True, "group", "dynamic"), True),
@@ -229,6 +230,11 @@ class PackQuantizedScheme(Scheme):
         if not symmetric:
             tensors["weight_zero_point"] = words.pack_words(zeros.T, bits, axis=0)
         return tensors | ({"weight_g_idx": g_idx} if has_order else {})
+
+    @property
+    def layout_of_heads(self) -> str | None:
+        """The layout, in which a quantised head is a module like others."""
+        return PACKED
 
     @property
     def can_hold_cache_scales(self) -> bool:

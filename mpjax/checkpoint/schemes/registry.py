@@ -8,6 +8,7 @@ from typing import Any
 from mpjax.checkpoint.schemes.awq import AWQScheme
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.checkpoint.schemes.fp8 import FP8Scheme
+from mpjax.checkpoint.schemes.gguf import GGUFScheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
 from mpjax.checkpoint.schemes.pack_quantized import PackQuantizedScheme
@@ -19,6 +20,7 @@ SCHEMES: list[type[Scheme]] = [
     FP8Scheme,
     PackQuantizedScheme,
     IntQuantizedScheme,
+    GGUFScheme,
 ]
 
 
@@ -42,5 +44,5 @@ def of_module(specs: Specs) -> type[Scheme] | None:
 
 
 def layouts() -> dict[str, type[Scheme]]:
-    """Of each layout that can be written, its scheme."""
+    """The scheme of each layout that can be written, by the layout's name."""
     return {layout: scheme for scheme in SCHEMES for layout in scheme.layouts}

@@ -1,4 +1,4 @@
-"""What schemes share where they write: which weights a layout holds, and their zero points."""
+"""Writing, for all schemes: checks of which weights a layout can hold, and their zero points."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def only_format(layout: str, modules: Modules) -> WeightFormat:
 
 
 def integers_of(modules: Modules) -> dict[str, Integers]:
-    """What each module's codes are: symmetric where all modules of the same groups are."""
+    """How each module's codes are written; symmetric if all of the same bits and groups are."""
 
     def kind(format: WeightFormat) -> tuple[int, int | None]:
         return format.bits, format.group_size
@@ -77,7 +77,7 @@ def integers_of(modules: Modules) -> dict[str, Integers]:
 
 
 def most_common(integers: Mapping[str, Integers]) -> Integers:
-    """What most modules have; the first of several."""
+    """The Integers that most modules have; the first of several that are equally common."""
     return collections.Counter(integers.values()).most_common(1)[0][0]
 
 

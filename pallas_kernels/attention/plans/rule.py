@@ -1,9 +1,14 @@
-"""The rule that cuts attention into tiles and programs where no plan was measured.
+"""The rule that cuts attention into tiles and programs if no plan was measured.
 
 Decoding reads the cache once. So each multiprocessor should always have enough bytes in flight, and
-all programs should run at once. The rule chooses how many programs are resident on a
-multiprocessor, and splits each sequence over as many programs as fit on the GPU. Programs that end
-soon get small tiles, so that they wait for fewer bytes before they begin to compute.
+all programs should run at once. The rule chooses
+
+- the tile of a program, how many programs are resident on a multiprocessor, and over how many each
+  sequence is split, so that all fit on the GPU (`team_rule`). Programs that end soon get small
+  tiles, so that they wait for fewer bytes before they begin to compute;
+- here: which programs read the residual, whether programs help each other, and how many tiles are
+  read ahead;
+- the registers of a thread (`register_rule`).
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from mpjax.kernels.attention.plans.team_rule import (
 )
 from mpjax.kernels.plans.plan import Plan
 
-# The least tokens of a sequence, and for each of its programs (half as many with steps of key
-# channels, which are slow), with which programs of other sequences help.
+# Programs help each other if sequences have room for more tokens than LONG_SEQUENCE, and for at
+# least LONG_TOKENS in each of their programs (half as many if keys have scales of channels, which
+# are slow).
 LONG_SEQUENCE, LONG_TOKENS = 4096, 2048
 BRIEF_TILES = 5  # the most tiles of a brief program, which has slow keys
 RESIDUAL_TILE_TIME = 0.3  # the time of a tile of the residual over that of a tile of slow keys
@@ -49,8 +55,10 @@ def config_by_rule(problem: Problem) -> AttentionConfig:
         residual_splits = 0  # one program reads all of a sequence, with no partials to join
     elif is_brief:
         splits = max(1, min(splits, team.room - residual_splits))
-    if is_brief and team.is_small:  # the fewest whose longest program has no more tiles
+    if is_brief and team.is_small:  # the fewest splits whose longest program has no more tiles
         splits = math.ceil(team.tiles / math.ceil(team.tiles / splits))
+    # Crowded programs have large tiles, share the GPU with programs of the residual, and are fewer
+    # than the tiles.
     is_crowded = is_brief and not team.is_small and residual_splits > 0 and splits < team.tiles
     one_ahead = is_crowded and problem.has_channel_keys
     config = AttentionConfig(
@@ -99,9 +107,10 @@ def _residual(problem: Problem, team: Team, *, is_brief: bool) -> tuple[int, int
 
 
 def _ahead(problem: Problem, team: Team, splits: int) -> int:
-    """The number of tiles that a program reads ahead: AHEAD, or 1 if else not all run at once.
+    """The number of tiles that a program reads ahead, AHEAD or 1.
 
-    It is AHEAD, too, for programs that don't decode and would not all run at once even with 1.
+    It is 1 if all programs run at once only with 1. For programs that don't decode and would not
+    all run at once even with 1, it is AHEAD.
     """
     tile, memory = team.tile, tile_memory(problem, team.tile.rows)
     tile_bytes = tile.keys * problem.token_bytes

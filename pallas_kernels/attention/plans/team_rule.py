@@ -26,7 +26,7 @@ MOST_TILES = 64  # tiles of a program of one long sequence, where no program hel
 # The most tiles of a program that ends soon: if it reads 16 bits without decoding, if it decodes,
 # and if other programs read a residual beside it.
 FEW_TILES, FEW_TILES_OF_CODES, FEW_TILES_BESIDE = 16, 8, 1.5
-FITTING_WARPS = 8  # that fit on a multiprocessor with as many registers as they want
+FITTING_WARPS = 8  # warps that fit on a multiprocessor with all the registers that they ask for
 FEW_SPLITS = 2  # two splits that end soon gain less than joining their partials costs
 FAST_SPLITS, SPLITS_UNIT = 32, 8  # more splits than 32 are joined faster in multiples of 8
 

@@ -1,4 +1,8 @@
-"""The planner of products, and configurations for a kernel that the caller requests."""
+"""The plan of a product (`plan_of`), and the configuration of a kernel that is chosen already.
+
+A caller may force a kernel that the plan does not name, or the planned one may be unable to run the
+call. `triton_config_of` and `warpgroup_config_of` therefore give a configuration for any problem.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,17 @@ plan_of, forced = PLANNER.plan_of, PLANNER.forced
 
 
 def runs_by_warpgroups(problem: Problem) -> bool:
-    """Whether the warpgroups' kernel multiplies a problem on the default device, for bfloat16 x."""
+    """Whether the warpgroups' kernel is planned and able to run, on the default device.
+
+    Activations are taken to be bfloat16, unless the format rounds them to 8 bits.
+    """
     if device.why_triton_cannot_run() is not None:
         return False
     return plan_of(problem).implementation == "mosaic" and why_not_warpgroups(problem) is None
 
 
 def triton_config_of(problem: Problem) -> TritonConfig:
-    """The configuration of Triton's kernel: the plan's, or the rule's if it plans another kernel.
+    """The configuration of Triton's kernel: the plan's, or the rule's if the plan has another.
 
     Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
     """
@@ -33,6 +40,6 @@ def triton_config_of(problem: Problem) -> TritonConfig:
 
 
 def warpgroup_config_of(problem: Problem) -> WarpgroupConfig:
-    """The warpgroups' configuration: the plan's, or the rule's if it plans another kernel."""
+    """The warpgroups' configuration: the plan's, or the rule's if the plan has another kernel."""
     config = plan_of(problem).config
     return config if isinstance(config, WarpgroupConfig) else warpgroups_by_rule(problem)

@@ -1,9 +1,16 @@
 """Models of the time of a product by warpgroups, fitted to measurements on an H200.
 
-The time is the sum of: the launch; the beginning of each round of programs, which is the time of
-their first loads; the blocks of K, each of which takes the longest of decoding, multiplying and
-reading the L2 cache; and the addition of splits. There is one set of constants for each main loop.
-All times are in microseconds.
+A multiprocessor runs one program at a time, so that programs run in rounds, each of as many
+programs as there are multiprocessors. The time of a product is the sum of
+
+- the launch;
+- for each round, its beginning (the first loads), and the blocks of K of a program;
+- the addition of splits, if there are any, by a cluster or by a kernel of its own.
+
+A block takes as long as the slowest of what runs at the same time: decoding, the tensor cores, and
+reading the L2 cache. Each main loop of `warpgroups.consumer` has a model (`ManyRows`, `FewRows`,
+`EightBits`), whose method `block` has the formula, and each kind of codes has constants for it. All
+times are in microseconds.
 
 Rows above ROW_MULTIPLE that are not a multiple of it are copied first; that time is not counted.
 """
@@ -25,20 +32,21 @@ FITTED_BLOCK = 256  # input channels in a block of uint4:g128, to which `FewRows
 class ManyRows(NamedTuple):
     """Times for tiles of many rows, whose weights are decoded to 16 bits.
 
-    The defaults were fitted to uint4:g128.
+    For each plane, consumers wait for a tile of x, and each consumer decodes a tile of weights and
+    begins a product. The defaults were fitted to uint4:g128.
     """
 
     launch: float = 1.35
     beginning: float = 1.97  # of each round
     wait: float = 0.0447  # of each plane
     plane: float = 0.0544  # of each plane and warpgroup
-    warpgroup: float = 0.0  # of each plane and warpgroup, for 64 input channels
-    row_wait: float = 0.00067  # the same, for each row of the tile
-    row_product: float = 0.00118  # the same, if the tensor cores take longer than decoding
+    warpgroup: float = 0.0  # of each plane and warpgroup, for every 64 input channels of a plane
+    row_wait: float = 0.00067  # as `warpgroup`, for each row of the tile
+    row_product: float = 0.00118  # as `row_wait`, if the tensor cores are slower than decoding
     sum: float = 0.83  # of the kernel that adds splits
 
     def block(self, config: WarpgroupConfig, format: WeightFormat, programs: int) -> float:
-        """The time of a block of K in each round."""
+        """The time of a block of K in each round: for each plane, of decoding or of the product."""
         share, warpgroups = format.plane_width / WARPGROUP_OUTPUTS, config.warpgroups
         wait = self.wait + warpgroups * (
             self.plane + share * (self.warpgroup + self.row_wait * config.tile_m)
@@ -48,7 +56,10 @@ class ManyRows(NamedTuple):
 
 
 class FewRows(NamedTuple):
-    """Times for tiles of few rows, whose weights are decoded to 16 bits."""
+    """Times for tiles of few rows, whose weights are decoded to 16 bits.
+
+    A block of K takes as long as decoding it, or as reading its words and x from the L2 cache.
+    """
 
     launch: float
     beginning: float  # of each round
@@ -71,7 +82,9 @@ class FewRows(NamedTuple):
 class EightBits(NamedTuple):
     """Times for products of two 8-bit operands.
 
-    The defaults were fitted to int8/int8, a plain matrix that is not decoded.
+    A block of K takes as long as multiplying it, or as reading its words and x from the L2 cache;
+    all blocks together at least as long as reading the matrix from memory. The defaults were fitted
+    to int8/int8, a plain matrix that is not decoded.
     """
 
     launch: float = 0.0
@@ -116,7 +129,8 @@ def microseconds(config: WarpgroupConfig, problem: Problem) -> float:
     if isinstance(times, EightBits):
         words = problem.channels * outputs * format.bits / 8 * 1e-6
         memory = times.launch + times.beginning + times.megabyte_of_words * words
-        time = (time**6 + memory**6) ** (1 / 6)  # a smooth maximum of both
+        # A smooth maximum of both: it exceeds the larger one by up to an eighth if they are equal.
+        time = (time**6 + memory**6) ** (1 / 6)
     if isinstance(times, FewRows):
         time += times.share * (config.shares - 1) + rounds * times.cluster * config.is_cluster
     if config.splits > 1 and not config.is_cluster:

@@ -30,7 +30,10 @@ class Problem:
 
     @classmethod
     def of(cls, rows: int, weight: QuantizedTensor) -> Problem:
-        """The product of `rows` rows and one matrix of a weight, on the default device."""
+        """The product of `rows` rows and one matrix of a weight, on the default device.
+
+        There is no argument for activations: a weight's format multiplies one format of them.
+        """
         *_, channels, outputs = weight.shape
         return cls(rows, ProductFormat.of(weight.format), channels, outputs, device.limits())
 

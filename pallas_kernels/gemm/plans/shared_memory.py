@@ -1,4 +1,4 @@
-"""The shared memory of the fused kernels' programs: what it holds, and whether it is enough."""
+"""The shared memory of programs of the fused kernels: its content, and whether it is enough."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class ProductTables(Tables[Problem]):
     }
 
     def key_of(self, problem: Problem) -> Key:
-        """The key of a problem: its rows count as those of their bucket."""
+        """The key of a problem, with the bucket of its rows."""
         rows = bucket(problem.rows)
         return Key(str(problem.format), problem.channels, problem.outputs, rows)
 

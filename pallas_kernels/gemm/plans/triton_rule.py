@@ -1,6 +1,8 @@
 """The rule for Triton's kernel: the tiles of a product, and the splits of K.
 
-Costs are compared in steps: the time in which a multiprocessor multiplies one block of K of a tile.
+The rule chooses a tile by the number of rows (`_tiles`), and as many splits of K as keep all
+multiprocessors busy (`_divide`). Costs are compared in steps: a step is the time in which a
+multiprocessor multiplies one block of K of a tile. All constants were measured on an H200.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ class Tile(NamedTuple):
     warps: int
 
 
-# For more and more rows; measured on an H200, as all constants here.
+# The tiles for up to 8, 16, 32 and 64 rows, and for more.
 TILES = tuple(Tile(rows, 64, 4) for rows in (8, 16, 32, 64, 128))
-WIDE_TILE = Tile(64, 128, 4)  # for a table in shared memory, which leaves registers for its sums
+# For 65 to 128 rows and a table in shared memory, which leaves registers for more sums.
+WIDE_TILE = Tile(64, 128, 4)
 # For many rows. With it operands are read least often, and a decoded weight serves the most rows,
 # but a product needs many rows and outputs to have tiles for all multiprocessors.
 LARGEST_TILE = Tile(128, 128, 8)
@@ -54,8 +57,8 @@ def triton_by_rule(problem: Problem) -> TritonConfig:
 
     Raises UnsupportedError, with the reason, if the GPU can't multiply the format at all.
     """
-    # If shared memory is too small, a large tile with fewer stages or lanes is better than a
-    # smaller tile.
+    # The first sound combination is taken, and the last factor changes first: if shared memory is
+    # too small, a large tile with fewer lanes or stages is better than a smaller tile.
     for tile, stages, width in itertools.product(
         _tiles(problem), _stages(problem), _widths(problem)
     ):
@@ -93,7 +96,7 @@ def _tiles(problem: Problem) -> list[Tile]:
     rows, limits, largest = problem.rows, problem.limits, _largest_tile(problem)
     size = next((size for size in range(4) if rows <= TILES[size].rows), 4)
     tiles = list(reversed(TILES[: size + 1]))
-    if rows <= 16 and not problem.has_table:
+    if rows <= 16 and not problem.has_table:  # two warps if programs are many, or work is uneven
         splits = _divide(problem, tiles[0]).splits
         programs = splits * _tile_count(problem, tiles[0])
         many = splits > 1 and programs > PROGRAMS_OF_FOUR_WARPS * limits.multiprocessors
@@ -134,11 +137,11 @@ def _widths(problem: Problem) -> tuple[int | None, ...]:
 
 
 def _scaling(problem: Problem, tile: Tile) -> Scaling:
-    """Chooses whether the scale of a group is applied to the accumulator or to weights.
+    """Chooses whether the scale of a group multiplies the sum over the group, or its weights.
 
-    To the accumulator it costs an instruction for each output and group, to weights one for every
-    two weights, or none for symmetric weights in bfloat16. With four warps, which multiply by
-    `wgmma`, the compiler prefetches the scale only if it is part of an operand.
+    Scaling the sum takes an instruction for each output and group; scaling weights takes one for
+    every two weights, or none for symmetric weights in bfloat16. With four warps, which multiply by
+    `wgmma`, the compiler loads the scale ahead only if it is part of an operand.
     """
     scales_weights = tile.rows >= 64 or problem.has_table or problem.weight.symmetric
     return "weight" if scales_weights and can_scale_weights(problem.weight) else "accumulator"
@@ -160,7 +163,8 @@ def _divide(problem: Problem, tile: Tile) -> _Division:
     multiprocessors, tiles = problem.limits.multiprocessors, _tile_count(problem, tile)
     sizes = range(1, most_splits(problem) + 1)
 
-    if tile == LARGEST_TILE:  # a multiprocessor runs one such program at a time
+    # A multiprocessor runs one program of this tile at a time: the steps are compared as they are.
+    if tile == LARGEST_TILE:
         divisions = [_Division(size, None, _steps(problem, size, tiles)) for size in sizes]
         tiles_m = -(-problem.rows // tile.rows)
         tiles_n = tiles // multiprocessors * multiprocessors // tiles_m
@@ -170,8 +174,8 @@ def _divide(problem: Problem, tile: Tile) -> _Division:
                 steps = whole + _steps(problem, size, tiles - tiles_m * tiles_n)
                 divisions.append(_Division(size, tiles_n * tile.outputs, steps))
         return min(divisions, key=lambda division: division.steps)
-    # More programs on a multiprocessor hide each other's latencies. Twice as many are worth √2
-    # times the steps: so steps² / splits is compared.
+    # Smaller programs share a multiprocessor, and hide each other's latencies. Twice as many are
+    # worth √2 times the steps: so steps² / splits is compared.
     wanted = multiprocessors * PROGRAMS_PER_MULTIPROCESSOR[tile.rows] // tiles
     splits = min(
         sizes[: max(1, wanted)], key=lambda splits: _busiest(problem, splits, tiles) ** 2 / splits

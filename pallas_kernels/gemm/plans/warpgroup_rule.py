@@ -25,7 +25,8 @@ MOST_ROWS_OF_LIQUID4 = {2: 256, 3: 192, 4: FEW_ROWS}
 # Of int4 there are two sums, of a block and of all blocks.
 MOST_ROWS_OF_INT4 = {2: 128, 3: 96, 4: 64}
 INT4_ROW_MULTIPLE = 32  # a copy has a multiple of 128 bytes, also of the float32 scales of rows
-TWO_PRODUCTS_ROW_MULTIPLE = 32  # with 8-bit activations, of tiles above MOST_ROWS: two products
+# Tiles of 8-bit activations with more rows than MOST_ROWS are multiplied as two products.
+TWO_PRODUCTS_ROW_MULTIPLE = 32
 MOST_SPLITS = 8
 LEAST_BLOCKS = 2  # the fewest blocks of K in a split
 
@@ -50,10 +51,7 @@ def ranked(problem: Problem) -> list[WarpgroupConfig]:
 
 
 def _row_step(rows: int, format: WeightFormat) -> int:
-    """The number that the rows of a tile are a multiple of.
-
-    rows: of the tile or the problem.
-    """
+    """The number whose multiples the rows of a tile are. rows: of the tile, or of the problem."""
     if format.codes == "int4":
         return INT4_ROW_MULTIPLE
     is_int8 = format.operand == "int8"

@@ -89,7 +89,11 @@ class Consumer:
         return sums * scale
 
     def _of_few_rows(self) -> jax.Array:
-        """The main loop for few rows, which adds the products of a block to sums [64, tile_m]."""
+        """The main loop for few rows, which returns sums [64, tile_m].
+
+        Each block of K gives a product for every group of input channels in it; the products, times
+        the groups' scales if there are any, are added to the sums.
+        """
         call, config = self.call, self.call.config
         mma_sync = config.uses_mma_sync(has_table=call.kind.has_table)
         overlaps = not mma_sync and config.overlaps_groups(call.format.bits)
@@ -100,6 +104,7 @@ class Consumer:
             add_products = products.add_products_overlapped
 
         def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
+            """Adds the products of block `number` to the sums, and frees the block's slot."""
             block = self._load(number)
 
             def add(sums: jax.Array, term: jax.Array, group: int) -> jax.Array:
@@ -140,11 +145,12 @@ class Consumer:
         ]
 
     def _of_planes(self, sums: Any) -> list[jax.Array]:
-        """The main loop for many rows of 16 bits, which are copied plane by plane."""
+        """The main loop for many rows of 16 bits, whose tiles of x are copied plane by plane."""
         call, shared = self.call, self.program.shared
 
         def go_on(number: jax.Array, _: None) -> None:
-            block = self._load(number)
+            """Multiplies the planes of block `number`, each with its own tile of x."""
+            block = self._load(number)  # to registers, so that its slot is free at once
             memory.arrive(shared.free.at[block.slot])
             for plane, decode in enumerate(self._decoders(block, scaled=call.scales_groups)):
                 step = number * call.format.planes + plane
@@ -159,7 +165,7 @@ class Consumer:
         return [sums[...]]
 
     def _of_blocks(self, *sums: Any) -> list[jax.Array]:
-        """The main loop for many rows of 8 bits, which are copied block by block.
+        """The main loop for many rows of 8 bits, whose tiles of x are copied block by block.
 
         sums: one for each of `config.product_rows`.
         """
@@ -167,7 +173,12 @@ class Consumer:
         width = call.format.plane_width
 
         def go_on(number: jax.Array, _: None) -> None:
-            if call.format.is_flat:
+            """Multiplies the planes of block `number` with columns of its tile of x.
+
+            Products run while the next plane is decoded. So those of the block before end while the
+            first plane of this one is decoded, and only then its slot is freed.
+            """
+            if call.format.is_flat:  # words are operands, which are read from shared memory
                 place = self.program.slot(self.share, number, call.stages.blocks)
                 memory.wait(shared.full.at[place])
                 operands = [lambda: shared.word_tiles.at[place, self.outputs, :]]

@@ -36,9 +36,13 @@ class Epilogue:
     share: Any
 
     def run(self, sums: Sequence[jax.Array]) -> None:
-        """Adds sums [64, rows] of other warpgroups, scales the total and writes it out.
+        """Completes a warpgroup's sums over K, scales them, and writes them out.
 
-        sums: one for each of `config.product_rows`; a single one if there are others to add.
+        Warpgroups with the same outputs and other parts of K send their sums to the first of them
+        (share 0) through shared memory; only the first goes on with the total.
+
+        sums: arrays [64 outputs, rows] of this warpgroup, one for each of `config.product_rows`, by
+            which the rows of its tile are divided. Tiles whose sums are shared or crossed have one.
         """
         shared = self.program.shared
         if shared.shared_sums is None:
@@ -61,7 +65,11 @@ class Epilogue:
             self._cross([total])
 
     def _cross(self, sums: Sequence[jax.Array]) -> None:
-        """Exchanges sums with the other program of a cluster, if there is one, and finishes."""
+        """Exchanges sums with the other program of a cluster, if there is one, and finishes.
+
+        Program 0 finishes the first rows of the tile and program 1 the other rows, if there are
+        any: each sends the rows of the other, and adds those that it receives to its own.
+        """
         call, shared = self.program.call, self.program.shared
         if shared.crossed_sums is None:
             self._finish(sums, 0)
@@ -84,7 +92,10 @@ class Epilogue:
             pl.when(self.program.split == rank)(functools.partial(exchange, rank))
 
     def _finish(self, sums: Sequence[jax.Array], row: int) -> None:
-        """Scales sums and writes them out; row: of the program's tile, the first of the sums."""
+        """Scales complete sums and writes them out.
+
+        row: the first row of the sums, counted from the first row of the program's tile.
+        """
         x_scales, parameters = self.program.arguments.x_scales, self.consumer.output_parameters
         for part in sums:
             part = part.astype(jnp.float32)

@@ -72,7 +72,7 @@ def test_a_seed_fixes_everything():
 
 
 def test_the_best_look_is_kept_not_the_last():
-    # What is learnt from the pattern is wrong for the text that runs backwards.
+    # A model that learnt the pattern is wrong for the text that runs backwards.
     backwards = PATTERN[::-1][7:100]
     result, _ = train(validation=backwards)
     losses = [progress.validation_loss for progress in result.course]

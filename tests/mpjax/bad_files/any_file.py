@@ -1,4 +1,4 @@
-"""What may lie in the place of any file."""
+"""Faults that any file of a checkpoint may have."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reading(name: str) -> Way:
 
 
 def misplaced(name: str, shown: str | None = None) -> list[Case]:
-    """What is no regular file, in the place of a file."""
+    """Things that are no regular file, in the place of a file."""
     shown = shown or name.rpartition("/")[2]
     ways = [
         ("pipe", pipe(name), f"{shown} is a named pipe: expected a regular file"),
@@ -54,7 +54,7 @@ def misplaced(name: str, shown: str | None = None) -> list[Case]:
 
 
 def unreadable(name: str) -> list[Case]:
-    """What is no text of reasonable size."""
+    """Files that are no text of reasonable size."""
     shown = name.rpartition("/")[2]
     ways = [
         ("git-lfs", text(name, POINTER), f"{shown} is a git-lfs pointer, not the file itself: run"),
@@ -67,7 +67,7 @@ def unreadable(name: str) -> list[Case]:
 
 
 def unparsable(name: str) -> list[Case]:
-    """What is no JSON object."""
+    """Files that are no JSON object."""
     ways = [
         ("empty", "", "is not valid JSON: Expecting value"),
         ("cut", '{"a": ', "is not valid JSON: Expecting value"),

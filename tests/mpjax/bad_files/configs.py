@@ -186,7 +186,7 @@ CONFIGS += [
     ]
 ]
 
-# What config.json says, and the files don't hold.
+# Things that config.json promises and the files don't hold.
 LIES: list[Case] = [
     ("layers", config(num_hidden_layers=9_999), "config.json says that there are 9999 layers, and"),
     (

@@ -8,7 +8,7 @@ FOLDERS: list[Case] = [
     (said, way, said)
     for way, said in [
         (only(), "expected a Hugging Face checkpoint, or one that mpjax saved, and found nothing"),
-        (only("model.gguf"), "and found model.gguf; GGUF is not read: take the safetensors check"),
+        (only("model.gguf"), "and found model.gguf; load that file itself: a GGUF file is a whole"),
         (only("tokenizer.model"), "and found tokenizer.model; a tokenizer is not a model: fetch c"),
         (only("tokenizer.json"), "and found tokenizer.json; a tokenizer is not a model: fetch con"),
         (

@@ -174,7 +174,7 @@ def header(content: Any, data: bytes = b"") -> Way:
 
 
 def entry(dtype: Any, shape: Any, begin: int, end: int) -> dict[str, Any]:
-    """What a header says of a tensor."""
+    """The entry of a tensor in a header."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 

@@ -95,7 +95,7 @@ WEIGHT_FILES: list[Case] = [
     (
         "a GGUF file instead",
         steps(without(WEIGHTS), text("model.gguf", b"GGUF")),
-        "has no *.safetensors file, and found model.gguf; GGUF is not read: take the safetensors",
+        "has no *.safetensors file, and found model.gguf; load that file itself: a GGUF file",
     ),
     (
         "PyTorch's instead",

@@ -211,6 +211,18 @@ def test_from_disk_times_the_load():
     assert (lm.precision, seconds) == ("W8A16KV4", None)
 
 
+def test_a_packed_head_is_read_and_the_embedding_is_not():
+    plain, packed = (
+        generate._load(sweep(), Precision.parse(text))[0] for text in ("W4A16KV8", "W4A16KV8H8")
+    )
+    assert packed.precision == "W4A16KV8H8"
+    saved = plain.nbytes - packed.nbytes
+    assert saved > 0.4 * plain.summary()["tables"]["head"]["bytes"]
+    caches = [lm.model.create_cache(1, 8, "KV8") for lm in (plain, packed)]
+    bytes = [generate.step_bytes(*it, 4) for it in zip((plain, packed), caches, strict=True)]
+    assert bytes[0] - bytes[1] == saved
+
+
 @pytest.mark.parametrize(("statistics", "peak"), [(None, None), ({"peak_bytes_in_use": 7}, 7)])
 def test_the_peak_is_the_allocators(monkeypatch, statistics, peak):
     gpu = SimpleNamespace(memory_stats=lambda: statistics)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
 from mpjax.bench import gemm, roofline
+from mpjax.bench.figures import COLORS
 from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
 
 
@@ -41,12 +41,12 @@ def test_products_are_drawn_with_everything_named(tmp_path):
 
 
 def test_more_formats_than_colors_can_be_told_apart(tmp_path):
-    names = [f"table4:g{size}" for size in range(len(roofline.COLORS) + 1)]
+    names = [f"table4:g{size}" for size in range(len(COLORS) + 1)]
     rows = [gemm_row(format=name, M=m) for name in names for m in (1, 16)]
     roofline.draw_gemm(rows, tmp_path / "gemm.svg")
     text = (tmp_path / "gemm.svg").read_text()
     assert set(names) <= labels(text)
-    hollow = rf"fill: #ffffff; stroke: {roofline.COLORS[0]}"
+    hollow = rf"fill: #ffffff; stroke: {COLORS[0]}"
     assert len(re.findall(hollow, text)) >= 2, "the first color's second format is not hollow"
 
 
@@ -104,13 +104,6 @@ def test_several_contexts_are_lines_below_their_rooflines(tmp_path):
     assert {"W4A16KV8", "W4A16KV2", "memory roofline of a precision"} <= found
     assert {"batch 1", "batch 16", "batch 64", "context, tokens", "tokens/s"} <= found
     assert {"1K", "3000", "128K"} <= found
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "mpjax.bench.roofline")
-    with pytest.raises(ImportError, match=r'pip install "mpjax\[bench\]"'):
-        import mpjax.bench.roofline  # noqa: F401
 
 
 def test_attention_is_drawn_with_the_smallest_cache_first(tmp_path):

@@ -17,7 +17,7 @@ from mpjax.checkpoint import CheckpointError, array_file
 from mpjax.checkpoint.array_file import file_bytes, read, write
 from mpjax.checkpoint.safetensors import DTYPES, read_header
 
-# What JAX holds without jax_enable_x64.
+# The dtypes that JAX holds without jax_enable_x64.
 NAMES = [name for name, dtype in DTYPES.items() if dtype.itemsize < 8 or dtype.kind == "c"]
 
 

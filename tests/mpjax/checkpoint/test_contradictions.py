@@ -55,7 +55,7 @@ def quantized(method, **changes):
     return {"quantization_config": METHODS[method] | changes}
 
 
-# What the tensors are, what config.json says, and what must be said.
+# The tensors' kind, the words of config.json, and the words of the error.
 REFUSED = [
     (
         None,
@@ -132,7 +132,7 @@ def test_refused(stored, said, message, tmp_path, rng, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-# What the tensors decide, and what config.json says of it.
+# Facts that the tensors decide, and the words of config.json about them.
 RIGHT = [
     ("awq", quantized("awq", modules_to_not_convert=["mlp", "q_proj"]), "W4g32A16KV16"),
     ("gptq", quantized("gptq", desc_act=True), "W4g32A16KV16"),

@@ -51,7 +51,7 @@ def source(tmp_path_factory):
     return folder
 
 
-# Of each precision, the layouts that hold it; the first is the default.
+# For each precision, the layouts that hold it; the first is the default.
 LAYOUTS = {
     "W4g32A16KV8": ("awq", "gptq", "gptq_v2", "pack-quantized"),
     "W4g64symA16KV8": ("pack-quantized", "awq", "gptq", "gptq_v2"),

@@ -10,7 +10,7 @@ from mpjax.checkpoint.foreign import describe
     [
         ([], ", and found nothing"),
         (["README.md", "LICENSE"], ", and found LICENSE, README.md"),
-        (["b.gguf", "a.gguf", "x.safetensors"], ", and found a.gguf; GGUF is not read: take the"),
+        (["b.gguf", "a.gguf", "x.safetensors"], ", and found a.gguf; load that file itself"),
         (
             ["adapter_config.json", "adapter_model.safetensors"],
             ", and found adapter_config.json; an",

@@ -111,7 +111,7 @@ def test_the_logits_are_those_of_the_weights(name, sizes, tmp_path, rng):
 
 @pytest.mark.parametrize("shape", [(1,), (), (2,), (2, 1, 1)])
 def test_scales_of_the_cache_reach_it(shape, tmp_path, rng):
-    """Of tensors or heads; saved with the model, and used where the cache is in FP8."""
+    """Scales of tensors or heads are saved with the model, and used if the cache is in FP8."""
     folder, tensors, _ = write(tmp_path / "original", compressed_fp8("channel", "token"), rng)
     hf = huggingface.read_config(folder)
     hf["quantization_config"]["kv_cache_scheme"] = CACHE

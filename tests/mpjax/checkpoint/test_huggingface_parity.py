@@ -202,7 +202,7 @@ def test_shards_of_transformers(tmp_path, request):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 V1, V2 = {"checkpoint_format": "gptq"}, {"checkpoint_format": "gptq_v2"}
-# What config.json says, how GPTQ's zero points are stored, and whether channels are out of order.
+# The words of config.json, how GPTQ's zero points are stored, whether channels are out of order.
 QUANTIZED: dict[str, tuple[dict, int, bool]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, 0, False),
     "gptq-v1-act-order": (GPTQ | V1 | {"desc_act": True}, 1, True),
@@ -247,7 +247,7 @@ def test_quantized_checkpoints(name, tmp_path, request):
     (compare_logits if written.get("sym") else compare)(model, tmp_path, request)
 
 
-# Of the last, no map's input or output channels are whole blocks.
+# In the last case, no map's input or output channels are whole blocks.
 FP8_CHECKPOINTS: dict[str, tuple[dict, str, dict]] = {
     "fine-grained": (FP8, "WFP8A16KV16", FP8_SIZES),
     "dynamic": (compressed_fp8("channel", "token"), "WFP8gKA16KV16", FP8_SIZES),

@@ -113,7 +113,7 @@ def test_device_bytes_count_permutations_and_scales_of_a_cache(rng):
 
 
 def test_maps_that_become_one_wait_for_each_other(rng):
-    """Of the two, the second one's tensor is in the way too."""
+    """When the second map is converted, the first one waits for it on the device."""
     hf = LLAMA | {"intermediate_size": 4096}
     one = 2 * hf["hidden_size"] * hf["intermediate_size"]  # bytes on the device
     tensors = random_tensors(hf, rng, np.float16)
@@ -161,16 +161,31 @@ def test_missing_and_unexpected_tensors_come_in_one_sentence(rng):
     expect("and holds 21 tensors (language_lm_head.weight, ", tensors)
 
 
+def test_a_quantized_head_is_a_packed_table(rng):
+    hf = LLAMA | {"quantization_config": GPTQ}
+    tensors = random_tensors(hf, rng)
+    for name in ("lm_head", *linear_shapes(hf)):
+        pack_random(tensors, hf, name, rng)
+    plan = planned(tensors, hf)
+    assert plan.config.packed_tables == ("head",)
+    [(place, [source])] = [pair for pair in plan.linears if pair[0].is_table]
+    assert (place.path, place.shapes) == ("head", ((LLAMA["hidden_size"], LLAMA["vocab_size"]),))
+    assert source.format == WeightFormat("uint4", 32)
+
+
 def test_a_quantized_table_is_refused(rng):
     tensors, hf = packed_checkpoint(rng, GPTQ)
     head = tensors.pop("lm_head.weight")
-    message = ": only the linear maps of layers can be, so load a checkpoint of the model with"
+    message = (
+        ": of a checkpoint's tables only a head that is not tied to the embedding can be, so load "
+        "one of the model with"
+    )
     packed = {"lm_head.qweight": head, "lm_head.scales": head}
     quantized = f"lm_head is quantised (qweight, scales){message} lm_head in 16 bits"
-    for tied in (False, True):
-        expect(quantized, tensors | packed, hf | {"tie_word_embeddings": tied})
+    expect(quantized, tensors | packed, hf | {"tie_word_embeddings": True})
+    expect("lm_head holds a weight of 768 input", tensors | packed, hf)
     tensors["lm_head.weight"] = head
-    expect("is quantised (weight, weight_scale)", tensors | {"lm_head.weight_scale": head}, hf)
+    expect("lm_head is a", tensors | {"lm_head.weight_scale": head}, hf)
     codes = {"model.embed_tokens.weight": head.astype(ml_dtypes.float8_e4m3fn)}
     expect(f"model.embed_tokens is quantised (weight){message} model.emb", tensors | codes, hf)
 

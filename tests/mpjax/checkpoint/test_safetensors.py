@@ -165,7 +165,7 @@ def test_folder_without_checkpoint(tmp_path):
         Checkpoint.open(tmp_path)
     (tmp_path / "model-Q8_0.gguf").touch()
     with pytest.raises(
-        CheckpointError, match=r"file, and found model-Q8_0.gguf; GGUF is not read: take"
+        CheckpointError, match=r"file, and found model-Q8_0.gguf; load that file itself"
     ):
         Checkpoint.open(tmp_path)
     (tmp_path / "a.safetensors").touch()

@@ -203,7 +203,7 @@ def test_a_failure_leaves_nothing_behind(overwrite, tmp_path, rng, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")
 
-    for place, broken in ((saving, "copy"), (array_file, "write"), (os, "fsync")):
+    for place, broken in ((shutil, "copyfile"), (array_file, "write"), (os, "fsync")):
         with monkeypatch.context() as patch:
             patch.setattr(place, broken, fail)
             with pytest.raises(OSError, match="the disk is gone"):

@@ -31,7 +31,7 @@ def write(folder, content="new"):
 
 @pytest.fixture(params=[True, False], ids=["old", "nothing"])
 def before(request, tmp_path):
-    """What stands in the folder before: a file, or nothing."""
+    """The folder's content before: a file, or nothing."""
     if not request.param:
         return None
     write(tmp_path / "saved", "old")

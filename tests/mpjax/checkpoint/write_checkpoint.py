@@ -121,7 +121,8 @@ def pack_random(
     The weight is float32 [K, N], exact. g_idx: the group of each channel, in order by default.
     """
     written = hf["quantization_config"]
-    channels, outputs = linear_shapes(hf)[name]
+    shapes = linear_shapes(hf) | {"lm_head": (hf["hidden_size"], hf["vocab_size"])}
+    channels, outputs = shapes[name]
     bits, size = written["bits"], written["group_size"]
     size = channels if size == -1 else size
     codes = rng.integers(0, 2**bits, (channels, outputs), np.uint8)

@@ -19,7 +19,7 @@ def talk(chat_folder):
 
 @pytest.fixture
 def heard(monkeypatch):
-    """What the model was asked; its answers are A, B, C, ..."""
+    """The messages and options that the model got; its answers are A, B, C, ..."""
     asked = []
 
     def stream(lm, messages, **options):

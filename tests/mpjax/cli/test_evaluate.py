@@ -10,6 +10,7 @@ import mpjax
 from mpjax.cli import evaluate as command
 from mpjax.cli import options
 from mpjax.cli.application import app
+from mpjax.comparison import Comparison, compare
 from mpjax.evaluation import Evaluation, evaluate
 
 DOCUMENTS = ["import os\nimport sys\n", "def f(x):\n    return x + 1\n"]
@@ -64,6 +65,7 @@ def test_each_precision_is_measured(run, tiny_folder, tmp_path, monkeypatch):
         expected = evaluate(lm, DOCUMENTS, batch=2)
         assert Evaluation(*(row[name] for name in Evaluation.__dataclass_fields__)) == expected
         assert row["weights_bytes"] == lm.nbytes
+        assert row["bits_per_weight"] == lm.bits_per_weight
         assert row["perplexity"] == pytest.approx(math.exp(row["nats_per_token"]))
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["precision", "perplexity", "Δ", "bits", "per", "byte", "weights"]
@@ -71,6 +73,35 @@ def test_each_precision_is_measured(run, tiny_folder, tmp_path, monkeypatch):
     assert f"{written['rows'][0]['perplexity']:.4f}" in lines[1]
     assert result.stdout.isprintable() or "\x1b" not in result.stdout
     assert "─" not in result.stdout  # plain where it is no terminal
+
+
+def test_models_are_compared_with_their_16_bits(run, tiny_folder, tmp_path):
+    output, plot = tmp_path / "results.json", tmp_path / "plot.svg"
+    options = ("--window", "8", "--output", output, "--plot", plot)
+    result = run("--against", "itself", "--precisions", "W16A16,WNF4A16KV8", *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    written = json.loads(output.read_text())
+    assert written["reference"] == "tiny"
+    same, other = written["rows"]
+    assert (same["precision"], other["precision"]) == ("W16A16KV16", "WNF4A16KV8")
+    assert (same["kl_mean"], same["same_top"], same["bits_per_weight"]) == (0, 1, 16)
+    reference, lm = (
+        mpjax.load(tiny_folder, precision=name, dtype="bfloat16")
+        for name in ("W16A16KV16", "WNF4A16KV8")
+    )
+    expected = compare(lm, reference, DOCUMENTS, window=8, batch=2)
+    assert Comparison(*(other[name] for name in Comparison.__dataclass_fields__)) == expected
+    assert other["bits_per_weight"] == 4.5
+    assert "KL in nats" in result.stdout
+    assert f"{expected.kl_mean:.5f} ±" in result.stdout
+    assert "WNF4A16KV8" in plot.read_text()
+
+
+def test_a_plot_needs_matplotlib(run, monkeypatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    result = run("--plot", "plot.svg", "--against", "itself")
+    assert result.exit_code == 2
+    assert "mpjax[bench]" in result.stderr
 
 
 def test_scales_are_measured_on_another_text(run, text, tiny_folder):
@@ -107,7 +138,7 @@ def test_help_names_the_keys(run, monkeypatch):
     monkeypatch.setattr(command, "_measure", lambda *arguments: ROWS)
     text = CliRunner().invoke(app, ["evaluate", "--help"]).stdout.split("--json and --output")[1]
     assert all(key in text for key in json.loads(run("--json").stdout))
-    assert all(key in text for key in (*ROWS[0], *Evaluation.__dataclass_fields__))
+    assert all(key in text for key in (*ROWS[0], *Comparison.__dataclass_fields__))
 
 
 def test_an_output_that_can_not_be_written_is_refused_first(run, monkeypatch, tmp_path):
@@ -134,12 +165,12 @@ def test_markdown_can_be_made_from_what_was_written():
 def test_precisions_by_default(tiny_folder, tmp_path):
     names = command._defaults(tiny_folder)
     assert len(names) == len(set(names)) == 21
-    assert names[0] == "W16A16KV16"  # what the others are compared with
+    assert str(names[0]) == "W16A16KV16"  # what the others are compared with
     for quantised in ("mpjax.json", "config.json"):
         folder = tmp_path / quantised
         folder.mkdir()
         (folder / quantised).write_text('{"quantization_config": {"quant_method": "awq"}}')
-        assert command._defaults(folder) == ("A16KV16", "A16KV8", "A16KV4")
+        assert list(map(str, command._defaults(folder))) == ["A16KV16", "A16KV8", "A16KV4"]
 
 
 def test_plain_text_is_one_document_and_the_bundled_text_the_default(
@@ -157,7 +188,7 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
     path.write_text("größer\n\nx", encoding="utf-8")
     CliRunner().invoke(app, ["evaluate", str(tiny_folder), "--text", str(path), "--window", "7"])
     CliRunner().invoke(app, ["evaluate", str(tiny_folder)])
-    assert seen[0] == ("model", ["größer\n\nx"], {"window": 7, "batch": 8}, None)
+    assert seen[0] == ("model", ["größer\n\nx"], {"window": 7, "stride": None, "batch": 8}, None)
     assert len(seen[1][1]) == 17
 
 
@@ -174,6 +205,9 @@ def test_plain_text_is_one_document_and_the_bundled_text_the_default(
         ),
         (["--text", "/nowhere"], 2, "does not exist"),
         (["--json", "--format", "markdown"], 2, "one format"),
+        (["--plot", "plot.svg"], 2, "give --against"),
+        (["--stride", "9", "--window", "8", "--precision", "A16KV16"], 1, "at most 8, the window"),
+        (["--against", "/nowhere", "--precision", "A16KV16"], 1, "/nowhere"),
     ],
 )
 def test_failures(run, arguments, code, message):

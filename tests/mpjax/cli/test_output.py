@@ -185,7 +185,7 @@ def test_json_is_printed_in_the_encoding_of_stdout(monkeypatch):
 
 
 def test_streams_of_a_test_are_left_alone(capsys, monkeypatch):
-    """Those that are no files have no encoding to change."""
+    """Streams that are no files have no encoding to change."""
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     output.prepare_streams()
     output.write("é")

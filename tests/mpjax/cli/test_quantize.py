@@ -23,8 +23,8 @@ def test_a_folder_is_written_and_loads(tiny_folder, text, tmp_path):
     options = ("--precision", "W4g32A16KV8", "--method", "awq", "--text", text, "--window", 64)
     result = quantize(tiny_folder, target, *options)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"{target}: W4g32A16KV8, ")
-    assert mpjax.load(target).precision == "W4g32A16KV8"
+    assert result.stdout.startswith(f"{target}: W4g32A16KV8H8, ")
+    assert mpjax.load(target).precision == "W4g32A16KV8H8"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     again = quantize(tiny_folder, target, *options)
     assert again.exit_code == 1
@@ -39,7 +39,7 @@ def test_a_recipe_gives_maps_other_precisions(tiny_folder, tmp_path):
     )
     result = quantize(tiny_folder, tmp_path / "mixed", "--recipe", recipe)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert mpjax.load(tmp_path / "mixed").precision == "W4g32+W8g64A16KV16"
+    assert mpjax.load(tmp_path / "mixed").precision == "W4g32+W8g64A16KV16H8"
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ def leaves_of(lm):
 
 
 def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
-    recipe = mpjax.Recipe.of("W4g32A16KV8", "awq")
+    recipe = mpjax.Recipe.of("W4g32A16KV8", "rotate+awq")
     found = mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
-    assert found.precision == "W4g32A32KV8"
+    assert found.precision == "W4g32A32KV8H8"
     assert tiny.precision == "W32A32KV16"  # as it was
     streamed = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, dtype="float32")
     for leaves in zip(leaves_of(found), leaves_of(streamed), strict=True):
@@ -29,10 +29,12 @@ def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
 
 
 def test_rounding_to_nearest_is_what_load_does(tiny_folder):
-    expected = mpjax.load(tiny_folder, precision="W4A16KV8")
-    found = mpjax.quantize(tiny_folder, mpjax.Recipe.of("W4A16KV8", "rtn"))
-    for leaves in zip(leaves_of(found), leaves_of(expected), strict=True):
-        np.testing.assert_array_equal(*leaves)
+    for quantized, loaded in (("W4A16KV8H16", "W4A16KV8"), ("W4A16KV8", "W4A16KV8H8")):
+        expected = mpjax.load(tiny_folder, precision=loaded)
+        found = mpjax.quantize(tiny_folder, mpjax.Recipe.of(quantized, "rtn"))
+        assert found.precision == expected.precision == loaded
+        for leaves in zip(leaves_of(found), leaves_of(expected), strict=True):
+            np.testing.assert_array_equal(*leaves)
 
 
 def test_an_interrupted_run_goes_on(tiny_folder, tmp_path, monkeypatch):
@@ -65,6 +67,11 @@ def test_an_interrupted_run_goes_on(tiny_folder, tmp_path, monkeypatch):
     for leaves in zip(leaves_of(found), leaves_of(expected), strict=True):
         np.testing.assert_array_equal(*leaves)
     assert len(list(work.glob("layer-*.safetensors"))) == found.config.num_layers
+
+
+def test_text_that_nothing_reads_is_said(tiny):
+    with pytest.warns(UserWarning, match="the text is not used, because no method of the recipe"):
+        mpjax.quantize(tiny, mpjax.Recipe.of("W8g64A16KV16", "rtn"), TEXTS, calibration=LITTLE)
 
 
 def test_static_scales_of_the_cache_are_measured(tiny):

@@ -73,7 +73,7 @@ def test_unseen_channels_are_rounded_to_nearest(rng):
 
 
 def test_a_singular_hessian_gets_more_damping(rng):
-    """Of fewer inputs than channels, and of inputs of very different sizes."""
+    """The Hessian is of fewer inputs than channels, whose sizes are very different."""
     x = make_inputs(rng, 96, tokens=8).astype(np.float32) * np.logspace(-6, 6, 96, dtype=np.float32)
     factor, damping = inverse_factor(jnp.asarray(x.T @ x), 1e-9)
     assert jnp.isfinite(factor).all()

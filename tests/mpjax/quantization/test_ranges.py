@@ -43,7 +43,7 @@ def test_no_output_channel_loses(rng, text, is_square):
 
 
 def test_the_share_is_the_best_of_those_tried(rng):
-    """Of one group: the grid has the least error of all that are fitted to a cut weight."""
+    """For one group, the grid has the least error of all that are fitted to a cut weight."""
     format = WeightFormat.parse("uint4:g32")
     weight = jnp.asarray(rng.standard_t(2, (32, 4)), jnp.float32)
     importance = np.exp(rng.standard_normal(32))

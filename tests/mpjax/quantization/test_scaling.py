@@ -27,7 +27,7 @@ def weight(rng):
 
 @pytest.fixture
 def inputs(rng):
-    """Of few channels that are far larger than the others."""
+    """Inputs with two channels that are far larger than the others."""
     x = rng.standard_normal((256, 128)).astype(np.float32)
     x[:, 5] *= 30
     x[:, 77] *= 60

@@ -154,7 +154,7 @@ def test_prefill(implementation, options, rng):
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_prefill_with_softcap_and_sinks(implementation, masked, rng, interpreted_triton):
-    """Of 33 tokens: a page of 64 that isn't full."""
+    """33 tokens leave a page of 64 partly empty."""
     options: dict[str, Any] = {"scale": 0.3}
     if masked:
         options |= {"window": 10, "softcap": 1.5, "sinks": sinks_of(rng, 4)}

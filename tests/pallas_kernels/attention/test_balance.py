@@ -25,7 +25,8 @@ def tasks_kernel(
 ) -> Callable[[jax.Array], Any]:
     """Rows of sequence, split, first tile, stride, end, slot and is_whole of each program's tasks.
 
-    And who joins what: Partials. Of sequences of so many tiles, int32 [batch].
+    Also their Partials, which say which pieces are joined. The argument is int32 [batch], the tiles
+    of each sequence.
     """
     most = batch + 1
     numbers = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -73,7 +74,7 @@ def tasks_kernel(
 def tasks_of(
     lengths: np.ndarray, splits: int, own: int, *, has_one_loop: bool = False
 ) -> tuple[list[np.ndarray], Partials]:
-    """What each program does, and who joins what: see `tasks_kernel`."""
+    """The tasks of each program, and the Partials: see `tasks_kernel`."""
     run = tasks_kernel(len(lengths), splits, own, has_one_loop)
     out, parts = run(jnp.asarray(lengths, jnp.int32))
     programs = np.asarray(out).reshape(len(lengths) * own, -1, 7)

@@ -11,7 +11,7 @@ from mpjax.kernels.attention.combine import FLOOR, Partials, combine, combine_ba
 @pytest.mark.parametrize("programs", [1, 1024])
 @pytest.mark.parametrize(("splits", "dim"), [(3, 64), (5, 96), (70, 96)])
 def test_parts_count_by_their_weights(splits, dim, programs, rng, monkeypatch):
-    """Of 70, a program reads 32 channels; of a few, four heads if there must be few programs."""
+    """A program reads 32 of 70 channels; four heads of few, if there must be few programs."""
     monkeypatch.setattr(combine_module, "ENOUGH_PROGRAMS", programs)
     outputs = rng.standard_normal((3, 2, splits, dim)).astype(np.float32)
     sums = rng.uniform(-200, 200, (3, 2, splits)).astype(np.float32)
@@ -30,7 +30,7 @@ def test_parts_count_by_their_weights(splits, dim, programs, rng, monkeypatch):
 def test_balanced_parts_are_joined_with_pieces_of_their_sequence(
     own, dim, programs, rng, monkeypatch
 ):
-    """Of two tokens each; more pieces than are read at once, and what nobody wrote is no number.
+    """Two tokens each, more pieces than are read at once, and NaN in slots that are not written.
 
     Five programs have two or three of the twelve rows each.
     """

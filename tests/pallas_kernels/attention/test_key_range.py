@@ -17,7 +17,7 @@ PAGE_SIZE, PROGRAMS = 64, 3
 
 
 def visited(tile_keys: int, entries: int, first_tile: int, last: int, rng: np.random.Generator):
-    """What the second program is shown from its tile 1 to before `last`, and the table.
+    """The tiles that the second program visits from its tile 1 to before `last`, and the table.
 
     A row for each of its tiles: how many came before, and the tile's page where it got one.
     """

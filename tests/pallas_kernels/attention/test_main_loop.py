@@ -145,7 +145,7 @@ def test_scores_whose_exponents_are_rounded_stay_in_float16(text, rng):
 
 
 def test_scores_that_are_small_sums_of_large_ones_stay_in_float16(rng):
-    """What is rounded is then the zeros' part of them."""
+    """The rounded number is then the zeros' part of the scores."""
     test = scene(rng, "KV4c", "float16", kind="cancelling", starts=[300], counts=[1])
     for factor in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1):
         queries = test.queries * jnp.float16(factor)
@@ -239,7 +239,7 @@ def test_many_rows_see_keys_and_values_in_16_bits(text, dtype, rng):
 def test_powers_of_two_make_up_for_codes_that_are_subnormals(
     text_and_dtype, masked, rng, attention_with_ptx
 ):
-    """Of queries, weights and sums: elsewhere interpreted kernels have codes as they are."""
+    """Interpreted kernels decode codes to integers, so that other tests need no such powers."""
     text, dtype = text_and_dtype
     lengths: dict[str, Any] = {"starts": [300, 140], "counts": [1, 1]}
     masks: dict[str, Any] = {}

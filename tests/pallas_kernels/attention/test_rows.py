@@ -16,7 +16,7 @@ STARTS, COUNTS = [10, 0, 7], [4, 0, 2]
 
 @pytest.mark.parametrize("is_varlen", [False, True])
 def test_rows_are_tokens_and_the_query_heads_of_a_kv_head(is_varlen):
-    """Of every sequence and KV head, against what counting tokens and heads says."""
+    """For every sequence and KV head, rows are where counting tokens and heads puts them."""
     firsts = np.cumsum([0, *COUNTS[:-1]]) if is_varlen else np.arange(3) * LONGEST
     offsets = jnp.asarray(firsts, jnp.int32) if is_varlen else None
 

@@ -20,7 +20,7 @@ ROWS = 8
 @pytest.mark.parametrize("few_rows", [True, False])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_means_and_totals_go_to_the_place_of_their_rows(few_rows, shift, rng):
-    """Of two tokens, and five of eight rows, the first without a key; other places are kept."""
+    """Two tokens, five of eight rows, the first without a key; other places are kept."""
     sums = rng.standard_normal((ROWS, 32)).astype(np.float32)
     total = rng.uniform(1, 5, ROWS).astype(np.float32)
     base = rng.uniform(-9, 9, ROWS).astype(np.float32)

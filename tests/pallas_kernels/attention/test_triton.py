@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import KVFormat, KVLayout, Masks, PagedKVCache, Span, paged_attention
-from mpjax.kernels.attention import shapes, triton
+from mpjax.kernels.attention import reference, shapes, triton
 from mpjax.kernels.attention.plans import Problem
 from mpjax.kernels.attention.plans.rule import config_by_rule
 from tests.pallas_kernels.attention.scenes import CHUNKS, DECODE, Scene, kernel, scene, sinks_of
@@ -188,7 +188,7 @@ def test_programs_of_short_sequences_help_long_ones(text, dtype, heads, splits, 
     ],
 )
 def test_programs_that_help_read_what_waits_of_their_own_sequence(text, splits, masked, rng):
-    """Of the others' they read what is packed: in a loop of its own, and KV2 in the same."""
+    """They read packed keys of other sequences, in a second loop, or with KV2 in the same loop."""
     test = scene(rng, text, "bfloat16", heads=(2, 3), page_size=32, **RAGGED)
     masks: dict[str, Any] = {"window": 1000, "sinks": sinks_of(rng, 6)} if masked else {}
     out = kernel(*test.arguments, splits=splits, residual_splits=0, is_balanced=True, **masks)
@@ -224,6 +224,25 @@ def test_varlen_sequences_whose_programs_read_both(text, dtype, heads, rng):
     span, queries = dataclasses.replace(span, longest=4), test.varlen_queries(padding=5)
     out = triton.paged_attention(queries, pages, span, Masks(**masks), config, interpret=True)
     assert test.error(test.padded(out), **masks) < GATES[dtype]
+
+
+@pytest.mark.parametrize("residual_splits", [0, 2])
+def test_a_residual_lies_where_the_span_says(residual_splits, rng):
+    test = scene(rng, "KV4c", "bfloat16", **BLOCKS)
+    queries, pages, span = test.arguments
+    assert pages.residual is not None
+    order = rng.permutation(len(span.starts) + 2)[: len(span.starts)].astype(np.int32)
+
+    def spread(x):
+        pages = jnp.full((len(span.starts) + 2, *x.shape[1:]), 7, x.dtype)
+        return pages.at[order].set(x)
+
+    pages = dataclasses.replace(pages, residual=jax.tree.map(spread, pages.residual))
+    span = dataclasses.replace(span, residual_pages=jnp.asarray(order[:, None]))
+    out = kernel(queries, pages, span, splits=2, residual_splits=residual_splits)
+    assert test.error(out) < GATES["bfloat16"]
+    out = reference.paged_attention(queries, pages, span.read("attention", queries.shape[:2]))
+    assert test.error(out) < GATES["bfloat16"]
 
 
 @pytest.mark.gpu

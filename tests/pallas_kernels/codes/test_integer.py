@@ -43,7 +43,7 @@ def test_all_words_decode_to_code_minus_zero(decode, bits, operand):
 )
 @pytest.mark.parametrize("suffix", ["", ":sym"])
 def test_all_words_decode_to_scaled_weights(decode, bits, operand, scale_dtype, suffix):
-    """Of many magnitudes and both signs, by a scale in the operand's dtype, rounded once."""
+    """Scales of many magnitudes and both signs, in the operand's dtype; one rounding."""
     scales = np.float32([2e-2, 1.7e-3, -0.9, 37.0]).astype(NUMPY_DTYPES[scale_dtype])
     zeros = np.repeat([2 ** (bits - 1)] * len(scales), len(ALL_WORDS)).astype(np.uint16)
     words, scales = np.tile(ALL_WORDS, (len(scales), 1)), np.repeat(scales, len(ALL_WORDS))

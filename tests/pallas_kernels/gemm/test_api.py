@@ -32,7 +32,7 @@ KINDS = (
     *("float8:gK/float8", "float8:g128/float8", "int8:gK/int8", "liquid4:g64/int8"),
     "int4:g128/int8",
 )
-# What W4A16, W4A8 and W8A8 models are made of.
+# The formats of W4A16, W4A8 and W8A8 models.
 MEASURED = ("uint4:g128", "liquid4:g64/int8", "int8:gK/int8")
 EIGHT_BITS = ("int8:gK/int8", "float8:gK/float8")
 SMALL_TILES = Plan("triton", TritonConfig(16, 16, 1, 1, 3))
@@ -397,7 +397,7 @@ def test_lowers_as_planned(text, lower_for_cuda, pretend_gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", KINDS)
 def test_many_rows_on_the_gpu(text, rng):
-    """What is chosen for 300 and for 4096 rows."""
+    """The implementations that are chosen for 300 and for 4096 rows."""
     weight = random_weight(rng, text, 1700 if ":gK" in text else 1792, 1000)
     matrix = dense(weight)
     for rows in (300, 4096):

@@ -73,7 +73,7 @@ def test_write_out_is_exact(text, channels, rng):
     matrix = np.asarray(written(weight, dtype))
     assert matrix.shape == (outputs, weight.padded_channels)
     np.testing.assert_array_equal(matrix[:, :channels], as_written(weight, dtype))
-    # What pads K meets zeros of x, so that it must be a number.
+    # The padding of K meets zeros of x, so that it must be a number.
     assert np.isfinite(matrix.astype(np.float32)).all()
 
 

@@ -48,7 +48,7 @@ def operands(rng, text, channels=256, outputs=24, rows=5, dtype="float32", **opt
 
 @pytest.mark.parametrize("text", ALL_FORMATS)
 def test_of_the_activations(text, rng):
-    """That of a product with the dense matrix, whatever x is rounded to."""
+    """The gradient is that of a product with the dense matrix, whatever x is rounded to."""
     x, weight, cotangent = operands(rng, text)
     gradient = product_gradient("x", x, weight, as_array(cotangent, "float32"))
     assert gradient.dtype == jnp.float32
@@ -262,7 +262,7 @@ def test_of_the_activations_on_the_gpu(text, dtype, rng):
 @pytest.mark.parametrize("text", ["uint4:g64", "uint8:gK", "float8:gK", "int8:gK/int8"])
 @pytest.mark.parametrize("permuted", [False, True])
 def test_of_a_gradient_with_respect_to_scales(text, permuted, rng):
-    """That of the dense product: a gradient with respect to x depends on them."""
+    """The gradient with respect to x depends on scales, as that of the dense product does."""
     x, weight, cotangent = operands(rng, text)
     if weight.format.operand:
         permuted = False

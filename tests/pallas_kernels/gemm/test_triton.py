@@ -223,7 +223,7 @@ def test_nothing_may_be_left_to_split(rng):
 
 
 def test_what_is_left_over_is_written_in_place():
-    """What XLA made one fusion of, when it was looked at: a sum and an update, and nothing else."""
+    """The kernel is followed by a sum and an update alone, which XLA makes one fusion of."""
     weight = weight_struct("uint4:g128", 512, 256)
     x = jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)
     config, dtype = unsplit(128, weighted(16, 64, 2)), jnp.dtype(jnp.bfloat16)

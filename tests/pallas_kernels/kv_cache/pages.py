@@ -62,7 +62,7 @@ def random_pages(
 
 
 def parameter_dtype(format: KVFormat, dtype: str) -> str | None:
-    """Of the scales and zeros that pages keep beside keys and values of `dtype`."""
+    """The dtype of the scales and zeros that pages keep beside keys and values of `dtype`."""
     kept = {"8", "4", "4t", "2", "2t"} & {str(format.keys), str(format.values)} or format.group
     return (dtype if dtype == "bfloat16" else "float16") if kept else None
 

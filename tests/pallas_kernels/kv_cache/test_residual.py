@@ -199,6 +199,44 @@ def test_tokens_can_be_varlen(implementation, longest, rng, interpreted_triton):
     assert_same(pages, expected_pages(cache, new, lengths), lengths)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_a_residual_lies_where_the_span_says(implementation, rng, interpreted_triton):
+    cache = empty("KV4c", "bfloat16", 2, 512, 128)
+    new = vectors(rng, (2, 2, 512, HEADS, DIM), "bfloat16")
+    lengths, order = [300, 200], np.array([3, 1])
+    before = cache.layers[0]
+    assert before.residual is not None
+    spread = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:]), x.dtype), before.residual)
+    pages = dataclasses.replace(before, residual=spread)
+    append = compiled(implementation)
+    starts = np.zeros(2, np.int32)
+    for counts in (np.array([100, 200]), np.array([200, 0])):
+        chunk = np.stack([new[:, b, s : s + 200] for b, s in enumerate(starts)], 1)
+        span = Span(cache.block_tables, starts, counts, residual_pages=order[:, None])
+        pages = append(pages, *map(jnp.asarray, chunk), span)
+        starts = starts + counts.astype(np.int32)
+    assert pages.residual is not None
+    own = jax.tree.map(lambda x: x[order], pages.residual)
+    pages = dataclasses.replace(pages, residual=own)
+    assert_same(pages, expected_pages(cache, new, lengths), lengths)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_a_block_that_is_encoded_already_stays(implementation, rng, interpreted_triton):
+    """The residual of a sequence that begins behind a shared prefix has nothing of it."""
+    cache = empty("KV4c", "bfloat16", 2, 512, 128)
+    new = vectors(rng, (2, 2, 300, HEADS, DIM), "bfloat16")
+    shared = write(cache, new, [[257, 129]], plain)
+    shared = dataclasses.replace(shared, residual=cache.layers[0].residual)
+    starts, counts = np.array([256, 128]), np.array([44, 172])
+    chunk = np.zeros((2, 2, 172, HEADS, DIM), new.dtype)
+    for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        chunk[:, b, :count] = new[:, b, start : start + count]
+    span = Span(cache.block_tables, starts, counts, encoded=starts)
+    pages = compiled(implementation)(shared, *map(jnp.asarray, chunk), span)
+    assert_same(pages, expected_pages(cache, new, [300, 300]), [300, 300])
+
+
 def test_what_does_not_fit_is_not_written(rng):
     cache = empty("KV4c", "bfloat16", 1, 256, 128)
     new = vectors(rng, (2, 1, 300, HEADS, DIM), "bfloat16")

@@ -25,7 +25,7 @@ def test_the_largest_value_is_the_largest_code(text, reach, rng):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_scales_tell_of_what_is_no_number(transform, value, text):
-    """Of so many tokens that maxima of floats pass over NaN on a CPU."""
+    """There are so many tokens that maxima of floats pass over NaN on a CPU."""
     x = np.ones((4096, 2, 64), np.float32)
     x[7, 1, 3] = value
     scales = np.asarray(transform(lambda x: cache_scales(x, text))(jnp.asarray(x)))

@@ -59,7 +59,7 @@ def test_tokens_at_negative_positions_are_not_written(rng):
 
 @pytest.mark.parametrize("text", ["KV16", "KV4"])
 def test_few_programs_append_many_tokens(text, rng, monkeypatch):
-    """Of which some go nowhere."""
+    """Some of the tokens have no place in the cache."""
     monkeypatch.setattr(device, "multiprocessors", lambda: 1)
     options = {"pages": 11, "kv_heads": 2, "page_size": 16, "head_dim": 64, "dtype": "bfloat16"}
     pages = random_pages(rng, KVFormat.parse(text), **options)
@@ -115,7 +115,7 @@ def test_more_than_few_sequences_flush_their_blocks(rng):
 
 
 def check_flush(rng, text, dtype, head_dim, page_size, tokens, programs=None, sequences=4):
-    """Of four sequences two complete a block, and with enough tokens the last one, too."""
+    """Two of four sequences complete a block, and with enough tokens the last one does."""
     format = KVFormat.parse(text)
     block, heads = format.block, 2
     assert block is not None

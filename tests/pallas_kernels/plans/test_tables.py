@@ -18,7 +18,7 @@ STAMP = {"commit": "abc", "jax": "0.11.2"}
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What the implementation `tiled` is launched with."""
+    """The configuration of the implementation `tiled`."""
 
     size: int
     stages: int = 2

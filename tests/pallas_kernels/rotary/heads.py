@@ -236,7 +236,7 @@ def scene(
         head_dim=head_dim,
         dtype=dtype,
     )
-    # Of few bits also where they are float32, so that all shares of them are exact.
+    # The numbers have few bits also if they are float32, so that all shares of them are exact.
     drawn = "float16" if dtype == "float32" else dtype
     places = ragged_append(rng, before, tokens, drawn)
     batch = len(places.starts)

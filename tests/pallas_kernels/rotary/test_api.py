@@ -33,7 +33,7 @@ def test_implementations_agree(implementation, rng, interpreted_triton):
 
 
 def test_it_is_a_rotation_and_an_append(rng):
-    """What a program would write without it, in the dtypes of the public functions."""
+    """The result is that of the public functions that it replaces, in their dtypes."""
     test = scene(rng, 4, "bfloat16", tokens=3)
     terms, before, span, rotation = test.arguments
     rotation = dataclasses.replace(rotation, transform_queries=False)

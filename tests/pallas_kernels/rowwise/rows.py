@@ -87,7 +87,7 @@ class Rows:
     def norm_gradients(
         self, of_stream: np.ndarray, of_normed: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of each term, as of the residual, [..., H], and of the weight [H]."""
+        """The gradients of each term (the residual's, too) [..., H], and of the weight [H]."""
         x = wide(self.stream())
         inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON)
         unit, scaled = x * inverse, of_normed * wide(self.weight)
@@ -95,7 +95,7 @@ class Rows:
         return of_x, (of_normed * unit).reshape(-1, x.shape[-1]).sum(0)
 
     def gated_gradient(self, of_gated: np.ndarray) -> np.ndarray:
-        """Of each term [..., channels]."""
+        """The gradient of each term [..., channels]."""
         gate, up = np.split(wide(self.terms).sum(0), 2, axis=-1)
         chance = sigmoid(gate)
         of_gate = of_gated * up * (chance + gate * chance * (1 - chance))
@@ -127,7 +127,7 @@ def run(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
 
 
 def parsed(text: str | None) -> ActivationFormat | None:
-    """What meets a weight of a format."""
+    """The activation format that is multiplied with a weight format."""
     return None if text is None else ProductFormat.of(text).activations
 
 

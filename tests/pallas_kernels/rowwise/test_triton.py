@@ -91,7 +91,7 @@ def test_gated_silu(shape, dtype, splits, terms_dtype, text, rng):
 
 
 def check_quantized(rows, dtype, text, **keywords):
-    """Of a single term."""
+    """Checks the rounding of a single term."""
     x = rows.arrays[0][0]
     keywords |= {"format": parsed(text)}
     result = run(triton.quantize_rows, x, **keywords)

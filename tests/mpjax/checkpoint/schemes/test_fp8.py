@@ -147,7 +147,7 @@ def test_the_fine_grained_format():
     assert config == FP8Scheme("fp8", BLOCK, "float8")
     assert config.scale_name == "weight_scale_inv"
     assert config.weights == WeightFormat.parse("float8:g128/float8")
-    # What older files leave out.
+    # Keys that older files leave out.
     assert parse({"quant_method": "fp8", "weight_block_size": [128, 128]}) == config
     assert parse(FP8 | {"weight_block_size": [64, 128]}).block == (64, 128)
 

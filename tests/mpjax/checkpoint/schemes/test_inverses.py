@@ -1,4 +1,4 @@
-"""Of every scheme: what it encodes it decodes bit for bit, and the reverse."""
+"""Every scheme decodes bit for bit what it encodes, and the reverse."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ from tests.pallas_kernels.attention.plans.problems import problem
     ],
 )
 def test_registers_of_steps_of_channels(text, head_dim, rows, tokens, registers):
-    """Of two warps and keys of four bits, for six programs that are brief or may help.
+    """Two warps with keys of four bits get registers for six programs, if brief or balanced.
 
-    Keys of two bits that may help have all that there are. Of others six would have too few, and
-    so would K4cV8's eight.
+    Balanced programs with keys of two bits get all registers. Other programs get more than a sixth,
+    and K4cV8's more than an eighth, which would be too few.
     """
     config = config_by_rule(problem(text, 32, rows, tokens, (8, head_dim)))
     assert config.registers == registers
@@ -54,9 +54,9 @@ def test_registers_of_steps_of_channels(text, head_dim, rows, tokens, registers)
     ],
 )
 def test_registers_of_programs_that_come_beside_each_other(text, batch, tokens, registers):
-    """Of KV4's two warps there are eight; of KV8's four, six: what they get, the assembler says.
+    """The assembler decides for eight programs of two warps (KV4) and six of four warps (KV8).
 
-    But where they may help, it would give them more than the programs beside it allow.
+    For balanced programs, it would choose more than the programs beside them leave.
     """
     assert config_by_rule(problem(text, batch, tokens=tokens)).registers == registers
 

@@ -21,7 +21,7 @@ def assert_sound(problem):
         waiting = 2 * 2 * problem.cache.head_dim * config.residual_keys
         ahead = max(ahead, (config.stages - 1) * waiting)
     queries = 2 * config.tile_rows * problem.cache.head_dim
-    # Of wide heads the weights cross it, too: 10,240 bytes with 64 rows, as Triton compiles them.
+    # With wide heads the weights cross it, too: 10,240 bytes with 64 rows, as Triton compiles them.
     has_weights = problem.cache.head_dim > 128 and config.tile_rows > 8
     crossing = 160 * config.tile_rows if has_weights else 0
     assert ahead + queries + crossing <= problem.limits.shared_memory
@@ -107,7 +107,7 @@ def test_programs_help_each_other_where_one_sequence_may_be_long(batch, rows, to
     ],
 )
 def test_programs_of_few_tokens_help_if_keys_have_steps_of_channels(text, splits, is_balanced):
-    """Of eight sequences of 16,384 tokens, KV2's programs have 1024 each, and KV8's 4096."""
+    """With eight sequences of 16,384 tokens, KV2's programs have 1024 each, and KV8's 4096."""
     config = config_by_rule(problem(text, 8, tokens=16384))
     assert (config.splits, config.is_balanced) == (splits, is_balanced)
 

@@ -20,7 +20,7 @@ from tests.pallas_kernels.gemm.plans.problems import H200, WITHOUT_WGMMA, produc
     [
         ("uint4:g128", 9.0, TritonConfig(128, 128, 1, 8, 4), "bytes of shared memory"),
         ("uint4:g128", 8.9, TritonConfig(128, 128, 1, 8, 3), "bytes of shared memory"),
-        # Of this compute capability nothing is known but what all have.
+        # This compute capability is unknown, and taken to have what all have.
         ("uint4:g128", 12.0, TritonConfig(128, 128, 1, 8, 3), "there are 101376"),
         ("uint4:g32", 9.0, TritonConfig(256, 128, 1, 8, 2), "256 registers for sums"),
         ("uint4:gK", 9.0, TritonConfig(16, 64, 1, 2, 3, "weight"), "no scales that can be applied"),

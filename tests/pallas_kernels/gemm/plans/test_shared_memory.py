@@ -54,7 +54,7 @@ def test_a_tile_on_its_way_out_makes_room():
     assert stages(format, config, jnp.dtype(jnp.float32)) == (2, 4, 4, 32)
 
 
-# What Triton asked for, as the compiler reported it for a GPU that had too little.
+# The bytes that Triton asked for, as the compiler reported it for a GPU that had too little.
 REQUESTED = [
     ("uint4:g128", 9.0, (16, 64, 1, 2, 3), 33792),
     ("uint4:g128", 9.0, (64, 64, 1, 4, 3), 115712),

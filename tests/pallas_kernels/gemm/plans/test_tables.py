@@ -106,7 +106,7 @@ def test_a_multiple_of_eight_serves_the_rows_below_it(own):
         return [TABLES.look_up(DEVICE, wanted) for wanted in keys]
 
     assert found(FUSED) == [None, *[FUSED] * 8, None]
-    # Of other rows, x would be copied.
+    # With other numbers of rows, x would be copied.
     assert found(OF_WARPGROUPS) == [*[None] * 8, OF_WARPGROUPS, None]
 
 

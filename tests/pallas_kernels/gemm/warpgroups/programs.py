@@ -53,7 +53,7 @@ def run_program(
     *,
     copies: bool = True,
 ) -> jax.Array:
-    """What `compute` of a program, column and share leaves in the output, float32.
+    """The output, float32, that `compute` writes, given a program, a column and a share.
 
     It runs in each warpgroup but the last, which copies, unless it is told not to.
     """

@@ -41,7 +41,7 @@ FORMATS = (
     *("table4:g64", "table3:g64", "table2:g32", "liquid4:g64/int8"),
     "int4:g128/int8",
 )
-# Of tables, whose narrow planes are joined as far as groups allow.
+# For tables, whose narrow planes are joined as far as groups allow.
 OTHER_GROUPS = ("table3:g32", "table3:g128", "table2:g256")
 each_format = pytest.mark.parametrize("text", FORMATS)
 # Tiles that stick out, more splits than blocks, K of half a block, fewer blocks than warpgroups
@@ -79,7 +79,7 @@ CASES = [
     ("table4:g64", 1, 1088, 64, WarpgroupConfig(8, 2, 2), "bfloat16", "float16"),
     ("int4:g128/int8", 70, 1300, 192, WarpgroupConfig(64, 3, 2), "bfloat16", "float32"),
 ]
-# What a case above has in another format, or with other sizes.
+# Cases like those above in another format, or with other sizes.
 SWEPT_CASES = [
     ("uint4:g128", 45, 512, 192, WarpgroupConfig(48, 2, 1), "bfloat16", "float16"),
     ("uint4:g32", 44, 288, 128, WarpgroupConfig(40, 2, 2), "float16", "float16"),
@@ -194,7 +194,7 @@ def test_lowers_for_named_shapes(text, kinds, lower_for_cuda):
 
 @combinations(1, text=[text for text in FORMATS if not text.startswith("int4")], half=[0, 1])
 def test_few_rows_lower(text, half, lower_for_cuda):
-    """Those that clusters add, and those that warps multiply for themselves, in both dtypes."""
+    """Products that clusters add, and products of single warps, in both dtypes."""
     weight = weight_struct(text, 1536, 320)
     configs = [(8, 2, 1), (16, 2, 2, 2), (24, 3, 1, 3), (32, 4, 2, 2), (32, 2, 2), (16, 4, 3)]
     sound = [WarpgroupConfig(*fields) for fields in configs]
@@ -243,7 +243,7 @@ def test_registers_are_used_where_there_are_some(
     spy(products, "add_products_overlapped")
     spy(decoding.Warpgroups, "table_bytes")
     config, dtype = WarpgroupConfig(*fields), jnp.dtype(jnp.bfloat16)
-    # Of a shape that no other test traces, since what is traced is kept.
+    # The shape is one that no other test traces, since traced programs are kept.
     weight = weight_struct(text, 1536, 64 * 7)
     x = jax.ShapeDtypeStruct((config.tile_m, 1536), dtype)
     multiply = functools.partial(launch.matmul_terms, config=config, out_dtype=dtype)

@@ -1,0 +1,213 @@
+"""The mixture of experts of a layer: a router, experts that are gated MLPs, a shared MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.kernels import (
+    ActivationFormat,
+    Gate,
+    Routing,
+    grouped_matmul,
+    grouped_matmul_terms,
+    route,
+)
+from mpjax.kernels.checks import as_array
+from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
+from mpjax.models.layers import Activations, Linear
+from mpjax.models.mlp import GatedMLP, GatedMLPSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsSpec(MLPSpec):
+    """Spec of a mixture of experts: the weighted sum of a token's experts, and a shared MLP.
+
+    intermediate_size: channels of the hidden layer inside each expert.
+    num_experts: of a layer. experts_per_token: how many of them a token is sent to.
+    scoring, renormalize, scale, groups, groups_per_token, group_score: as Routing has them.
+    router_bias: whether the router adds a bias to its logits. router_correction: whether it has
+        numbers that are added to scores when experts are chosen (DeepSeek-V3).
+    bias: whether the maps of experts have biases.
+    gate_limit, gate_alpha: `limit` and `alpha` of the experts' Gate.
+    shared_size: channels of the hidden layer inside the MLP that all tokens share; None for none.
+    shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a linear map.
+    """
+
+    kind: ClassVar[str] = "experts"
+    reads_norm_once: ClassVar[bool] = False  # the router and the shared MLP read it too
+    num_experts: int = 8
+    experts_per_token: int = 2
+    scoring: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int | None = None
+    groups_per_token: int | None = None
+    group_score: str = "max"
+    router_bias: bool = False
+    router_correction: bool = False
+    bias: bool = False
+    gate_limit: float | None = None
+    gate_alpha: float = 1.0
+    shared_size: int | None = None
+    shared_gate: bool = False
+
+    @property
+    def routing(self) -> Routing:
+        """How tokens are routed. Raises ValueError for values that don't fit together."""
+        fields = {field.name for field in dataclasses.fields(Routing)} - {"per_token"}
+        values: Any = {name: getattr(self, name) for name in fields}
+        return Routing(self.experts_per_token, **values)
+
+    @property
+    def gate(self) -> Gate:
+        """The activation inside of experts."""
+        return Gate(self.gate_limit, self.gate_alpha)
+
+    def why_unsound(self) -> str | None:
+        """The reason why tokens can't be routed as the fields say, or None if they can."""
+        try:
+            return self.routing.why_not(self.num_experts)
+        except ValueError as error:
+            return str(error)
+
+    def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Experts:
+        """An Experts module with random weights."""
+        return Experts(config, self, rngs)
+
+    def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
+        """Two grouped products, of all experts' `gate_up` and `down`, and the shared MLP's."""
+        hidden, inner, count = config.hidden_size, self.intermediate_size, self.num_experts
+        maps = [
+            LinearMaps("experts.gate_up", ((hidden, inner), (hidden, inner)), self.bias, count),
+            LinearMaps("experts.down", ((inner, hidden),), self.bias, count),
+        ]
+        if self.shared_size is not None:
+            shared = GatedMLPSpec(self.shared_size).linear_maps(config)
+            maps += [each._replace(path=f"shared.{each.path}") for each in shared]
+        return tuple(maps)
+
+    def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+        """Shapes of the router's parameters and of the shared MLP's gate, by path."""
+        found: dict[str, tuple[int, ...]] = {
+            "router": (self.num_experts, config.hidden_size),
+        }
+        if self.router_bias:
+            found["router_bias"] = (self.num_experts,)
+        if self.router_correction:
+            found["router_correction"] = (self.num_experts,)
+        if self.shared_size is not None and self.shared_gate:
+            found["shared_gate"] = (1, config.hidden_size)
+        return found
+
+
+class ExpertStack(nnx.Module):
+    """The maps of all experts: gate_up and down, each a Linear with a kernel [experts, in, out]."""
+
+    def __init__(self, config: DecoderConfig, spec: ExpertsSpec, rngs: nnx.Rngs):
+        initial, dtype = nnx.initializers.normal(0.02), jnp.dtype(config.dtype)
+
+        def create(maps: LinearMaps) -> Linear:
+            outputs = sum(out for _, out in maps.shapes)
+            shape = spec.num_experts, maps.shapes[0][0], outputs
+            bias = jnp.zeros((spec.num_experts, outputs), dtype) if maps.bias else None
+            return Linear(initial(rngs.params(), shape, dtype), bias)
+
+        gate_up, down, *_ = spec.linear_maps(config)
+        self.gate_up, self.down = create(gate_up), create(down)
+        self.gate = spec.gate
+
+    def gated(self, x: jax.Array, experts: jax.Array) -> jax.Array:
+        """The channels inside of a token's experts, [..., k, intermediate_size].
+
+        x: [..., hidden]. experts: int32 [..., k], their numbers.
+        """
+        kernel: Any = self.gate_up.kernel.get_value()
+        return grouped_matmul(x, kernel, experts, bias=_bias(self.gate_up), gate=self.gate)
+
+    def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
+        kernel: Any = self.down.kernel.get_value()
+        inner = self.gated(x, experts)
+        return grouped_matmul_terms(inner, kernel, experts, weights, bias=_bias(self.down))
+
+
+class Experts(nnx.Module):
+    """A mixture of experts: Σ weight · expert(x) over a token's experts, and a shared MLP."""
+
+    def __init__(self, config: DecoderConfig, spec: ExpertsSpec, rngs: nnx.Rngs):
+        initial, dtype = nnx.initializers.normal(0.02), jnp.dtype(config.dtype)
+        shapes = spec.arrays(config)
+
+        def create(name: str) -> nnx.Param[jax.Array] | None:
+            shape = shapes.get(name)
+            value = None if shape is None else nnx.Param(initial(rngs.params(), shape, dtype))
+            return nnx.data(value)
+
+        self.router = nnx.Param(initial(rngs.params(), shapes["router"], dtype))
+        self.router_bias, self.router_correction = (
+            create("router_bias"),
+            create("router_correction"),
+        )
+        self.experts = ExpertStack(config, spec, rngs)
+        self.shared: GatedMLP | None = nnx.data(None)
+        if spec.shared_size is not None:
+            self.shared = GatedMLP(config, GatedMLPSpec(spec.shared_size), rngs)
+        self.shared_gate = create("shared_gate")
+        self.routing = spec.routing
+
+    @property
+    def activations(self) -> ActivationFormat:
+        """16 bits, in which the router reads x; products round x themselves if they have to."""
+        return ActivationFormat()
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts of each token of x [..., hidden], int32 [..., k], and their weights."""
+        logits = _project(x, self.router)
+        if self.router_bias is not None:
+            bias = self.router_bias.get_value().astype(jnp.float32)
+            logits += jax.lax.broadcast_to_rank(bias, logits.ndim)
+        correction = self.router_correction
+        return route(logits, self.routing, None if correction is None else correction.get_value())
+
+    def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
+        """Terms [terms, ..., hidden] whose sum is the output for x [..., hidden]; see `MLP.terms`.
+
+        There is a term for each of a token's experts, and those of the shared MLP. x is an array.
+        """
+        x = as_array("Experts: x", x)
+        terms = self.experts.terms(x, *self.route(x))
+        if self.shared is None:
+            return terms
+        shared = self.shared.terms(x, quantized=quantized).astype(jnp.float32)
+        if self.shared_gate is not None:
+            shared *= jax.nn.sigmoid(_project(x, self.shared_gate))[None]
+        return jnp.concatenate([terms, shared])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps x [..., hidden] to the same shape."""
+        return self.terms(x, quantized=False).sum(0).astype(x.dtype)
+
+    def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
+        """The input of each linear map, by its path, for an input x [..., hidden] of the module.
+
+        Of the experts' `down` it is [..., k, intermediate_size], for each of a token's experts.
+        """
+        experts, _ = self.route(x)
+        found = {"experts.gate_up": x, "experts.down": self.experts.gated(x, experts)}
+        if self.shared is not None:
+            found |= {f"shared.{path}": read for path, read in self.shared.inputs(x).items()}
+        return found
+
+
+def _project(x: jax.Array, rows: nnx.Param[jax.Array]) -> jax.Array:
+    """The product float32 [..., outputs] of x [..., hidden] and rows [outputs, hidden]."""
+    return jnp.einsum("...h,oh->...o", x, rows.get_value(), preferred_element_type=jnp.float32)
+
+
+def _bias(linear: Linear) -> jax.Array | None:
+    return None if linear.bias is None else linear.bias.get_value()

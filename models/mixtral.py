@@ -1,0 +1,40 @@
+"""The Mixtral family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models.config import DecoderConfig, LayerSpec
+from mpjax.models.config_json import common_fields, integer, layer_windows, sliding_window
+from mpjax.models.decoder import Decoder
+from mpjax.models.experts import ExpertsSpec
+from mpjax.models.parameters import NAMES, Names
+
+_BLOCK = "model.layers.{layer}.block_sparse_moe"
+
+
+class Mixtral(Decoder):
+    """Mixtral: Mistral with a mixture of experts, whose weights are a softmax over the chosen."""
+
+    names: ClassVar[Names] = {
+        **NAMES,
+        "mlp.router": f"{_BLOCK}.gate.weight",
+        "mlp.experts.gate_up": tuple(f"{_BLOCK}.experts.{{expert}}.{w}" for w in ("w1", "w3")),
+        "mlp.experts.down": f"{_BLOCK}.experts.{{expert}}.w2",
+    }
+
+    @classmethod
+    def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+        """Reads a `MixtralForCausalLM` config.json."""
+        mlp = ExpertsSpec(
+            integer(hf, "intermediate_size"),
+            num_experts=integer(hf, "num_local_experts", 8),
+            experts_per_token=integer(hf, "num_experts_per_tok", 2),
+        )
+        layers = tuple(
+            LayerSpec(GroupedQuerySpec(window), mlp)
+            for window in layer_windows(hf, sliding_window(hf))
+        )
+        return DecoderConfig(**common_fields(hf), layers=layers)

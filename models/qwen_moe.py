@@ -1,0 +1,114 @@
+"""Qwen1.5-MoE, Qwen2-MoE and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from mpjax.models import config_checks
+from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models.config import DecoderConfig, LayerSpec
+from mpjax.models.config_json import (
+    WHERE,
+    common_fields,
+    flag,
+    integer,
+    layer_count,
+    layer_windows,
+    sliding_window,
+)
+from mpjax.models.decoder import Decoder
+from mpjax.models.experts import ExpertsSpec
+from mpjax.models.mlp import GatedMLPSpec
+from mpjax.models.parameters import NAMES, Names
+
+_MLP = "model.layers.{layer}.mlp"
+_NAMES: Names = {
+    **NAMES,  # some layers may have a gated MLP
+    "mlp.router": f"{_MLP}.gate.weight",
+    "mlp.experts.gate_up": tuple(f"{_MLP}.experts.{{expert}}.{w}_proj" for w in ("gate", "up")),
+    "mlp.experts.down": f"{_MLP}.experts.{{expert}}.down_proj",
+    "mlp.shared.gate_up": tuple(f"{_MLP}.shared_expert.{w}_proj" for w in ("gate", "up")),
+    "mlp.shared.down": f"{_MLP}.shared_expert.down_proj",
+    "mlp.shared_gate": f"{_MLP}.shared_expert_gate.weight",
+}
+
+
+class Qwen2MoE(Decoder):
+    """Qwen2-MoE: Qwen2 with experts, and an MLP for all tokens with a gate of its own."""
+
+    names: ClassVar[Names] = _NAMES
+
+    @classmethod
+    def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+        """Reads a `Qwen2MoeForCausalLM` config.json."""
+        experts = ExpertsSpec(
+            integer(hf, "moe_intermediate_size"),
+            num_experts=_experts(hf, 60),
+            experts_per_token=integer(hf, "num_experts_per_tok", 4),
+            renormalize=flag(hf, "norm_topk_prob"),
+            shared_size=integer(hf, "shared_expert_intermediate_size"),
+            shared_gate=True,
+        )
+        bias = hf.get("qkv_bias") is None or flag(hf, "qkv_bias")
+        windows = _alternating_windows(hf)
+        return _config(hf, [GroupedQuerySpec(window, bias) for window in windows], experts)
+
+
+class Qwen3MoE(Decoder):
+    """Qwen3-MoE: Qwen3 with experts."""
+
+    names: ClassVar[Names] = _NAMES
+
+    @classmethod
+    def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+        """Reads a `Qwen3MoeForCausalLM` config.json."""
+        experts = ExpertsSpec(
+            integer(hf, "moe_intermediate_size"),
+            num_experts=_experts(hf, 128),
+            experts_per_token=integer(hf, "num_experts_per_tok", 8),
+            renormalize=flag(hf, "norm_topk_prob"),
+        )
+        bias = flag(hf, "attention_bias")
+        window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
+        attention = GroupedQuerySpec(window, bias, bias, qk_norm=True)
+        return _config(hf, [attention] * layer_count(hf), experts)
+
+
+def _experts(hf: Mapping[str, Any], default: int) -> int:
+    """The number of experts; newer files have it by Mixtral's name."""
+    older = hf.get("num_experts") is not None
+    return integer(hf, "num_experts" if older else "num_local_experts", default)
+
+
+def _alternating_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Windows by `layer_types`; without, in every other of the first `max_window_layers` layers."""
+    layers = layer_count(hf)
+    if not flag(hf, "use_sliding_window"):
+        return (None,) * layers
+    window = sliding_window(hf, 4096)
+    if hf.get("layer_types"):
+        return layer_windows(hf, window)
+    most = integer(hf, "max_window_layers", 28, minimum=0)  # Hugging Face's default
+    return tuple(window if layer % 2 == 0 and layer < most else None for layer in range(layers))
+
+
+def _config(
+    hf: Mapping[str, Any], attentions: Sequence[GroupedQuerySpec], experts: ExpertsSpec
+) -> DecoderConfig:
+    """The configuration with experts in every `decoder_sparse_step`-th layer.
+
+    Layers that `mlp_only_layers` lists, and all others, have a gated MLP.
+    """
+    count, step = len(attentions), integer(hf, "decoder_sparse_step", 1)
+    listed = hf.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
+        expected = f"a list of layers from 0 to {count - 1}"
+        config_checks.refuse(WHERE, "mlp_only_layers", listed, expected)
+    layers = []
+    for number, attention in enumerate(attentions):
+        if number in listed or (number + 1) % step:
+            layers.append(LayerSpec(attention, GatedMLPSpec(integer(hf, "intermediate_size"))))
+        else:
+            layers.append(LayerSpec(attention, experts))
+    return DecoderConfig(**common_fields(hf), layers=tuple(layers))

@@ -1,0 +1,103 @@
+"""Stacks the linear maps of experts into one Linear, expert by expert, and takes them apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels import QuantizedTensor
+from mpjax.models.join import join
+from mpjax.models.layers import Linear
+
+Arrays = tuple[jax.Array | QuantizedTensor, jax.Array | None]  # a kernel and a bias
+
+
+def stack(maps: Iterable[Linear], names: Sequence[str], count: int) -> Linear:
+    """One Linear with a kernel [experts, in, out] and a bias [experts, out] or none.
+
+    maps: of one expert after another, `count` of each, which are joined along their outputs. Each
+    expert's maps are copied into the stack before the next expert's are taken from `maps`, so that
+    memory holds the stack and one expert. names: of all maps, for messages.
+
+    Raises ValueError where the maps of one expert, or those of two experts, have formats that one
+    product can't multiply.
+    """
+    taken, total = iter(maps), None
+    for expert in range(len(names) // count):
+        ours = names[expert * count : (expert + 1) * count]
+        joined = join(list(itertools.islice(taken, count)))
+        if len(joined) > 1:
+            kinds = " and ".join(_describe(_arrays(each)[0]) for each in joined)
+            raise ValueError(
+                f"{' and '.join(ours)} have the formats {kinds}: expected one format, and with a "
+                "permutation of channels the same one, for all maps of an expert"
+            )
+        one = _arrays(joined[0])
+        if total is None:
+            total = jax.tree.map(
+                lambda leaf: jnp.zeros((len(names) // count, *leaf.shape), leaf.dtype), one
+            )
+        total, one = _with_one_symmetry(total, one)
+        if not _are_alike(total, one):
+            raise ValueError(
+                f"{ours[0]} is {_describe(one[0])}, and {names[0]} is {_describe(total[0])}: "
+                "expected one format for all experts of a layer"
+            )
+        total = _insert(total, one, expert)
+    assert total is not None
+    return Linear(*total)
+
+
+def unstack(stacked: Linear, experts: int) -> list[Linear]:
+    """One Linear for each expert: undoes `stack`, but for the joining."""
+    arrays = _arrays(stacked)
+    return [
+        Linear(*jax.tree.map(lambda leaf, i=expert: leaf[i], arrays)) for expert in range(experts)
+    ]
+
+
+def _arrays(linear: Linear) -> Arrays:
+    kernel: Any = linear.kernel.get_value()
+    return kernel, None if linear.bias is None else linear.bias.get_value()
+
+
+def _with_one_symmetry(total: Arrays, one: Arrays) -> tuple[Arrays, Arrays]:
+    """Declares both formats asymmetric if one is: the numbers stay the same (see `join`)."""
+    first, second = total[0], one[0]
+    if not isinstance(first, QuantizedTensor) or not isinstance(second, QuantizedTensor):
+        return total, one
+    symmetric = first.format.symmetric and second.format.symmetric
+
+    def declare(kernel: QuantizedTensor) -> QuantizedTensor:
+        format = dataclasses.replace(kernel.format, symmetric=symmetric)
+        return dataclasses.replace(kernel, format=format)
+
+    return (declare(first), total[1]), (declare(second), one[1])
+
+
+def _are_alike(total: Arrays, one: Arrays) -> bool:
+    """Whether the arrays and static fields of an expert are those of the stack."""
+    structures: list[Any] = [jax.tree.structure(arrays) for arrays in (total, one)]
+    leaves = zip(jax.tree.leaves(total), jax.tree.leaves(one), strict=False)
+    return structures[0] == structures[1] and all(
+        (all_.shape[1:], all_.dtype) == (leaf.shape, leaf.dtype) for all_, leaf in leaves
+    )
+
+
+def _describe(kernel: jax.Array | QuantizedTensor) -> str:
+    if not isinstance(kernel, QuantizedTensor):
+        return str(kernel.dtype)
+    permuted = ", permuted" if kernel.permutation is not None else ""
+    return f"{kernel.format} with {kernel.scale_dtype} scales{permuted}"
+
+
+# The stack is donated, so that an expert is written into it in place.
+@functools.partial(jax.jit, donate_argnums=0)
+def _insert(total: Arrays, one: Arrays, expert: int) -> Arrays:
+    return jax.tree.map(lambda all_, leaf: all_.at[expert].set(leaf), total, one)

@@ -1,0 +1,81 @@
+"""The tables of a vocabulary: the embedding, which is looked up, and the head, which is multiplied.
+
+Both are arrays [vocabulary, hidden], or linear maps with a packed kernel [hidden, vocabulary]. In
+such a kernel the codes of one token lie together, so that one table serves both where they are
+tied.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, quantize
+from mpjax.kernels.quantize import why_out_of_range
+from mpjax.kernels.quantized_tensor import concatenate, take_outputs
+from mpjax.models.layers import Linear
+
+CHUNK = 1 << 14  # tokens whose codes are computed at a time, which takes several copies
+Table = nnx.Param | Linear
+
+
+def create(is_packed: bool, shape: tuple[int, int], dtype: str, rngs: nnx.Rngs) -> Table:
+    """A random table (normal, 0.02) of `shape` [vocabulary, hidden].
+
+    is_packed: whether it is a Linear, whose plain kernel is to be replaced by a packed one.
+    """
+    if is_packed:
+        return Linear.create(shape[::-1], bias=False, dtype=dtype, rngs=rngs)
+    return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, jnp.dtype(dtype)))
+
+
+def pack(table: nnx.Param, format: WeightFormat) -> Linear:
+    """A table as a packed linear map, rounded to nearest, CHUNK tokens at a time.
+
+    Raises ValueError for weights that are too large or too small for the format, and for a hidden
+    size that can't be split into its groups.
+    """
+    weight = table.get_value()
+    format.require_matrix(weight.shape[::-1], "the table")
+    chunks = [weight[begin : begin + CHUNK] for begin in range(0, len(weight), CHUNK)]
+    parts = [_quantize(chunk, format) for chunk in chunks]
+    for chunk, part in zip(chunks, parts, strict=True):
+        if reason := why_out_of_range(chunk, part):
+            raise ValueError(f"the table: {reason}")
+    packed = concatenate(parts)
+    assert packed is not None  # parts of one format share a layout
+    return Linear(packed)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _quantize(rows: jax.Array, format: WeightFormat) -> QuantizedTensor:
+    return quantize(rows.T, format)
+
+
+def look_up(table: Table, tokens: jax.Array, dtype: str) -> jax.Array:
+    """The rows of a table in `dtype`, [..., hidden], at token ids int [...]."""
+    if not isinstance(table, Linear):
+        return jnp.take(table.get_value(), tokens, axis=0)
+    kernel: Any = table.kernel.get_value()
+    if not isinstance(kernel, QuantizedTensor):
+        return jnp.take(kernel.T, tokens, axis=0)
+    return _rows(kernel, tokens, dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _rows(kernel: QuantizedTensor, tokens: jax.Array, dtype: str) -> jax.Array:
+    rows = take_outputs(kernel, tokens.reshape(-1)).dequantize(dtype).T
+    return rows.reshape(*tokens.shape, -1)
+
+
+def logits(table: Table, hidden: jax.Array) -> jax.Array:
+    """The products float32 [..., vocabulary] of hidden states [..., hidden] and a table's rows."""
+    if isinstance(table, Linear):
+        kernel: Any = table.kernel.get_value()
+        return matmul(hidden, kernel, out_dtype=jnp.float32)
+    weight = table.get_value()
+    return jnp.einsum("...h,vh->...v", hidden, weight, preferred_element_type=jnp.float32)

@@ -1,0 +1,72 @@
+"""A folder of Hugging Face's files as a source: config.json, safetensors, tokenizer.json."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mpjax.checkpoint.safetensors import Checkpoint
+from mpjax.checkpoint.schemes import registry
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.source import Source
+from mpjax.errors import CheckpointError
+from mpjax.kernels import files
+from mpjax.tokenizer import Tokenizer
+
+CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
+
+
+class HuggingFaceFolder(Source):
+    """A folder with config.json, safetensors files and, mostly, a tokenizer."""
+
+    def read_config(self) -> dict[str, Any]:
+        """The folder's config.json."""
+        path = self.path / CONFIG_NAME
+        if not os.path.lexists(path):
+            raise CheckpointError(f"{self.path} has no {CONFIG_NAME}: expected a checkpoint folder")
+        return files.read_object(path, CheckpointError)
+
+    def open(self) -> Checkpoint:
+        """The tensors in the headers of the safetensors files."""
+        return Checkpoint.open(self.path)
+
+    def read_scheme(self, config: Mapping[str, Any]) -> Scheme | None:
+        """The scheme of config.json's quantization_config."""
+        written = config.get("quantization_config")
+        if written is None:
+            return None
+        path = self.path / CONFIG_NAME
+        if not isinstance(written, Mapping):
+            raise CheckpointError(
+                f"{path}: quantization_config is {written!r:.80}: expected an object"
+            )
+        try:
+            return registry.read(written)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def read_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of tokenizer.json and the files beside it."""
+        has_one = os.path.lexists(self.path / TOKENIZER_NAME)
+        return Tokenizer.from_folder(self.path) if has_one else None
+
+    def file_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of those files that are there."""
+        return sum(_bytes_of(self.path / name) for name in names)
+
+    def copy_files(self, names: Iterable[str], folder: Path) -> None:
+        """Copies those files, or folders, that are there."""
+        for name in names:
+            if (path := self.path / name).is_dir():
+                shutil.copytree(path, folder / name)
+            elif path.is_file():
+                shutil.copyfile(path, folder / name)
+
+
+def _bytes_of(path: Path) -> int:
+    if path.is_dir():
+        return sum(_bytes_of(child) for child in path.iterdir())
+    return path.stat().st_size if path.is_file() else 0

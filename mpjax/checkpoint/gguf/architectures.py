@@ -1,0 +1,152 @@
+"""The architectures of GGUF files that are read: their config.json, and their tensors' names.
+
+Source: llama.cpp, gguf-py/gguf/constants.py, and convert_hf_to_gguf.py, which says how the tensors
+differ from those of Hugging Face's files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpjax.checkpoint.gguf import rotary
+from mpjax.checkpoint.gguf.header import Tensor
+from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.errors import CheckpointError
+
+Change = Callable[[np.ndarray], np.ndarray]
+
+# Names in GGUF's files, without `blk.<layer>.`, and in Hugging Face's.
+TABLES = {"token_embd": "embed_tokens", "output_norm": "norm"}
+NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A value of `general.architecture`.
+
+    hugging_face: the architecture in config.json. model_type: also there.
+    names: of the tensors of a layer. interleaved: whether the rows of the query and key maps are
+        ordered for a rotation of neighbouring channels.
+    more: further keys of config.json, from the metadata and the names of the tensors.
+    """
+
+    hugging_face: str
+    model_type: str
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)
+    interleaved: bool = False
+    more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
+
+    def translate(self, name: str) -> str:
+        """The name of a module in Hugging Face's files; its own for one that is unknown."""
+        if name == "output":
+            return "lm_head"
+        if name in TABLES:
+            return f"model.{TABLES[name]}"
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
+        if match is None or match[2] not in self.names:
+            return name
+        return f"model.layers.{match[1]}.{self.names[match[2]]}"
+
+    def change(self, name: str, config: Mapping[str, Any]) -> Change | None:
+        """How the numbers of a module differ from Hugging Face's; None where they don't.
+
+        name: in the GGUF file. The function takes and returns an array whose first axis is rows.
+        """
+        kind = name.rpartition(".")[2]
+        if self.interleaved and kind in ("attn_q", "attn_k"):
+            heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
+            return lambda rows: _separate(rows, heads)
+        return None
+
+
+def _separate(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Moves each head's even rows before its odd ones."""
+    if rows.shape[0] % (2 * heads):  # `make_plan` refuses such a tensor
+        return rows
+    pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
+    return np.ascontiguousarray(np.swapaxes(pairs, 1, 2)).reshape(rows.shape)
+
+
+def _biases(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+    }
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True, more=_biases),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+}
+
+
+def of(metadata: Metadata) -> Architecture:
+    """The architecture of a file. Raises CheckpointError for one that is not read."""
+    name = metadata.text("general.architecture")
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{metadata.path}: general.architecture is {name!r:.80}: expected one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    if metadata.whole(f"{name}.expert_count", 0):
+        raise CheckpointError(
+            f"{metadata.path}: the model is a mixture of experts, which is read from safetensors "
+            "checkpoints only: load the one that the file was made from"
+        )
+    if metadata.whole("split.count", 1) > 1:
+        raise CheckpointError(
+            f"{metadata.path} is one of {metadata.whole('split.count')} parts of a model: join "
+            "them into one file with `llama-gguf-split --merge`"
+        )
+    return ARCHITECTURES[name]
+
+
+def read_config(
+    metadata: Metadata, tensors: Mapping[str, Tensor], factors: np.ndarray | None
+) -> dict[str, Any]:
+    """The config.json of Hugging Face's checkpoint of the model.
+
+    factors: the tensor `rope_freqs.weight`, None where the file has none. Raises CheckpointError.
+    """
+    architecture, name = of(metadata), metadata.text("general.architecture")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(
+            f"{metadata.path} has no tensor 'token_embd.weight' of two dimensions: it holds no "
+            "language model"
+        )
+    heads = metadata.whole(f"{name}.attention.head_count")
+    config = {
+        "architectures": [architecture.hugging_face],
+        "model_type": architecture.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": metadata.whole(f"{name}.embedding_length"),
+        "num_hidden_layers": metadata.whole(f"{name}.block_count"),
+        "intermediate_size": metadata.whole(f"{name}.feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.whole(f"{name}.attention.head_count_kv", heads),
+        "max_position_embeddings": metadata.whole(f"{name}.context_length"),
+        "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    if (size := metadata.whole(f"{name}.attention.key_length", None)) is not None:
+        config["head_dim"] = size
+    return config | rotary.read(metadata, name, factors) | architecture.more(metadata, tensors)

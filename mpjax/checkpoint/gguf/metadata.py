@@ -1,0 +1,85 @@
+"""Values of a GGUF file's metadata by key, checked as they are taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpjax.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """The metadata of a file. Every method returns its default where the key is missing.
+
+    A default of None makes a method return None; without one, a missing key is an error. All
+    raise CheckpointError for a value of another type.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def _get(self, key: str, expected: str, default: Any) -> Any:
+        if key in self.values:
+            return self.values[key]
+        if default is ...:
+            raise CheckpointError(f"{self.path} has no {key!r}: expected {expected}")
+        return default
+
+    def _refuse(self, key: str, value: Any, expected: str) -> CheckpointError:
+        shown = f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else value
+        shown = repr(value) if isinstance(value, str) else shown
+        return CheckpointError(f"{self.path}: {key!r} is {shown!s:.80}: expected {expected}")
+
+    def text(self, key: str, default: Any = ...) -> Any:
+        """A text."""
+        value = self._get(key, "a text", default)
+        if value is not default and not isinstance(value, str):
+            raise self._refuse(key, value, "a text")
+        return value
+
+    def whole(self, key: str, default: Any = ...) -> Any:
+        """A whole number."""
+        value = self._get(key, "a whole number", default)
+        if value is not default and type(value) is not int:
+            raise self._refuse(key, value, "a whole number")
+        return value
+
+    def number(self, key: str, default: Any = ...) -> Any:
+        """A number, with as few digits as float32 needs: 1e-05 and not 9.99999975e-06."""
+        value = self._get(key, "a number", default)
+        if value is default:
+            return value
+        if type(value) not in (int, float) or not np.isfinite(value):
+            raise self._refuse(key, value, "a finite number")
+        with np.errstate(over="ignore"):
+            narrow = np.float32(value)
+        return float(str(narrow)) if float(narrow) == value else value
+
+    def flag(self, key: str, default: Any = ...) -> Any:
+        """True or false."""
+        value = self._get(key, "true or false", default)
+        if value is not default and type(value) is not bool:
+            raise self._refuse(key, value, "true or false")
+        return value
+
+    def texts(self, key: str, default: Any = ...) -> Any:
+        """A list of texts."""
+        value = self._get(key, "a list of texts", default)
+        if value is not default and not isinstance(value, list):
+            raise self._refuse(key, value, "a list of texts")
+        return value
+
+    def numbers(self, key: str, default: Any = ..., length: int | None = None) -> Any:
+        """An array of numbers. length: of the array, if one is expected."""
+        expected = "a list of numbers" if length is None else f"a list of {length} numbers"
+        value = self._get(key, expected, default)
+        if value is default:
+            return value
+        if not isinstance(value, np.ndarray) or length not in (None, len(value)):
+            raise self._refuse(key, value, expected)
+        return value

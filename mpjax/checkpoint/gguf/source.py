@@ -1,0 +1,130 @@
+"""A GGUF file as a source: what it holds, as Hugging Face's files would have it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpjax.checkpoint.gguf import architectures, vocabulary
+from mpjax.checkpoint.gguf.header import Header, Tensor, read_header
+from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.checkpoint.schemes.gguf import GGUFScheme
+from mpjax.checkpoint.source import Source
+from mpjax.tokenizer import Tokenizer
+
+FACTORS = "rope_freqs.weight"  # is read into config.json
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFCheckpoint(Checkpoint):
+    """The tensors of a file, by Hugging Face's names.
+
+    A plain tensor has its name there. Blocks have the name of their type for a suffix, as in
+    `model.norm.q8_0`, and are bytes uint8 [rows, blocks, bytes of a block].
+
+    changes: by name, how `read` changes the numbers or the order of the rows.
+    """
+
+    changes: Mapping[str, architectures.Change] = dataclasses.field(default_factory=dict)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as Hugging Face's files have it; see Checkpoint.read."""
+        array = super().read(name)
+        change = self.changes.get(name)
+        return array if change is None else change(array)
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFSource(Source):
+    """A GGUF file. `path` is the file's."""
+
+    @functools.cached_property
+    def header(self) -> Header:
+        """The file's header, which is read once."""
+        return read_header(self.path)
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata in the header."""
+        return Metadata(self.path, self.header.metadata)
+
+    def read_config(self) -> dict[str, Any]:
+        """The config.json that the metadata stand for."""
+        config = architectures.read_config(self.metadata, self.header.tensors, self._factors())
+        stop_ids = vocabulary.read_stop_ids(self.metadata)
+        return config | ({"eos_token_id": stop_ids} if stop_ids else {})
+
+    def _factors(self) -> np.ndarray | None:
+        """The numbers by which rotary frequencies are divided, where the file has them."""
+        tensor = self.header.tensors.get(FACTORS)
+        if tensor is None or tensor.type.dtype is None:
+            return None
+        held = Checkpoint(self.path, {FACTORS: _info(tensor, FACTORS, self.path)})
+        return held.read(FACTORS).astype(np.float32).reshape(-1)
+
+    def open(self) -> GGUFCheckpoint:
+        """The tensors in the header."""
+        architecture, config = architectures.of(self.metadata), self.read_config()
+        tensors, changes = {}, {}
+        for tensor in self.header.tensors.values():
+            if tensor.name == FACTORS:
+                continue
+            module, _, suffix = tensor.name.rpartition(".")
+            suffix = suffix if tensor.type.dtype is not None else tensor.type.name.lower()
+            name = f"{architecture.translate(module)}.{suffix}"
+            tensors[name] = _info(tensor, name, self.path)
+            if (change := architecture.change(module, config)) is not None:
+                changes[name] = change
+        return GGUFCheckpoint(self.path, types.MappingProxyType(tensors), changes)
+
+    def read_scheme(self, config: Mapping[str, Any]) -> Scheme | None:
+        """A scheme with the type of each module."""
+        architecture = architectures.of(self.metadata)
+        return GGUFScheme(
+            {
+                architecture.translate(tensor.name.rpartition(".")[0]): tensor.type.name
+                for tensor in self.header.tensors.values()
+                if tensor.type.dtype is None
+            }
+        )
+
+    def read_tokenizer(self) -> Tokenizer:
+        """The tokenizer in the metadata, which is built once."""
+        return self._tokenizer
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return vocabulary.read_tokenizer(self.metadata)
+
+    def file_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of the texts that `copy_files` writes."""
+        return sum(len(text.encode()) for text in self._texts(names).values())
+
+    def copy_files(self, names: Iterable[str], folder: Path) -> None:
+        """Writes Hugging Face's files of the same model: its config.json and its tokenizer."""
+        for name, text in self._texts(names).items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+    def _texts(self, names: Iterable[str]) -> dict[str, str]:
+        wanted = set(names)
+        texts = self.read_tokenizer().to_files()
+        texts["config.json"] = json.dumps(self.read_config(), indent=2)
+        return {name: text for name, text in texts.items() if name in wanted}
+
+
+def _info(tensor: Tensor, name: str, path: Path) -> TensorInfo:
+    """The tensor as safetensors would describe it; blocks are bytes."""
+    kind, shape, dtype = tensor.type, tensor.shape, tensor.type.dtype
+    if dtype is None:
+        dtype = np.dtype(np.uint8)
+        shape = (*shape[:-1], shape[-1] // kind.size, kind.block_bytes)
+    return TensorInfo(name, dtype, shape, path, tensor.begin, tensor.end)

@@ -1,0 +1,266 @@
+"""Builds a Tokenizer from the metadata of a GGUF file.
+
+Two models of tokenizers are read. `gpt2` is byte-level byte-pair encoding: the file lists tokens
+and merges, and names the rule that splits a text into words (`tokenizer.ggml.pre`). `llama` is
+SentencePiece's byte-pair encoding: the file lists tokens and their scores, from which the merges
+follow. Source: llama.cpp, src/llama-vocab.cpp and include/llama.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.errors import CheckpointError
+from mpjax.tokenizer import Tokenizer
+from mpjax.tokenizer_files import explained
+
+# Kinds of tokens (`tokenizer.ggml.token_type`): a control token has no text, one that a user
+# defined is found in a text before it is split, and a byte stands for a part of a character.
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+SPACE = "▁"  # SentencePiece's mark of a space
+NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+STOP_KEYS = ("eos", "eot", "eom")
+# Control tokens that end an answer, in files that don't name them as such.
+STOP_TEXTS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+    *("<|end_of_text|>", "<|return|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>"),
+)
+
+
+class Splitting(NamedTuple):
+    """How byte-level tokenizers split a text into words.
+
+    pattern: of a word; None for GPT-2's, which `tokenizers` has. digits: whether each digit is
+    split off first. whole_words: whether a word that is a token is taken without merging.
+    begins: whether texts begin with the bos token where the file does not say.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    whole_words: bool = False
+    begins: bool = False
+
+
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_WITH_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _cased(ending: str) -> str:
+    """Words of one case, or of one that changes once, with an ending."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
+
+
+_BY_THREE_DIGITS = rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
+_LLAMA3 = Splitting(_BY_THREE_DIGITS, whole_words=True, begins=True)
+_QWEN2 = Splitting(rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_REST}")
+_GPT2, _DIGITS = Splitting(), Splitting(digits=True)
+
+SPLITTINGS: Mapping[str, Splitting] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting(_BY_THREE_DIGITS)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "granite-docling"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    "gpt-4o": Splitting(rf"{_cased(f'{_SHORT}?')}|\p{{N}}{{1,3}}|{_REST_WITH_SLASHES}"),
+    "tekken": Splitting(
+        rf"{_cased('')}|\p{{N}}|{_REST_WITH_SLASHES}", whole_words=True, begins=True
+    ),
+}
+
+
+def read_tokenizer(metadata: Metadata) -> Tokenizer:
+    """The tokenizer of a file. Raises CheckpointError for one that can't be built."""
+    tokens = metadata.texts("tokenizer.ggml.tokens")
+    builders = {"gpt2": _byte_level, "llama": _sentence_piece}
+    model = metadata.text("tokenizer.ggml.model")
+    if model not in builders:
+        raise CheckpointError(
+            f"{metadata.path}: the tokenizer's model is {model!r:.80}: expected "
+            f"{' or '.join(builders)}; load the model's safetensors checkpoint"
+        )
+    kinds = _kinds(metadata, tokens)
+    with explained(f"{metadata.path} holds no tokenizer that can be built"):
+        backend = builders[model](metadata, tokens, kinds)
+        _add_tokens(backend, tokens, kinds)
+    special = _special_tokens(metadata, tokens)
+    _add_ends(backend, metadata, special, begins=_begins(metadata, model))
+    return Tokenizer(
+        backend,
+        special_tokens=special,
+        chat_templates=_chat_templates(metadata),
+        stop_ids=read_stop_ids(metadata),
+        name=str(metadata.path),
+    )
+
+
+def read_stop_ids(metadata: Metadata) -> list[int]:
+    """Ids of the tokens that end a text. Raises CheckpointError for ids without a token."""
+    tokens = metadata.texts("tokenizer.ggml.tokens", [])
+    kinds = _kinds(metadata, tokens)
+    named = [_token_id(metadata, kind, tokens) for kind in STOP_KEYS]
+    controls = {tokens[index]: int(index) for index in np.flatnonzero(kinds == CONTROL)}
+    texts = [controls[text] for text in STOP_TEXTS if text in controls]
+    return list(dict.fromkeys([*(index for index in named if index is not None), *texts]))
+
+
+def _kinds(metadata: Metadata, tokens: Sequence[str]) -> np.ndarray:
+    kinds = metadata.numbers("tokenizer.ggml.token_type", None, len(tokens))
+    return np.full(len(tokens), NORMAL) if kinds is None else kinds
+
+
+def _byte_level(
+    metadata: Metadata, tokens: Sequence[str], kinds: np.ndarray
+) -> tokenizers.Tokenizer:
+    splitting = _splitting(metadata)
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.texts("tokenizer.ggml.merges")]
+    wrong = next((merge for merge in merges if len(merge) != 2), None)
+    if wrong is not None:
+        raise CheckpointError(
+            f"{metadata.path}: tokenizer.ggml.merges has {wrong[0]!r:.80}: expected two tokens"
+        )
+    backend = tokenizers.Tokenizer(
+        models.BPE(_numbered(tokens), merges, ignore_merges=splitting.whole_words)
+    )
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if splitting.digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if splitting.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(False, use_regex=splitting.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _splitting(metadata: Metadata) -> Splitting:
+    name = metadata.text("tokenizer.ggml.pre", "gpt-2")
+    if name not in SPLITTINGS:
+        raise CheckpointError(
+            f"{metadata.path}: the tokenizer splits texts by the rule {name!r:.80} "
+            f"(tokenizer.ggml.pre): expected one of {', '.join(SPLITTINGS)}; load the model's "
+            "safetensors checkpoint"
+        )
+    return SPLITTINGS[name]
+
+
+def _sentence_piece(
+    metadata: Metadata, tokens: Sequence[str], kinds: np.ndarray
+) -> tokenizers.Tokenizer:
+    scores = metadata.numbers("tokenizer.ggml.scores", length=len(tokens))
+    unknown = _token_id(metadata, "unknown", tokens)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            _numbered(tokens),
+            list(_merges(tokens, scores, kinds)),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    undo: list[decoders.Decoder] = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if metadata.flag("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        undo.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence(undo)
+    return backend
+
+
+def _merges(
+    tokens: Sequence[str], scores: np.ndarray, kinds: np.ndarray
+) -> Iterator[tuple[str, str]]:
+    """Pairs of tokens whose text joined is a token, those with the best joined token first."""
+    normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
+    for index in np.argsort(-scores.astype(np.float32), kind="stable"):
+        token = tokens[index]
+        if token not in normal:
+            continue
+        for cut in range(1, len(token)):
+            pair = token[:cut], token[cut:]
+            if pair[0] in normal and pair[1] in normal:
+                yield pair
+
+
+def _numbered(tokens: Sequence[str]) -> dict[str, int]:
+    """The id of each token; of a text that several tokens have, the first."""
+    ids: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        ids.setdefault(token, index)
+    return ids
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[str], kinds: np.ndarray) -> None:
+    added = [
+        AddedToken(tokens[index], normalized=False, special=bool(kinds[index] == CONTROL))
+        for index in np.flatnonzero((kinds == CONTROL) | (kinds == USER_DEFINED)).tolist()
+        if tokens[index]
+    ]
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
+
+
+def _token_id(metadata: Metadata, kind: str, tokens: Sequence[str]) -> int | None:
+    """The id of a token that the file names; None where the file has none."""
+    key = f"tokenizer.ggml.{kind}_token_id"
+    index = metadata.whole(key, None)
+    if index is None:
+        return None
+    if not 0 <= index < len(tokens):
+        raise CheckpointError(
+            f"{metadata.path}: {key} is {index}: expected an id from 0 to {len(tokens) - 1}"
+        )
+    return index
+
+
+def _special_tokens(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]:
+    found = {name: _token_id(metadata, key, tokens) for name, key in NAMES.items()}
+    return {f"{name}_token": tokens[id] for name, id in found.items() if id is not None}
+
+
+def _begins(metadata: Metadata, model: str) -> bool:
+    """Whether texts begin with the bos token where the file does not say."""
+    return model == "llama" or _splitting(metadata).begins
+
+
+def _add_ends(
+    backend: tokenizers.Tokenizer, metadata: Metadata, special: Mapping[str, str], *, begins: bool
+) -> None:
+    """Makes the backend add the bos and eos token to texts, where the file says so."""
+    wanted = {
+        "bos_token": metadata.flag("tokenizer.ggml.add_bos_token", begins),
+        "eos_token": metadata.flag("tokenizer.ggml.add_eos_token", False),
+    }
+    ends = {name: special[name] for name, add in wanted.items() if add and name in special}
+    if not ends:
+        return
+    sequence = [ends.get("bos_token"), "$A", ends.get("eos_token")]
+    ids = [(token, backend.token_to_id(token)) for token in ends.values()]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[piece for piece in sequence if piece is not None], special_tokens=ids
+    )
+
+
+def _chat_templates(metadata: Metadata) -> dict[str, str]:
+    prefix = "tokenizer.chat_template"
+    found = {
+        key.removeprefix(f"{prefix}."): metadata.text(key)
+        for key in metadata.values
+        if key.startswith(f"{prefix}.")
+    }
+    default = metadata.text(prefix, None)
+    return found if default is None else {"default": default, **found}

@@ -1,0 +1,161 @@
+"""The quantised maps of a GGUF file: blocks of codes, of one type for each map.
+
+A module has one tensor, whose suffix is the type: `q8_0`, uint8 [N, blocks, bytes of a block].
+Types whose weights are a code times a scale keep their codes. The others have minima, or scales for
+16 weights, which no format here has: their weights are rounded to eight bits, or to the format that
+a precision asks for.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, TensorType
+from mpjax.checkpoint.schemes import checks
+from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels.grid import fit
+
+ROUNDED = WeightFormat("uint8", 32)  # for types that no format here has
+TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFScheme(Scheme):
+    """The types of a file's modules.
+
+    types: by the module's name in Hugging Face's files, such as `Q8_0`.
+    target: the format to which all weights are rounded; None leaves codes where they can stay.
+    """
+
+    title: ClassVar[str] = "GGUF"
+    methods: ClassVar[tuple[str, ...]] = ("gguf",)
+    suffixes: ClassVar[tuple[str, ...]] = tuple(TYPES)
+    decoding_bytes: ClassVar[int] = 9  # float32, its rounding, and codes
+    dequantizes_tables: ClassVar[bool] = True
+
+    types: Mapping[str, str]
+    target: WeightFormat | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> GGUFScheme:
+        """Raises CheckpointError: a GGUF file has no config.json."""
+        raise CheckpointError(
+            "quant_method 'gguf' is that of a single file: load the .gguf file itself"
+        )
+
+    @classmethod
+    def holds(cls, specs: Specs) -> bool:
+        """Whether a module's tensor is blocks of one of the types."""
+        return any(suffix in TYPES for suffix in specs)
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of most modules."""
+        counts = collections.Counter(self._format(kind) for kind in self.types.values())
+        [(format, _)] = counts.most_common(1)
+        return format
+
+    def rounded_to(self, format: WeightFormat) -> GGUFScheme:
+        """The same weights, rounded to a format, plain arrays among them."""
+        return dataclasses.replace(self, target=format)
+
+    def format(self, name: str, channels: int) -> WeightFormat:
+        """The format of one module on the device."""
+        format = self._format(self.types[name])
+        if not format.can_split(channels):
+            raise CheckpointError(
+                f"{name} has {channels} input channels, which groups of {format.group_size} don't "
+                "divide: choose another group size or format in precision, such as W4g32 or W4gK"
+            )
+        return format
+
+    def _format(self, type: str) -> WeightFormat:
+        own = own_format(BLOCK_TYPES[type])
+        if self.target is None:
+            return own or ROUNDED
+        return own if own is not None and _agree(own, self.target) else self.target
+
+    def is_exact(self, name: str) -> bool:
+        """Whether the module's codes are kept."""
+        kind = BLOCK_TYPES[self.types[name]]
+        return self._format(kind.name) == own_format(kind)
+
+    def check(
+        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Checks a module's tensor by shape and dtype and returns its (K, N)."""
+        kind, spec = _only(specs, name)
+        if len(spec.shape) != 3:
+            raise CheckpointError(
+                f"{name} is {checks.describe(spec)}: expected the blocks of a matrix"
+            )
+        outputs, blocks, _ = spec.shape
+        checks.check_weight_shape(name, (blocks * kind.size, outputs), shape, None)
+        return blocks * kind.size, outputs
+
+    def decode(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> PlainCodes:
+        """The module's own codes where a format has them, or those nearest to its weights."""
+        channels, _ = self.check(tensors, name, shape)
+        kind, blocks = _only(tensors, name)
+        format = self.format(name, channels)
+        convert = _own_codes if self.is_exact(name) else _round
+        return convert(jnp.asarray(blocks), kind, format)
+
+    def dequantize(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> jax.Array:
+        """The weight float32 [K, N], bit for bit as ggml computes it."""
+        self.check(tensors, name, shape)
+        kind, blocks = _only(tensors, name)
+        return _values(jnp.asarray(blocks), kind)
+
+
+def own_format(kind: TensorType) -> WeightFormat | None:
+    """The format whose weights are equal to those of a type; None where there is none."""
+    if kind.codes is None:
+        return None
+    return WeightFormat("uint4" if kind.code_bits <= 4 else "uint8", kind.size, symmetric=True)
+
+
+def _agree(own: WeightFormat, target: WeightFormat) -> bool:
+    """Whether formats differ in symmetry at most: symmetric codes are codes with zero points."""
+    return dataclasses.replace(own, symmetric=False) == dataclasses.replace(target, symmetric=False)
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def _values(blocks: jax.Array, kind: TensorType) -> jax.Array:
+    return kind.dequantize(blocks).T
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "format"))
+def _round(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> PlainCodes:
+    values = kind.dequantize(blocks).T
+    return fit(values, format).round(values)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "format"))
+def _own_codes(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> PlainCodes:
+    assert kind.codes is not None
+    codes, scales = kind.codes(blocks)
+    middle = 2 ** (format.bits - 1)
+    unsigned = (codes + middle).astype(jnp.uint8).reshape(blocks.shape[0], -1)
+    return PlainCodes(format, unsigned.T, scales.T)
+
+
+def _only(tensors: Mapping[str, Any], name: str) -> tuple[TensorType, Any]:
+    """The type and the tensor of a module. Raises CheckpointError where it has several."""
+    found = [(TYPES[suffix], tensor) for suffix, tensor in tensors.items() if suffix in TYPES]
+    if len(found) != 1:
+        raise CheckpointError(f"{name} has the tensors {', '.join(tensors)}: expected one")
+    return found[0]

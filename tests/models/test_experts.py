@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax.kernels import Gate, Routing, quantize
+from mpjax.models import ConfigError, Decoder, ExpertsSpec, LayerSpec, LinearMaps, Packed
+from tests.models.small import CONFIG
+from tests.pallas_kernels.experts.cases import expected
+from tests.pallas_kernels.oracles import random_array, relative_error, wide
+
+SPEC = ExpertsSpec(
+    32,
+    num_experts=4,
+    experts_per_token=2,
+    renormalize=False,
+    router_bias=True,
+    router_correction=True,
+    bias=True,
+    gate_limit=2.0,
+    gate_alpha=1.5,
+    shared_size=96,
+    shared_gate=True,
+)
+
+
+def build(spec: ExpertsSpec, rng: np.random.Generator) -> Any:
+    """A module with strong random weights, also in its biases."""
+    module = spec.build(CONFIG, nnx.Rngs(0))
+
+    def strong(x):
+        return random_array(rng, x.shape, "float32") * (x.shape[-2] ** -0.5 if x.ndim > 1 else 1)
+
+    nnx.update(module, jax.tree.map(strong, nnx.state(module)))
+    return module
+
+
+def test_the_maps_and_arrays_of_a_layer():
+    assert SPEC.linear_maps(CONFIG) == (
+        LinearMaps("experts.gate_up", ((64, 32), (64, 32)), True, 4),
+        LinearMaps("experts.down", ((32, 64),), True, 4),
+        LinearMaps("shared.gate_up", ((64, 96), (64, 96))),
+        LinearMaps("shared.down", ((96, 64),)),
+    )
+    assert SPEC.arrays(CONFIG) == {
+        "router": (4, 64),
+        "router_bias": (4,),
+        "router_correction": (4,),
+        "shared_gate": (1, 64),
+    }
+    assert SPEC.routing == Routing(2, renormalize=False)
+    assert SPEC.gate == Gate(2.0, 1.5)
+    folds = LayerSpec(CONFIG.layers[0].attention, SPEC).folds(CONFIG)
+    assert "mlp_norm" not in {fold.source for fold in folds}  # the router reads it, too
+
+
+def test_a_mixture_with_everything(rng):
+    module, x = build(SPEC, rng), random_array(rng, (2, 3, 64), "float32")
+    flat = wide(x).reshape(6, 64)
+    logits = flat @ wide(module.router.get_value()).T + wide(module.router_bias.get_value())
+    scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    ranked = scores + wide(module.router_correction.get_value())
+    experts = np.argsort(-ranked, -1, kind="stable")[:, :2]
+    weights = np.take_along_axis(scores, experts, -1)
+    stack = module.experts
+
+    def arrays(linear):
+        return wide(linear.kernel.get_value()), wide(linear.bias.get_value())
+
+    kernel, bias = arrays(stack.gate_up)
+    inner = expected(flat, kernel, experts, None, bias, SPEC.gate)
+    kernel, bias = arrays(stack.down)
+    mixed = expected(inner, kernel, experts, weights, bias)
+    shared = wide(module.shared(x)).reshape(6, 64)
+    gate = 1 / (1 + np.exp(-(flat @ wide(module.shared_gate.get_value()).T)))
+    whole = (mixed + gate * shared).reshape(2, 3, 64)
+    assert relative_error(module(x), whole) < 1e-5
+    terms = module.terms(x, quantized=False)
+    assert terms.shape == (3, 2, 3, 64)  # two experts and the shared MLP
+    assert relative_error(terms.sum(0), whole) < 1e-5
+    read = module.inputs(x)
+    assert read["experts.gate_up"] is x
+    assert relative_error(read["experts.down"].reshape(6, 2, 32), inner) < 1e-5
+    assert [*read][2:] == ["shared.gate_up", "shared.down"]
+
+
+def test_experts_in_a_format_are_their_dequantised_twin(rng):
+    spec = ExpertsSpec(32, num_experts=4)
+    module, x = build(spec, rng), random_array(rng, (5, 64), "float32")
+    assert module.shared is None
+    packed = []
+    for linear in (module.experts.gate_up, module.experts.down):
+        packed.append(quantize(linear.kernel.get_value(), "uint4:g32"))
+        linear.kernel = nnx.Param(packed[-1].dequantize())
+    plain = module(x)
+    for linear, kernel in zip((module.experts.gate_up, module.experts.down), packed, strict=True):
+        linear.kernel = Packed(kernel)
+    assert relative_error(module(x), wide(plain)) < 1e-5
+
+
+def test_gradients_reach_the_router(rng):
+    module, x = build(ExpertsSpec(32, num_experts=4), rng), random_array(rng, (5, 64), "float32")
+    gradients = nnx.grad(lambda module: (module(x) ** 2).sum())(module)
+    assert jnp.abs(gradients["router"].get_value()).max() > 1e-3
+    assert jnp.abs(gradients["experts"]["down"]["kernel"].get_value()).max() > 1e-3
+
+
+def test_a_routing_that_does_not_fit_is_found_in_the_configuration():
+    layers = tuple(
+        dataclasses.replace(layer, mlp=ExpertsSpec(32, num_experts=4, experts_per_token=5))
+        for layer in CONFIG.layers
+    )
+    config = dataclasses.replace(CONFIG, layers=layers)
+    with pytest.raises(ConfigError, match=r"layers\[0\]\.mlp: 5 experts per token are more than"):
+        Decoder(config, nnx.Rngs(0))
+    assert "expected softmax or sigmoid" in (ExpertsSpec(32, scoring="x").why_unsound() or "")

@@ -1,0 +1,103 @@
+"""The architectures of GGUF files, as config.json and names of Hugging Face's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpjax.checkpoint.gguf import architectures
+from mpjax.checkpoint.gguf.architectures import ARCHITECTURES
+from mpjax.checkpoint.gguf.blocks import TYPES
+from mpjax.checkpoint.gguf.header import Tensor
+from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.errors import CheckpointError
+from mpjax.models import FAMILIES
+from tests.mpjax.checkpoint.gguf.write_gguf import llama_metadata
+
+EMBEDDING = {"token_embd.weight": Tensor("token_embd.weight", TYPES[0], (96, 64), 0, 0)}
+HEAD = {"output.weight": EMBEDDING["token_embd.weight"]}
+
+
+def read(changes=(), tensors=EMBEDDING, name="llama"):
+    values = llama_metadata(name) | dict(changes)
+    return architectures.read_config(Metadata(Path("m.gguf"), values), tensors, None)
+
+
+def test_the_config_json_of_a_file():
+    assert read({"llama.attention.key_length": 32}) == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+    untied = read(tensors={**EMBEDDING, **HEAD, "blk.0.attn_q.bias": EMBEDDING})
+    assert (untied["tie_word_embeddings"], untied["attention_bias"]) == (False, True)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_a_family_here(name):
+    config = read(name=name)
+    family = FAMILIES[config["architectures"][0]]
+    assert family.config_from_hf(config).num_layers == 2
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_name_of_a_family_has_one_in_the_file(name):
+    """Names are those of the family's places, each once, and others stay as they are."""
+    architecture, config = ARCHITECTURES[name], read(name=name)
+    family = FAMILIES[config["architectures"][0]]
+    built = family.config_from_hf(config)
+    wanted = {place.name.removesuffix(".weight") for place in family.array_places(built)}
+    wanted |= {n for place in family.linear_places(built) for n in place.names}
+    known = [f"blk.{layer}.{kind}" for layer in range(2) for kind in architecture.names]
+    found = [architecture.translate(n) for n in ("token_embd", "output_norm", *known)]
+    assert wanted <= set(found)
+    assert len(set(found)) == len(found)
+    assert architecture.translate("output") == "lm_head"
+    assert architecture.translate("blk.0.other") == "blk.0.other"
+
+
+def test_the_rows_of_queries_and_keys_are_separated():
+    """llama.cpp's converter interleaves the halves of each head; `change` undoes that."""
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for name, heads in (("blk.3.attn_q", 4), ("blk.3.attn_k", 2)):
+        for shape in ((heads * 8, 5), (heads * 8,)):
+            rows = np.arange(np.prod(shape)).reshape(shape)
+            written = rows.reshape(heads, 2, 4, *shape[1:]).swapaxes(1, 2).reshape(shape)
+            change = ARCHITECTURES["llama"].change(name, config)
+            np.testing.assert_array_equal(change(written), rows)
+    assert change(np.ones(7)).shape == (7,)  # `make_plan` refuses it
+    assert ARCHITECTURES["llama"].change("blk.3.attn_v", config) is None
+    assert ARCHITECTURES["qwen2"].change("blk.3.attn_q", config) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"general.architecture": "rwkv7"}, "general.architecture is 'rwkv7': expected one of"),
+        ({"llama.expert_count": 8}, "the model is a mixture of experts, which is read from"),
+        ({"split.count": 3}, "is one of 3 parts of a model: join them into one file with"),
+        ({"llama.block_count": 2.5}, "'llama.block_count' is 2.5: expected a whole number"),
+    ],
+)
+def test_files_that_are_refused(changes, said):
+    with pytest.raises(CheckpointError, match=rf"^m\.gguf.*{said}"):
+        read(changes)
+
+
+def test_a_file_without_a_language_model():
+    with pytest.raises(CheckpointError, match=r"no tensor 'token_embd\.weight' of two dimensions"):
+        read(tensors={})

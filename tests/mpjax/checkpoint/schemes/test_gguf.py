@@ -1,0 +1,64 @@
+"""The scheme of GGUF files; whole files are in tests/mpjax/checkpoint/gguf."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES
+from mpjax.checkpoint.schemes import registry
+from mpjax.checkpoint.schemes.gguf import GGUFScheme, own_format
+from mpjax.errors import CheckpointError
+from mpjax.kernels import WeightFormat, pack
+from tests.mpjax.checkpoint.gguf.write_gguf import TYPES, random_blocks
+
+FORMATS = {"Q8_0": "uint8:g32:sym", "Q5_0": "uint8:g32:sym", "Q4_0": "uint4:g32:sym"}
+SHAPE = (32, 256)  # [N, K]
+
+
+def blocks(kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    data = np.frombuffer(random_blocks(kind, SHAPE, rng), np.uint8)
+    return {kind.lower(): data.reshape(SHAPE[0], -1, TYPES[kind][2])}
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_codes_are_kept_where_a_format_has_them(kind, rng):
+    scheme, tensors = GGUFScheme({"a": kind}), blocks(kind, rng)
+    assert registry.of_module(tensors) is GGUFScheme
+    assert scheme.check(tensors, "a", SHAPE[::-1]) == SHAPE[::-1]
+    plain, exact = scheme.decode(tensors, "a"), np.asarray(scheme.dequantize(tensors, "a"))
+    assert str(plain.format) == FORMATS.get(kind, "uint8:g32")
+    assert plain.format == scheme.format("a", 256) == scheme.weights
+    assert scheme.is_exact("a") == (kind in FORMATS)
+    found = np.asarray(pack(plain).dequantize())
+    if kind in FORMATS:
+        np.testing.assert_array_equal(found, exact)
+    else:  # half a step of eight bits, and of the scale's own rounding
+        groups = np.concatenate([exact, np.zeros_like(exact)]).reshape(2, 8, 32, 32)
+        steps = np.ptp(groups, axis=(0, 2)) / 255
+        assert (abs(found - exact).reshape(8, 32, 32) <= 0.6 * steps[:, None]).all()
+
+
+def test_a_target_rounds_all_but_equal_codes(rng):
+    scheme = GGUFScheme({"a": "Q4_0", "b": "Q8_0"}).rounded_to(WeightFormat("uint4", 32))
+    assert scheme.target == WeightFormat("uint4", 32)
+    assert [str(scheme.format(name, 64)) for name in "ab"] == ["uint4:g32:sym", "uint4:g32"]
+    tensors = blocks("Q8_0", rng)
+    assert scheme.decode(tensors, "b").codes.max() == 15
+    assert not scheme.rounded_to(WeightFormat("bfloat16")).format("a", 64).is_packed
+    with pytest.raises(CheckpointError, match="a has 96 input channels, which groups of 64 don't"):
+        scheme.rounded_to(WeightFormat("uint4", 64)).format("a", 96)
+
+
+def test_modules_that_are_refused(rng):
+    scheme, tensors = GGUFScheme({"a": "Q8_0"}), blocks("Q8_0", rng)
+    with pytest.raises(CheckpointError, match="a has the tensors q8_0, q4_0: expected one"):
+        scheme.check(tensors | blocks("Q4_0", rng), "a")
+    with pytest.raises(CheckpointError, match=r"a is uint8 \[8, 34\]: expected the blocks of a"):
+        scheme.check({"q8_0": tensors["q8_0"][0]}, "a")
+    with pytest.raises(CheckpointError, match=r"'gguf' is that of a single file: load the \.gguf"):
+        registry.read({"quant_method": "gguf"})
+
+
+def test_types_without_a_format():
+    assert {kind for kind in BLOCK_TYPES if own_format(BLOCK_TYPES[kind])} == FORMATS.keys()

@@ -26,7 +26,7 @@ import mpjax
 from benchmarks.methods import english, python_source
 from mpjax.bench import measure
 from mpjax.bench.random_model import random_model
-from mpjax.kernels import unpack
+from mpjax.kernels import WeightFormat, unpack
 from mpjax.models import Decoder, DecoderConfig, DecoderLayer, llama_layers
 from mpjax.quantization.blocks import BlockRule, block_errors, choose_widths, order_of, permuted
 from mpjax.quantization.folds import linear_of
@@ -39,7 +39,7 @@ RESULTS = Path(__file__).parent / "results"
 SHARES = (0, 16, 8, 4, 2, 1)  # one block in so many has 8 bits
 CALIBRATION = mpjax.Calibration(window=512, tokens=16 * 512, batch=8)
 METHOD = "range"
-HELD_OUT_CHARACTERS = 12_000
+HELD_OUT_CHARACTERS = 20_000
 HEADERS = ("blocks in 8 bits", "channels", "perplexity", "Δ")
 OUTLIERS, STRENGTH = 0.005, 30.0  # the share of channels that are outliers, and how large they are
 PLANTED = DecoderConfig(
@@ -151,7 +151,10 @@ def _rows(
         return {"precision": label, name: found, "rise": found / plain - 1} | others
 
     yield row("W16A16", plain)
-    for label in ("W4g64A16", "W4A8"):
+    usual = WeightFormat("uint4", 128)
+    shapes = [shape for place in model.linear_places(model.config) for shape in place.shapes]
+    can_split = all(usual.can_split(channels) for channels, _ in shapes)
+    for label in ("W4A16" if can_split else "W4g64A16", "W4A8"):
         yield row(label, measured(_quantized(model, batches, f"{label}KV16")[0]))
     for is_ordered in (True, False):
         quantized, errors = _quantized(model, batches, "W4AxKV16", is_ordered=is_ordered)

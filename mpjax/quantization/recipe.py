@@ -176,6 +176,21 @@ class Recipe:
         ]
         return dataclasses.replace(self, rules=tuple(rules))
 
+    def with_activation_error(self, error: float) -> Recipe:
+        """The recipe in which W4Ax has as many blocks in 8 bits as an error of outputs asks for.
+
+        error: see BlockRule. Raises ValueError for a recipe without W4Ax.
+        """
+        if not any(rule.has_blocks for rule in self.rules):
+            raise ValueError(
+                "an error of activations is for W4Ax alone, and no rule has that precision"
+            )
+        rules = (
+            dataclasses.replace(rule, blocks=dataclasses.replace(rule.blocks, error=error))
+            for rule in self.rules
+        )
+        return dataclasses.replace(self, rules=tuple(rules))
+
     def rule_of(self, path: str) -> Rule:
         """The rule of the linear maps at a path. Raises ValueError where there is none."""
         for rule in self.rules:

@@ -19,7 +19,7 @@ from mpjax.kernels import arithmetic
 from mpjax.kernels.activation_blocks import BLOCK, FORMAT, ActivationBlocks
 from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
-from mpjax.kernels.rowwise.triton import CHANNELS_PER_WARP
+from mpjax.kernels.rowwise.triton import CHANNELS_PER_WARP, NEIGHBOURS
 from mpjax.kernels.target import current_target
 
 BLOCKS_PER_PROGRAM = 8  # of programs that share a row
@@ -49,11 +49,14 @@ class _Tile(NamedTuple):
     @classmethod
     def of(cls, first: Any, count: int, channels: int) -> _Tile:
         """`count` blocks, a power of two, from the block `first` on, of the program's row."""
+        row = first_program_id()
         block = first + jnp.arange(count)
-        channel = block[:, None] * BLOCK + jnp.arange(BLOCK)[None, :]
+        # The zero keeps a thread's channels to NEIGHBOURS, as in `triton.py`.
+        lane = jnp.arange(BLOCK) + (row >> 31) * NEIGHBOURS
+        channel = block[:, None] * BLOCK + lane[None, :]
         is_whole = channels % (count * BLOCK) == 0
         return cls(
-            first_program_id(),
+            row,
             block,
             channel,
             None if is_whole else channel < channels,

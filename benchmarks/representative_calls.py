@@ -47,7 +47,12 @@ DECODING = (
 MASKED = AttentionShape.parse("b2-h16/8-d128-c2048-q64")
 PROMPT = AttentionShape.parse("b2-h32/8-d128-c2048-q512")
 APPENDED = AttentionShape.parse("b4-h8/8-d128-c4096")
-MODELS = (("uint4:g128", "KV8"), ("liquid4:g64/int8", "KV4"), ("table3:g64", "KV2"))
+MODELS = (
+    ("uint4:g128", "KV8"),
+    ("liquid4:g64/int8", "KV4"),
+    ("int4:g128/int8", "KV4"),
+    ("table3:g64", "KV2"),
+)
 STEPS = ((1, 1), (1, 64), (256, 4))  # new tokens of each sequence, sequences
 
 # A function and its arguments, whose arrays are ShapeDtypeStructs.

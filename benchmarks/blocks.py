@@ -176,7 +176,7 @@ def _quantized(
     for number, spec in enumerate(model.config.layers):
         found = stream.statistics(model.layers[number])
         rules = dict.fromkeys(spec.linear_paths(model.config), rule)
-        layer = quantize_layer(model.layers[number], found, rules, spec.folds(model.config))
+        layer = quantize_layer(model.layers[number], dict(found), rules, spec.folds(model.config))
         if rule.has_blocks:
             errors.append(_errors(layer, found, is_ordered=is_ordered))
         stream.advance(layer)

@@ -34,7 +34,10 @@ PRODUCTS = {
 }
 
 # Weights of a mixture of 16 experts: a format of each kind of codes, and plain ones.
-EXPERTS = ("uint4:g128", "uint4:g32", "table4:g64", "float8:g128", "liquid4:g64/int8", "bfloat16")
+EXPERTS = (
+    *("uint4:g128", "uint4:g32", "table4:g64", "float8:g128", "float4:g32", "liquid4:g64/int8"),
+    "bfloat16",
+)
 
 CACHES = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "K8V4", "KV2", "KV2t")
 DECODING = (

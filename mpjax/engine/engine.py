@@ -111,6 +111,11 @@ class Engine:
         return (sizes.pages - 1) * sizes.page_size
 
     @property
+    def is_closed(self) -> bool:
+        """Whether no request can be submitted: the engine was closed, or its thread has failed."""
+        return self._is_closed
+
+    @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._inbox) or self._runner.has_work
@@ -183,6 +188,7 @@ class Engine:
             priority=options.priority,
             shares=shares,
             scored=options.prompt_logprobs,
+            greedy_from=settings.greedy_from,
         )
         row.owner = Request(handle, settings, row)
         self._inbox.append(row.owner)

@@ -20,12 +20,13 @@ import numpy as np
 from flax import nnx
 
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.kernels import PlainCodes, pack
+from mpjax.kernels import pack
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
 from mpjax.models.parameters import find
 from mpjax.quantization import blocks, folds
+from mpjax.quantization.learning.layer import learn_layer
 from mpjax.quantization.methods import SCALINGS, choose_codes
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.rotations import rotate_layer, rotate_tables
@@ -61,7 +62,11 @@ class Stream:
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
             part = _statistics(layer, states, self.angles, is_real, samples)
-            found = part if found is None else {name: found[name] + part[name] for name in part}
+            if found is None:
+                found = part
+                continue
+            for path in found:  # one after another: those of wide maps take hundreds of megabytes
+                found[path] = found[path] + part.pop(path)
         assert found is not None
         return found
 
@@ -82,13 +87,14 @@ class Stream:
 
 def quantize_layer(
     layer: DecoderLayer,
-    found: Mapping[str, Statistics],
+    found: dict[str, Statistics],
     rules: Mapping[str, Rule],
     places: Sequence[Fold],
 ) -> DecoderLayer:
     """Quantises a copy of a layer with plain kernels.
 
     found: the statistics of each linear map's inputs, by its path; empty if no rule needs them.
+        They are taken out as they are used, because they can be larger than the layer.
     rules: the rule of each linear map, by its path.
     places: the layer's folds.
 
@@ -96,7 +102,6 @@ def quantize_layer(
     """
     graph, state = nnx.split(layer)
     layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # the copy has own variables
-    found = dict(found)
     for fold in places:
         rule = rules[fold.target]
         if not rule.weights.is_packed:
@@ -111,24 +116,26 @@ def quantize_layer(
             folds.apply(layer, fold, scales)
             found[fold.target] = found[fold.target] / scales
     orders = reorder(layer, found, rules, places)
-    chosen = {}
+    errors = {}
     for path, rule in rules.items():
         if rule.weights.is_packed:
-            weight = _wide(folds.linear_of(layer, path))
-            if path in orders:
-                weight = weight[orders[path]]
-            rounding = _rounding_for(path, rule, found.get(path))
-            chosen[path] = choose_codes(weight, found.get(path), rule.weights, rounding)
-    for path, bits in _widths(found, rules, chosen).items():
-        chosen[path] = dataclasses.replace(
-            chosen[path], activation_bits=bits, permutation=orders.get(path)
-        )
-    for path, plain in chosen.items():
-        linear, packed = folds.linear_of(layer, path), pack(plain)
-        if reason := why_out_of_range(_wide(linear), packed):
-            raise ValueError(f"{path}: {reason}")
-        bias = None if linear.bias is None else linear.bias.get_value()
-        _replace(layer, path, Linear(packed, bias))
+            linear, statistics = folds.linear_of(layer, path), found.pop(path, None)
+            weight, order = _wide(linear), orders.get(path)
+            weight = weight if order is None else weight[order]
+            rounding = _rounding_for(path, rule, statistics)
+            plain = choose_codes(weight, statistics, rule.weights, rounding)
+            if rule.has_blocks and rule.blocks.needs_text:
+                assert statistics is not None
+                errors[path] = np.asarray(blocks.block_errors(plain.dequantize(), statistics))
+            del statistics
+            if order is not None:
+                plain = dataclasses.replace(plain, permutation=order)
+            packed = pack(plain)
+            if reason := why_out_of_range(weight, packed):
+                raise ValueError(f"{path}: {reason}")
+            bias = None if linear.bias is None else linear.bias.get_value()
+            _replace(layer, path, Linear(packed, bias))
+    _set_widths(layer, rules, errors)
     return layer
 
 
@@ -156,21 +163,21 @@ def reorder(
     return orders
 
 
-def _widths(
-    found: Mapping[str, Statistics], rules: Mapping[str, Rule], chosen: Mapping[str, PlainCodes]
-) -> dict[str, jax.Array]:
-    """The bits of the activations of maps with blocks, by paths."""
-    mixed = {path: rule for path, rule in rules.items() if rule.has_blocks}
-    open_ = {path: rule.blocks for path, rule in mixed.items() if rule.blocks.needs_text}
-    errors = {
-        path: np.asarray(blocks.block_errors(chosen[path].dequantize(), found[path]))
-        for path in open_
-    }
-    widths = {
-        path: np.full(chosen[path].scales.shape[0], 8 if rule.blocks.one_in else 4, np.uint8)
-        for path, rule in mixed.items()
-    } | blocks.choose_widths(open_, errors)
-    return {path: jnp.asarray(bits) for path, bits in widths.items()}
+def _set_widths(
+    layer: DecoderLayer, rules: Mapping[str, Rule], errors: Mapping[str, np.ndarray]
+) -> None:
+    """Gives the packed maps with blocks the widths of these.
+
+    errors: of the blocks that statistics choose, by paths; the others of a map are alike.
+    """
+    widths = blocks.choose_widths({path: rules[path].blocks for path in errors}, errors)
+    for path, rule in rules.items():
+        if rule.has_blocks:
+            kernel: Any = folds.linear_of(layer, path).kernel
+            packed = kernel.get_value()
+            alike = np.full(len(packed.parameters), 8 if rule.blocks.one_in else 4, np.uint8)
+            bits = jnp.asarray(widths.get(path, alike))
+            kernel.set_value(dataclasses.replace(packed, activation_bits=bits))
 
 
 def quantize_decoder(
@@ -205,7 +212,10 @@ def quantize_decoder(
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)
-                layer = quantize_layer(layer, found, rules, spec.folds(model.config))
+                plain = layer
+                layer = quantize_layer(plain, found, rules, spec.folds(model.config))
+                if stream is not None and (learned := learned_paths(rules)):
+                    learn_layer(plain, layer, stream, learned, recipe.learning)
             if stream is not None:  # after the last layer, too, to find states that overflow
                 stream.advance(layer)
         except ValueError as error:
@@ -214,14 +224,19 @@ def quantize_decoder(
         watch(number, layer)
 
 
+def learned_paths(rules: Mapping[str, Rule]) -> list[str]:
+    """The paths of the linear maps whose rules say that scales are learned."""
+    return [path for path, rule in rules.items() if rule.weights.is_packed and rule.method.learns]
+
+
 def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:
     """The rounding of a rule; `range`, with a warning, if the text is too short for GPTQ."""
-    if rule.method.rounding != "gptq" or found is None:
+    if not rule.method.rounding.startswith("gptq") or found is None:
         return rule.method.rounding
     channels = len(found.magnitudes)
     tokens = int(found.tokens)
     if tokens >= channels:
-        return "gptq"
+        return rule.method.rounding
     warnings.warn(
         f"{path} has {channels} input channels, and the text has {tokens} tokens: GPTQ needs at "
         "least as many tokens, so that ranges are searched instead; give more text",

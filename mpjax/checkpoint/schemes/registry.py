@@ -11,6 +11,7 @@ from mpjax.checkpoint.schemes.fp8 import FP8Scheme
 from mpjax.checkpoint.schemes.gguf import GGUFScheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
+from mpjax.checkpoint.schemes.mxfp4 import MXFP4Scheme
 from mpjax.checkpoint.schemes.pack_quantized import PackQuantizedScheme
 from mpjax.errors import CheckpointError
 
@@ -20,6 +21,7 @@ SCHEMES: list[type[Scheme]] = [
     FP8Scheme,
     PackQuantizedScheme,
     IntQuantizedScheme,
+    MXFP4Scheme,
     GGUFScheme,
 ]
 

@@ -36,6 +36,26 @@ def gemm_row(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def experts_row(**changes: Any) -> dict[str, Any]:
+    """50 products, K 1000, N 2000, in 20 µs."""
+    return {
+        "shape": "small.down",
+        "K": 1000,
+        "N": 2000,
+        "per_token": 5,
+        "M": 10,
+        "format": "uint4:g128",
+        "implementation": "triton",
+        "hit": 4,
+        "hit_bytes": 4e6,
+        "microseconds": 20.0,
+        "floor_microseconds": 10.0,
+        "cublas_microseconds": 15.0,
+        "ragged_dot_microseconds": None,
+        "relative_error": 1e-3,
+    } | changes
+
+
 def attention_row(**changes: Any) -> dict[str, Any]:
     """A cache of 40 MB in 20 µs."""
     return {

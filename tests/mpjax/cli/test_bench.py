@@ -7,17 +7,22 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mpjax.bench import attention, gemm, generate, measure, roofline, serve
+from mpjax.bench import attention, experts, gemm, generate, measure, roofline, serve, sums
 from mpjax.bench.lengths import Lengths
 from mpjax.cli import bench
 from mpjax.cli.application import app
 from mpjax.kernels.attention.shapes import DECODE, PREFILL
+from mpjax.kernels.experts.shapes import named
 from mpjax.kernels.gemm import shapes
-from mpjax.models.presets import LLAMA3_1_8B
-from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row, serve_row
+from mpjax.models import Qwen3, Qwen3MoE
+from mpjax.models.presets import LLAMA3_1_8B, LLAMA3_70B
+from tests.mpjax.bench.rows import attention_row, experts_row, gemm_row, generate_row, serve_row
 
 COMMANDS = ("gemm", "attention", "generate", "serve")
-MODULES = {"gemm": gemm, "attention": attention, "generate": generate, "serve": serve}
+MODULES = {
+    **{"gemm": gemm, "attention": attention, "generate": generate},
+    **{"serve": serve, "sums": sums},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -161,8 +166,23 @@ def test_generation(measured, folder):
     assert "50%" in result.stdout
     run("generate", "--from-disk", "--no-plot")
     assert sweeps[1] == generate.Sweep(("W4A16KV8",), (1,), (2048,), 256, from_disk=True)
+    run("generate", "--shapes", "llama3-70b", "--no-plot")
+    assert sweeps[2].config == LLAMA3_70B
+    refused = run("generate", "--shapes", "gpt")
+    assert refused.exit_code == 2
+    assert "unknown shapes 'gpt': expected one of qwen3-8b" in refused.stderr
     measured("generate", [generate_row(logprob_difference=7.0)])
     assert run("generate", "--no-plot").exit_code == 1
+
+
+def test_sums(measured, monkeypatch):
+    row = {"devices": 2, "dtype": "bfloat16", "bytes": 8192, "pair_microseconds": 12.0}
+    sweeps = measured("sums", [row | {"addition_microseconds": 2.0, "sum_microseconds": 10.0}])
+    monkeypatch.setattr(sums, "read_devices", lambda devices: devices)
+    result = run("sums", "--sizes", "8", "--dtypes", "bfloat16")
+    assert result.exit_code == 0
+    assert sweeps == [sums.Sweep(2, (8,), ("bfloat16",))]
+    assert "10.0 µs" in result.stdout
 
 
 def test_serving(measured, folder):
@@ -238,3 +258,26 @@ def test_help_teaches(command):
 def test_help_of_products_lists_the_formats_by_default():
     text = " ".join(run("gemm", "--help").stdout.split())
     assert " ".join(bench.WEIGHT_FORMATS.split(",")) in text
+
+
+def test_products_of_experts(measured, folder, monkeypatch):
+    monkeypatch.setitem(MODULES, "experts", experts)
+    rows = [experts.figures(experts_row(shape="qwen3-30b-a3b.down"))]
+    sweeps = measured("experts", rows)
+    result = run("gemm", "--experts")
+    assert result.exit_code == 0
+    [sweep] = sweeps
+    assert sweep.shapes == named(["qwen3-30b-a3b"])
+    assert (sweep.tokens, sweep.formats) == ((1, 16, 64, 256, 4096), ("uint4:g128",))
+    assert "qwen3-30b-a3b.down: 8 of 128 experts, K 768, N 2048" in result.stdout
+    assert json.loads((folder / "experts.json").read_text())["results"] == rows
+    assert run("gemm", "--experts", "--shapes", "qwen3-8b.qkv").exit_code == 2
+
+
+def test_generation_of_several_models(measured, folder):
+    sweeps = measured("generate", [generate.figures(generate_row())])
+    result = run("generate", "--shapes", "qwen3-8b,qwen3-30b-a3b", "--no-plot")
+    assert result.exit_code == 0
+    assert [sweep.decoder for sweep in sweeps] == [Qwen3, Qwen3MoE]
+    assert (folder / "generate-qwen3-30b-a3b.json").is_file()
+    assert run("generate", "--shapes", "gpt-2").exit_code == 2

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import (
-    ActivationFormat,
     HeadNorms,
     KVPages,
     Masks,
@@ -30,6 +29,7 @@ from mpjax.models.layers import (
     FusedLinear,
     Linear,
     RMSNorm,
+    Rounding,
     as_activations,
     rotate,
     turn_of,
@@ -41,8 +41,8 @@ class AttentionModule(Protocol):
     """Interface that a DecoderLayer uses of the module that an AttentionSpec builds."""
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which the first map takes its input."""
+    def activations(self) -> Rounding:
+        """How the input of the first map is rounded."""
 
     def attend(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
@@ -138,8 +138,8 @@ class Attention(nnx.Module):
         return self.output(attended), pages
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which query, key and value maps take their input."""
+    def activations(self) -> Rounding:
+        """How the input of the query, key and value maps is rounded."""
         return self.qkv.activations
 
     def terms(self, attended: jax.Array) -> jax.Array:

@@ -77,6 +77,8 @@ class Fold:
         as query heads that share values do; None where it reads each channel once.
     is_mixable: whether the channels of a head, which `repeats` gives, may also be multiplied by a
         matrix that the target's rows undo: all that lies between treats them alike.
+    is_elementwise: whether each channel that the target reads depends on that channel of every part
+        of the source, and on no other, so that channels can be put in another order.
     """
 
     target: str
@@ -84,6 +86,7 @@ class Fold:
     part: int | None = None
     repeats: tuple[int, int, int] | None = None
     is_mixable: bool = False
+    is_elementwise: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import (
+    ActivationBlocks,
     ActivationFormat,
     QuantizedActivations,
     QuantizedTensor,
@@ -25,6 +26,8 @@ from mpjax.models.config import LinearMaps, RopeScaling
 from mpjax.models.rope import yarn
 
 Activations = jax.Array | QuantizedActivations
+# How activations are rounded: to a format, or to the blocks of one weight.
+Rounding = ActivationFormat | ActivationBlocks
 
 
 def as_activations(name: str, x: Any) -> Activations:
@@ -99,15 +102,18 @@ class Linear(nnx.Module):
         return kernel.format if isinstance(kernel, QuantizedTensor) else None
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which the kernel takes its input.
+    def activations(self) -> Rounding:
+        """How the kernel's input is rounded.
 
-        16 bits for a plain kernel, and for one with a permutation: its channels move first.
+        16 bits for a plain kernel, and for one with a permutation whose channels move first; those
+        of blocks move when they are rounded.
         """
         kernel: Any = self.kernel.get_value()
-        if not isinstance(kernel, QuantizedTensor) or kernel.permutation is not None:
+        if not isinstance(kernel, QuantizedTensor):
             return ActivationFormat()
-        return ActivationFormat.of(kernel.format)
+        found: Rounding = kernel.activations
+        has_moved = isinstance(found, ActivationBlocks) or kernel.permutation is None
+        return found if has_moved else ActivationFormat()
 
 
 class FusedLinear(nnx.Module):
@@ -129,10 +135,14 @@ class FusedLinear(nnx.Module):
         return cls([Linear.create(shape, bias=maps.bias, dtype=dtype, rngs=rngs)], sizes)
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which the parts take their input; 16 bits where they differ."""
-        formats = {part.activations for part in self.parts}
-        return formats.pop() if len(formats) == 1 else ActivationFormat()
+    def activations(self) -> Rounding:
+        """How the input of all parts is rounded; 16 bits where they differ, also in blocks."""
+        roundings = [part.activations for part in self.parts]
+        if len(roundings) == 1:
+            return roundings[0]
+        formats = {each for each in roundings if isinstance(each, ActivationFormat)}
+        has_blocks = any(isinstance(each, ActivationBlocks) for each in roundings)
+        return formats.pop() if len(formats) == 1 and not has_blocks else ActivationFormat()
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., sum of sizes] whose sum is the outputs of all maps, concatenated."""
@@ -164,12 +174,12 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
     def add(
-        self, terms: jax.Array, residual: jax.Array | None, format: ActivationFormat | str | None
+        self, terms: jax.Array, residual: jax.Array | None, format: Rounding | str | None
     ) -> tuple[jax.Array, Activations]:
         """Adds the sum of terms [splits, ..., size] to the residual stream [..., size].
 
-        Returns the new residual stream and its norm. format: the activation format of the norm, or
-        None for 16 bits. See `add_rms_norm`.
+        Returns the new residual stream and its norm. format: how the norm is rounded, None for 16
+        bits. See `add_rms_norm`.
         """
         weight = self.weight.get_value()
         return add_rms_norm(terms, residual, weight, self.epsilon, format=format)

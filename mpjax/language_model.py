@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mpjax.activation_widths import count_blocks
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
@@ -118,6 +119,8 @@ class LanguageModel:
         `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
         each weight format. `tables` has the bytes and the format of the embedding and, unless it is
         tied to the embedding, of the head.
+        each weight format. `eight_bit_blocks` is the number of blocks of activations in 8 bits, and
+        of all, in W4Ax, and otherwise None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
@@ -142,6 +145,7 @@ class LanguageModel:
             "dtype": config.dtype,
             "cache_scales": self._cache_scales(),
             "linear_maps": counts,
+            "eight_bit_blocks": count_blocks(self.model),
             "tables": {path: self._table(path) for path in config.tables},
         }
 
@@ -165,6 +169,9 @@ class LanguageModel:
             ("other weights", f"{found['other_bytes'] / MEGABYTE:,.1f} MB in {found['dtype']}"),
             ("cache scales", scales[found["cache_scales"]]),
         ]
+        if (blocks := found["eight_bit_blocks"]) is not None:
+            share = f"{blocks.wide} of {blocks.total} blocks, {blocks.wide / blocks.total:.1%}"
+            rows.append(("activations in 8 bits", f"{share}; the others in 4"))
         for path, table in found["tables"].items():
             tied = ", and the head is tied to it" if len(found["tables"]) == 1 else ""
             rows.append((path, f"{table['format']}, {table['bytes'] / MEGABYTE:,.1f} MB{tied}"))

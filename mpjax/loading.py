@@ -11,6 +11,7 @@ from typing import TypedDict, Unpack
 
 import jax
 
+from mpjax.activation_widths import set_uncalibrated
 from mpjax.arguments import compute_dtype, positive_whole
 from mpjax.checkpoint import CheckpointError, foreign, huggingface, restoring, staging
 from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
@@ -60,7 +61,9 @@ def load(
         `lm.precision` of a loaded model is always accepted. By default the weights keep their
         format, and the KV cache has 16 bits, or its format when the model was saved. FP8 weights
         are multiplied by activations in the checkpoint's own format, mostly FP8 too; a precision
-        with a W part chooses another: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
+        with a W part chooses another: `WFP8A16KV8`, `WFP8g128AFP8KV8`. With `W4Ax`, of a 16-bit
+        checkpoint, all blocks of activations get 8 bits, with a warning; `quantize` measures which
+        can have 4. A saved model keeps its blocks.
     dtype: of 16-bit weights and activations: bfloat16, float16 or float32, also as bf16, fp16 and
         fp32 or as a dtype of NumPy, JAX or PyTorch. By default float32 if the precision has A32,
         else the checkpoint's.
@@ -111,6 +114,8 @@ def load(
     source = locate(folder)
     tokenizer = source.read_tokenizer()
     model = huggingface.load(source, precision=precision, dtype=dtype, progress=progress, mesh=mesh)
+    if precision is not None:
+        set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv
     lm = LanguageModel(model, tokenizer, kv_format, folder)
     return _with_limits(lm, max_positions, page_size)

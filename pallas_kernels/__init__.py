@@ -5,6 +5,7 @@ over it. Everything here can be used alone, in any JAX program. Arguments that a
 be NumPy's arrays, numbers, or lists of them; dtypes may also be short names such as `bf16`.
 """
 
+from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.attention.api import paged_attention, prefill_attention
 from mpjax.kernels.batch import Span
@@ -31,6 +32,7 @@ from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
 from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows, rms_norm
 
 __all__ = [
+    "ActivationBlocks",
     "ActivationFormat",
     "Gate",
     "HeadNorms",

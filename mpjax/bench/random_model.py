@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,9 @@ def random_model(
 
     Norms are ones and biases zeros. Without a format, linear maps have the model's dtype, like all
     other weights. mesh: the devices among which the decoder is divided; its weights are the same
-    for any number of them.
+    for any number of them. With W4Ax, input channels have a
+    random order where a calibrated model's have one that is not folded into other weights, and one
+    block of 8 has 8 bits.
     """
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     if mesh is not None:
@@ -34,6 +38,12 @@ def random_model(
         model = ShardedDecoder.of(Division.of(decoder, config, mesh.size, formats), mesh)
     dtype = jnp.dtype(config.dtype)
     places = decoder.linear_places(config)
+    folded = {
+        f"layers.{number}.{fold.target}"
+        for number, spec in enumerate(config.layers)
+        for fold in spec.folds(config)
+        if fold.is_elementwise
+    }
     arrays = decoder.array_places(config)
     count = len(places) + sum(len(array.shape) > 1 for array in arrays)
     keys = iter(jax.random.split(jax.random.key(seed), count))
@@ -45,6 +55,12 @@ def random_model(
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, _format_of(place, format), dtype.name)
+        if (
+            isinstance(kernel, QuantizedTensor)
+            and kernel.format.codes == "int4"
+            and len(shape) == 2
+        ):
+            kernel = _with_blocks(kernel, ordered=place.path not in folded)
         bias = jnp.zeros((*shape[:-2], shape[-1]), dtype) if place.bias else None
         model.put_linears(place, [Linear(kernel, bias)])
     return model
@@ -68,3 +84,14 @@ def _kernel(
     # With this deviation the outputs of a map are as large as its inputs.
     kernel = _normal(key, shape, shape[-2] ** -0.5, dtype)
     return kernel if format is None or not format.is_packed else quantize(kernel, format)
+
+
+def _with_blocks(kernel: Any, *, ordered: bool) -> QuantizedTensor:
+    channels = kernel.shape[0]
+    order = jax.random.permutation(jax.random.key(1), channels).astype(jnp.int32)
+    widths = jnp.where(jnp.arange(kernel.parameters.shape[-2]) % 8 == 0, jnp.uint8(8), jnp.uint8(4))
+    return dataclasses.replace(
+        kernel,
+        permutation=order if ordered else None,
+        activation_bits=widths,
+    )

@@ -20,7 +20,9 @@ from mpjax.models import ArrayPlace, Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.models.config_checks import DTYPES
 
 # Fields of a QuantizedTensor that hold arrays; a field that the format does not use is None.
-PACKED_ARRAYS = ("words", "parameters", "permutation", "channel_scales", "table")
+PACKED_ARRAYS = (
+    *("words", "parameters", "permutation", "channel_scales", "table", "activation_bits"),
+)
 CACHE_SCALES = "cache_scales"
 
 
@@ -162,8 +164,12 @@ def _expected_of_linear(
         if part is None:
             expected[f"{path}.kernel"] = _Expected((shape,), DTYPES)
         else:
-            permuted = f"{path}.permutation" in arrays
-            packed = packed_shapes(shape, part.format, part.scale_dtype, permuted=permuted)
+            permuted, mixed = (
+                f"{path}.{name}" in arrays for name in ("permutation", "activation_bits")
+            )
+            packed = packed_shapes(
+                shape, part.format, part.scale_dtype, permuted=permuted, mixed=mixed
+            )
             for name in PACKED_ARRAYS:
                 if (array := getattr(packed, name)) is not None:
                     expected[f"{path}.{name}"] = _Expected((array.shape,), (array.dtype.name,))

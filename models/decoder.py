@@ -252,6 +252,10 @@ class Decoder(nnx.Module):
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
         return self._logits(hidden), cache
 
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits float32 [..., vocabulary] of hidden states [..., hidden] behind the last layer."""
+        return self._logits(self.norm(as_array("hidden", hidden)))
+
     def _read_step(
         self, tokens: Any, counts: Any, cache: PagedKVCache, fresh: bool
     ) -> tuple[jax.Array, jax.Array]:

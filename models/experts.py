@@ -36,6 +36,8 @@ class ExpertsSpec(MLPSpec):
         numbers that are added to scores when experts are chosen (DeepSeek-V3).
     bias: whether the maps of experts have biases.
     gate_limit, gate_alpha: `limit` and `alpha` of the experts' Gate.
+    joint_files: whether files hold gate and up as one map with alternating outputs, and 16-bit
+        weights as [input, output channels] (gpt-oss).
     shared_size: channels of the hidden layer inside the MLP that all tokens share; None for none.
     shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a linear map.
     """
@@ -55,6 +57,7 @@ class ExpertsSpec(MLPSpec):
     bias: bool = False
     gate_limit: float | None = None
     gate_alpha: float = 1.0
+    joint_files: bool = False
     shared_size: int | None = None
     shared_gate: bool = False
 
@@ -84,9 +87,11 @@ class ExpertsSpec(MLPSpec):
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
         """Two grouped products, of all experts' `gate_up` and `down`, and the shared MLP's."""
         hidden, inner, count = config.hidden_size, self.intermediate_size, self.num_experts
+        joint = self.joint_files
+        shapes = ((hidden, 2 * inner),) if joint else ((hidden, inner), (hidden, inner))
         maps = [
-            LinearMaps("experts.gate_up", ((hidden, inner), (hidden, inner)), self.bias, count),
-            LinearMaps("experts.down", ((inner, hidden),), self.bias, count),
+            LinearMaps("experts.gate_up", shapes, self.bias, count, joint, joint),
+            LinearMaps("experts.down", ((inner, hidden),), self.bias, count, False, joint),
         ]
         if self.shared_size is not None:
             shared = GatedMLPSpec(self.shared_size).linear_maps(config)

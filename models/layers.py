@@ -22,6 +22,7 @@ from mpjax.kernels import (
 from mpjax.kernels import rotate as rotate_heads
 from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type, shown, whole_number
 from mpjax.models.config import LinearMaps, RopeScaling
+from mpjax.models.rope import yarn
 
 Activations = jax.Array | QuantizedActivations
 
@@ -184,8 +185,10 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> j
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        return yarn(frequencies, theta, scaling)
     if scaling.kind != "llama3":
-        raise ValueError(f"RopeScaling: kind is {scaling.kind!r}: expected linear or llama3")
+        raise ValueError(f"RopeScaling: kind is {scaling.kind!r}: expected linear, llama3 or yarn")
     # Share of the original frequency: 1 above the high-frequency bound, 0 below the low one.
     turns = scaling.original_context * frequencies / (2 * jnp.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
@@ -193,6 +196,15 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> j
     return frequencies * (share + (1 - share) / scaling.factor)
 
 
-def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotary embedding of x [batch, tokens, heads, dim] by angles [batch, tokens, dim / 2]."""
-    return rotate_heads(x, jnp.cos(angles), jnp.sin(angles))
+def turn_of(angles: jax.Array, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of angles, times a factor."""
+    cosines, sines = jnp.cos(angles), jnp.sin(angles)
+    return (cosines, sines) if factor == 1 else (cosines * factor, sines * factor)
+
+
+def rotate(x: jax.Array, angles: jax.Array, factor: float = 1.0) -> jax.Array:
+    """Rotary embedding of x [batch, tokens, heads, dim] by angles [batch, tokens, dim / 2].
+
+    factor: of the rotated x.
+    """
+    return rotate_heads(x, *turn_of(angles, factor))

@@ -81,17 +81,14 @@ class LanguageModel:
         The padding of a small weight, which `nbytes` has, does not count.
         """
         bits = weights = 0
-        for place in self.model.linear_places(self.config):
+        for place in _of_layers(self.model.linear_places(self.config)):
             parts = place.parts(self.model)
             for part, shape in zip(parts, place.part_shapes(len(parts)), strict=True):
-                count = math.prod(shape)
-                weights += count
-                if (format := part.format) is not None:
-                    channels = shape[-2]
-                    bits += count * format.bits
-                    bits += count // channels * PARAMETER_BITS * format.groups(channels)
+                weights += math.prod(shape)
+                if part.format is not None:
+                    bits += stored_bits(shape, part.format)
                 else:
-                    bits += 8 * count * part.kernel.get_value().dtype.itemsize
+                    bits += 8 * math.prod(shape) * part.kernel.get_value().dtype.itemsize
         return bits / weights
 
     @property
@@ -189,6 +186,15 @@ class LanguageModel:
         if self.model.cache_scales is None:
             return None
         return "heads" if self.model.cache_scales.get_value().ndim == 3 else "channels"
+
+
+def stored_bits(shape: tuple[int, ...], format: WeightFormat) -> int:
+    """The bits of a weight [..., K, N] with 32 of each group's parameters, and without padding."""
+    count, channels = math.prod(shape), shape[-2]
+    if not format.is_packed:
+        return 16 * count
+    groups = count // channels * format.groups(channels)
+    return count * format.bits + PARAMETER_BITS * groups
 
 
 def weight_formats(model: Decoder) -> set[WeightFormat]:

@@ -11,7 +11,8 @@ from mpjax.kernels.batch import Span
 from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
-from mpjax.kernels.experts.routing import Routing, route
+from mpjax.kernels.experts.routing import route
+from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
 from mpjax.kernels.kv_cache.api import append

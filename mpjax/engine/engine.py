@@ -188,6 +188,7 @@ class Engine:
             priority=options.priority,
             shares=shares,
             scored=options.prompt_logprobs,
+            greedy_from=settings.greedy_from,
         )
         row.owner = Request(handle, settings, row)
         self._inbox.append(row.owner)

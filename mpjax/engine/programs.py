@@ -73,13 +73,11 @@ class Stepping:
     slots: int32 [rows]; the number of slots for padding.
     entries, pages: int32 [rows], the entry of each row's block table that gets a page, and the
         page. The entry is beyond the table for rows that get none.
-    steps: int32 scalar.
     """
 
     slots: Any
     entries: Any
     pages: Any
-    steps: Any
 
 
 @_arrays
@@ -120,10 +118,16 @@ class PromptScores:
 
 
 def extend(
-    model: Decoder, state: EngineState, reading: Reading, *, scored: bool = False
+    model: Decoder,
+    state: EngineState,
+    reading: Reading,
+    *,
+    greedy: bool = False,
+    scored: bool = False,
 ) -> tuple[EngineState, Drawn, PromptScores | None]:
     """Reads pieces of prompts, and draws the next token of the rows whose last piece it is.
 
+    greedy: whether all rows are known to take their likeliest token, as `draw` says (static).
     scored: whether to compute log-probabilities of the prompts' tokens (static).
     """
     slots, last = reading.slots, len(state.lengths) - 1
@@ -138,7 +142,7 @@ def extend(
     if scored:
         scores = _score(logits, reading.following)
         logits = logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)]
-    seen_by_rows = seen[jnp.minimum(slots, last)]
+    seen_by_rows = None if greedy else seen[jnp.minimum(slots, last)]
     drawn, chance = draw(
         logits, reading.settings, reading.drawn, seen_by_rows, divided=model.shards > 1
     )
@@ -197,16 +201,16 @@ def decode(
     state: EngineState,
     stepping: Stepping,
     *,
-    room: int,
-    stride: int,
+    steps: int,
     greedy: bool,
+    waits: bool = False,
 ) -> tuple[EngineState, Drawn]:
-    """Draws up to `steps` tokens of some rows, in one `while_loop`.
+    """Draws up to `steps` tokens of some rows, in one loop on the device.
 
-    room: the most steps (static). stride: decoding steps between two checks whether to go on, of
-        which the steps are a multiple (static).
-    greedy: whether all rows are known to take their likeliest token, without a repetition penalty
-        and a least number of tokens (static).
+    steps: decoding steps (static). greedy: as for `extend` (static).
+    waits: whether the loop ends when all rows have ended (static). XLA launches all steps of a loop
+        of known length, and so the caller goes on while a GPU works. Another loop makes the host
+        wait for the GPU in each step.
     """
     slots, rows = stepping.slots, len(stepping.slots)
     own = jnp.minimum(slots, len(state.lengths) - 1)
@@ -218,16 +222,16 @@ def decode(
         counts=state.counts[own],
         alive=state.running[own] & (slots < len(state.lengths)),
         seen=state.seen,
-        tokens=jnp.zeros((rows, room), jnp.int32),
-        logprobs=jnp.zeros((rows, room), jnp.float32),
+        tokens=jnp.zeros((rows, steps), jnp.int32),
+        logprobs=jnp.zeros((rows, steps), jnp.float32),
         drawn=jnp.zeros(rows, jnp.int32),
         step=jnp.int32(0),
     )
 
     def unfinished(loop: _Loop) -> jax.Array:
-        return (loop.step < stepping.steps) & loop.alive.any()
+        return (loop.step < steps) & loop.alive.any()
 
-    def advance(_: int, loop: _Loop) -> _Loop:
+    def advance(loop: _Loop) -> _Loop:
         alive = loop.alive
         logits, cache = model.step(loop.newest[:, None], alive.astype(jnp.int32), loop.cache)
         seen = None if greedy else loop.seen[own]
@@ -253,11 +257,10 @@ def decode(
             step=loop.step + 1,
         )
 
-    def advance_all(loop: _Loop) -> _Loop:
-        # XLA launches all steps of a loop of known length without waiting for the GPU.
-        return jax.lax.fori_loop(0, stride, advance, loop) if stride > 1 else advance(0, loop)
-
-    end = jax.lax.while_loop(unfinished, advance_all, begun)
+    if waits and steps > 1:
+        end = jax.lax.while_loop(unfinished, advance, begun)
+    else:
+        end = jax.lax.fori_loop(0, steps, lambda _, loop: advance(loop), begun)
     state = dataclasses.replace(
         state,
         layers=end.cache.layers,
@@ -365,7 +368,7 @@ def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
     return jax.jit(
         run,
         static_argnums=0,
-        static_argnames=("scored", "room", "stride", "greedy"),
+        static_argnames=("scored", "steps", "greedy", "waits"),
         donate_argnums=2,
         compiler_options={"xla_gpu_enable_pdl": False} if in_turn else None,
     )
@@ -390,21 +393,25 @@ class Programs:
 
     chunk: the most tokens of a Reading. slots: of the state. steps: the most of a Stepping.
 
-    Reading has three sizes; decoding seven where all rows are greedy and steps are whole strides,
-    and three otherwise. With scores and clearing that makes 15 programs at most.
+    Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
+    sizes are few: with those for scores and for clearing there are at most 15 programs.
     """
 
     def __init__(self, model: Decoder, *, chunk: int, slots: int, steps: int) -> None:
-        self.room = steps
-        self.stride = steps if device.on_gpu() else 1
-        parts = [chunk, chunk // 4, chunk // 16]
-        self.reading_sizes = sorted({chunk, *(size for size in parts if size >= LEAST_TOKENS)})
+        self._waits = not device.on_gpu()
         self.scored_size = scored_chunk(chunk)
-        parts = [-(-slots // divisor) for divisor in (1, 2, 4, 8, 16)]
-        few = {1, min(FEW_ROWS, slots)}
-        self.greedy_sizes = sorted({slots, *few, *(size for size in parts if size > FEW_ROWS)})
-        few = {min(2 * FEW_ROWS, slots), slots}
-        self.other_sizes = sorted({*few, *(size for size in parts[2:3] if size > 2 * FEW_ROWS)})
+        self.reading_sizes = sorted({chunk, max(chunk // 8, min(LEAST_TOKENS, chunk))})
+
+        def sizes(*divisors: int, least: int) -> list[int]:
+            parts = [-(-slots // divisor) for divisor in divisors]
+            return sorted({slots, *(size for size in parts if size >= least)})
+
+        # By whether all rows are greedy, and the number of steps.
+        self.decoding_sizes = {
+            (True, steps): sorted({1, min(FEW_ROWS, slots), *sizes(2, 4, 16, least=FEW_ROWS)}),
+            (True, 1): sizes(4, least=2 * FEW_ROWS),
+            (False, 1): sorted({min(2 * FEW_ROWS, slots), slots}),
+        }
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
         # A model has many modules. Its arrays alone are quickly passed to a program.
         self._leaves, structure = jax.tree.flatten(model)
@@ -413,22 +420,22 @@ class Programs:
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
     def extend(
-        self, state: EngineState, reading: Reading, *, scored: bool
+        self, state: EngineState, reading: Reading, *, greedy: bool, scored: bool
     ) -> tuple[EngineState, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
         tokens = len(reading.tokens)
-        self.used.add((extend, tokens, scored))
+        self.used.add((extend, tokens, greedy, scored))
         run = _JITTED[extend, self._is_in_turn(tokens)]
-        return run(self._structure, self._leaves, state, reading, scored=scored)
+        options = {"greedy": greedy, "scored": scored}
+        return run(self._structure, self._leaves, state, reading, **options)
 
     def decode(
-        self, state: EngineState, stepping: Stepping, *, greedy: bool
+        self, state: EngineState, stepping: Stepping, *, steps: int, greedy: bool
     ) -> tuple[EngineState, Drawn]:
         """Runs `decode`; the state is donated."""
         rows = len(stepping.slots)
-        self.used.add((decode, rows, greedy))
-        stride = self.stride if greedy else 1
-        options = {"room": self.room, "stride": stride, "greedy": greedy}
+        self.used.add((decode, rows, steps, greedy))
+        options = {"steps": steps, "greedy": greedy, "waits": self._waits}
         run = _JITTED[decode, self._is_in_turn(rows)]
         return run(self._structure, self._leaves, state, stepping, **options)
 
@@ -437,8 +444,14 @@ class Programs:
         self.used.add((clear,))
         return _jit_clear(state, pages, slot, self._mesh)
 
-    def decoding_size(self, rows: int, steps: int, *, greedy: bool) -> tuple[int, bool]:
-        """The number of rows to which rows are padded, and whether the greedy program serves."""
-        greedy = greedy and steps % self.stride == 0
-        sizes = self.greedy_sizes if greedy else self.other_sizes
-        return next(size for size in sizes if size >= rows), greedy
+    def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:
+        """The number of rows to which rows are padded."""
+        sizes = self.decoding_sizes[greedy, steps]
+        return next(size for size in sizes if size >= rows)
+
+    def reading_size(self, tokens: int, *, greedy: bool, scored: bool) -> int:
+        """The number of tokens to which a reading is padded."""
+        if scored:
+            return self.scored_size
+        sizes = self.reading_sizes if greedy else self.reading_sizes[-1:]
+        return next(size for size in sizes if size >= tokens)

@@ -109,7 +109,9 @@ def _from_model(
             raise ValueError(
                 f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
             )
-    model: Decoder = nnx.merge(*nnx.split(lm.model))
+    graph, state = nnx.split(lm.model)
+    # The copy has variables of its own, as rotations change them in place.
+    model: Decoder = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
         quantize_decoder(
@@ -186,7 +188,7 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
             )
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
-        rule.method.require_usable()
+        rule.method.require_usable(rule.weights)
         if documents is None and rule.method.needs_text:
             raise ValueError(
                 f"the method {rule.method} needs text: pass documents (--text), or choose rtn"

@@ -26,6 +26,7 @@ from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
 from mpjax.models.parameters import find
 from mpjax.quantization import folds
+from mpjax.quantization.learning.layer import learn_layer
 from mpjax.quantization.methods import SCALINGS, choose_codes
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.rotations import rotate_layer, rotate_tables
@@ -61,7 +62,11 @@ class Stream:
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
             part = _statistics(layer, states, self.angles, is_real, samples)
-            found = part if found is None else {name: found[name] + part[name] for name in part}
+            if found is None:
+                found = part
+                continue
+            for path in found:  # one after another: those of wide maps take hundreds of megabytes
+                found[path] = found[path] + part.pop(path)
         assert found is not None
         return found
 
@@ -82,13 +87,14 @@ class Stream:
 
 def quantize_layer(
     layer: DecoderLayer,
-    found: Mapping[str, Statistics],
+    found: dict[str, Statistics],
     rules: Mapping[str, Rule],
     places: Sequence[Fold],
 ) -> DecoderLayer:
     """Quantises a copy of a layer with plain kernels.
 
     found: the statistics of each linear map's inputs, by its path; empty if no rule needs them.
+        They are taken out as they are used, because they can be larger than the layer.
     rules: the rule of each linear map, by its path.
     places: the layer's folds.
 
@@ -96,7 +102,6 @@ def quantize_layer(
     """
     graph, state = nnx.split(layer)
     layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # the copy has own variables
-    found = dict(found)
     for fold in places:
         rule = rules[fold.target]
         if not rule.weights.is_packed:
@@ -113,9 +118,10 @@ def quantize_layer(
     for path, rule in rules.items():
         if rule.weights.is_packed:
             linear = folds.linear_of(layer, path)
-            rounding = _rounding_for(path, rule, found.get(path))
-            plain = choose_codes(_wide(linear), found.get(path), rule.weights, rounding)
-            packed = pack(plain)
+            statistics = found.pop(path, None)
+            rounding = _rounding_for(path, rule, statistics)
+            packed = pack(choose_codes(_wide(linear), statistics, rule.weights, rounding))
+            del statistics
             if reason := why_out_of_range(_wide(linear), packed):
                 raise ValueError(f"{path}: {reason}")
             bias = None if linear.bias is None else linear.bias.get_value()
@@ -155,7 +161,10 @@ def quantize_decoder(
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)
-                layer = quantize_layer(layer, found, rules, spec.folds(model.config))
+                plain = layer
+                layer = quantize_layer(plain, found, rules, spec.folds(model.config))
+                if stream is not None and (learned := learned_paths(rules)):
+                    learn_layer(plain, layer, stream, learned, recipe.learning)
             if stream is not None:  # after the last layer, too, to find states that overflow
                 stream.advance(layer)
         except ValueError as error:
@@ -164,14 +173,19 @@ def quantize_decoder(
         watch(number, layer)
 
 
+def learned_paths(rules: Mapping[str, Rule]) -> list[str]:
+    """The paths of the linear maps whose rules say that scales are learned."""
+    return [path for path, rule in rules.items() if rule.weights.is_packed and rule.method.learns]
+
+
 def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:
     """The rounding of a rule; `range`, with a warning, if the text is too short for GPTQ."""
-    if rule.method.rounding != "gptq" or found is None:
+    if not rule.method.rounding.startswith("gptq") or found is None:
         return rule.method.rounding
     channels = len(found.magnitudes)
     tokens = int(found.tokens)
     if tokens >= channels:
-        return "gptq"
+        return rule.method.rounding
     warnings.warn(
         f"{path} has {channels} input channels, and the text has {tokens} tokens: GPTQ needs at "
         "least as many tokens, so that ranges are searched instead; give more text",

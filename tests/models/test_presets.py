@@ -5,6 +5,7 @@ import math
 import pytest
 
 from mpjax.models import DecoderConfig, family, presets
+from tests.models.test_gpt_oss import GPT_OSS
 from tests.models.test_mixtral import MIXTRAL
 from tests.models.test_qwen_moe import QWEN3 as QWEN3_30B_A3B
 
@@ -78,6 +79,7 @@ def parameters(config: DecoderConfig) -> int:
     [
         *((presets.QWEN3_8B, 8.19), (presets.LLAMA3_1_8B, 8.03), (presets.LLAMA3_70B, 70.55)),
         *((presets.QWEN3_30B_A3B, 30.52), (presets.MIXTRAL_8X7B, 46.70)),
+        (presets.GPT_OSS_20B, 20.91),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(config, billions):
@@ -89,7 +91,7 @@ def test_presets_have_the_published_number_of_parameters(config, billions):
     [
         *((presets.QWEN3_8B, QWEN3_8B), (presets.LLAMA3_1_8B, LLAMA3_1_8B)),
         *((presets.QWEN3_30B_A3B, QWEN3_30B_A3B), (presets.MIXTRAL_8X7B, MIXTRAL)),
-        (presets.LLAMA3_70B, LLAMA3_70B),
+        *((presets.GPT_OSS_20B, GPT_OSS), (presets.LLAMA3_70B, LLAMA3_70B)),
     ],
 )
 def test_presets_are_what_the_published_files_say(config, file):

@@ -11,6 +11,7 @@ import pytest
 
 import mpjax.kernels.attention.triton
 import mpjax.kernels.experts.counting
+import mpjax.kernels.experts.routing_triton
 import mpjax.kernels.experts.triton
 import mpjax.kernels.gemm.dequantize
 import mpjax.kernels.gemm.gradient
@@ -84,6 +85,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.gemm.gradient, "write_out"),
         (mpjax.kernels.experts.triton, "products"),
         (mpjax.kernels.experts.counting, "counted"),
+        (mpjax.kernels.experts.routing_triton, "route"),
         (mpjax.kernels.kv_cache.triton, "append"),
         (mpjax.kernels.kv_cache.triton, "flush"),
         (mpjax.kernels.attention.triton, "paged_attention"),

@@ -69,7 +69,7 @@ def test_rows_that_are_drawn_in_other_ways_run_together(engine, tiny):
     assert found.finish_reasons == expected.finish_reasons
 
 
-FORMATS = ["KV16", "KV4cg32", *map(in_sweep, ("KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32"))]
+FORMATS = ["KV4cg32", *map(in_sweep, ("KV16", "KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32"))]
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -84,7 +84,7 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
     expected = said_alone(tiny, text, prompts, NEW)
     with make_engine(tiny, text) as engine:
 
-        @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
         @given(
             order=st.permutations(range(len(prompts))),
             pauses=st.lists(st.integers(0, 3), min_size=len(prompts), max_size=len(prompts)),
@@ -240,8 +240,8 @@ def test_a_model_without_a_tokenizer_generates_ids(tiny, alone):
             engine.submit("a text")
 
 
-def test_ten_thousand_may_wait(engine):
-    handles = [engine.submit([1 + i % 50], max_new_tokens=1) for i in range(10_000)]
+def test_thousands_may_wait(engine):
+    handles = [engine.submit([1 + i % 50], max_new_tokens=1) for i in range(2000)]
     for _ in range(4):
         engine.step()
     assert handles[0].is_finished

@@ -18,7 +18,9 @@ def leaves_of(lm):
 
 def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
     recipe = mpjax.Recipe.of("W4g32A16KV8", "rotate+awq")
+    before = leaves_of(tiny)
     found = mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
+    assert all(map(np.array_equal, leaves_of(tiny), before))
     assert found.precision == "W4g32A32KV8H8"
     assert tiny.precision == "W32A32KV16"  # as it was
     streamed = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, dtype="float32")
@@ -103,3 +105,9 @@ def test_bad_input_is_refused_before_anything_is_read(tiny, tiny_folder, tmp_pat
     refuses(r"'no\.\*' matches no linear map", tiny, recipe, TEXTS)
     with pytest.raises(ValueError, match="Calibration: window is 0"):
         mpjax.Calibration(window=0)
+
+
+def test_methods_refuse_formats_that_they_can_not_serve(tiny):
+    recipe = mpjax.Recipe.of("WFP8A16KV16", "rtn+learn")
+    with pytest.raises(ValueError, match=r"rtn\+learn can't serve weights of float8:g128: "):
+        mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)

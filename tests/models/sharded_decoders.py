@@ -43,8 +43,6 @@ CASES = (
     (8, {}, "float8:gK", "KV4"),  # half of the devices have no heads
     (2, {"hidden_size": 128}, "uint4:g128", "KVfp8"),
     (2, {"num_kv_heads": 1, "num_heads": 2, "head_dim": 64}, "liquid4:g64/int8", "KV2"),
-    (4, BIASES, "table3:g32", "KV4c"),
-    (2, {"mlp": EXPERTS}, None, "KV16"),
     (4, {"mlp": EXPERTS}, "uint4:g32", "KV16"),
 )
 

@@ -6,6 +6,7 @@ It needs a process of its own with several devices:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 
 import mpjax
 from mpjax.decoding import Limits, decode, prefill
+from mpjax.kernels import KVFormat
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from tests.models.sharded_decoders import require_same_arrays
@@ -51,15 +53,16 @@ ACT_ORDER = GPTQ | {"desc_act": True}
 FEW = ((4, "qwen2", ACT_ORDER, None),)  # biases, and channels in another order
 MANY = (
     *FEW,
-    (2, "llama", None, "W16A16KV8"),
     (8, "llama-tied", None, "W4g32A16KV4"),
+    (4, "qwen3", None, "W4g32A16KV8H8E8"),
+    (2, "mistral", None, "W4A8KV8"),
+    (2, "llama", None, "W16A16KV8"),
     (2, "qwen3", AWQ, "W4g32A16KV8"),
     (2, "llama", FP8, "WFP8g128A16KV16"),
     (4, "llama", compressed_fp8("channel", "token"), None),
-    (2, "mistral", None, "W4A8KV8"),
-    (4, "qwen3", None, "W4g32A16KV8H8E8"),
     (8, "llama", compressed_integers(), None),
 )
+CALLED = 4  # of the others only the weights are compared
 
 
 def write(folder: Path, family: str, written: dict[str, Any] | None) -> Path:
@@ -98,7 +101,7 @@ def run(lm: mpjax.LanguageModel) -> mpjax.GeneratedTokens:
     return mpjax.generate_tokens(lm.model, tokens, lengths, sampling=SAMPLING, **options)
 
 
-def check(folder: Path, count: int, precision: str | None) -> mpjax.LanguageModel:
+def check(folder: Path, count: int, precision: str | None) -> tuple[mpjax.LanguageModel, ...]:
     whole = mpjax.load(folder, precision=precision, dtype="float32", progress=False)
     mpjax.save(whole, folder / "saved", progress=False)
     given = {"dtype": "float32", "progress": False}
@@ -113,6 +116,10 @@ def check(folder: Path, count: int, precision: str | None) -> mpjax.LanguageMode
     mpjax.save(restored, folder / "saved", overwrite=True, progress=False)
     again = mpjax.load(folder / "saved", progress=False)  # checked by its checksums
     require_same_arrays(whole.model, again.model)
+    return whole, lm
+
+
+def call(whole: mpjax.LanguageModel, lm: mpjax.LanguageModel) -> None:
     # A device rounds its own channels of x to 8 bits.
     tolerance = 0.3 if "A8" in whole.precision or "AFP8" in whole.precision else 1e-4
     expected, found = run(whole), run(lm)
@@ -121,7 +128,21 @@ def check(folder: Path, count: int, precision: str | None) -> mpjax.LanguageMode
         assert len(set(np.asarray(found.tokens).ravel().tolist())) > 4
     first = [np.asarray(result.logprobs)[:, 0] for result in (found, expected)]
     np.testing.assert_allclose(*first, atol=tolerance)
-    return lm
+
+
+def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
+    found = []
+    for lm in lms:
+        lm = dataclasses.replace(lm, kv_format=KVFormat("4c"))  # which has a residual
+        with mpjax.Engine(lm, slots=2, max_tokens=160, chunk_tokens=32) as engine:
+            handles = [
+                engine.submit([3, 4, 5 + i], max_new_tokens=6, sampling=sampling)
+                for i, sampling in enumerate((None, {"temperature": 0.8, "top_p": 0.9}))
+            ]
+            for handle in handles:
+                handle.result()
+        found.append([handle.tokens for handle in handles])
+    assert found[0] == found[1]
 
 
 def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
@@ -140,6 +161,10 @@ def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
 
 if __name__ == "__main__":
     for number, case in enumerate(cases := {"few": FEW, "many": MANY}[sys.argv[2]]):
-        lm = check(write(Path(sys.argv[1]) / str(number), *case[1:3]), case[0], case[3])
-    require_no_device_gets_all_logits(lm)
+        pair = check(write(Path(sys.argv[1]) / str(number), *case[1:3]), case[0], case[3])
+        if number < CALLED:
+            call(*pair)
+    require_no_device_gets_all_logits(pair[1])
+    if cases is MANY:
+        require_the_engine_draws_the_same(*pair)
     print(f"{len(cases)} cases")

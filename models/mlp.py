@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -11,6 +11,21 @@ from flax import nnx
 from mpjax.kernels import ActivationFormat, gated_silu
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, as_activations
+
+
+class RoutedInputs(NamedTuple):
+    """The inputs of the linear maps of experts.
+
+    x: [..., K], read by all of a token's experts, or [..., k, K], an input for each. experts: int32
+    [..., k], the numbers of each token's experts. total: the number of all experts.
+    """
+
+    x: jax.Array
+    experts: jax.Array
+    total: int
+
+
+Inputs = dict[str, jax.Array | RoutedInputs]  # of linear maps, by their paths
 
 
 class MLP(Protocol):
@@ -27,7 +42,7 @@ class MLP(Protocol):
             next weight. Rounding has no useful gradient, so training passes False.
         """
 
-    def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
+    def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
 
 
@@ -77,7 +92,7 @@ class GatedMLP(nnx.Module):
         """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""
         return self.down.terms(self.gated(x, self.down.activations if quantized else None))
 
-    def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
+    def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
         gated = self.gated(x)
         assert isinstance(gated, jax.Array)  # nothing was said to be quantised

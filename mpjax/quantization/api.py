@@ -179,11 +179,10 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         rule = recipe.rule_of(place.path)
         if not rule.weights.is_packed:
             continue
-        if isinstance(place, ExpertPlace):
+        if isinstance(place, ExpertPlace) and recipe.rotates:
             raise ValueError(
-                f"{place.path} has {place.experts} experts, which can't be quantised with a "
-                "recipe: leave them in 16 bits, or round them while they are loaded with "
-                "mpjax.load(folder, precision=...)"
+                f"{place.path} has experts, whose router is not rotated: leave `rotate` out of the "
+                "method"
             )
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +19,13 @@ import numpy as np
 from flax import nnx
 
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.kernels import pack
-from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
+from mpjax.models.mlp import RoutedInputs
 from mpjax.models.parameters import find
 from mpjax.quantization import folds
-from mpjax.quantization.methods import SCALINGS, choose_codes
+from mpjax.quantization.linears import quantize_map
+from mpjax.quantization.methods import SCALINGS
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.rotations import rotate_layer, rotate_tables
 from mpjax.quantization.statistics import Statistics
@@ -113,13 +112,7 @@ def quantize_layer(
     for path, rule in rules.items():
         if rule.weights.is_packed:
             linear = folds.linear_of(layer, path)
-            rounding = _rounding_for(path, rule, found.get(path))
-            plain = choose_codes(_wide(linear), found.get(path), rule.weights, rounding)
-            packed = pack(plain)
-            if reason := why_out_of_range(_wide(linear), packed):
-                raise ValueError(f"{path}: {reason}")
-            bias = None if linear.bias is None else linear.bias.get_value()
-            _replace(layer, path, Linear(packed, bias))
+            _replace(layer, path, quantize_map(linear, path, rule, found.get(path)))
     return layer
 
 
@@ -164,22 +157,6 @@ def quantize_decoder(
         watch(number, layer)
 
 
-def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:
-    """The rounding of a rule; `range`, with a warning, if the text is too short for GPTQ."""
-    if rule.method.rounding != "gptq" or found is None:
-        return rule.method.rounding
-    channels = len(found.magnitudes)
-    tokens = int(found.tokens)
-    if tokens >= channels:
-        return "gptq"
-    warnings.warn(
-        f"{path} has {channels} input channels, and the text has {tokens} tokens: GPTQ needs at "
-        "least as many tokens, so that ranges are searched instead; give more text",
-        stacklevel=2,
-    )
-    return "range"
-
-
 def _wide(linear: Linear) -> jax.Array:
     kernel: Any = linear.kernel.get_value()
     return kernel.astype(jnp.float32)
@@ -200,7 +177,12 @@ def _statistics(
     layer: DecoderLayer, states: jax.Array, angles: jax.Array, is_real: jax.Array, samples: int
 ) -> dict[str, Statistics]:
     _, inputs = layer.inputs(states, angles)
-    return {path: Statistics.of(x, is_real, samples) for path, x in inputs.items()}
+    return {
+        path: Statistics.of_experts(x, is_real, samples)
+        if isinstance(x, RoutedInputs)
+        else Statistics.of(x, is_real, samples)
+        for path, x in inputs.items()
+    }
 
 
 @jax.jit

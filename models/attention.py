@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import jax
@@ -33,6 +34,7 @@ from mpjax.models.layers import (
     rotate,
     turn_of,
 )
+from mpjax.models.share import Cut, HeadShares, Share
 
 
 class AttentionModule(Protocol):
@@ -93,6 +95,16 @@ class GroupedQuerySpec(AttentionSpec):
         copies = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, copies, config.head_dim
         return (Fold("output", "qkv", 2, heads, is_mixable=True),)
+
+    def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
+        """The same spec: the configuration has the number of heads."""
+        return self
+
+    def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
+        """The outputs of a share's heads, and as many inputs of the output map."""
+        heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
+        query, key = (run.times(config.head_dim) for run in heads.runs(share.number))
+        return {"qkv": Cut(outputs=(query, key, key)), "output": Cut(inputs=query)}
 
 
 class Attention(nnx.Module):

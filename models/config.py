@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from flax import nnx
 
 from mpjax.kernels.checks import as_dtype, shown
+from mpjax.models.share import Cut, Share
 
 
 class ConfigError(ValueError):
@@ -120,6 +122,24 @@ class SublayerSpec(abc.ABC):
     def why_unsound(self) -> str | None:
         """The reason why the fields don't fit together, or None if they do."""
         return None
+
+    def divide(self, count: int, units: Mapping[str, int]) -> Self:
+        """The spec of one of `count` devices' shares of the module.
+
+        units: by the path of a linear map, the number of input channels at multiples of which its
+        format is cut. Raises ValueError for a module that can't be divided.
+        """
+        raise ValueError(
+            f"{self.kind} layers can't be divided among devices: load the model on one device"
+        )
+
+    def cuts(self, config: DecoderConfig, local: Self, share: Share) -> dict[str, Cut]:
+        """The channels of a share, by the paths of linear maps and of other arrays.
+
+        config: of the whole decoder. local: what `divide` returned. An array without a cut is
+        everybody's.
+        """
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)

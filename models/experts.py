@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +22,7 @@ from mpjax.kernels.checks import as_array
 from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
+from mpjax.models.share import Cut, Share, share_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,29 @@ class ExpertsSpec(MLPSpec):
             maps += [each._replace(path=f"shared.{each.path}") for each in shared]
         return tuple(maps)
 
+    def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
+        """The spec with a share of each expert's intermediate channels, and of the shared MLP's."""
+        size = share_size(self.intermediate_size, count, units["experts.down"])
+        shared = self.shared_size
+        if shared is not None:
+            shared = share_size(shared, count, units["shared.down"])
+        return dataclasses.replace(self, intermediate_size=size, shared_size=shared)
+
+    def cuts(self, config: DecoderConfig, local: ExpertsSpec, share: Share) -> dict[str, Cut]:
+        """The intermediate channels of a share; the router is everybody's."""
+        inner = share.run(self.intermediate_size, local.intermediate_size)
+        found = {
+            "experts.gate_up": Cut(outputs=(inner, inner)),
+            "experts.down": Cut(inputs=inner),
+        }
+        if self.shared_size is not None and local.shared_size is not None:
+            inner = share.run(self.shared_size, local.shared_size)
+            found |= {
+                "shared.gate_up": Cut(outputs=(inner, inner)),
+                "shared.down": Cut(inputs=inner),
+            }
+        return found
+
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the router's parameters and of the shared MLP's gate, by path."""
         found: dict[str, tuple[int, ...]] = {
@@ -138,7 +163,8 @@ class ExpertStack(nnx.Module):
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
         kernel: Any = self.down.kernel.get_value()
         inner = self.gated(x, experts)
-        return grouped_matmul_terms(inner, kernel, experts, weights, bias=_bias(self.down))
+        terms = grouped_matmul_terms(inner, kernel, experts, weights, bias=_bias(self.down))
+        return self.down.add_shares(terms, x.dtype)
 
 
 class Experts(nnx.Module):

@@ -13,6 +13,7 @@ from mpjax.kernels import (
     ActivationFormat,
     QuantizedActivations,
     QuantizedTensor,
+    WeightFormat,
     add_rms_norm,
     matmul,
     matmul_terms,
@@ -86,6 +87,16 @@ class Linear(nnx.Module):
         if self.bias is None and isinstance(kernel, QuantizedTensor):
             return matmul_terms(x, kernel)
         return self(x)[None]
+
+    def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
+        return terms
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """The format of a packed kernel; None for a plain one."""
+        kernel: Any = self.kernel.get_value()
+        return kernel.format if isinstance(kernel, QuantizedTensor) else None
 
     @property
     def activations(self) -> ActivationFormat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from mpjax.kernels import ActivationFormat, gated_silu
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, as_activations
+from mpjax.models.share import Cut, Share, share_size
 
 
 class RoutedInputs(NamedTuple):
@@ -68,6 +70,16 @@ class GatedMLPSpec(MLPSpec):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From up to down: the gate multiplies each channel."""
         return (Fold("down", "gate_up", 1),)
+
+    def divide(self, count: int, units: Mapping[str, int]) -> GatedMLPSpec:
+        """The spec with a share of the intermediate channels, cut where `down` can be."""
+        size = share_size(self.intermediate_size, count, units["down"])
+        return dataclasses.replace(self, intermediate_size=size)
+
+    def cuts(self, config: DecoderConfig, local: GatedMLPSpec, share: Share) -> dict[str, Cut]:
+        """The intermediate channels of a share."""
+        inner = share.run(self.intermediate_size, local.intermediate_size)
+        return {"gate_up": Cut(outputs=(inner, inner)), "down": Cut(inputs=inner)}
 
 
 class GatedMLP(nnx.Module):

@@ -26,6 +26,18 @@ QWEN3_8B = DecoderConfig(
     stop_ids=(151645,),
 )
 
+LLAMA3_70B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=8192,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    layers=llama_layers((None,) * 80, 28672),
+    max_position_embeddings=8192,
+    rope_theta=5e5,
+    stop_ids=(128001, 128009),
+)
+
 LLAMA3_1_8B = DecoderConfig(
     vocab_size=128256,
     hidden_size=4096,
@@ -110,6 +122,7 @@ GPT_OSS_20B = DecoderConfig(
 PUBLISHED: dict[str, tuple[type[Decoder], DecoderConfig]] = {
     "qwen3-8b": (Qwen3, QWEN3_8B),
     "llama3.1-8b": (Llama, LLAMA3_1_8B),
+    "llama3-70b": (Llama, LLAMA3_70B),
     "qwen3-30b-a3b": (Qwen3MoE, QWEN3_30B_A3B),
     "mixtral-8x7b": (Mixtral, MIXTRAL_8X7B),
     "gpt-oss-20b": (GptOss, GPT_OSS_20B),

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from mpjax.precision import Precision
     from mpjax.quantization.api import Calibration, quantize
     from mpjax.quantization.budget import BudgetRecipe, recipe_for_budget
+    from mpjax.quantization.learning.descent import Learning
+    from mpjax.quantization.learning.model import learn_scales
     from mpjax.quantization.recipe import Recipe
     from mpjax.sampling import Sampling
 
@@ -48,6 +50,7 @@ __all__ = [
     "GeneratedTokens",
     "Generation",
     "LanguageModel",
+    "Learning",
     "Precision",
     "Recipe",
     "Sampling",
@@ -59,6 +62,7 @@ __all__ = [
     "export",
     "generate",
     "generate_tokens",
+    "learn_scales",
     "load",
     "quantize",
     "recipe_for_budget",
@@ -77,6 +81,7 @@ _MODULES = {
     "GeneratedTokens": "decoding",
     "Generation": "generation",
     "LanguageModel": "language_model",
+    "Learning": "quantization.learning.descent",
     "Precision": "precision",
     "Recipe": "quantization.recipe",
     "Sampling": "sampling",
@@ -88,6 +93,7 @@ _MODULES = {
     "export": "checkpoint.exporting",
     "generate": "generation",
     "generate_tokens": "decoding",
+    "learn_scales": "quantization.learning.model",
     "load": "loading",
     "quantize": "quantization.api",
     "recipe_for_budget": "quantization.budget",

@@ -56,10 +56,23 @@ class LanguageModel:
             )
         return self.tokenizer
 
+    def require_one_device(self, what: str) -> None:
+        """Raises ValueError for a model that is divided among devices; what: a gerund."""
+        if self.devices > 1:
+            raise ValueError(
+                f"{what} a model that is divided among {self.devices} devices is not possible: "
+                "load it on one device; a model that mpjax.save wrote then loads onto any number"
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in device memory."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices among which the model is divided."""
+        return self.model.shards
 
     @property
     def bits_per_weight(self) -> float:
@@ -69,12 +82,13 @@ class LanguageModel:
         """
         bits = weights = 0
         for place in _of_layers(self.model.linear_places(self.config)):
-            for kernel in place.kernels(self.model):
-                weights += math.prod(kernel.shape)
-                if isinstance(kernel, QuantizedTensor):
-                    bits += stored_bits(kernel.shape, kernel.format)
+            parts = place.parts(self.model)
+            for part, shape in zip(parts, place.part_shapes(len(parts)), strict=True):
+                weights += math.prod(shape)
+                if part.format is not None:
+                    bits += stored_bits(shape, part.format)
                 else:
-                    bits += 8 * kernel.nbytes
+                    bits += 8 * math.prod(shape) * part.kernel.get_value().dtype.itemsize
         return bits / weights
 
     @property
@@ -82,7 +96,8 @@ class LanguageModel:
         """Number of the model's weights; a packed weight counts as one, whatever its bits."""
         total = sum(math.prod(place.shape) for place in self.model.array_places(self.config))
         for place in self.model.linear_places(self.config):
-            total += sum(math.prod(kernel.shape) for kernel in place.kernels(self.model))
+            shapes = place.part_shapes(len(place.kernels(self.model)))
+            total += sum(math.prod(shape) for shape in shapes)
             total += sum(shape[1] for shape in place.shapes if place.bias)
         return total
 
@@ -113,7 +128,7 @@ class LanguageModel:
         kernels = [kernel for place in places for kernel in place.kernels(self.model)]
         packed = sum(kernel.nbytes for kernel in kernels if isinstance(kernel, QuantizedTensor))
         return {
-            "model": type(self.model).__name__,
+            "model": self.model.family_name,
             "source": str(self.source),
             "precision": self.precision,
             "num_layers": config.num_layers,
@@ -164,7 +179,8 @@ class LanguageModel:
     def _table(self, path: str) -> dict[str, Any]:
         table = getattr(self.model, path)
         value = (table.kernel if isinstance(table, Linear) else table).get_value()
-        return {"format": _describe(value), "bytes": value.nbytes}
+        format = value.format if isinstance(value, QuantizedTensor) else None
+        return {"format": _describe(format, value), "bytes": value.nbytes}
 
     def _cache_scales(self) -> str | None:
         if self.model.cache_scales is None:
@@ -184,9 +200,9 @@ def stored_bits(shape: tuple[int, ...], format: WeightFormat) -> int:
 def weight_formats(model: Decoder) -> set[WeightFormat]:
     """Weight formats of the linear maps of a model's layers; plain kernels count as bfloat16."""
     return {
-        kernel.format if isinstance(kernel, QuantizedTensor) else WeightFormat("bfloat16")
+        part.format or WeightFormat("bfloat16")
         for place in _of_layers(model.linear_places(model.config))
-        for kernel in place.kernels(model)
+        for part in place.parts(model)
     }
 
 
@@ -209,10 +225,8 @@ def _of_layers(places: Iterable[LinearPlace]) -> list[LinearPlace]:
 
 def _formats(model: Decoder, place: LinearPlace) -> list[str]:
     """The W part of the precision, such as `W4`, of each part of a linear map."""
-    return [_describe(kernel) for kernel in place.kernels(model)]
+    return [_describe(part.format, part.kernel.get_value()) for part in place.parts(model)]
 
 
-def _describe(kernel: Any) -> str:
-    if isinstance(kernel, QuantizedTensor):
-        return describe_weights(kernel.format)
-    return f"W{kernel.dtype.itemsize * 8}"
+def _describe(format: WeightFormat | None, kernel: Any) -> str:
+    return f"W{kernel.dtype.itemsize * 8}" if format is None else describe_weights(format)

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import jax
 
@@ -16,6 +17,7 @@ from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
 from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.checkpoint.gguf.header import is_gguf
 from mpjax.checkpoint.locate import locate
+from mpjax.devices import Devices, read_devices
 from mpjax.kernels import KVFormat
 from mpjax.kernels.checks import shown
 from mpjax.kernels.kv_cache.layout import read_page_size
@@ -27,6 +29,13 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 HUB_IGNORED = ["consolidated*", "original/*"]
 
 
+class Reading(TypedDict, total=False):
+    """Arguments of `load` about the reading of files."""
+
+    verify: bool
+    progress: bool | None
+
+
 def load(
     path_or_id: str | os.PathLike[str],
     *,
@@ -34,10 +43,10 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     max_positions: int | None = None,
     page_size: int = 128,
-    verify: bool = True,
-    progress: bool | None = None,
+    devices: Devices | None = None,
+    **reading: Unpack[Reading],
 ) -> LanguageModel:
-    """Loads a model, with its tokenizer if it has one, onto the default device.
+    """Loads a model, with its tokenizer if it has one, onto the default device or several.
 
     path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ, FP8 or
         compressed-tensors' integers), a GGUF file, a folder that `mpjax.save` wrote, or a hub id
@@ -59,15 +68,24 @@ def load(
         checkpoint's number. Nothing else of the model changes.
     page_size: tokens in a page of the KV cache: 16, 32, 64, 128 or 256. The room of each sequence
         is rounded up to whole pages.
+    devices: among which the model is divided, each with a share of every layer: a number, a list of
+        `jax.devices()`, or a mesh with one axis. By default, and for 1, the default device has all.
+        docs/devices.md says what is divided how.
     verify: whether to compare the arrays of a model that `mpjax.save` wrote with their checksums,
         which finds damage by a disk or a copy. Other checkpoints have no checksums.
+        By default they are compared.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises CheckpointError for a path or checkpoint that can't be loaded, ValueError for a precision
-    or dtype that the checkpoint doesn't have, max_positions below 1 and another page size, and
-    mpjax.memory.DeviceMemoryError, before anything is allocated, where the device does not have
+    or dtype that the checkpoint doesn't have, max_positions below 1, another page size, and devices
+    that there are not or that the model can't be divided among, and
+    mpjax.memory.DeviceMemoryError, before anything is allocated, where a device does not have
     enough memory left.
     """
+    if unknown := reading.keys() - Reading.__annotations__.keys():
+        raise TypeError(f"load() got an unexpected keyword argument {unknown.pop()!r}")
+    mesh = read_devices(devices)
+    progress = reading.get("progress")
     precision = None if precision is None else Precision.of(precision)
     dtype = compute_dtype(dtype, precision)
     if max_positions is not None:
@@ -75,8 +93,14 @@ def load(
     page_size = read_page_size(page_size, KVFormat() if precision is None else precision.kv)
     folder = find_folder(path_or_id).resolve()
     if is_saved(folder):
+        verify = reading.get("verify", True)
         lm = restoring.restore(
-            folder, precision=precision, dtype=dtype, verify=verify, progress=progress
+            *(folder,),
+            precision=precision,
+            dtype=dtype,
+            verify=verify,
+            progress=progress,
+            mesh=mesh,
         )
         return _with_limits(lm, max_positions, page_size)
     if not folder.is_file() and not os.path.lexists(folder / CONFIG_NAME):
@@ -86,7 +110,7 @@ def load(
         )
     source = locate(folder)
     tokenizer = source.read_tokenizer()
-    model = huggingface.load(source, precision=precision, dtype=dtype, progress=progress)
+    model = huggingface.load(source, precision=precision, dtype=dtype, progress=progress, mesh=mesh)
     kv_format = KVFormat() if precision is None else precision.kv
     lm = LanguageModel(model, tokenizer, kv_format, folder)
     return _with_limits(lm, max_positions, page_size)

@@ -10,17 +10,28 @@ from flax import nnx
 
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearPlace
+from mpjax.models.division import Division
+from mpjax.models.sharded import ShardedDecoder
 
 
 def random_model(
-    decoder: type[Decoder], config: DecoderConfig, format: WeightFormat | None, seed: int = 0
+    decoder: type[Decoder],
+    config: DecoderConfig,
+    format: WeightFormat | None,
+    seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Decoder:
     """Makes a decoder on the device, with normal weights quantised to `format`.
 
     Norms are ones and biases zeros. Without a format, linear maps have the model's dtype, like all
-    other weights.
+    other weights. mesh: the devices among which the decoder is divided; its weights are the same
+    for any number of them.
     """
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
+    if mesh is not None:
+        packed = format if format is not None and format.is_packed else None
+        formats = {place.path: [packed] for place in decoder.linear_places(config)}
+        model = ShardedDecoder.of(Division.of(decoder, config, mesh.size, formats), mesh)
     dtype = jnp.dtype(config.dtype)
     places = decoder.linear_places(config)
     arrays = decoder.array_places(config)
@@ -28,14 +39,14 @@ def random_model(
     keys = iter(jax.random.split(jax.random.key(seed), count))
     for array in arrays:
         if len(array.shape) == 1:
-            array.assign(model, jnp.ones(array.shape, dtype))
+            model.put_array(array, jnp.ones(array.shape, dtype))
         else:
-            array.assign(model, _normal(next(keys), array.shape, 0.02, dtype.name))
+            model.put_array(array, _normal(next(keys), array.shape, 0.02, dtype.name))
     for place in places:
         [shape] = place.part_shapes(1)
         kernel = _kernel(next(keys), shape, _format_of(place, format), dtype.name)
         bias = jnp.zeros((*shape[:-2], shape[-1]), dtype) if place.bias else None
-        place.assign(model, [Linear(kernel, bias)])
+        model.put_linears(place, [Linear(kernel, bias)])
     return model
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mpjax.kernels import QuantizedTensor, WeightFormat
 from mpjax.kernels.packed_shapes import packed_shapes
-from mpjax.models import ArrayPlace, CacheScales, Decoder, DecoderConfig, Linear, LinearPlace
+from mpjax.models import ArrayPlace, Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.models.config_checks import DTYPES
 
 # Fields of a QuantizedTensor that hold arrays; a field that the format does not use is None.
@@ -78,7 +78,7 @@ def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts, prefix: str = "
     """Puts arrays or ShapeDtypeStructs into a model; the inverse of `take` and `take_parts`."""
     array_places, linear_places = _places(model, prefix)
     for place in array_places:
-        place.assign(model, arrays[place.path])
+        model.put_array(place, arrays[place.path])
     for linear_place in linear_places:
         linears = []
         for index, part in enumerate(parts[linear_place.path]):
@@ -96,9 +96,9 @@ def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts, prefix: str = "
                     **stored,
                 )
             linears.append(Linear(kernel, arrays.get(f"{path}.bias")))
-        linear_place.assign(model, linears)
+        model.put_linears(linear_place, linears)
     if (scales := arrays.get(CACHE_SCALES)) is not None:
-        model.cache_scales = CacheScales(scales)
+        model.put_cache_scales(scales)
 
 
 def _places(model: Decoder, prefix: str) -> tuple[list[ArrayPlace], list[LinearPlace]]:

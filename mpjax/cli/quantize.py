@@ -36,6 +36,14 @@ Then one that rounds:
   range   to nearest, in the ranges of groups that cost least
   clip    the same, with ranges found by descent (pip install "mpjax[train]")
   gptq    row by row; later rows make up for the errors of earlier ones
+  gptq-fresh  the same, with ranges of a group from what is left of its weights
+Then, if wanted:
+  learn   descent on the scales, against the outputs of the 16-bit layer
+
+\b
+--learn EPOCHS goes on when all layers are done: descent on the scales of the
+whole model, against the predictions of the 16-bit one (FLUTE). It needs
+optax: pip install "mpjax[train]".
 
 \b
 A recipe is a TOML file; of its rules the first that matches counts:
@@ -99,6 +107,12 @@ def command(
         int, typer.Option(min=1, help="Tokens of a window; each begins with an empty context.")
     ] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Windows that are read at a time.")] = 4,
+    learn: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Passes over the text in which the scales of the whole model are learned."
+        ),
+    ] = 0,
     dtype: options.ComputeDtype = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model saved there before.")
@@ -113,6 +127,8 @@ def command(
     from mpjax.quantization.finished import FinishedLayers
 
     options.require_target(target, overwrite)
+    if learn:
+        _require_learning(documents)
     target = target.absolute()
     if chosen is None:
         assert budget is not None
@@ -120,14 +136,23 @@ def command(
         asked = Budget(budget, tuple(choices.split(",")), precision or "A16KV16", method)
         chosen = _fit(source, target, asked, documents, dtype)
     work = target.with_name(f".{target.name}.layers")
+    calibration = mpjax.Calibration(window, tokens, batch)
     lm = mpjax.quantize(
         source,
         chosen,
-        documents,
-        calibration=mpjax.Calibration(window, tokens, batch),
+        None if learn and not chosen.needs_text else documents,
+        calibration=calibration,
         dtype=None if dtype is None else dtype.value,
         work=work,
     )
+    if learn:
+        lm = mpjax.learn_scales(
+            lm,
+            documents or [],
+            reference=source,
+            learning=mpjax.Learning(epochs=learn),
+            calibration=calibration,
+        )
     mpjax.save(lm, target, overwrite=overwrite)
     FinishedLayers(work).remove()
     typer.echo(f"{target}: {lm.precision}, {size(lm.nbytes)} in device memory")
@@ -180,6 +205,15 @@ def _fit(
         "rounded to nearest"
     )
     return found.recipe
+
+
+def _require_learning(documents: list[str] | None) -> None:
+    """Raises an error for what --learn lacks, before the layers are quantised."""
+    from mpjax.quantization.clipping import require_optax
+
+    require_optax("learn")
+    if documents is None:
+        raise typer.BadParameter("learning needs --text", param_hint="--learn")
 
 
 def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:

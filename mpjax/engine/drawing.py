@@ -13,13 +13,19 @@ from mpjax.sampling import Sampling, logprobs, sample
 
 
 def draw(
-    logits: jax.Array, settings: RowSettings, counts: jax.Array, seen: jax.Array | None
+    logits: jax.Array,
+    settings: RowSettings,
+    counts: jax.Array,
+    seen: jax.Array | None,
+    *,
+    divided: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """A token for each row, int32 [rows], and its log-probability, float32 [rows].
 
     logits: [rows, vocabulary]. counts: int32 [rows], new tokens drawn before.
     seen: bool [rows, vocabulary]; or None if all rows are greedy, without a penalty, and have their
         least number of tokens, which spares the device a decision.
+    divided: whether devices have parts of the vocabulary's axis; see `sample`.
 
     A row's token is that of `sample` with the row's settings and key: it does not depend on other
     rows. The log-probability is NaN where a logit is NaN or infinite.
@@ -37,8 +43,8 @@ def draw(
     # Filters sort all logits, which takes longer than the device's wait for the decision.
     drawn = jax.lax.cond(
         (is_filtered & (settings.temperature > 0)).any(),
-        lambda x: sample(x, keys, filtered, seen),
-        lambda x: sample(x, keys, simple, seen),
+        lambda x: sample(x, keys, filtered, seen, divided=divided),
+        lambda x: sample(x, keys, simple, seen, divided=divided),
         hidden,
     )
     return drawn, logprobs(logits, drawn)

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from mpjax.decoding import has_warpgroups
 from mpjax.engine.drawing import draw, is_end
 from mpjax.engine.planner import scored_chunk
 from mpjax.engine.state import EngineState, RowSettings
-from mpjax.kernels import PagedKVCache, device
+from mpjax.kernels import KVPages, PagedKVCache, device
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.models import Decoder
 
@@ -142,7 +143,9 @@ def extend(
         scores = _score(logits, reading.following)
         logits = logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)]
     seen_by_rows = None if greedy else seen[jnp.minimum(slots, last)]
-    drawn, chance = draw(logits, reading.settings, reading.drawn, seen_by_rows)
+    drawn, chance = draw(
+        logits, reading.settings, reading.drawn, seen_by_rows, divided=model.shards > 1
+    )
     counts = reading.drawn + reading.is_last.astype(jnp.int32)
     running = reading.is_last & ~is_end(drawn, chance, reading.settings, counts)
     state = dataclasses.replace(
@@ -232,7 +235,7 @@ def decode(
         alive = loop.alive
         logits, cache = model.step(loop.newest[:, None], alive.astype(jnp.int32), loop.cache)
         seen = None if greedy else loop.seen[own]
-        token, chance = draw(logits, settings, loop.counts, seen)
+        token, chance = draw(logits, settings, loop.counts, seen, divided=model.shards > 1)
         counts = loop.counts + alive.astype(jnp.int32)
         seen = loop.seen
         if not greedy:
@@ -286,12 +289,33 @@ class _Loop:
     step: Any
 
 
-def clear(state: EngineState, pages: jax.Array, slot: jax.Array) -> EngineState:
+def clear(
+    state: EngineState,
+    pages: jax.Array,
+    slot: jax.Array,
+    mesh: jax.sharding.Mesh | None = None,
+) -> EngineState:
     """Sets pages and the residual of a slot to zero, which a row of NaN has left.
 
-    pages: int32 [any number]. slot: int32 scalar.
+    pages: int32 [any number]. slot: int32 scalar. mesh: the devices among which the KV heads are
+        divided (static).
     """
+    run = _clear_layers
+    if mesh is not None:
+        divided, whole = PartitionSpec(*mesh.axis_names), PartitionSpec()
+        run = jax.shard_map(
+            _clear_layers,
+            mesh=mesh,
+            in_specs=(divided, whole, whole),
+            out_specs=divided,
+            check_vma=False,
+        )
+    return dataclasses.replace(state, layers=run(state.layers, pages, slot))
 
+
+def _clear_layers(
+    layers: tuple[KVPages, ...], pages: jax.Array, slot: jax.Array
+) -> tuple[KVPages, ...]:
     def cleared(pages_of_layer: Any) -> Any:
         residual = pages_of_layer.residual
         if residual is not None:
@@ -311,7 +335,7 @@ def clear(state: EngineState, pages: jax.Array, slot: jax.Array) -> EngineState:
                 changed[parameters] = getattr(pages_of_layer, parameters).at[pages].set(0)
         return dataclasses.replace(pages_of_layer, **changed)
 
-    return dataclasses.replace(state, layers=tuple(map(cleared, state.layers)))
+    return tuple(map(cleared, layers))
 
 
 class _Structure:
@@ -356,7 +380,7 @@ _JITTED = {
     for function in (extend, decode)
     for in_turn in (False, True)
 }
-_jit_clear = jax.jit(clear, donate_argnums=0)
+_jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
 
 
 def compiled() -> int:
@@ -392,6 +416,7 @@ class Programs:
         # A model has many modules. Its arrays alone are quickly passed to a program.
         self._leaves, structure = jax.tree.flatten(model)
         self._structure = _Structure(structure)
+        self._mesh = model.mesh
         self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
 
     def extend(
@@ -417,7 +442,7 @@ class Programs:
     def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
         """Runs `clear`; the state is donated."""
         self.used.add((clear,))
-        return _jit_clear(state, pages, slot)
+        return _jit_clear(state, pages, slot, self._mesh)
 
     def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:
         """The number of rows to which rows are padded."""

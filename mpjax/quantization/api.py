@@ -101,6 +101,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
+    lm.require_one_device("quantising")
     recipe = recipe.of_layers(lm.config.num_layers)
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):
@@ -179,14 +180,11 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         rule = recipe.rule_of(place.path)
         if not rule.weights.is_packed:
             continue
-        if isinstance(place, ExpertPlace) and recipe.rotates:
-            raise ValueError(
-                f"{place.path} has experts, whose router is not rotated: leave `rotate` out of the "
-                "method"
-            )
+        if isinstance(place, ExpertPlace):
+            _check_experts(recipe, place)
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
-        rule.method.require_usable()
+        rule.method.require_usable(rule.weights)
         if documents is None and rule.method.needs_text:
             raise ValueError(
                 f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
@@ -203,6 +201,20 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         raise ValueError(
             f"{recipe.kv} has scales that are measured on text: pass documents (--text), or "
             "choose another KV format"
+        )
+
+
+def _check_experts(recipe: Recipe, place: ExpertPlace) -> None:
+    """Raises ValueError for a step that experts can't be quantised with."""
+    if recipe.rotates:
+        raise ValueError(
+            f"{place.path} has experts, whose router is not rotated: leave `rotate` out of the "
+            "method"
+        )
+    if recipe.rule_of(place.path).method.learns:
+        raise ValueError(
+            f"{place.path} has experts, whose scales are not learned: leave `learn` out of their "
+            "method"
         )
 
 

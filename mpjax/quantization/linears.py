@@ -32,7 +32,8 @@ def quantize_map(linear: Linear, path: str, rule: Rule, found: Statistics | None
     if kernel.ndim > 2:
         return _quantize_experts(linear, path, rule, found)
     rounding, channels = rule.method.rounding, kernel.shape[0]
-    if rounding == "gptq" and found is not None and int(found.tokens) < channels:
+    is_gptq = rounding.startswith("gptq")
+    if is_gptq and found is not None and int(found.tokens) < channels:
         rounding = "range"
         warnings.warn(
             f"{path} has {channels} input channels, and the text has {int(found.tokens)} tokens: "
@@ -55,7 +56,7 @@ def _quantize_experts(stacked: Linear, path: str, rule: Rule, found: Statistics 
             if found is not None:
                 own = jax.tree.map(lambda leaf, i=expert: leaf[i], found)
                 tokens = int(own.tokens)
-                least = channels if rounding == "gptq" else 1
+                least = channels if rounding.startswith("gptq") else 1
                 if rounding != "rtn" and tokens < least:
                     short.append(f"{expert} ({tokens})")
                     rounding = "range" if tokens else "rtn"

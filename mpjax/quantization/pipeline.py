@@ -24,6 +24,7 @@ from mpjax.models.config import Fold
 from mpjax.models.mlp import RoutedInputs
 from mpjax.models.parameters import find
 from mpjax.quantization import folds
+from mpjax.quantization.learning.layer import learn_layer
 from mpjax.quantization.linears import quantize_map
 from mpjax.quantization.methods import SCALINGS
 from mpjax.quantization.recipe import Recipe, Rule
@@ -60,7 +61,11 @@ class Stream:
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
             part = _statistics(layer, states, self.angles, is_real, samples)
-            found = part if found is None else {name: found[name] + part[name] for name in part}
+            if found is None:
+                found = part
+                continue
+            for path in found:  # one after another: those of wide maps take hundreds of megabytes
+                found[path] = found[path] + part.pop(path)
         assert found is not None
         return found
 
@@ -81,13 +86,14 @@ class Stream:
 
 def quantize_layer(
     layer: DecoderLayer,
-    found: Mapping[str, Statistics],
+    found: dict[str, Statistics],
     rules: Mapping[str, Rule],
     places: Sequence[Fold],
 ) -> DecoderLayer:
     """Quantises a copy of a layer with plain kernels.
 
     found: the statistics of each linear map's inputs, by its path; empty if no rule needs them.
+        They are taken out as they are used, because they can be larger than the layer.
     rules: the rule of each linear map, by its path.
     places: the layer's folds.
 
@@ -95,7 +101,6 @@ def quantize_layer(
     """
     graph, state = nnx.split(layer)
     layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # the copy has own variables
-    found = dict(found)
     for fold in places:
         rule = rules[fold.target]
         if not rule.weights.is_packed:
@@ -112,7 +117,8 @@ def quantize_layer(
     for path, rule in rules.items():
         if rule.weights.is_packed:
             linear = folds.linear_of(layer, path)
-            _replace(layer, path, quantize_map(linear, path, rule, found.get(path)))
+            # Each map's statistics are freed before those of the next are used.
+            _replace(layer, path, quantize_map(linear, path, rule, found.pop(path, None)))
     return layer
 
 
@@ -148,13 +154,21 @@ def quantize_decoder(
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)
-                layer = quantize_layer(layer, found, rules, spec.folds(model.config))
+                plain = layer
+                layer = quantize_layer(plain, found, rules, spec.folds(model.config))
+                if stream is not None and (learned := learned_paths(rules)):
+                    learn_layer(plain, layer, stream, learned, recipe.learning)
             if stream is not None:  # after the last layer, too, to find states that overflow
                 stream.advance(layer)
         except ValueError as error:
             raise ValueError(f"layer {number}: {error}") from error
         model.layers[number] = layer
         watch(number, layer)
+
+
+def learned_paths(rules: Mapping[str, Rule]) -> list[str]:
+    """The paths of the linear maps whose rules say that scales are learned."""
+    return [path for path, rule in rules.items() if rule.weights.is_packed and rule.method.learns]
 
 
 def _wide(linear: Linear) -> jax.Array:

@@ -16,9 +16,11 @@ from mpjax.arguments import read_text
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
+from mpjax.quantization.learning.descent import Learning
 from mpjax.quantization.methods import ROTATE, Method, split_rotation
 
 DEFAULT_METHOD = "gptq"
+DEFAULT_LEARNING = Learning()
 FROM_THE_LAST = re.compile(r"^layers\.-(\d+)\.")
 UNQUOTED = re.compile(
     r"\s*(precision|method|modules)\s*=\s*([^\s\"'\[#](?:[^\"'#]*[^\s\"'#])?)\s*(?:#.*)?"
@@ -58,6 +60,7 @@ class Recipe:
         16 bits. A tied table is both, and has one format.
     rotates: whether the residual stream and values are rotated first; see `rotations`. A tied table
         becomes two.
+    learning: how the step `learn` learns the scales of a layer.
     """
 
     rules: tuple[Rule, ...]
@@ -66,6 +69,7 @@ class Recipe:
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
     rotates: bool = False
+    learning: Learning = DEFAULT_LEARNING
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
@@ -89,7 +93,8 @@ class Recipe:
         tables = precision.tables
         if not tables and rule.weights.is_packed:
             tables = {"head": DEFAULT_HEAD}
-        return cls((rule,), precision.kv, precision.bits, **tables, rotates=rotates)
+        head, embedding = (tables.get(name) for name in ("head", "embedding"))
+        return cls((rule,), precision.kv, precision.bits, head, embedding, rotates)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -104,7 +109,8 @@ class Recipe:
 
         `precision` and `method` at the top are for all maps that no rule matches. A rule has
         `modules`, which is a pattern or a list of patterns, and one or both of `precision` (its KV
-        part is ignored) and `method`. Negative numbers count layers from the last, which is -1.
+        part is ignored) and `method`. Negative numbers count layers from the last, which is -1. A
+        table `learning` may have the fields of Learning.
         """
         try:
             text = read_text(path).removeprefix("\ufeff")  # a byte order mark
@@ -115,19 +121,26 @@ class Recipe:
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Recipe:
         """Reads the content of a recipe's file, as `read` describes it. Raises ValueError."""
-        _require_keys(content, {"precision"}, {"method", "rules"}, "the recipe")
+        _require_keys(content, {"precision"}, {"method", "rules", "learning"}, "the recipe")
         rest = cls.of(content["precision"], content.get("method", DEFAULT_METHOD))
         rules = content.get("rules", [])
         if not isinstance(rules, list):
             raise ValueError(f"rules is {shown(rules)}: expected a list of tables, [[rules]]")
         found = [rule for it in rules for rule in _rules(it, rest.rules[0], rest.bits)]
-        return dataclasses.replace(rest, rules=(*found, *rest.rules))
+        learning = Learning.parse(content.get("learning", {}))
+        return dataclasses.replace(rest, rules=(*found, *rest.rules), learning=learning)
 
     @property
     def tables(self) -> dict[str, WeightFormat]:
         """The formats of the tables that it names, by `head` and `embedding`."""
         named = {"head": self.head, "embedding": self.embedding}
         return {table: format for table, format in named.items() if format is not None}
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether a method needs statistics of a text, or the KV format measured scales."""
+        is_read = any(rule.weights.is_packed and rule.method.needs_text for rule in self.rules)
+        return is_read or self.kv.scaling == "static"
 
     def to_toml(self) -> str:
         """The text of a file that `read` reads as this recipe.
@@ -149,6 +162,8 @@ class Recipe:
             lines += ["", "[[rules]]", "modules = ["]
             lines += [f'    "{rule.modules}",' for rule in group]
             lines += ["]", f'precision = "{named(weights)}"', f'method = "{steps}"']
+        if self.learning != DEFAULT_LEARNING:
+            lines += ["", "[learning]", *self.learning.to_toml()]
         return "\n".join(lines) + "\n"
 
     def of_layers(self, count: int) -> Recipe:

@@ -59,12 +59,27 @@ def test_a_budget_is_kept_and_its_recipe_written(tiny_folder, text, tmp_path):
     assert "is in the place of the recipe" in result.stderr
 
 
+def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monkeypatch):
+    seen = []
+
+    def learn(lm, documents, **options):
+        seen.append((documents, options["reference"], options["learning"].epochs))
+        return lm
+
+    monkeypatch.setattr(mpjax, "learn_scales", learn)
+    options = ("--precision", "WNF2A16KV16", "--method", "rtn", "--text", text, "--learn", 3)
+    result = quantize(tiny_folder, tmp_path / "learned", *options, "--window", 64)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert seen == [([text.read_text()], str(tiny_folder), 3)]
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
         (("--budget", "4.5"), 2, "--budget needs --text to measure on"),
         (("--budget", "4.5", "--precision", "W4A16KV8"), 2, "has a W part"),
         (("--budget", "4.5", "--recipe", __file__), 2, "either --budget or --recipe"),
+        (("--precision", "WNF2A16KV16", "--method", "rtn", "--learn", 1), 2, "needs --text"),
         ((), 2, "give either --precision or --recipe"),
         (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
         (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),

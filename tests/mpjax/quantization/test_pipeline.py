@@ -76,6 +76,14 @@ def test_a_layer_is_quantised_and_the_plain_one_stays(batches, method):
     assert 0 < error < 0.02
 
 
+def test_statistics_are_let_go_as_they_are_used(batches):
+    model = small_model(CONFIG)
+    found = Stream.of(model, batches).statistics(model.layers[0])
+    places = CONFIG.layers[0].folds(CONFIG)
+    quantize_layer(model.layers[0], found, rules_of(Recipe.of("W4g32A16KV16", "range")), places)
+    assert found == {}
+
+
 def test_better_methods_lose_less(batches):
     model = small_model(CONFIG)
     expected = np.asarray(model(batches[0].tokens), np.float64)
@@ -116,7 +124,7 @@ def test_too_little_text_for_gptq_is_said(batches):
     rules = rules_of(Recipe.of("W4g32A16KV16", "gptq"))
     places = CONFIG.layers[0].folds(CONFIG)
     with pytest.warns(UserWarning, match="the text has 32 tokens: GPTQ") as said:
-        layer = quantize_layer(model.layers[0], found, rules, places)
+        layer = quantize_layer(model.layers[0], dict(found), rules, places)
     assert [str(warning.message).split()[0] for warning in said] == list(PATHS)
     ranges = quantize_layer(
         model.layers[0], found, rules_of(Recipe.of("W4g32A16KV16", "range")), places

@@ -24,7 +24,7 @@ from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
 from mpjax.models.experts import ExpertsSpec
 from mpjax.models.layers import Linear, RMSNorm, rotary_frequencies
-from mpjax.models.mlp import MLP, GatedMLPSpec
+from mpjax.models.mlp import MLP, GatedMLPSpec, Inputs
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
 from mpjax.models.step_checks import require_counts, require_empty, require_positions
 from mpjax.models.vocabulary import Vocabulary
@@ -66,9 +66,7 @@ class DecoderLayer(nnx.Module):
         residual, x = self.mlp_norm.add(terms, residual, format)
         return mlp.terms(x, quantized=cached), residual, pages
 
-    def inputs(
-        self, hidden: jax.Array, angles: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def inputs(self, hidden: jax.Array, angles: jax.Array) -> tuple[jax.Array, Inputs]:
         """The next residual stream, and the input of each linear map, by its path.
 
         hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
@@ -78,7 +76,9 @@ class DecoderLayer(nnx.Module):
         mlp: MLP = self.mlp
         x = self.attention_norm(hidden)
         attended, _ = attention.attend(x, angles, None, None)
-        found = {f"attention.{path}": read for path, read in attention.inputs(x, attended).items()}
+        found: Inputs = {
+            f"attention.{path}": read for path, read in attention.inputs(x, attended).items()
+        }
         hidden = hidden + attention.terms(attended).sum(0).astype(hidden.dtype)
         x = self.mlp_norm(hidden)
         found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}

@@ -21,7 +21,7 @@ from mpjax.kernels import (
 from mpjax.kernels.checks import as_array
 from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
-from mpjax.models.mlp import GatedMLP, GatedMLPSpec
+from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
 from mpjax.models.share import Cut, Share, share_size
 
 
@@ -223,13 +223,14 @@ class Experts(nnx.Module):
         """Maps x [..., hidden] to the same shape."""
         return self.terms(x, quantized=False).sum(0).astype(x.dtype)
 
-    def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
-        """The input of each linear map, by its path, for an input x [..., hidden] of the module.
-
-        Of the experts' `down` it is [..., k, intermediate_size], for each of a token's experts.
-        """
+    def inputs(self, x: jax.Array) -> Inputs:
+        """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
         experts, _ = self.route(x)
-        found = {"experts.gate_up": x, "experts.down": self.experts.gated(x, experts)}
+        count = len(self.router.get_value())
+        found: Inputs = {
+            "experts.gate_up": RoutedInputs(x, experts, count),
+            "experts.down": RoutedInputs(self.experts.gated(x, experts), experts, count),
+        }
         if self.shared is not None:
             found |= {f"shared.{path}": read for path, read in self.shared.inputs(x).items()}
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 from flax import nnx
@@ -13,6 +13,21 @@ from mpjax.kernels import gated_silu
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations
 from mpjax.models.share import Cut, Share, share_size
+
+
+class RoutedInputs(NamedTuple):
+    """The inputs of the linear maps of experts.
+
+    x: [..., K], read by all of a token's experts, or [..., k, K], an input for each. experts: int32
+    [..., k], the numbers of each token's experts. total: the number of all experts.
+    """
+
+    x: jax.Array
+    experts: jax.Array
+    total: int
+
+
+Inputs = dict[str, jax.Array | RoutedInputs]  # of linear maps, by their paths
 
 
 class MLP(Protocol):
@@ -29,7 +44,7 @@ class MLP(Protocol):
             next weight. Rounding has no useful gradient, so training passes False.
         """
 
-    def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
+    def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
 
 
@@ -89,7 +104,7 @@ class GatedMLP(nnx.Module):
         """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""
         return self.down.terms(self.gated(x, self.down.activations if quantized else None))
 
-    def inputs(self, x: jax.Array) -> dict[str, jax.Array]:
+    def inputs(self, x: jax.Array) -> Inputs:
         """The input of each linear map, by its path, for an input x [..., hidden] of the module."""
         gated = self.gated(x)
         assert isinstance(gated, jax.Array)  # nothing was said to be quantised

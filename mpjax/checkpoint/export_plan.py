@@ -15,7 +15,7 @@ from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.writing import REMEDY, Modules
 from mpjax.kernels import PlainCodes, QuantizedTensor, unpack
 from mpjax.kernels.checks import are_finite, did_you_mean, is_known, nearest, shown
-from mpjax.models import Decoder
+from mpjax.models import Decoder, ExpertPlace
 from mpjax.models.parameters import name_of, names_of
 from mpjax.precision import describe_weights
 
@@ -99,6 +99,12 @@ def make_plan(model: Decoder, layout: str | None) -> ExportPlan:
     ValueError for an unknown layout, and for one that can't hold the weights.
     """
     require_layout(layout)
+    for place in model.linear_places(model.config):
+        if isinstance(place, ExpertPlace) and place.is_transposed:
+            raise ValueError(
+                f"a {type(model).__name__} can't be exported, because its files hold all experts "
+                "in one tensor: save it with mpjax.save"
+            )
     maps = _shapes(model)
     packed = {name: plain for name, plain in maps.items() if plain is not None}
     tables = {name: packed.pop(name) for name in _packed_tables(model)}

@@ -181,11 +181,7 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         if not rule.weights.is_packed:
             continue
         if isinstance(place, ExpertPlace):
-            raise ValueError(
-                f"{place.path} has {place.experts} experts, which can't be quantised with a "
-                "recipe: leave them in 16 bits, or round them while they are loaded with "
-                "mpjax.load(folder, precision=...)"
-            )
+            _check_experts(recipe, place)
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
         rule.method.require_usable(rule.weights)
@@ -216,6 +212,26 @@ def _require_no_text(rule: Rule) -> None:
         raise ValueError(
             "which blocks of activations have 8 bits depends on text: pass documents (--text), or "
             "choose W4A4 or W4Ax1, in which all blocks are alike"
+        )
+
+
+def _check_experts(recipe: Recipe, place: ExpertPlace) -> None:
+    """Raises ValueError for a step that experts can't be quantised with."""
+    if recipe.rotates:
+        raise ValueError(
+            f"{place.path} has experts, whose router is not rotated: leave `rotate` out of the "
+            "method"
+        )
+    rule = recipe.rule_of(place.path)
+    if rule.has_blocks:
+        raise ValueError(
+            f"{place.path} has experts, whose activations can't have blocks of 4 and 8 bits: give "
+            "experts another precision, such as W4A8"
+        )
+    if rule.method.learns:
+        raise ValueError(
+            f"{place.path} has experts, whose scales are not learned: leave `learn` out of their "
+            "method"
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,14 +19,14 @@ import numpy as np
 from flax import nnx
 
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.kernels import pack
-from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
+from mpjax.models.mlp import RoutedInputs
 from mpjax.models.parameters import find
 from mpjax.quantization import blocks, folds
 from mpjax.quantization.learning.layer import learn_layer
-from mpjax.quantization.methods import SCALINGS, choose_codes
+from mpjax.quantization.linears import quantize_map
+from mpjax.quantization.methods import SCALINGS
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.rotations import rotate_layer, rotate_tables
 from mpjax.quantization.statistics import Statistics
@@ -120,21 +119,13 @@ def quantize_layer(
     for path, rule in rules.items():
         if rule.weights.is_packed:
             linear, statistics = folds.linear_of(layer, path), found.pop(path, None)
-            weight, order = _wide(linear), orders.get(path)
-            weight = weight if order is None else weight[order]
-            rounding = _rounding_for(path, rule, statistics)
-            plain = choose_codes(weight, statistics, rule.weights, rounding)
+            order = orders.get(path)
+            quantized = quantize_map(linear, path, rule, statistics, order)
             if rule.has_blocks and rule.blocks.needs_text:
                 assert statistics is not None
-                errors[path] = np.asarray(blocks.block_errors(plain.dequantize(), statistics))
-            del statistics
-            if order is not None:
-                plain = dataclasses.replace(plain, permutation=order)
-            packed = pack(plain)
-            if reason := why_out_of_range(weight, packed):
-                raise ValueError(f"{path}: {reason}")
-            bias = None if linear.bias is None else linear.bias.get_value()
-            _replace(layer, path, Linear(packed, bias))
+                errors[path] = _block_errors(quantized, statistics, order)
+            del statistics  # before those of the next map are used
+            _replace(layer, path, quantized)
     _set_widths(layer, rules, errors)
     return layer
 
@@ -229,20 +220,12 @@ def learned_paths(rules: Mapping[str, Rule]) -> list[str]:
     return [path for path, rule in rules.items() if rule.weights.is_packed and rule.method.learns]
 
 
-def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:
-    """The rounding of a rule; `range`, with a warning, if the text is too short for GPTQ."""
-    if not rule.method.rounding.startswith("gptq") or found is None:
-        return rule.method.rounding
-    channels = len(found.magnitudes)
-    tokens = int(found.tokens)
-    if tokens >= channels:
-        return rule.method.rounding
-    warnings.warn(
-        f"{path} has {channels} input channels, and the text has {tokens} tokens: GPTQ needs at "
-        "least as many tokens, so that ranges are searched instead; give more text",
-        stacklevel=2,
-    )
-    return "range"
+def _block_errors(quantized: Linear, statistics: Statistics, order: jax.Array | None) -> np.ndarray:
+    """`block_errors` of a packed map; statistics: of its channels in the given order, if any."""
+    kernel: Any = quantized.kernel.get_value()
+    weight = kernel.dequantize()
+    weight = weight if order is None else weight[order]
+    return np.asarray(blocks.block_errors(weight, statistics))
 
 
 def _wide(linear: Linear) -> jax.Array:
@@ -265,7 +248,12 @@ def _statistics(
     layer: DecoderLayer, states: jax.Array, angles: jax.Array, is_real: jax.Array, samples: int
 ) -> dict[str, Statistics]:
     _, inputs = layer.inputs(states, angles)
-    return {path: Statistics.of(x, is_real, samples) for path, x in inputs.items()}
+    return {
+        path: Statistics.of_experts(x, is_real, samples)
+        if isinstance(x, RoutedInputs)
+        else Statistics.of(x, is_real, samples)
+        for path, x in inputs.items()
+    }
 
 
 @jax.jit

@@ -8,6 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from mpjax.models.mlp import RoutedInputs
+
 PRECISION = jax.lax.Precision.HIGHEST
 
 
@@ -55,6 +57,22 @@ class Statistics:
             x[order[kept]],
         )
 
+    @classmethod
+    def of_experts(cls, inputs: RoutedInputs, is_real: jax.Array, samples: int) -> Statistics:
+        """Sums over the inputs of each expert, with a leading axis of experts in every array.
+
+        inputs: for tokens [batch, tokens]. is_real: bool [batch, tokens].
+        """
+        own_rows = inputs.x.ndim > inputs.experts.ndim
+        batch, channels = len(is_real), inputs.x.shape[-1]
+
+        def of_expert(number: jax.Array) -> Statistics:
+            is_routed = (inputs.experts == number) & is_real[..., None]  # [batch, tokens, k]
+            real = is_routed.reshape(batch, -1) if own_rows else is_routed.any(-1)
+            return cls.of(inputs.x.reshape(batch, -1, channels), real, samples)
+
+        return jax.lax.map(of_expert, jnp.arange(inputs.total))
+
     def __add__(self, other: Statistics) -> Statistics:
         """The statistics of the inputs of both."""
         return Statistics(
@@ -63,7 +81,7 @@ class Statistics:
             self.magnitudes + other.magnitudes,
             jnp.maximum(self.largest, other.largest),
             jnp.minimum(self.smallest, other.smallest),
-            jnp.concatenate([self.samples, other.samples]),
+            jnp.concatenate([self.samples, other.samples], -2),
         )
 
     def __truediv__(self, scales: jax.Array) -> Statistics:

@@ -85,8 +85,11 @@ def test_a_mixture_with_everything(rng):
     assert terms.shape == (3, 2, 3, 64)  # two experts and the shared MLP
     assert relative_error(terms.sum(0), whole) < 1e-5
     read = module.inputs(x)
-    assert read["experts.gate_up"] is x
-    assert relative_error(read["experts.down"].reshape(6, 2, 32), inner) < 1e-5
+    assert read["experts.gate_up"].x is x
+    assert relative_error(read["experts.down"].x.reshape(6, 2, 32), inner) < 1e-5
+    for path in ("experts.gate_up", "experts.down"):
+        np.testing.assert_array_equal(read[path].experts.reshape(6, 2), experts)
+        assert read[path].total == 4
     assert [*read][2:] == ["shared.gate_up", "shared.down"]
 
 

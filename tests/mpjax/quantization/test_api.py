@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +11,9 @@ from flax import nnx
 import mpjax
 from mpjax.activation_widths import count_blocks
 from mpjax.cli.info import inspect
+from mpjax.models import ExpertsSpec, LayerSpec, Mixtral
 from mpjax.quantization import api
+from tests.models.small import CONFIG
 
 TEXTS = ["the quick brown fox " * 40, "jumps over the lazy dog " * 40]
 LITTLE = mpjax.Calibration(window=64, tokens=512, batch=2)
@@ -128,3 +133,18 @@ def test_methods_refuse_formats_that_they_can_not_serve(tiny):
     recipe = mpjax.Recipe.of("WFP8A16KV16", "rtn+learn")
     with pytest.raises(ValueError, match=r"rtn\+learn can't serve weights of float8:g128: "):
         mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
+
+
+@pytest.mark.parametrize(
+    ("precision", "method", "message"),
+    [
+        ("W4g32A16KV16", "rotate+rtn", "whose router is not rotated: leave `rotate` out"),
+        ("WNF4g32A16KV16", "range+learn", "whose scales are not learned: leave `learn` out"),
+    ],
+)
+def test_steps_that_experts_can_not_be_quantised_with(precision, method, message):
+    layers = (LayerSpec(CONFIG.layers[0].attention, ExpertsSpec(32, num_experts=4)),)
+    model = Mixtral(dataclasses.replace(CONFIG, layers=layers), nnx.Rngs(0))
+    lm = mpjax.LanguageModel(model, None, mpjax.Precision.parse(precision).kv, Path())
+    with pytest.raises(ValueError, match=message):
+        mpjax.quantize(lm, mpjax.Recipe.of(precision, method), TEXTS)

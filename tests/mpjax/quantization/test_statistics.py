@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.models.mlp import RoutedInputs
 from mpjax.quantization.statistics import Statistics, squared_error
 
 
@@ -60,3 +61,21 @@ def test_no_inputs_at_all():
     found = Statistics.of(jnp.ones((1, 4, 2)), jnp.zeros((1, 4), bool), 2)
     assert found.tokens == 0
     np.testing.assert_array_equal(found.hessian, jnp.zeros((2, 2)))
+
+
+def test_experts_have_the_statistics_of_what_they_are_sent(rng):
+    x = jnp.asarray(rng.standard_normal((2, 5, 4)), jnp.float32)
+    rows = jnp.asarray(rng.standard_normal((2, 5, 2, 4)), jnp.float32)
+    experts = jnp.asarray([[[0, 2], [2, 0], [2, 3], [0, 3], [3, 0]]] * 2)
+    is_real = jnp.asarray([[True] * 5, [True, True, False, False, False]])
+    for inputs in (x, rows):
+        found = Statistics.of_experts(RoutedInputs(inputs, experts, 4), is_real, 3)
+        for expert in range(4):
+            mask = np.asarray((experts == expert) & is_real[..., None])
+            own = np.asarray(rows)[mask] if inputs is rows else np.asarray(x)[mask.any(-1)]
+            assert found.tokens[expert] == len(own)
+            np.testing.assert_allclose(found.products[expert], own.T @ own, atol=1e-5)
+        assert found.tokens[1] == 0
+        twice = found + found
+        assert twice.samples.shape == (4, 6, 4)
+        np.testing.assert_array_equal(twice.tokens, 2 * found.tokens)

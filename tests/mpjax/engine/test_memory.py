@@ -27,6 +27,9 @@ def test_bytes_and_shares_and_what_is_useful(lm, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes_on", lambda mesh: working + 2 * (fixed + 4 * each))
     assert pages(lm, 0.5) == 1 + 4
     assert pages(lm, 1) == 1 + 8
+    monkeypatch.setattr(memory, "free_bytes_on", lambda mesh: 1000)
+    with pytest.raises(ValueError, match="too little memory is free: a page of 32 tokens takes"):
+        pages(lm, None)
     monkeypatch.setattr(memory, "free_bytes_on", lambda mesh: None)
     assert pages(lm, 0.5, slots=1) > 1
 

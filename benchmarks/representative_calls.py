@@ -22,7 +22,7 @@ from mpjax.models.llama import llama_layers
 WEIGHTS = (
     *("uint4:g128", "uint4:g32", "uint4:g128:sym", "uint8:g128", "uint8:g128:sym", "table4:g64"),
     *("table3:g64", "table2:g64", "float8:g128", "float8:gK", "int8/int8", "liquid4:g64/int8"),
-    *("float8:gK/float8", "float8:g128/float8", "int4:g128/int8"),
+    *("float8:gK/float8", "float8:g128/float8", "float4:g32", "int4:g128/int8"),
 )
 [LARGEST, DOWN, SQUARE] = named(["qwen3-8b.gate_up", "qwen3-8b.down", "qwen3-8b.output"])
 EDGES = GemmShape("edges", 1536, 320)  # no tile of 128 outputs divides it

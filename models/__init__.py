@@ -12,6 +12,7 @@ from mpjax.models.config import (
 )
 from mpjax.models.decoder import CacheScales, Decoder, DecoderLayer
 from mpjax.models.experts import Experts, ExpertsSpec
+from mpjax.models.gpt_oss import GptOss
 from mpjax.models.layers import FusedLinear, Linear, Packed, RMSNorm
 from mpjax.models.llama import Llama, llama_layers
 from mpjax.models.mistral import Mistral
@@ -39,6 +40,7 @@ __all__ = [
     "FusedLinear",
     "GatedMLP",
     "GatedMLPSpec",
+    "GptOss",
     "GroupedQuerySpec",
     "LayerSpec",
     "Linear",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import jax
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import (
-    ActivationFormat,
     HeadNorms,
     KVPages,
     Masks,
@@ -24,15 +24,25 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.checks import as_array
 from mpjax.models.config import AttentionSpec, DecoderConfig, Fold, LinearMaps
-from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations, rotate
+from mpjax.models.layers import (
+    Activations,
+    FusedLinear,
+    Linear,
+    RMSNorm,
+    Rounding,
+    as_activations,
+    rotate,
+    turn_of,
+)
+from mpjax.models.share import Cut, HeadShares, Share
 
 
 class AttentionModule(Protocol):
     """Interface that a DecoderLayer uses of the module that an AttentionSpec builds."""
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which the first map takes its input."""
+    def activations(self) -> Rounding:
+        """How the input of the first map is rounded."""
 
     def attend(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
@@ -52,12 +62,14 @@ class GroupedQuerySpec(AttentionSpec):
 
     qkv_bias: whether the query, key and value maps have biases. output_bias: whether the output
     map has one. qk_norm: whether an RMSNorm maps each query and key head before its rotation.
+    sinks: whether each query head has a learned score without a value in its softmax (gpt-oss).
     """
 
     kind: ClassVar[str] = "grouped_query"
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
         """An Attention module with random weights."""
@@ -73,15 +85,26 @@ class GroupedQuerySpec(AttentionSpec):
         )
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of the query and key norms' weights, by path; empty without `qk_norm`."""
+        """Shapes of the query and key norms' weights, and of the sinks, by path."""
         norms = ("query_norm", "key_norm") if self.qk_norm else ()
-        return {f"{norm}.weight": (config.head_dim,) for norm in norms}
+        found: dict[str, tuple[int, ...]] = {f"{n}.weight": (config.head_dim,) for n in norms}
+        return found | ({"sinks": (config.num_heads,)} if self.sinks else {})
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From the values to the output map: attention takes weighted means of each channel."""
         copies = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, copies, config.head_dim
         return (Fold("output", "qkv", 2, heads, is_mixable=True),)
+
+    def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
+        """The same spec: the configuration has the number of heads."""
+        return self
+
+    def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
+        """The outputs of a share's heads, and as many inputs of the output map."""
+        heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
+        query, key = (run.times(config.head_dim) for run in heads.runs(share.number))
+        return {"qkv": Cut(outputs=(query, key, key)), "output": Cut(inputs=query)}
 
 
 class Attention(nnx.Module):
@@ -99,6 +122,10 @@ class Attention(nnx.Module):
         self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         self.window = spec.window
+        zeros = jnp.zeros(config.num_heads, config.dtype) if spec.sinks else None
+        self.sinks = nnx.data(None if zeros is None else nnx.Param(zeros))
+        scaling = config.rope_scaling
+        self.attention_factor = 1.0 if scaling is None else scaling.attention_factor
 
     def __call__(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
@@ -111,8 +138,8 @@ class Attention(nnx.Module):
         return self.output(attended), pages
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which query, key and value maps take their input."""
+    def activations(self) -> Rounding:
+        """How the input of the query, key and value maps is rounded."""
         return self.qkv.activations
 
     def terms(self, attended: jax.Array) -> jax.Array:
@@ -135,10 +162,11 @@ class Attention(nnx.Module):
         from position 0.
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
-        masks = Masks(window=self.window)
+        sinks = None if self.sinks is None else self.sinks.get_value()
+        masks, factor = Masks(window=self.window, sinks=sinks), self.attention_factor
         if pages is not None and span is not None and not span.fresh:
             terms = self.qkv.terms(x)
-            turn = jnp.cos(angles), jnp.sin(angles)
+            turn = turn_of(angles, factor)
             rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
             query, pages = rotate_and_append(terms, pages, span, rotation, dtype=x.dtype)
             attended = paged_attention(query, pages, span, masks, transformed=True)
@@ -150,7 +178,7 @@ class Attention(nnx.Module):
         )  # [batch, tokens, heads, head dim]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, angles), rotate(key, angles)
+        query, key = rotate(query, angles, factor), rotate(key, angles, factor)
         if pages is not None and span is not None:
             pages = append(pages, key, value, span)
         attended = prefill_attention(query, key, value, masks)

@@ -25,7 +25,7 @@ from mpjax.models.config import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
-ROPE_KINDS = ("linear", "llama3")
+ROPE_KINDS = ("linear", "llama3", "yarn")
 MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mpjax.models import config_checks
 from mpjax.models.config import ConfigError, RopeScaling
 from mpjax.models.config_checks import DTYPES, MAXIMUM_INTEGER
+from mpjax.models.rope import yarn_attention_factor
 
 WHERE = "config.json"
 ROTARY = f"{WHERE}, rotary scaling"
@@ -19,6 +20,7 @@ MAXIMUM_LAYERS = 10_000
 # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. A file
 # with both is a newer one to which somebody added rope_scaling, so rope_scaling comes first.
 ROTARY_KEYS = ("rope_scaling", "rope_parameters")
+ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 # Keys in config.json of the fields of DecoderConfig and RopeScaling that have other names there.
 NAMES = {
@@ -29,6 +31,9 @@ NAMES = {
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
     "original_context": "original_max_position_embeddings",
+    "fast_turns": "beta_fast",
+    "slow_turns": "beta_slow",
+    "whole_channels": "truncate",
 }
 
 
@@ -129,6 +134,11 @@ def _positive(
     return config_checks.positive(where, key, value)
 
 
+def number(hf: Mapping[str, Any], key: str, default: float) -> float:
+    """hf[key], a positive number, or the default where the key is missing."""
+    return float(_positive(hf, key, default))
+
+
 def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
     """The window of each layer: by `layer_types` where the file lists them, else the same for all.
 
@@ -180,11 +190,40 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     factor = float(_positive(parameters, "factor", where=ROTARY))
     if kind == "linear":
         return theta, RopeScaling(kind, factor)
+    if kind == "yarn":
+        return theta, _yarn(hf, parameters, factor)
     low, high, context = (
         _positive(parameters, key, where=ROTARY)
         for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
     return theta, RopeScaling(kind, factor, float(low), float(high), int(context))
+
+
+def _yarn(hf: Mapping[str, Any], parameters: Mapping[str, Any], factor: float) -> RopeScaling:
+    """YaRN's scaling; a file without the original context means its max_position_embeddings."""
+    context = integer(hf, "max_position_embeddings", 2048)
+    attention, fast, slow, original = (
+        float(_positive(parameters, key, default, where=ROTARY))
+        for key, default in (
+            ("attention_factor", yarn_attention_factor(factor)),
+            ("beta_fast", 32.0),
+            ("beta_slow", 1.0),
+            ("original_max_position_embeddings", context),
+        )
+    )
+    for key in ("mscale", "mscale_all_dim"):  # of DeepSeek
+        if parameters.get(key) is not None:
+            raise ConfigError(f"{ROTARY}: {key} is not supported: expected a file without it")
+    whole = parameters.get("truncate") is None or flag(parameters, "truncate")
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_context=int(original),
+        attention_factor=attention,
+        fast_turns=fast,
+        slow_turns=slow,
+        whole_channels=whole,
+    )
 
 
 def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -202,14 +241,14 @@ def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         )
     kinds = [kind for name in ("rope_type", "type") if (kind := written.get(name)) is not None]
     for kind in kinds:
-        if kind not in ("default", "linear", "llama3"):
+        if kind not in ROTARY_KINDS:
             raise ConfigError(
                 f"config.json: rotary scaling {kind!r} is not supported: "
-                "expected default, linear or llama3"
+                f"expected {', '.join(ROTARY_KINDS)}"
             )
     if not kinds and written.get("factor") is not None:
         raise ConfigError(
-            f"config.json: {key} has a factor and no rope_type: expected default, linear or llama3"
+            f"config.json: {key} has a factor and no rope_type: expected {', '.join(ROTARY_KINDS)}"
         )
     return written
 

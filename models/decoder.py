@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -23,9 +23,11 @@ from mpjax.models.attention import AttentionModule, GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
 from mpjax.models.config_checks import require_sound
 from mpjax.models.experts import ExpertsSpec
-from mpjax.models.layers import RMSNorm, rotary_frequencies
+from mpjax.models.layers import Linear, RMSNorm, rotary_frequencies
 from mpjax.models.mlp import MLP, GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
+from mpjax.models.step_checks import require_counts, require_empty, require_positions
+from mpjax.models.vocabulary import Vocabulary
 
 
 class DecoderLayer(nnx.Module):
@@ -109,8 +111,11 @@ class Decoder(nnx.Module):
     specs: the classes of attention and MLP specs that a family's layers may have.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
+    mesh: the devices among which the model is divided (`sharded.py`); None where it is not.
+    axis: in one device's share of a divided model, the mesh axis of the devices; else None.
     """
 
+    mesh: jax.sharding.Mesh | None = None
     names: ClassVar[Names] = parameters.NAMES
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec, ExpertsSpec)
 
@@ -119,6 +124,7 @@ class Decoder(nnx.Module):
         require_type("rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
         require_sound(config)
         self.config = config
+        self.axis: str | None = None
         self.embedding = self._create_table(parameters.EMBEDDING, rngs)
         self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
         self.cache_scales: CacheScales | None = nnx.data(None)
@@ -155,14 +161,45 @@ class Decoder(nnx.Module):
         """Places of all linear maps, in the module and in files: of layers, and packed tables."""
         return parameters.linear_places(config, cls.names)
 
+    def put_array(self, place: ArrayPlace, array: Any) -> None:
+        """Puts an array, whole, into its place."""
+        place.assign(self, array)
+
+    def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
+        """Puts linear maps, whole, into their place."""
+        place.assign(self, parts)
+
+    def put_cache_scales(self, scales: Any) -> None:
+        """Puts the scales of a cache, whole, into the model."""
+        self.cache_scales = CacheScales(scales)
+
+    @property
+    def shards(self) -> int:
+        """The number of devices among which the model is divided."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of `step`'s logits: the vocabulary, a multiple of the devices."""
+        return -(-self.config.vocab_size // self.shards) * self.shards
+
+    @property
+    def family_name(self) -> str:
+        """The name of the family's class."""
+        return type(self).__name__
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The token ids, and how they are divided among devices."""
+        return Vocabulary(self.config.vocab_size, self.axis)
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits float32 [batch, tokens, vocabulary] after every token of int [batch, tokens].
 
         Raises ValueError for another shape or dtype and for more tokens than the model has
         positions, also under `jit`; outside `jit` also for token ids that the vocabulary lacks.
         """
-        tokens = self._read_tokens(tokens)
-        _require_positions(self.config, tokens.shape[1])
+        tokens = self._read_whole(tokens)
         positions = jnp.arange(tokens.shape[1])[None]
         positions = jnp.zeros((tokens.shape[0], 1), jnp.int32) + positions
         hidden, _ = self._hidden(tokens, positions, None, None)
@@ -199,20 +236,7 @@ class Decoder(nnx.Module):
         `fresh`. Under `jit` the caller answers for these; tokens without room in the cache are not
         written.
         """
-        tokens, counts = self._read_tokens(tokens), as_array("counts", counts)
-        require_type("cache", cache, PagedKVCache, hint=", as model.create_cache makes it")
-        if len(cache.layers) != self.config.num_layers:
-            raise ValueError(
-                f"the cache has {len(cache.layers)} layers, and the model has "
-                f"{self.config.num_layers}: create the cache with model.create_cache"
-            )
-        _require_counts(counts, tokens)
-        cache.require_room(counts)
-        if fresh:
-            _require_empty(cache)
-        if is_known((cache.lengths, counts)):
-            ends = np.asarray(cache.lengths) + np.asarray(counts)
-            _require_positions(self.config, int(ends.max()))
+        tokens, counts = self._read_step(tokens, counts, cache, fresh)
         span = Span(
             cache.block_tables,
             cache.lengths,
@@ -231,6 +255,26 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits float32 [..., vocabulary] of hidden states [..., hidden] behind the last layer."""
         return self._logits(self.norm(as_array("hidden", hidden)))
+
+    def _read_step(
+        self, tokens: Any, counts: Any, cache: PagedKVCache, fresh: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens and counts of a step as arrays. Raises ValueError as `step` says."""
+        tokens, counts = self._read_tokens(tokens), as_array("counts", counts)
+        require_type("cache", cache, PagedKVCache, hint=", as model.create_cache makes it")
+        if len(cache.layers) != self.config.num_layers:
+            raise ValueError(
+                f"the cache has {len(cache.layers)} layers, and the model has "
+                f"{self.config.num_layers}: create the cache with model.create_cache"
+            )
+        require_counts(counts, tokens)
+        cache.require_room(counts)
+        if fresh:
+            require_empty(cache)
+        if is_known((cache.lengths, counts)):
+            ends = np.asarray(cache.lengths) + np.asarray(counts)
+            require_positions(self.config, int(ends.max()))
+        return tokens, counts
 
     def step_varlen(
         self,
@@ -342,7 +386,11 @@ class Decoder(nnx.Module):
 
         tokens: int [batch, tokens]. Raises ValueError as calling the model does.
         """
-        return tables.look_up(self.embedding, self._read_tokens(tokens), self.config.dtype)
+        return self._look_up(self._read_tokens(tokens))
+
+    def _look_up(self, tokens: jax.Array) -> jax.Array:
+        look_up = functools.partial(tables.look_up, self.embedding, dtype=self.config.dtype)
+        return self.vocabulary.embed(look_up, tokens)
 
     def pack_table(self, path: str, format: WeightFormat | str) -> None:
         """Rounds a table, the `embedding` or the `head`, to nearest in a packed format, in place.
@@ -372,6 +420,12 @@ class Decoder(nnx.Module):
         config = self.config
         shape = config.vocab_size, config.hidden_size
         return tables.create(path in config.packed_tables, shape, config.dtype, rngs)
+
+    def _read_whole(self, tokens: Any) -> jax.Array:
+        """Tokens of whole sequences as an array. Raises ValueError as `__call__` says."""
+        tokens = self._read_tokens(tokens)
+        require_positions(self.config, tokens.shape[1])
+        return tokens
 
     def _read_tokens(self, tokens: Any) -> jax.Array:
         tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
@@ -403,7 +457,7 @@ class Decoder(nnx.Module):
         angles = self.angles(positions)
         # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
         # stream. Before the first layer, the embedding is the only term, and there is no residual.
-        terms = tables.look_up(self.embedding, tokens, self.config.dtype)[None]
+        terms = self._look_up(tokens)[None]
         residual = None
         written = []
         for index, layer in enumerate(self.layers):
@@ -420,35 +474,5 @@ class Decoder(nnx.Module):
 
     def _logits(self, hidden: jax.Array) -> jax.Array:
         with jax.named_scope("head"):
-            return tables.logits(self.embedding if self.head is None else self.head, hidden)
-
-
-def _require_positions(config: DecoderConfig, tokens: int) -> None:
-    if tokens > config.max_position_embeddings:
-        raise ValueError(
-            f"a sequence of {tokens} tokens would pass the {config.max_position_embeddings} "
-            "positions of this model: shorten it, or load the model with max_positions"
-        )
-
-
-def _require_counts(counts: jax.Array, tokens: jax.Array) -> None:
-    batch, most = tokens.shape
-    if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ValueError(
-            f"counts are {shown(counts)}: expected integers of shape ({batch},), one for each "
-            "sequence"
-        )
-    if not are_between(counts, 0, most):
-        raise ValueError(
-            f"counts are {np.asarray(counts).tolist()}: expected 0 to {most}, the number of tokens "
-            "in a row"
-        )
-
-
-def _require_empty(cache: PagedKVCache) -> None:
-    if not are_between(cache.lengths, 0, 0):
-        found = np.asarray(cache.lengths).tolist()
-        raise ValueError(
-            f"the cache holds {found} tokens, and fresh says that it is empty: "
-            "leave fresh out, or create another cache"
-        )
+            table = self.embedding if self.head is None else self.head
+            return self.vocabulary.mask(tables.logits(table, hidden))

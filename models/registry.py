@@ -8,6 +8,7 @@ from typing import Any
 from mpjax.kernels.checks import shown
 from mpjax.models.config import ConfigError
 from mpjax.models.decoder import Decoder
+from mpjax.models.gpt_oss import GptOss
 from mpjax.models.llama import Llama
 from mpjax.models.mistral import Mistral
 from mpjax.models.mixtral import Mixtral
@@ -15,6 +16,7 @@ from mpjax.models.qwen import Qwen2, Qwen3
 from mpjax.models.qwen_moe import Qwen2MoE, Qwen3MoE
 
 FAMILIES: dict[str, type[Decoder]] = {
+    "GptOssForCausalLM": GptOss,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mpjax.models import trainable
     from mpjax.precision import Precision
     from mpjax.quantization.api import Calibration, quantize
+    from mpjax.quantization.budget import BudgetRecipe, recipe_for_budget
     from mpjax.quantization.learning.descent import Learning
     from mpjax.quantization.learning.model import learn_scales
     from mpjax.quantization.recipe import Recipe
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 plain_names.install()
 
 __all__ = [
+    "BudgetRecipe",
     "Calibration",
     "Comparison",
     "Engine",
@@ -63,6 +65,7 @@ __all__ = [
     "learn_scales",
     "load",
     "quantize",
+    "recipe_for_budget",
     "save",
     "stream",
     "stream_batch",
@@ -70,6 +73,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BudgetRecipe": "quantization.budget",
     "Calibration": "quantization.api",
     "Comparison": "comparison",
     "Engine": "engine.engine",
@@ -92,6 +96,7 @@ _MODULES = {
     "learn_scales": "quantization.learning.model",
     "load": "loading",
     "quantize": "quantization.api",
+    "recipe_for_budget": "quantization.budget",
     "save": "checkpoint.saving",
     "stream": "generation",
     "stream_batch": "generation",

@@ -13,6 +13,16 @@ JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict
 HALVES = ("attention", "mlp")
 # Fields that other parts of mpjax.json tell: its linear maps have the packed tables.
 TOLD_ELSEWHERE = ("packed_tables",)
+# Fields that older files of version 5 lack, with the values that they mean.
+ADDED: Mapping[str, Mapping[str, Any]] = {
+    GroupedQuerySpec.kind: {"sinks": False},
+    "rope_scaling": {
+        "attention_factor": 1.0,
+        "fast_turns": 32.0,
+        "slow_turns": 1.0,
+        "whole_channels": True,
+    },
+}
 # Fields of GroupedQuerySpec that version 4 of mpjax.json has once for all layers.
 OF_ATTENTION_IN_VERSION_4 = ("qkv_bias", "output_bias", "qk_norm")
 
@@ -41,7 +51,7 @@ def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -
         "stop_ids": tuple(get(written, "stop_ids", list)),
     }
     if written["rope_scaling"] is not None:
-        scaling = get(written, "rope_scaling", dict)
+        scaling = dict(ADDED["rope_scaling"]) | get(written, "rope_scaling", dict)
         _require_fields("rope_scaling", scaling, RopeScaling)
         values["rope_scaling"] = RopeScaling(**scaling)
     return DecoderConfig(**values)
@@ -102,6 +112,7 @@ def _parse_layer(number: int, written: Any, kinds: Mapping[str, type[SublayerSpe
             raise ValueError(
                 f"{where}.{half}: kind is {kind!r:.80}: expected one of {', '.join(kinds)}"
             )
+        values = dict(ADDED.get(kind, {})) | values
         _require_fields(f"{where}.{half}", values, kinds[kind])
         halves[half] = kinds[kind](**values)
     return LayerSpec(**halves)

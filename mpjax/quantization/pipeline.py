@@ -25,7 +25,7 @@ from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
 from mpjax.models.parameters import find
-from mpjax.quantization import folds
+from mpjax.quantization import blocks, folds
 from mpjax.quantization.learning.layer import learn_layer
 from mpjax.quantization.methods import SCALINGS, choose_codes
 from mpjax.quantization.recipe import Recipe, Rule
@@ -115,18 +115,69 @@ def quantize_layer(
             )
             folds.apply(layer, fold, scales)
             found[fold.target] = found[fold.target] / scales
+    orders = reorder(layer, found, rules, places)
+    errors = {}
     for path, rule in rules.items():
         if rule.weights.is_packed:
-            linear = folds.linear_of(layer, path)
-            statistics = found.pop(path, None)
+            linear, statistics = folds.linear_of(layer, path), found.pop(path, None)
+            weight, order = _wide(linear), orders.get(path)
+            weight = weight if order is None else weight[order]
             rounding = _rounding_for(path, rule, statistics)
-            packed = pack(choose_codes(_wide(linear), statistics, rule.weights, rounding))
+            plain = choose_codes(weight, statistics, rule.weights, rounding)
+            if rule.has_blocks and rule.blocks.needs_text:
+                assert statistics is not None
+                errors[path] = np.asarray(blocks.block_errors(plain.dequantize(), statistics))
             del statistics
-            if reason := why_out_of_range(_wide(linear), packed):
+            if order is not None:
+                plain = dataclasses.replace(plain, permutation=order)
+            packed = pack(plain)
+            if reason := why_out_of_range(weight, packed):
                 raise ValueError(f"{path}: {reason}")
             bias = None if linear.bias is None else linear.bias.get_value()
             _replace(layer, path, Linear(packed, bias))
+    _set_widths(layer, rules, errors)
     return layer
+
+
+def reorder(
+    layer: DecoderLayer,
+    found: dict[str, Statistics],
+    rules: Mapping[str, Rule],
+    places: Sequence[Fold],
+) -> dict[str, jax.Array]:
+    """Sorts the channels that maps with blocks read: in the statistics, and where a fold allows it.
+
+    Returns the orders that are left to the maps themselves, by paths.
+    """
+    orders = {}
+    elementwise = {fold.target: fold for fold in places if fold.is_elementwise}
+    for path, rule in rules.items():
+        if not (rule.has_blocks and rule.blocks.is_ordered and path in found):
+            continue
+        order = blocks.order_of(found[path])
+        found[path] = blocks.permuted(found[path], order)
+        if path in elementwise:
+            folds.permute(layer, elementwise[path], order)
+        else:
+            orders[path] = order
+    return orders
+
+
+def _set_widths(
+    layer: DecoderLayer, rules: Mapping[str, Rule], errors: Mapping[str, np.ndarray]
+) -> None:
+    """Gives the packed maps with blocks the widths of these.
+
+    errors: of the blocks that statistics choose, by paths; the others of a map are alike.
+    """
+    widths = blocks.choose_widths({path: rules[path].blocks for path in errors}, errors)
+    for path, rule in rules.items():
+        if rule.has_blocks:
+            kernel: Any = folds.linear_of(layer, path).kernel
+            packed = kernel.get_value()
+            alike = np.full(len(packed.parameters), 8 if rule.blocks.one_in else 4, np.uint8)
+            bits = jnp.asarray(widths.get(path, alike))
+            kernel.set_value(dataclasses.replace(packed, activation_bits=bits))
 
 
 def quantize_decoder(

@@ -16,6 +16,7 @@ from mpjax.arguments import read_text
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
+from mpjax.quantization.blocks import BlockRule
 from mpjax.quantization.learning.descent import Learning
 from mpjax.quantization.methods import ROTATE, Method, split_rotation
 
@@ -35,15 +36,27 @@ class Rule:
     modules: the pattern, as a shell matches file names: `layers.*.mlp.down` or `layers.0.*`.
     weights: a packed format; or one of 16 bits, for maps that stay as they are.
     method: how weights are rounded; see Method.
+    blocks: of `int4` weights (W4Ax), the widths of their activations' blocks.
     """
 
     modules: str
     weights: WeightFormat
     method: Method
+    blocks: BlockRule = dataclasses.field(default_factory=BlockRule)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", WeightFormat.of(self.weights))
         object.__setattr__(self, "method", Method.of(self.method))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether activations are rounded in blocks of 4 and 8 bits."""
+        return self.weights.codes == "int4"
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it needs statistics of a text."""
+        return self.method.needs_text or (self.has_blocks and self.blocks.needs_text)
 
     def matches(self, path: str) -> bool:
         """Whether the rule is for the linear maps at a path."""
@@ -89,7 +102,7 @@ class Recipe:
         """
         precision = Precision.of(precision)
         rotates, method = split_rotation(method) if isinstance(method, str) else (False, method)
-        rule = Rule("*", _weights(precision), Method.of(method))
+        rule = Rule("*", _weights(precision), Method.of(method), BlockRule(precision.wide_blocks))
         tables = precision.tables
         if not tables and rule.weights.is_packed:
             tables = {"head": DEFAULT_HEAD}
@@ -178,6 +191,21 @@ class Recipe:
         ]
         return dataclasses.replace(self, rules=tuple(rules))
 
+    def with_activation_error(self, error: float) -> Recipe:
+        """The recipe in which W4Ax has as many blocks in 8 bits as an error of outputs asks for.
+
+        error: see BlockRule. Raises ValueError for a recipe without W4Ax.
+        """
+        if not any(rule.has_blocks for rule in self.rules):
+            raise ValueError(
+                "an error of activations is for W4Ax alone, and no rule has that precision"
+            )
+        rules = (
+            dataclasses.replace(rule, blocks=dataclasses.replace(rule.blocks, error=error))
+            for rule in self.rules
+        )
+        return dataclasses.replace(self, rules=tuple(rules))
+
     def rule_of(self, path: str) -> Rule:
         """The rule of the linear maps at a path. Raises ValueError where there is none."""
         for rule in self.rules:
@@ -239,10 +267,10 @@ def _rules(content: Any, rest: Rule, bits: int) -> list[Rule]:
             f"the rule for {shown(modules)}: expected a pattern of paths or a list of patterns, "
             "and a precision or method"
         )
-    weights = rest.weights
+    weights, blocks = rest.weights, rest.blocks
     if (written := content.get("precision")) is not None:
         precision = Precision.of(written)
-        weights = _weights(precision)
+        weights, blocks = _weights(precision), BlockRule(precision.wide_blocks)
         if precision.tables:
             raise ValueError(
                 f"the rule for {shown(modules)} has the precision {precision}, but no rule is for "
@@ -254,7 +282,7 @@ def _rules(content: Any, rest: Rule, bits: int) -> list[Rule]:
                 f"computes in {bits} bits: expected A{bits}, or 8 bits"
             )
     method = Method.of(content.get("method", rest.method))
-    return [Rule(pattern, weights, method) for pattern in patterns]
+    return [Rule(pattern, weights, method, blocks) for pattern in patterns]
 
 
 def _weights(precision: Precision) -> WeightFormat:

@@ -61,8 +61,8 @@ def swapped(layer: Any) -> Any:
         ({"dtype": "float64"}, "dtype is 'float64': expected bfloat16 or float16 or float32"),
         ({"rope_scaling": {"kind": "linear"}}, "rope_scaling is .*: expected a RopeScaling"),
         (
-            {"rope_scaling": RopeScaling("yarn", 2.0)},
-            "rope_scaling: kind is 'yarn': expected linear",
+            {"rope_scaling": RopeScaling("ntk", 2.0)},
+            "rope_scaling: kind is 'ntk': expected linear",
         ),
         ({"rope_scaling": RopeScaling("linear", -2.0)}, "rope_scaling: factor is -2.0"),
         ({"rope_scaling": RopeScaling("llama3", 2.0, 4.0, 4.0)}, "high_frequency_factor is 4.0"),

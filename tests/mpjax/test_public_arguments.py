@@ -62,9 +62,29 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
             mpjax.calibrate_cache,
             {"lm": calibrated, "documents": ["x = 1"], "window": 16, "max_tokens": 16},
         ),
+        "Engine": (
+            lambda **options: mpjax.Engine(**options).close(),
+            {"lm": lm, "slots": 2, "cache_memory": 0.5, "max_tokens": 64, "chunk_tokens": 16}
+            | {"steps": 2, "share_prefixes": True},
+        ),
+        "Engine.submit": (
+            mpjax.Engine(lm, slots=1, max_tokens=64).submit,
+            {"prompt": "x ="} | of_text | {"priority": 0, "prompt_logprobs": False},
+        ),
         "evaluate": (
             evaluate,
             {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1, "stride": 16},
+        ),
+        "recipe_for_budget": (
+            mpjax.recipe_for_budget,
+            {
+                "lm": lm,
+                "bits": 8.5,
+                "documents": ["x = 1"],
+                "choices": ["W8g64"],
+                "precision": "A16KV8",
+                "method": "rtn",
+            },
         ),
         "learn_scales": (
             mpjax.learn_scales,
@@ -83,7 +103,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     "name",
     [
         *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
-        *("calibrate_cache", "evaluate", "compare", "learn_scales"),
+        *("calibrate_cache", "evaluate", "compare", "learn_scales", "Engine", "Engine.submit"),
     ],
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):

@@ -183,7 +183,7 @@ def test_layers_that_no_model_has(half, key, value, message, saved):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("kind", "yarn", "config, rope_scaling: kind is 'yarn': expected linear or llama3"),
+        ("kind", "ntk", "config, rope_scaling: kind is 'ntk': expected linear or llama3 or yarn"),
         ("factor", "8", "factor is '8': expected a positive number"),
         ("low_frequency_factor", 4.0, "high_frequency_factor is 4.0: expected more than low_f"),
     ],

@@ -198,3 +198,16 @@ def test_rules_must_name_every_map_and_match_one():
     Recipe(rules).require_used(["layers.0.mlp.down"])
     with pytest.raises(ValueError, match=r"'layers\.0\.\*' matches no linear map .* mlp\.down"):
         partial.require_used(["layers.1.mlp.down"])
+
+
+def test_the_blocks_of_activations_come_from_the_precision():
+    content = {"precision": "W4Ax16KV4", "method": "rtn"}
+    rules = [{"modules": "*.down", "precision": "W4A4KV4"}, {"modules": "*.qkv", "method": "range"}]
+    recipe = Recipe.parse(content | {"rules": rules})
+    assert [rule.blocks.one_in for rule in recipe.rules] == [0, 16, 16]
+    assert [rule.needs_text for rule in recipe.rules] == [False, True, True]
+    within = recipe.with_activation_error(0.01)
+    assert {rule.blocks.error for rule in within.rules} == {0.01}
+    assert all(rule.needs_text for rule in within.rules)
+    with pytest.raises(ValueError, match="for W4Ax alone"):
+        Recipe.of("W4A16KV4", "rtn").with_activation_error(0.01)

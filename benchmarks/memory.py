@@ -84,6 +84,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(measure.save(f"memory-{given.precision}-{given.method}", result, RESULTS))
 
 
+HEADERS = (
+    *("precision", "method", "tokens", "seconds a layer", "minutes", "device peak", "host peak"),
+    "hidden states",
+)
+
+
+def cells(result: dict[str, Any]) -> list[str]:
+    """The texts of a result's row, in the order of HEADERS; minutes and device of all layers."""
+    device = result["device_peak_bytes_of_all_layers"]
+    return [
+        result["precision"],
+        result["method"],
+        f"{result['tokens']:,}",
+        f"{result['seconds_of_layer']:.1f}",
+        f"{result['seconds_of_all_layers'] / 60:.1f}",
+        "" if device is None else f"{device / 1e9:.1f} GB",
+        f"{result['host_peak_bytes'] / 1e9:.1f} GB",
+        f"{result['hidden_states_bytes'] / 1e9:.1f} GB",
+    ]
+
+
 def run(
     source: Path, recipe: mpjax.Recipe, calibration: mpjax.Calibration, all_layers: int
 ) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import blocks, methods, quantization, summary
+from benchmarks import blocks, memory, methods, quantization, summary
 from mpjax.bench import agreement_plot, attention, blocks_plot, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
@@ -51,6 +51,7 @@ def write(results: Path, docs: Path) -> None:
             "quality",
             (
                 *("perplexity*.json", "agreement*.json", "methods*.json", "blocks*.json"),
+                "memory*.json",
                 "quantization.json",
             ),
             _quality,
@@ -280,14 +281,36 @@ def _quality(results: Results, folder: Path) -> list[str]:
     for result in evaluated:
         if result.get("reference"):
             parts += _agreement(result, folder)
+    if measured := [result for result in results if "host_peak_bytes" in result]:
+        parts += _memory(measured)
     for result in results:
-        if "rows" in result:
+        if "rows" in result or "host_peak_bytes" in result:
             continue
         if any("wide" in row for row in result["results"]):
             parts += _blocks(result, folder)
         else:
             parts += _methods(result) if "model" in result else _quantization(result)
     return parts
+
+
+def _memory(results: Results) -> list[str]:
+    layers = ", ".join(sorted({str(result["layers"]) for result in results}))
+    return [
+        "## Memory and time of quantising Qwen3-8B's shapes\n",
+        f"Of {results[0]['all_layers']} layers, {layers} were measured. "
+        "Minutes and the device's peak are those of all layers: the others take the time of a "
+        "measured one, and stay on the device when they are packed. The host's peak is that of "
+        "the process, which holds the hidden states of the text.\n",
+        tables.markdown(memory.HEADERS, map(memory.cells, results)),
+        *(
+            _source(
+                result,
+                f"python -m benchmarks.memory --precision {result['precision']} "
+                f"--method {result['method']} --layers {result['layers']}",
+            )
+            for result in results
+        ),
+    ]
 
 
 def _agreement(result: dict[str, Any], folder: Path) -> list[str]:

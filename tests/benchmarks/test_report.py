@@ -36,6 +36,10 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     sizes = {"batch": 1, "query_heads": 32, "kv_heads": 8, "head_dim": 128, "context": 1000}
     evaluated = {"precision": "W16A16KV8s", "perplexity": 8.0, "bits_per_byte": 1.0}
     evaluated["weights_bytes"] = 1e6
+    memory_row = {"precision": "W4A16KV8", "method": "gptq", "layers": 4, "all_layers": 36}
+    memory_row |= {"tokens": 262144, "seconds_of_layer": 10.0, "seconds_of_all_layers": 420.0}
+    memory_row |= {"device_peak_bytes_of_all_layers": 10e9, "host_peak_bytes": 5e9}
+    memory_row |= {"hidden_states_bytes": 2e9}
     fields = ("kl_mean", "kl_error", "kl_median", "kl_p99", "same_top")
     compared = evaluated | dict.fromkeys(fields, 0.25) | {"reference_perplexity": 8.0}
     compared |= {"bits_per_weight": 4.25, "window": 512, "tokens": 5110}
@@ -53,6 +57,7 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
                 "reference": "bundled",
                 "text": "a",
             },
+            "memory-x": memory_row,
             "quantization": {
                 "tokens": 512,
                 "results": [{"format": "KV8", "errors": dict.fromkeys(quantization.KINDS, 0.0125)}],
@@ -78,6 +83,8 @@ def test_every_benchmark_has_its_table_source_and_plot(page, tmp_path):
     assert f"`mpjax evaluate {output}.json` ·" in text
     command = "mpjax evaluate --precision W16A16KV8s --calibrate a.txt"
     assert f"`{command} {output}-calibrated.json` ·" in text
+    assert "| W4A16KV8 | gptq | 262,144 | 10.0 | 7.0 | 10.0 GB | 5.0 GB | 2.0 GB |" in text
+    assert "`python -m benchmarks.memory --precision W4A16KV8 --method gptq --layers 4`" in text
     command = "mpjax evaluate --against itself --window 512 --precisions W16A16KV8s"
     assert f"`{command} --output benchmarks/results/agreement.json` {source}" in text
     assert "5,110 positions" in text

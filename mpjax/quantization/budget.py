@@ -1,32 +1,27 @@
 """A format for each linear map, so that a model of so many bits per weight loses least.
 
-Malinovskii et al., "Pushing the Limits of Large Language Model Quantization via the Linearity
-Theorem" (HIGGS, 2024), §3 and §5: the loss rises by the sum over linear maps l of aₗ tₗ², where tₗ²
-is the relative squared error of the map's weight. The sensitivities aₗ are measured once; then each
-format of each map has a cost and a size, and dynamic programming finds the cheapest choice.
+Each format of each map has a size and a measured cost, and the loss of a choice is about the sum of
+its costs: the linearity of HIGGS (Malinovskii et al., "Pushing the Limits of Large Language Model
+Quantization via the Linearity Theorem", 2024, §3 and §5). Dynamic programming finds the cheapest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax.arguments import require_documents
 from mpjax.kernels import WeightFormat
 from mpjax.kernels.checks import require_type, shown
-from mpjax.kernels.grid import fit
 from mpjax.language_model import LanguageModel, stored_bits
 from mpjax.models import LinearPlace
 from mpjax.precision import Precision
+from mpjax.quantization.costs import plain_places, rounding_costs
 from mpjax.quantization.recipe import DEFAULT_METHOD, Recipe, Rule
-from mpjax.quantization.sensitivity import plain_places, sensitivities
 
 CHOICES = ("WNF2", "WNF3", "W4", "W8")
 
@@ -64,7 +59,7 @@ def recipe_for_budget(
 
     lm: a model in 16 bits, with a tokenizer; all of it is on the device. bits: per weight, as
     `LanguageModel.bits_per_weight` counts them.
-    documents: the text on which sensitivities are measured.
+    documents: the text on which costs are measured.
     choices: the formats that maps may have, as W parts of a precision; those whose groups don't
     divide a map's input channels are left out for it.
     precision: the rest of the precision: KV, H and E. method: as for `Recipe.of`.
@@ -92,14 +87,8 @@ def recipe_for_budget(
             f"bits is {bits}: the smallest of {', '.join(choices)} take {least / weights:.3f} "
             "bits per weight: give a larger budget, or smaller choices"
         )
-    slopes = sensitivities(lm, list(documents))
-    options = [
-        [
-            Option(size, slope * error)
-            for size, error in zip(own_sizes, _errors(place, lm, own), strict=True)
-        ]
-        for place, own, own_sizes, slope in zip(places, allowed, sizes, slopes, strict=True)
-    ]
+    costs = rounding_costs(lm, list(documents), allowed)
+    options = [list(map(Option, *own)) for own in zip(sizes, costs, strict=True)]
     chosen = cheapest(options, int(weights * bits))
     found = [own[index] for own, index in zip(allowed, chosen, strict=True)]
     used = [own[index] for own, index in zip(options, chosen, strict=True)]
@@ -165,21 +154,6 @@ def _possible(place: LinearPlace, formats: Sequence[WeightFormat]) -> list[Weigh
 
 def _bits(place: LinearPlace, format: WeightFormat) -> int:
     return sum(stored_bits(shape, format) for shape in place.shapes)
-
-
-def _errors(place: LinearPlace, lm: LanguageModel, formats: Sequence[WeightFormat]) -> list[float]:
-    """The relative squared error of a map's weight in each format, rounded to nearest."""
-    [weight] = place.kernels(lm.model)
-    return [
-        float(_relative_error(weight, format)) if format.is_packed else 0.0 for format in formats
-    ]
-
-
-@functools.partial(jax.jit, static_argnames="format")
-def _relative_error(weight: jax.Array, format: WeightFormat) -> jax.Array:
-    wide = weight.astype(jnp.float32)
-    difference = fit(wide, format).round(wide).dequantize() - wide
-    return (difference**2).sum() / jnp.maximum((wide**2).sum(), jnp.finfo(jnp.float32).tiny)
 
 
 def _recipe(formats: dict[str, WeightFormat], rest: Precision, method: str) -> Recipe:

@@ -54,12 +54,7 @@ Array = jax.ShapeDtypeStruct
 def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     """Names of calls, and what makes each."""
     for text in WEIGHTS:
-        for shape, all_rows in PRODUCTS.items():
-            for rows in all_rows:
-                name = f"matmul {text} {rows} {shape.channels}x{shape.outputs}"
-                yield name, functools.partial(_matmul, text, rows, shape)
-        yield f"dequantize {text}", functools.partial(_dequantize, text)
-        yield f"triton {text}", functools.partial(_terms, text)
+        yield from _products(text)
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
     yield "gradient", _gradient
@@ -74,6 +69,17 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         for tokens, batch in STEPS:
             name = f"step {weights} {cache} {tokens} {batch}"
             yield name, functools.partial(_step, weights, cache, tokens, batch)
+    for text in ("uint4:g128", "int8/int8"):
+        yield f"rows {text}", functools.partial(_rows, text)
+
+
+def _products(text: str) -> Iterator[tuple[str, Callable[[], Call]]]:
+    for shape, all_rows in PRODUCTS.items():
+        for rows in all_rows:
+            name = f"matmul {text} {rows} {shape.channels}x{shape.outputs}"
+            yield name, functools.partial(_matmul, text, rows, shape)
+    yield f"dequantize {text}", functools.partial(_dequantize, text)
+    yield f"triton {text}", functools.partial(_terms, text)
 
 
 def _head(rows: int) -> Call:
@@ -127,6 +133,18 @@ def _masked(text: str) -> Call:
     queries = Array((MASKED.batch * MASKED.queries, *queries.shape[2:]), queries.dtype)
     sinks: Any = Array(queries.shape[1:2], jnp.bfloat16)
     return function, (queries, *others, Masks(window=1000, softcap=30.0, sinks=sinks))
+
+
+def _rows(text: str) -> Call:
+    """Gemma's gate, and its norm, whose weight is float32."""
+
+    def compute(terms: jax.Array, both: jax.Array, weight: jax.Array) -> Any:
+        narrow: dict[str, Any] = {"dtype": "bfloat16", "format": text, "implementation": "triton"}
+        gated = kernels.gated(both, "gelu", **narrow)
+        return gated, kernels.add_rms_norm(terms, None, weight, 1e-6, **narrow)
+
+    terms, both = Array((2, 16, 2304), jnp.float32), Array((1, 16, 18432), jnp.bfloat16)
+    return compute, (terms, both, Array((2304,), jnp.float32))
 
 
 def _append(text: str, tokens: int) -> Call:

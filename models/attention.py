@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mpjax.kernels import (
@@ -20,11 +20,13 @@ from mpjax.kernels import (
     append,
     paged_attention,
     prefill_attention,
+    rotate,
     rotate_and_append,
 )
 from mpjax.kernels.checks import as_array
+from mpjax.models import rotary
 from mpjax.models.config import AttentionSpec, DecoderConfig, Fold, LinearMaps
-from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations, rotate
+from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations
 
 
 class AttentionModule(Protocol):
@@ -52,12 +54,17 @@ class GroupedQuerySpec(AttentionSpec):
 
     qkv_bias: whether the query, key and value maps have biases. output_bias: whether the output
     map has one. qk_norm: whether an RMSNorm maps each query and key head before its rotation.
+    joint_norm: whether that norm is one over the channels of all heads (OLMo 2).
+    scale, softcap: of the scores; see Masks.
     """
 
     kind: ClassVar[str] = "grouped_query"
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    joint_norm: bool = False
+    scale: float | None = None
+    softcap: float | None = None
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
         """An Attention module with random weights."""
@@ -74,8 +81,17 @@ class GroupedQuerySpec(AttentionSpec):
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the query and key norms' weights, by path; empty without `qk_norm`."""
-        norms = ("query_norm", "key_norm") if self.qk_norm else ()
-        return {f"{norm}.weight": (config.head_dim,) for norm in norms}
+        if not self.qk_norm:
+            return {}
+        query, key = self.norm_sizes(config)
+        return {"query_norm.weight": (query,), "key_norm.weight": (key,)}
+
+    def norm_sizes(self, config: DecoderConfig) -> tuple[int, int]:
+        """The channels that the query norm and the key norm take together."""
+        dim = config.head_dim
+        if self.joint_norm:
+            return config.num_heads * dim, config.num_kv_heads * dim
+        return dim, dim
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From the values to the output map: attention takes weighted means of each channel."""
@@ -92,12 +108,15 @@ class Attention(nnx.Module):
         self.output = Linear.create(
             output.shapes[0], bias=output.bias, dtype=config.dtype, rngs=rngs
         )
-        norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, config.dtype)
-        self.query_norm = norm() if spec.qk_norm else None
-        self.key_norm = norm() if spec.qk_norm else None
+        query, key = spec.norm_sizes(config)
+        self.query_norm = RMSNorm.of(config, query) if spec.qk_norm else None
+        self.key_norm = RMSNorm.of(config, key) if spec.qk_norm else None
+        self.joint_norm = spec.qk_norm and spec.joint_norm
         self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.window = spec.window
+        self.masks = spec.scale, spec.window, spec.softcap
+        self.rotary_dim = config.rotary_dim or config.head_dim
+        self.attention_factor = rotary.attention_factor(config, spec.rope)
 
     def __call__(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
@@ -134,10 +153,10 @@ class Attention(nnx.Module):
         from position 0.
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
-        masks = Masks(window=self.window)
+        masks = Masks(*self.masks)
         if pages is not None and span is not None and not span.fresh:
-            terms = self.qkv.terms(x)
-            turn = jnp.cos(angles), jnp.sin(angles)
+            terms = self._ordered(self._normed_terms(x))
+            turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
             rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
             query, pages = rotate_and_append(terms, pages, span, rotation, dtype=x.dtype)
             attended = paged_attention(query, pages, span, masks, transformed=True)
@@ -145,18 +164,50 @@ class Attention(nnx.Module):
         batch, tokens, _ = x.shape
         query, key, value = (
             part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
-            for part in self.qkv(x)
+            for part in self._projections(x)
         )  # [batch, tokens, heads, head dim]
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None and not self.joint_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, angles), rotate(key, angles)
+        turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
+        query, key = (rotate(self._ordered(each), *turn) for each in (query, key))
         if pages is not None and span is not None:
             pages = append(pages, key, value, span)
         attended = prefill_attention(query, key, value, masks)
         return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
 
+    def _projections(self, x: Activations) -> list[jax.Array]:
+        """Queries, keys and values, [..., heads · head dim] each, after a joint norm."""
+        query, key, value = self.qkv(x)
+        if self.joint_norm:
+            assert self.query_norm is not None
+            assert self.key_norm is not None
+            query, key = self.query_norm(query), self.key_norm(key)
+        return [query, key, value]
+
+    def _normed_terms(self, x: Activations) -> jax.Array:
+        """Terms [splits, ..., channels of all heads], whose sum is what `_projections` gives."""
+        if not self.joint_norm:
+            return self.qkv.terms(x)
+        return jnp.concatenate(self._projections(x), axis=-1)[None]
+
+    def _ordered(self, x: jax.Array) -> jax.Array:
+        """Heads with their channels in the order of the kernels' pairs.
+
+        x: query or key heads [..., head dim], or the channels [..., all] of all heads.
+        """
+        order = rotary.channel_order(self.rotary_dim, self.head_dim)
+        if order is None:
+            return x
+        if x.shape[-1] != self.head_dim:
+            queries, keys = self.heads
+            turned = np.arange((queries + keys) * self.head_dim).reshape(-1, self.head_dim)
+            rest = np.arange(turned.size, x.shape[-1])  # values
+            order = np.concatenate([turned[:, order].reshape(-1), rest])
+        return jnp.take(x, jnp.asarray(order), axis=-1)
+
     def _norms(self) -> HeadNorms | None:
-        if self.query_norm is None or self.key_norm is None:
+        if self.query_norm is None or self.key_norm is None or self.joint_norm:
             return None
         weights = self.query_norm.weight.get_value(), self.key_norm.weight.get_value()
-        return HeadNorms(*weights, self.query_norm.epsilon)
+        query, key = (self._ordered(weight) for weight in weights)
+        return HeadNorms(query, key, self.query_norm.epsilon)

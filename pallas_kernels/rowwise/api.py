@@ -18,6 +18,7 @@ from mpjax.kernels.checks import (
     is_known,
     norm_epsilon,
     require_floats,
+    shown,
 )
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.implementation import choose
@@ -51,17 +52,19 @@ def add_rms_norm(
     epsilon: float,
     *,
     format: Format | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
     """Adds terms to the residual stream, and normalises it: x / √(mean(x²) + ε) · weight.
 
     terms: [splits, ..., H], from `matmul_terms`, or any x as x[None].
     residual: the stream before [..., H], or None if there is none.
-    weight: [H]; its dtype is that of both results.
+    weight: [H].
     epsilon: ε, a number that the kernel is compiled for; with a traced one, the reference runs.
     format: what the result becomes: an ActivationFormat, or the format of the product or weight
         that it is for, or a text of one. If it has 8 bits and one scale per token, the normalised
         rows are quantised here; scales of groups are left to the product.
+    dtype: of both results; that of the weight if it is None.
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
     normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel reads every term
@@ -86,9 +89,10 @@ def add_rms_norm(
     format = None if format is None else ActivationFormat.of(format)
     if is_known(epsilon):
         epsilon = norm_epsilon("add_rms_norm: epsilon", epsilon)
-    kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format)
-    plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format)
-    reason = _why_not_triton(terms, weight.dtype, format)
+    wanted = weight.dtype if dtype is None else as_dtype("add_rms_norm: dtype", dtype)
+    kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format, dtype=wanted)
+    plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format, dtype=wanted)
+    reason = _why_not_triton(terms, wanted, format)
     if not is_known(epsilon):
         reason = "epsilon is traced, expected a Python number"
     default = "reference" if terms.size == 0 else "triton"
@@ -104,8 +108,21 @@ def gated_silu(
     format: Format | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QuantizedActivations:
-    """SiLU(gate) · up in `dtype`, where the sum of terms is gate and up side by side.
+    """SiLU(gate) · up in `dtype`; see `gated`."""
+    return gated(terms, "silu", dtype=dtype, format=format, implementation=implementation)
 
+
+def gated(
+    terms: jax.Array,
+    activation: str,
+    *,
+    dtype: jax.typing.DTypeLike,
+    format: Format | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | QuantizedActivations:
+    """activation(gate) · up in `dtype`, where the sum of terms is gate and up side by side.
+
+    activation: `silu`, or `gelu`, of which the tanh approximation is computed (Gemma).
     terms: [splits, ..., 2 · I], from `matmul_terms`, or any x as x[None].
     format: what the result becomes, as for `add_rms_norm`. If it is quantised here, a kernel does
         it by default; else the default is the reference, which XLA compiles to one fusion.
@@ -114,17 +131,21 @@ def gated_silu(
     ValueError for an odd number of channels, and UnsupportedError, with the reason, if a requested
     implementation can't run.
     """
-    terms = as_array("gated_silu: terms", terms)
-    require_floats("gated_silu", terms=terms)
-    dtype = as_dtype("gated_silu: dtype", dtype)
+    name = f"gated_{activation}"
+    if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
+        known = " or ".join(reference.ACTIVATIONS)
+        raise ValueError(f"gated: activation is {shown(activation)}: expected {known}")
+    terms = as_array(f"{name}: terms", terms)
+    require_floats(name, terms=terms)
+    dtype = as_dtype(f"{name}: dtype", dtype)
     if terms.ndim < 2 or terms.shape[-1] % 2:
-        raise ValueError(f"gated_silu: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
+        raise ValueError(f"{name}: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
     format = None if format is None else ActivationFormat.of(format)
-    kernel = functools.partial(triton.gated_silu, dtype=dtype, format=format)
-    plain = functools.partial(reference.gated_silu, dtype=dtype, format=format)
+    kernel = functools.partial(triton.gated, activation=activation, dtype=dtype, format=format)
+    plain = functools.partial(reference.gated, activation=activation, dtype=dtype, format=format)
     reason = _why_not_triton(terms, dtype, format)
     default = "triton" if terms.size and reference.quantizes(format) else "reference"
-    if _choose("gated_silu", implementation, default, reason) == "reference":
+    if _choose(name, implementation, default, reason) == "reference":
         return plain(terms)
     return _differentiable(kernel, plain, terms)
 

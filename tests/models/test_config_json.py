@@ -117,8 +117,8 @@ def test_defaults_are_those_of_the_file_format(key, field, expected):
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rotary scaling 'ntk' is not supp"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "no 'factor'"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has a factor and no rope_type"),
         ({"rope_parameters": {"factor": 4.0}}, "rope_parameters has a factor and no rope_type"),
@@ -224,8 +224,8 @@ def test_scaling_that_is_not_implemented_is_refused_wherever_it_stands(place, ke
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
-    both[place] = both[place] | {key: "yarn"}
-    with pytest.raises(ConfigError, match="rotary scaling 'yarn' is not supported"):
+    both[place] = both[place] | {key: "ntk"}
+    with pytest.raises(ConfigError, match="rotary scaling 'ntk' is not supported"):
         common_fields(HF | both)
 
 

@@ -85,7 +85,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.attention.triton, "paged_attention"),
         (mpjax.kernels.rotary.triton, "rotate_and_append"),
         (mpjax.kernels.rowwise.triton, "add_rms_norm"),
-        (mpjax.kernels.rowwise.triton, "gated_silu"),
+        (mpjax.kernels.rowwise.triton, "gated"),
         (mpjax.kernels.rowwise.triton, "quantize_rows"),
     ):
         launch = functools.partial(getattr(module, name), interpret=True)

@@ -17,17 +17,20 @@ from typing import Any
 
 import mpjax
 from mpjax.bench import measure
+from mpjax.checkpoint import huggingface
 from mpjax.evaluation import read_held_out
+from mpjax.models import DecoderConfig, LayerSpec
 
 RESULTS = Path(__file__).parent / "results"
 # Modules of the standard library that the bundled model was trained on, and not measured on.
 MODULES = ("argparse", "textwrap", "logging", "difflib", "http.client", "unittest.case")
 CASES = {
-    "W16A16KV16H8": ("rtn",),  # the tables alone, which are tied in both models
+    "W16A16KV16H8": ("rtn",),  # the tables alone
     "W16A16KV16H4g64": ("rtn",),
-    "W4g64A16KV16": ("rtn", "range", "awq", "gptq", "awq+gptq"),
-    "W4A8KV16": ("rtn", "gptq", "os+gptq"),
-    "W8A8KV16": ("rtn", "os+rtn", "gptq"),
+    "W4A16KV16": ("rtn", "range", "awq", "gptq", "awq+gptq"),
+    "W4g64A16KV16": ("rtn", "gptq", "rotate+gptq", "awq+gptq"),
+    "W4A8KV16": ("rtn", "gptq", "os+gptq", "rotate+gptq", "rotate+os+gptq"),
+    "W8A8KV16": ("rtn", "os+rtn", "rotate+rtn"),
     "WNF4A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
     "WNF3A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
 }
@@ -44,11 +47,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text, held_out = python_source() if folder is None else english()
     source = mpjax.bundled_model() if folder is None else Path(folder)
     rows = []
-    for row in run(source, text, held_out, CASES):
+    for row in run(source, text, held_out, possible(CASES, source)):
         rows.append(row)
         print(json.dumps(row), flush=True)
     name = "methods" if folder is None else f"methods-{source.name.lower()}"
     print(measure.save(name, {"model": source.name, "results": rows}, RESULTS))
+
+
+def possible(cases: Mapping[str, Sequence[str]], source: Path) -> dict[str, Sequence[str]]:
+    """The cases whose groups divide the input channels of a model's linear maps."""
+    _, config = huggingface.decoder_config(source, huggingface.read_config(source))
+    channels = {shape[0] for layer in config.layers for shape in _shapes(layer, config)}
+    return {
+        text: methods
+        for text, methods in cases.items()
+        for weights in [mpjax.Precision.parse(text).weights]
+        if weights is None or all(map(weights.can_split, channels))
+    }
+
+
+def _shapes(layer: LayerSpec, config: DecoderConfig) -> Iterator[tuple[int, int]]:
+    for spec in (layer.attention, layer.mlp):
+        for maps in spec.linear_maps(config):
+            yield from maps.shapes
 
 
 def run(
@@ -65,7 +86,8 @@ def run(
     for precision, methods in cases.items():
         for method in methods:
             recipe = mpjax.Recipe.of(precision, method)
-            lm = mpjax.quantize(base, recipe, text, calibration=calibration, progress=False)
+            documents = text if any(rule.method.needs_text for rule in recipe.rules) else None
+            lm = mpjax.quantize(base, recipe, documents, calibration=calibration, progress=False)
             found = _perplexity(lm, held_out, calibration)
             yield {
                 "precision": precision,

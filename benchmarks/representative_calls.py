@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,12 @@ PRODUCTS = {
     EDGES: (1, 16, 48, 4096),
 }
 
+# Weights of a mixture of 16 experts: a format of each kind of codes, and plain ones.
+EXPERTS = (
+    *("uint4:g128", "uint4:g32", "table4:g64", "float8:g128", "float4:g32", "liquid4:g64/int8"),
+    "bfloat16",
+)
+
 CACHES = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "K8V4", "KV2", "KV2t")
 DECODING = (
     *(DECODE[number] for number in (0, 1, 3, 5, 8)),
@@ -53,11 +60,31 @@ Array = jax.ShapeDtypeStruct
 
 def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     """Names of calls, and what makes each."""
+    yield from _calls_of_products()
+    yield from _calls_of_caches()
+    for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024)):
+        yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
+    for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
+        name = f"step {weights} {cache} {tokens} {batch}"
+        yield name, functools.partial(_step, weights, cache, tokens, batch)
+
+
+def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for text in WEIGHTS:
-        yield from _products(text)
+        for shape, all_rows in PRODUCTS.items():
+            for rows in all_rows:
+                name = f"matmul {text} {rows} {shape.channels}x{shape.outputs}"
+                yield name, functools.partial(_matmul, text, rows, shape)
+        yield f"dequantize {text}", functools.partial(_dequantize, text)
+        yield f"triton {text}", functools.partial(_terms, text)
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
     yield "gradient", _gradient
+    for text in ("uint4:g128", "int8/int8"):
+        yield f"rows {text}", functools.partial(_rows, text)
+
+
+def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
     for text in CACHES:
         for scene in DECODING:
             yield f"attention {text} {scene.name}", functools.partial(_attention, text, scene)
@@ -65,21 +92,6 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"attention {text} masks", functools.partial(_masked, text)
         for tokens in (1, 512):
             yield f"append {text} {tokens}", functools.partial(_append, text, tokens)
-    for weights, cache in MODELS:
-        for tokens, batch in STEPS:
-            name = f"step {weights} {cache} {tokens} {batch}"
-            yield name, functools.partial(_step, weights, cache, tokens, batch)
-    for text in ("uint4:g128", "int8/int8"):
-        yield f"rows {text}", functools.partial(_rows, text)
-
-
-def _products(text: str) -> Iterator[tuple[str, Callable[[], Call]]]:
-    for shape, all_rows in PRODUCTS.items():
-        for rows in all_rows:
-            name = f"matmul {text} {rows} {shape.channels}x{shape.outputs}"
-            yield name, functools.partial(_matmul, text, rows, shape)
-    yield f"dequantize {text}", functools.partial(_dequantize, text)
-    yield f"triton {text}", functools.partial(_terms, text)
 
 
 def _head(rows: int) -> Call:
@@ -93,6 +105,24 @@ def _head(rows: int) -> Call:
 def _matmul(text: str, rows: int, shape: GemmShape) -> Call:
     x = Array((rows, shape.channels), jnp.bfloat16)
     return kernels.matmul, (x, _weight(text, shape))
+
+
+def _experts(text: str, tokens: int) -> Call:
+    """Both products of a layer of 16 experts, of which each token has 4."""
+    gate_up, down = (
+        jax.eval_shape(lambda w: kernels.quantize(w, text), Array((16, k, n), jnp.bfloat16))
+        for k, n in ((2048, 1536), (768, 2048))
+    )
+    x, chosen, weights = (
+        Array((tokens, size), dtype)
+        for size, dtype in ((2048, jnp.bfloat16), (4, jnp.int32), (4, jnp.float32))
+    )
+
+    def layer(x: Any, chosen: Any, weights: Any, gate_up: Any, down: Any) -> Any:
+        gated = kernels.grouped_matmul(x, gate_up, chosen, gate=kernels.Gate())
+        return kernels.grouped_matmul_terms(gated, down, chosen, weights)
+
+    return layer, (x, chosen, weights, gate_up, down)
 
 
 def _dequantize(text: str) -> Call:

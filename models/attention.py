@@ -96,7 +96,8 @@ class GroupedQuerySpec(AttentionSpec):
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From the values to the output map: attention takes weighted means of each channel."""
         copies = config.num_heads // config.num_kv_heads
-        return (Fold("output", "qkv", 2, (config.num_kv_heads, copies, config.head_dim)),)
+        heads = config.num_kv_heads, copies, config.head_dim
+        return (Fold("output", "qkv", 2, heads, is_mixable=True),)
 
 
 class Attention(nnx.Module):

@@ -79,12 +79,15 @@ class Fold:
     part: which outputs of a source that is several maps joined; None for all.
     repeats: (heads, copies, channels) where the target reads each head of the source several times,
         as query heads that share values do; None where it reads each channel once.
+    is_mixable: whether the channels of a head, which `repeats` gives, may also be multiplied by a
+        matrix that the target's rows undo: all that lies between treats them alike.
     """
 
     target: str
     source: str
     part: int | None = None
     repeats: tuple[int, int, int] | None = None
+    is_mixable: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +176,16 @@ class LayerSpec:
             f"{half}.{maps.path}"
             for half, spec in (("attention", self.attention), ("mlp", self.mlp))
             for maps in spec.linear_maps(config)
+        )
+
+    def writers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The paths of the linear maps whose outputs are added to the residual stream.
+
+        They are the last of each half.
+        """
+        return tuple(
+            f"{half}.{spec.linear_maps(config)[-1].path}"
+            for half, spec in (("attention", self.attention), ("mlp", self.mlp))
         )
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from mpjax.models.config import DecoderConfig, RopeScaling
-from mpjax.models.llama import llama_layers
+from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models.config import DecoderConfig, LayerSpec, RopeScaling
+from mpjax.models.decoder import Decoder
+from mpjax.models.experts import ExpertsSpec
+from mpjax.models.llama import Llama, llama_layers
+from mpjax.models.mixtral import Mixtral
+from mpjax.models.qwen import Qwen3
+from mpjax.models.qwen_moe import Qwen3MoE
 
 QWEN3_8B = DecoderConfig(
     vocab_size=151936,
@@ -30,3 +36,49 @@ LLAMA3_1_8B = DecoderConfig(
     rope_scaling=RopeScaling("llama3", factor=8.0),
     stop_ids=(128001, 128008, 128009),
 )
+
+QWEN3_30B_A3B = DecoderConfig(
+    vocab_size=151936,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    layers=(
+        LayerSpec(
+            GroupedQuerySpec(qk_norm=True), ExpertsSpec(768, num_experts=128, experts_per_token=8)
+        ),
+    )
+    * 48,
+    max_position_embeddings=40960,
+    rope_theta=1e6,
+    rms_norm_eps=1e-6,
+    stop_ids=(151645,),
+)
+
+MIXTRAL_8X7B = DecoderConfig(
+    vocab_size=32000,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    layers=(LayerSpec(GroupedQuerySpec(), ExpertsSpec(14336, num_experts=8, experts_per_token=2)),)
+    * 32,
+    max_position_embeddings=32768,
+    rope_theta=1e6,
+    stop_ids=(2,),
+)
+
+# The class and the configuration of each model, by the name that commands take.
+PUBLISHED: dict[str, tuple[type[Decoder], DecoderConfig]] = {
+    "qwen3-8b": (Qwen3, QWEN3_8B),
+    "llama3.1-8b": (Llama, LLAMA3_1_8B),
+    "qwen3-30b-a3b": (Qwen3MoE, QWEN3_30B_A3B),
+    "mixtral-8x7b": (Mixtral, MIXTRAL_8X7B),
+}
+
+
+def published(name: str) -> tuple[type[Decoder], DecoderConfig]:
+    """The class and the configuration of a model. Raises ValueError for an unknown name."""
+    if name not in PUBLISHED:
+        raise ValueError(f"unknown shapes {name!r:.80}: expected one of {', '.join(PUBLISHED)}")
+    return PUBLISHED[name]

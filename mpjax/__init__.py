@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpjax.checkpoint.saving import save
     from mpjax.comparison import Comparison, compare
     from mpjax.decoding import GeneratedTokens, generate_tokens
+    from mpjax.engine.engine import Engine
     from mpjax.evaluation import Evaluation, evaluate
     from mpjax.generation import Generation, TextPiece, generate, stream, stream_batch
     from mpjax.language_model import LanguageModel
@@ -40,6 +41,7 @@ plain_names.install()
 __all__ = [
     "Calibration",
     "Comparison",
+    "Engine",
     "Evaluation",
     "GeneratedTokens",
     "Generation",
@@ -66,6 +68,7 @@ __all__ = [
 _MODULES = {
     "Calibration": "quantization.api",
     "Comparison": "comparison",
+    "Engine": "engine.engine",
     "Evaluation": "evaluation",
     "GeneratedTokens": "decoding",
     "Generation": "generation",

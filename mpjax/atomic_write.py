@@ -17,7 +17,7 @@ def require_writable(path: Path) -> None:
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder: expected the name of a file to write")
     # `atomic_write` replaces a regular file, which its folder must allow, and writes to others.
-    changed = target if _is_special(target) else target.parent
+    changed = target if is_special(target) else target.parent
     if not os.access(changed, os.W_OK):
         raise PermissionError(f"{path} can't be written: {changed} allows no changes by this user")
 
@@ -29,7 +29,7 @@ def atomic_write(path: Path, text: str) -> None:
     replaced. The file keeps its mode. A device or a pipe is written to directly.
     """
     target = path.resolve()
-    if _is_special(target):
+    if is_special(target):
         target.write_text(text, encoding="utf-8")
         return
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
@@ -42,5 +42,6 @@ def atomic_write(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _is_special(target: Path) -> bool:
+def is_special(target: Path) -> bool:
+    """Whether a path is something else than a file: a device, a pipe or a folder."""
     return target.exists() and not target.is_file()

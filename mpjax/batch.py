@@ -116,7 +116,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
     keys = row_keys(seeds, len(encoded), rows)
     tokens, lengths = _pad(encoded, rows, padded)
     sampling, ids = sampling.split(tokenizer.stop_ids or lm.config.stop_ids)
-    stop_ids = (*(int(i) for i in np.asarray(ids)), *_special_ids(tokenizer, stop))
+    stop_ids = (*(int(i) for i in np.asarray(ids)), *special_ids(tokenizer, stop))
     maximum = np.where(np.arange(rows) < len(encoded), max_new_tokens, 0)  # 0 for padding rows
     limits = Limits.of(rows, stop_ids, maximum, room)
 
@@ -154,7 +154,7 @@ def run(lm: LanguageModel, job: Job, *, watch: bool) -> Iterator[Batch]:
         yield batch
 
 
-def _special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
+def special_ids(tokenizer: Tokenizer, stop: Sequence[str]) -> list[int]:
     """Ids of special tokens that are stop strings: they have no text, so they stop by id."""
     named = (tokenizer.backend.token_to_id(text) for text in stop)
     return [i for i in named if i is not None and i in tokenizer.special_ids]

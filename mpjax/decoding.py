@@ -255,11 +255,11 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
     """
     # Under `jit` every new array is a tracer, also where the model and the state are not.
     is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-    in_turn = not is_traced and _has_warpgroups(model, len(state.tokens))
+    in_turn = not is_traced and has_warpgroups(model, len(state.tokens))
     return jit_decode_in_turn if in_turn else jit_decode
 
 
-def _has_warpgroups(model: Decoder, batch: int) -> bool:
+def has_warpgroups(model: Decoder, batch: int) -> bool:
     """Whether any weight is multiplied by a warpgroup kernel in a step of `batch` rows."""
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
     weights = [leaf for leaf in leaves if isinstance(leaf, QuantizedTensor)]

@@ -25,6 +25,7 @@ _FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
     ("NF3", "16"): ("table3", 64),
     ("NF2", "16"): ("table2", 64),
     ("FP8", "16"): ("float8", 128),
+    ("MXFP4", "16"): ("float4", 32),
     ("FP8", "FP8"): ("float8", None),
     ("8", "8"): ("int8", None),
     ("4", "8"): ("liquid4", 64),
@@ -88,7 +89,8 @@ class Precision:
     def parse(cls, text: str) -> Precision:
         """Reads `W…A…KV…` and `W…A…K…V…`, in capitals or not, and behind them `H…` and `E…`.
 
-        W, the weights: 16; 8 or 4 (integers); FP8 (e4m3); NF4, NF3 or NF2 (normal float). `gSIZE`
+        W, the weights: 16; 8 or 4 (integers); FP8 (e4m3); MXFP4 (e2m1, times a
+            power of two); NF4, NF3 or NF2 (normal float). `gSIZE`
             behind it is the number of input channels that share a scale, or K for all; `sym` fixes
             the zero point of integers in the middle. Without a W part, as in `A16KV8`, linear maps
             keep the checkpoint's format, and FP8 ones its activation format. Several W parts, as in

@@ -24,7 +24,7 @@ def row_keys(seeds: Any, batch: int | None = None, rows: int | None = None) -> j
     `vmap` over keys gives a row other numbers in another batch. Raises ValueError for keys of other
     generators, and for seeds of another number, shape or range.
     """
-    words = _key_words(seeds)
+    words = key_words(seeds)
     if batch is not None and len(words) != batch:
         raise ValueError(
             f"there are {len(words)} seeds for a batch of {batch}: expected one for each row"
@@ -40,8 +40,11 @@ def step_keys(keys: jax.Array, step: Any) -> jax.Array:
     return jax.vmap(jax.random.fold_in)(keys, steps)
 
 
-def _key_words(seeds: Any) -> Any:
-    """The two words of each key, uint32 [batch, 2]; a NumPy array for integers not traced."""
+def key_words(seeds: Any) -> Any:
+    """The two words of each key, uint32 [batch, 2]; a NumPy array for integers not traced.
+
+    seeds: as for `row_keys`, with its errors.
+    """
     if not isinstance(seeds, jax.Array):
         try:
             is_list = isinstance(seeds, list | tuple)

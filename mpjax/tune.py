@@ -166,9 +166,8 @@ def model_shapes(source: str) -> list[Shape]:
 def known_models() -> dict[str, list[Shape]]:
     """Shapes of the weights of published models, by name, such as `qwen3-8b`."""
     configs = {
-        name.lower().replace("_", "-"): _shapes(Decoder, value)
-        for name, value in vars(presets).items()
-        if isinstance(value, DecoderConfig)
+        name.replace(".", "-"): _shapes(decoder, config)
+        for name, (decoder, config) in presets.PUBLISHED.items()
     }
     named = {
         name: [(shape.channels, shape.outputs) for shape in matrices]

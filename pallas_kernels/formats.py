@@ -12,6 +12,7 @@ from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown, who
 
 GROUP_SIZES = (32, 64, 128)
 FLOAT8_GROUP = 128  # input channels that share an FP8 scale; the last group may have fewer
+FLOAT4_GROUP = 32  # input channels that share an FP4 scale
 # The most input channels in one plane of a block: 64 16-bit words are a full 128-byte cache line.
 MAXIMUM_PLANE_WIDTH = 64
 # The most input channels of a block, however many planes it has, since K is padded to whole blocks.
@@ -36,6 +37,7 @@ _RULES: Mapping[str, _Rule] = {
     "table3": _Rule(3, (*GROUP_SIZES, 256)),
     "table2": _Rule(2, (*GROUP_SIZES, 256)),
     "float8": _Rule(8, (FLOAT8_GROUP, None), (None, "float8")),
+    "float4": _Rule(4, (FLOAT4_GROUP,)),
     "int8": _Rule(8, (None,), ("int8",)),
     "liquid4": _Rule(4, (64,), ("int8",)),
     "bfloat16": _Rule(16, (None,)),
@@ -71,7 +73,8 @@ class WeightFormat:
     codes: the kind of codes.
         `uint4`, `uint8`: an integer minus the group's zero point (AWQ, GPTQ, TurboMind).
         `table4`, `table3`, `table2`: an index of a table, such as normal float (FLUTE).
-        `float8`: an e4m3 number. `int8`: a signed integer.
+        `float8`: an e4m3 number. `float4`: an e2m1 number, times a power of two (MXFP4). `int8`: a
+        signed integer.
         `liquid4`: four bits that become an int8 by a group's integer step and offset (LiquidGEMM).
         `bfloat16`, `float16`: no codes, but a plain array.
     group_size: the number of input channels that share parameters, or None for all.

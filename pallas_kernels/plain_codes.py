@@ -34,8 +34,8 @@ class PlainCodes:
     format: a WeightFormat, or a text that WeightFormat.parse reads, such as "uint4:g128".
     codes: [K, N]: int8 for `int8`, float8_e4m3fn for `float8`, and otherwise unsigned integers. K
         is a multiple of the group size, except for `float8`, whose last group may be shorter.
-    scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, float32 for `int8` and
-        `float8`, uint16 steps up to 255 for `liquid4`.
+    scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, bfloat16 for `float4`,
+        float32 for `int8` and `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits, or the offsets of
         `liquid4`, from 0 to 255. None for other formats, and for symmetric ones, whose zero points
         are all 2**(bits − 1).

@@ -24,7 +24,7 @@ from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
 from mpjax.kernels import PagedKVCache, WeightFormat, device
 from mpjax.memory import require_free
-from mpjax.models import Decoder, DecoderConfig, Qwen3
+from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
@@ -51,7 +51,7 @@ class Sweep:
         are filled with as many random keys and values; they have no time to a first token, and are
         not checked.
     from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
-    config: of the model, which gets more positions if the cases need them.
+    config: of the model, which gets more positions if the cases need them. decoder: its class.
 
     Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
     checkpoint cannot have, and for numbers that leave nothing to measure.
@@ -64,6 +64,7 @@ class Sweep:
     from_disk: bool = False
     filled: bool = False
     config: DecoderConfig = QWEN3_8B
+    decoder: type[Decoder] = Qwen3
 
     def __post_init__(self) -> None:
         for text in self.precisions:
@@ -75,6 +76,8 @@ class Sweep:
                 )
             if kv.scaling == "static":
                 raise ValueError(f"{text}: {kv} needs a calibration, which random weights have not")
+            if self.from_disk and self.decoder is not Qwen3:
+                raise ValueError(f"{self.decoder.__name__} is not written to disk: only Qwen3 is")
             if self.from_disk and weights not in (AWQ, None):
                 raise ValueError(f"{text}: the checkpoint on disk is AWQ's, W4 in groups of 128")
         if min(self.batches, default=0) < 1:
@@ -150,12 +153,26 @@ def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> f
     """The bytes that a decoding step has to read: all weights, and each row's tokens in the cache.
 
     tokens: of each row. An embedding that is not also the head is left out, because a step reads
-    only a few of its rows.
+    only a few of its rows, and so are experts without a token, if each is as likely as any other.
     """
+    batch = len(cache.lengths)
     tied = lm.config.tie_word_embeddings
     embedding = 0 if tied else lm.summary()["tables"]["embedding"]["bytes"]
     lengths = [round(tokens)] * len(cache.lengths)
-    return lm.nbytes - embedding + sum(cached_bytes(layer, lengths) for layer in cache.layers)
+    weights = lm.nbytes - embedding - _missed_bytes(lm, batch)
+    return weights + sum(cached_bytes(layer, lengths) for layer in cache.layers)
+
+
+def _missed_bytes(lm: mpjax.LanguageModel, batch: int) -> float:
+    """The bytes of experts that no row of a batch is sent to, on the mean."""
+    missed = 0.0
+    for place in lm.model.linear_places(lm.config):
+        if isinstance(place, ExpertPlace):
+            mlp = lm.config.layers[int(place.path.split(".")[1])].mlp
+            assert isinstance(mlp, ExpertsSpec)
+            share = (1 - mlp.experts_per_token / mlp.num_experts) ** batch
+            missed += share * sum(kernel.nbytes for kernel in place.kernels(lm.model))
+    return missed
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -180,7 +197,7 @@ def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 def _load(sweep: Sweep, precision: Precision) -> tuple[mpjax.LanguageModel, float | None]:
     if not sweep.from_disk:
-        model = random_model(Qwen3, sweep.model_config, precision.weights)
+        model = random_model(sweep.decoder, sweep.model_config, precision.weights)
         for path, format in packed(tables_of(precision.tables, model.config)).items():
             model.pack_table(path, format)
         return mpjax.LanguageModel(model, None, precision.kv, Path()), None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
-from mpjax.models import Decoder, DecoderConfig, Linear
+from mpjax.models import Decoder, DecoderConfig, ExpertPlace, Linear, LinearPlace
 
 
 def random_model(
@@ -23,18 +23,26 @@ def random_model(
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     dtype = jnp.dtype(config.dtype)
     places = decoder.linear_places(config)
-    keys = iter(jax.random.split(jax.random.key(seed), 2 + len(places)))
-    for array in decoder.array_places(config):
+    arrays = decoder.array_places(config)
+    count = len(places) + sum(len(array.shape) > 1 for array in arrays)
+    keys = iter(jax.random.split(jax.random.key(seed), count))
+    for array in arrays:
         if len(array.shape) == 1:
             array.assign(model, jnp.ones(array.shape, dtype))
         else:
             array.assign(model, _normal(next(keys), array.shape, 0.02, dtype.name))
     for place in places:
         [shape] = place.part_shapes(1)
-        kernel = _kernel(next(keys), shape, format, dtype.name)
+        kernel = _kernel(next(keys), shape, _format_of(place, format), dtype.name)
         bias = jnp.zeros((*shape[:-2], shape[-1]), dtype) if place.bias else None
         place.assign(model, [Linear(kernel, bias)])
     return model
+
+
+def _format_of(place: LinearPlace, format: WeightFormat | None) -> WeightFormat | None:
+    """The format of a place: MXFP4 is that of experts alone, as gpt-oss is published."""
+    is_dense = not isinstance(place, ExpertPlace)
+    return None if format is not None and format.codes == "float4" and is_dense else format
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from flax import nnx
 from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import agreement, kv_scales
 from mpjax.checkpoint.convert import convert_array, convert_linear
+from mpjax.checkpoint.fused_experts import split_experts
 from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.plan import Plan, is_quantized, make_plan
@@ -30,7 +30,6 @@ from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.settle import settle
 from mpjax.checkpoint.source import Source
 from mpjax.errors import CheckpointError
-from mpjax.kernels import WeightFormat
 from mpjax.memory import require_free
 from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
 from mpjax.precision import Precision
@@ -60,7 +59,7 @@ def open_headers(source: str | os.PathLike[str] | Source) -> Opened:
     source = source if isinstance(source, Source) else locate(Path(source))
     hf = source.read_config()
     decoder, config = decoder_config(source.path, hf)
-    checkpoint, config = settle(source.open(), decoder, config, hf)
+    checkpoint, config = settle(split_experts(source.open(), decoder), decoder, config, hf)
     scheme = source.read_scheme(hf)
     # The tensors decide, also where config.json has a quantization_config.
     scheme = scheme if is_quantized(checkpoint) else None
@@ -114,18 +113,14 @@ def load(
 
 
 def open_plain(
-    folder: Path,
-    dtype: jax.typing.DTypeLike | None = None,
-    tables: Mapping[str, WeightFormat] = types.MappingProxyType({}),
+    folder: Path, dtype: jax.typing.DTypeLike | None = None
 ) -> tuple[Decoder, Checkpoint, Plan]:
     """A decoder that `fill` can fill part by part, from a checkpoint that is not quantised.
 
     dtype: what the decoder computes in. If it is None, the checkpoint decides, as in `load`, but
         float32 becomes bfloat16.
-    tables: formats of the `head` and the `embedding`, to which `fill` rounds them.
 
-    Raises CheckpointError for a folder that can't be loaded, or is quantised already; ValueError
-    for two formats of a tied table.
+    Raises CheckpointError for a folder that can't be loaded, or is quantised already.
     """
     opened = open_headers(folder)
     config = opened.config
@@ -137,10 +132,8 @@ def open_plain(
         dtype = "bfloat16"
     if dtype is not None:
         config = dataclasses.replace(config, dtype=jnp.dtype(dtype).name)
-    rounded = packed(tables_of(tables, config))
-    plan = make_plan(opened.checkpoint, opened.decoder, config, None, None, rounded)
-    model = nnx.eval_shape(lambda: opened.decoder(plan.config, nnx.Rngs(0)))
-    return model, opened.checkpoint, plan
+    plan = make_plan(opened.checkpoint, opened.decoder, config, None, None)
+    return nnx.eval_shape(lambda: opened.decoder(config, nnx.Rngs(0))), opened.checkpoint, plan
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from mpjax.cli import (
     interrupts,
     output,
     quantize,
+    serve,
     tune,
 )
 
@@ -41,7 +42,7 @@ A precision, such as W4A16KV8, names the formats of the weights (W), the
 activations (A) and the KV cache:
   W16, W8, W4      weights in 16 bits, or integers of 8 or 4 bits
   WNF4 WNF3 WNF2   normal float of 4, 3 or 2 bits
-  WFP8             float8 (e4m3)
+  WFP8, WMXFP4     float8 (e4m3), and float4 (e2m1) in groups of 32
   W4g32, W4gK      32 input channels, or all, share a scale (W4 alone: 128)
   W4sym            integers with a fixed zero point in the middle
   A16              activations in 16 bits; A32 is a model in float32
@@ -166,7 +167,9 @@ def _options(
     pass
 
 
-for _module in (generate, chat, convert, quantize, export, info, evaluate, tune, environment):
+for _module in (
+    *(generate, chat, serve, convert, quantize, export, info, evaluate, tune, environment),
+):
     # Programs compiled for tuning are run once, and would push others out of the cache.
     _cls = typer.core.TyperCommand if _module is tune else compilation.CompilingCommand
     app.command(_module.NAME, cls=_cls, epilog=_module.EPILOG)(_module.command)

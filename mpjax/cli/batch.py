@@ -1,8 +1,7 @@
-"""Generates many prompts of `mpjax generate`, in groups of similar lengths."""
+"""Generates many prompts of `mpjax generate`, through an engine."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,32 +9,39 @@ from typing import TYPE_CHECKING, Any
 import rich.console
 import rich.progress
 
-from mpjax.cli.compilation import Shapes
 from mpjax.cli.output import is_live
 from mpjax.cli.requests import Request, count_tokens
+from mpjax.cli.unfinished import Unfinished
 
 if TYPE_CHECKING:
+    from mpjax.engine.handle import Handle
     from mpjax.language_model import LanguageModel
 
 
 def complete(
-    lm: LanguageModel, requests: Sequence[Request], size: int, options: Mapping[str, Any]
+    lm: LanguageModel,
+    requests: Sequence[Request],
+    size: int,
+    options: Mapping[str, Any],
+    unfinished: Unfinished | None = None,
 ) -> list[dict[str, Any]]:
     """Generates a result for each request, in the order of requests.
 
     Shows a progress bar on stderr if that is a terminal.
 
-    size: the most requests of a group. options: arguments of `mpjax.generate` for all requests.
+    size: the most requests that are generated at a time. options: arguments of `Engine.submit` for
+        all requests.
+    unfinished: keeps results as they come, and has those of an earlier run.
 
     A result has the request's `id`, and `text`, `finish_reason`, `prompt_tokens` (their number),
-    `tokens` and `logprobs` from its row of the Generation.
+    `tokens` and `logprobs`.
 
     Raises ValueError, before anything is generated, if the model can't take a request, and
-    DeviceMemoryError if a group is too large.
+    DeviceMemoryError if memory is lacking.
     """
     lengths = [count_tokens(lm, request) for request in requests]
-    results: dict[int, dict[str, Any]] = {}
-    shapes = Shapes()
+    results = {} if unfinished is None else dict(unfinished.results)
+    left = [index for index in range(len(requests)) if index not in results]
     columns = rich.progress.Progress.get_default_columns()
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(
@@ -45,64 +51,61 @@ def complete(
         transient=True,
         disable=not is_live(console),
     ) as bar:
-        task = bar.add_task("Compiling", total=len(requests))
-        for group in _groups(requests, lengths, size):
-            longest, new_tokens = lengths[group[0]], requests[group[0]].max_new_tokens
-            new = shapes.is_new(len(group), longest, new_tokens)
-            bar.update(task, description="Compiling" if new else "Generating")
-            rows = _complete_group(lm, [requests[index] for index in group], options)
-            results.update(zip(group, rows, strict=True))
-            bar.advance(task, len(group))
+        task = bar.add_task("Compiling", total=len(requests), completed=len(results))
+        most = max((lengths[i] + requests[i].max_new_tokens for i in left), default=0)
+        for index, handle in _run(lm, requests, left, options, {"slots": size, "most": most}):
+            bar.update(task, description="Generating", advance=handle is not None)
+            if handle is None:
+                continue
+            results[index] = _result(requests[index], handle)
+            if unfinished is not None:
+                unfinished.add(index, results[index])
     return [results[index] for index in range(len(requests))]
 
 
-def _groups(
-    requests: Sequence[Request], lengths: Sequence[int], size: int
-) -> Iterator[tuple[int, ...]]:
-    """Groups the indices of requests: equal numbers of new tokens, and similar prompt lengths.
+def _run(
+    lm: LanguageModel,
+    requests: Sequence[Request],
+    indices: Sequence[int],
+    options: Mapping[str, Any],
+    sizes: Mapping[str, int],
+) -> Iterator[tuple[int, Handle | None]]:
+    """Generates some requests; yields the index of one with each event, and its handle at its end.
 
-    The largest groups come first, so that a lack of memory shows at once.
+    sizes: `slots`, of the engine, and `most`, the most tokens of a request.
     """
-
-    def room(index: int) -> int:
-        return requests[index].max_new_tokens
-
-    order = sorted(range(len(requests)), key=lambda index: (-room(index), -lengths[index]))
-    for _, alike in itertools.groupby(order, room):
-        yield from _batched(alike, size)
-
-
-def _batched(indices: Iterator[int], size: int) -> Iterator[tuple[int, ...]]:
-    """Splits indices into batches of `size`: itertools.batched, which is new in 3.12."""
-    while batch := tuple(itertools.islice(indices, size)):
-        yield batch
-
-
-def _complete_group(
-    lm: LanguageModel, group: Sequence[Request], options: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
     import mpjax
-    from mpjax.memory import DeviceMemoryError
+    from mpjax.buckets import bucket_tokens
 
-    try:
-        generation = mpjax.generate(
-            lm,
-            [request.prompt for request in group],
-            max_new_tokens=group[0].max_new_tokens,
-            seeds=[request.seed for request in group],
-            **options,
-        )
-    except DeviceMemoryError as error:
-        raise DeviceMemoryError(f"{error}, or a smaller --batch than {len(group)}") from error
-    for row, request in enumerate(group):
-        yield {
-            "id": request.id,
-            "text": generation.text[row],
-            "finish_reason": generation.finish_reasons[row],
-            "prompt_tokens": generation.prompt_tokens[row],
-            "tokens": generation.tokens[row],
-            "logprobs": generation.logprobs[row],
-        }
+    if not indices:
+        return
+    most = min(bucket_tokens(sizes["most"]), lm.config.max_position_embeddings)
+    slots = min(sizes["slots"], len(indices))
+    with mpjax.Engine(lm, slots=slots, max_tokens=most) as engine:
+        numbers = {}
+        for index in indices:
+            request = requests[index]
+            handle = engine.submit(
+                request.prompt,
+                max_new_tokens=request.max_new_tokens,
+                seed=request.seed,
+                **options,
+            )
+            numbers[handle] = index
+        for event in engine:
+            index = numbers[event.handle]
+            yield index, event.handle.result() if event.finish_reason else None
+
+
+def _result(request: Request, handle: Handle) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "text": handle.text,
+        "finish_reason": handle.finish_reason,
+        "prompt_tokens": len(handle.prompt),
+        "tokens": handle.tokens,
+        "logprobs": handle.logprobs,
+    }
 
 
 def summary(results: Sequence[Mapping[str, Any]], begin: float) -> str:

@@ -1,12 +1,13 @@
 """`mpjax bench`: measures kernels and whole models on this GPU, and the bounds of their speed.
 
-There are three commands of one pattern: options give a sweep of cases, each measured row is saved
+There are four commands of one pattern: options give a sweep of cases, each measured row is saved
 at once, and at the end there are a table, a plot and a check of every result against the reference.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,13 @@ import rich.console
 import rich.progress
 import typer
 
+from mpjax.cli.bench_help import (
+    ATTENTION_EPILOG,
+    EPILOG,
+    GEMM_EPILOG,
+    GENERATE_EPILOG,
+    SERVE_EPILOG,
+)
 from mpjax.cli.compilation import CompilingCommand
 from mpjax.cli.output import is_live, note
 
@@ -27,116 +35,9 @@ WEIGHT_FORMATS = (
     "float8:gK/float8"
 )
 ROWS = "1,16,32,64,128,256,512,1024,4096"
+SHAPES = "qwen3-8b"
+EXPERT_SHAPES, EXPERT_ROWS, EXPERT_FORMATS = "qwen3-30b-a3b", "1,16,64,256,4096", "uint4:g128"
 T = TypeVar("T")
-EPILOG = """\b
-Examples:
-  mpjax bench gemm --formats uint4:g128,uint8:g128 --rows 1,16,64
-  mpjax bench attention --formats KV8,KV4
-  mpjax bench generate --precision W4A16KV8 --batch 1,16
-
-\b
-A time is the sum of the kernels that a call runs on the GPU, measured by
-CUPTI. Repeated calls read different copies, together larger than the L2
-cache. Results are saved as JSON with the device, versions and commit: in
-benchmarks/results of a checkout, else in the current folder. The exit code is
-1 if the error of any result, against the reference, is above its gate.
-"""
-GEMM_EPILOG = """\b
-Examples:
-  mpjax bench gemm
-  mpjax bench gemm --formats uint4:g128 --shapes qwen3-8b.gate_up --rows 1,16
-  mpjax bench gemm --implementation dequantize --output dequantize.json
-  mpjax bench gemm --formats liquid4:g64/int8 --rows 1,16 --in-model
-
-\b
-Measures x [M, K] times a packed weight [K, N], in bfloat16. Default formats:
-uint4:g128 uint8:g128 float8:g128 int8/int8 liquid4:g64/int8 table4:g64
-table3:g64 float8:gK/float8.
-  µs         one product, the median of five
-  GB/s       bytes of the packed weight, x and the product, each counted once,
-             over the time
-  TFLOP/s    2 M K N operations over the time
-  × floor    the time over the floor, in which an XLA reduction reads the
-             same packed bytes, in the same run. Up to about 16 rows nothing
-             is faster than 1; below 1.35 is good, below 1.15 very good
-  speed-up   time of cuBLAS (jnp.dot in bfloat16) at the same shape over the
-             time. With many rows operations limit, not bytes: 1 is good with
-             16-bit activations, 1.5 and more with 8-bit ones
-  error      mean error over mean magnitude, against the float32 reference on
-             the same packed weight; the gate is 8e-3
-  as         the implementation: triton or mosaic (fused kernels), dequantize
-             (then cuBLAS), or xla
-
-The plot needs pip install "mpjax[bench]". It has a line for each format, and its rooflines.
-"""
-ATTENTION_EPILOG = """\b
-Examples:
-  mpjax bench attention
-  mpjax bench attention --shapes b8-h32/8-d128-c32768 --formats KV16,KV4
-  mpjax bench attention --shapes ragged --formats KV8,KV4
-  mpjax bench attention --shapes prefill --formats uncached,KV8,KV4
-
-\b
-Measures attention of new tokens over a full paged cache, in bfloat16. A shape
-b8-h32/8-d128-c32768-q2048-l65536 has 8 sequences, 32 query heads and 8 KV
-heads of 128 channels, and 32768 tokens in the cache of each sequence, of
-which 2048 are new. Without q there is one new token. With l, the first
-sequence has 65536 tokens; cuDNN is given all lengths then.
-  TB/s       bytes of the cache over the time
-  TFLOP/s    operations of the two products of each query, with the keys and
-             with the values that it attends to, over the time
-  × floor    the time over the floor, in which an XLA reduction reads the
-             same bytes, in the same run. With one new token, 1.1 is good
-  speed-up   time of cuDNN (jax.nn.dot_product_attention) on a contiguous
-             16-bit cache over the time. With one new token, 8 and 4 bits
-             should gain as much as they save in bytes; with many, operations
-             limit, and 0.8 is good. Many tokens over a cache take cuDNN two
-             calls, whose times are added
-  append µs  time to quantise the new tokens and write them to the cache; a
-             model does this and the rotation of the keys in one kernel
-  error      mean error over mean magnitude, against the reference on the same
-             cache, of the last 32 new tokens of each sequence; the gate is
-             8e-3. Empty above 524288 tokens in all
-The plot has the shapes with one new token: each format and its roofline.
-The format "uncached" is a prompt from its first token on, which attends to
-its own keys and values in 16 bits, as in a model, before they are quantised.
-"""
-GENERATE_EPILOG = """\b
-Examples:
-  mpjax bench generate
-  mpjax bench generate --precision W16A16KV16,W4A16KV8 --batch 1,16,64
-  mpjax bench generate --precision W4A16KV8,W4A16KV2 \\
-      --prompt-tokens 1024,16384,131072 --filled
-  mpjax bench generate --from-disk
-
-\b
-Measures greedy generation with random weights in the shapes of Qwen3-8B,
-without stop tokens. The model has 40960 positions, or more if the longest
-context needs them.
-  context      tokens in the cache when decoding begins
-  first token  wall time to read the prompts and draw the first new token;
-               empty where the cache was filled (--filled)
-  tokens/s     new tokens of all rows per second, from the time of a step
-  step         wall time of a decoding step of all rows
-  kernels      sum of the times of a step's kernels, launched one after the
-               other; in a real step a kernel may start before the previous
-               one ends. Empty where the cache was filled
-  roofline     time to read all weights, and the cache with half of the new
-               tokens in it, at the rate of an XLA reduction over 2 GB
-  of it        roofline over step: no implementation exceeds 100 %, above 60 %
-               is good
-  peak memory  highest memory use so far, shown in the row that reached it
-  check        mean difference, in nats, between the log-probabilities of the
-               first row's new tokens and those of a pass over the whole text
-               without a cache, by other kernels; the gate is 1, or 1.5 with a
-               cache of two bits. Empty above 8192 tokens, and where the cache
-               was filled, since there is no text then
-
-\b
-The plot shows several contexts as lines below their rooflines, one context as
-bars. Compiling takes some ten seconds for each case, and as long again for
-its prompt; --filled reads only one prompt for each precision.
-"""
 
 app = typer.Typer(
     help="Measure kernels and whole models against this GPU's limits.",
@@ -179,7 +80,7 @@ def gemm_command(
     rows: Annotated[str, _texts("M", "Numbers of rows of x.")] = ROWS,
     shapes: Annotated[
         str, _texts("NAME", "Models (qwen3-8b, llama3-70b), or single matrices (qwen3-8b.qkv).")
-    ] = "qwen3-8b",
+    ] = SHAPES,
     implementation: Annotated[
         Implementation | None,
         typer.Option(help="Force an implementation; by default the plan's.", show_default=False),
@@ -199,10 +100,21 @@ def gemm_command(
             help="Leave out only the rounding of x to 8 bits, which a norm or a gate does.",
         ),
     ] = False,
+    experts: Annotated[
+        bool,
+        typer.Option(
+            "--experts",
+            help="Measure the products of tokens with experts instead: of qwen3-30b-a3b (the "
+            "default), mixtral-8x7b and gpt-oss-20b. There is no plot.",
+        ),
+    ] = False,
     output: Output = None,
     plot: Plot = True,
 ) -> None:
     """Measure packed products against their floor and cuBLAS."""
+    if experts:
+        _measure_experts(formats, rows, shapes, output)
+        return
     from mpjax.bench import gemm, tables
     from mpjax.kernels.gemm.shapes import named
 
@@ -227,6 +139,29 @@ def gemm_command(
     if plot:
         _draw("draw_gemm", measured, path.with_suffix(".svg"))
     _check(gemm, measured)
+
+
+def _measure_experts(formats: str, rows: str, shapes: str, output: Path | None) -> None:
+    """`mpjax bench gemm --experts`; options that were not given have the defaults of experts."""
+    from mpjax.bench import experts, tables
+    from mpjax.kernels.experts.shapes import named
+
+    sweep = _checked(
+        lambda: experts.Sweep(
+            named(_split(EXPERT_SHAPES if shapes == SHAPES else shapes)),
+            _numbers("--rows", EXPERT_ROWS if rows == ROWS else rows),
+            _split(EXPERT_FORMATS if formats == WEIGHT_FORMATS else formats),
+        )
+    )
+    measured, _ = _measure("experts", experts, sweep, output)
+    for shape in sweep.shapes:
+        title = (
+            f"{shape.name}: {shape.per_token} of {shape.experts} experts, K {shape.channels}, "
+            f"N {shape.outputs}"
+        )
+        found = [experts.cells(row) for row in measured if row["shape"] == shape.name]
+        tables.show(title, experts.HEADERS, found)
+    _check(experts, measured)
 
 
 @app.command("attention", cls=CompilingCommand, epilog=ATTENTION_EPILOG)
@@ -254,6 +189,10 @@ def generate_command(
     precision: Annotated[
         str, _texts("W4A16KV8", "Precisions; `mpjax --help` explains them.")
     ] = "W4A16KV8",
+    shapes: Annotated[
+        str,
+        _texts("NAME", "Models: qwen3-8b, llama3.1-8b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b."),
+    ] = SHAPES,
     batch: Annotated[str, _texts("ROWS", "Numbers of rows that are decoded together.")] = "1",
     prompt_tokens: Annotated[
         str, _texts("TOKENS", "Numbers of tokens of each row's prompt.")
@@ -280,23 +219,127 @@ def generate_command(
 ) -> None:
     """Measure tokens/s of a whole model against its roofline."""
     from mpjax.bench import generate, tables
+    from mpjax.models.presets import published
 
-    sweep = _checked(
-        lambda: generate.Sweep(
+    def sweep_of(name: str) -> generate.Sweep:
+        decoder, config = published(name)
+        return generate.Sweep(
             _split(precision),
             _numbers("--batch", batch),
             _numbers("--prompt-tokens", prompt_tokens),
             new_tokens,
             from_disk,
             filled,
+            config,
+            decoder,
+        )
+
+    sweeps = {name: _checked(functools.partial(sweep_of, name)) for name in _split(shapes)}
+    everything = []
+    for name, sweep in sweeps.items():
+        file = "generate" if name == SHAPES else f"generate-{name}"
+        measured, path = _measure(file, generate, sweep, output)
+        title = f"{name}'s shapes, random weights, {new_tokens} new tokens"
+        tables.show(title, generate.HEADERS, map(generate.cells, measured))
+        if plot:
+            _draw("draw_generate", measured, path.with_suffix(".svg"))
+        everything += measured
+    _check(generate, everything)
+
+
+class Shapes(enum.StrEnum):
+    """Published shapes for random weights."""
+
+    qwen3_8b = "qwen3-8b"
+    llama3_8b = "llama3.1-8b"
+
+
+@app.command("serve", cls=CompilingCommand, epilog=SERVE_EPILOG)
+def serve_command(
+    precision: Annotated[
+        str, _texts("W4A16KV8", "Precisions; `mpjax --help` explains them.")
+    ] = "W4A16KV8",
+    shapes: Annotated[Shapes, typer.Option(help="The shape of the model.")] = Shapes.qwen3_8b,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 256,
+    prompt_tokens: Annotated[
+        str,
+        typer.Option(metavar="LENGTHS", help="1024, 512-2048, or lognormal:MEAN:SIGMA:MOST."),
+    ] = "1024",
+    new_tokens: Annotated[
+        str, typer.Option(metavar="LENGTHS", help="New tokens of each request.")
+    ] = "512",
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE.jsonl",
+            help='Lengths from a file: {"prompt_tokens": 900, "new_tokens": 120} on each line.',
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6, show_default="all at once", help="Requests per second, at random times."
+        ),
+    ] = None,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens with which every prompt begins.")
+    ] = 0,
+    late_prompt: Annotated[
+        int, typer.Option(min=0, help="Tokens of one more prompt, which comes when all decode.")
+    ] = 0,
+    slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 256,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="The most prompt tokens between two decoding steps.")
+    ] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="Decoding steps of a program.")] = 8,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="Bytes of the cache, or the share of free memory."),
+    ] = None,
+    share: Annotated[bool, typer.Option(help="Share the pages of equal beginnings.")] = True,
+    static: Annotated[
+        int, typer.Option(min=0, help="Also measure static batches of so many requests.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often the load runs.")] = 2,
+    output: Output = None,
+    plot: Plot = True,
+) -> None:
+    """Measure an engine under load: tokens/s, and the times of tokens."""
+    from mpjax.bench import serve, tables
+    from mpjax.bench.lengths import Lengths, read_file
+    from mpjax.models import presets
+
+    config = presets.QWEN3_8B if shapes == Shapes.qwen3_8b else presets.LLAMA3_1_8B
+    sweep = _checked(
+        lambda: serve.Sweep(
+            _split(precision),
+            serve.Load(
+                requests,
+                Lengths.parse(prompt_tokens),
+                Lengths.parse(new_tokens),
+                tuple(read_file(lengths)) if lengths else (),
+                rate,
+                shared_tokens,
+                late_prompt,
+            ),
+            slots=slots,
+            chunk_tokens=chunk_tokens,
+            steps=steps,
+            cache_memory=cache_memory,
+            share_prefixes=share,
+            static=static,
+            rounds=rounds,
+            config=config,
         )
     )
-    measured, path = _measure("generate", generate, sweep, output)
-    title = f"Qwen3-8B's shapes, random weights, {new_tokens} new tokens"
-    tables.show(title, generate.HEADERS, map(generate.cells, measured))
+    measured, path = _measure("serve", serve, sweep, output)
+    title = f"{shapes.value}'s shapes, random weights, {requests} requests"
+    tables.show(title, serve.HEADERS, map(serve.cells, measured))
     if plot:
-        _draw("draw_generate", measured, path.with_suffix(".svg"))
-    _check(generate, measured)
+        _draw("draw_serve", measured, path.with_suffix(".svg"))
+    _check(serve, measured)
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -321,7 +321,7 @@ def _measure(
 
 
 def _circumstances(documents: list[str], batch: int) -> dict[str, Any]:
-    """What rows depend on, besides models and files."""
+    """The settings on which rows depend, besides models and files."""
     import jax
 
     import mpjax

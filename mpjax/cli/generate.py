@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -12,9 +13,11 @@ import typer
 
 from mpjax.cli import batch, options, output
 from mpjax.cli.requests import Request, gather
+from mpjax.cli.unfinished import Unfinished, job_name
 
 if TYPE_CHECKING:
     from mpjax.generation import Generation
+    from mpjax.language_model import LanguageModel
 
 NAME = "generate"
 HEADER_LENGTH = 60
@@ -49,8 +52,9 @@ prompts, and stdout has nothing else. The keys of a result:
   prompt_tokens  number of tokens of the prompt
   tokens         ids of the new tokens
   logprobs       natural logarithm of each new token's probability
-The --output file is replaced when all results are there; after an error it
-stays unchanged.
+The --output file is replaced when all results are there. Until then it stays
+unchanged, and results are kept in a hidden file beside it: if the command is
+interrupted, the same command goes on where it was.
 """
 
 
@@ -106,8 +110,8 @@ def command(
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
     batch_size: Annotated[
-        int, typer.Option("--batch", min=1, help="The most prompts to generate together.")
-    ] = 16,
+        int, typer.Option("--batch", min=1, help="The most prompts to generate at a time.")
+    ] = 64,
     echo: Annotated[
         bool, typer.Option("--echo", help="Write the prompt before its completion.")
     ] = False,
@@ -143,17 +147,51 @@ def command(
         _show_one(lambda: mpjax.stream(lm, text, **settings), text if echo else "")
         return
     begin = time.perf_counter()
-    results = batch.complete(lm, requests, batch_size, common)
     if output_file is not None:
-        from mpjax.atomic_write import atomic_write
-
-        atomic_write(output_file, "".join(output.to_json(result) + "\n" for result in results))
-    elif as_json:
+        results = _complete_to_file(lm, requests, batch_size, common, output_file)
+    else:
+        results = batch.complete(lm, requests, batch_size, common)
+    if output_file is None and as_json:
         for result in results:
             output.print_json(result, indent=None)
-    else:
+    elif output_file is None:
         _show_several(requests, results, echo)
     output.note(batch.summary(results, begin))
+
+
+def _complete_to_file(
+    lm: LanguageModel,
+    requests: Sequence[Request],
+    batch_size: int,
+    options: Mapping[str, Any],
+    file: Path,
+) -> list[dict[str, Any]]:
+    """Generates results and writes them to a file when all are there.
+
+    After an interruption, the same command goes on with the results that it had.
+    """
+    from mpjax.atomic_write import atomic_write, is_special
+
+    if is_special(file.resolve()):
+        results = batch.complete(lm, requests, batch_size, options)
+        atomic_write(file, _as_lines(results))
+        return results
+    asked = [dataclasses.replace(request, place="") for request in requests]
+    kept = Unfinished(file, job_name(str(lm.source.resolve()), lm.precision, asked, options))
+    if kept.results:
+        output.note(f"{len(kept.results)} results of an earlier run were kept: going on with them")
+    try:
+        results = batch.complete(lm, requests, batch_size, options, kept)
+        atomic_write(file, _as_lines(results))
+    except BaseException:
+        kept.close(is_done=False)
+        raise
+    kept.close(is_done=True)
+    return results
+
+
+def _as_lines(results: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(output.to_json(result) + "\n" for result in results)
 
 
 def _check_output(file: Path, input: Path | None) -> None:

@@ -22,7 +22,10 @@ Examples:
   mpjax quantize Qwen3-8B mixed --recipe recipe.toml --text book.txt
 
 \b
-Methods are steps joined by +. First, any of those that scale channels:
+Methods are steps joined by +. First, for all of the model, or not at all:
+  rotate  QuaRot: rotates the residual stream and values, so that no channel
+          is much larger than others; needs no text
+Then any of those that scale channels:
   awq     weights that meet large inputs get finer steps
   smooth  SmoothQuant: activations of 8 bits get smaller, weights larger
   os      Outlier Suppression+: the same, for channels beyond a threshold
@@ -109,7 +112,6 @@ def command(
 
 def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:
     """The recipe that the options say; wrong usage where they contradict each other."""
-    from mpjax.quantization.methods import Method
     from mpjax.quantization.recipe import Recipe
 
     if (recipe is None) == (precision is None):
@@ -117,8 +119,9 @@ def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:
     if recipe is not None:
         return Recipe.read(recipe)
     assert precision is not None
+    parsed = options.parse_precision(precision)
     try:
-        steps = Method.parse(method)
+        return Recipe.of(parsed, method)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--method") from error
-    return Recipe.of(options.parse_precision(precision), steps)
+        hint = "--method" if parsed.weights else "--precision"
+        raise typer.BadParameter(str(error), param_hint=hint) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -100,6 +101,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
+    recipe = recipe.of_layers(lm.config.num_layers)
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):
         if any(not isinstance(kernel, jax.Array) for kernel in place.kernels(lm.model)):
@@ -107,8 +109,6 @@ def _from_model(
                 f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
             )
     model: Decoder = nnx.merge(*nnx.split(lm.model))
-    for path, format in packed(tables_of(recipe.tables, model.config)).items():
-        model.pack_table(path, format)
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
         quantize_decoder(
@@ -131,8 +131,9 @@ def _from_folder(
     progress: bool | None,
 ) -> LanguageModel:
     model, checkpoint, plan = huggingface.open_plain(
-        folder, compute_dtype(dtype, Precision(bits=recipe.bits)), recipe.tables
+        folder, compute_dtype(dtype, Precision(bits=recipe.bits))
     )
+    recipe = recipe.of_layers(model.config.num_layers)
     _check(recipe, model, documents)
     has_tokenizer = os.path.lexists(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
@@ -167,6 +168,9 @@ def _from_folder(
 
 def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
     """Raises ValueError if a recipe does not fit a model, or needs text and there is none."""
+    if not recipe.rotates:  # which makes two tables of a tied one
+        for path, format in packed(tables_of(recipe.tables, model.config)).items():
+            format.require_matrix((model.config.hidden_size, model.config.vocab_size), path)
     places = [place for place in model.linear_places(model.config) if not place.is_table]
     recipe.require_used([place.path for place in places])
     for place in places:
@@ -186,6 +190,14 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
             raise ValueError(
                 f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
             )
+    used = [rule for place in places for rule in [recipe.rule_of(place.path)]]
+    is_read = any(rule.weights.is_packed and rule.method.needs_text for rule in used)
+    if documents is not None and not is_read and recipe.kv.scaling != "static":
+        warnings.warn(
+            "the text is not used, because no method of the recipe needs any: leave it out, or "
+            "choose a method such as gptq",
+            stacklevel=4,
+        )
     if documents is None and recipe.kv.scaling == "static":
         raise ValueError(
             f"{recipe.kv} has scales that are measured on text: pass documents (--text), or "

@@ -25,6 +25,16 @@ SCALINGS: dict[str, Any] = {
     "os": threshold_scales,
 }
 ROUNDINGS = ("rtn", "range", "clip", "gptq")
+ROTATE = "rotate"  # of the whole model, before the steps of linear maps
+
+
+def split_rotation(text: str) -> tuple[bool, str]:
+    """Whether a method begins with `rotate`, and the steps behind it.
+
+    They are `range` where there are none.
+    """
+    first, _, rest = text.partition("+")
+    return (True, rest or "range") if first.strip().lower() == ROTATE else (False, text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +60,11 @@ class Method:
         require_type("the method", text, str, hint=", such as 'awq+gptq'")
         steps = [name.strip() for name in text.lower().split("+")]
         known = (*SCALINGS, *ROUNDINGS)
+        if ROTATE in steps:
+            raise ValueError(
+                f"the method is {text!r}: {ROTATE} is of the whole model, and comes first in its "
+                "method, not in that of a rule"
+            )
         for step in steps:
             if step and step not in known:
                 hint = did_you_mean(nearest(step, known))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.kernels import pack
 from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
@@ -27,6 +28,7 @@ from mpjax.models.parameters import find
 from mpjax.quantization import folds
 from mpjax.quantization.methods import SCALINGS, choose_codes
 from mpjax.quantization.recipe import Recipe, Rule
+from mpjax.quantization.rotations import rotate_layer, rotate_tables
 from mpjax.quantization.statistics import Statistics
 from mpjax.quantization.text import Windows
 
@@ -136,17 +138,24 @@ def quantize_decoder(
 
     read_layer: returns the layer of a number, and whether an earlier run has quantised it; if not,
         its kernels are plain.
+    model: its tables are in 16 bits, and are packed as the recipe says.
     batches: the text for the statistics; empty if no method of the recipe needs any.
     watch: is called with the number of each layer and the layer when it is done.
 
     Raises ValueError for maps that the recipe does not name, and for hidden states that are NaN or
     infinite.
     """
+    if recipe.rotates:
+        rotate_tables(model)
+    for table, format in packed(tables_of(recipe.tables, model.config)).items():
+        model.pack_table(table, format)
     stream = Stream.of(model, batches) if batches else None
     for number, spec in enumerate(model.config.layers):
         layer, is_finished = read_layer(number)
         try:
             if not is_finished:
+                if recipe.rotates:
+                    rotate_layer(layer, spec, model.config)
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +16,13 @@ from mpjax.arguments import read_text
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
-from mpjax.quantization.methods import Method
+from mpjax.quantization.methods import ROTATE, Method, split_rotation
 
 DEFAULT_METHOD = "gptq"
+FROM_THE_LAST = re.compile(r"^layers\.-(\d+)\.")
+UNQUOTED = re.compile(
+    r"\s*(precision|method|modules)\s*=\s*([^\s\"'\[#](?:[^\"'#]*[^\s\"'#])?)\s*(?:#.*)?"
+)
 DEFAULT_HEAD = WeightFormat("uint8", None, symmetric=True)  # H8
 
 
@@ -50,6 +56,8 @@ class Recipe:
     bits: of the dtype that the model computes in, 16, or 32 for float32.
     head, embedding: the formats of these tables, which are rounded to nearest; None leaves them in
         16 bits. A tied table is both, and has one format.
+    rotates: whether the residual stream and values are rotated first; see `rotations`. A tied table
+        becomes two.
     """
 
     rules: tuple[Rule, ...]
@@ -57,6 +65,7 @@ class Recipe:
     bits: int = 16
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
+    rotates: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
@@ -69,16 +78,18 @@ class Recipe:
         """The recipe in which all linear maps get the weights of a precision, by one method.
 
         The tables get the formats of the precision's H and E. If the weights are packed and it has
-        no H, the head is H8, and so is a tied table; H16 keeps it in 16 bits.
+        neither, the head is H8, and so is a tied table; H16 keeps it in 16 bits. A method in text
+        may begin with `rotate`, as in `rotate+awq+gptq`.
 
         Raises ValueError for a precision without a single W part.
         """
         precision = Precision.of(precision)
+        rotates, method = split_rotation(method) if isinstance(method, str) else (False, method)
         rule = Rule("*", _weights(precision), Method.of(method))
         tables = precision.tables
         if not tables and rule.weights.is_packed:
             tables = {"head": DEFAULT_HEAD}
-        return cls((rule,), precision.kv, precision.bits, **tables)
+        return cls((rule,), precision.kv, precision.bits, **tables, rotates=rotates)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -88,15 +99,17 @@ class Recipe:
             method = "awq+gptq"
 
             [[rules]]
-            modules = "layers.*.mlp.down"
+            modules = ["layers.0.*", "layers.-1.*", "layers.*.mlp.down"]
             precision = "W8A16KV16"
 
         `precision` and `method` at the top are for all maps that no rule matches. A rule has
-        `modules` and one or both of `precision` (its KV part is ignored) and `method`.
+        `modules`, which is a pattern or a list of patterns, and one or both of `precision` (its KV
+        part is ignored) and `method`. Negative numbers count layers from the last, which is -1.
         """
         try:
-            return cls.parse(tomllib.loads(read_text(path)))
-        except ValueError as error:  # tomllib's errors are ValueErrors, too
+            text = read_text(path).removeprefix("\ufeff")  # a byte order mark
+            return cls.parse(_parse_toml(text))
+        except ValueError as error:
             raise ValueError(f"the recipe {Path(path)}: {error}") from error
 
     @classmethod
@@ -107,7 +120,7 @@ class Recipe:
         rules = content.get("rules", [])
         if not isinstance(rules, list):
             raise ValueError(f"rules is {shown(rules)}: expected a list of tables, [[rules]]")
-        found = [_rule(rule, rest.rules[0], rest.bits) for rule in rules]
+        found = [rule for it in rules for rule in _rules(it, rest.rules[0], rest.bits)]
         return dataclasses.replace(rest, rules=(*found, *rest.rules))
 
     @property
@@ -115,6 +128,40 @@ class Recipe:
         """The formats of the tables that it names, by `head` and `embedding`."""
         named = {"head": self.head, "embedding": self.embedding}
         return {table: format for table, format in named.items() if format is not None}
+
+    def to_toml(self) -> str:
+        """The text of a file that `read` reads as this recipe.
+
+        Raises ValueError if the last rule is not for all other maps, as that of `of` is.
+        """
+        *rules, rest = self.rules
+        if rest.modules != "*":
+            raise ValueError(f"the last rule is for {rest.modules!r}: expected one for *")
+
+        def named(weights: WeightFormat) -> Precision:
+            return Precision(weights, self.kv, (), self.bits)
+
+        top = named(rest.weights).with_tables(self.tables or {"head": WeightFormat("bfloat16")})
+        method = f"{ROTATE}+{rest.method}" if self.rotates else str(rest.method)
+        lines = [f'precision = "{top}"', f'method = "{method}"']
+        alike = itertools.groupby(rules, lambda rule: (rule.weights, rule.method))
+        for (weights, steps), group in alike:
+            lines += ["", "[[rules]]", "modules = ["]
+            lines += [f'    "{rule.modules}",' for rule in group]
+            lines += ["]", f'precision = "{named(weights)}"', f'method = "{steps}"']
+        return "\n".join(lines) + "\n"
+
+    def of_layers(self, count: int) -> Recipe:
+        """The recipe for a model of so many layers: those counted from the last get numbers."""
+
+        def numbered(match: re.Match[str]) -> str:
+            return f"layers.{count - int(match[1])}."
+
+        rules = [
+            dataclasses.replace(rule, modules=FROM_THE_LAST.sub(numbered, rule.modules))
+            for rule in self.rules
+        ]
+        return dataclasses.replace(self, rules=tuple(rules))
 
     def rule_of(self, path: str) -> Rule:
         """The rule of the linear maps at a path. Raises ValueError where there is none."""
@@ -126,35 +173,73 @@ class Recipe:
         )
 
     def require_used(self, paths: list[str]) -> None:
-        """Raises ValueError for a rule that matches none of a model's linear maps."""
-        for rule in self.rules:
-            if rule.modules != "*" and not any(map(rule.matches, paths)):
-                kinds = sorted({path.split(".", 2)[2] for path in paths})
+        """Raises ValueError for a rule that is the first to match none of a model's linear maps.
+
+        The last rule, for all others, may be left over.
+        """
+        left = list(paths)
+        for number, rule in enumerate(self.rules):
+            is_last = rule.modules == "*" and number == len(self.rules) - 1
+            if not is_last and not any(map(rule.matches, left)):
+                raise ValueError(f"the rule for {rule.modules!r} {_why_unused(rule, paths)}")
+            left = [path for path in left if not rule.matches(path)]
+
+
+def _why_unused(rule: Rule, paths: list[str]) -> str:
+    if any(map(rule.matches, paths)):
+        return (
+            "is never used, because the rules before it match all of its linear maps, and the "
+            "first counts: put it before them, or leave it out"
+        )
+    kinds = sorted({path.split(".", 2)[2] for path in paths})
+    return (
+        "matches no linear map of this model: expected a pattern of paths such as "
+        f"layers.0.{kinds[0]}, of {', '.join(kinds)}"
+    )
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """The content of a TOML file. Raises ValueError, for a text without quotes with what helps."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        for number, line in enumerate(text.splitlines(), start=1):
+            if match := UNQUOTED.fullmatch(line):
                 raise ValueError(
-                    f"the rule for {rule.modules!r} matches no linear map of this model: expected "
-                    f"a pattern of paths such as layers.0.{kinds[0]}, of {', '.join(kinds)}"
-                )
+                    f'line {number} has a text without quotes: write {match[1]} = "{match[2]:.80}"'
+                ) from error
+        raise
 
 
-def _rule(content: Any, rest: Rule, bits: int) -> Rule:
+def _rules(content: Any, rest: Rule, bits: int) -> list[Rule]:
+    """The rules of a table, one for each of its patterns."""
     if not isinstance(content, Mapping):
         raise ValueError(f"a rule is {shown(content)}: expected a table with modules")
     _require_keys(content, {"modules"}, {"precision", "method"}, "a rule")
     modules = content["modules"]
-    if not isinstance(modules, str) or len(content) == 1:
+    patterns = [modules] if isinstance(modules, str) else modules
+    are_texts = isinstance(patterns, list) and all(isinstance(it, str) for it in patterns)
+    if not are_texts or not patterns or len(content) == 1:
         raise ValueError(
-            f"the rule for {shown(modules)}: expected a pattern of paths, and a precision or method"
+            f"the rule for {shown(modules)}: expected a pattern of paths or a list of patterns, "
+            "and a precision or method"
         )
     weights = rest.weights
     if (written := content.get("precision")) is not None:
         precision = Precision.of(written)
         weights = _weights(precision)
+        if precision.tables:
+            raise ValueError(
+                f"the rule for {shown(modules)} has the precision {precision}, but no rule is for "
+                "the head and the embedding: put H and E into the precision at the top"
+            )
         if precision.bits != bits:
             raise ValueError(
-                f"the rule for {modules!r} has the precision {precision}, and the recipe computes "
-                f"in {bits} bits: expected A{bits}, or 8 bits"
+                f"the rule for {shown(modules)} has the precision {precision}, and the recipe "
+                f"computes in {bits} bits: expected A{bits}, or 8 bits"
             )
-    return Rule(modules, weights, Method.of(content.get("method", rest.method)))
+    method = Method.of(content.get("method", rest.method))
+    return [Rule(pattern, weights, method) for pattern in patterns]
 
 
 def _weights(precision: Precision) -> WeightFormat:

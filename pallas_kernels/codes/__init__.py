@@ -8,6 +8,7 @@ tensor and one main loop.
 from __future__ import annotations
 
 from mpjax.kernels.codes.base import CodeKind, Decoder, Group
+from mpjax.kernels.codes.float4 import Float4
 from mpjax.kernels.codes.float8 import Float8
 from mpjax.kernels.codes.integer import Integer, Symmetric
 from mpjax.kernels.codes.liquid import Liquid
@@ -24,6 +25,7 @@ _KINDS: dict[str, CodeKind] = {
     "table3": Table(3),
     "table2": Table(2),
     "float8": Float8(),
+    "float4": Float4(),
     "int8": Signed(),
     "liquid4": Liquid(),
 }

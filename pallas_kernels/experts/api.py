@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels import device
 from mpjax.kernels.checks import (
     are_between,
     as_array,
@@ -15,12 +18,18 @@ from mpjax.kernels.checks import (
     require_type,
     shown,
 )
-from mpjax.kernels.experts import reference
+from mpjax.kernels.experts import counting, reference, triton
+from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.gradient import differentiable
+from mpjax.kernels.experts.plans import ExpertsConfig, Problem, config_of, plan_of
+from mpjax.kernels.experts.tiles import Tiles, one_for_each_pair, sorted_by_expert
 from mpjax.kernels.implementation import choose
+from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.quantized_tensor import QuantizedTensor
+from mpjax.kernels.rowwise.api import quantize_rows
 
-Implementation = Literal["reference"]
+Implementation = Literal["triton", "reference"]
 
 
 def grouped_matmul(
@@ -46,7 +55,9 @@ def grouped_matmul(
         them, in the order of k; without, it is all products.
     bias: [experts, N], added to the products, before a gate and routing weights.
     gate: maps the two halves of a product, gate and up, to one.
-    implementation: `reference`, a loop over all experts in plain jnp in float32.
+    implementation: `triton`, the fused kernel, on a CUDA GPU of compute capability 8.0 or more, for
+        x in bfloat16 or float16; or `reference`, a loop over all experts in plain jnp in float32.
+        By default the kernel where it can run.
 
     Returns [..., k, N], with a gate [..., k, N / 2], and with routing weights without the axis k,
     in the dtype of x.
@@ -54,13 +65,11 @@ def grouped_matmul(
     Raises ValueError for shapes that don't fit and, where values are known, for experts that there
     are none of; and UnsupportedError, with the reason, if a forced implementation can't run.
     """
-    call = _read("grouped_matmul", x, weight, experts, routing_weights, bias, gate)
-    dtype = call.x.dtype
-    terms = _terms(call, implementation)  # [terms, tokens, N]
+    call = _read("grouped_matmul", x, weight, experts, Epilogue(bias, gate, routing_weights))
+    found, dtype = _run(call, implementation), call.x.dtype
     if routing_weights is not None:
-        return terms.sum(0).astype(dtype).reshape(*call.tokens, terms.shape[-1])
-    products = jnp.moveaxis(terms, 0, 1).astype(dtype)
-    return products.reshape(*call.tokens, len(terms), terms.shape[-1])
+        found = found[0] if len(found) == 1 else found.astype(jnp.float32).sum(0)
+    return found.astype(dtype).reshape(*call.tokens, *found.shape[1:])
 
 
 def grouped_matmul_terms(
@@ -77,9 +86,9 @@ def grouped_matmul_terms(
     They are for a consumer that adds them up itself, as `add_rms_norm` does. Arguments, errors and
     derivatives are as for `grouped_matmul` with routing weights.
     """
-    routing_weights = as_array("grouped_matmul_terms: routing_weights", routing_weights)
-    call = _read("grouped_matmul_terms", x, weight, experts, routing_weights, bias, None)
-    terms = _terms(call, implementation)
+    weights = as_array("grouped_matmul_terms: routing_weights", routing_weights)
+    call = _read("grouped_matmul_terms", x, weight, experts, Epilogue(bias, None, weights))
+    terms = _run(call, implementation)
     return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
 
 
@@ -89,30 +98,86 @@ class _Call(NamedTuple):
     x: jax.Array  # [tokens, K] or [tokens, k, K]
     weight: Any  # [experts, K, N]
     experts: jax.Array  # [tokens, k]
-    routing_weights: jax.Array | None  # [tokens, k]
-    bias: jax.Array | None  # [experts, N]
-    gate: Gate | None
+    epilogue: Epilogue
     tokens: tuple[int, ...]  # the axes that the tokens had
 
 
-def _terms(call: _Call, implementation: Implementation | None) -> jax.Array:
-    """The products of each token's experts, float32 [k, tokens, N]."""
+def _run(call: _Call, implementation: Implementation | None) -> jax.Array:
+    """Products [tokens, k, N], or with routing weights terms float32 [terms, tokens, N]."""
+    x, weight, experts, epilogue, _ = call
+    problem = Problem.of(experts.shape, weight, gated=epilogue.gate is not None)
     name = choose(
-        "grouped_matmul", implementation, "reference", get_args(Implementation), lambda _: None
+        "grouped_matmul",
+        implementation,
+        "reference" if x.size == 0 else plan_of(problem).implementation,
+        get_args(Implementation),
+        lambda _: _why_not_triton(x, weight),
     )
-    assert name == "reference"
-    return jnp.moveaxis(reference.products(*call[:-1]), 1, 0)
+    if name == "triton":
+        run = functools.partial(_by_kernel, config_of(problem))
+        return differentiable(run, x, weight, experts, epilogue)
+    found = reference.products(x, weight, experts, epilogue)
+    return found if epilogue.routing_weights is None else jnp.moveaxis(found, 1, 0)
 
 
-def _read(
-    operation: str,
-    x: Any,
-    weight: Any,
-    experts: Any,
-    routing_weights: Any,
-    bias: Any,
-    gate: Gate | None,
-) -> _Call:
+def _by_kernel(
+    config: ExpertsConfig, x: jax.Array, weight: Any, experts: jax.Array, epilogue: Epilogue
+) -> jax.Array:
+    rows, weight = _in_packed_order(x, weight, experts)
+    out_dtype = x.dtype if epilogue.routing_weights is None else jnp.dtype(jnp.float32)
+    apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
+    if apart is not None:
+        epilogue = dataclasses.replace(epilogue, gate=None)
+    tiles = _tiles(experts, weight.shape[0], config)
+    terms = triton.products(rows, weight, tiles, epilogue, config, out_dtype)
+    if epilogue.routing_weights is not None:
+        return terms
+    # XLA fuses the sum, in a fixed order, with the gate.
+    found = terms[0] if len(terms) == 1 else terms.sum(0)
+    if apart is not None:
+        found = apart(*jnp.split(found.astype(jnp.float32), 2, -1))
+    return found.astype(out_dtype).reshape(*experts.shape, -1)
+
+
+def _tiles(experts: jax.Array, count: int, config: ExpertsConfig) -> Tiles:
+    if config.tiling == "pairs":
+        return one_for_each_pair(experts)
+    if config.tiling == "counted":
+        return counting.counted(experts, count, config.tile_m)
+    return sorted_by_expert(experts, count, config.tile_m)
+
+
+def _in_packed_order(x: jax.Array, weight: Any, experts: jax.Array) -> tuple[Any, Any]:
+    """The rows of x as the kernel takes them, and the weight without a permutation."""
+    if not isinstance(weight, QuantizedTensor):
+        return x.reshape(-1, x.shape[-1]), weight
+    if weight.permutation is not None:  # each expert's own, so that each pair has a row of its own
+        order = weight.permutation[experts]  # [tokens, k, K]
+        x = jnp.take_along_axis(x if x.ndim == 3 else x[:, None], order, -1)
+        weight = dataclasses.replace(weight, permutation=None)
+    if weight.format.symmetric and x.dtype != jnp.bfloat16:
+        unsymmetric = dataclasses.replace(weight.format, symmetric=False)
+        weight = dataclasses.replace(weight, format=unsymmetric)
+    rows, activations = x.reshape(-1, x.shape[-1]), ActivationFormat.of(weight.format)
+    return (quantize_rows(rows, activations) if activations.values else rows), weight
+
+
+def _why_not_triton(x: jax.Array, weight: Any) -> str | None:
+    if reason := device.why_triton_cannot_run():
+        return reason
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"x is {x.dtype}, expected bfloat16 or float16"
+    if not isinstance(weight, QuantizedTensor):
+        if weight.dtype in (jnp.bfloat16, jnp.float16):
+            return None
+        return f"the weight is {weight.dtype}, expected bfloat16, float16 or a packed format"
+    if weight.format.operand == "float8" and (reason := device.why_not_float8()):
+        return reason
+    sizes = x.size * weight.shape[0], weight.words.size
+    return device.why_too_large(max(sizes)) if weight.format.operand else None
+
+
+def _read(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue) -> _Call:
     """Converts the arguments to arrays. Raises ValueError where their shapes don't fit."""
     x, experts = as_array(f"{operation}: x", x), as_array(f"{operation}: experts", experts)
     require_floats(operation, x=x)
@@ -136,26 +201,33 @@ def _read(
         )
     if not are_between(experts, 0, count - 1):
         raise ValueError(f"{operation}: experts must be from 0 to {count - 1}")
-    routing_weights = optional_array(f"{operation}: routing_weights", routing_weights)
-    bias = optional_array(f"{operation}: bias", bias)
-    for name, array, shape in (
-        ("routing_weights", routing_weights, experts.shape),
-        ("bias", bias, (count, outputs)),
-    ):
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{operation}: {name} has shape {array.shape}: expected {shape}")
-    if gate is not None:
-        require_type(f"{operation}: gate", gate, Gate)
-        if outputs % 2:
-            raise ValueError(f"{operation}: {outputs} outputs have no halves, gate and up")
+    epilogue = _read_epilogue(operation, epilogue, experts.shape, (count, outputs))
     per_token = experts.shape[-1]
     own_rows = x.ndim > experts.ndim
     return _Call(
         x.reshape(-1, per_token, channels) if own_rows else x.reshape(-1, channels),
         weight,
-        experts.reshape(-1, per_token),
-        None if routing_weights is None else routing_weights.reshape(-1, per_token),
-        bias,
-        gate,
+        experts.reshape(-1, per_token).astype(jnp.int32),
+        epilogue,
         experts.shape[:-1],
     )
+
+
+def _read_epilogue(
+    operation: str, epilogue: Epilogue, chosen: tuple[int, ...], outputs: tuple[int, int]
+) -> Epilogue:
+    """The epilogue with arrays, and one axis of tokens. Raises ValueError where shapes don't fit.
+
+    chosen: the shape of the experts. outputs: the numbers of experts and of each one's outputs.
+    """
+    weights = optional_array(f"{operation}: routing_weights", epilogue.routing_weights)
+    bias = optional_array(f"{operation}: bias", epilogue.bias)
+    for name, array, shape in (("routing_weights", weights, chosen), ("bias", bias, outputs)):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{operation}: {name} has shape {array.shape}: expected {shape}")
+    if epilogue.gate is not None:
+        require_type(f"{operation}: gate", epilogue.gate, Gate)
+        if outputs[1] % 2:
+            raise ValueError(f"{operation}: {outputs[1]} outputs have no halves, gate and up")
+    weights = None if weights is None else weights.reshape(-1, chosen[-1])
+    return Epilogue(bias, epilogue.gate, weights)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.gemm.api import matmul
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
@@ -16,15 +16,12 @@ def products(
     x: jax.Array,
     weight: jax.Array | QuantizedTensor,
     experts: jax.Array,
-    routing_weights: jax.Array | None,
-    bias: jax.Array | None,
-    gate: Gate | None = None,
+    epilogue: Epilogue,
 ) -> jax.Array:
     """Products [tokens, k, N] in float32 of each token's row with its experts' matrices.
 
     x: [tokens, K], or [tokens, k, K] with a row for each expert. weight: [experts, K, N]. experts:
-    int [tokens, k]. bias: [experts, N], added to the product. gate: maps halves of the product to
-    [tokens, k, N / 2]. routing_weights: [tokens, k], the last factor.
+    int [tokens, k]. With a gate the result is [tokens, k, N / 2].
     """
     rows = x if x.ndim == 3 else x[:, None]  # [tokens, k or 1, K]
 
@@ -38,12 +35,12 @@ def products(
     start = jnp.zeros((*experts.shape, outputs), jnp.float32)
     # The loop's products are computed again for gradients, rather than kept for every expert.
     total, _ = jax.lax.scan(jax.checkpoint(add), start, (jnp.arange(count), weight))
-    if bias is not None:
-        total += jnp.take(bias, experts, axis=0).astype(jnp.float32)
-    if gate is not None:
-        total = gate(*jnp.split(total, 2, -1))
-    if routing_weights is not None:
-        total *= routing_weights.astype(jnp.float32)[..., None]
+    if epilogue.bias is not None:
+        total += jnp.take(epilogue.bias, experts, axis=0).astype(jnp.float32)
+    if epilogue.gate is not None:
+        total = epilogue.gate(*jnp.split(total, 2, -1))
+    if epilogue.routing_weights is not None:
+        total *= epilogue.routing_weights.astype(jnp.float32)[..., None]
     return total
 
 

@@ -36,7 +36,7 @@ from mpjax.kernels.target import current_target
 CHANNELS_PER_PRODUCT = 128
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """The inputs of the kernel: arrays outside of it, references inside; None if there are none."""
 
     x: Any  # [M, K padded]
@@ -106,7 +106,7 @@ def _launch(
     """
     values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
     rows, columns = values.shape[0], weight.shape[1] - first
-    steps = weight.padded_channels // (weight.format.planes * _width(weight.format, config))
+    steps = steps_of(weight, config)
     padding = weight.padded_channels - values.shape[1]
     splits = min(config.splits, steps)
     kernel = functools.partial(
@@ -117,7 +117,7 @@ def _launch(
         steps=steps,
         first_output=first,
     )
-    operands = _Operands(
+    operands = Operands(
         jnp.pad(values, ((0, 0), (0, padding))) if padding else values,
         x_scales,
         weight.words,
@@ -143,12 +143,17 @@ def _launch(
     )
 
 
+def steps_of(weight: QuantizedTensor, config: TritonConfig) -> int:
+    """The number of steps of the loop over all of K."""
+    return weight.padded_channels // (weight.format.planes * _width(weight.format, config))
+
+
 def _width(format: WeightFormat, config: TritonConfig) -> int:
     return config.width or format.plane_width
 
 
 def _kernel(
-    operands: _Operands,
+    operands: Operands,
     out_ref: Any,  # [splits, M, N − first]
     *,
     format: WeightFormat,
@@ -157,7 +162,7 @@ def _kernel(
     steps: int,
     first_output: int,
 ) -> None:
-    program = _Program(operands, format, scale_dtype, config, first_output)
+    program = Program(operands, format, scale_dtype, config, first_output)
     split, splits = program.split, config.splits
     accumulator = jax.lax.fori_loop(
         split * steps // splits, (split + 1) * steps // splits, program.step, program.zeros
@@ -171,16 +176,21 @@ def _kernel(
     )
 
 
-class _Program:
-    """The tile of one program: what it loads, a step of its loop over K, and its last scales."""
+class Program:
+    """The tile of one program: what it loads, a step of its loop over K, and its last scales.
+
+    first_output: of the launch. tile: the rows [tile_m] and output channels [tile_n] of the
+    program; None for those that its place in the grid gives.
+    """
 
     def __init__(
         self,
-        operands: _Operands,
+        operands: Operands,
         format: WeightFormat,
         scale_dtype: str,
         config: TritonConfig,
-        first_output: int,
+        first_output: int = 0,
+        tile: tuple[jax.Array, jax.Array] | None = None,
     ) -> None:
         self.operands, self.format, self.scale_dtype = operands, format, scale_dtype
         self.kind, self.target = code_kinds.of(format), current_target()
@@ -189,12 +199,16 @@ class _Program:
         self.width = width = _width(format, config)
         self.parts = format.plane_width // width  # the number of steps of a block
         tile_m, tile_n = config.tile_m, config.tile_n
-        self.row = first_program_id() * tile_m + jnp.arange(tile_m)
-        self.output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
+        if tile is None:
+            self.row = first_program_id() * tile_m + jnp.arange(tile_m)
+            self.output = first_output + pl.program_id(1) * tile_n + jnp.arange(tile_n)
+        else:
+            self.row, self.output = tile
         self.split = pl.program_id(2)
         self.lane = jnp.arange(width)
         # There are masks only if a tile may reach beyond the matrix.
-        self.row_mask = None if self.rows % tile_m == 0 else self.row < self.rows
+        is_inside = tile is None and self.rows % tile_m == 0
+        self.row_mask = None if is_inside else self.row < self.rows
         self.output_mask = None if self.outputs % tile_n == 0 else self.output < self.outputs
         self.shared = self.kind.shared(operands.table, self.dtype, width)
 
@@ -220,10 +234,12 @@ class _Program:
         self.zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
 
     def load_group(self, index: jax.Array) -> code_kinds.Group:
+        """The parameters of a group for all output channels of the tile."""
         words = load_masked(self.operands.parameters.at[index, self.output], self.output_mask)
         return self.kind.load(words, self.scale_dtype, self.dtype, self.width)
 
     def load_columns(self, block: jax.Array, lane: jax.Array) -> list[jax.Array]:
+        """The words [tile_n, width] of a block at some lanes, for each of its columns."""
         format = self.format
         if format.is_flat:
             block, lane = jnp.int32(0), block * format.block + lane
@@ -238,14 +254,20 @@ class _Program:
         ]
 
     def load_x(self, first: jax.Array, planes: int) -> jax.Array:
+        """The tile of x [tile_m, planes · width] whose first plane begins at channel `first`."""
         number = jnp.arange(planes * self.width)
         if self.parts > 1:  # written so that the compiler sees that lanes are neighbours in memory
             plane, lane = jax.lax.div(number, self.width), jax.lax.rem(number, self.width)
             number = plane * self.format.plane_width + lane
-        tile = self.operands.x.at[self.row[:, None], (first + number)[None, :]]
-        return load_masked(tile, self.row_mask)
+        row, channel = self.row[:, None], (first + number)[None, :]
+        return load_masked(self.operands.x.at[row, channel], self.x_mask(channel))
+
+    def x_mask(self, channel: jax.Array) -> jax.Array | None:
+        """The mask of a tile of x: of its rows, or of its rows and channels [1, channels]."""
+        return self.row_mask
 
     def load_x_scales(self, index: jax.Array) -> jax.Array:  # [tile_m]
+        """The scales [tile_m] of the rows of a quantised x, for one group."""
         return load_masked(self.operands.x_scales.at[self.row, index], self.row_mask)
 
     def step(self, number: jax.Array, accumulator: jax.Array) -> jax.Array:
@@ -276,11 +298,13 @@ class _Program:
         return total
 
     def decoder(self, columns: list[jax.Array], group: code_kinds.Group) -> code_kinds.Decoder:
+        """A function from a plane's number to its weights, scaled if weights are."""
         if self.scale_weight:
             return self.kind.scaled_decoder(columns, group, self.shared, self.dtype)
         return self.kind.decoder(columns, group.arguments, self.shared, self.dtype)
 
     def scale_of_sum(self, group: code_kinds.Group, index: jax.Array) -> jax.Array:
+        """The factor [tile_n, 1 or tile_m] of the sum over a group."""
         assert group.scale is not None
         if self.x_by_group:
             return group.scale * self.load_x_scales(index)[None, :]

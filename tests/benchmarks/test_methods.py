@@ -4,6 +4,7 @@ import json
 
 import mpjax
 from benchmarks import methods
+from tests.mpjax.checkpoint.write_checkpoint import LLAMA
 
 LITTLE = mpjax.Calibration(window=64, tokens=1024, batch=4)
 
@@ -23,6 +24,13 @@ def test_a_row_for_each_method(tmp_path, monkeypatch, capsys):
     assert methods.cells(rows[0])[3] == ""
     assert methods.cells(rows[1])[3].startswith("+")
     assert "methods.json" in capsys.readouterr().out
+
+
+def test_groups_must_divide_the_channels(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))  # of 64 channels
+    cases = {"W4A16KV16": ("rtn",), "W4g64A16KV16": ("rtn",), "A16KV16H8": ("rtn",)}
+    assert [*methods.possible(cases, tmp_path)] == ["W4g64A16KV16", "A16KV16H8"]
+    assert methods.possible(methods.CASES, mpjax.bundled_model()) == methods.CASES
 
 
 def test_english_is_split_in_two():

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from mpjax.models import Decoder, DecoderConfig, family, presets
+from mpjax.models import DecoderConfig, family, presets
+from tests.models.test_mixtral import MIXTRAL
+from tests.models.test_qwen_moe import QWEN3 as QWEN3_30B_A3B
 
 # Values of the published files that a decoder's computation depends on.
 QWEN3_8B = {
@@ -57,20 +59,35 @@ LLAMA3_1_8B = {
 
 
 def parameters(config: DecoderConfig) -> int:
-    maps = [shape for place in Decoder.linear_places(config) for shape in place.shapes]
+    [decoder] = [d for d, known in presets.PUBLISHED.values() if known is config]
+    maps = [shape for place in decoder.linear_places(config) for shape in place.shapes]
     return sum(math.prod(shape) for shape in maps) + 2 * config.vocab_size * config.hidden_size
 
 
 @pytest.mark.parametrize(
-    ("config", "billions"), [(presets.QWEN3_8B, 8.19), (presets.LLAMA3_1_8B, 8.03)]
+    ("config", "billions"),
+    [
+        *((presets.QWEN3_8B, 8.19), (presets.LLAMA3_1_8B, 8.03)),
+        *((presets.QWEN3_30B_A3B, 30.52), (presets.MIXTRAL_8X7B, 46.70)),
+    ],
 )
 def test_presets_have_the_published_number_of_parameters(config, billions):
     assert parameters(config) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 @pytest.mark.parametrize(
-    ("config", "file"), [(presets.QWEN3_8B, QWEN3_8B), (presets.LLAMA3_1_8B, LLAMA3_1_8B)]
+    ("config", "file"),
+    [
+        *((presets.QWEN3_8B, QWEN3_8B), (presets.LLAMA3_1_8B, LLAMA3_1_8B)),
+        *((presets.QWEN3_30B_A3B, QWEN3_30B_A3B), (presets.MIXTRAL_8X7B, MIXTRAL)),
+    ],
 )
 def test_presets_are_what_the_published_files_say(config, file):
     assert family(file).config_from_hf(file) == config
     assert hash(config) == hash(family(file).config_from_hf(file))  # static in `jit`
+
+
+def test_models_have_names():
+    assert presets.published("qwen3-8b") == (presets.Qwen3, presets.QWEN3_8B)
+    with pytest.raises(ValueError, match=r"unknown shapes 'qwen': expected one of qwen3-8b, llama"):
+        presets.published("qwen")

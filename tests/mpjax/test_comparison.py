@@ -56,7 +56,7 @@ def test_it_is_what_numpy_finds_of_whole_logits(tiny, rounded, monkeypatch):
 
 
 def test_perplexities_are_those_of_evaluate(tiny, rounded, monkeypatch):
-    """Of a cache in 8 bits, too."""
+    """The comparison is also of a cache in 8 bits."""
     monkeypatch.setattr(reading, "MAXIMUM_CHUNK", 8)
     found = compare(rounded, tiny, DOCUMENTS, window=WINDOW, batch=2)
     expected = evaluate(rounded, DOCUMENTS, window=WINDOW, stride=WINDOW, batch=2)

@@ -367,7 +367,7 @@ def test_one_product_by_warpgroups_is_enough(shape, monkeypatch):
     monkeypatch.setattr(
         decoding, "runs_by_warpgroups", lambda problem: (problem.channels, problem.outputs) == shape
     )
-    assert decoding._has_warpgroups(model, 1)
+    assert decoding.has_warpgroups(model, 1)
 
 
 def test_a_stride_is_a_loop_whose_length_is_known(tiny):

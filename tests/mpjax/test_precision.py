@@ -97,6 +97,7 @@ def test_tables_that_there_are_not(text, message):
         ("WNF4A16KV8", WeightFormat("table4", 64), 8),
         ("WNF3g128A16KV8", WeightFormat("table3", 128), 8),
         ("WFP8A16KV8", WeightFormat("float8", 128), 8),
+        ("WMXFP4A16KV8", WeightFormat("float4", 32), 8),
         ("WFP8AFP8KV8", WeightFormat("float8", None, False, "float8"), 8),
         ("WFP8g128AFP8KV8", WeightFormat("float8", 128, False, "float8"), 8),
         ("W8A8KV8", WeightFormat("int8"), 8),

@@ -10,6 +10,8 @@ import jax
 import pytest
 
 import mpjax.kernels.attention.triton
+import mpjax.kernels.experts.counting
+import mpjax.kernels.experts.triton
 import mpjax.kernels.gemm.dequantize
 import mpjax.kernels.gemm.gradient
 import mpjax.kernels.gemm.triton
@@ -80,6 +82,8 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.gemm.triton, "matmul_terms"),
         (mpjax.kernels.gemm.dequantize, "write_out"),
         (mpjax.kernels.gemm.gradient, "write_out"),
+        (mpjax.kernels.experts.triton, "products"),
+        (mpjax.kernels.experts.counting, "counted"),
         (mpjax.kernels.kv_cache.triton, "append"),
         (mpjax.kernels.kv_cache.triton, "flush"),
         (mpjax.kernels.attention.triton, "paged_attention"),

@@ -21,10 +21,13 @@ WEIGHT_FORMATS = tuple(
 ALL_FORMATS = (
     *(text + suffix for text in WEIGHT_FORMATS for suffix in ("", ":sym")),
     *(f"table{bits}:g{size}" for bits in (4, 3, 2) for size in (32, 64, 128, 256)),
-    *("float8:g128", "float8:gK", "float8:g128/float8", "float8:gK/float8"),
+    *("float8:g128", "float8:gK", "float8:g128/float8", "float8:gK/float8", "float4:g32"),
     *("int8:gK/int8", "liquid4:g64/int8", "bfloat16", "float16"),
 )
 PACKED_FORMATS = ALL_FORMATS[:-2]
+
+# The values of e2m1's codes.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 # mean|Δ| / mean|reference| that a 16-bit kernel may be off, against float64.
 GATES = {"bfloat16": 8e-3, "float16": 1e-3}
@@ -169,6 +172,9 @@ class PlainWeight:
             steps = rng.integers(1, 17, group_shape).astype(np.uint16)
             offsets = rng.integers(9, 256 - 15 * steps).clip(9, 247).astype(np.uint16)
             return cls(format, codes, steps, offsets, np.abs(scales[0]).astype(np.float32))
+        if format.codes == "float4":
+            powers = 2.0 ** rng.integers(-12, 3, group_shape)
+            return cls(format, codes, powers.astype(NUMPY_DTYPES["bfloat16"]))
         scales = scales.astype(NUMPY_DTYPES[scale_dtype])
         if format.codes.startswith("table"):
             table = rng.standard_normal(2**format.bits).astype(np.float32)
@@ -218,6 +224,8 @@ class PlainWeight:
             assert self.channel_scales is not None
             offsets = np.repeat(wide(self.zeros), size, axis=0)
             product = (wide(self.codes) * scales + offsets - 128) * wide(self.channel_scales)
+        elif self.format.codes == "float4":
+            product = E2M1[self.codes] * scales
         elif self.format.codes.startswith("uint"):
             product = dequantized(self.codes, self.scales, self.zero_points())
         else:

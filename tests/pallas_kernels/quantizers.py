@@ -32,6 +32,8 @@ def oracle(weight: np.ndarray, format: WeightFormat, table: np.ndarray | None = 
     groups = np.split(weight, range(size, weight.shape[0], size))
     if format.codes == "float8":
         return join([float8_oracle(group, format.group_size) for group in groups])
+    if format.codes == "float4":
+        return join([float4_oracle(group) for group in groups])
     if format.codes == "int8":
         return join([int8_oracle(group) for group in groups])
     if format.codes.startswith("table"):
@@ -72,6 +74,16 @@ def float8_oracle(group: np.ndarray, tile: int | None) -> Quantized:
     return Quantized(
         np.clip(group * (np.float32(1) / scale), -448, 448).astype(E4M3), scale, 0 * scale
     )
+
+
+def float4_oracle(group: np.ndarray) -> Quantized:
+    """Powers of two, with which the largest magnitude is from 4 to 8, and e2m1's nearest codes."""
+    peak = np.abs(group).max(0)
+    with np.errstate(divide="ignore"):
+        scale = np.where(peak == 0, 1, 2.0 ** (np.floor(np.log2(peak)) - 2)).astype(np.float32)
+    values = np.clip(group / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    codes = values.view(np.uint8) & 15
+    return Quantized(np.where((values == 0) & (group >= 0), 0, codes), scale, 0 * scale)
 
 
 def int8_oracle(group: np.ndarray) -> Quantized:

@@ -10,7 +10,7 @@ from tests.pallas_kernels.oracles import ALL_FORMATS, PACKED_FORMATS
 each_format = pytest.mark.parametrize("text", ALL_FORMATS)
 each_packed_format = pytest.mark.parametrize("text", PACKED_FORMATS)
 
-CODES = ["uint4", "uint8", "table4", "table3", "table2", "float8", "int8", "liquid4"]
+CODES = ["uint4", "uint8", "table4", "table3", "table2", "float8", "float4", "int8", "liquid4"]
 CODES += ["bfloat16", "float16"]
 
 

@@ -39,7 +39,12 @@ def test_products_of_shards_equal_the_whole_product():
 
 def shapes(text: str, *shape: int, permuted: bool = False) -> QuantizedTensor:
     format = WeightFormat.parse(text)
-    scale_dtype = {"int8": "float32", "float8": "float32", "liquid4": "uint16"}
+    scale_dtype = {
+        "int8": "float32",
+        "float8": "float32",
+        "liquid4": "uint16",
+        "float4": "bfloat16",
+    }
     return packed_shapes(shape, format, scale_dtype.get(format.codes, "float16"), permuted=permuted)
 
 

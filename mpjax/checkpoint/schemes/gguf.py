@@ -20,11 +20,10 @@ import jax.numpy as jnp
 from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, TensorType
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.rounded import ROUNDED, round_to
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
-from mpjax.kernels.grid import fit
 
-ROUNDED = WeightFormat("uint8", 32)  # for types that no format here has
 TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 
 
@@ -140,8 +139,7 @@ def _values(blocks: jax.Array, kind: TensorType) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("kind", "format"))
 def _round(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> PlainCodes:
-    values = kind.dequantize(blocks).T
-    return fit(values, format).round(values)
+    return round_to(kind.dequantize(blocks).T, format)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "format"))

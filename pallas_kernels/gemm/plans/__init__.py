@@ -14,15 +14,22 @@ from mpjax.kernels.gemm.plans.choice import (
     triton_config_of,
     warpgroup_config_of,
 )
-from mpjax.kernels.gemm.plans.configuration import Implementation, TritonConfig, WarpgroupConfig
-from mpjax.kernels.gemm.plans.limits import why_no_wgmma, why_not_warpgroups
+from mpjax.kernels.gemm.plans.configuration import (
+    SCALINGS,
+    Implementation,
+    TritonConfig,
+    WarpgroupConfig,
+)
+from mpjax.kernels.gemm.plans.limits import why_no_wgmma, why_not_warpgroups, why_unsound
 from mpjax.kernels.gemm.plans.problem import Problem
 from mpjax.kernels.gemm.plans.rule import plan_by_rule
 from mpjax.kernels.gemm.plans.tables import BUCKETS, TABLES, Key, bucket
+from mpjax.kernels.gemm.plans.triton_rule import triton_by_rule
 from mpjax.kernels.plans.plan import Entry, Plan
 
 __all__ = [
     "BUCKETS",
+    "SCALINGS",
     "TABLES",
     "Entry",
     "Implementation",
@@ -37,8 +44,10 @@ __all__ = [
     "plan_by_rule",
     "plan_of",
     "runs_by_warpgroups",
+    "triton_by_rule",
     "triton_config_of",
     "warpgroup_config_of",
     "why_no_wgmma",
     "why_not_warpgroups",
+    "why_unsound",
 ]

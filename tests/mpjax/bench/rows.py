@@ -36,6 +36,26 @@ def gemm_row(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def experts_row(**changes: Any) -> dict[str, Any]:
+    """50 products, K 1000, N 2000, in 20 µs."""
+    return {
+        "shape": "small.down",
+        "K": 1000,
+        "N": 2000,
+        "per_token": 5,
+        "M": 10,
+        "format": "uint4:g128",
+        "implementation": "triton",
+        "hit": 4,
+        "hit_bytes": 4e6,
+        "microseconds": 20.0,
+        "floor_microseconds": 10.0,
+        "cublas_microseconds": 15.0,
+        "ragged_dot_microseconds": None,
+        "relative_error": 1e-3,
+    } | changes
+
+
 def attention_row(**changes: Any) -> dict[str, Any]:
     """A cache of 40 MB in 20 µs."""
     return {
@@ -65,4 +85,25 @@ def generate_row(**changes: Any) -> dict[str, Any]:
         "peak_bytes": None,
         "logprob_difference": 0.01,
         "kernel_microseconds_per_step": {"matmul": 1500.0, "other": 400.0},
+    } | changes
+
+
+def serve_row(**changes: Any) -> dict[str, Any]:
+    """Ten requests of 100 tokens and 50 new ones in two seconds."""
+    return {
+        "precision": "W4A16KV8",
+        "through": "engine",
+        "requests": 10,
+        "seconds": 2.0,
+        "requests_per_second": 5.0,
+        "new_tokens": 500,
+        "asked_tokens": 500,
+        "new_tokens_per_second": 250.0,
+        "first_token_seconds": {"mean": 0.2, "p50": 0.2, "p99": 0.5, "most": 0.6},
+        "token_seconds": {"mean": 0.01, "p50": 0.01, "p99": 0.02, "most": 0.03},
+        "gap_seconds": {"mean": 0.08, "p50": 0.08, "p99": 0.09, "most": 0.1},
+        "prompt_tokens": 1000,
+        "shared_tokens": 250,
+        "preemptions": 3,
+        "programs": 5,
     } | changes

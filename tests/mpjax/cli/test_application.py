@@ -19,6 +19,7 @@ from mpjax.memory import DeviceMemoryError
 COMMANDS = (
     "generate",
     "chat",
+    "serve",
     "convert",
     "quantize",
     "export",

@@ -1,46 +1,25 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 
 import mpjax
 from mpjax.cli.batch import complete, summary
 from mpjax.cli.requests import Request
-from mpjax.memory import DeviceMemoryError
+from mpjax.cli.unfinished import Unfinished
 
 
 def request(number, prompt, max_new_tokens=4, seed=0):
     return Request(number, prompt, max_new_tokens, seed, f"line {number}")
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The prompts and options of each call of `mpjax.generate`."""
-    seen: list[tuple[list[str], dict[str, Any]]] = []
-    generate = mpjax.generate
-
-    def call(lm, prompts, **options):
-        seen.append((prompts, options))
-        return generate(lm, prompts, **options)
-
-    monkeypatch.setattr(mpjax, "generate", call)
-    return seen
-
-
-def test_results_keep_the_order_whatever_the_groups_are(tiny, calls):
+def test_results_keep_the_order_of_requests(tiny):
     prompts = ["a b c d", "a", "a b", "a b c", "a b c d e"]
-    limits = [4, 4, 4, 4, 2]
+    limits = [14, 4, 4, 4, 2]
     hot = mpjax.Sampling(temperature=1.0)
     asked = [request(index, prompts[index], limits[index], 10 + index) for index in range(5)]
     results = complete(tiny, asked, 2, {"sampling": hot})
-    assert [prompts for prompts, _ in calls] == [
-        ["a b c d", "a b c"],
-        ["a b", "a"],
-        ["a b c d e"],
-    ]
-    assert [options["seeds"] for _, options in calls] == [[10, 13], [12, 11], [14]]
     for index, result in enumerate(results):
         alone = mpjax.generate(
             tiny, prompts[index], max_new_tokens=limits[index], sampling=hot, seeds=[10 + index]
@@ -59,19 +38,36 @@ def test_a_stop_string_is_a_reason_to_finish(tiny):
     assert plain["text"].startswith(stopped["text"])
 
 
-def test_all_requests_are_looked_at_before_the_first_is_generated(tiny, calls):
+def test_all_requests_are_looked_at_before_the_first_is_generated(tiny, monkeypatch):
+    monkeypatch.setattr(mpjax, "Engine", None)
     with pytest.raises(ValueError, match="line 2 is empty"):
         complete(tiny, [request(1, "a"), request(2, "")], 1, {})
-    assert calls == []
 
 
-def test_a_group_that_does_not_fit_says_what_helps(tiny, monkeypatch):
-    def generate(*arguments, **options):
-        raise DeviceMemoryError("a cache needs 9 GB: choose a lower precision")
+def test_an_interrupted_run_goes_on(tiny, tmp_path, monkeypatch):
+    """With the results that it had, and in the same order."""
+    asked = [request(number, "a b", 2 + number) for number in range(4)]
+    expected = complete(tiny, asked, 2, {})
+    kept = Unfinished(tmp_path / "out.jsonl", "job")
 
-    monkeypatch.setattr(mpjax, "generate", generate)
-    with pytest.raises(DeviceMemoryError, match="lower precision, or a smaller --batch than 2"):
-        complete(tiny, [request(1, "a"), request(2, "b")], 8, {})
+    def add(number, result):
+        keep(number, result)
+        if len(kept.path.read_text().splitlines()) == 3:
+            raise KeyboardInterrupt
+
+    keep = kept.add
+    monkeypatch.setattr(kept, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        complete(tiny, asked, 2, {}, kept)
+    kept.close(is_done=False)
+    again = Unfinished(tmp_path / "out.jsonl", "job")
+    assert len(again.results) == 2
+    again.results[0]["text"] = "kept"
+    found = complete(tiny, asked, 2, {}, again)
+    assert found[0]["text"] == "kept"
+    assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+    again.close(is_done=False)
+    assert complete(tiny, asked, 2, {}, Unfinished(tmp_path / "out.jsonl", "job")) == found
 
 
 def test_the_summary_counts_tokens():

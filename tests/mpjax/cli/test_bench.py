@@ -7,15 +7,19 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mpjax.bench import attention, gemm, generate, measure, roofline
+from mpjax.bench import attention, experts, gemm, generate, measure, roofline, serve
+from mpjax.bench.lengths import Lengths
 from mpjax.cli import bench
 from mpjax.cli.application import app
 from mpjax.kernels.attention.shapes import DECODE, PREFILL
+from mpjax.kernels.experts.shapes import named
 from mpjax.kernels.gemm import shapes
-from tests.mpjax.bench.rows import attention_row, gemm_row, generate_row
+from mpjax.models import Qwen3, Qwen3MoE
+from mpjax.models.presets import LLAMA3_1_8B
+from tests.mpjax.bench.rows import attention_row, experts_row, gemm_row, generate_row, serve_row
 
-COMMANDS = ("gemm", "attention", "generate")
-MODULES = {"gemm": gemm, "attention": attention, "generate": generate}
+COMMANDS = ("gemm", "attention", "generate", "serve")
+MODULES = {"gemm": gemm, "attention": attention, "generate": generate, "serve": serve}
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +167,26 @@ def test_generation(measured, folder):
     assert run("generate", "--no-plot").exit_code == 1
 
 
+def test_serving(measured, folder):
+    rows = [serve_row(), serve_row(through="batches of 64")]
+    sweeps = measured("serve", rows)
+    lengths = folder / "lengths.jsonl"
+    lengths.write_text('{"prompt_tokens": 3, "new_tokens": 4}')
+    options = ("--requests", "9", "--prompt-tokens", "5-7", "--new-tokens", "lognormal:9:0.5:20")
+    more = ("--rate", "2.5", "--shared-tokens", "3", "--late-prompt", "77", "--no-share")
+    result = run("serve", *options, *more, "--lengths", lengths, "--shapes", "llama3.1-8b")
+    assert result.exit_code == 0
+    [sweep] = sweeps
+    assert sweep.load == serve.Load(
+        9, Lengths(5, 7), Lengths(1, 20, 9, 0.5), ((3, 4),), rate=2.5, shared=3, late=77
+    )
+    assert (sweep.share_prefixes, sweep.config) == (False, LLAMA3_1_8B)
+    assert "batches of 64" in result.stdout
+    assert "W4A16KV8, engine" in (folder / "serve.svg").read_text()
+    measured("serve", [serve_row(programs=20)])
+    assert run("serve", "--no-plot").exit_code == 1
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
     monkeypatch.undo()
@@ -190,6 +214,8 @@ def test_without_a_gpu_nothing_is_done(monkeypatch, folder, command):
         (("generate", "--batch", "0"), "positive"),
         (("generate", "--new-tokens", "1"), "--new-tokens"),
         (("generate", "--prompt-tokens", "50000,x"), "'x' is not a number"),
+        (("serve", "--prompt-tokens", "x"), "can't read the lengths 'x'"),
+        (("serve", "--precision", "W4A32KV8"), "random weights are all in one format"),
         (("magic",), "magic"),
     ],
 )
@@ -214,3 +240,26 @@ def test_help_teaches(command):
 def test_help_of_products_lists_the_formats_by_default():
     text = " ".join(run("gemm", "--help").stdout.split())
     assert " ".join(bench.WEIGHT_FORMATS.split(",")) in text
+
+
+def test_products_of_experts(measured, folder, monkeypatch):
+    monkeypatch.setitem(MODULES, "experts", experts)
+    rows = [experts.figures(experts_row(shape="qwen3-30b-a3b.down"))]
+    sweeps = measured("experts", rows)
+    result = run("gemm", "--experts")
+    assert result.exit_code == 0
+    [sweep] = sweeps
+    assert sweep.shapes == named(["qwen3-30b-a3b"])
+    assert (sweep.tokens, sweep.formats) == ((1, 16, 64, 256, 4096), ("uint4:g128",))
+    assert "qwen3-30b-a3b.down: 8 of 128 experts, K 768, N 2048" in result.stdout
+    assert json.loads((folder / "experts.json").read_text())["results"] == rows
+    assert run("gemm", "--experts", "--shapes", "qwen3-8b.qkv").exit_code == 2
+
+
+def test_generation_of_several_models(measured, folder):
+    sweeps = measured("generate", [generate.figures(generate_row())])
+    result = run("generate", "--shapes", "qwen3-8b,qwen3-30b-a3b", "--no-plot")
+    assert result.exit_code == 0
+    assert [sweep.decoder for sweep in sweeps] == [Qwen3, Qwen3MoE]
+    assert (folder / "generate-qwen3-30b-a3b.json").is_file()
+    assert run("generate", "--shapes", "gpt-2").exit_code == 2

@@ -202,9 +202,9 @@ def test_a_file_of_prompts_becomes_a_file_of_results(run, expected, tmp_path):
     piped = run("--input", "-", *HOT_OPTIONS, input=asked.read_bytes())
     assert [line["text"] for line in lines(piped.stdout)] == [first["text"], second["text"]]
     asked.write_text('{"prompt": "def f", "seed": 3}\n')
-    assert lines(run("--input", str(asked), "--output", "-", *HOT_OPTIONS).stdout) == [
-        second | {"id": 1}
-    ]
+    [alone] = lines(run("--input", str(asked), "--output", "-", *HOT_OPTIONS).stdout)
+    logprobs = pytest.approx(second["logprobs"], abs=1e-5)
+    assert alone == second | {"id": 1, "logprobs": logprobs}
 
 
 def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
@@ -220,7 +220,7 @@ def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     asked.write_text('{"prompt": "a"}\n')
-    monkeypatch.setattr(mpjax, "generate", interrupted)
+    monkeypatch.setattr(mpjax, "Engine", interrupted)
     assert run(*arguments).exit_code == 130
     assert written.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "results.jsonl"]

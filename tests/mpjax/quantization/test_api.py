@@ -17,7 +17,7 @@ def leaves_of(lm):
 
 
 def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
-    recipe = mpjax.Recipe.of("W4g32A16KV8", "awq")
+    recipe = mpjax.Recipe.of("W4g32A16KV8", "rotate+awq")
     found = mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
     assert found.precision == "W4g32A32KV8H8"
     assert tiny.precision == "W32A32KV16"  # as it was
@@ -67,6 +67,11 @@ def test_an_interrupted_run_goes_on(tiny_folder, tmp_path, monkeypatch):
     for leaves in zip(leaves_of(found), leaves_of(expected), strict=True):
         np.testing.assert_array_equal(*leaves)
     assert len(list(work.glob("layer-*.safetensors"))) == found.config.num_layers
+
+
+def test_text_that_nothing_reads_is_said(tiny):
+    with pytest.warns(UserWarning, match="the text is not used, because no method of the recipe"):
+        mpjax.quantize(tiny, mpjax.Recipe.of("W8g64A16KV16", "rtn"), TEXTS, calibration=LITTLE)
 
 
 def test_static_scales_of_the_cache_are_measured(tiny):

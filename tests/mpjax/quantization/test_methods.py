@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.kernels import WeightFormat
-from mpjax.quantization.methods import ROUNDINGS, SCALINGS, Method, choose_codes
+from mpjax.quantization.methods import ROUNDINGS, SCALINGS, Method, choose_codes, split_rotation
 from mpjax.quantization.statistics import Statistics, squared_error
 
 
@@ -39,12 +39,19 @@ def test_methods_are_read(text, scalings, rounding):
         ("+", "expected scalings first"),
         ("awq++gptq", "expected scalings first"),
         ("awq+awq+rtn", "each once"),
+        ("awq+rotate+rtn", "rotate is of the whole model, and comes first"),
         (4, "the method is 4: expected a text"),
     ],
 )
 def test_other_texts_are_refused(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Method.parse(text)
+
+
+def test_a_rotation_comes_first():
+    assert split_rotation("Rotate + os+gptq") == (True, " os+gptq")
+    assert split_rotation("rotate") == (True, "range")
+    assert split_rotation("awq+gptq") == (False, "awq+gptq")
 
 
 def test_every_rounding_is_better_than_to_nearest(rng):

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.quantization.methods import Method
-from mpjax.quantization.recipe import Recipe
+from mpjax.quantization.recipe import Recipe, Rule
 
 TEXT = """
 precision = "W4A16KV8"
@@ -85,6 +86,20 @@ def test_a_precision_is_a_recipe():
         ('precision = "W4A16KV8"\n[[rules]]\nmodules = "a"', "and a precision or method"),
         ('precision = "W4A16KV8"\nrules = [3]', "a rule is 3: expected a table"),
         ("precision = ", "Invalid value"),
+        (
+            "# mine\nprecision = W4A16KV8  # usual",
+            'line 2 has a text without quotes: write precision = "W4A16KV8"',
+        ),
+        (
+            'precision = "W4A16KV8"\n[[rules]]\n modules = layers.0.*\nmethod = "rtn"',
+            'line 3 has a text without quotes: write modules = "layers.0.*"',
+        ),
+        ('precision = "W4A16KV8"\n[[rules]]\nmodules = []\nmethod = "rtn"', "the rule for []: exp"),
+        ('precision = "W4A16KV8"\n[[rules]]\nmodules = [3]\nmethod = "rtn"', "expected a pattern"),
+        (
+            'precision = "W4A16KV8"\n[[rules]]\nmodules = "a"\nprecision = "W8A16KV16H8"',
+            "put H and E into the precision at the top",
+        ),
     ],
 )
 def test_faults_are_named_with_the_file(write, text, message):
@@ -92,6 +107,66 @@ def test_faults_are_named_with_the_file(write, text, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         Recipe.read(path)
     assert str(path) in str(error.value)
+
+
+PATHS = [f"layers.{number}.{path}" for number in range(3) for path in ("attention.qkv", "mlp.down")]
+
+
+def test_a_byte_order_mark_is_no_fault(write):
+    assert Recipe.read(write("\ufeff" + TEXT)) == Recipe.read(write(TEXT))
+
+
+def test_lists_of_patterns_and_layers_from_the_last(write):
+    text = """
+        precision = "W4A16KV8"
+        [[rules]]
+        modules = ["layers.0.*", "layers.-1.*", "layers.*.mlp.down"]
+        precision = "W8A16KV8"
+        """
+    recipe = Recipe.read(write(text)).of_layers(3)
+    recipe.require_used(PATHS)
+    wide = [path for path in PATHS if recipe.rule_of(path).weights.bits == 8]
+    assert wide == [path for path in PATHS if path != "layers.1.attention.qkv"]
+    assert recipe.of_layers(3) == recipe
+
+
+@pytest.mark.parametrize("precision", ["W4A16KV8", "W4A16KV4cH16", "W8A8KV8H8E8", "W4g32A32KV16E4"])
+@pytest.mark.parametrize("method", ["gptq", "rotate+os+rtn"])
+def test_recipes_are_written_and_read(precision, method, write):
+    recipe = Recipe.of(precision, method)
+    first = [Rule(path, "table3:g64", "awq+gptq") for path in ("layers.0.*", "layers.-1.*")]
+    rules = (*first, Rule("*.mlp.down", "float8:g128", "rtn"), *recipe.rules)
+    for written in (recipe, dataclasses.replace(recipe, rules=rules)):
+        if written.bits == 16:
+            assert Recipe.read(write(written.to_toml())) == written
+    with pytest.raises(ValueError, match=r"the last rule is for '\*\.mlp\.down': expected one for"):
+        dataclasses.replace(recipe, rules=rules[:3]).to_toml()
+
+
+def test_the_head_has_8_bits_by_default():
+    eight = WeightFormat("uint8", None, symmetric=True)
+    assert Recipe.of("W4A16KV8").tables == {"head": eight}
+    assert Recipe.of("W16A16KV8").tables == {}
+    assert Recipe.of("W4A16KV8E8").tables == {"embedding": eight}
+    assert Recipe.of("W4A16KV8H16").tables == {"head": WeightFormat("bfloat16")}
+    assert Recipe((), head="uint8:gK:sym").head == eight
+
+
+def test_a_rule_that_others_hide_is_named():
+    rules = [
+        {"modules": "layers.*.mlp.*", "method": "rtn"},
+        {"modules": "layers.1.mlp.down", "method": "gptq"},
+    ]
+    hidden = Recipe.parse({"precision": "W4A16KV8", "rules": rules})
+    with pytest.raises(
+        ValueError, match=r"'layers\.1\.mlp\.down' is never used, because the rules"
+    ):
+        hidden.require_used(PATHS)
+    Recipe.parse({"precision": "W4A16KV8", "rules": rules[::-1]}).require_used(PATHS)
+    every = [{"modules": "*", "method": "rtn"}, rules[1]]
+    with pytest.raises(ValueError, match="is never used"):
+        Recipe.parse({"precision": "W4A16KV8", "rules": every}).require_used(PATHS)
+    Recipe.parse({"precision": "W4A16KV8", "rules": every[:1]}).require_used(PATHS)
 
 
 def test_rules_must_name_every_map_and_match_one():

@@ -12,6 +12,7 @@ import numpy as np
 from mpjax.kernels import QuantizedTensor, WeightFormat, quantize
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from tests.pallas_kernels.oracles import (
+    E2M1,
     NUMPY_DTYPES,
     PACKED_FORMATS,
     as_array,
@@ -193,6 +194,9 @@ def _assemble(
     if is_liquid:
         halves = zeros.astype(np.uint16)
         scale_dtype, parameters = "uint16", parameter_words(halves[0::2], halves[1::2])
+    elif format.codes == "float4":
+        low, scale_dtype = scales.astype(NUMPY_DTYPES["bfloat16"]), "bfloat16"
+        parameters = parameter_words(low, np.zeros(low.shape, np.uint16))
     elif format.codes in ("float8", "int8"):
         scale_dtype, parameters = "float32", scales.astype(np.float32).view(np.uint32)
     else:
@@ -227,6 +231,8 @@ def dense(weight: QuantizedTensor, table_dtype: str = "float32") -> np.ndarray:
     if codes.startswith("table"):
         table = np.asarray(weight.table).astype(NUMPY_DTYPES.get(table_dtype, table_dtype))
         values = table.astype(np.float64)[fields]
+    elif codes == "float4":
+        values = E2M1[fields]
     elif codes.startswith("uint"):
         groups = fields.reshape(len(parameters), -1, fields.shape[1]).astype(np.float64)
         values = (groups - (parameters >> 16)[:, None]).reshape(fields.shape)

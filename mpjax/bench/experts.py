@@ -1,0 +1,231 @@
+"""Benchmark of products of tokens and their experts, against the bytes of the experts hit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.bench import measure
+from mpjax.kernels import WeightFormat, grouped_matmul, grouped_matmul_terms, quantize
+from mpjax.kernels.experts.plans import Problem, plan_of
+from mpjax.kernels.experts.shapes import ExpertShape
+
+GATE = 8e-3  # mean error over mean magnitude, for bfloat16
+CHECKED_TOKENS = 16  # tokens whose products are compared with the reference
+RAGGED_TOKENS = 64  # the most tokens for which XLA's ragged_dot, which is slow, is measured
+HEADERS = (
+    *("format", "tokens", "hit", "µs", "GB/s", "TFLOP/s", "× floor"),
+    *("cuBLAS µs", "× cuBLAS", "ragged_dot µs", "error", "as"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The cases of a benchmark: every weight format with every number of tokens and every shape.
+
+    Raises ValueError for a text that is not a format, and for numbers of tokens below 1.
+    """
+
+    shapes: tuple[ExpertShape, ...]
+    tokens: tuple[int, ...]
+    formats: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for text in self.formats:
+            WeightFormat.parse(text)
+        if min(self.tokens, default=0) < 1:
+            raise ValueError(f"rows are {self.tokens}: expected one or more positive numbers")
+
+    @property
+    def cases(self) -> int:
+        """The number of rows that `run` yields."""
+        return len(self.shapes) * len(self.tokens) * len(self.formats)
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds to a row the figures that follow from its measured times.
+
+    TFLOP/s count 2·K·N operations for each pair of a token and an expert, GB/s the bytes of the
+    experts that are hit. `cublas_rate` is the rate of operations over that of cuBLAS.
+    """
+    operations = 2 * row["M"] * row["per_token"] * row["K"] * row["N"]
+    time = row["microseconds"]
+    return dict(row) | {
+        "teraflops": operations / time / 1e6,
+        "gigabytes_per_second": row["hit_bytes"] / time / 1e3,
+        "times_floor": time / row["floor_microseconds"],
+        "cublas_rate": row["cublas_microseconds"] / time,
+    }
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """The texts of a row of the table, in the order of HEADERS."""
+    row = figures(row)
+    ragged = row["ragged_dot_microseconds"]
+    return [
+        row["format"],
+        str(row["M"]),
+        str(row["hit"]),
+        f"{row['microseconds']:.1f}",
+        f"{row['gigabytes_per_second']:.0f}",
+        f"{row['teraflops']:.1f}",
+        f"{row['times_floor']:.2f}",
+        f"{row['cublas_microseconds']:.1f}",
+        f"{row['cublas_rate']:.2f}",
+        "" if ragged is None else f"{ragged:.1f}",
+        f"{row['relative_error']:.1e}",
+        row["implementation"],
+    ]
+
+
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each row whose error is NaN, or not below the gate."""
+    return [
+        f"{row['shape']}, {row['format']}, {row['M']} tokens: the error is "
+        f"{row['relative_error']:.1e}, and the gate is {GATE:.0e}"
+        for row in rows
+        if not row["relative_error"] < GATE
+    ]
+
+
+def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Measures every case of a sweep on the default device, and yields its row.
+
+    A call computes several products, each with a stack of experts of its own, so that no expert is
+    in the L2 cache. Tokens choose their experts at random, each as likely as any other.
+    """
+    for shape in sweep.shapes:
+        others = {tokens: _others(shape, tokens) for tokens in sweep.tokens}
+        for text in sweep.formats:
+            yield from _format(shape, text, sweep.tokens, others)
+
+
+def random_experts(shape: ExpertShape, tokens: int, seed: int) -> np.ndarray:
+    """The experts of each token, int32 [tokens, k], all different ones."""
+    scores = np.random.default_rng(seed).random((tokens, shape.experts))
+    return np.argsort(scores, -1)[:, : shape.per_token].astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_stack(key: jax.Array, shape: ExpertShape, text: str) -> Any:
+    """A stack [experts, K, N] of normal numbers, quantised to a format."""
+    dims = shape.experts, shape.channels, shape.outputs
+    weight = jax.random.normal(key, dims, jnp.bfloat16) * jnp.bfloat16(shape.channels**-0.5)
+    return quantize(weight, text)
+
+
+def _format(
+    shape: ExpertShape, text: str, all_tokens: Sequence[int], others: Mapping[int, Any]
+) -> Iterator[dict[str, Any]]:
+    like = jax.eval_shape(lambda: random_stack(jax.random.key(0), shape, text))
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    # As many stacks as hold enough bytes of the experts that one token hits.
+    count = measure.copies(nbytes * shape.per_token // shape.experts)
+    count = min(count, max(2, int(8e9 // nbytes)))
+    stacks = [random_stack(key, shape, text) for key in jax.random.split(jax.random.key(0), count)]
+    product = functools.partial(_product, gate=shape.gate)
+    for tokens in all_tokens:
+        inputs = [_inputs(shape, tokens, seed) for seed in range(count)]
+        hit = [jnp.asarray(np.unique(chosen)) for _, chosen, _ in inputs]
+        read = [
+            jax.tree.map(lambda leaf, i=chosen: leaf[i], stack)
+            for chosen, stack in zip(hit, stacks, strict=True)
+        ]
+        floor = measure.floor_microseconds(read)
+        hit_bytes = np.mean([sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in read])
+        del read
+        each = measure.compiled(
+            lambda inputs, stacks: list(map(product, inputs, stacks)), inputs, stacks
+        )
+        kernels = measure.merge_names(measure.kernel_microseconds(each, inputs, stacks), count)
+        problem = Problem.of((tokens, shape.per_token), stacks[0], gated=shape.gate is not None)
+        plan = plan_of(problem)
+        yield figures(
+            {
+                "shape": shape.name,
+                "K": shape.channels,
+                "N": shape.outputs,
+                "experts": shape.experts,
+                "per_token": shape.per_token,
+                "M": tokens,
+                "format": text,
+                "implementation": plan.implementation,
+                "configuration": plan.config and dataclasses.asdict(plan.config),
+                "packed_bytes": nbytes,
+                "hit": len(hit[0]),
+                "hit_bytes": float(hit_bytes),
+                "copies": count,
+                "microseconds": sum(kernels.values()),
+                "floor_microseconds": floor,
+                **others[tokens],
+                "relative_error": _error(each(inputs, stacks)[0], inputs[0], stacks[0], shape),
+                "kernel_microseconds": kernels,
+            }
+        )
+
+
+Inputs = tuple[jax.Array, jax.Array, jax.Array]  # x, the experts, and the routing weights
+
+
+def _inputs(shape: ExpertShape, tokens: int, seed: int) -> Inputs:
+    keys = jax.random.split(jax.random.key(seed + 1))
+    pairs = () if shape.gate is not None else (shape.per_token,)
+    x = jax.random.normal(keys[0], (tokens, *pairs, shape.channels), jnp.bfloat16)
+    weights = jax.random.uniform(keys[1], (tokens, shape.per_token))
+    return x, jnp.asarray(random_experts(shape, tokens, seed)), weights
+
+
+def _product(inputs: Inputs, stack: Any, *, gate: Any) -> jax.Array:
+    """The product as a layer computes it: gated, or terms that the next norm adds."""
+    x, chosen, weights = inputs
+    if gate is not None:
+        return grouped_matmul(x, stack, chosen, gate=gate)
+    return grouped_matmul_terms(x, stack, chosen, weights)
+
+
+def _others(shape: ExpertShape, tokens: int) -> dict[str, float | None]:
+    """The times of cuBLAS on one matrix with as many rows, and of XLA's `ragged_dot`, in bfloat16.
+
+    `ragged_dot` takes experts in 16 bits and rows that are sorted already.
+    """
+    pairs = tokens * shape.per_token
+    keys = jax.random.split(jax.random.key(0), 2)
+    rows = jax.random.normal(keys[0], (pairs, shape.channels), jnp.bfloat16)
+    count = measure.copies(2 * shape.channels * shape.outputs)
+    matrices = [
+        jax.random.normal(key, (shape.channels, shape.outputs), jnp.bfloat16)
+        for key in jax.random.split(keys[1], count)
+    ]
+    dense = jax.jit(lambda rows, matrices: [rows @ matrix for matrix in matrices])
+    found: dict[str, float | None] = {
+        "cublas_microseconds": measure.microseconds(dense, rows, matrices) / count,
+        "ragged_dot_microseconds": None,
+    }
+    if tokens <= RAGGED_TOKENS:
+        stack = random_stack(keys[1], shape, "bfloat16")
+        sizes = np.bincount(random_experts(shape, tokens, 0).reshape(-1), minlength=shape.experts)
+        found["ragged_dot_microseconds"] = measure.microseconds(
+            jax.jit(jax.lax.ragged_dot), rows, stack, jnp.asarray(sizes, jnp.int32)
+        )
+    return found
+
+
+def _error(product: jax.Array, inputs: Inputs, stack: Any, shape: ExpertShape) -> float:
+    """Mean error over mean magnitude of the first tokens' products, against the reference."""
+    x, chosen, weights = (array[:CHECKED_TOKENS] for array in inputs)
+    reference = functools.partial(
+        grouped_matmul, x.astype(jnp.float32), stack, chosen, implementation="reference"
+    )
+    if shape.gate is not None:
+        exact, found = jax.jit(lambda: reference(gate=shape.gate))(), product[:CHECKED_TOKENS]
+    else:
+        exact = jax.jit(lambda: reference(routing_weights=weights))()
+        found = product.sum(0)[:CHECKED_TOKENS]
+    expected = np.asarray(exact, np.float64)
+    return float(np.abs(np.asarray(found, np.float64) - expected).mean() / np.abs(expected).mean())

@@ -1,0 +1,78 @@
+"""Numbers of tokens of prompts and completions: fixed, drawn, or from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from mpjax.arguments import read_text
+
+EXPECTED = "expected 1024, a range such as 512-2048, or lognormal:MEAN:SIGMA:MOST"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """A distribution of whole numbers from 1 on.
+
+    A fixed number has `least` and `most` equal, and a uniform one not. A log-normal one has a mean
+    and a sigma, that of the logarithm; what is drawn above `most` becomes `most`.
+    """
+
+    least: int
+    most: int
+    mean: float | None = None
+    sigma: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Reads `1024`, `512-2048` or `lognormal:1024:0.8:4096`. Raises ValueError for others."""
+        try:
+            if text.startswith("lognormal:"):
+                mean, sigma, most = text.removeprefix("lognormal:").split(":")
+                found = cls(1, int(most), float(mean), float(sigma))
+            else:
+                least, _, most = text.partition("-")
+                found = cls(int(least), int(most or least))
+        except ValueError as error:
+            raise ValueError(f"can't read the lengths {text!r}: {EXPECTED}") from error
+        if not 1 <= found.least <= found.most or found.sigma < 0 or (found.mean or 1) <= 0:
+            raise ValueError(f"lengths {text!r} are not positive numbers in order: {EXPECTED}")
+        return found
+
+    def draw(self, count: int, rng: np.random.Generator) -> list[int]:
+        """So many numbers, drawn from the distribution."""
+        if self.mean is None:
+            return rng.integers(self.least, self.most + 1, count).tolist()
+        # The mean of a log-normal distribution is exp(mu + sigma² / 2).
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        drawn = np.rint(rng.lognormal(mu, self.sigma, count))
+        return np.clip(drawn, self.least, self.most).astype(int).tolist()
+
+
+def read_file(path: Path) -> list[tuple[int, int]]:
+    """Numbers of tokens of prompts and completions, from a JSON Lines file.
+
+    A line is an object such as {"prompt_tokens": 900, "new_tokens": 120}. Raises ValueError, which
+    names the line, for another one, and for a file without lines.
+    """
+    found = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            pair = entry["prompt_tokens"], entry["new_tokens"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f'{path}, line {number}: expected {{"prompt_tokens": 900, "new_tokens": 120}}'
+            ) from error
+        if not all(type(size) is int and size >= 1 for size in pair):
+            raise ValueError(f"{path}, line {number}: {pair} are not two positive whole numbers")
+        found.append(pair)
+    if not found:
+        raise ValueError(f"{path} has no lines")
+    return found

@@ -1,0 +1,312 @@
+"""Benchmark of an engine under load, with random weights in a published shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpjax
+from mpjax.bench.lengths import Lengths
+from mpjax.bench.random_model import random_model
+from mpjax.decoding import Limits, decode_program, jit_prefill
+from mpjax.models import DecoderConfig, Qwen3
+from mpjax.models.presets import QWEN3_8B
+from mpjax.precision import Precision
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
+
+HEADERS = (
+    *("precision", "through", "requests", "seconds", "tokens/s", "first token", "token"),
+    *("longest gap", "shared", "preempted"),
+)
+GREEDY = Sampling(stop_ids=())  # random weights must not end a row early
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Requests and when they come.
+
+    requests: their number. prompt_tokens, new_tokens: Lengths. pairs: numbers of tokens of prompts
+        and completions instead of drawn ones.
+    rate: requests per second that come at random times (Poisson), or None for all at once.
+    shared: tokens with which every prompt begins, part of its prompt_tokens.
+    late: tokens of a prompt that comes when all others decode, or 0 for none.
+    seed: of all draws.
+    """
+
+    requests: int
+    prompt_tokens: Lengths
+    new_tokens: Lengths
+    pairs: tuple[tuple[int, int], ...] = ()
+    rate: float | None = None
+    shared: int = 0
+    late: int = 0
+    seed: int = 0
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """Numbers of tokens of each prompt and completion."""
+        if self.pairs:
+            return [self.pairs[i % len(self.pairs)] for i in range(self.requests)]
+        rng = np.random.default_rng(self.seed)
+        prompts = self.prompt_tokens.draw(self.requests, rng)
+        return list(zip(prompts, self.new_tokens.draw(self.requests, rng), strict=True))
+
+    def arrivals(self) -> list[float]:
+        """The seconds after which each request comes."""
+        if self.rate is None:
+            return [0.0] * self.requests
+        rng = np.random.default_rng(self.seed + 1)
+        return np.cumsum(rng.exponential(1 / self.rate, self.requests)).tolist()
+
+    def prompts(self, vocabulary: int, number: int) -> list[list[int]]:
+        """Random ids of each prompt, others for another `number` of a run."""
+        rng = np.random.default_rng((self.seed, number))
+        begin = rng.integers(0, vocabulary, self.shared).tolist()
+        prompts = []
+        for tokens, _ in self.sizes():
+            own = max(1, tokens - self.shared)
+            prompts.append(begin[: tokens - own] + rng.integers(0, vocabulary, own).tolist())
+        return prompts
+
+    @property
+    def most(self) -> int:
+        """The most tokens of a request."""
+        return max([self.late + self.late_new, *map(sum, self.sizes())])
+
+    @property
+    def late_new(self) -> int:
+        """The new tokens of the prompt that comes late."""
+        return 8 if self.late else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A load, for each of several precisions.
+
+    slots, chunk_tokens, steps, cache_memory, share_prefixes: of the engine.
+    static: the batch in which `generate_tokens`' programs do the same, in the order of requests, to
+        compare with; 0 for none.
+    rounds: how often the load is run; all but the last compile, and are not counted.
+
+    Raises ValueError for a precision that random weights can't have.
+    """
+
+    precisions: tuple[str, ...]
+    load: Load
+    slots: int = 256
+    chunk_tokens: int = 1024
+    steps: int = 8
+    cache_memory: float | None = None
+    share_prefixes: bool = True
+    static: int = 0
+    rounds: int = 2
+    config: DecoderConfig = QWEN3_8B
+
+    def __post_init__(self) -> None:
+        for text in self.precisions:
+            precision = Precision.parse(text)
+            if precision.mixture or precision.bits != 16 or precision.kv.scaling == "static":
+                raise ValueError(
+                    f"{text}: random weights are all in one format, compute in 16 bits, and have "
+                    "no calibration"
+                )
+
+    @property
+    def cases(self) -> int:
+        """The number of rows that `run` yields."""
+        return len(self.precisions) * (1 + bool(self.static))
+
+
+def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Runs the load through an engine, and if asked through static batches; yields a row each."""
+    for text in sweep.precisions:
+        precision = Precision.parse(text)
+        positions = max(sweep.load.most, sweep.config.max_position_embeddings)
+        config = dataclasses.replace(sweep.config, max_position_embeddings=positions)
+        model = random_model(Qwen3, config, precision.weights)
+        lm = mpjax.LanguageModel(model, None, precision.kv, Path())
+        row = {"precision": text, "layers": config.num_layers, "requests": sweep.load.requests}
+        row |= {"load": dataclasses.asdict(sweep.load)}
+        yield row | _serve(lm, sweep)
+        if sweep.static:
+            yield row | _static(lm, sweep)
+        del model, lm  # frees their memory before the next model is made
+
+
+def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
+    with mpjax.Engine(
+        lm,
+        slots=sweep.slots,
+        cache_memory=sweep.cache_memory,
+        max_tokens=sweep.load.most,
+        chunk_tokens=sweep.chunk_tokens,
+        steps=sweep.steps,
+        share_prefixes=sweep.share_prefixes,
+    ) as engine:
+        begin = time.perf_counter()
+        for number in range(sweep.rounds):
+            before = engine.statistics()
+            traces, seconds = _round(engine, sweep.load, number)
+        after = engine.statistics()
+        names = ("prompt_tokens", "shared_tokens", "preemptions", "steps", "late_steps")
+        return {
+            "through": "engine",
+            "slots": sweep.slots,
+            "chunk_tokens": sweep.chunk_tokens,
+            "capacity_tokens": engine.capacity,
+            "programs": after["programs"],
+            "all_seconds": time.perf_counter() - begin,
+            **{name: after[name] - before[name] for name in names},
+            "asked_tokens": sum(new for _, new in sweep.load.sizes()) + sweep.load.late_new,
+            **_figures(traces, seconds),
+        }
+
+
+@dataclasses.dataclass
+class _Trace:
+    """When a request came, and when its tokens were there: seconds, and how many there were."""
+
+    came: float
+    times: list[float] = dataclasses.field(default_factory=list)
+    counts: list[int] = dataclasses.field(default_factory=list)
+
+
+def _round(engine: mpjax.Engine, load: Load, number: int) -> tuple[list[_Trace], float]:
+    """Runs the load once; returns the trace of each request, and the seconds of all."""
+    prompts, sizes = load.prompts(engine.lm.config.vocab_size, number), load.sizes()
+    pending = [*zip(load.arrivals(), prompts, (new for _, new in sizes), strict=True)][::-1]
+    traces: dict[Any, _Trace] = {}
+    late = load.late
+    begin = time.perf_counter()
+    while pending or engine.has_work:
+        now = time.perf_counter() - begin
+        while pending and pending[-1][0] <= now:
+            came, prompt, new = pending.pop()
+            handle = engine.submit(prompt, max_new_tokens=new, sampling=GREEDY)
+            traces[handle] = _Trace(came)
+        if late and not pending and all(trace.times for trace in traces.values()):
+            vocabulary = engine.lm.config.vocab_size
+            prompt = np.random.default_rng((9, number)).integers(0, vocabulary, late).tolist()
+            handle = engine.submit(prompt, max_new_tokens=load.late_new, sampling=GREEDY)
+            traces[handle], late = _Trace(now), 0
+        if not engine.has_work:
+            time.sleep(max(0.0, pending[-1][0] - now))
+            continue
+        events = engine.step()
+        now = time.perf_counter() - begin
+        for event in events:
+            traces[event.handle].times.append(now)
+            traces[event.handle].counts.append(len(event.tokens))
+    return list(traces.values()), time.perf_counter() - begin
+
+
+def _figures(traces: Sequence[_Trace], seconds: float) -> dict[str, Any]:
+    """Rates and percentiles of a round.
+
+    The time of a token is that of its request after the first token, over its tokens. A gap is the
+    time between two reports of new tokens of a request.
+    """
+    first = [trace.times[0] - trace.came for trace in traces]
+    gaps = [float(gap) for trace in traces for gap in np.diff(trace.times)]
+    token = [
+        (trace.times[-1] - trace.times[0]) / (sum(trace.counts) - 1)
+        for trace in traces
+        if sum(trace.counts) > 1
+    ]
+    new = sum(sum(trace.counts) for trace in traces)
+    return {
+        "seconds": seconds,
+        "new_tokens": new,
+        "requests_per_second": len(traces) / seconds,
+        "new_tokens_per_second": new / seconds,
+        "first_token_seconds": _percentiles(first),
+        "token_seconds": _percentiles(token),
+        "gap_seconds": _percentiles(gaps),
+        "all_first_tokens_seconds": max(trace.times[0] for trace in traces),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    p50, p99 = np.percentile(values, [50, 99]).tolist()
+    return {"mean": statistics.fmean(values), "p50": p50, "p99": p99, "most": max(values)}
+
+
+def _static(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
+    """The load in static batches: each begins when the one before has ended."""
+    seconds = 0.0
+    for number in range(sweep.rounds):
+        prompts, sizes = sweep.load.prompts(lm.config.vocab_size, number), sweep.load.sizes()
+        begin, traces = time.perf_counter(), []
+        for at in range(0, len(prompts), sweep.static):
+            group = slice(at, at + sweep.static)
+            traces += _batch(lm, prompts[group], [new for _, new in sizes[group]], begin)
+        seconds = time.perf_counter() - begin
+    return {"through": f"batches of {sweep.static}", **_figures(traces, seconds)}
+
+
+def _batch(
+    lm: mpjax.LanguageModel, prompts: Sequence[list[int]], new: Sequence[int], begin: float
+) -> list[_Trace]:
+    """Generates a batch; returns each request's trace, in which only the first token has a time."""
+    padded, room, rows = max(map(len, prompts)), max(new), len(prompts)
+    tokens = np.zeros((rows, padded), np.int32)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)] = ids
+    sampling, stop_ids = GREEDY.split(())
+    limits = Limits.of(rows, stop_ids, np.array(new), room)
+    cache = lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size)
+    lengths = jnp.asarray([len(ids) for ids in prompts], jnp.int32)
+    keys = row_keys(np.arange(rows))
+    state = jit_prefill(lm.model, jnp.asarray(tokens), lengths, cache, keys, sampling, limits)
+    jax.block_until_ready(state.tokens)
+    first = time.perf_counter() - begin
+    run = decode_program(lm.model, state)
+    state = run(lm.model, state, sampling, limits, jnp.int32(room))
+    jax.block_until_ready(state.tokens)
+    end = time.perf_counter() - begin
+    return [
+        _Trace(0.0, [first, end], [1, count - 1]) if count > 1 else _Trace(0.0, [first], [1])
+        for count in np.asarray(state.counts).tolist()
+    ]
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """The texts of a row of the table, in the order of HEADERS."""
+    first, token, gaps = (row[f"{name}_seconds"] for name in ("first_token", "token", "gap"))
+    shared = row.get("shared_tokens", 0)
+    return [
+        row["precision"],
+        row["through"],
+        str(row["requests"]),
+        f"{row['seconds']:.2f} s",
+        f"{row['new_tokens_per_second']:.0f}",
+        f"{first['p50']:.2f} / {first['p99']:.2f} s",
+        "" if token is None else f"{token['p50'] * 1e3:.1f} / {token['p99'] * 1e3:.1f} ms",
+        "" if gaps is None or row["through"] != "engine" else f"{gaps['most'] * 1e3:.0f} ms",
+        f"{shared / row['prompt_tokens']:.0%}" if shared else "",
+        str(row.get("preemptions") or ""),
+    ]
+
+
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence for each row that lacks tokens, or compiled more programs than it may."""
+    found = []
+    for row in rows:
+        if row["through"] == "engine" and row["programs"] > 15:
+            found.append(f"{row['precision']}: {row['programs']} programs were compiled, above 15")
+        if row["through"] == "engine" and row["new_tokens"] != row["asked_tokens"]:
+            found.append(
+                f"{row['precision']}: {row['new_tokens']} tokens were generated, and "
+                f"{row['asked_tokens']} asked for"
+            )
+    return found

@@ -1,0 +1,80 @@
+"""Shows the tensors of all experts, which some files hold as one, as tensors of single experts.
+
+The first axis of such a tensor counts the experts, so that the part of an expert is a run of bytes
+of the file. Some are named `…experts.gate_up_proj` or, with a suffix, `…experts.down_proj_blocks`.
+The part of expert 3 is named `…experts.3.gate_up_proj.weight` or `…experts.3.down_proj.blocks`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+from collections.abc import Iterator
+
+from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
+from mpjax.models import Decoder
+
+GATE_UP = "mlp.experts.gate_up"
+_NAME = re.compile(r"(.+\.experts)\.([a-z]+(?:_up)?_proj)(?:_(blocks|scales|bias))?")
+_HALVES = {"gate_up_proj": ("gate_proj", "up_proj")}
+# More experts than any layer has: a header alone can't make mpjax build more names.
+MOST_EXPERTS = 4096
+
+
+def split_experts(checkpoint: Checkpoint, decoder: type[Decoder]) -> Checkpoint:
+    """The checkpoint with a tensor for each expert in the place of those of all experts.
+
+    decoder: its names tell whether an expert's gate and up are one map or two. A checkpoint without
+    such tensors is returned as it is.
+    """
+    wanted = decoder.names.get(GATE_UP)
+    if wanted is None:
+        return checkpoint
+    are_apart = not isinstance(wanted, str) and len(wanted) > 1
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in checkpoint.tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None or len(info.shape) < 2 or not 0 < info.shape[0] <= MOST_EXPERTS:
+            tensors[name] = info
+            continue
+        prefix, module, suffix = match.groups()
+        for part in _rows(info, f"{prefix}.{{}}", info.shape[0]):
+            halves = _HALVES.get(module, ()) if are_apart and part.shape[0] % 2 == 0 else ()
+            for each in _split(part, module, suffix or "weight", halves):
+                tensors[each.name] = each
+    if len(tensors) == len(checkpoint.tensors):
+        return checkpoint
+    return dataclasses.replace(checkpoint, tensors=types.MappingProxyType(tensors))
+
+
+def _split(
+    info: TensorInfo, module: str, suffix: str, halves: tuple[str, ...]
+) -> Iterator[TensorInfo]:
+    """An expert's tensor by its name, or its two halves by theirs."""
+    if not halves:
+        yield dataclasses.replace(info, name=f"{info.name}.{module}.{suffix}")
+        return
+    rows = info.shape[0] // 2
+    size = info.nbytes // 2
+    for number, name in enumerate(halves):
+        begin = info.begin + number * size
+        yield dataclasses.replace(
+            info,
+            name=f"{info.name}.{name}.{suffix}",
+            shape=(rows, *info.shape[1:]),
+            begin=begin,
+            end=begin + size,
+        )
+
+
+def _rows(info: TensorInfo, name: str, count: int) -> Iterator[TensorInfo]:
+    """A tensor for each index of the first axis."""
+    shape = info.shape[1:]
+    size = math.prod(shape) * info.dtype.itemsize
+    for index in range(count):
+        begin = info.begin + index * size
+        yield dataclasses.replace(
+            info, name=name.format(index), shape=shape, begin=begin, end=begin + size
+        )

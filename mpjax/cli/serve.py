@@ -1,0 +1,119 @@
+"""`mpjax serve`: a server of OpenAI's protocol."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+from typing import Annotated
+
+import typer
+
+from mpjax.cli import options, output
+
+NAME = "serve"
+EPILOG = """\b
+Examples:
+  mpjax serve --model Qwen3-8B-AWQ --precision W4A16KV8
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "def f(x):", "max_tokens": 32, "temperature": 0}'
+
+\b
+POST /v1/completions and /v1/chat/completions, GET /v1/models, /health and
+/metrics. Texts come whole, or as server-sent events ("stream": true).
+Besides OpenAI's keys there are top_k, min_p, repetition_penalty, min_tokens,
+stop_token_ids, priority and, for chats, chat_template_kwargs. Tools, best_of,
+suffix, logit_bias and penalties of presence and frequency are refused.
+logprobs is 0 or 1. With "echo" it has the log-probabilities of the prompt,
+as lm_eval's local-completions needs:
+  lm_eval --model local-completions --tasks arc_easy --model_args \\
+    base_url=http://localhost:8000/v1/completions,model=NAME,\\
+tokenizer=FOLDER,tokenized_requests=True
+
+\b
+The server listens on this machine alone unless --host says otherwise. Set
+MPJAX_API_KEY to a key that clients have to give. It needs
+pip install "mpjax[serve]".
+"""
+
+
+def command(
+    model: options.Model = None,
+    precision: options.PrecisionText = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False, help="The model's name for clients; its folder's by default."
+        ),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="The most requests at a time.")] = 64,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6, show_default="0.9", help="Bytes of the cache, or the share of free memory."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            show_default="the model's positions",
+            help="The most tokens of a request, its prompt's and new ones.",
+        ),
+    ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="The most prompt tokens between two decoding steps.")
+    ] = 1024,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; others are refused (503).")
+    ] = 1000,
+    max_body: Annotated[
+        int, typer.Option(min=1, help="The most bytes of a body; longer ones are refused (413).")
+    ] = 8 << 20,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MPJAX_API_KEY", show_default=False, help="Key that clients have to give."
+        ),
+    ] = None,
+    dtype: options.ComputeDtype = None,
+    max_positions: options.MaxPositions = None,
+) -> None:
+    """Serve a model under OpenAI's protocol."""
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise typer.BadParameter(
+                f'the server needs {package}, which is missing: pip install "mpjax[serve]"'
+            )
+    if api_key is None and not _is_loopback(host):
+        output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
+    lm = options.load(model, precision, dtype, max_positions)
+    lm.require_tokenizer()
+
+    import uvicorn
+
+    import mpjax
+    from mpjax.serve.application import Limits, application
+
+    engine = mpjax.Engine(
+        lm,
+        slots=slots,
+        cache_memory=cache_memory,
+        max_tokens=max_tokens,
+        chunk_tokens=chunk_tokens,
+    )
+    name = name or lm.source.resolve().name
+    output.note(
+        f"{name}: {slots} requests at a time, a cache of {engine.capacity:,} tokens; listening on "
+        f"http://{host}:{port}"
+    )
+    limits = Limits(max_waiting, max_body, api_key)
+    uvicorn.run(application(engine, name, limits), host=host, port=port, log_level="warning")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

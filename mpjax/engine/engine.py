@@ -1,0 +1,356 @@
+"""Engine: requests that come and go, over one model and one cache."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mpjax.arguments import positive_whole
+from mpjax.engine.handle import CancelledError, Event, Handle
+from mpjax.engine.memory import count_pages
+from mpjax.engine.planner import Row, Sizes
+from mpjax.engine.request import Request, Settings, encode_one, row_text, split_sampling
+from mpjax.engine.runner import Runner
+from mpjax.generation import Generation
+from mpjax.kernels.checks import require_type
+from mpjax.language_model import LanguageModel
+from mpjax.prompts import Prompt, Prompts, encode, is_single
+from mpjax.sampling import Sampling
+
+SEQUENCES = 32  # the most prompts that a program reads pieces of
+
+
+class Engine:
+    """Generates for requests that come and go, in one batch that always takes the next.
+
+        with mpjax.Engine(lm, slots=64) as engine:
+            handle = engine.submit("def f(x):", max_new_tokens=64)
+            for piece in handle:
+                print(piece, end="")
+
+    lm: the model, with its KV format and page size.
+    slots: the most requests that run at once; others wait.
+    cache_memory: of the cache: bytes, or a share of what is free (by default 0.9). There is never
+        more than all slots can fill; `capacity` says how many tokens it holds.
+    max_tokens: the most tokens of a request, its prompt's and new ones; the model's positions by
+        default. Attention plans for such rows, so a smaller number is faster.
+    chunk_tokens: the most tokens of prompts that are read before rows that decode go on. Fewer,
+        where what they attend to is long.
+    steps: tokens that are drawn for each row between two returns to the host.
+    share_prefixes: whether requests share pages of the cache that begin with the same tokens.
+
+    Prompts are read from the cache as it stores them, in pieces and beside other prompts. So
+    results don't depend on when requests come, on sharing, and on whether a request had to make
+    room for another, but for rounding: kernels choose their tiles, and so the order of sums, by the
+    number of tokens. `generate` instead reads prompts before their keys and values are quantised.
+    With KV16 both compute the same.
+
+    A row whose logits are NaN ends with an error, alone. When pages run out, the youngest request
+    gives up its own and is read again later. Requests of a higher priority go first.
+
+    Nothing runs by itself: iterating over a handle runs `step`, which runs all requests, until
+    `start` runs a thread for it. Submitting and cancelling may come from any thread.
+
+    Raises ValueError for numbers that don't fit, and DeviceMemoryError where memory is lacking.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        slots: int = 64,
+        cache_memory: float | None = None,
+        max_tokens: int | None = None,
+        chunk_tokens: int = 1024,
+        steps: int = 8,
+        share_prefixes: bool = True,
+    ) -> None:
+        require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+        slots = positive_whole("slots", slots)
+        chunk, steps = positive_whole("chunk_tokens", chunk_tokens), positive_whole("steps", steps)
+        positions = lm.config.max_position_embeddings
+        most = positions if max_tokens is None else positive_whole("max_tokens", max_tokens)
+        if most > positions:
+            raise ValueError(
+                f"max_tokens is {most}, and the model has {positions} positions: ask for fewer, or "
+                "load the model with max_positions"
+            )
+        if steps > lm.page_size:
+            raise ValueError(f"steps is {steps}: expected at most {lm.page_size}, a page's tokens")
+        pages = count_pages(lm, slots, most, cache_memory, chunk)
+        self.lm, self.max_tokens, self._shares = lm, most, share_prefixes
+        windows = [layer.attention.window for layer in lm.config.layers]
+        sizes = Sizes(
+            slots=slots,
+            pages=pages,
+            page_size=lm.page_size,
+            block=lm.kv_format.block,
+            chunk=chunk,
+            sequences=min(slots, SEQUENCES),
+            steps=steps,
+            window=None if None in windows else max(w for w in windows if w is not None),
+        )
+        self._runner = Runner(lm, sizes, most)
+        # Requests that have come, and handles of those to cancel.
+        self._inbox: collections.deque[Request | Handle] = collections.deque()
+        self._numbers = itertools.count()
+        self._turn = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that the cache holds, of all requests together."""
+        sizes = self._runner.planner.sizes
+        return (sizes.pages - 1) * sizes.page_size
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no request can be submitted: the engine was closed, or its thread has failed."""
+        return self._is_closed
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._inbox) or self._runner.has_work
+
+    def statistics(self) -> dict[str, int]:
+        """Numbers of now: requests that run and wait, free pages; and since the beginning.
+
+        prompt_tokens: read or shared. shared_tokens: of them, those found in the cache.
+        new_tokens: drawn.
+        preemptions: how often a request gave up its pages. programs: that were compiled.
+        steps: of the engine. late_steps: of them, those before which the device had nothing to do.
+        """
+        runner, planner = self._runner, self._runner.planner
+        return {
+            "running": len(planner.running),
+            "waiting": len(planner.waiting) + len(self._inbox),
+            "pages": planner.sizes.pages - 1,
+            "free_pages": planner.pool.available,
+            "kept_pages": planner.pool.kept,
+            "prompt_tokens": planner.prompt_tokens,
+            "shared_tokens": planner.shared_tokens,
+            "new_tokens": runner.new_tokens,
+            "preemptions": planner.preemptions,
+            "steps": runner.steps,
+            "late_steps": runner.late_steps,
+            "programs": len(runner.programs.used),
+        }
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        stop: str | Sequence[str] | None = (),
+        seed: Any = 0,
+        **how: Any,
+    ) -> Handle:
+        """Adds a request, which waits for its turn.
+
+        prompt: a text, token ids, or the messages of a chat, as for `generate`, whose arguments the
+            others are too.
+        seed: of its random draws, an integer or a key.
+        how: priority (an integer, 0; higher ones go first), prompt_logprobs (whether to compute
+            log-probabilities of the prompt, which then shares nothing), chat_template.
+
+        Raises ValueError for arguments that don't fit, and for a request that the cache or the
+        model can never hold.
+        """
+        options = _Options.of(how)
+        ids = encode_one(self.lm, prompt, options.chat_template)
+        settings = Settings.of(self.lm, max_new_tokens, sampling, stop, seed)
+        if len(ids) + settings.most > self.max_tokens:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and with {settings.most} new ones it would "
+                f"pass the {self.max_tokens} tokens of a request: shorten it, or ask for fewer"
+            )
+        if reason := self._runner.planner.why_never(len(ids), settings.most):
+            raise ValueError(f"the prompt's {reason}")
+        if self._is_closed:
+            raise ValueError("the engine is closed: make another one")
+        number = next(self._numbers)
+        handle = Handle(self, number, ids, row_text(self.lm, ids, settings))
+        shares = self._shares and not settings.has_penalty and not options.prompt_logprobs
+        row = Row(
+            number,
+            list(ids),
+            len(ids),
+            settings.most,
+            priority=options.priority,
+            shares=shares,
+            scored=options.prompt_logprobs,
+        )
+        row.owner = Request(handle, settings, row)
+        self._inbox.append(row.owner)
+        self._wake.set()
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """Ends a request soon; see Handle.cancel."""
+        if handle.is_finished:
+            return
+        self._inbox.append(handle)
+        self._wake.set()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        stop: str | Sequence[str] | None = (),
+        seeds: Any = None,
+        chat_template: str | None = None,
+    ) -> Generation:
+        """Completes a batch of prompts; arguments, result and errors are those of `generate`.
+
+        A field of the sampling may be an array with a number for each prompt.
+        """
+        tokenizer: Any = self.lm.tokenizer
+        batch: Any = [prompts] if is_single(prompts) else prompts
+        encoded = encode(tokenizer, batch, self.lm.config.vocab_size, chat_template)
+        seeds = range(len(encoded)) if seeds is None else seeds
+        if len(seeds) != len(encoded):
+            raise ValueError(
+                f"there are {len(seeds)} seeds for a batch of {len(encoded)}: expected one for "
+                "each row"
+            )
+        each = split_sampling(Sampling.of(sampling), len(encoded))
+        begin = time.perf_counter()
+        handles = [
+            self.submit(ids, max_new_tokens=max_new_tokens, sampling=one, stop=stop, seed=seed)
+            for ids, one, seed in zip(encoded, each, seeds, strict=True)
+        ]
+        first = None
+        for handle in handles:
+            while not handle.is_finished:
+                self.wait(handle, handle._version)
+                if first is None and all(one.tokens or one.is_finished for one in handles):
+                    first = time.perf_counter()
+        for handle in handles:
+            handle.result()
+        end = time.perf_counter()
+        first = end if first is None else first
+        return Generation(
+            text=[handle.text for handle in handles],
+            tokens=[handle.tokens for handle in handles],
+            logprobs=[handle.logprobs for handle in handles],
+            finish_reasons=[str(handle.finish_reason) for handle in handles],
+            prompt_tokens=[len(handle.prompt) for handle in handles],
+            prefill_seconds=first - begin,
+            decode_seconds=end - first,
+        )
+
+    # -- running
+
+    def step(self) -> list[Event]:
+        """Starts the next program, and reads what the one before has drawn.
+
+        Returns an event for each request with new tokens or an end.
+        """
+        with self._turn:
+            return self._take_inbox() + self._runner.step()
+
+    def __iter__(self) -> Iterator[Event]:
+        """Events of all requests, until all have ended."""
+        while self.has_work:
+            yield from self.step()
+
+    def wait(self, handle: Handle, version: int) -> None:
+        """Runs a step, or waits for the thread to report of a handle after report `version`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            handle.wait(version)
+        elif not handle.is_finished:
+            self.step()
+
+    def start(self) -> None:
+        """Runs steps in a thread, as long as there are requests, until `stop`."""
+        if self._is_closed:
+            raise ValueError("the engine is closed: make another one")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpjax engine", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread of `start` after its step; requests stay as they are."""
+        if (thread := self._thread) is not None:
+            self._thread = None
+            self._wake.set()
+            thread.join()
+
+    def close(self) -> None:
+        """Cancels all requests and frees the cache."""
+        self.stop()
+        self._is_closed = True
+        self._fail_all("cancelled", CancelledError("the engine was closed"))
+        self._runner.free()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        me = threading.current_thread()
+        while self._thread is me:
+            self._wake.clear()
+            if not self.has_work:
+                self._wake.wait()
+                continue
+            try:
+                self.step()
+            except Exception as error:
+                self._is_closed = True
+                self._fail_all("error", error)
+                return
+
+    def _fail_all(self, reason: str, error: Exception) -> None:
+        """Ends all requests."""
+        while self._inbox:
+            request = self._inbox.popleft()
+            if isinstance(request, Request):
+                self._runner.submit(request)
+        for request in list(self._runner.requests.values()):
+            self._runner.end(request, reason, error)
+
+    def _take_inbox(self) -> list[Event]:
+        """Adds the requests that have come, and ends those that were cancelled."""
+        events = []
+        while self._inbox:
+            what = self._inbox.popleft()
+            if isinstance(what, Request):
+                self._runner.submit(what)
+            elif (request := self._runner.requests.get(what)) is not None:
+                error = CancelledError(f"request {what.number} was cancelled")
+                events.append(self._runner.end(request, "cancelled", error))
+        return events
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Rarer arguments of `submit`."""
+
+    priority: int = 0
+    prompt_logprobs: bool = False
+    chat_template: str | None = None
+
+    @classmethod
+    def of(cls, how: Mapping[str, Any]) -> _Options:
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(how) - known):
+            raise TypeError(f"submit() got an unexpected keyword argument {unknown[0]!r}")
+        options = cls(**how)
+        if isinstance(options.priority, bool) or not isinstance(options.priority, int):
+            raise ValueError(f"priority is {options.priority!r}: expected a whole number")
+        require_type("prompt_logprobs", options.prompt_logprobs, bool)
+        return options

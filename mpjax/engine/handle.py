@@ -1,0 +1,208 @@
+"""A request's handle: what has come of it so far, and ways to wait for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpjax.row_text import RowText
+
+if TYPE_CHECKING:
+    from mpjax.engine.engine import Engine
+
+
+class CancelledError(RuntimeError):
+    """A request was cancelled before it had ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, from the second on: [tokens − 1] each.
+
+    logprobs: float32, natural logarithm of each token's probability behind those before it.
+    best: int32, the likeliest token in its place. best_logprobs: float32, of that token.
+    """
+
+    logprobs: np.ndarray
+    best: np.ndarray
+    best_logprobs: np.ndarray
+
+    @classmethod
+    def join(cls, scores: Sequence[Scores], prompt: int) -> PromptLogprobs:
+        """The log-probabilities of a prompt of so many tokens, from the scores of its pieces."""
+        fields = ("logprobs", "best", "best_logprobs")
+        joined = (np.concatenate([getattr(one, name) for one in scores]) for name in fields)
+        return cls(*(array[: prompt - 1] for array in joined))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Scores of a piece of a prompt: what is behind each of its tokens, from position `start` on.
+
+    The arrays are those of PromptLogprobs.
+    """
+
+    start: int
+    logprobs: np.ndarray
+    best: np.ndarray
+    best_logprobs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """New tokens of a request, as `Engine.step` returns them.
+
+    text: the text after the request's earlier events; it may lag behind the tokens.
+    finish_reason: in a request's last event: `stop`, `length`, `cancelled` or `error`.
+    """
+
+    handle: Handle
+    tokens: list[int]
+    text: str
+    finish_reason: str | None = None
+
+
+class Handle:
+    """A request that was submitted to an engine.
+
+        for piece in handle: ...         # its text, as it comes
+        async for piece in handle: ...   # the same, while the engine runs in a thread
+        handle.result()                  # waits for its end, and returns the handle
+
+    Attributes:
+      number: of the request, in the order of arrival.
+      prompt: ids of the prompt.
+      tokens, logprobs: ids of the new tokens, and the natural logarithm of each one's probability.
+      finish_reason: `stop` (a stop token or string), `length`, `cancelled`, `error`; None until the
+        request has ended.
+      prompt_logprobs: if they were asked for, once the prompt was read.
+      shared_tokens: of the prompt, those that were in the cache already.
+    """
+
+    def __init__(
+        self, engine: Engine, number: int, prompt: list[int], text: RowText | None
+    ) -> None:
+        self._engine = engine
+        self._row_text = text
+        self._taken = 0  # characters that iteration has yielded
+        self._changed = threading.Condition()
+        self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._ending: tuple[str, Exception | None] | None = None
+        self._version = 0  # counts reports
+        self.number, self.prompt = number, prompt
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: str | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self.shared_tokens = 0
+        self.certain = ""  # the text that has been reported
+
+    @property
+    def text(self) -> str:
+        """The new text so far, without a stop string that has ended it."""
+        return "" if self._row_text is None else self._row_text.text
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.finish_reason is not None
+
+    def cancel(self) -> None:
+        """Ends the request soon; what it has so far stays. Nothing happens if it has ended."""
+        self._engine.cancel(self)
+
+    def result(self) -> Handle:
+        """Waits until the request has ended.
+
+        Raises CancelledError if it was cancelled, and NotFiniteError if the model has computed NaN.
+        """
+        while not self.is_finished:
+            self._engine.wait(self, self._version)
+        self._raise()
+        return self
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of the text, as it comes; the errors are those of `result`."""
+        while True:
+            version, finished = self._version, self.is_finished
+            if piece := self._take():
+                yield piece
+            elif finished:
+                self._raise()
+                return
+            else:
+                self._engine.wait(self, version)
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Pieces of the text, as it comes; starts the engine's thread if none runs."""
+        self._engine.start()
+        woken = asyncio.Event()
+        watcher = asyncio.get_running_loop(), woken
+        self._watchers.add(watcher)
+        try:
+            while True:
+                woken.clear()
+                finished = self.is_finished
+                if piece := self._take():
+                    yield piece
+                elif finished:
+                    self._raise()
+                    return
+                else:
+                    await woken.wait()
+        finally:
+            self._watchers.discard(watcher)
+
+    def wait(self, version: int) -> None:
+        """Waits for a report after number `version`, in a thread that is not the engine's."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != version or self.is_finished)
+
+    def push(self, tokens: list[int], logprobs: list[float]) -> int:
+        """Adds new tokens, up to one that completes a stop string; returns how many it took."""
+        before = len(self.tokens)
+        self.tokens.extend(tokens)
+        if self._row_text is not None:
+            self._row_text.push(tokens)
+            del self.tokens[len(self._row_text.tokens) :]
+        taken = len(self.tokens) - before
+        self.logprobs.extend(logprobs[:taken])
+        return taken
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._row_text is not None and self._row_text.stopped
+
+    def finish(self, reason: str, error: Exception | None = None) -> None:
+        """Ends the request; `report` makes it known."""
+        if self._row_text is not None:
+            self._row_text.finish()
+        self._ending = reason, error
+
+    def report(self, tokens: list[int]) -> Event:
+        """Tells all that wait that there is something new; returns the event."""
+        piece = "" if self._row_text is None else self._row_text.take()
+        with self._changed:
+            self.certain += piece
+            self._version += 1
+            if self._ending is not None:
+                self.finish_reason = self._ending[0]
+            self._changed.notify_all()
+        for loop, woken in list(self._watchers):
+            loop.call_soon_threadsafe(woken.set)
+        return Event(self, tokens, piece, self.finish_reason)
+
+    def _take(self) -> str:
+        text = self.certain
+        piece, self._taken = text[self._taken :], len(text)
+        return piece
+
+    def _raise(self) -> None:
+        if self._ending is not None and self._ending[1] is not None:
+            raise self._ending[1]

@@ -1,0 +1,54 @@
+"""How many pages an engine has: by the memory that it may take."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpjax.engine.state import page_bytes, residual_bytes
+from mpjax.language_model import LanguageModel
+from mpjax.memory import free_bytes, require_free
+
+USUAL_SHARE = 0.9
+
+
+def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chunk: int) -> int:
+    """The number of pages of an engine's cache, with the one that is nowhere.
+
+    memory: bytes, or a share of what is free, between 0 and 1, or None for USUAL_SHARE. There are
+        never more pages than all slots can fill.
+    chunk: the most tokens of prompts in a program; room for its activations is left free.
+
+    Raises ValueError for another kind of memory, and for one that does not hold a page;
+    DeviceMemoryError for more bytes than are free.
+    """
+    useful = slots * -(-max_tokens // lm.page_size)
+    fixed, each = residual_bytes(lm, slots) + slots * lm.config.vocab_size, page_bytes(lm)
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
+        raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
+    share = USUAL_SHARE if memory is None else float(memory)
+    if share > 1:
+        pages = min(useful, int(share - fixed) // each)
+        require_free(fixed + pages * each, "the engine's cache")
+    elif share > 0:
+        free = free_bytes()
+        most = fixed + useful * each
+        room = most if free is None else share * (free - _working_bytes(lm, slots, chunk))
+        pages = min(useful, int(room - fixed) // each)
+    else:
+        raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
+    if pages < 1:
+        raise ValueError(
+            f"cache_memory is {memory!r}: a page of {lm.page_size} tokens takes {each} bytes, and "
+            f"{slots} slots {fixed} bytes besides: give it more, or fewer slots"
+        )
+    return pages + 1
+
+
+def _working_bytes(lm: LanguageModel, slots: int, chunk: int) -> int:
+    """Bytes of a layer's widest activations, inside the MLP, and of logits."""
+    wide = 3 * lm.config.intermediate_size + 3 * lm.config.hidden_size
+    activations = chunk * wide * jnp.dtype(lm.config.dtype).itemsize
+    return activations + 3 * 4 * max(slots, chunk // 4) * lm.config.vocab_size

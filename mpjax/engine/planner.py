@@ -1,0 +1,381 @@
+"""Decides which program an engine runs next: pure Python, without a device.
+
+A plan is made a step ahead, before the results of the last one are known. So lengths here are those
+after all planned programs; a row that has ended in the meantime adds nothing to the cache.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mpjax.engine.pages import NOWHERE, PagePool, page_key
+
+# A token of a prompt costs twice as much at this position as at the first: it attends to more.
+CONTEXT = 8192
+PIECES = 64  # no piece of another prompt begins where there is room for less of a chunk than this
+WINDOW_SLACK = 256  # a tile of attention may begin before the window, by less than this
+HEADROOM = 16  # one of so many pages, at most, stays free for rows that run when others come
+
+
+def scored_chunk(chunk: int) -> int:
+    """The most tokens of prompts in a program that scores them, since logits take memory."""
+    return max(chunk // 4, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The fixed sizes of an engine.
+
+    slots: rows that may run at once. pages: of the cache, with the one that is nowhere.
+    page_size: tokens of a page. block: of the KV format, or None.
+    chunk: the most tokens of prompts in a program. sequences: the most prompts in a program.
+    steps: decoding steps of a program.
+    window: the widest of all layers' windows, or None if a layer has none.
+    """
+
+    slots: int
+    pages: int
+    page_size: int
+    block: int | None = None
+    chunk: int = 1024
+    sequences: int = 32
+    steps: int = 8
+    window: int | None = None
+
+    @property
+    def unit(self) -> int:
+        """Tokens of the smallest prefix that can be shared: whole pages and whole blocks."""
+        return max(self.page_size, self.block or 1)
+
+    def pages_for(self, tokens: int) -> int:
+        """The number of pages that hold so many tokens."""
+        return -(-tokens // self.page_size)
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A request, as the planner sees it.
+
+    number: in the order of arrival. tokens: those of the prompt, and the new ones that are known.
+    prompt: the number of the prompt's. most: the most new tokens.
+    priority: rows of a higher one come first. shares: whether it may take pages of other rows.
+    scored: whether the prompt's log-probabilities are wanted. owner: whose request it is.
+
+    slot: its place among the rows that run, or None while it waits. runs: how often it was given a
+        slot. is_fresh: whether its slot has read nothing yet.
+    pages: of its tokens, in order. target: tokens to read before the next one is drawn.
+    length: tokens in the cache, and drawn: new tokens, both after all planned programs.
+    keys: of pages with its first tokens. published: how many of its pages others can find.
+    shared: tokens of the prompt that were in pages of others when it was first given a slot.
+    is_known: whether the planner has it.
+    """
+
+    number: int
+    tokens: list[int]
+    prompt: int
+    most: int
+    priority: int = 0
+    shares: bool = True
+    scored: bool = False
+    owner: Any = None
+    slot: int | None = None
+    runs: int = 0
+    is_fresh: bool = False
+    pages: list[int] = dataclasses.field(default_factory=list)
+    target: int = 0
+    length: int = 0
+    drawn: int = 0
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+    published: int = 0
+    shared: int = 0
+    is_known: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rows with a smaller one come first."""
+        return -self.priority, self.number
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether tokens are left to read before the next one is drawn."""
+        return self.length < self.target
+
+    @property
+    def left(self) -> int:
+        """The most tokens that may still be drawn."""
+        return self.most - self.drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The tokens of a row that a program reads, from `start` to before `end`.
+
+    is_first: whether they are the first that the row's slot reads. is_last: whether the next token
+    is drawn behind them.
+    """
+
+    row: Row
+    start: int
+    end: int
+    is_first: bool
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Extend:
+    """A program that reads pieces of prompts. scored: whether with their log-probabilities."""
+
+    pieces: list[Piece]
+    scored: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """A program that draws up to `steps` tokens of each row.
+
+    entries: for each row, the entry of its block table that gets a page, and the page; or None.
+    """
+
+    rows: list[Row]
+    steps: int
+    entries: list[tuple[int, int] | None]
+
+
+class Planner:
+    """Rows that wait and rows that run, and what to do next.
+
+    Reading prompts and decoding take turns, so that no row waits for longer than a chunk.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.pool = PagePool(sizes.pages)
+        self.waiting: list[Row] = []
+        self.running: list[Row] = []  # by order
+        self._slots = list(range(sizes.slots - 1, -1, -1))
+        self._has_read = False  # whether the last program read prompts
+        self._has_more = False  # whether it left some for which there is room
+        self.preemptions = 0
+        self.prompt_tokens = 0  # of rows that were given a slot
+        self.shared_tokens = 0  # of them, those in pages of other rows
+
+    def submit(self, row: Row) -> None:
+        """Adds a row that waits; rows of equal priority run in their order."""
+        bisect.insort(self.waiting, row, key=lambda row: row.order)
+        row.is_known = True
+
+    def why_never(self, prompt: int, most: int) -> str | None:
+        """The reason why a request can never run, or None if it can."""
+        room = (self.sizes.pages - 1) * self.sizes.page_size
+        if self.sizes.pages_for(prompt + most - 1) < self.sizes.pages:
+            return None
+        return (
+            f"{prompt} tokens and {most} new ones don't fit in the cache, which holds {room}: "
+            "shorten the prompt, ask for fewer, or give the engine more cache_memory"
+        )
+
+    def remove(self, row: Row) -> list[int]:
+        """Ends a row, wherever it is; returns the pages that it owned."""
+        if row.slot is None:
+            self._take_from_waiting(row)
+            return []
+        return self._leave(row)
+
+    def plan(self) -> Extend | Decode | None:
+        """The next program, or None if there is nothing to do before results are known."""
+        if self._has_read and (decode := self._plan_decode()):
+            self._has_read = False
+            return decode
+        if extend := self._plan_extend():
+            self._has_read = True
+            return extend
+        self._has_read = False
+        return self._plan_decode()
+
+    def learn(self, row: Row, tokens: Sequence[int]) -> None:
+        """Adds new tokens that are known now, and that are of finite logits.
+
+        Pages whose content is final and finite can be found by others from now on, and pages that
+        no query sees again are given back.
+        """
+        row.tokens.extend(tokens)
+        if row.slot is not None:
+            self._publish(row)
+            self._pass(row)
+
+    # -- reading prompts
+
+    def _plan_extend(self) -> Extend | None:
+        pieces: list[Piece] = []
+        room, self._has_more = self.sizes.chunk, False
+        least = max(1, room // PIECES)
+        is_urgent = any(not row.is_reading and row.left > 0 for row in self.running)
+        for row in self._rows_to_read():
+            is_full = room < least or len(pieces) == self.sizes.sequences
+            if pieces and (is_full or row.scored != pieces[0].row.scored):
+                self._has_more = True
+                break
+            if row.slot is None and not self._admit(row):
+                break
+            if row.scored and not pieces:
+                room = scored_chunk(room)
+            count = self._count(row, room, is_urgent)
+            room -= self._cost(row.length, count, is_urgent)
+            pieces.append(self._cut(row, count))
+        self._has_more |= any(row.is_reading for row in self.running)
+        return Extend(pieces, pieces[0].row.scored) if pieces else None
+
+    def _rows_to_read(self) -> Iterator[Row]:
+        """Rows with tokens to read: first those that run, then those that wait."""
+        yield from [row for row in self.running if row.is_reading]
+        yield from self.waiting[: self.sizes.sequences]
+
+    def _count(self, row: Row, room: int, is_urgent: bool) -> int:
+        """The number of a row's tokens to read next, of which `room` is the most they may cost."""
+        count = row.target - row.length
+        if block := self.sizes.block:  # so that results don't depend on where pieces end
+            count = min(count, block - row.length % block)
+        if not is_urgent:
+            return min(count, room)
+        # The largest count whose cost, quadratic in it, is no more than the room.
+        each = 1 + row.length / CONTEXT
+        most = CONTEXT * (math.sqrt(each**2 + 2 * room / CONTEXT) - each)
+        return max(1, min(count, int(most + 0.5)))
+
+    @staticmethod
+    def _cost(start: int, count: int, is_urgent: bool) -> int:
+        """The cost of tokens in tokens at position 0; where no row waits for it, their number."""
+        return count + (count * (start + count // 2) // CONTEXT if is_urgent else 0)
+
+    def _cut(self, row: Row, count: int) -> Piece:
+        start = row.length
+        row.length += count
+        is_first, is_last = row.is_fresh, not row.is_reading
+        row.is_fresh = False
+        if is_last:
+            row.drawn += 1
+        self._pass(row)
+        return Piece(row, start, start + count, is_first, is_last)
+
+    def _admit(self, row: Row) -> bool:
+        """Gives a waiting row a slot, and pages for all tokens to read; False if it has to wait."""
+        if not self._slots:
+            return False
+        shared = self._find_shared(row)
+        needed = self.sizes.pages_for(len(row.tokens)) - len(shared)
+        headroom = min(len(self.running), self.sizes.pages // HEADROOM)
+        if self.pool.available - self.pool.idle_of(shared) < needed + headroom:
+            return False
+        self.pool.share(shared)
+        pages = self.pool.allocate(needed)
+        assert pages is not None
+        self._take_from_waiting(row)
+        bisect.insort(self.running, row, key=lambda row: row.order)
+        row.slot, row.pages, row.target = self._slots.pop(), shared + pages, len(row.tokens)
+        row.length, row.drawn = len(shared) * self.sizes.page_size, len(row.tokens) - row.prompt
+        row.runs, row.is_fresh, row.published = row.runs + 1, True, len(shared)
+        self.prompt_tokens += row.target
+        self.shared_tokens += row.length
+        if row.runs == 1:
+            row.shared = row.length
+        return True
+
+    def _take_from_waiting(self, row: Row) -> None:
+        index = bisect.bisect_left(self.waiting, row.order, key=lambda row: row.order)
+        assert self.waiting[index] is row
+        del self.waiting[index]
+
+    def _find_shared(self, row: Row) -> list[int]:
+        """Pages of other rows that hold the row's first tokens; the last token is always read."""
+        if not row.shares:
+            return []
+        of_unit = self.sizes.unit // self.sizes.page_size
+        most = (len(row.tokens) - 1) // self.sizes.unit * of_unit
+        found = self.pool.find(self._keys(row, most))
+        return found[: len(found) // of_unit * of_unit]
+
+    # -- decoding
+
+    def _plan_decode(self) -> Decode | None:
+        rows, entries = [], []
+        # Where others wait for the next piece of their prompts, a single step.
+        steps = 1 if self._has_more else self.sizes.steps
+        for row in [row for row in self.running if not row.is_reading and row.left > 0]:
+            if row.slot is None:
+                continue  # it was preempted for one before it
+            count, entry = min(steps, row.left), len(row.pages)
+            if not self._make_room(row, count):
+                continue
+            rows.append(row)
+            entries.append((entry, row.pages[entry]) if entry < len(row.pages) else None)
+            row.length += count
+            row.drawn += count
+        return Decode(rows, steps, entries) if rows else None
+
+    def _make_room(self, row: Row, count: int) -> bool:
+        """Gives a row pages for `count` more tokens, if need be those of the youngest rows."""
+        needed = self.sizes.pages_for(row.length + count) - len(row.pages)
+        if needed <= 0:
+            return True
+        while (pages := self.pool.allocate(needed)) is None:
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is row:
+                return False
+        row.pages.extend(pages)
+        return True
+
+    def _preempt(self, row: Row) -> None:
+        """Sends a row back to those that wait; what it has drawn is read again later."""
+        self._leave(row)
+        self.submit(row)
+        self.preemptions += 1
+
+    def _leave(self, row: Row) -> list[int]:
+        assert row.slot is not None
+        self.running.remove(row)
+        self._slots.append(row.slot)
+        pages = row.pages
+        self.pool.release(pages)
+        row.slot, row.pages, row.length, row.target = None, [], 0, 0
+        return pages
+
+    # -- pages
+
+    def _publish(self, row: Row) -> None:
+        """Lets others find the row's pages that hold tokens before the newest one."""
+        known = min(len(row.tokens) - 1, row.length)
+        if block := self.sizes.block:
+            # A block is encoded when the first token behind it comes.
+            known = min(known, max(row.length - 1, 0) // block * block)
+        pages = known // self.sizes.page_size
+        keys = self._keys(row, pages)
+        for number in range(row.published, pages):
+            self.pool.publish(row.pages[number], keys[number])
+        row.published = max(row.published, pages)
+
+    def _keys(self, row: Row, pages: int) -> list[bytes]:
+        """The keys of a row's first pages."""
+        size = self.sizes.page_size
+        while len(row.keys) < pages:
+            at = len(row.keys) * size
+            before = row.keys[-1] if row.keys else b""
+            row.keys.append(page_key(before, row.tokens[at : at + size]))
+        return row.keys[:pages]
+
+    def _pass(self, row: Row) -> None:
+        """Releases pages that lie before the windows of all later queries."""
+        if self.sizes.window is None:
+            return
+        # The next query is behind the tokens that are known, and maybe not behind planned ones.
+        query = min(row.length, len(row.tokens))
+        behind = max(query - self.sizes.window - WINDOW_SLACK, 0) // self.sizes.page_size
+        for entry in range(behind - 1, -1, -1):
+            if row.pages[entry] == NOWHERE:
+                break
+            self.pool.release([row.pages[entry]])
+            row.pages[entry] = NOWHERE

@@ -1,0 +1,169 @@
+"""Rotations of the residual stream and of values, folded into the weights (QuaRot's R1 and R2).
+
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024), §4. An RMS norm
+without a weight commutes with a rotation Q. So the weights of norms move into the linear maps that
+read them, which are multiplied by the inverse of Q, and all that is added to the stream is
+multiplied by Q. The model computes what it computed, and no channel of the stream is much larger
+than the others. A rotation of the channels of each value head is undone by the output map.
+
+Which maps read and write the stream, and which channels may be mixed, is said by the layer's spec.
+QuaRot's other rotations take time in every step: R3 turns queries and keys after their rotary
+embedding, as KV4 does with keys, and R4 the inputs of the down projection, which a kernel would
+have to do between the gate and the product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mpjax.models import Decoder, DecoderConfig, DecoderLayer, FusedLinear, LayerSpec
+from mpjax.models.config import Fold
+from mpjax.models.parameters import find
+from mpjax.quantization.folds import linear_of
+from mpjax.quantization.statistics import PRECISION
+
+OF_STREAM, OF_VALUES, OF_CHECK = range(3)  # seeds
+GATE = 0.05  # of the mean error over the mean magnitude; weights in bfloat16 give about 0.005
+CHECKED_TOKENS = 16
+NORMS = ("attention_norm", "mlp_norm")
+
+
+def rotation(size: int, seed: int) -> np.ndarray:
+    """A random orthogonal matrix float64 [size, size] that mixes all channels alike.
+
+    It is the Kronecker product of Hadamard's matrix of the largest power of two that divides the
+    size, and a random orthogonal matrix, with random signs of the rows.
+    """
+    power = size & -size
+    hadamard = np.ones((1, 1))
+    while len(hadamard) < power:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    rng = np.random.default_rng(seed)
+    orthogonal, triangular = np.linalg.qr(rng.standard_normal((size // power, size // power)))
+    orthogonal = orthogonal * np.sign(np.diag(triangular))
+    signs = rng.choice([-1.0, 1.0], size)
+    return signs[:, None] * np.kron(hadamard / np.sqrt(power), orthogonal)
+
+
+@functools.lru_cache(maxsize=1)  # of one model, for all its layers
+def stream_rotation(config: DecoderConfig) -> jax.Array:
+    """The rotation of a model's residual stream, float32 [hidden size, hidden size]."""
+    return jnp.asarray(rotation(config.hidden_size, OF_STREAM), jnp.float32)
+
+
+def rotate_tables(model: Decoder) -> None:
+    """Rotates the embedding and the head of a model in place, and moves the last norm to the head.
+
+    A tied table becomes two: the norm is in the head alone. Raises ValueError for packed tables.
+    """
+    if model.config.packed_tables:
+        raise ValueError(f"{model.config.packed_tables[0]} is packed: load it in 16 bits")
+    stream = stream_rotation(model.config)
+    embedding: Any = model.embedding
+    source: Any = embedding if model.config.tie_word_embeddings else model.head
+    head = source.get_value()
+    norm = model.norm.weight.get_value()
+    rows = head.astype(jnp.float32) * norm.astype(jnp.float32)[None]
+    model.head = nnx.data(None)
+    model.head = nnx.Param(_product(rows, stream).astype(head.dtype))
+    model.norm.weight.set_value(jnp.ones_like(norm))
+    embedding.set_value(_turned(embedding.get_value(), stream))
+    model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
+
+
+def rotate_layer(layer: DecoderLayer, spec: LayerSpec, config: DecoderConfig) -> None:
+    """Rotates what a layer with plain kernels reads from the stream and adds to it, in place.
+
+    Raises ValueError for a layer that then computes something else: its spec does not say all
+    that reads the stream or is added to it, or there is a norm on the way back.
+    """
+    folds = spec.folds(config)
+    readers = {fold.source: fold for fold in folds if fold.source in NORMS}
+    if missing := [norm for norm in NORMS if norm not in readers]:
+        raise ValueError(
+            f"layers of this family can't be rotated, because {missing[0]} is read by more than "
+            "one linear map: leave rotate out of the method"
+        )
+    expected = _outputs(layer, config, is_rotated=False)
+    stream = stream_rotation(config)
+    for fold in readers.values():
+        _rotate_reader(layer, fold, stream)
+    for fold in filter(lambda fold: fold.is_mixable, folds):
+        _rotate_channels(layer, fold)
+    for path in spec.writers(config):
+        linear = linear_of(layer, path)
+        for parameter in filter(None, (linear.kernel, linear.bias)):
+            parameter.set_value(_turned(parameter.get_value(), stream))
+    found = _outputs(layer, config, is_rotated=True)
+    error = float(jnp.abs(found - expected).mean() / jnp.abs(expected).mean())
+    if not error < GATE:
+        raise ValueError(
+            f"a rotation changes what the layer computes by {error:.0%}: layers of this family "
+            "can't be rotated, so leave rotate out of the method"
+        )
+
+
+def _rotate_reader(layer: DecoderLayer, fold: Fold, stream: jax.Array) -> None:
+    """Moves a norm's weight into the linear map that reads it, and rotates the map's inputs."""
+    norm, kernel = find(layer, fold.source).weight, linear_of(layer, fold.target).kernel
+    weight = kernel.get_value()
+    rows = norm.get_value().astype(jnp.float32)[:, None] * weight.astype(jnp.float32)
+    kernel.set_value(_product(stream.T, rows).astype(weight.dtype))
+    norm.set_value(jnp.ones_like(norm.get_value()))
+
+
+def _rotate_channels(layer: DecoderLayer, fold: Fold) -> None:
+    """Rotates the channels of each head of a fold's source, and undoes that in the target's rows.
+
+    A source that is several maps joined has the heads in one of them, `fold.part`.
+    """
+    assert fold.repeats is not None
+    heads, copies, channels = fold.repeats
+    turn = jnp.asarray(rotation(channels, OF_VALUES), jnp.float32)
+    source, linear = find(layer, fold.source), linear_of(layer, fold.source)
+    begin = sum(source.sizes[: fold.part]) if isinstance(source, FusedLinear) else 0
+    for parameter in filter(None, (linear.kernel, linear.bias)):
+        array = parameter.get_value()
+        own = array[..., begin : begin + heads * channels]
+        turned = _turned(own.reshape(*own.shape[:-1], heads, channels), turn).reshape(own.shape)
+        parameter.set_value(array.at[..., begin : begin + heads * channels].set(turned))
+    kernel = linear_of(layer, fold.target).kernel
+    weight = kernel.get_value()
+    rows = weight.astype(jnp.float32).reshape(heads * copies, channels, -1)
+    turned = jnp.einsum("dc,hdn->hcn", turn, rows, precision=PRECISION)
+    kernel.set_value(turned.reshape(weight.shape).astype(weight.dtype))
+
+
+def _outputs(layer: DecoderLayer, config: DecoderConfig, *, is_rotated: bool) -> jax.Array:
+    """What a layer adds to a random stream, float32, in the channels of the stream as it was."""
+    stream = stream_rotation(config)
+    shape = 1, CHECKED_TOKENS, config.hidden_size
+    hidden = jax.random.normal(jax.random.key(OF_CHECK), shape)
+    positions = jnp.arange(CHECKED_TOKENS, dtype=jnp.float32)[None, :, None]
+    angles = jnp.broadcast_to(positions, (1, CHECKED_TOKENS, config.head_dim // 2))
+    read = _turned(hidden, stream) if is_rotated else hidden
+    added = _run(layer, read, angles) - read
+    return _product(added, stream.T) if is_rotated else added
+
+
+@jax.jit
+def _run(layer: DecoderLayer, hidden: jax.Array, angles: jax.Array) -> jax.Array:
+    # In float32, as a layer may add so little to the stream that 16 bits hardly tell it.
+    graph, state = nnx.split(layer)
+    wide = jax.tree.map(lambda array: array.astype(jnp.float32), state)
+    return nnx.merge(graph, wide).inputs(hidden, angles)[0]
+
+
+def _turned(array: jax.Array, turn: jax.Array) -> jax.Array:
+    return _product(array.astype(jnp.float32), turn).astype(array.dtype)
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.matmul(left, right, precision=PRECISION)

@@ -1,0 +1,225 @@
+"""Writes the objects of OpenAI's completions and chat completions."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mpjax.engine.handle import Handle
+from mpjax.serve.requests import Asked
+from mpjax.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The objects that answer a request: a whole one, or the chunks of a stream.
+
+    tokenizer: of the model. model: its name. id, created: of the answer.
+    """
+
+    tokenizer: Tokenizer
+    model: str
+    asked: Asked
+    id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def usage(self, handles: Sequence[Handle]) -> dict[str, Any]:
+        """The numbers of tokens."""
+        # The choices of a prompt have it in common.
+        prompt = sum(len(handle.prompt) for handle in handles[:: self.asked.choices])
+        is_generated = self.asked.max_new_tokens != 0
+        new = sum(len(handle.tokens) for handle in handles if is_generated)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": sum(h.shared_tokens for h in handles)},
+        }
+
+    def frame(self, kind: str, prefix: str, choices: list[Any]) -> dict[str, Any]:
+        """The object around choices."""
+        head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created}
+        return head | {"model": self.model, "choices": choices}
+
+    def text_of(self, token: int) -> str:
+        """The text of one token, special ones too."""
+        return self.tokenizer.decode([token], skip_special=False)
+
+
+class Style(Protocol):
+    """How an endpoint writes its answers."""
+
+    def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
+        """The answer, when all requests have ended."""
+
+    def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
+        """A chunk before the first text of a choice, if there is one."""
+
+    def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
+        """A chunk with the next text of a choice."""
+
+    def last(self, answer: Answer) -> dict[str, Any]:
+        """A chunk without choices, for the usage."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New text of a request, with the tokens since the piece before.
+
+    finish_reason: in the last piece.
+    """
+
+    handle: Handle
+    text: str
+    begin: int
+    end: int
+    finish_reason: str | None = None
+
+
+class Completions:
+    """The answers of /v1/completions."""
+
+    def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
+        """The answer, when all requests have ended."""
+        choices = [self._choice(answer, index, handle) for index, handle in enumerate(handles)]
+        return answer.frame("text_completion", "cmpl", choices) | {"usage": answer.usage(handles)}
+
+    def _choice(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any]:
+        asked = answer.asked
+        only_prompt = asked.max_new_tokens == 0
+        prompt = answer.tokenizer.decode(handle.prompt) if asked.echo else ""
+        text, reason = ("", "length") if only_prompt else (handle.text, handle.finish_reason)
+        found: dict[str, Any] = {"index": index, "text": prompt + text, "finish_reason": reason}
+        found["logprobs"] = None
+        if asked.logprobs:
+            entries = _prompt_entries(answer, handle) if asked.echo else []
+            if not only_prompt:
+                entries += _entries(answer, handle, 0, len(handle.tokens))
+            found["logprobs"] = _in_columns(entries, asked.with_top)
+        return found
+
+    def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
+        """The prompt, if it is to be echoed."""
+        if not answer.asked.echo:
+            return None
+        return self._chunk(answer, index, answer.tokenizer.decode(handle.prompt), None, None)
+
+    def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
+        """A chunk with the next text of a choice."""
+        logprobs = None
+        if answer.asked.logprobs:
+            entries = _entries(answer, piece.handle, piece.begin, piece.end)
+            logprobs = _in_columns(entries, answer.asked.with_top)
+        return self._chunk(answer, index, piece.text, logprobs, piece.finish_reason)
+
+    def last(self, answer: Answer) -> dict[str, Any]:
+        """A chunk without choices."""
+        return answer.frame("text_completion", "cmpl", [])
+
+    def _chunk(
+        self, answer: Answer, index: int, text: str, logprobs: Any, reason: str | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return answer.frame("text_completion", "cmpl", [choice])
+
+
+class Chats:
+    """The answers of /v1/chat/completions."""
+
+    def whole(self, answer: Answer, handles: Sequence[Handle]) -> dict[str, Any]:
+        """The answer, when all requests have ended."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": handle.text, "refusal": None},
+                "logprobs": self._logprobs(answer, handle, 0, len(handle.tokens)),
+                "finish_reason": handle.finish_reason,
+            }
+            for index, handle in enumerate(handles)
+        ]
+        return answer.frame("chat.completion", "chatcmpl", choices) | {
+            "usage": answer.usage(handles)
+        }
+
+    def first(self, answer: Answer, index: int, handle: Handle) -> dict[str, Any] | None:
+        """The role."""
+        return self._chunk(answer, index, {"role": "assistant", "content": ""}, None, None)
+
+    def chunk(self, answer: Answer, index: int, piece: Piece) -> dict[str, Any]:
+        """A chunk with the next text of a choice."""
+        delta = {"content": piece.text} if piece.text else {}
+        logprobs = self._logprobs(answer, piece.handle, piece.begin, piece.end)
+        return self._chunk(answer, index, delta, logprobs, piece.finish_reason)
+
+    def last(self, answer: Answer) -> dict[str, Any]:
+        """A chunk without choices."""
+        return answer.frame("chat.completion.chunk", "chatcmpl", [])
+
+    def _chunk(
+        self, answer: Answer, index: int, delta: Any, logprobs: Any, reason: str | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return answer.frame("chat.completion.chunk", "chatcmpl", [choice])
+
+    def _logprobs(self, answer: Answer, handle: Handle, begin: int, end: int) -> Any:
+        if not answer.asked.logprobs:
+            return None
+        content = []
+        for entry in _entries(answer, handle, begin, end):
+            spelled = list(entry.text.encode())
+            one = {"token": entry.text, "logprob": entry.logprob, "bytes": spelled}
+            content.append(one | {"top_logprobs": [dict(one)] if answer.asked.with_top else []})
+        return {"content": content, "refusal": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A token with its log-probability; None for a prompt's first. top: the likeliest tokens."""
+
+    text: str
+    logprob: float | None
+    top: dict[str, float] | None
+
+
+def _entries(answer: Answer, handle: Handle, begin: int, end: int) -> list[_Entry]:
+    """Entries of new tokens; the token itself is the only one in `top`."""
+    pairs = zip(handle.tokens[begin:end], handle.logprobs[begin:end], strict=True)
+    texts = ((answer.text_of(token), logprob) for token, logprob in pairs)
+    return [_Entry(text, logprob, {text: logprob}) for text, logprob in texts]
+
+
+def _prompt_entries(answer: Answer, handle: Handle) -> list[_Entry]:
+    """Entries of a prompt's tokens, each with the likeliest token in its place."""
+    scores = handle.prompt_logprobs
+    assert scores is not None
+    first, *others = map(answer.text_of, handle.prompt)
+    entries = [_Entry(first, None, None)]
+    for text, logprob, best, best_logprob in zip(
+        others,
+        scores.logprobs.tolist(),
+        scores.best.tolist(),
+        scores.best_logprobs.tolist(),
+        strict=True,
+    ):
+        top = {text: logprob}
+        likeliest = answer.text_of(best)
+        top[likeliest] = max(best_logprob, top.get(likeliest, best_logprob))
+        entries.append(_Entry(text, logprob, top))
+    return entries
+
+
+def _in_columns(entries: Sequence[_Entry], with_top: bool) -> dict[str, Any]:
+    """Log-probabilities as /v1/completions has them."""
+    offsets, at = [], 0
+    for entry in entries:
+        offsets.append(at)
+        at += len(entry.text)
+    return {
+        "tokens": [entry.text for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [entry.top for entry in entries] if with_top else None,
+        "text_offset": offsets,
+    }

@@ -1,0 +1,290 @@
+"""The server as a Starlette application: its routes, limits and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from mpjax.engine.engine import Engine
+from mpjax.engine.handle import Handle
+from mpjax.language_model import LanguageModel
+from mpjax.serve.answers import Answer, Chats, Completions, Piece, Style
+from mpjax.serve.metrics import exposition
+from mpjax.serve.requests import Asked, RequestError, read_chat, read_completion
+
+Read = Callable[[LanguageModel, Any], Asked]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the server refuses.
+
+    waiting: requests that wait for the engine, beyond which others are refused (503).
+    body_bytes: of a body (413). api_key: without which requests are refused (401), or None.
+    """
+
+    waiting: int = 1000
+    body_bytes: int = 8 << 20
+    api_key: str | None = None
+
+
+def application(engine: Engine, name: str, limits: Limits | None = None) -> Starlette:
+    """The server of an engine under OpenAI's protocol.
+
+    name: of the model, which requests have to name. The engine runs in its thread between the
+    server's start and end, and is closed at its end.
+    """
+    server = _Server(engine, name, limits or Limits())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    completions = server.endpoint(read_completion, Completions())
+    chats = server.endpoint(read_chat, Chats())
+    return Starlette(
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/models", server.models),
+            Route("/v1/models/{name:path}", server.model),
+            Route("/health", server.health),
+            Route("/metrics", server.metrics),
+        ],
+        exception_handlers={RequestError: _refuse, HTTPException: _refuse_route},
+        lifespan=lifespan,
+    )
+
+
+class _Server:
+    def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
+        self.engine, self.name, self.limits = engine, name, limits
+        self.began = int(time.time())
+
+    def endpoint(self, read: Read, style: Style) -> Callable[[Request], Any]:
+        """The handler of one of the two kinds of completions."""
+
+        async def handle(request: Request) -> Response:
+            self._authorise(request)
+            body = await self._body(request)
+            asked = read(self.engine.lm, body)
+            self._require_model(body.get("model", self.name), "model")
+            handles = self._submit(asked)
+            answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
+            if asked.stream:
+                return _Events(_stream(style, answer, handles), handles)
+            try:
+                await _wait(request, handles)
+            except ClientDisconnect:
+                return Response(status_code=499)  # which nobody receives
+            return JSONResponse(style.whole(answer, handles))
+
+        return handle
+
+    async def models(self, request: Request) -> Response:
+        """The list of the one model."""
+        self._authorise(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model."""
+        self._authorise(request)
+        self._require_model(request.path_params["name"], "model")
+        return JSONResponse(self._model())
+
+    async def health(self, _: Request) -> Response:
+        """Whether requests can be served."""
+        if self.engine.is_closed:
+            return JSONResponse({"status": "the engine has stopped"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Numbers of the engine, for Prometheus."""
+        self._authorise(request)
+        text = exposition(self.engine.statistics())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    def _model(self) -> dict[str, Any]:
+        facts = {"id": self.name, "object": "model", "created": self.began, "owned_by": "mpjax"}
+        return facts | {"max_model_len": self.engine.max_tokens}
+
+    def _require_model(self, name: Any, key: str) -> None:
+        if name != self.name:
+            raise RequestError(
+                f"there is no model {name!r:.80}: this server has {self.name!r}", key, 404
+            )
+
+    def _authorise(self, request: Request) -> None:
+        if (key := self.limits.api_key) is None:
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise RequestError("the API key is missing or wrong", status=401)
+
+    async def _body(self, request: Request) -> Any:
+        """The JSON in a body, of which no more than the limit is read."""
+        most, read = self.limits.body_bytes, bytearray()
+        async for part in request.stream():
+            read += part
+            if len(read) > most:
+                raise RequestError(f"the body is longer than {most} bytes", status=413)
+        try:
+            return json.loads(read)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body is not JSON: {error}") from error
+
+    def _submit(self, asked: Asked) -> list[Handle]:
+        """Gives the engine a request for each choice of each prompt: all of them, or none."""
+        count = len(asked.prompts) * asked.choices
+        waiting = self.engine.statistics()["waiting"]
+        if waiting + count > self.limits.waiting:
+            raise RequestError(
+                f"{waiting} requests wait, and the limit is {self.limits.waiting}: try later",
+                status=503,
+            )
+        handles: list[Handle] = []
+        try:
+            for number in range(count):
+                ids = asked.prompts[number // asked.choices]
+                most = self.engine.max_tokens - len(ids)
+                wanted = max(1, most if asked.max_new_tokens is None else asked.max_new_tokens)
+                handles.append(
+                    self.engine.submit(
+                        ids,
+                        max_new_tokens=wanted,
+                        sampling=asked.sampling,
+                        stop=asked.stop,
+                        seed=(asked.seed + number) % 2**32,
+                        priority=asked.priority,
+                        prompt_logprobs=asked.echo and asked.logprobs,
+                    )
+                )
+        except ValueError as error:
+            for handle in handles:
+                handle.cancel()
+            raise RequestError(str(error)) from error
+        return handles
+
+
+class _Events(StreamingResponse):
+    """Server-sent events; the requests end with them, also if no event was ever asked for."""
+
+    def __init__(self, events: AsyncIterator[str], handles: Sequence[Handle]) -> None:
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._handles = handles
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for handle in self._handles:
+                handle.cancel()
+
+
+async def _wait(request: Request, handles: Sequence[Handle]) -> None:
+    """Waits for the end of all requests; cancels them if the client goes away."""
+
+    async def read(handle: Handle) -> None:
+        async for _ in handle:
+            pass
+
+    async def watch() -> None:
+        # The body has been read: all that can come is the end of the connection.
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        raise ClientDisconnect
+
+    readers: asyncio.Future[Any] = asyncio.gather(*map(read, handles))
+    watcher: asyncio.Future[Any] = asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait([readers, watcher], return_when=asyncio.FIRST_COMPLETED)
+        if not readers.done():
+            await watcher
+        await readers
+    except (ValueError, RuntimeError) as error:
+        raise RequestError(str(error), status=500) from error
+    finally:
+        watcher.cancel()
+        readers.cancel()
+        for handle in handles:
+            handle.cancel()
+
+
+async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> AsyncIterator[str]:
+    """The chunks of all choices as server-sent events."""
+    queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    async def read(index: int, handle: Handle) -> None:
+        try:
+            if (first := style.first(answer, index, handle)) is not None:
+                queue.put_nowait(first)
+            async for piece in _pieces(handle):
+                queue.put_nowait(style.chunk(answer, index, piece))
+        except (ValueError, RuntimeError) as error:
+            queue.put_nowait(_error(str(error), None, 500))
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(read(*pair)) for pair in enumerate(handles)]
+    try:
+        left = len(tasks)
+        while left:
+            if (chunk := await queue.get()) is None:
+                left -= 1
+            else:
+                yield _event(chunk)
+        if answer.asked.with_usage:
+            yield _event(style.last(answer) | {"usage": answer.usage(handles)})
+        yield "data: [DONE]\n\n"
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _pieces(handle: Handle) -> AsyncIterator[Piece]:
+    """The text of a request in pieces, each with its tokens; the last has the reason of the end."""
+    begin = 0
+    async for text in handle:
+        end = len(handle.tokens)
+        yield Piece(handle, text, begin, end)
+        begin = end
+    yield Piece(handle, "", begin, len(handle.tokens), handle.finish_reason)
+
+
+def _event(data: Any) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _error(message: str, parameter: str | None, status: int) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": parameter, "code": status}
+    return {"error": error}
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return JSONResponse(_error(str(error), error.parameter, error.status), error.status)
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(_error(message, None, error.status_code), error.status_code)

@@ -1,0 +1,223 @@
+"""Reads the bodies of OpenAI's completions and chat completions."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpjax.kernels.checks import did_you_mean, nearest
+from mpjax.language_model import LanguageModel
+from mpjax.prompts import encode, is_single
+
+SEEDS = 2**32
+MOST_CHOICES = 128
+
+# What is not offered, and values with which it changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+}
+IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier"}
+SHARED = {
+    *("model", "max_tokens", "temperature", "top_p", "n", "stream", "stream_options", "stop"),
+    *("seed", "logprobs", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
+    *("priority",),
+}
+COMPLETION = SHARED | {"prompt", "echo"}
+CHAT = SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
+
+
+class RequestError(ValueError):
+    """A body that can't be served. status: of HTTP. parameter: the key that is wrong, if one is."""
+
+    def __init__(self, message: str, parameter: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.parameter, self.status = parameter, status
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a body asks for.
+
+    prompts: ids of each prompt. max_new_tokens: None for as many as a request may have.
+    sampling, stop, priority: as for Engine.submit. seed: of the first choice; the next has the next
+        number.
+    choices: of each prompt. stream: whether text comes as it is generated. with_usage: whether a
+        stream ends with the numbers of tokens.
+    echo: whether the prompt is part of the text. logprobs: whether log-probabilities are wanted,
+        and with_top: the likeliest token beside each.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: int | None
+    sampling: dict[str, Any]
+    stop: list[str]
+    seed: int
+    choices: int = 1
+    stream: bool = False
+    with_usage: bool = False
+    echo: bool = False
+    logprobs: bool = False
+    with_top: bool = False
+    priority: int = 0
+
+
+def read_completion(lm: LanguageModel, body: Any) -> Asked:
+    """Reads the body of /v1/completions. Raises RequestError, which names the key."""
+    _require_known(body, COMPLETION)
+    if "prompt" not in body:
+        raise RequestError("prompt is missing: expected a text, token ids, or a list of them")
+    found = body["prompt"]
+    try:
+        prompts = encode(
+            lm.require_tokenizer(), [found] if is_single(found) else found, lm.config.vocab_size
+        )
+    except ValueError as error:
+        raise RequestError(str(error), "prompt") from error
+    wanted = _whole(body, "logprobs", None, 0, 1)
+    maximum = _whole(body, "max_tokens", 16, 0, None)
+    echo = _bool(body, "echo")
+    if maximum == 0 and not echo:
+        raise RequestError("max_tokens is 0, which leaves only the prompt: set echo", "max_tokens")
+    if echo and (wanted is not None or maximum == 0) and _bool(body, "stream"):
+        raise RequestError("a prompt's log-probabilities come whole: leave stream out", "stream")
+    return _shared(
+        body,
+        prompts,
+        max_new_tokens=maximum,
+        echo=echo,
+        logprobs=wanted is not None,
+        with_top=bool(wanted),
+    )
+
+
+def read_chat(lm: LanguageModel, body: Any) -> Asked:
+    """Reads the body of /v1/chat/completions. Raises RequestError, which names the key."""
+    _require_known(body, CHAT)
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise RequestError("chat_template_kwargs is not an object", "chat_template_kwargs")
+    try:
+        messages = [_message(message) for message in _list(body, "messages")]
+        ids = lm.require_tokenizer().encode_chat(messages, **variables)
+    except (ValueError, TypeError) as error:
+        raise RequestError(str(error), "messages") from error
+    maximum = _whole(body, "max_completion_tokens", None, 1, None)
+    if maximum is None:
+        maximum = _whole(body, "max_tokens", None, 1, None)
+    wanted = _bool(body, "logprobs")
+    top = _whole(body, "top_logprobs", 0, 0, 1)
+    return _shared(
+        body, [ids], max_new_tokens=maximum, logprobs=wanted, with_top=wanted and bool(top)
+    )
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message whose content is one text. Raises ValueError for other content than text."""
+    if not isinstance(message, Mapping):
+        raise ValueError("messages has something else than objects with a role and a content")
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("the content of a message has something else than texts")
+    return dict(message) | {"content": "".join(map(str, parts))}
+
+
+def _shared(body: Mapping[str, Any], prompts: list[list[int]], **found: Any) -> Asked:
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise RequestError("stream_options is not an object", "stream_options")
+    stop = body.get("stop")
+    stop = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise RequestError("stop is not a text, or a list of texts", "stop")
+    seed = _whole(body, "seed", None, -(2**63), 2**64)
+    return Asked(
+        prompts=prompts,
+        sampling=_sampling(body),
+        stop=stop,
+        seed=secrets.randbelow(SEEDS) if seed is None else seed % SEEDS,
+        choices=_whole(body, "n", 1, 1, MOST_CHOICES) or 1,
+        stream=_bool(body, "stream"),
+        with_usage=options.get("include_usage") is True,
+        priority=_whole(body, "priority", 0, -(2**31), 2**31) or 0,
+        **found,
+    )
+
+
+def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    temperature = _number(body, "temperature", 1.0, 0.0)
+    sampling: dict[str, Any] = {"repetition_penalty": _number(body, "repetition_penalty", None, 0)}
+    if least := _whole(body, "min_tokens", 0, 0, None):
+        sampling["min_new_tokens"] = least
+    if (ids := body.get("stop_token_ids")) is not None:
+        sampling["stop_ids"] = ids
+    filters = {name: _number(body, name, None, None) for name in ("top_p", "top_k", "min_p")}
+    if temperature:
+        sampling |= {"temperature": temperature} | filters
+        if filters["top_k"] in (0, -1):  # as other servers switch it off
+            del sampling["top_k"]
+    return sampling
+
+
+def _require_known(body: Any, known: set[str]) -> None:
+    if not isinstance(body, dict):
+        raise RequestError("the body is not a JSON object")
+    for key, value in body.items():
+        if key in NEUTRAL:
+            if value not in NEUTRAL[key]:
+                message = f"{key} is {value!r:.60}, and this server does not offer it"
+                raise RequestError(message, key)
+        elif key not in known | IGNORED:
+            hint = did_you_mean(nearest(key, sorted(known)))
+            raise RequestError(f"{key!r} is no key of this request{hint}", key)
+
+
+def _list(body: Mapping[str, Any], key: str) -> Sequence[Any]:
+    if not isinstance(found := body.get(key), list) or not found:
+        raise RequestError(f"{key} is not a list of at least one", key)
+    return found
+
+
+def _bool(body: Mapping[str, Any], key: str) -> bool:
+    if not isinstance(found := body.get(key) or False, bool):
+        raise RequestError(f"{key} is {found!r:.40}: expected true or false", key)
+    return found
+
+
+def _whole(
+    body: Mapping[str, Any], key: str, default: int | None, least: int, most: int | None
+) -> int | None:
+    """A whole number; the default where it is missing or null."""
+    if (found := body.get(key)) is None:
+        return default
+    if type(found) is not int or found < least or (most is not None and found > most):
+        limits = f"from {least} to {most}" if most is not None else f"of {least} or more"
+        raise RequestError(f"{key} is {found!r:.40}: expected a whole number {limits}", key)
+    return found
+
+
+def _number(
+    body: Mapping[str, Any], key: str, default: float | None, least: float | None
+) -> float | None:
+    if (found := body.get(key)) is None:
+        return default
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    if not is_number or (least is not None and found < least):
+        limit = "" if least is None else f" of {least:g} or more"
+        raise RequestError(f"{key} is {found!r:.40}: expected a number{limit}", key)
+    return found

@@ -1,0 +1,131 @@
+"""FP4 (e2m1) codes with a power of two for every 32 input channels: MXFP4.
+
+The format is that of OCP's Microscaling Formats v1.0 (sections 5.3 and 6.3): a code has a sign, two
+bits of exponent and one of mantissa. Words hold planes of four bits, as those of `uint4`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.kernels import bits as bit_planes
+from mpjax.kernels.codes.base import CodeKind, Decoder, Group, Parameters
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.target import current_target
+
+# The magnitudes of codes 0 to 7; codes 8 to 15 are their negatives.
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST_EXPONENT = 2  # of a code
+_EXPONENT_BITS = 0x7F800000  # of float32
+_LEAST_SCALE = 0x0040  # 2**−127 in bfloat16
+
+
+class Float4(CodeKind):
+    """W = e2m1(code) · scale. Scales are powers of two, in bfloat16, which holds all of e8m0."""
+
+    scale_dtypes = ("bfloat16",)
+
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
+        """Scale = 2**(⌊log2 max|w|⌋ − 2), as the specification has it; 1 for a group of zeros.
+
+        Weights beyond 6 · scale are clipped.
+        """
+        peak = jnp.abs(groups).max(1)  # [groups, N]
+        bits = jax.lax.bitcast_convert_type(peak, jnp.uint32) & jnp.uint32(_EXPONENT_BITS)
+        power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        scales = jnp.where(power == 0, 1.0, power * 2.0**-LARGEST_EXPONENT)
+        return Parameters(scales.astype(jnp.bfloat16))
+
+    def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
+        """The code nearest to value / scale; of two, the one whose mantissa is 0."""
+        scaled = jnp.abs(values) * (1 / parameters.scales.astype(jnp.float32))
+        code = jnp.zeros(scaled.shape, jnp.uint8)
+        for index, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):
+            middle = (low + high) / 2
+            is_above = scaled >= middle if index % 2 else scaled > middle
+            code += is_above.astype(jnp.uint8)
+        return code | jnp.where(values < 0, jnp.uint8(8), jnp.uint8(0))
+
+    def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
+        """e2m1(code) · scale."""
+        values = jnp.asarray(np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32))
+        # XLA takes e8m0's least power, a subnormal of float32, for zero on a CPU.
+        bits = jax.lax.bitcast_convert_type(parameters.scales, jnp.uint16)
+        is_least = bits == jnp.uint16(_LEAST_SCALE)
+        scales = jnp.where(is_least, 2.0**-126, parameters.scales.astype(jnp.float32))
+        return values[codes] * scales * jnp.where(is_least, 0.5, 1.0)
+
+    def pack(self, planes: jax.Array) -> jax.Array:
+        """Packs plane j to the bits of a word from 4 · j on."""
+        return bit_planes.pack_planes(planes, 4)[..., None, :]
+
+    def unpack(self, words: jax.Array) -> jax.Array:
+        """The inverse of `pack`."""
+        return bit_planes.unpack_planes(words[..., 0, :], 4)
+
+    def load(
+        self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
+    ) -> Group:
+        """The scale, from the low half of the word, and a piece that decoding does not use."""
+        low = parameters.astype(jnp.uint16)
+        scale = jax.lax.bitcast_convert_type(low, jnp.dtype(scale_dtype)).astype(jnp.float32)
+        column = current_target().column
+        return Group(column(scale, width), (column(low.astype(jnp.int16), width),))
+
+    def decoder(
+        self,
+        columns: list[jax.Array],
+        arguments: tuple[jax.Array, ...],
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+    ) -> Decoder:
+        """Decodes to e2m1(code), which both operands hold exactly."""
+        [words], [carried] = columns, arguments
+        return lambda plane: _decode_plane(words, plane, operand, carried)
+
+
+def _decode_plane(
+    words: jax.Array, plane: int, operand: jnp.dtype, carried: jax.Array
+) -> jax.Array:
+    """Decodes four bits of each uint16 word to bfloat16 or float16.
+
+    The code's exponent and mantissa become the low bits of the operand's exponent and the top of
+    its mantissa. One product then corrects the bias of the exponent, and normalises 0.5, which is a
+    subnormal.
+
+    carried: an argument that is not used (Group.arguments).
+    """
+    target = current_target()
+    if not target.has_ptx:
+        # By way of float16, since XLA takes subnormals of float32 for zeros on a CPU.
+        code = words >> jnp.uint16(4 * plane)
+        moved = (code & jnp.uint16(7)) << jnp.uint16(9) | (code & jnp.uint16(8)) << jnp.uint16(12)
+        tiny = jax.lax.bitcast_convert_type(moved, jnp.float16)
+        return (tiny.astype(jnp.float32) * 2.0**14).astype(operand)
+    is_bfloat = operand == jnp.bfloat16
+    place, factor, suffix = (6, 0x7E80, "bf16x2") if is_bfloat else (9, 0x7400, "f16x2")
+    magnitude = 0x00070007 << place
+    assembly = f"""{{
+        .reg .b32 moved, sign, factor, zero;
+        mov.b32 factor, 0x{factor:04X}{factor:04X};
+        mov.b32 zero, 0x80008000;
+        {_shift("moved", place - 4 * plane)}
+        {_shift("sign", 12 - 4 * plane)}
+        and.b32 moved, moved, 0x{magnitude:08X};
+        lop3.b32 moved, sign, 0x80008000, moved, 0xEA;
+        fma.rn.{suffix} $0, moved, factor, zero;
+    }}"""
+    return target.inline_ptx(assembly, words, jnp.broadcast_to(carried, words.shape), dtype=operand)
+
+
+def _shift(register: str, places: int) -> str:
+    """PTX that moves the words in $1 so many places up, or down if it is negative."""
+    if places >= 0:
+        return f"shl.b32 {register}, $1, {places};"
+    return f"shr.b32 {register}, $1, {-places};"

@@ -1,0 +1,62 @@
+"""The tile of a program that multiplies plain experts, which are in 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mpjax.kernels.gemm.plans import TritonConfig
+from mpjax.kernels.launch import load_masked
+from mpjax.kernels.target import current_target
+
+CHANNELS = 64  # input channels of a step
+
+
+def steps_of(channels: int) -> int:
+    """The number of steps of the loop over K."""
+    return pl.cdiv(channels, CHANNELS)
+
+
+class PlainProgram:
+    """What a program loads, a step of its loop over K, and its masks; as `gemm.triton.Program`.
+
+    x: a reference to [rows, K]. matrix: one to [K, N]. tile: the rows [tile_m] and output channels
+    [tile_n] of the program; rows beyond x read as zeros.
+    """
+
+    def __init__(
+        self, x: Any, matrix: Any, config: TritonConfig, tile: tuple[jax.Array, jax.Array]
+    ) -> None:
+        self.x, self.matrix, self.target = x, matrix, current_target()
+        self.row, self.output = tile
+        self.split = pl.program_id(2)
+        self.channels, outputs = matrix.shape
+        self.row_mask = self.row < x.shape[0]
+        self.output_mask = None if outputs % config.tile_n == 0 else self.output < outputs
+        self.zeros = jnp.zeros((config.tile_n, config.tile_m), jnp.float32)
+
+    def step(self, number: jax.Array, accumulator: jax.Array) -> jax.Array:
+        """Adds the products of CHANNELS input channels to the accumulator [tile_n, tile_m]."""
+        channel = number * CHANNELS + jnp.arange(CHANNELS)
+        weights = load_masked(
+            self.matrix.at[channel[None, :], self.output[:, None]],
+            self._mask(self.output_mask, channel),
+        )
+        rows = load_masked(
+            self.x.at[self.row[:, None], channel[None, :]], self._mask(self.row_mask, channel)
+        )
+        return accumulator + self.target.dot(weights.astype(rows.dtype), rows, trans_b=True)
+
+    def scaled(self, accumulator: jax.Array) -> jax.Array:
+        """The sums, which have no scales."""
+        return accumulator
+
+    def _mask(self, first: jax.Array | None, channel: jax.Array) -> jax.Array | None:
+        """The mask of a tile, of whose channels some may be beyond K."""
+        if self.channels % CHANNELS == 0:
+            return first
+        inside = (channel < self.channels)[None, :]
+        return inside if first is None else first[:, None] & inside

@@ -1,0 +1,21 @@
+"""The planner of grouped products."""
+
+from __future__ import annotations
+
+from mpjax.kernels.experts.plans.configuration import ExpertsConfig
+from mpjax.kernels.experts.plans.problem import Problem
+from mpjax.kernels.experts.plans.rule import config_by_rule, plan_by_rule
+from mpjax.kernels.experts.plans.tables import TABLES
+from mpjax.kernels.plans.planner import Planner
+
+PLANNER = Planner(TABLES, plan_by_rule)
+plan_of, forced = PLANNER.plan_of, PLANNER.forced
+
+
+def config_of(problem: Problem) -> ExpertsConfig:
+    """The configuration of the kernel: the plan's, or the rule's if it plans the reference.
+
+    Raises UnsupportedError, with the reason, if the GPU can't multiply the format.
+    """
+    config = plan_of(problem).config
+    return config if isinstance(config, ExpertsConfig) else config_by_rule(problem)

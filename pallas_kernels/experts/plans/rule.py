@@ -1,0 +1,66 @@
+"""The rule: the plan of a grouped product that no table has."""
+
+from __future__ import annotations
+
+from mpjax.kernels.device import UnsupportedError
+from mpjax.kernels.experts.plans.configuration import ExpertsConfig, Tiling
+from mpjax.kernels.experts.plans.problem import Problem
+from mpjax.kernels.gemm.plans import triton_by_rule
+from mpjax.kernels.plans.plan import Plan
+
+ROWS = (8, 16, 32, 64, 128)  # of a tile
+# A tile has room for this many times the mean number of an expert's tokens, since they differ.
+ROOM = 1.25
+# Up to this share of the experts, pairs have a tile each: hardly two are of the same expert.
+PAIRS_OF_EXPERTS = 0.25
+COUNTED_PAIRS = 1024  # the most pairs that the kernel which counts them takes
+PLAIN_CHANNELS = 64  # of a step, for plain weights
+
+
+def plan_by_rule(problem: Problem) -> Plan:
+    """The rule's plan of any problem."""
+    try:
+        return Plan("triton", config_by_rule(problem))
+    except UnsupportedError:  # the GPU can't multiply the format at all
+        return Plan("reference")
+
+
+def config_by_rule(problem: Problem) -> ExpertsConfig:
+    """The rule's configuration of the kernel. Raises UnsupportedError, with the reason."""
+    rows = _rows(problem)
+    if not problem.format.weight.is_packed:
+        return _plain(problem, rows)
+    config = triton_by_rule(problem.product(rows))
+    return ExpertsConfig(
+        config.tile_m,
+        config.tile_n,
+        config.splits,
+        config.warps,
+        config.stages,
+        config.scaling,
+        config.width,
+        tiling=tiling_of(problem),
+    )
+
+
+def tiling_of(problem: Problem) -> Tiling:
+    """How tiles are found: without sorting for few pairs."""
+    if problem.tokens == 1 or problem.pairs <= PAIRS_OF_EXPERTS * problem.experts:
+        return "pairs"
+    return "counted" if problem.pairs <= COUNTED_PAIRS else "sorted"
+
+
+def _rows(problem: Problem) -> int:
+    wanted = ROOM * problem.pairs / problem.hit
+    return next((rows for rows in ROWS if rows >= wanted), ROWS[-1])
+
+
+def _plain(problem: Problem, rows: int) -> ExpertsConfig:
+    """The configuration for weights that are not packed."""
+    outputs = 128 if rows >= 64 else 64
+    tiles = max(problem.hit, -(-problem.pairs // rows)) * -(-problem.outputs // outputs)
+    steps = -(-problem.channels // PLAIN_CHANNELS)
+    splits = max(1, min(2 * problem.limits.multiprocessors // tiles, steps // 4, 8))
+    return ExpertsConfig(
+        rows, outputs, splits, outputs // 16, 4 if rows <= 32 else 3, tiling=tiling_of(problem)
+    )

@@ -1,0 +1,68 @@
+"""Tiles of rows for a grouped product: which expert each tile has, and which products.
+
+A *pair* is a token and one of its experts; pair t · k + j is token t with its j-th expert. A tile
+holds up to tile_m pairs of one expert. The counts of pairs are known on the device alone, so that
+there are as many tiles as any counts could take, and the last ones are not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["expert", "pairs"], meta_fields=["count"]
+)
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tiles of a grouped product: arrays outside of a kernel, references inside.
+
+    expert: int32 [tiles], each tile's expert; −1 for a tile that is not used.
+    pairs: int32 [tiles, tile_m], the numbers of each tile's pairs; `count` stands for no pair. The
+        pairs of a tile that is not used mean nothing. None if tile i has pair i alone.
+    count: the number of all pairs (static).
+    """
+
+    expert: jax.Array
+    pairs: jax.Array | None
+    count: int
+
+
+def most_tiles(pairs: int, experts: int, tile_m: int) -> int:
+    """The most tiles that so many pairs take, whatever their experts are."""
+    hit = min(pairs, experts)
+    return hit + (pairs - hit) // tile_m
+
+
+def one_for_each_pair(experts: jax.Array) -> Tiles:
+    """A tile for each pair, without sorting: for so few pairs that hardly two share an expert.
+
+    experts: int32 [tokens, k].
+    """
+    return Tiles(experts.reshape(-1), None, experts.size)
+
+
+def sorted_by_expert(experts: jax.Array, count: int, tile_m: int) -> Tiles:
+    """Tiles with the pairs of one expert after another, in ascending order.
+
+    experts: int32 [tokens, k], from 0 to `count` − 1.
+    """
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = (flat[:, None] == jnp.arange(count)[None]).sum(0, dtype=jnp.int32)
+    ends = jnp.cumsum(sizes)  # of each expert's pairs in the sorted order
+    tiles = -(-sizes // tile_m)
+    last_tiles = jnp.cumsum(tiles)
+    tile = jnp.arange(most_tiles(flat.size, count, tile_m))
+    expert = (last_tiles[None] <= tile[:, None]).sum(1, dtype=jnp.int32)
+    known = jnp.minimum(expert, count - 1)
+    behind = (last_tiles - tiles)[known]  # the number of tiles of all experts before
+    first = (ends - sizes)[known] + (tile - behind) * tile_m
+    place = first[:, None] + jnp.arange(tile_m)[None]
+    pairs = jnp.take(order, place, mode="clip")
+    pairs = jnp.where(place < ends[known][:, None], pairs, flat.size)
+    return Tiles(jnp.where(expert < count, expert, -1), pairs.astype(jnp.int32), flat.size)

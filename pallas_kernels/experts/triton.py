@@ -1,0 +1,223 @@
+"""The grouped product in Triton: the main loop of `gemm/triton.py` over tiles of experts.
+
+A program has a tile of pairs (tokens with one of their experts) of one expert. It gathers their
+rows of x by number while it loads them, and indexes the expert's matrix in the stack. The epilogue
+adds the bias, multiplies by the routing weight, and stores each pair's result in its own place, so
+that nothing is permuted in memory.
+
+With a gate, a tile of outputs has as many channels of the gate as of the corresponding up values,
+and the epilogue joins both.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mpjax.kernels.activations import QuantizedActivations
+from mpjax.kernels.experts import plain
+from mpjax.kernels.experts.epilogue import Epilogue
+from mpjax.kernels.experts.gate import Gate
+from mpjax.kernels.experts.tiles import Tiles
+from mpjax.kernels.gemm.plans import TritonConfig
+from mpjax.kernels.gemm.triton import Operands, Program, steps_of
+from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
+from mpjax.kernels.quantized_tensor import QuantizedTensor
+
+Inputs = tuple[Operands, Tiles, Epilogue]  # of the kernel: arrays outside of it, references inside
+
+
+class _Job(NamedTuple):
+    """The static facts of a launch.
+
+    weight: the stack, of ShapeDtypeStructs. steps: of the loop over K, by all splits. channels: K
+    of x, which the blocks of words may exceed. per_row: the number of pairs that read the same row
+    of x: k, or 1 if each has its own.
+    """
+
+    weight: Any
+    config: TritonConfig
+    steps: int
+    channels: int
+    per_row: int
+
+
+# This function has a `jit` of its own, so that calls outside of any `jit` compile once.
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
+def products(
+    x: jax.Array | QuantizedActivations,
+    weight: jax.Array | QuantizedTensor,
+    tiles: Tiles,
+    epilogue: Epilogue,
+    config: TritonConfig,
+    out_dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """The products of all pairs, [splits, pairs, N], or with a gate [1, pairs, N / 2].
+
+    With routing weights they are terms [splits · k, tokens, N], whose sum is that of each token's
+    products. Several splits are float32, and are to be added; a single one has `out_dtype`.
+
+    x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N], a plain one in
+    16 bits. A gate takes `config.splits` 1, because only whole sums can pass it.
+    """
+    values, x_scales = (x.values, x.scales) if isinstance(x, QuantizedActivations) else (x, None)
+    packed = weight if isinstance(weight, QuantizedTensor) else None
+    codes = "plain" if packed is None else packed.format.codes
+    steps = plain.steps_of(weight.shape[1]) if packed is None else steps_of(packed, config)
+    splits, outputs = min(config.splits, steps), weight.shape[-1]
+    if epilogue.gate is not None:
+        assert splits == 1, "a gate needs whole sums"
+        outputs //= 2
+    job = _Job(
+        jax.eval_shape(lambda: weight), config, steps, values.shape[1], tiles.count // len(values)
+    )
+    operands = Operands(values, x_scales, weight, *(None,) * 3)
+    if packed is not None:
+        arrays = packed.words, packed.parameters, packed.channel_scales, packed.table
+        operands = Operands(values, x_scales, *arrays)
+    terms = launch(
+        functools.partial(_kernel, job=job),
+        (operands, tiles, epilogue),
+        out_shape=jax.ShapeDtypeStruct(
+            (splits, tiles.count, outputs), out_dtype if splits == 1 else jnp.float32
+        ),
+        grid=(len(tiles.expert), pl.cdiv(weight.shape[-1], config.tile_n), splits),
+        settings=Settings(f"experts_{codes}", warps=config.warps, stages=config.stages),
+        interpret=interpret,
+    )
+    if epilogue.routing_weights is None:
+        return terms
+    tokens, per_token = epilogue.routing_weights.shape
+    return terms.reshape(splits * per_token, tokens, outputs)
+
+
+class _Experts(Program):
+    """A program whose rows of x end before the last block of words does."""
+
+    def __init__(self, *arguments: Any, channels: int):
+        self.channels = channels
+        super().__init__(*arguments)
+
+    def x_mask(self, channel: jax.Array) -> jax.Array | None:
+        """The mask of a tile of x; channels beyond K read as zeros."""
+        assert self.row_mask is not None
+        if self.channels % self.format.block == 0:
+            return self.row_mask
+        return self.row_mask[:, None] & (channel < self.channels)
+
+
+class _OneExpert:
+    """A reference to one expert's part of a stack: the expert's number goes before any index."""
+
+    def __init__(self, stack: Any, expert: jax.Array):
+        self.stack, self.expert = stack, expert
+        self.shape, self.dtype = stack.shape[1:], stack.dtype
+
+    @property
+    def at(self) -> _OneExpert:
+        """Itself: an index gives a reference, as of a reference's `at`."""
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        index = index if isinstance(index, tuple) else (index,)
+        if index == (Ellipsis,):
+            return self.stack[self.expert]
+        return self.stack.at[(self.expert, *index)]
+
+
+def _kernel(
+    inputs: Inputs,
+    out_ref: Any,  # [splits, pairs, N], or with a gate [1, pairs, N / 2]
+    *,
+    job: _Job,
+) -> None:
+    operands, tiles, epilogue = inputs
+    config = job.config
+    number = first_program_id()
+    expert = load(tiles.expert.at[number])
+    is_used, expert = expert >= 0, jnp.maximum(expert, 0)
+    pair = jnp.where(is_used, _pairs(tiles, number, config.tile_m), tiles.count)
+    output = _outputs(job, epilogue.gate)
+    tile = jax.lax.div(pair, job.per_row), output
+    program = _program(_of_expert(operands, expert), job, tile)
+    splits = out_ref.shape[0]
+    first = program.split * job.steps // splits
+    last = (program.split + 1) * job.steps // splits
+    accumulator = jax.lax.fori_loop(
+        first, jnp.where(is_used, last, first), program.step, program.zeros
+    )
+    product = program.scaled(accumulator.astype(jnp.float32))  # [tile_n, tile_m]
+    if epilogue.bias is not None:  # which one of the splits adds
+        bias = load_masked(epilogue.bias.at[expert, output], program.output_mask)
+        bias = jnp.where(program.split == 0, bias.astype(jnp.float32), 0.0)
+        product += bias[:, None]
+    place = pair
+    if epilogue.gate is not None:
+        product = epilogue.gate(*_halves(product))
+        output = pl.program_id(1) * len(product) + jnp.arange(len(product))
+    if epilogue.routing_weights is not None:
+        tokens, per_token = epilogue.routing_weights.shape
+        token, choice = jax.lax.div(pair, per_token), jax.lax.rem(pair, per_token)
+        weights = load_masked(epilogue.routing_weights.at[token, choice], pair < tiles.count)
+        product *= weights.astype(jnp.float32)[None, :]
+        place = jnp.where(pair < tiles.count, choice * tokens + token, tiles.count)
+    store(
+        out_ref.at[program.split, place[:, None], output[None, :]],
+        product.T.astype(out_ref.dtype),
+        mask=(pair < tiles.count)[:, None] & (output < out_ref.shape[2])[None, :],
+    )
+
+
+def _pairs(tiles: Tiles, number: jax.Array, tile_m: int) -> jax.Array:
+    """The numbers of a tile's pairs [tile_m]."""
+    row = jnp.arange(tile_m)
+    if tiles.pairs is None:
+        return jnp.where(row == 0, number, tiles.count)
+    return load(tiles.pairs.at[number, row])
+
+
+def _program(
+    operands: Operands, job: _Job, tile: tuple[jax.Array, jax.Array]
+) -> _Experts | plain.PlainProgram:
+    if not isinstance(job.weight, QuantizedTensor):
+        return plain.PlainProgram(operands.x, operands.words, job.config, tile)
+    weight = job.weight
+    return _Experts(
+        *(operands, weight.format, weight.scale_dtype, job.config, 0, tile), channels=job.channels
+    )
+
+
+def _outputs(job: _Job, gate: Gate | None) -> jax.Array:
+    """The output channels of a program's tile: with a gate, half are up values."""
+    number, tile_n = jnp.arange(job.config.tile_n), job.config.tile_n
+    if gate is None:
+        return pl.program_id(1) * tile_n + number
+    half, inner = tile_n // 2, job.weight.shape[-1] // 2
+    is_up = number >= half
+    return pl.program_id(1) * half + jnp.where(is_up, number + (inner - half), number)
+
+
+def _halves(product: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first and the second half of a tile's rows.
+
+    They are sums over pairs of rows of which one counts, since Triton can't cut a tile.
+    """
+    halves = product.reshape(2, product.shape[0] // 2, product.shape[1])
+    which = jax.lax.broadcasted_iota(jnp.int32, halves.shape, 0)
+    first, second = (jnp.where(which == half, halves, 0.0).sum(0) for half in (0, 1))
+    return first, second
+
+
+def _of_expert(operands: Operands, expert: jax.Array) -> Operands:
+    """The operands of a product with one expert's matrix."""
+    stacks = operands._asdict()
+    for name in ("words", "parameters", "channel_scales", "table"):
+        if stacks[name] is not None:
+            stacks[name] = _OneExpert(stacks[name], expert)
+    return Operands(**stacks)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from mpjax.bench import serve
+from mpjax.bench.lengths import Lengths
+from tests.mpjax.bench.rows import SMALL_MODEL, serve_row
+
+
+def load(**changes):
+    return serve.Load(6, Lengths(8, 20), Lengths(3, 9), **changes)
+
+
+def test_an_engine_and_static_batches_do_the_same():
+    sweep = serve.Sweep(
+        ("W16A16KV16",),
+        load(rate=400.0, shared=4, late=40),
+        slots=4,
+        chunk_tokens=16,
+        steps=4,
+        static=4,
+        config=SMALL_MODEL,
+    )
+    engine, static = rows = list(serve.run(sweep))
+    assert len(rows) == sweep.cases
+    assert engine["new_tokens"] == engine["asked_tokens"] == static["new_tokens"] + 8
+    assert static["through"] == "batches of 4"
+    assert serve.failures(rows) == []
+    for row in rows:
+        assert row["seconds"] > 0
+        assert row["first_token_seconds"]["p50"] <= row["first_token_seconds"]["p99"]
+    assert engine["late_steps"] <= engine["steps"]
+    assert len(serve.cells(engine)) == len(serve.cells(static)) == len(serve.HEADERS)
+
+
+def test_cells_are_in_the_order_of_the_headers():
+    row = serve_row()
+    assert dict(zip(serve.HEADERS, serve.cells(row), strict=True)) == {
+        "precision": "W4A16KV8",
+        "through": "engine",
+        "requests": "10",
+        "seconds": "2.00 s",
+        "tokens/s": "250",
+        "first token": "0.20 / 0.50 s",
+        "token": "10.0 / 20.0 ms",
+        "longest gap": "100 ms",
+        "shared": "25%",
+        "preempted": "3",
+    }
+    short = serve_row(token_seconds=None, gap_seconds=None, shared_tokens=0, preemptions=0)
+    assert serve.cells(short)[6:] == [""] * 4
+
+
+def test_what_is_drawn_is_the_same_each_time():
+    found = load(rate=10.0, shared=5)
+    assert found.sizes() == found.sizes()
+    prompts = found.prompts(100, 1)
+    assert prompts == found.prompts(100, 1) != found.prompts(100, 2)
+    assert [len(prompt) for prompt in prompts] == [tokens for tokens, _ in found.sizes()]
+    assert len({tuple(prompt[:5]) for prompt in prompts}) == 1
+    assert found.arrivals() == sorted(found.arrivals())
+    assert load().arrivals() == [0.0] * 6
+    assert load(pairs=((3, 4), (5, 6))).sizes()[:3] == [(3, 4), (5, 6), (3, 4)]
+    assert load(late=99).most == 107
+
+
+def test_failures_are_sentences():
+    assert serve.failures([serve_row(), serve_row(programs=16, new_tokens=499)]) == [
+        "W4A16KV8: 16 programs were compiled, above 15",
+        "W4A16KV8: 499 tokens were generated, and 500 asked for",
+    ]
+
+
+@pytest.mark.parametrize("text", ["W4A32KV8", "W4A16KV8s"])
+def test_random_weights_have_one_format(text):
+    with pytest.raises(ValueError, match="random weights are all in one format"):
+        serve.Sweep((text,), load())

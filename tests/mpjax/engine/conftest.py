@@ -1,0 +1,77 @@
+"""What tests of the engine share: engines over the tiny model, and what a request says alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import mpjax
+from mpjax.engine.engine import Engine
+from mpjax.engine.planner import Planner
+from mpjax.kernels import KVFormat
+
+LONGEST = 192  # tokens of a request
+
+
+def make_engine(lm: mpjax.LanguageModel, text: str = "KV16", **options: Any) -> Engine:
+    """A small engine over a model, whose programs are few."""
+    lm = dataclasses.replace(lm, kv_format=KVFormat.parse(text), page_size=32)
+    options = {"slots": 4, "max_tokens": LONGEST, "chunk_tokens": 64, "steps": 4} | options
+    return Engine(lm, **options)
+
+
+def resize(engine: Engine, **sizes: Any) -> None:
+    """Gives an idle engine other sizes, no larger than its own, and forgets all pages."""
+    assert not engine.has_work
+    runner = engine._runner
+    runner.planner = Planner(dataclasses.replace(runner.planner.sizes, **sizes))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(graph, state, tokens, counts, cache):
+    return nnx.merge(graph, state).step(tokens, counts, cache)
+
+
+def said_alone(
+    lm: mpjax.LanguageModel, text: str, prompts: list[list[int]], new: int
+) -> np.ndarray:
+    """The greedy tokens [prompts, new] behind prompts that are read from the cache.
+
+    No piece of a prompt passes the end of a block.
+    """
+    format = KVFormat.parse(text)
+    cache = lm.model.create_cache(len(prompts), LONGEST, format, 32)
+    graph, state = nnx.split(lm.model)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    size = format.block or LONGEST
+    logits = None
+    for start in range(0, int(lengths.max()), size):
+        counts = np.clip(lengths - start, 0, size)
+        tokens = np.zeros((len(prompts), size), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            part = prompt[start : start + size]
+            row[: len(part)] = part
+        found, cache = _step(graph, state, tokens, counts.astype(np.int32), cache)
+        is_last = (counts > 0)[:, None]
+        logits = found if logits is None else jnp.where(is_last, found, logits)
+    assert logits is not None
+    said = [np.asarray(logits.argmax(-1))]
+    ones = np.ones(len(prompts), np.int32)
+    for _ in range(new - 1):
+        logits, cache = _step(graph, state, said[-1][:, None].astype(np.int32), ones, cache)
+        said.append(np.asarray(logits.argmax(-1)))
+    return np.stack(said, 1)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    """An engine over the tiny model; tests leave it idle."""
+    with make_engine(tiny) as engine:
+        yield engine

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mpjax
+from mpjax import Sampling
+from mpjax.engine import programs
+from mpjax.engine.engine import Engine
+from mpjax.engine.handle import CancelledError
+from mpjax.finite import NotFiniteError
+from tests.mpjax.engine.conftest import make_engine, resize, said_alone
+from tests.mpjax.odd_models import with_damaged_token
+from tests.sweeps import in_sweep
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+
+PROMPTS = ["def f(x):\n    return", "import", "class Stack(list):\n    ", "for i in range(9):"]
+NEW = 16
+HOT = Sampling(temperature=1.2)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    """What `generate` says, greedily."""
+    return mpjax.generate(tiny, PROMPTS, max_new_tokens=NEW)
+
+
+def is_clean(engine: Engine) -> bool:
+    """Whether nothing is left of earlier requests but pages that are kept for their content."""
+    numbers = engine.statistics()
+    names = ("running", "waiting")
+    return numbers["free_pages"] == numbers["pages"] and not any(numbers[n] for n in names)
+
+
+def test_it_generates_what_generate_does(engine, alone):
+    found = engine.generate(PROMPTS, max_new_tokens=NEW)
+    assert found.tokens == alone.tokens
+    assert found.text == alone.text
+    assert found.finish_reasons == alone.finish_reasons
+    assert found.prompt_tokens == alone.prompt_tokens
+    for one, other in zip(found.logprobs, alone.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    assert is_clean(engine)
+
+
+def test_rows_that_are_drawn_in_other_ways_run_together(engine, tiny):
+    sampling = Sampling(
+        temperature=[0, 1.2, 0.8, 1.0],
+        top_k=[1, 9999, 20, 9999],
+        top_p=[1, 1, 0.9, 1],
+        min_p=[0, 0, 0, 0.02],
+        repetition_penalty=[1.5, 1, 1, 1.2],
+        min_new_tokens=[0, 3, 0, NEW],
+    )
+    options: dict[str, Any] = {"max_new_tokens": NEW, "seeds": [3, 5, 7, 11], "stop": ["e", "t"]}
+    expected = mpjax.generate(tiny, PROMPTS, sampling=sampling, **options)
+    assert {*expected.finish_reasons} == {"stop", "length"}
+    found = engine.generate(PROMPTS, sampling=sampling, **options)
+    assert found.tokens == expected.tokens
+    assert found.text == expected.text
+    assert found.finish_reasons == expected.finish_reasons
+
+
+FORMATS = ["KV16", "KV4cg32", *map(in_sweep, ("KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32"))]
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
+    """The greedy tokens are those of each prompt alone, whatever happens to it and beside it."""
+    rng = np.random.default_rng(0)
+    common = rng.integers(1, 2048, 134).tolist()
+    prompts = [
+        common[:length] + rng.integers(1, 2048, own).tolist()
+        for length, own in ((0, 5), (130, 9), (134, 30), (40, 1), (134, 30), (70, 60))
+    ]
+    expected = said_alone(tiny, text, prompts, NEW)
+    with make_engine(tiny, text) as engine:
+
+        @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+        @given(
+            order=st.permutations(range(len(prompts))),
+            pauses=st.lists(st.integers(0, 3), min_size=len(prompts), max_size=len(prompts)),
+            chunk=st.sampled_from([16, 64]),
+            slots=st.integers(2, 4),
+            pages=st.integers(9, 25),
+            cancelled=st.sampled_from([None, 0, 3]),
+        )
+        def check(order, pauses, chunk, slots, pages, cancelled):
+            resize(engine, chunk=chunk, slots=slots, pages=pages)
+            engine._runner.planner._slots = list(range(4))[:slots]
+            handles = {}
+            for number, pause in zip(order, pauses, strict=True):
+                options = {"max_new_tokens": NEW, "sampling": {"stop_ids": ()}}
+                handles[number] = engine.submit(prompts[number], **options)
+                for _ in range(pause):
+                    engine.step()
+            if cancelled is not None:
+                handles[cancelled].cancel()
+            for _ in engine:
+                pass
+            for number, handle in handles.items():
+                if handle.finish_reason != "cancelled":
+                    assert handle.tokens == expected[number].tolist(), number
+                else:
+                    assert number == cancelled
+                    taken = len(handle.tokens)
+                    assert handle.tokens == expected[number][:taken].tolist()
+            assert is_clean(engine)
+
+        check()
+        assert engine.statistics()["programs"] <= 6
+
+
+def test_no_program_is_compiled_twice(engine):
+    def run():
+        for count in range(1, 5):
+            engine.generate(PROMPTS[:count], max_new_tokens=5)
+            engine.generate(PROMPTS[:count], max_new_tokens=7, sampling=HOT)
+        return programs.compiled()
+
+    assert run() == run()
+    assert engine.statistics()["programs"] <= 15
+
+
+def test_a_prompt_that_was_read_before_is_found(engine):
+    prompt = list(range(1, 100))
+    resize(engine)
+    first = engine.submit(prompt, max_new_tokens=4).result()
+    again = engine.submit(prompt, max_new_tokens=4).result()
+    assert (first.shared_tokens, again.shared_tokens) == (0, 96)
+    assert again.tokens == first.tokens
+    np.testing.assert_allclose(again.logprobs, first.logprobs, atol=1e-4)
+    apart = engine.submit(prompt, max_new_tokens=4, sampling={"repetition_penalty": 1.1})
+    assert apart.result().shared_tokens == 0
+
+
+def test_pieces_of_text_come_as_events_and_by_iterating(engine, alone):
+    handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+    texts = dict.fromkeys(handles, "")
+    ends = {}
+    for event in engine:
+        texts[event.handle] += event.text
+        if event.finish_reason:
+            assert event.handle not in ends
+            ends[event.handle] = event.finish_reason
+    assert list(texts.values()) == alone.text
+    assert [ends[handle] for handle in handles] == alone.finish_reasons
+    pieces = list(engine.submit(PROMPTS[0], max_new_tokens=NEW))
+    assert len(pieces) > 1
+    assert "".join(pieces) == alone.text[0]
+
+
+def test_it_runs_in_a_thread_for_asyncio(engine, alone):
+    async def read(prompt):
+        handle = engine.submit(prompt, max_new_tokens=NEW)
+        return "".join([piece async for piece in handle])
+
+    async def read_all():
+        return await asyncio.gather(*map(read, PROMPTS))
+
+    assert asyncio.run(read_all()) == alone.text
+    assert engine.submit(PROMPTS[1], max_new_tokens=NEW).result().text == alone.text[1]
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(engine.generate(PROMPTS, max_new_tokens=NEW)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.stop()
+    assert [one.text for one in found] == [alone.text] * 2
+    assert is_clean(engine)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_a_request_can_be_cancelled_at_any_point(engine, alone, steps):
+    others = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[1:]]
+    handle = engine.submit(PROMPTS[0], max_new_tokens=NEW)
+    for _ in range(steps):
+        engine.step()
+    handle.cancel()
+    handle.cancel()
+    with pytest.raises(CancelledError, match=f"request {handle.number} was cancelled"):
+        handle.result()
+    assert handle.finish_reason == "cancelled"
+    assert [one.result().text for one in others] == alone.text[1:]
+    handle.cancel()
+    assert is_clean(engine)
+
+
+@pytest.mark.parametrize("text", ["KV16", in_sweep("KV4cg32")])
+def test_nan_ends_its_own_row(text, tiny, alone):
+    """And leaves nothing in the pages that the next row takes."""
+    [bad] = {*range(1, 40)} - {i for row in alone.tokens for i in row} and [39]
+    with make_engine(with_damaged_token(tiny, bad), text, cache_memory=2_000_000) as engine:
+        resize(engine, pages=13)
+        expected = engine.generate(PROMPTS, max_new_tokens=NEW)
+        handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[:2]]
+        poisoned = engine.submit([5] * 140 + [bad, 7], max_new_tokens=NEW)
+        with pytest.raises(NotFiniteError, match=f"request {poisoned.number}: .*NaN or infinite"):
+            poisoned.result()
+        assert poisoned.finish_reason == "error"
+        assert [one.result().tokens for one in handles] == expected.tokens[:2]
+        assert engine.generate(PROMPTS, max_new_tokens=NEW).tokens == expected.tokens
+        assert engine.submit([5] * 160, max_new_tokens=4).result().finish_reason == "length"
+
+
+def test_log_probabilities_of_a_prompt(engine, tiny):
+    prompt = np.random.default_rng(0).integers(1, 2048, 90).tolist()
+    handle = engine.submit(prompt, max_new_tokens=2, prompt_logprobs=True)
+    beside = engine.submit(PROMPTS[0], max_new_tokens=4)
+    found = handle.result().prompt_logprobs
+    logits = np.asarray(tiny.model(np.array([prompt])))[0, :-1].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(logprobs, np.array(prompt[1:])[:, None], 1)[:, 0]
+    np.testing.assert_allclose(found.logprobs, chosen, atol=1e-4)
+    np.testing.assert_array_equal(found.best, logprobs.argmax(-1))
+    np.testing.assert_allclose(found.best_logprobs, logprobs.max(-1), atol=1e-4)
+    assert len(beside.result().tokens) == 4
+
+
+def test_a_model_without_a_tokenizer_generates_ids(tiny, alone):
+    lm = dataclasses.replace(tiny, tokenizer=None)
+    with make_engine(lm) as engine:
+        handle = engine.submit(tiny.tokenizer.encode(PROMPTS[0]), max_new_tokens=4)
+        assert list(handle) == []
+        assert handle.tokens == alone.tokens[0][:4]
+        assert handle.text == ""
+        with pytest.raises(ValueError, match="tokenizer"):
+            engine.submit("a text")
+
+
+def test_ten_thousand_may_wait(engine):
+    handles = [engine.submit([1 + i % 50], max_new_tokens=1) for i in range(10_000)]
+    for _ in range(4):
+        engine.step()
+    assert handles[0].is_finished
+    for handle in handles[8:]:
+        handle.cancel()
+    for _ in engine:
+        pass
+    assert all(handle.is_finished for handle in handles)
+    assert is_clean(engine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [["a"]]}, "prompt"),
+        ({"prompt": [5000]}, "token id 5000"),
+        ({"prompt": [1] * 150, "max_new_tokens": 50}, "150 tokens, and with 50 .* the 192 tokens"),
+        ({"sampling": {"temperature": [1.0, 2.0]}}, r"temperature has shape \(2,\): a request is"),
+        ({"sampling": {"stop_ids": range(20)}}, "there are 20 stop ids: .* at most 16"),
+        ({"priority": 1.5}, "priority is 1.5: expected a whole number"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"seed": -1}, "seeds are"),
+    ],
+)
+def test_what_can_never_run_is_refused_when_it_comes(engine, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**({"prompt": "import"} | arguments))
+    assert not engine.has_work
+    with pytest.raises(TypeError, match="unexpected keyword argument 'prioritty'"):
+        engine.submit("import", prioritty=1)
+
+
+def test_a_request_larger_than_the_cache_is_refused(engine):
+    resize(engine, pages=4)
+    with pytest.raises(ValueError, match="the prompt's 90 tokens and 8 new ones don't fit"):
+        engine.submit([1] * 90, max_new_tokens=8)
+    assert len(engine.submit([1] * 90, max_new_tokens=7).result().tokens) == 7
+    resize(engine, pages=25)
+
+
+def test_what_an_engine_is_made_with_is_checked(tiny):
+    for options, message in (
+        ({"slots": 0}, "slots is 0"),
+        ({"steps": 64}, "steps is 64: expected at most 32"),
+        ({"max_tokens": 1000}, "max_tokens is 1000, and the model has 256 positions"),
+        ({"cache_memory": -1}, "cache_memory is -1: expected bytes, or a share"),
+        ({"cache_memory": "8GB"}, "cache_memory is '8GB'"),
+        ({"cache_memory": 100.0}, "cache_memory is 100.0: a page of 32 tokens takes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_engine(tiny, **options)
+
+
+def test_a_closed_engine_says_so(tiny):
+    with make_engine(tiny) as engine:
+        handle = engine.submit("import")
+    assert handle.finish_reason == "cancelled"
+    with pytest.raises(CancelledError, match="the engine was closed"):
+        handle.result()
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.submit("import")

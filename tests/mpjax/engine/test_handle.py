@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from mpjax.engine.handle import CancelledError, Handle, PromptLogprobs, Scores
+from mpjax.row_text import RowText
+
+pytestmark = pytest.mark.any_version
+
+
+class Engine:
+    """Reports what is next whenever somebody waits."""
+
+    def __init__(self):
+        self.next = []
+
+    def wait(self, handle, version):
+        self.next.pop(0)()
+
+
+@pytest.fixture
+def handle(tiny):
+    return Handle(Engine(), 4, [1, 2], RowText(tiny.tokenizer, [1, 2], ["stop"]))
+
+
+def test_text_comes_in_pieces_and_nothing_is_lost(handle, tiny):
+    ids = tiny.tokenizer.encode("x = 12 + y")
+
+    def push(tokens, is_last):
+        assert handle.push(tokens, [-1.0] * len(tokens)) == len(tokens)
+        if is_last:
+            handle.finish("length")
+        assert handle.report(tokens).finish_reason == ("length" if is_last else None)
+
+    handle._engine.next = [lambda i=i: push([i], i == ids[-1] and True) for i in ids]
+    assert "".join(handle) == handle.text == "x = 12 + y"
+    assert (handle.tokens, handle.logprobs) == (ids, [-1.0] * len(ids))
+    assert handle.result() is handle
+
+
+def test_a_stop_string_ends_the_tokens(handle, tiny):
+    ids = tiny.tokenizer.encode("a stop here")
+    taken = handle.push(ids, [0.0] * len(ids))
+    assert taken == len(handle.tokens) == len(handle.logprobs) < len(ids)
+    assert handle.has_stopped
+    assert handle.text == "a "
+
+
+def test_an_end_is_known_when_it_is_reported(handle):
+    handle.finish("cancelled", CancelledError("request 4 was cancelled"))
+    assert not handle.is_finished
+    event = handle.report([])
+    assert handle.is_finished
+    assert event.finish_reason == "cancelled"
+    with pytest.raises(CancelledError, match="request 4"):
+        list(handle)
+
+
+def test_a_thread_waits_for_the_next_report(handle):
+    waiter = threading.Thread(target=handle.wait, args=(0,))
+    waiter.start()
+    handle.report([])
+    waiter.join(10)
+    assert not waiter.is_alive()
+    handle.wait(0)  # it has been reported
+
+
+def test_scores_of_pieces_are_joined():
+    pieces = [Scores(at, *(np.arange(at, at + 3.0) + i for i in range(3))) for at in (0, 3)]
+    found = PromptLogprobs.join(pieces, 6)
+    assert found.logprobs.tolist() == [0, 1, 2, 3, 4]
+    assert found.best_logprobs.tolist() == [2, 3, 4, 5, 6]

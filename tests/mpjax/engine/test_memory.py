@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpjax.engine import memory
+from mpjax.engine.state import page_bytes, residual_bytes
+from mpjax.kernels import KVFormat
+from mpjax.memory import DeviceMemoryError
+
+
+@pytest.fixture(scope="module")
+def lm(tiny):
+    return dataclasses.replace(tiny, kv_format=KVFormat("4cg32"), page_size=32)
+
+
+def pages(lm, given, slots=2, tokens=100):
+    return memory.count_pages(lm, slots, tokens, given, 64)
+
+
+def test_bytes_and_shares_and_what_is_useful(lm, monkeypatch):
+    fixed, each = residual_bytes(lm, 2) + 2 * lm.config.vocab_size, page_bytes(lm)
+    assert pages(lm, fixed + 3 * each + each // 2) == 1 + 3
+    assert pages(lm, 10**9) == pages(lm, None) == 1 + 8
+    working = memory._working_bytes(lm, 2, 64)
+    monkeypatch.setattr(memory, "free_bytes", lambda: working + 2 * (fixed + 4 * each))
+    assert pages(lm, 0.5) == 1 + 4
+    assert pages(lm, 1) == 1 + 8
+    monkeypatch.setattr(memory, "free_bytes", lambda: None)
+    assert pages(lm, 0.5, slots=1) > 1
+
+
+@pytest.mark.parametrize("given", [0, -1, True, "8GB", 10.0, float("nan")])
+def test_what_is_no_memory_is_refused(lm, given):
+    with pytest.raises(ValueError, match="cache_memory is"):
+        pages(lm, given)
+
+
+def test_more_than_is_free_is_refused(lm, monkeypatch):
+    monkeypatch.setattr("mpjax.memory.free_bytes", lambda device=None: 1000)
+    with pytest.raises(DeviceMemoryError, match="the engine's cache needs"):
+        pages(lm, 10**8)

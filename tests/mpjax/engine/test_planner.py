@@ -1,0 +1,349 @@
+"""The planner beside a device that is a few lines of Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpjax.engine.pages import NOWHERE
+from mpjax.engine.planner import Extend, Planner, Row, Sizes, scored_chunk
+
+pytestmark = pytest.mark.any_version
+
+SMALL = Sizes(slots=3, pages=9, page_size=4, chunk=16, sequences=2, steps=4)
+
+
+def row(number=0, prompt=10, most=5, *, text=0, **how):
+    return Row(number, [text + i for i in range(prompt)], prompt, most, **how)
+
+
+class Device:
+    """Runs plans a step late, and remembers for each page which tokens of which text it holds."""
+
+    def __init__(self, sizes, ends=()):
+        self.planner, self.sizes, self.ends = Planner(sizes), sizes, dict(ends)
+        self.content: dict[tuple[int, int], tuple] = {}
+        self.lengths: dict[Row, int] = {}
+        self.pending: list = []
+        self.finished: list[Row] = []
+        self.order: list[Row] = []
+
+    def text(self, row):
+        """All tokens that the row would say; those of rows that `ends` names end earlier."""
+        return row.tokens[: row.prompt] + [1000 * row.number + i for i in range(row.most)]
+
+    def most(self, row):
+        return min(row.most, self.ends.get(row.number, row.most))
+
+    def write(self, row, start, end):
+        text = self.text(row)
+        for position in range(start, end):
+            page = row.pages[position // self.sizes.page_size]
+            assert page != NOWHERE
+            self.content[page, position % self.sizes.page_size] = tuple(text[: position + 1])
+
+    def require_content(self, row, end):
+        """The row reads what it wrote itself, or another with the same text."""
+        text, window = self.text(row), self.sizes.window
+        begin = 0 if window is None else max(0, end - window)
+        for position in range(begin, end):
+            page = row.pages[position // self.sizes.page_size]
+            assert self.content[page, position % self.sizes.page_size] == tuple(
+                text[: position + 1]
+            )
+
+    def run(self, plan):
+        if isinstance(plan, Extend):
+            assert 0 < len(plan.pieces) <= self.sizes.sequences
+            assert sum(piece.end - piece.start for piece in plan.pieces) <= self.sizes.chunk
+            assert len({piece.row for piece in plan.pieces}) == len(plan.pieces)
+            results = []
+            for piece in plan.pieces:
+                self.write(piece.row, piece.start, piece.end)
+                self.require_content(piece.row, piece.end)
+                if block := self.sizes.block:
+                    assert piece.start // block == (piece.end - 1) // block
+                if piece.is_last:
+                    drawn = len(piece.row.tokens) - piece.row.prompt
+                    assert piece.end == piece.row.prompt + drawn
+                    results.append((piece.row, piece.row.runs, drawn, 1))
+                    self.lengths[piece.row] = piece.end
+            return results
+        assert len(plan.rows) == len(set(plan.rows)) > 0
+        results = []
+        for row, new in zip(plan.rows, plan.entries, strict=True):
+            length = self.lengths[row]
+            drawn = length - row.prompt + 1
+            count = min(plan.steps, self.most(row) - drawn)
+            if count <= 0:
+                results.append((row, row.runs, drawn, 0))
+                continue
+            if new is not None:
+                entry, page = new
+                assert row.pages[entry] == page
+            self.write(row, length, length + count)
+            self.require_content(row, length + count)
+            self.lengths[row] = length + count
+            results.append((row, row.runs, drawn, count))
+        return results
+
+    def read(self, results):
+        for row, runs, drawn, count in results:
+            if row.slot is None or row.runs != runs:
+                continue
+            new = self.text(row)[row.prompt + drawn :][:count]
+            assert len(row.tokens) == row.prompt + drawn
+            self.planner.learn(row, new)
+            if drawn + count >= self.most(row):
+                self.planner.remove(row)
+                self.finished.append(row)
+
+    def step(self):
+        plan = self.planner.plan()
+        results = None if plan is None else self.run(plan)
+        if plan is not None:
+            for row in getattr(plan, "rows", None) or [piece.row for piece in plan.pieces]:
+                if row not in self.order:
+                    self.order.append(row)
+        before, self.pending = self.pending, results or []
+        self.read(before)
+        self.require_order()
+        return plan
+
+    def require_order(self):
+        """What holds after each step."""
+        planner, pool = self.planner, self.planner.pool
+        held = [page for row in planner.running for page in row.pages if page != NOWHERE]
+        assert all(pool.references(p) == held.count(p) for p in range(1, self.sizes.pages))
+        assert pool.available + len(set(held)) == self.sizes.pages - 1
+        for rows in (planner.running, planner.waiting):
+            assert [row.order for row in rows] == sorted(row.order for row in rows)
+        slots = [row.slot for row in planner.running]
+        assert len(set(slots)) == len(slots)
+        for row in planner.running:
+            assert row.length <= len(row.pages) * self.sizes.page_size
+            assert row.drawn <= row.most
+        assert all(row.slot is None and not row.pages for row in planner.waiting)
+
+    def finish(self):
+        for number in itertools.count():
+            plan = self.step()
+            planner = self.planner
+            if plan is None and not (self.pending or planner.running or planner.waiting):
+                return
+            assert number < 2000, "the planner makes no progress"
+
+
+def test_a_prompt_is_read_in_chunks_between_steps_of_others():
+    device = Device(dataclasses.replace(SMALL, pages=40))
+    device.planner.submit(row(0, prompt=4, most=40))
+    plans = [device.step()]
+    device.planner.submit(row(1, prompt=40, most=4, text=100))
+    plans += [device.step() for _ in range(8)]
+    kinds = [
+        [(piece.row.number, piece.start, piece.end) for piece in plan.pieces]
+        if isinstance(plan, Extend)
+        else (plan.steps, len(plan.rows))
+        for plan in plans
+    ]
+    assert kinds[:7] == [
+        [(0, 0, 4)],
+        (4, 1),
+        [(1, 0, 16)],
+        (1, 1),
+        [(1, 16, 32)],
+        (1, 1),
+        [(1, 32, 40)],
+    ]
+    assert kinds[7] == (4, 2)
+
+
+def test_several_prompts_share_a_program():
+    device = Device(dataclasses.replace(SMALL, pages=40))
+    for number, prompt in enumerate((5, 30, 2)):
+        device.planner.submit(row(number, prompt=prompt, text=100 * number))
+    first = device.step()
+    assert [(p.row.number, p.start, p.end, p.is_first, p.is_last) for p in first.pieces] == [
+        (0, 0, 5, True, True),
+        (1, 0, 11, True, False),
+    ]
+
+
+def test_what_attends_to_much_is_read_in_smaller_pieces():
+    sizes = Sizes(slots=2, pages=5000, page_size=16, chunk=1024)
+    planner = Planner(sizes)
+    planner.submit(row(0, prompt=10, most=5000))
+    planner.plan()
+    planner.submit(row(1, prompt=40_000, text=7))
+    pieces = []
+    while not planner.running[-1].drawn or len(planner.running) < 2:
+        plan = planner.plan()
+        if isinstance(plan, Extend):
+            pieces.append(plan.pieces[0])
+    sizes_of = [piece.end - piece.start for piece in pieces]
+    assert sizes_of == sorted(sizes_of[:-1], reverse=True) + sizes_of[-1:]
+    assert 900 < sizes_of[0] <= 1024
+    assert 128 < sizes_of[-2] < 256
+
+
+def test_pages_of_the_youngest_go_to_the_oldest_and_nothing_is_lost():
+    device = Device(SMALL)
+    rows = [row(number, prompt=8, most=16, text=100 * number) for number in range(3)]
+    for one in rows:
+        device.planner.submit(one)
+    device.finish()
+    assert device.planner.preemptions > 0
+    assert sorted(one.number for one in device.finished) == [0, 1, 2]
+    assert device.finished[0] is rows[0]
+    assert all(one.tokens == device.text(one) for one in rows)
+
+
+def test_a_higher_priority_goes_first():
+    device = Device(dataclasses.replace(SMALL, slots=1))
+    for number, priority in enumerate((0, 0, 1)):
+        device.planner.submit(row(number, priority=priority))
+    device.finish()
+    assert [one.number for one in device.order] == [2, 0, 1]
+
+
+def test_a_request_that_never_fits_is_refused():
+    planner = Planner(SMALL)
+    assert planner.why_never(28, 5) is None
+    message = planner.why_never(28, 6)
+    assert message is not None
+    assert message.startswith("28 tokens and 6 new ones don't fit in the cache, which holds 32")
+
+
+@pytest.mark.parametrize(("block", "shared"), [(None, 20), (8, 16)])
+def test_equal_beginnings_are_read_once(block, shared):
+    """Of whole pages, and of whole blocks; the last token is read anyway."""
+    device = Device(dataclasses.replace(SMALL, pages=40, chunk=32, block=block))
+    first, second = row(0, prompt=21, most=1), row(1, prompt=21, most=1)
+    device.planner.submit(first)
+    device.finish()
+    device.planner.submit(second)
+    device.finish()
+    assert device.planner.shared_tokens == second.shared == shared
+    other = row(2, prompt=21, most=1, shares=False)
+    device.planner.submit(other)
+    device.finish()
+    assert other.shared == 0
+
+
+def test_what_a_preempted_row_has_read_is_found_again():
+    device = Device(dataclasses.replace(SMALL, slots=2, pages=10))
+    for number in range(2):
+        device.planner.submit(row(number, prompt=12, most=9, text=50 * number))
+    device.finish()
+    assert device.planner.preemptions == 1
+    assert device.planner.shared_tokens >= 8
+
+
+def test_windows_leave_pages_behind():
+    sizes = Sizes(slots=1, pages=32, page_size=16, chunk=64, window=64)
+    device = Device(sizes)
+    device.planner.submit(row(0, prompt=400, most=60))
+    most_free = 0
+    for _ in range(12):
+        device.step()
+        most_free = max(most_free, device.planner.pool.available)
+    owned = [page for page in device.planner.running[0].pages if page != NOWHERE]
+    assert len(owned) < 400 // 16
+    device.finish()
+
+
+def test_prompts_that_are_scored_are_read_apart_in_smaller_pieces():
+    device = Device(dataclasses.replace(SMALL, pages=40))
+    for number, scored in enumerate((True, False, True)):
+        device.planner.submit(row(number, prompt=6, most=1, scored=scored))
+    plans = []
+    while device.planner.waiting or device.planner.running:
+        plan = device.step()
+        if isinstance(plan, Extend):
+            assert {piece.row.scored for piece in plan.pieces} == {plan.scored}
+            if plan.scored:
+                assert sum(p.end - p.start for p in plan.pieces) <= scored_chunk(16)
+            plans.append(plan.scored)
+    assert set(plans) == {True, False}
+
+
+def test_a_row_that_waits_or_runs_can_be_removed():
+    planner = Planner(SMALL)
+    first, second = row(0), row(1)
+    planner.submit(first)
+    planner.submit(second)
+    assert planner.remove(second) == []
+    planner.plan()
+    assert len(planner.remove(first)) == 3
+    assert planner.plan() is None
+    assert planner.pool.available == 8
+
+
+@st.composite
+def traces(draw):
+    page_size = draw(st.sampled_from([4, 8]))
+    sizes = Sizes(
+        slots=draw(st.integers(1, 4)),
+        pages=draw(st.integers(9, 16)),
+        page_size=page_size,
+        block=draw(st.sampled_from([None, None, 8])),
+        chunk=draw(st.sampled_from([8, 16, 64])),
+        sequences=draw(st.integers(1, 3)),
+        steps=draw(st.integers(1, 4)),
+        window=draw(st.sampled_from([None, None, 8])),
+    )
+    rows = draw(
+        st.lists(
+            st.tuples(
+                st.integers(1, 20),  # tokens of the prompt
+                st.integers(1, 12),  # the most new ones
+                st.integers(1, 12),  # after which it ends
+                st.integers(0, 2),  # the text that it begins
+                st.integers(0, 1),  # its priority
+                st.integers(0, 6),  # steps until the next comes
+                st.sampled_from([None, None, None, 0, 3, 9]),  # steps after which it is cancelled
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    return sizes, rows
+
+
+@given(traces())
+def test_any_trace(trace):
+    sizes, requests = trace
+    device = Device(sizes, enumerate(ends for _, _, ends, *_ in requests))
+    rows, cancelled, clock = [], {}, 0
+
+    def advance(steps):
+        nonlocal clock
+        for _ in range(steps):
+            device.step()
+            clock += 1
+            for one, when in list(cancelled.items()):
+                if when <= clock:
+                    del cancelled[one]
+                    if one.slot is not None or one in device.planner.waiting:
+                        device.planner.remove(one)
+                        device.finished.append(one)
+                        one.most = -1
+
+    for number, (prompt, most, _, text, priority, pause, cancel) in enumerate(requests):
+        one = row(number, prompt, most, text=100 * text, priority=priority)
+        rows.append(one)
+        device.planner.submit(one)
+        if cancel is not None:
+            cancelled[one] = clock + cancel
+        advance(pause)
+    advance(10 if cancelled else 0)
+    device.finish()
+    assert sorted(one.number for one in device.finished) == list(range(len(requests)))
+    for one in rows:
+        if one.most > 0:
+            assert one.tokens == device.text(one)[: one.prompt + device.most(one)]
+    assert device.planner.pool.available == sizes.pages - 1

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax.engine import filling, programs
+from mpjax.engine.planner import Decode
+from mpjax.engine.programs import Programs
+from mpjax.engine.state import EngineState
+from mpjax.kernels import KVFormat
+from mpjax.models import Decoder, decoder
+from tests.models.small import quantize_kernels, small_config
+from tests.pallas_kernels.conftest import pretend_gpu
+from tests.sweeps import in_sweep
+
+__all__ = ["pretend_gpu"]
+
+
+@pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
+@pytest.mark.parametrize("chunk", [8, 100, 1024, 8192])
+def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, tiny):
+    found = Programs(tiny.model, chunk=chunk, slots=slots, steps=8)
+    sizes = len(found.reading_sizes) + len(found.greedy_sizes) + len(found.other_sizes)
+    assert sizes + 2 <= 15
+    assert found.reading_sizes[-1] == chunk
+    assert found.scored_size <= chunk
+    for greedy in (True, False):
+        for rows in {1, 2, slots // 2 + 1, slots}:
+            if rows <= slots:
+                size, _ = found.decoding_size(rows, 8, greedy=greedy)
+                assert rows <= size <= slots
+                assert size <= max(8, 4 * rows)
+
+
+def test_whole_strides_of_greedy_rows_have_programs_of_their_own(tiny, monkeypatch):
+    monkeypatch.setattr(programs.device, "on_gpu", lambda: True)
+    found = Programs(tiny.model, chunk=64, slots=64, steps=8)
+    assert found.stride == 8
+    assert found.decoding_size(1, 8, greedy=True) == (1, True)
+    assert found.decoding_size(1, 1, greedy=True) == (8, False)
+    assert found.decoding_size(1, 8, greedy=False) == (8, False)
+
+
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4cg32", "KVfp8"])
+def test_clearing_leaves_other_pages_and_given_scales(text, tiny):
+    lm = dataclasses.replace(tiny, kv_format=KVFormat.parse(text), page_size=32)
+    state = EngineState.create(lm, slots=2, pages=4, max_tokens=64)
+    ones = jax.tree.map(lambda x: x + np.ones((), x.dtype), state.layers)
+    state = dataclasses.replace(state, layers=ones)
+    before = jax.tree.map(np.asarray, state.layers)
+    cleared = programs._jit_clear(state, np.array([2, 0]), np.int32(1)).layers
+    for pages, old in zip(cleared, before, strict=True):
+        for name in ("keys", "values", "key_parameters", "value_parameters"):
+            found, kept = getattr(pages, name), getattr(old, name)
+            if found is None or kept.shape[0] != 4:
+                jax.tree.map(np.testing.assert_array_equal, found, kept)
+                continue
+            np.testing.assert_array_equal(found[np.array([1, 3])], kept[np.array([1, 3])])
+            assert not np.asarray(found)[[0, 2]].any()
+        if pages.residual is not None:
+            assert not pages.residual.keys[1].any()
+            np.testing.assert_array_equal(pages.residual.values[0], old.residual.values[0])
+
+
+@pytest.mark.parametrize("text", ["KV2g64", in_sweep("KV8")])
+def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
+    """Also their residuals, which lie by slot."""
+    config = small_config(
+        windows=(None,), num_heads=4, head_dim=64, hidden_size=128, dtype="bfloat16"
+    )
+    model = nnx.eval_shape(lambda: quantize_kernels(Decoder(config, nnx.Rngs(0)), "uint4:g32"))
+    lm = dataclasses.replace(tiny, model=model, kv_format=KVFormat.parse(text), page_size=64)
+    state = jax.eval_shape(lambda: EngineState.create(lm, slots=4, pages=9, max_tokens=128))
+    sizes = {"rows": 2, "slots": 4, "entries": 2}
+    reading = filling.reading([], tokens=64, **sizes)
+    stepping = filling.stepping(Decode([], 4, []), **sizes)
+    how = {"room": 4, "stride": 4, "greedy": True}
+    decoder._apply.clear_cache()
+    graph, arrays = nnx.split(model)
+
+    def extend(arrays, state, reading):
+        return programs.extend(nnx.merge(graph, arrays), state, reading)
+
+    def decode(arrays, state, stepping):
+        return programs.decode(nnx.merge(graph, arrays), state, stepping, **how)
+
+    waiting = "KV2" in text
+    names = {f"attention_{text}".lower(), "rotate_and_append_kv16" if waiting else "rotate_and"}
+    for program, argument in ((extend, reading), (decode, stepping)):
+        lowered = lower_for_cuda(program, arrays, state, argument)
+        for name in names | ({f"flush_{text}".lower()} if waiting else set()):
+            assert f'name = "{name}' in lowered, (program, name)
+    decoder._apply.clear_cache()

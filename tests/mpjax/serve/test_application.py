@@ -1,0 +1,249 @@
+"""The server over real connections, by httpx and by OpenAI's own client."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax.kernels import KVFormat
+
+pytest.importorskip("starlette")
+uvicorn = pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx")
+
+from mpjax.serve.application import Limits, application  # noqa: E402
+
+PROMPT = "def f(x):\n    return"
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+class Server:
+    """A server on a free port, in a thread."""
+
+    def __init__(self, app):
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        config = uvicorn.Config(app, log_level="error", lifespan="on")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
+
+    def __enter__(self):
+        self.thread.start()
+        deadline = time.monotonic() + 60
+        while not self.server.started:
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join()
+        self.socket.close()
+
+
+@pytest.fixture(scope="module")
+def lm(chat_folder):
+    return dataclasses.replace(mpjax.load(chat_folder), kv_format=KVFormat(16), page_size=32)
+
+
+@pytest.fixture(scope="module")
+def engine(lm):
+    return mpjax.Engine(lm, slots=4, chunk_tokens=64, steps=4)
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    limits = Limits(waiting=40, body_bytes=20_000, api_key="secret")
+    with Server(application(engine, "tiny", limits)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    headers = {"Authorization": "Bearer secret"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alone(lm):
+    return mpjax.generate(lm, PROMPT, max_new_tokens=12)
+
+
+def events(text):
+    return [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+
+
+def idle(engine, seconds=30):
+    """Waits until no request runs."""
+    deadline = time.monotonic() + seconds
+    while engine.has_work:
+        assert time.monotonic() < deadline, "a request runs on"
+        time.sleep(0.02)
+
+
+def test_a_completion(client, alone):
+    found = client.post("/v1/completions", json={"prompt": PROMPT, "model": "tiny"} | GREEDY).json()
+    [choice] = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (alone.text[0], "length")
+    assert (found["object"], found["model"]) == ("text_completion", "tiny")
+    assert found["usage"]["completion_tokens"] == 12
+    assert found["usage"]["prompt_tokens"] == alone.prompt_tokens[0]
+
+
+def test_a_stream_has_the_same_text(client, alone):
+    body = {"prompt": [PROMPT] * 2, "stream": True, "stream_options": {"include_usage": True}}
+    response = client.post("/v1/completions", json=body | GREEDY | {"logprobs": 0})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, last, done = events(response.text)
+    assert done == "[DONE]"
+    assert json.loads(last)["usage"]["completion_tokens"] == 24
+    texts, logprobs, reasons = ["", ""], [[], []], []
+    for chunk in map(json.loads, chunks):
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        logprobs[choice["index"]] += choice["logprobs"]["token_logprobs"]
+        reasons += filter(None, [choice["finish_reason"]])
+    assert texts == alone.text * 2
+    assert reasons == ["length"] * 2
+    np.testing.assert_allclose(logprobs, alone.logprobs * 2, atol=1e-4)
+
+
+def test_a_chat_whole_and_streamed(client, lm):
+    messages = [{"role": "user", "content": "Why"}]
+    expected = mpjax.generate(lm, [messages], max_new_tokens=12)
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 1} | GREEDY
+    found = client.post("/v1/chat/completions", json=body).json()
+    [choice] = found["choices"]
+    assert choice["message"]["content"] == expected.text[0]
+    assert len(choice["logprobs"]["content"]) == len(expected.tokens[0])
+    *chunks, _ = events(client.post("/v1/chat/completions", json=body | {"stream": True}).text)
+    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(delta.get("content", "") for delta in deltas) == expected.text[0]
+
+
+def test_log_probabilities_of_a_prompt_as_the_harness_reads_them(client, lm):
+    """lm_eval sends ids, and reads what lies between the context and the last token."""
+    ids = np.random.default_rng(0).integers(1, 2048, 40).tolist()
+    body = {"prompt": [ids, ids[:9]], "max_tokens": 1, "logprobs": 1, "echo": True}
+    body |= {"temperature": 0, "seed": 1234, "model": "tiny"}
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    logits = np.asarray(lm.model(np.array([ids])))[0].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for choice, length in zip(choices, (40, 9), strict=True):
+        found, context = choice["logprobs"], 5
+        expected = logprobs[np.arange(context - 1, length - 1), ids[context:length]]
+        assert len(found["tokens"]) == length + 1
+        assert found["token_logprobs"][0] is None
+        np.testing.assert_allclose(found["token_logprobs"][context:-1], expected, atol=1e-4)
+        best = [max(top.values()) for top in found["top_logprobs"][context:-1]]
+        likeliest = logprobs[context - 1 : length - 1].max(-1)
+        np.testing.assert_allclose(best, likeliest, atol=1e-4)
+        assert choice["text"].startswith(lm.tokenizer.decode(ids[:9]))
+    only = client.post("/v1/completions", json=body | {"max_tokens": 0}).json()
+    assert only["usage"]["completion_tokens"] == 0
+    assert len(only["choices"][1]["logprobs"]["tokens"]) == 9
+
+
+def test_several_choices_differ_and_a_seed_repeats_them(client):
+    body = {"prompt": PROMPT, "n": 3, "seed": 5, "max_tokens": 8}
+    first, second = (client.post("/v1/completions", json=body).json() for _ in range(2))
+    texts = [choice["text"] for choice in first["choices"]]
+    assert len({*texts}) == 3
+    assert texts == [choice["text"] for choice in second["choices"]]
+    assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"] == 7
+
+
+def test_the_model_health_and_metrics(client, server):
+    assert [one["id"] for one in client.get("/v1/models").json()["data"]] == ["tiny"]
+    assert client.get("/v1/models/tiny").json()["max_model_len"] == 256
+    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+    assert "mpjax_new_tokens_total" in client.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"prompt": "x", "model": "other"}, 404, "there is no model 'other'"),
+        ({"prompt": "x", "max_tokens": 5000}, 400, "the 256 tokens of a request"),
+        ({"prompt": "x", "best_of": 3}, 400, "does not offer it"),
+        ({"prompt": "x" * 30_000}, 413, "longer than 20000 bytes"),
+        ({"prompt": "x", "n": 41}, 503, "the limit is 40"),
+    ],
+)
+def test_what_is_refused_says_why(client, body, status, message):
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == status
+    assert message in response.json()["error"]["message"]
+
+
+def test_other_refusals(client, server):
+    assert httpx.post(server.url + "/v1/completions", json={"prompt": "x"}).status_code == 401
+    assert httpx.get(server.url + "/metrics").status_code == 401
+    assert client.post("/v1/completions", content=b"{").status_code == 400
+    missing = client.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
+    assert client.get("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_request(client, engine, stream):
+    idle(engine)
+    before = engine.statistics()["new_tokens"]
+    body = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0, "stream": stream, "n": 12}
+    if stream:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body, timeout=0.05)
+    idle(engine)
+    assert engine.statistics()["new_tokens"] - before < 12 * 240
+    numbers = engine.statistics()
+    assert numbers["free_pages"] == numbers["pages"]
+
+
+def test_slow_readers_do_not_stall_others(client, alone):
+    body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as slow:
+        lines = slow.iter_lines()
+        next(lines)
+        for _ in range(2):
+            found = client.post("/v1/completions", json={"prompt": PROMPT} | GREEDY).json()
+            assert found["choices"][0]["text"] == alone.text[0]
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_openais_own_client(server, alone, lm):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0)
+    with client:
+        found = client.completions.create(model="tiny", prompt=PROMPT, **GREEDY)
+        assert found.choices[0].text == alone.text[0]
+        messages = [{"role": "user", "content": "Why"}]
+        chunks = client.chat.completions.create(
+            model="tiny", messages=messages, stream=True, **GREEDY
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == mpjax.generate(lm, [messages], max_new_tokens=12).text[0]
+        with pytest.raises(openai.NotFoundError, match="there is no model"):
+            client.completions.create(model="x", prompt=PROMPT)
+        assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_a_closed_engine_is_not_healthy(lm):
+    engine = mpjax.Engine(lm, slots=1, chunk_tokens=64)
+    with Server(application(engine, "tiny")) as server:
+        engine.close()
+        assert httpx.get(server.url + "/health").status_code == 503
+        response = httpx.post(server.url + "/v1/completions", json={"prompt": "x"})
+        assert "the engine is closed" in response.json()["error"]["message"]

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from mpjax.serve.requests import RequestError, read_chat, read_completion
+
+pytestmark = pytest.mark.any_version
+
+
+def completion(lm, **body):
+    return read_completion(lm, {"prompt": "import"} | body)
+
+
+def test_prompts_have_four_forms(tiny):
+    ids = tiny.tokenizer.encode("import")
+    for prompt, expected in (
+        ("import", [ids]),
+        (["import", "import"], [ids, ids]),
+        ([5, 6], [[5, 6]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+    ):
+        assert completion(tiny, prompt=prompt).prompts == expected
+
+
+def test_what_is_left_out_is_openais(tiny):
+    asked = completion(tiny)
+    assert (asked.max_new_tokens, asked.choices, asked.stream) == (16, 1, False)
+    assert asked.sampling["temperature"] == 1.0
+    assert completion(tiny).seed != completion(tiny).seed
+    assert completion(tiny, seed=-1).seed == 2**32 - 1
+
+
+def test_what_is_given_is_passed_on(tiny):
+    asked = completion(
+        tiny,
+        max_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=-1,
+        min_tokens=2,
+        stop_token_ids=[4],
+        stop="x",
+        n=3,
+        stream=True,
+        stream_options={"include_usage": True},
+        user="me",
+        suffix=None,
+        priority=2,
+        logprobs=1,
+    )
+    assert asked.sampling == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "min_p": None,
+        "min_new_tokens": 2,
+        "stop_ids": [4],
+        "repetition_penalty": None,
+    }
+    assert (asked.stop, asked.choices, asked.priority) == (["x"], 3, 2)
+    assert asked.stream
+    assert asked.with_usage
+    assert asked.logprobs
+    assert asked.with_top
+    assert "temperature" not in completion(tiny, temperature=0, top_p=0.5).sampling
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "parameter"),
+    [
+        ({"prompt": 5}, "prompts are a int", "prompt"),
+        ({"prompt": [99999]}, "token id 99999", "prompt"),
+        ({"max_token": 5}, r"'max_token' is no key of this request \(did you mean", "max_token"),
+        ({"best_of": 4}, "best_of is 4, and this server does not offer it", "best_of"),
+        ({"logprobs": 5}, "logprobs is 5: expected a whole number from 0 to 1", "logprobs"),
+        ({"max_tokens": 0}, "which leaves only the prompt", "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens is '9': expected a whole number", "max_tokens"),
+        ({"temperature": "hot"}, "temperature is 'hot': expected a number of 0", "temperature"),
+        ({"temperature": True}, "temperature is True", "temperature"),
+        ({"stop": [1]}, "stop is not a text", "stop"),
+        ({"stream": 1}, "stream is 1: expected true or false", "stream"),
+        ({"stream_options": 1}, "stream_options is not an object", "stream_options"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "come whole", "stream"),
+        ({"n": 0}, "n is 0", "n"),
+    ],
+)
+def test_what_is_wrong_is_named(tiny, body, message, parameter):
+    with pytest.raises(RequestError, match=message) as error:
+        completion(tiny, **body)
+    assert error.value.parameter == parameter
+
+
+@pytest.mark.parametrize("body", [None, [], "x", {}])
+def test_bodies_without_a_prompt(tiny, body):
+    with pytest.raises(RequestError):
+        read_completion(tiny, body)
+
+
+def test_chats_go_through_the_template(chat_folder):
+    import mpjax
+
+    lm = mpjax.load(chat_folder)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Why"}]}]
+    asked = read_chat(lm, {"messages": messages, "max_completion_tokens": 4})
+    plain = [{"role": "user", "content": "Why"}]
+    assert asked.prompts == [lm.tokenizer.encode_chat(plain)]
+    assert asked.max_new_tokens == 4
+    assert read_chat(lm, {"messages": plain}).max_new_tokens is None
+    for wrong in ([], [1], [{"role": "user", "content": [{"type": "image_url"}]}], "x"):
+        with pytest.raises(RequestError) as error:
+            read_chat(lm, {"messages": wrong})
+        assert error.value.parameter == "messages"

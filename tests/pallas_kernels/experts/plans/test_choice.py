@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpjax.kernels import UnsupportedError
+from mpjax.kernels.device import Limits
+from mpjax.kernels.experts.plans import ExpertsConfig, config_of, forced, plan_of
+from mpjax.kernels.plans.plan import Plan
+from tests.pallas_kernels.experts.plans.problems import qwen3
+
+
+def test_a_forced_plan_comes_before_the_rule():
+    config = ExpertsConfig(16, 64, 1, 4, 3)
+    with forced(Plan("triton", config)):
+        assert config_of(qwen3(1)) == config
+    assert config_of(qwen3(1)) == plan_of(qwen3(1)).config != config
+
+
+def test_there_is_no_configuration_for_what_a_gpu_lacks():
+    old = Limits(108, 8.0, "NVIDIA A100")
+    problem = dataclasses.replace(qwen3(1, "float8:gK/float8"), limits=old)
+    with pytest.raises(UnsupportedError, match="can't multiply float8:gK/float8"):
+        config_of(problem)

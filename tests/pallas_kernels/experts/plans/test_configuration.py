@@ -1,0 +1,9 @@
+from __future__ import annotations
+
+from mpjax.kernels.experts.plans import ExpertsConfig
+
+
+def test_its_text_says_how_tiles_are_found():
+    text = str(ExpertsConfig(16, 64, 2, 4, 3, tiling="counted"))
+    assert text.startswith("16x64, 2 splits")
+    assert text.endswith("tiles counted")

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpjax.kernels.device import Limits
+from mpjax.kernels.experts.plans import plan_by_rule
+from mpjax.kernels.experts.plans.rule import config_by_rule, tiling_of
+from mpjax.kernels.gemm.plans import why_unsound
+from tests.pallas_kernels.experts.plans.problems import qwen3
+from tests.pallas_kernels.oracles import ALL_FORMATS
+
+
+def test_tiles_have_room_for_an_experts_tokens():
+    rows = {tokens: config_by_rule(qwen3(tokens)).tile_m for tokens in (1, 64, 256, 1024, 8192)}
+    assert rows == {1: 8, 64: 8, 256: 32, 1024: 128, 8192: 128}
+
+
+def test_how_tiles_are_found():
+    found = {tokens: tiling_of(qwen3(tokens)) for tokens in (1, 4, 5, 128, 129)}
+    assert found == {1: "pairs", 4: "pairs", 5: "counted", 128: "counted", 129: "sorted"}
+    assert tiling_of(qwen3(2, experts=8, per_token=2)) == "counted"
+
+
+@pytest.mark.parametrize("text", ALL_FORMATS)
+def test_every_format_has_a_sound_configuration(text):
+    for tokens in (1, 16, 4096):
+        problem = qwen3(tokens, text)
+        plan = plan_by_rule(problem)
+        assert plan.implementation == "triton"
+        if problem.format.weight.is_packed:
+            assert why_unsound(plan.config, problem.product(plan.config.tile_m)) is None
+        else:
+            assert plan.config.tile_n >= 16 * plan.config.warps
+
+
+def test_what_a_gpu_can_not_multiply_is_left_to_the_reference():
+    old = Limits(108, 8.0, "NVIDIA A100")
+    problem = dataclasses.replace(qwen3(1, "float8:gK/float8"), limits=old)
+    assert plan_by_rule(problem).implementation == "reference"

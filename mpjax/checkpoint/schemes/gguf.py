@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, TensorType
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme, Specs
-from mpjax.checkpoint.schemes.rounded import ROUNDED, round_to
+from mpjax.checkpoint.schemes.rounded import BOUND, ROUNDED, round_to
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.precision import describe_weights
 
 TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 
@@ -62,6 +63,14 @@ class GGUFScheme(Scheme):
         counts = collections.Counter(self._format(kind) for kind in self.types.values())
         [(format, _)] = counts.most_common(1)
         return format
+
+    @property
+    def loss(self) -> str | None:
+        """A sentence about the types whose codes are not kept."""
+        types = {self.types[name] for name in self.types if not self.is_exact(name)}
+        if not types:
+            return None
+        return f"{', '.join(sorted(types))} to {describe_weights(ROUNDED)}{BOUND}"
 
     def rounded_to(self, format: WeightFormat) -> GGUFScheme:
         """The same weights, rounded to a format, plain arrays among them."""

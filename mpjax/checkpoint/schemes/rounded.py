@@ -14,9 +14,11 @@ from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.grid import fit
+from mpjax.precision import describe_weights
 
 # At most half a step of eight bits is lost: 1/510 of the range of 32 weights.
 ROUNDED = WeightFormat("uint8", 32)
+BOUND = ": by 1/510 of the range of 32 weights at most"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,11 @@ class RoundedScheme(Scheme):
     def weights(self) -> WeightFormat:
         """The format of all modules on the device."""
         return self.target or ROUNDED
+
+    @property
+    def loss(self) -> str | None:
+        """A sentence about the rounding of all weights."""
+        return f"{self.title} is rounded to {describe_weights(self.weights)}{BOUND}"
 
     def rounded_to(self, format: WeightFormat) -> Self:
         """The same weights, rounded to a format."""

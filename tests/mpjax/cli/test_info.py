@@ -167,4 +167,4 @@ def test_a_gguf_file_and_what_is_rounded(tmp_path, rng):
     path.write_bytes(path.read_bytes()[:-500])
     result = run(path)
     assert (result.exit_code, "is truncated" in result.stderr) == (1, True)
-    assert f"a GGUF file, {path}" in result.stdout
+    assert result.stdout == ""  # the header says more than the file holds

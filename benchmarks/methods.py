@@ -2,6 +2,9 @@
 
 python -m benchmarks.methods             the bundled model, on Python source
 python -m benchmarks.methods FOLDER      another model, on English: the help topics of Python
+python -m benchmarks.methods FOLDER --precisions WNF3A16KV16,W4g64A16KV16
+
+The file of results is whole only without --precisions, which prints rows and writes nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +31,24 @@ CASES = {
     "W16A16KV16H8": ("rtn",),  # the tables alone
     "W16A16KV16H4g64": ("rtn",),
     "W4A16KV16": ("rtn", "range", "awq", "gptq", "awq+gptq"),
-    "W4g64A16KV16": ("rtn", "gptq", "rotate+gptq", "awq+gptq"),
+    "W4g64A16KV16": (
+        "rtn",
+        "gptq",
+        "gptq-fresh",
+        "rotate+gptq",
+        "awq+gptq",
+        "awq+gptq+learn_scales",
+    ),
     "W4A8KV16": ("rtn", "gptq", "os+gptq", "rotate+gptq", "rotate+os+gptq"),
     "W8A8KV16": ("rtn", "os+rtn", "rotate+rtn"),
     "WNF4A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
-    "WNF3A16KV16": ("rtn", "range", "gptq", "awq+gptq"),
+    "WNF3A16KV16": (
+        *("rtn", "range", "gptq", "gptq-fresh", "awq+gptq", "awq+gptq+learn"),
+        *("rtn+learn_scales", "awq+gptq+learn_scales"),
+    ),
 }
 CALIBRATION = mpjax.Calibration(window=512, tokens=48 * 512, batch=8)
+LEARNED = "+learn_scales"  # behind a method: then scales of the whole model are learned
 HELD_OUT_CHARACTERS = 20_000
 HEADERS = ("precision", "method", "perplexity", "Δ")
 
@@ -43,13 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the results of a model."""
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
     parser.add_argument("folder", nargs="?", help="of a 16-bit checkpoint")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("--precisions", help="of the rows, with commas")
+    given = parser.parse_args(arguments)
+    folder = given.folder
     text, held_out = python_source() if folder is None else english()
     source = mpjax.bundled_model() if folder is None else Path(folder)
+    cases = possible(CASES, source)
+    if given.precisions:
+        cases = {name: cases[name] for name in given.precisions.split(",")}
     rows = []
-    for row in run(source, text, held_out, possible(CASES, source)):
+    for row in run(source, text, held_out, cases):
         rows.append(row)
         print(json.dumps(row), flush=True)
+    if given.precisions:
+        return
     name = "methods" if folder is None else f"methods-{source.name.lower()}"
     print(measure.save(name, {"model": source.name, "results": rows}, RESULTS))
 
@@ -85,9 +106,13 @@ def run(
     yield {"precision": base.precision, "method": "", "perplexity": plain, "rise": 0.0}
     for precision, methods in cases.items():
         for method in methods:
-            recipe = mpjax.Recipe.of(precision, method)
+            recipe = mpjax.Recipe.of(precision, method.removesuffix(LEARNED))
             documents = text if any(rule.method.needs_text for rule in recipe.rules) else None
             lm = mpjax.quantize(base, recipe, documents, calibration=calibration, progress=False)
+            if method.endswith(LEARNED):
+                lm = mpjax.learn_scales(
+                    lm, text, reference=base, calibration=calibration, progress=False
+                )
             found = _perplexity(lm, held_out, calibration)
             yield {
                 "precision": precision,

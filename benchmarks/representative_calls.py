@@ -22,7 +22,7 @@ from mpjax.models.llama import llama_layers
 WEIGHTS = (
     *("uint4:g128", "uint4:g32", "uint4:g128:sym", "uint8:g128", "uint8:g128:sym", "table4:g64"),
     *("table3:g64", "table2:g64", "float8:g128", "float8:gK", "int8/int8", "liquid4:g64/int8"),
-    *("float8:gK/float8", "float8:g128/float8"),
+    *("float8:gK/float8", "float8:g128/float8", "int4:g128/int8"),
 )
 [LARGEST, DOWN, SQUARE] = named(["qwen3-8b.gate_up", "qwen3-8b.down", "qwen3-8b.output"])
 EDGES = GemmShape("edges", 1536, 320)  # no tile of 128 outputs divides it
@@ -50,7 +50,12 @@ DECODING = (
 MASKED = AttentionShape.parse("b2-h16/8-d128-c2048-q64")
 PROMPT = AttentionShape.parse("b2-h32/8-d128-c2048-q512")
 APPENDED = AttentionShape.parse("b4-h8/8-d128-c4096")
-MODELS = (("uint4:g128", "KV8"), ("liquid4:g64/int8", "KV4"), ("table3:g64", "KV2"))
+MODELS = (
+    ("uint4:g128", "KV8"),
+    ("liquid4:g64/int8", "KV4"),
+    ("int4:g128/int8", "KV4"),
+    ("table3:g64", "KV2"),
+)
 STEPS = ((1, 1), (1, 64), (256, 4))  # new tokens of each sequence, sequences
 
 # A function and its arguments, whose arrays are ShapeDtypeStructs.

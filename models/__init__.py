@@ -13,6 +13,7 @@ from mpjax.models.config import (
 from mpjax.models.decoder import CacheScales, Decoder
 from mpjax.models.experts import Experts, ExpertsSpec
 from mpjax.models.gemma import Gemma, Gemma2, Gemma3
+from mpjax.models.gpt_oss import GptOss
 from mpjax.models.granite import Granite
 from mpjax.models.layer import DecoderLayer
 from mpjax.models.layers import FusedLinear, Linear, Packed, RMSNorm
@@ -48,6 +49,7 @@ __all__ = [
     "Gemma",
     "Gemma2",
     "Gemma3",
+    "GptOss",
     "Granite",
     "GroupedQuerySpec",
     "LayerSpec",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import jax
@@ -11,7 +12,6 @@ import numpy as np
 from flax import nnx
 
 from mpjax.kernels import (
-    ActivationFormat,
     HeadNorms,
     KVPages,
     Masks,
@@ -26,15 +26,23 @@ from mpjax.kernels import (
 from mpjax.kernels.checks import as_array
 from mpjax.models import rotary
 from mpjax.models.config import AttentionSpec, DecoderConfig, Fold, LinearMaps
-from mpjax.models.layers import Activations, FusedLinear, Linear, RMSNorm, as_activations
+from mpjax.models.layers import (
+    Activations,
+    FusedLinear,
+    Linear,
+    RMSNorm,
+    Rounding,
+    as_activations,
+)
+from mpjax.models.share import Cut, HeadShares, Share
 
 
 class AttentionModule(Protocol):
     """Interface that a DecoderLayer uses of the module that an AttentionSpec builds."""
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which the first map takes its input."""
+    def activations(self) -> Rounding:
+        """How the input of the first map is rounded."""
 
     def attend(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
@@ -56,6 +64,7 @@ class GroupedQuerySpec(AttentionSpec):
     map has one. qk_norm: whether an RMSNorm maps each query and key head before its rotation.
     joint_norm: whether that norm is one over the channels of all heads (OLMo 2).
     scale, softcap: of the scores; see Masks.
+    sinks: whether each query head has a learned score without a value in its softmax (gpt-oss).
     """
 
     kind: ClassVar[str] = "grouped_query"
@@ -65,6 +74,7 @@ class GroupedQuerySpec(AttentionSpec):
     joint_norm: bool = False
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
         """An Attention module with random weights."""
@@ -80,11 +90,12 @@ class GroupedQuerySpec(AttentionSpec):
         )
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-        """Shapes of the query and key norms' weights, by path; empty without `qk_norm`."""
-        if not self.qk_norm:
-            return {}
-        query, key = self.norm_sizes(config)
-        return {"query_norm.weight": (query,), "key_norm.weight": (key,)}
+        """Shapes of the query and key norms' weights, and of the sinks, by path."""
+        found: dict[str, tuple[int, ...]] = {}
+        if self.qk_norm:
+            query, key = self.norm_sizes(config)
+            found |= {"query_norm.weight": (query,), "key_norm.weight": (key,)}
+        return found | ({"sinks": (config.num_heads,)} if self.sinks else {})
 
     def norm_sizes(self, config: DecoderConfig) -> tuple[int, int]:
         """The channels that the query norm and the key norm take together."""
@@ -98,6 +109,24 @@ class GroupedQuerySpec(AttentionSpec):
         copies = config.num_heads // config.num_kv_heads
         heads = config.num_kv_heads, copies, config.head_dim
         return (Fold("output", "qkv", 2, heads, is_mixable=True),)
+
+    def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
+        """The same spec: the configuration has the number of heads.
+
+        Raises ValueError for a norm over all heads, of which each device would have a part.
+        """
+        if self.joint_norm and count > 1:
+            raise ValueError(
+                "the norm of queries and keys is over all heads, which can't be divided among "
+                "devices: load the model on one"
+            )
+        return self
+
+    def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
+        """The outputs of a share's heads, and as many inputs of the output map."""
+        heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
+        query, key = (run.times(config.head_dim) for run in heads.runs(share.number))
+        return {"qkv": Cut(outputs=(query, key, key)), "output": Cut(inputs=query)}
 
 
 class Attention(nnx.Module):
@@ -118,6 +147,8 @@ class Attention(nnx.Module):
         self.masks = spec.scale, spec.window, spec.softcap
         self.rotary_dim = config.rotary_dim or config.head_dim
         self.attention_factor = rotary.attention_factor(config, spec.rope)
+        zeros = jnp.zeros(config.num_heads, config.dtype) if spec.sinks else None
+        self.sinks = nnx.data(None if zeros is None else nnx.Param(zeros))
 
     def __call__(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
@@ -130,8 +161,8 @@ class Attention(nnx.Module):
         return self.output(attended), pages
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which query, key and value maps take their input."""
+    def activations(self) -> Rounding:
+        """How the input of the query, key and value maps is rounded."""
         return self.qkv.activations
 
     def terms(self, attended: jax.Array) -> jax.Array:
@@ -154,7 +185,8 @@ class Attention(nnx.Module):
         from position 0.
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
-        masks = Masks(*self.masks)
+        sinks = None if self.sinks is None else self.sinks.get_value()
+        masks = Masks(*self.masks, sinks)
         if pages is not None and span is not None and not span.fresh:
             terms = self._ordered(self._normed_terms(x))
             turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)

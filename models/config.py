@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from flax import nnx
 
 from mpjax.kernels.checks import as_dtype, shown
+from mpjax.models.share import Cut, Share
 
 
 class ConfigError(ValueError):
@@ -58,12 +60,17 @@ class LinearMaps(NamedTuple):
         as `gate_up`.
     shapes: (input channels, output channels) of each map. bias: whether all maps have biases.
     experts: the number of experts, each of which has such maps; None for maps of the layer itself.
+    is_alternating: whether the outputs of an expert's map alternate between gate and up in files,
+        and come one after the other in the module. is_transposed: whether files hold 16-bit weights
+        as [input, output channels] (gpt-oss).
     """
 
     path: str
     shapes: tuple[tuple[int, int], ...]
     bias: bool = False
     experts: int | None = None
+    is_alternating: bool = False
+    is_transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +88,8 @@ class Fold:
         as query heads that share values do; None where it reads each channel once.
     is_mixable: whether the channels of a head, which `repeats` gives, may also be multiplied by a
         matrix that the target's rows undo: all that lies between treats them alike.
+    is_elementwise: whether each channel that the target reads depends on that channel of every part
+        of the source, and on no other, so that channels can be put in another order.
     """
 
     target: str
@@ -88,6 +97,7 @@ class Fold:
     part: int | None = None
     repeats: tuple[int, int, int] | None = None
     is_mixable: bool = False
+    is_elementwise: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +136,24 @@ class SublayerSpec(abc.ABC):
     def why_unsound(self) -> str | None:
         """The reason why the fields don't fit together, or None if they do."""
         return None
+
+    def divide(self, count: int, units: Mapping[str, int]) -> Self:
+        """The spec of one of `count` devices' shares of the module.
+
+        units: by the path of a linear map, the number of input channels at multiples of which its
+        format is cut. Raises ValueError for a module that can't be divided.
+        """
+        raise ValueError(
+            f"{self.kind} layers can't be divided among devices: load the model on one device"
+        )
+
+    def cuts(self, config: DecoderConfig, local: Self, share: Share) -> dict[str, Cut]:
+        """The channels of a share, by the paths of linear maps and of other arrays.
+
+        config: of the whole decoder. local: what `divide` returned. An array without a cut is
+        everybody's.
+        """
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from mpjax.models import config_checks
 from mpjax.models.config import ConfigError, RopeScaling
 from mpjax.models.config_checks import DTYPES, MAXIMUM_INTEGER
+from mpjax.models.rope import yarn_attention_factor
 
 WHERE = "config.json"
 ROTARY = f"{WHERE}, rotary scaling"
@@ -38,6 +39,7 @@ NAMES = {
     "short_factors": "short_factor",
     "long_factors": "long_factor",
     "rotary_dim": "partial_rotary_factor (times head_dim)",
+    "whole_channels": "truncate",
 }
 
 
@@ -200,10 +202,10 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             for key in ("low_freq_factor", "high_freq_factor", ORIGINAL)
         )
         return theta, RopeScaling(kind, factor, float(low), float(high), int(context))
+    if kind == "yarn":
+        return theta, _yarn(hf, parameters, factor)
     context = _original_context(hf, parameters)
-    if kind == "dynamic":
-        return theta, RopeScaling(kind, factor, original_context=context)
-    return theta, _yarn(parameters, factor, context)
+    return theta, RopeScaling(kind, factor, original_context=context)
 
 
 def _original_context(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
@@ -211,33 +213,6 @@ def _original_context(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> i
     if parameters.get(ORIGINAL) is not None:
         return int(number(parameters, ORIGINAL, where=ROTARY))
     return integer(hf, ORIGINAL, integer(hf, "max_position_embeddings", 2048))
-
-
-def _yarn(parameters: Mapping[str, Any], factor: float, context: int) -> RopeScaling:
-    """YaRN's scaling, with the attention factor 0.1 · ln(factor) + 1 unless another is given."""
-
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    given = parameters.get("attention_factor")
-    weights = [parameters.get(key) for key in ("mscale", "mscale_all_dim")]
-    if given is not None:
-        attention = float(number(parameters, "attention_factor", where=ROTARY))
-    elif all(weights):  # DeepSeek's
-        first, second = (number(parameters, k, where=ROTARY) for k in ("mscale", "mscale_all_dim"))
-        attention = magnitude(first) / magnitude(second)
-    else:
-        attention = magnitude(1.0)
-    whole = parameters.get("truncate")
-    return RopeScaling(
-        "yarn",
-        factor,
-        original_context=context,
-        attention_factor=attention,
-        fast_turns=float(number(parameters, "beta_fast", 32.0, ROTARY)),
-        slow_turns=float(number(parameters, "beta_slow", 1.0, ROTARY)),
-        whole_channels=True if whole is None else config_checks.switch(ROTARY, "truncate", whole),
-    )
 
 
 def _longrope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling:
@@ -276,6 +251,33 @@ def _rotary_dim(hf: Mapping[str, Any], head_dim: int, *, is_allowed: bool) -> in
             )
         return int(head_dim * number(values, "partial_rotary_factor"))
     return None
+
+
+def _yarn(hf: Mapping[str, Any], parameters: Mapping[str, Any], factor: float) -> RopeScaling:
+    """YaRN's scaling; a file without the original context means its max_position_embeddings."""
+    context = integer(hf, "max_position_embeddings", 2048)
+    attention, fast, slow, original = (
+        float(number(parameters, key, default, where=ROTARY))
+        for key, default in (
+            ("attention_factor", yarn_attention_factor(factor)),
+            ("beta_fast", 32.0),
+            ("beta_slow", 1.0),
+            ("original_max_position_embeddings", context),
+        )
+    )
+    for key in ("mscale", "mscale_all_dim"):  # of DeepSeek
+        if parameters.get(key) is not None:
+            raise ConfigError(f"{ROTARY}: {key} is not supported: expected a file without it")
+    whole = parameters.get("truncate") is None or flag(parameters, "truncate")
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_context=int(original),
+        attention_factor=attention,
+        fast_turns=fast,
+        slow_turns=slow,
+        whole_channels=whole,
+    )
 
 
 def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -31,9 +31,11 @@ from mpjax.models.config import DecoderConfig, SublayerSpec
 from mpjax.models.config_checks import require_sound
 from mpjax.models.experts import ExpertsSpec
 from mpjax.models.layer import DecoderLayer
-from mpjax.models.layers import RMSNorm
+from mpjax.models.layers import Linear, RMSNorm
 from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
+from mpjax.models.step_checks import require_counts, require_empty, require_positions
+from mpjax.models.vocabulary import Vocabulary
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -62,8 +64,11 @@ class Decoder(nnx.Module):
     specs: the classes of attention and MLP specs that a family's layers may have.
     cache_scales: CacheScales of float32 [layers, 2 (keys, values), KV heads] for FP8, or [layers,
         2, KV heads, head dim] for 8s; or None. They come from a checkpoint or a calibration.
+    mesh: the devices among which the model is divided (`sharded.py`); None where it is not.
+    axis: in one device's share of a divided model, the mesh axis of the devices; else None.
     """
 
+    mesh: jax.sharding.Mesh | None = None
     names: ClassVar[Names] = parameters.NAMES
     specs: ClassVar[tuple[type[SublayerSpec], ...]] = (GroupedQuerySpec, GatedMLPSpec, ExpertsSpec)
 
@@ -72,6 +77,7 @@ class Decoder(nnx.Module):
         require_type("rngs", rngs, nnx.Rngs, hint=", such as nnx.Rngs(0)")
         require_sound(config)
         self.config = config
+        self.axis: str | None = None
         self.embedding = self._create_table(parameters.EMBEDDING, rngs)
         self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
         self.cache_scales: CacheScales | None = nnx.data(None)
@@ -108,14 +114,45 @@ class Decoder(nnx.Module):
         """Places of all linear maps, in the module and in files: of layers, and packed tables."""
         return parameters.linear_places(config, cls.names)
 
+    def put_array(self, place: ArrayPlace, array: Any) -> None:
+        """Puts an array, whole, into its place."""
+        place.assign(self, array)
+
+    def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
+        """Puts linear maps, whole, into their place."""
+        place.assign(self, parts)
+
+    def put_cache_scales(self, scales: Any) -> None:
+        """Puts the scales of a cache, whole, into the model."""
+        self.cache_scales = CacheScales(scales)
+
+    @property
+    def shards(self) -> int:
+        """The number of devices among which the model is divided."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of `step`'s logits: the vocabulary, a multiple of the devices."""
+        return -(-self.config.vocab_size // self.shards) * self.shards
+
+    @property
+    def family_name(self) -> str:
+        """The name of the family's class."""
+        return type(self).__name__
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The token ids, and how they are divided among devices."""
+        return Vocabulary(self.config.vocab_size, self.axis)
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits float32 [batch, tokens, vocabulary] after every token of int [batch, tokens].
 
         Raises ValueError for another shape or dtype and for more tokens than the model has
         positions, also under `jit`; outside `jit` also for token ids that the vocabulary lacks.
         """
-        tokens = self._read_tokens(tokens)
-        _require_positions(self.config, tokens.shape[1])
+        tokens = self._read_whole(tokens)
         positions = jnp.arange(tokens.shape[1])[None]
         positions = jnp.zeros((tokens.shape[0], 1), jnp.int32) + positions
         hidden, _ = self._hidden(tokens, positions, None, None)
@@ -152,20 +189,7 @@ class Decoder(nnx.Module):
         `fresh`. Under `jit` the caller answers for these; tokens without room in the cache are not
         written.
         """
-        tokens, counts = self._read_tokens(tokens), as_array("counts", counts)
-        require_type("cache", cache, PagedKVCache, hint=", as model.create_cache makes it")
-        if len(cache.layers) != self.config.num_layers:
-            raise ValueError(
-                f"the cache has {len(cache.layers)} layers, and the model has "
-                f"{self.config.num_layers}: create the cache with model.create_cache"
-            )
-        _require_counts(counts, tokens)
-        cache.require_room(counts)
-        if fresh:
-            _require_empty(cache)
-        if is_known((cache.lengths, counts)):
-            ends = np.asarray(cache.lengths) + np.asarray(counts)
-            _require_positions(self.config, int(ends.max()))
+        tokens, counts = self._read_step(tokens, counts, cache, fresh)
         span = Span(
             cache.block_tables,
             cache.lengths,
@@ -180,6 +204,30 @@ class Decoder(nnx.Module):
             hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         cache = dataclasses.replace(cache, layers=layers, lengths=cache.lengths + counts)
         return self._logits(hidden), cache
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits float32 [..., vocabulary] of hidden states [..., hidden] behind the last layer."""
+        return self._logits(self.norm(as_array("hidden", hidden)))
+
+    def _read_step(
+        self, tokens: Any, counts: Any, cache: PagedKVCache, fresh: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tokens and counts of a step as arrays. Raises ValueError as `step` says."""
+        tokens, counts = self._read_tokens(tokens), as_array("counts", counts)
+        require_type("cache", cache, PagedKVCache, hint=", as model.create_cache makes it")
+        if len(cache.layers) != self.config.num_layers:
+            raise ValueError(
+                f"the cache has {len(cache.layers)} layers, and the model has "
+                f"{self.config.num_layers}: create the cache with model.create_cache"
+            )
+        require_counts(counts, tokens)
+        cache.require_room(counts)
+        if fresh:
+            require_empty(cache)
+        if is_known((cache.lengths, counts)):
+            ends = np.asarray(cache.lengths) + np.asarray(counts)
+            require_positions(self.config, int(ends.max()))
+        return tokens, counts
 
     def step_varlen(
         self,
@@ -290,16 +338,23 @@ class Decoder(nnx.Module):
         angles = positions[..., None].astype(jnp.float32)
         return angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)
 
+    def angles_by_rope(
+        self, positions: jax.Array, length: int | None = None
+    ) -> dict[str, jax.Array]:
+        """The angles of each rotary embedding that layers have, by its kind; see `angles`."""
+        ropes = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
+        return {rope: self.angles(positions, rope, length) for rope in ropes}
+
     def embed(self, tokens: jax.Array) -> jax.Array:
         """The residual stream before the first layer, [batch, tokens, hidden].
 
         tokens: int [batch, tokens]. Raises ValueError as calling the model does.
         """
-        return self._embed(self._read_tokens(tokens))
+        return self._look_up(self._read_tokens(tokens))
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        found = tables.look_up(self.embedding, tokens, self.config.dtype)
-        scale = self.config.embedding_scale
+    def _look_up(self, tokens: jax.Array) -> jax.Array:
+        look_up = functools.partial(tables.look_up, self.embedding, dtype=self.config.dtype)
+        found, scale = self.vocabulary.embed(look_up, tokens), self.config.embedding_scale
         return found if scale is None else found * jnp.asarray(scale, found.dtype)
 
     def pack_table(self, path: str, format: WeightFormat | str) -> None:
@@ -331,6 +386,12 @@ class Decoder(nnx.Module):
         shape = config.vocab_size, config.hidden_size
         return tables.create(path in config.packed_tables, shape, config.dtype, rngs)
 
+    def _read_whole(self, tokens: Any) -> jax.Array:
+        """Tokens of whole sequences as an array. Raises ValueError as `__call__` says."""
+        tokens = self._read_tokens(tokens)
+        require_positions(self.config, tokens.shape[1])
+        return tokens
+
     def _read_tokens(self, tokens: Any) -> jax.Array:
         tokens, vocabulary = as_array("tokens", tokens), self.config.vocab_size
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -360,11 +421,10 @@ class Decoder(nnx.Module):
         """
         # Rotary angles depend on the kind of a layer, and on the room that sequences have.
         room = None if pages is None or span is None else _room(pages, span)
-        ropes = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
-        angles = {rope: self.angles(positions, rope, room) for rope in ropes}
+        angles = self.angles_by_rope(positions, room)
         # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
         # stream. Before the first layer, the embedding is the only term, and there is no residual.
-        terms = self._embed(tokens)[None]
+        terms = self._look_up(tokens)[None]
         residual = None
         written = []
         for index, layer in enumerate(self.layers):
@@ -382,45 +442,15 @@ class Decoder(nnx.Module):
 
     def _logits(self, hidden: jax.Array) -> jax.Array:
         with jax.named_scope("head"):
-            found = tables.logits(self.embedding if self.head is None else self.head, hidden)
+            table = self.embedding if self.head is None else self.head
+            found = tables.logits(table, hidden)
             if (scale := self.config.logit_scale) is not None:
                 found = found * scale
             if (cap := self.config.logit_softcap) is not None:
                 found = cap * jnp.tanh(found / cap)
-            return found
+            return self.vocabulary.mask(found)
 
 
 def _room(pages: tuple[KVPages, ...], span: Span) -> int:
     """The tokens for which a sequence has room in the cache."""
     return span.block_tables.shape[1] * pages[0].page_size
-
-
-def _require_positions(config: DecoderConfig, tokens: int) -> None:
-    if tokens > config.max_position_embeddings:
-        raise ValueError(
-            f"a sequence of {tokens} tokens would pass the {config.max_position_embeddings} "
-            "positions of this model: shorten it, or load the model with max_positions"
-        )
-
-
-def _require_counts(counts: jax.Array, tokens: jax.Array) -> None:
-    batch, most = tokens.shape
-    if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ValueError(
-            f"counts are {shown(counts)}: expected integers of shape ({batch},), one for each "
-            "sequence"
-        )
-    if not are_between(counts, 0, most):
-        raise ValueError(
-            f"counts are {np.asarray(counts).tolist()}: expected 0 to {most}, the number of tokens "
-            "in a row"
-        )
-
-
-def _require_empty(cache: PagedKVCache) -> None:
-    if not are_between(cache.lengths, 0, 0):
-        found = np.asarray(cache.lengths).tolist()
-        raise ValueError(
-            f"the cache holds {found} tokens, and fresh says that it is empty: "
-            "leave fresh out, or create another cache"
-        )

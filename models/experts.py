@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -21,6 +22,7 @@ from mpjax.kernels.checks import as_array
 from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec
+from mpjax.models.share import Cut, Share, share_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,8 @@ class ExpertsSpec(MLPSpec):
         numbers that are added to scores when experts are chosen (DeepSeek-V3).
     bias: whether the maps of experts have biases.
     gate_limit, gate_alpha: `limit` and `alpha` of the experts' Gate.
+    joint_files: whether files hold gate and up as one map with alternating outputs, and 16-bit
+        weights as [input, output channels] (gpt-oss).
     shared_size: channels of the hidden layer inside the MLP that all tokens share; None for none.
     shared_gate: whether the shared MLP's output is multiplied by the sigmoid of a linear map.
     """
@@ -53,6 +57,7 @@ class ExpertsSpec(MLPSpec):
     bias: bool = False
     gate_limit: float | None = None
     gate_alpha: float = 1.0
+    joint_files: bool = False
     shared_size: int | None = None
     shared_gate: bool = False
 
@@ -82,14 +87,39 @@ class ExpertsSpec(MLPSpec):
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
         """Two grouped products, of all experts' `gate_up` and `down`, and the shared MLP's."""
         hidden, inner, count = config.hidden_size, self.intermediate_size, self.num_experts
+        joint = self.joint_files
+        shapes = ((hidden, 2 * inner),) if joint else ((hidden, inner), (hidden, inner))
         maps = [
-            LinearMaps("experts.gate_up", ((hidden, inner), (hidden, inner)), self.bias, count),
-            LinearMaps("experts.down", ((inner, hidden),), self.bias, count),
+            LinearMaps("experts.gate_up", shapes, self.bias, count, joint, joint),
+            LinearMaps("experts.down", ((inner, hidden),), self.bias, count, False, joint),
         ]
         if self.shared_size is not None:
             shared = GatedMLPSpec(self.shared_size).linear_maps(config)
             maps += [each._replace(path=f"shared.{each.path}") for each in shared]
         return tuple(maps)
+
+    def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
+        """The spec with a share of each expert's intermediate channels, and of the shared MLP's."""
+        size = share_size(self.intermediate_size, count, units["experts.down"])
+        shared = self.shared_size
+        if shared is not None:
+            shared = share_size(shared, count, units["shared.down"])
+        return dataclasses.replace(self, intermediate_size=size, shared_size=shared)
+
+    def cuts(self, config: DecoderConfig, local: ExpertsSpec, share: Share) -> dict[str, Cut]:
+        """The intermediate channels of a share; the router is everybody's."""
+        inner = share.run(self.intermediate_size, local.intermediate_size)
+        found = {
+            "experts.gate_up": Cut(outputs=(inner, inner)),
+            "experts.down": Cut(inputs=inner),
+        }
+        if self.shared_size is not None and local.shared_size is not None:
+            inner = share.run(self.shared_size, local.shared_size)
+            found |= {
+                "shared.gate_up": Cut(outputs=(inner, inner)),
+                "shared.down": Cut(inputs=inner),
+            }
+        return found
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the router's parameters and of the shared MLP's gate, by path."""
@@ -133,7 +163,8 @@ class ExpertStack(nnx.Module):
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
         kernel: Any = self.down.kernel.get_value()
         inner = self.gated(x, experts)
-        return grouped_matmul_terms(inner, kernel, experts, weights, bias=_bias(self.down))
+        terms = grouped_matmul_terms(inner, kernel, experts, weights, bias=_bias(self.down))
+        return self.down.add_shares(terms, x.dtype)
 
 
 class Experts(nnx.Module):

@@ -11,7 +11,7 @@ from flax import nnx
 from mpjax.kernels import ActivationFormat, KVPages, Span, quantize_rows
 from mpjax.models.attention import AttentionModule
 from mpjax.models.config import DecoderConfig, LayerSpec
-from mpjax.models.layers import Activations, RMSNorm
+from mpjax.models.layers import Activations, RMSNorm, Rounding
 from mpjax.models.mlp import MLP
 
 
@@ -82,7 +82,7 @@ def _read(
     norm: RMSNorm | None,
     terms: jax.Array,
     residual: jax.Array | None,
-    format: ActivationFormat | None,
+    format: Rounding | None,
 ) -> tuple[jax.Array, Activations]:
     """Adds terms to the residual stream; returns the stream, and what the next map reads of it."""
     if norm is not None:
@@ -92,7 +92,7 @@ def _read(
         wide += residual.astype(jnp.float32)
         terms = residual  # whose dtype the stream has
     stream = wide.astype(terms.dtype)
-    if format is None or not format.scales_rows:
+    if format is None or (isinstance(format, ActivationFormat) and not format.scales_rows):
         return stream, stream
     return stream, quantize_rows(stream, format)
 

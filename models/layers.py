@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mpjax.kernels import (
+    ActivationBlocks,
     ActivationFormat,
     QuantizedActivations,
     QuantizedTensor,
+    WeightFormat,
     add_rms_norm,
     matmul,
     matmul_terms,
@@ -22,6 +24,8 @@ from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type,
 from mpjax.models.config import DecoderConfig, LinearMaps
 
 Activations = jax.Array | QuantizedActivations
+# How activations are rounded: to a format, or to the blocks of one weight.
+Rounding = ActivationFormat | ActivationBlocks
 
 
 def as_activations(name: str, x: Any) -> Activations:
@@ -85,16 +89,29 @@ class Linear(nnx.Module):
             return matmul_terms(x, kernel)
         return self(x)[None]
 
-    @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which the kernel takes its input.
+    def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
+        return terms
 
-        16 bits for a plain kernel, and for one with a permutation: its channels move first.
+    @property
+    def format(self) -> WeightFormat | None:
+        """The format of a packed kernel; None for a plain one."""
+        kernel: Any = self.kernel.get_value()
+        return kernel.format if isinstance(kernel, QuantizedTensor) else None
+
+    @property
+    def activations(self) -> Rounding:
+        """How the kernel's input is rounded.
+
+        16 bits for a plain kernel, and for one with a permutation whose channels move first; those
+        of blocks move when they are rounded.
         """
         kernel: Any = self.kernel.get_value()
-        if not isinstance(kernel, QuantizedTensor) or kernel.permutation is not None:
+        if not isinstance(kernel, QuantizedTensor):
             return ActivationFormat()
-        return ActivationFormat.of(kernel.format)
+        found: Rounding = kernel.activations
+        has_moved = isinstance(found, ActivationBlocks) or kernel.permutation is None
+        return found if has_moved else ActivationFormat()
 
 
 class FusedLinear(nnx.Module):
@@ -116,10 +133,14 @@ class FusedLinear(nnx.Module):
         return cls([Linear.create(shape, bias=maps.bias, dtype=dtype, rngs=rngs)], sizes)
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which the parts take their input; 16 bits where they differ."""
-        formats = {part.activations for part in self.parts}
-        return formats.pop() if len(formats) == 1 else ActivationFormat()
+    def activations(self) -> Rounding:
+        """How the input of all parts is rounded; 16 bits where they differ, also in blocks."""
+        roundings = [part.activations for part in self.parts]
+        if len(roundings) == 1:
+            return roundings[0]
+        formats = {each for each in roundings if isinstance(each, ActivationFormat)}
+        has_blocks = any(isinstance(each, ActivationBlocks) for each in roundings)
+        return formats.pop() if len(formats) == 1 and not has_blocks else ActivationFormat()
 
     def terms(self, x: Activations) -> jax.Array:
         """Terms [splits, ..., sum of sizes] whose sum is the outputs of all maps, concatenated."""
@@ -163,12 +184,12 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
     def add(
-        self, terms: jax.Array, residual: jax.Array | None, format: ActivationFormat | str | None
+        self, terms: jax.Array, residual: jax.Array | None, format: Rounding | str | None
     ) -> tuple[jax.Array, Activations]:
         """Adds the sum of terms [splits, ..., size] to the residual stream [..., size].
 
-        Returns the new residual stream and its norm. format: the activation format of the norm, or
-        None for 16 bits. See `add_rms_norm`.
+        Returns the new residual stream and its norm. format: how the norm is rounded, None for 16
+        bits. See `add_rms_norm`.
         """
         weight = self.weight.get_value()
         return add_rms_norm(

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import jax
 from flax import nnx
 
-from mpjax.kernels import ActivationFormat, gated
+from mpjax.kernels import gated
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
-from mpjax.models.layers import Activations, FusedLinear, Linear, as_activations
+from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations
+from mpjax.models.share import Cut, Share, share_size
 
 
 class MLP(Protocol):
     """Interface that a DecoderLayer uses of the module that an MLPSpec builds."""
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which the first map takes its input."""
+    def activations(self) -> Rounding:
+        """How the input of the first map is rounded."""
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output for x [..., hidden].
@@ -63,7 +65,17 @@ class GatedMLPSpec(MLPSpec):
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From up to down: the gate multiplies each channel."""
-        return (Fold("down", "gate_up", 1),)
+        return (Fold("down", "gate_up", 1, is_elementwise=True),)
+
+    def divide(self, count: int, units: Mapping[str, int]) -> GatedMLPSpec:
+        """The spec with a share of the intermediate channels, cut where `down` can be."""
+        size = share_size(self.intermediate_size, count, units["down"])
+        return dataclasses.replace(self, intermediate_size=size)
+
+    def cuts(self, config: DecoderConfig, local: GatedMLPSpec, share: Share) -> dict[str, Cut]:
+        """The intermediate channels of a share."""
+        inner = share.run(self.intermediate_size, local.intermediate_size)
+        return {"gate_up": Cut(outputs=(inner, inner)), "down": Cut(inputs=inner)}
 
 
 class GatedMLP(nnx.Module):
@@ -76,11 +88,11 @@ class GatedMLP(nnx.Module):
         self.down = Linear.create(down.shapes[0], bias=down.bias, dtype=config.dtype, rngs=rngs)
 
     @property
-    def activations(self) -> ActivationFormat:
-        """The activation format in which gate and up take their input."""
+    def activations(self) -> Rounding:
+        """How the input of gate and up is rounded."""
         return self.gate_up.activations
 
-    def gated(self, x: Activations, format: ActivationFormat | str | None = None) -> Activations:
+    def gated(self, x: Activations, format: Rounding | str | None = None) -> Activations:
         """activation(gate(x)) · up(x) [..., intermediate_size], rounded to `format`."""
         x = as_activations("GatedMLP: x", x)
         return gated(self.gate_up.terms(x), self.activation, dtype=x.dtype, format=format)

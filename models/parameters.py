@@ -11,7 +11,7 @@ from flax import nnx
 from mpjax.models.config import DecoderConfig, LinearMaps
 from mpjax.models.join import join, split
 from mpjax.models.layers import FusedLinear, Linear
-from mpjax.models.stack import stack, unstack
+from mpjax.models.stack import alternating, halves_of, stack, unstack
 
 # For each path in the Decoder, the name of the tensor in Hugging Face's files. For linear maps, the
 # names are of modules, to which `.weight` or a scheme's suffix is added. Paths inside a layer leave
@@ -31,6 +31,7 @@ NAMES: Names = {
     ),
     "attention.query_norm.weight": "model.layers.{layer}.self_attn.q_norm.weight",
     "attention.key_norm.weight": "model.layers.{layer}.self_attn.k_norm.weight",
+    "attention.sinks": "model.layers.{layer}.self_attn.sinks",
     "attention.output": "model.layers.{layer}.self_attn.o_proj",
     "mlp_norm.weight": "model.layers.{layer}.post_attention_layernorm.weight",
     "mlp.gate_up": (
@@ -146,10 +147,13 @@ class ExpertPlace(LinearPlace):
     """Place of the linear maps of all experts, which the module holds as one stack.
 
     path: of a Linear with a kernel [experts, in, out]. names, shapes: of all maps of the first
-    expert, then of the next. experts: their number.
+    expert, then of the next. experts: their number. is_alternating, is_transposed: as LinearMaps
+    has them.
     """
 
     experts: int
+    is_alternating: bool = False
+    is_transposed: bool = False
 
     @property
     def joined_maps(self) -> int:
@@ -161,13 +165,16 @@ class ExpertPlace(LinearPlace):
 
         Raises ValueError where formats differ.
         """
+        if self.is_alternating:
+            maps = (halves_of(each) for each in maps)
         return [stack(maps, self.names, self.joined_maps)]
 
     def maps(self, model: nnx.Module) -> list[Linear]:
         """One Linear for each name: undoes `join`."""
         [stacked] = self.parts(model)
         sizes = [outputs for _, outputs in self.shapes[: self.joined_maps]]
-        return [each for one in unstack(stacked, self.experts) for each in split(one, sizes)]
+        maps = [each for one in unstack(stacked, self.experts) for each in split(one, sizes)]
+        return [alternating(each) for each in maps] if self.is_alternating else maps
 
     def part_shapes(self, count: int) -> list[tuple[int, ...]]:
         """The shape [experts, in, out] of the stack, which is one part."""
@@ -238,7 +245,9 @@ def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlac
     each = tuple(
         name.replace("{expert}", str(expert)) for expert in range(maps.experts) for name in found
     )
-    return ExpertPlace(at, each, maps.shapes * maps.experts, maps.bias, maps.experts)
+    shapes = maps.shapes * maps.experts
+    layout = maps.is_alternating, maps.is_transposed
+    return ExpertPlace(at, each, shapes, maps.bias, maps.experts, *layout)
 
 
 def names_of(names: Names, path: str, layer: int = 0) -> tuple[str, ...]:

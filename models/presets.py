@@ -6,10 +6,12 @@ from mpjax.models.attention import GroupedQuerySpec
 from mpjax.models.config import DecoderConfig, LayerSpec, RopeScaling
 from mpjax.models.decoder import Decoder
 from mpjax.models.experts import ExpertsSpec
+from mpjax.models.gpt_oss import GptOss
 from mpjax.models.llama import Llama, llama_layers
 from mpjax.models.mixtral import Mixtral
 from mpjax.models.qwen import Qwen3
 from mpjax.models.qwen_moe import Qwen3MoE
+from mpjax.models.rope import yarn_attention_factor
 
 QWEN3_8B = DecoderConfig(
     vocab_size=151936,
@@ -22,6 +24,18 @@ QWEN3_8B = DecoderConfig(
     rope_theta=1e6,
     rms_norm_eps=1e-6,
     stop_ids=(151645,),
+)
+
+LLAMA3_70B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=8192,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    layers=llama_layers((None,) * 80, 28672),
+    max_position_embeddings=8192,
+    rope_theta=5e5,
+    stop_ids=(128001, 128009),
 )
 
 LLAMA3_1_8B = DecoderConfig(
@@ -68,12 +82,50 @@ MIXTRAL_8X7B = DecoderConfig(
     stop_ids=(2,),
 )
 
+_GPT_OSS_EXPERTS = ExpertsSpec(
+    2880,
+    num_experts=32,
+    experts_per_token=4,
+    router_bias=True,
+    bias=True,
+    gate_limit=7.0,
+    gate_alpha=1.702,
+    joint_files=True,
+)
+
+GPT_OSS_20B = DecoderConfig(
+    vocab_size=201088,
+    hidden_size=2880,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    layers=tuple(
+        LayerSpec(
+            GroupedQuerySpec(window, qkv_bias=True, output_bias=True, sinks=True), _GPT_OSS_EXPERTS
+        )
+        for window in (128, None)
+    )
+    * 12,
+    max_position_embeddings=131072,
+    rope_theta=150000.0,
+    rope_scaling=RopeScaling(
+        "yarn",
+        32.0,
+        original_context=4096,
+        attention_factor=yarn_attention_factor(32.0),
+        whole_channels=False,
+    ),
+    stop_ids=(200002,),
+)
+
 # The class and the configuration of each model, by the name that commands take.
 PUBLISHED: dict[str, tuple[type[Decoder], DecoderConfig]] = {
     "qwen3-8b": (Qwen3, QWEN3_8B),
     "llama3.1-8b": (Llama, LLAMA3_1_8B),
+    "llama3-70b": (Llama, LLAMA3_70B),
     "qwen3-30b-a3b": (Qwen3MoE, QWEN3_30B_A3B),
     "mixtral-8x7b": (Mixtral, MIXTRAL_8X7B),
+    "gpt-oss-20b": (GptOss, GPT_OSS_20B),
 }
 
 

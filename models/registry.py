@@ -9,6 +9,7 @@ from mpjax.kernels.checks import shown
 from mpjax.models.config import ConfigError
 from mpjax.models.decoder import Decoder
 from mpjax.models.gemma import Gemma, Gemma2, Gemma3
+from mpjax.models.gpt_oss import GptOss
 from mpjax.models.granite import Granite
 from mpjax.models.llama import Llama
 from mpjax.models.mistral import Mistral
@@ -20,6 +21,7 @@ from mpjax.models.qwen_moe import Qwen2MoE, Qwen3MoE
 from mpjax.models.smollm import SmolLM3
 
 FAMILIES: dict[str, type[Decoder]] = {
+    "GptOssForCausalLM": GptOss,
     "LlamaForCausalLM": Llama,
     "GemmaForCausalLM": Gemma,
     "Gemma2ForCausalLM": Gemma2,

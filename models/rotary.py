@@ -6,13 +6,12 @@ kernels rotate whole heads.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.models.config import DecoderConfig, RopeScaling
+from mpjax.models.rope import yarn
 
 
 def frequencies(config: DecoderConfig, rope: str = "global", length: int = 0) -> jax.Array:
@@ -44,7 +43,7 @@ def scaled_frequencies(
     if scaling.kind == "llama3":
         return _llama3(plain, scaling)
     if scaling.kind == "yarn":
-        return _yarn(plain, theta, scaling)
+        return yarn(plain, theta, scaling)
     if scaling.kind == "longrope":
         is_long = length > scaling.original_context
         factors = scaling.long_factors if is_long else scaling.short_factors
@@ -65,24 +64,6 @@ def _llama3(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return plain * (share + (1 - share) / scaling.factor)
-
-
-def _yarn(plain: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
-    """YaRN's blend (section 3.2): channels that turn often keep their frequency."""
-    dim = 2 * len(plain)
-
-    def channel(turns: float) -> float:
-        """The pair that turns so often within the original context."""
-        wavelength = scaling.original_context / (turns * 2 * math.pi)
-        return dim * math.log(wavelength) / (2 * math.log(theta))
-
-    first, last = channel(scaling.fast_turns), channel(scaling.slow_turns)
-    if scaling.whole_channels:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - first) / max(last - first, 0.001)
-    scaled = jnp.clip(ramp, 0.0, 1.0)
-    return plain * (1 - scaled) + plain / scaling.factor * scaled
 
 
 def attention_factor(config: DecoderConfig, rope: str) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax.kernels import QuantizedTensor
 from mpjax.models.join import join
@@ -60,6 +61,33 @@ def unstack(stacked: Linear, experts: int) -> list[Linear]:
     return [
         Linear(*jax.tree.map(lambda leaf, i=expert: leaf[i], arrays)) for expert in range(experts)
     ]
+
+
+def halves_of(linear: Linear) -> Linear:
+    """A map whose even outputs come first, and then its odd ones."""
+    return _reorder(linear, lambda count: np.arange(count).reshape(-1, 2).T.reshape(-1))
+
+
+def alternating(linear: Linear) -> Linear:
+    """The inverse of `halves_of`."""
+    return _reorder(linear, lambda count: np.arange(count).reshape(2, -1).T.reshape(-1))
+
+
+def _reorder(linear: Linear, order_of: Callable[[int], np.ndarray]) -> Linear:
+    """A map with its outputs in the order that `order_of` gives for their number."""
+    kernel, bias = _arrays(linear)
+    order = jnp.asarray(order_of(kernel.shape[-1]))
+    if not isinstance(kernel, QuantizedTensor):
+        reordered: Any = jnp.take(kernel, order, axis=-1)
+    else:
+        scales = kernel.channel_scales
+        reordered = dataclasses.replace(
+            kernel,
+            words=jnp.take(kernel.words, order, axis=-2),
+            parameters=jnp.take(kernel.parameters, order, axis=-1),
+            channel_scales=None if scales is None else jnp.take(scales, order, axis=-1),
+        )
+    return Linear(reordered, None if bias is None else jnp.take(bias, order, axis=-1))
 
 
 def _arrays(linear: Linear) -> Arrays:

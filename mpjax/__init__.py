@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from mpjax.models import trainable
     from mpjax.precision import Precision
     from mpjax.quantization.api import Calibration, quantize
+    from mpjax.quantization.budget import BudgetRecipe, recipe_for_budget
+    from mpjax.quantization.learning.descent import Learning
+    from mpjax.quantization.learning.model import learn_scales
     from mpjax.quantization.recipe import Recipe
     from mpjax.sampling import Sampling
 
@@ -39,6 +42,7 @@ __version__ = "0.1.0"
 plain_names.install()
 
 __all__ = [
+    "BudgetRecipe",
     "Calibration",
     "Comparison",
     "Engine",
@@ -46,6 +50,7 @@ __all__ = [
     "GeneratedTokens",
     "Generation",
     "LanguageModel",
+    "Learning",
     "Precision",
     "Recipe",
     "Sampling",
@@ -57,8 +62,10 @@ __all__ = [
     "export",
     "generate",
     "generate_tokens",
+    "learn_scales",
     "load",
     "quantize",
+    "recipe_for_budget",
     "save",
     "stream",
     "stream_batch",
@@ -66,6 +73,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BudgetRecipe": "quantization.budget",
     "Calibration": "quantization.api",
     "Comparison": "comparison",
     "Engine": "engine.engine",
@@ -73,6 +81,7 @@ _MODULES = {
     "GeneratedTokens": "decoding",
     "Generation": "generation",
     "LanguageModel": "language_model",
+    "Learning": "quantization.learning.descent",
     "Precision": "precision",
     "Recipe": "quantization.recipe",
     "Sampling": "sampling",
@@ -84,8 +93,10 @@ _MODULES = {
     "export": "checkpoint.exporting",
     "generate": "generation",
     "generate_tokens": "decoding",
+    "learn_scales": "quantization.learning.model",
     "load": "loading",
     "quantize": "quantization.api",
+    "recipe_for_budget": "quantization.budget",
     "save": "checkpoint.saving",
     "stream": "generation",
     "stream_batch": "generation",

@@ -18,7 +18,7 @@ from mpjax.decoding import DecodingState, Limits, decode_program, jit_prefill
 from mpjax.finite import NotFiniteError
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
-from mpjax.memory import has_free, require_free
+from mpjax.memory import has_free_on, require_free_on
 from mpjax.prompts import Prompts, encode
 from mpjax.random_keys import row_keys
 from mpjax.row_text import RowText
@@ -179,20 +179,22 @@ def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int) -> int:
     """
     needed = functools.partial(_needed_bytes, lm, padded=padded, room=room)
     rows = bucket_rows(batch)
-    rows = rows if has_free(needed(rows)) else batch
-    require_free(
-        needed(rows), f"a {lm.kv_format} cache for {rows} × {padded + room} tokens, with prefill,"
-    )
+    rows = rows if has_free_on(lm.model.mesh, needed(rows)) else batch
+    what = f"a {lm.kv_format} cache for {rows} × {padded + room} tokens, with prefill,"
+    require_free_on(lm.model.mesh, needed(rows), what)
     return rows
 
 
 def _needed_bytes(lm: LanguageModel, rows: int, *, padded: int, room: int) -> int:
-    """Bytes of the cache and of a layer's widest activations, inside the MLP, during prefill."""
+    """Bytes of the cache and of a layer's widest activations, inside the MLP, during prefill.
+
+    Of all devices: each has its channels inside the MLP, and all of the residual stream.
+    """
     shapes = jax.eval_shape(
         lambda: lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size)
     )
     cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    wide = 3 * lm.config.intermediate_size + 3 * lm.config.hidden_size
+    wide = 3 * lm.config.intermediate_size + 3 * lm.config.hidden_size * lm.devices
     return cache + rows * padded * wide * jnp.dtype(lm.config.dtype).itemsize
 
 

@@ -45,6 +45,7 @@ def calibrate_cache(
     NaN or infinite.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+    lm.require_one_device("calibrating the cache of")
     require_documents(documents)
     format = lm.kv_format
     if format.scaling is None:

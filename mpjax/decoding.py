@@ -20,6 +20,7 @@ from mpjax.kernels import KVFormat, PagedKVCache, QuantizedTensor, device
 from mpjax.kernels.checks import are_between, as_arrays, require_type
 from mpjax.kernels.gemm.plans import Problem, runs_by_warpgroups
 from mpjax.models import Decoder
+from mpjax.models.sharded import ShardedDecoder
 from mpjax.random_keys import row_keys, step_keys
 from mpjax.sampling import Sampling, logprobs, sample
 
@@ -150,7 +151,7 @@ def prefill(
         seen=seen,
         step=jnp.int32(0),
     )
-    return _draw(state, logits, sampling, limits, ~state.finished)
+    return _draw(state, logits, sampling, limits, ~state.finished, model.shards > 1)
 
 
 def decode(
@@ -183,7 +184,8 @@ def decode(
         # A finished row adds nothing to the cache, and its logits are not used.
         alive = ~state.finished & (state.step < until)
         logits, cache = model.step(newest, alive.astype(jnp.int32), state.cache)
-        return _draw(dataclasses.replace(state, cache=cache), logits, sampling, limits, alive)
+        state = dataclasses.replace(state, cache=cache)
+        return _draw(state, logits, sampling, limits, alive, model.shards > 1)
 
     def advance_all(state: DecodingState) -> DecodingState:
         # XLA launches all steps of a loop of known length without waiting for the GPU.
@@ -198,10 +200,11 @@ def _draw(
     sampling: Sampling,
     limits: Limits,
     alive: jax.Array,
+    divided: bool,
 ) -> DecodingState:
     """Samples a token for each row and records it where `alive` (bool [batch]).
 
-    logits: [batch, vocabulary], any float dtype.
+    logits: [batch, vocabulary], any float dtype. divided: whether devices have parts of them.
     """
     batch, vocabulary = logits.shape
     is_stop = jnp.zeros(vocabulary, bool).at[limits.stop_ids].set(True)
@@ -209,7 +212,8 @@ def _draw(
     if sampling.min_new_tokens is not None:
         too_short = state.counts < jnp.asarray(sampling.min_new_tokens, jnp.int32)
         allowed = jnp.where(too_short[:, None] & is_stop[None], -jnp.inf, logits)
-    drawn = sample(allowed, step_keys(state.keys, state.step), sampling, state.seen)
+    keys = step_keys(state.keys, state.step)
+    drawn = sample(allowed, keys, sampling, state.seen, divided=divided)
     chance = logprobs(logits, drawn)
     counts = state.counts + alive.astype(jnp.int32)
     seen = state.seen
@@ -261,6 +265,7 @@ def decode_program(model: Decoder, state: DecodingState) -> Callable[..., Decodi
 
 def has_warpgroups(model: Decoder, batch: int) -> bool:
     """Whether any weight is multiplied by a warpgroup kernel in a step of `batch` rows."""
+    model = model.share_shapes() if isinstance(model, ShardedDecoder) else model
     leaves = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
     weights = [leaf for leaf in leaves if isinstance(leaf, QuantizedTensor)]
     different = {(weight.format, weight.shape): weight for weight in weights}

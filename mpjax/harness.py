@@ -104,7 +104,7 @@ class HarnessLM(TemplateLM):
                 f"batch_size is {size!r}: expected a whole number, such as 8, because mpjax "
                 "doesn't look for the largest batch that fits"
             )
-        of_loading = ("precision", "dtype", "max_positions", "page_size")
+        of_loading = ("precision", "dtype", "max_positions", "page_size", "devices")
         _, *others = inspect.signature(cls).parameters  # the first is the model
         known = ("pretrained", *of_loading, *others)
         if unknown := given.keys() - known:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mpjax.activation_widths import count_blocks
 from mpjax.kernels import KVFormat, QuantizedTensor, WeightFormat
 from mpjax.kernels.kv_cache.layout import read_page_size
 from mpjax.models import Decoder, DecoderConfig, Linear, LinearPlace
@@ -56,10 +57,23 @@ class LanguageModel:
             )
         return self.tokenizer
 
+    def require_one_device(self, what: str) -> None:
+        """Raises ValueError for a model that is divided among devices; what: a gerund."""
+        if self.devices > 1:
+            raise ValueError(
+                f"{what} a model that is divided among {self.devices} devices is not possible: "
+                "load it on one device; a model that mpjax.save wrote then loads onto any number"
+            )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights in device memory."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
+
+    @property
+    def devices(self) -> int:
+        """Number of devices among which the model is divided."""
+        return self.model.shards
 
     @property
     def bits_per_weight(self) -> float:
@@ -68,16 +82,14 @@ class LanguageModel:
         The padding of a small weight, which `nbytes` has, does not count.
         """
         bits = weights = 0
-        for place in self.model.linear_places(self.config):
-            for kernel in place.kernels(self.model):
-                count = math.prod(kernel.shape)
-                weights += count
-                if isinstance(kernel, QuantizedTensor):
-                    channels, format = kernel.shape[-2], kernel.format
-                    bits += count * format.bits
-                    bits += count // channels * PARAMETER_BITS * format.groups(channels)
+        for place in _of_layers(self.model.linear_places(self.config)):
+            parts = place.parts(self.model)
+            for part, shape in zip(parts, place.part_shapes(len(parts)), strict=True):
+                weights += math.prod(shape)
+                if part.format is not None:
+                    bits += stored_bits(shape, part.format)
                 else:
-                    bits += 8 * kernel.nbytes
+                    bits += 8 * math.prod(shape) * part.kernel.get_value().dtype.itemsize
         return bits / weights
 
     @property
@@ -85,7 +97,8 @@ class LanguageModel:
         """Number of the model's weights; a packed weight counts as one, whatever its bits."""
         total = sum(math.prod(place.shape) for place in self.model.array_places(self.config))
         for place in self.model.linear_places(self.config):
-            total += sum(math.prod(kernel.shape) for kernel in place.kernels(self.model))
+            shapes = place.part_shapes(len(place.kernels(self.model)))
+            total += sum(math.prod(shape) for shape in shapes)
             total += sum(shape[1] for shape in place.shapes if place.bias)
         return total
 
@@ -106,6 +119,8 @@ class LanguageModel:
         `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
         each weight format. `tables` has the bytes and the format of the embedding and, unless it is
         tied to the embedding, of the head.
+        each weight format. `eight_bit_blocks` is the number of blocks of activations in 8 bits, and
+        of all, in W4Ax, and otherwise None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}
@@ -116,7 +131,7 @@ class LanguageModel:
         kernels = [kernel for place in places for kernel in place.kernels(self.model)]
         packed = sum(kernel.nbytes for kernel in kernels if isinstance(kernel, QuantizedTensor))
         return {
-            "model": type(self.model).__name__,
+            "model": self.model.family_name,
             "source": str(self.source),
             "precision": self.precision,
             "num_layers": config.num_layers,
@@ -130,6 +145,7 @@ class LanguageModel:
             "dtype": config.dtype,
             "cache_scales": self._cache_scales(),
             "linear_maps": counts,
+            "eight_bit_blocks": count_blocks(self.model),
             "tables": {path: self._table(path) for path in config.tables},
         }
 
@@ -153,6 +169,9 @@ class LanguageModel:
             ("other weights", f"{found['other_bytes'] / MEGABYTE:,.1f} MB in {found['dtype']}"),
             ("cache scales", scales[found["cache_scales"]]),
         ]
+        if (blocks := found["eight_bit_blocks"]) is not None:
+            share = f"{blocks.wide} of {blocks.total} blocks, {blocks.wide / blocks.total:.1%}"
+            rows.append(("activations in 8 bits", f"{share}; the others in 4"))
         for path, table in found["tables"].items():
             tied = ", and the head is tied to it" if len(found["tables"]) == 1 else ""
             rows.append((path, f"{table['format']}, {table['bytes'] / MEGABYTE:,.1f} MB{tied}"))
@@ -167,7 +186,8 @@ class LanguageModel:
     def _table(self, path: str) -> dict[str, Any]:
         table = getattr(self.model, path)
         value = (table.kernel if isinstance(table, Linear) else table).get_value()
-        return {"format": _describe(value), "bytes": value.nbytes}
+        format = value.format if isinstance(value, QuantizedTensor) else None
+        return {"format": _describe(format, value), "bytes": value.nbytes}
 
     def _cache_scales(self) -> str | None:
         if self.model.cache_scales is None:
@@ -175,12 +195,21 @@ class LanguageModel:
         return "heads" if self.model.cache_scales.get_value().ndim == 3 else "channels"
 
 
+def stored_bits(shape: tuple[int, ...], format: WeightFormat) -> int:
+    """The bits of a weight [..., K, N] with 32 of each group's parameters, and without padding."""
+    count, channels = math.prod(shape), shape[-2]
+    if not format.is_packed:
+        return 16 * count
+    groups = count // channels * format.groups(channels)
+    return count * format.bits + PARAMETER_BITS * groups
+
+
 def weight_formats(model: Decoder) -> set[WeightFormat]:
     """Weight formats of the linear maps of a model's layers; plain kernels count as bfloat16."""
     return {
-        kernel.format if isinstance(kernel, QuantizedTensor) else WeightFormat("bfloat16")
+        part.format or WeightFormat("bfloat16")
         for place in _of_layers(model.linear_places(model.config))
-        for kernel in place.kernels(model)
+        for part in place.parts(model)
     }
 
 
@@ -203,10 +232,8 @@ def _of_layers(places: Iterable[LinearPlace]) -> list[LinearPlace]:
 
 def _formats(model: Decoder, place: LinearPlace) -> list[str]:
     """The W part of the precision, such as `W4`, of each part of a linear map."""
-    return [_describe(kernel) for kernel in place.kernels(model)]
+    return [_describe(part.format, part.kernel.get_value()) for part in place.parts(model)]
 
 
-def _describe(kernel: Any) -> str:
-    if isinstance(kernel, QuantizedTensor):
-        return describe_weights(kernel.format)
-    return f"W{kernel.dtype.itemsize * 8}"
+def _describe(format: WeightFormat | None, kernel: Any) -> str:
+    return f"W{kernel.dtype.itemsize * 8}" if format is None else describe_weights(format)

@@ -7,15 +7,18 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import jax
 
+from mpjax.activation_widths import set_uncalibrated
 from mpjax.arguments import compute_dtype, positive_whole
 from mpjax.checkpoint import CheckpointError, foreign, huggingface, restoring, staging
 from mpjax.checkpoint.description import DESCRIPTION_NAME, is_saved
 from mpjax.checkpoint.folder import CONFIG_NAME
 from mpjax.checkpoint.gguf.header import is_gguf
 from mpjax.checkpoint.locate import locate
+from mpjax.devices import Devices, read_devices
 from mpjax.kernels import KVFormat
 from mpjax.kernels.checks import shown
 from mpjax.kernels.kv_cache.layout import read_page_size
@@ -27,6 +30,13 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
 HUB_IGNORED = ["consolidated*", "original/*"]
 
 
+class Reading(TypedDict, total=False):
+    """Arguments of `load` about the reading of files."""
+
+    verify: bool
+    progress: bool | None
+
+
 def load(
     path_or_id: str | os.PathLike[str],
     *,
@@ -34,10 +44,10 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     max_positions: int | None = None,
     page_size: int = 128,
-    verify: bool = True,
-    progress: bool | None = None,
+    devices: Devices | None = None,
+    **reading: Unpack[Reading],
 ) -> LanguageModel:
-    """Loads a model, with its tokenizer if it has one, onto the default device.
+    """Loads a model, with its tokenizer if it has one, onto the default device or several.
 
     path_or_id: a folder with a Hugging Face checkpoint (safetensors; 16 bits, AWQ, GPTQ, FP8 or
         compressed-tensors' integers), a GGUF file, a folder that `mpjax.save` wrote, or a hub id
@@ -51,7 +61,9 @@ def load(
         `lm.precision` of a loaded model is always accepted. By default the weights keep their
         format, and the KV cache has 16 bits, or its format when the model was saved. FP8 weights
         are multiplied by activations in the checkpoint's own format, mostly FP8 too; a precision
-        with a W part chooses another: `WFP8A16KV8`, `WFP8g128AFP8KV8`.
+        with a W part chooses another: `WFP8A16KV8`, `WFP8g128AFP8KV8`. With `W4Ax`, of a 16-bit
+        checkpoint, all blocks of activations get 8 bits, with a warning; `quantize` measures which
+        can have 4. A saved model keeps its blocks.
     dtype: of 16-bit weights and activations: bfloat16, float16 or float32, also as bf16, fp16 and
         fp32 or as a dtype of NumPy, JAX or PyTorch. By default float32 if the precision has A32,
         else the checkpoint's.
@@ -59,15 +71,24 @@ def load(
         checkpoint's number. Nothing else of the model changes.
     page_size: tokens in a page of the KV cache: 16, 32, 64, 128 or 256. The room of each sequence
         is rounded up to whole pages.
+    devices: among which the model is divided, each with a share of every layer: a number, a list of
+        `jax.devices()`, or a mesh with one axis. By default, and for 1, the default device has all.
+        docs/devices.md says what is divided how.
     verify: whether to compare the arrays of a model that `mpjax.save` wrote with their checksums,
         which finds damage by a disk or a copy. Other checkpoints have no checksums.
+        By default they are compared.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
 
     Raises CheckpointError for a path or checkpoint that can't be loaded, ValueError for a precision
-    or dtype that the checkpoint doesn't have, max_positions below 1 and another page size, and
-    mpjax.memory.DeviceMemoryError, before anything is allocated, where the device does not have
+    or dtype that the checkpoint doesn't have, max_positions below 1, another page size, and devices
+    that there are not or that the model can't be divided among, and
+    mpjax.memory.DeviceMemoryError, before anything is allocated, where a device does not have
     enough memory left.
     """
+    if unknown := reading.keys() - Reading.__annotations__.keys():
+        raise TypeError(f"load() got an unexpected keyword argument {unknown.pop()!r}")
+    mesh = read_devices(devices)
+    progress = reading.get("progress")
     precision = None if precision is None else Precision.of(precision)
     dtype = compute_dtype(dtype, precision)
     if max_positions is not None:
@@ -75,8 +96,14 @@ def load(
     page_size = read_page_size(page_size, KVFormat() if precision is None else precision.kv)
     folder = find_folder(path_or_id).resolve()
     if is_saved(folder):
+        verify = reading.get("verify", True)
         lm = restoring.restore(
-            folder, precision=precision, dtype=dtype, verify=verify, progress=progress
+            *(folder,),
+            precision=precision,
+            dtype=dtype,
+            verify=verify,
+            progress=progress,
+            mesh=mesh,
         )
         return _with_limits(lm, max_positions, page_size)
     if not folder.is_file() and not os.path.lexists(folder / CONFIG_NAME):
@@ -86,7 +113,9 @@ def load(
         )
     source = locate(folder)
     tokenizer = source.read_tokenizer()
-    model = huggingface.load(source, precision=precision, dtype=dtype, progress=progress)
+    model = huggingface.load(source, precision=precision, dtype=dtype, progress=progress, mesh=mesh)
+    if precision is not None:
+        set_uncalibrated(model, precision)
     kv_format = KVFormat() if precision is None else precision.kv
     lm = LanguageModel(model, tokenizer, kv_format, folder)
     return _with_limits(lm, max_positions, page_size)

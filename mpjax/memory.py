@@ -55,6 +55,42 @@ def require_free(needed_bytes: int, what: str, device: jax.Device | None = None)
         )
 
 
+def has_free_on(mesh: jax.sharding.Mesh | None, needed_bytes: int) -> bool:
+    """Whether each device among which `needed_bytes` are divided has its share free, if known.
+
+    mesh: the devices; None for the default device.
+    """
+    if mesh is None:
+        return has_free(needed_bytes)
+    return all(has_free(-(-needed_bytes // mesh.size), device) for device in mesh.local_devices)
+
+
+def free_bytes_on(mesh: jax.sharding.Mesh | None) -> int | None:
+    """Bytes that are free on each device of a mesh, or on the default device; None if unknown."""
+    if mesh is None:
+        return free_bytes()
+    found = [free_bytes(device) for device in mesh.local_devices]
+    known = [free for free in found if free is not None]
+    return min(known) if len(known) == len(found) else None
+
+
+def require_free_on(
+    mesh: jax.sharding.Mesh | None, needed_bytes: int, what: str, on_default: int = 0
+) -> None:
+    """Raises DeviceMemoryError if a device that a model is put on has too little memory free.
+
+    mesh: the devices among which `needed_bytes` are divided; None for the default device.
+    on_default: bytes that are needed on the default device besides.
+    """
+    first = default_device()
+    if mesh is None:
+        require_free(needed_bytes + on_default, what, first)
+        return
+    for device in mesh.local_devices:
+        share = -(-needed_bytes // mesh.size)
+        require_free(share + (on_default if device == first else 0), what, device)
+
+
 def _available_system_bytes() -> int | None:
     # On Linux, memory that is available without swapping, page cache included; elsewhere, free
     # pages.

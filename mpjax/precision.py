@@ -16,6 +16,8 @@ EXPECTED = (
     "keeps the weights' format"
 )
 DEFAULT_GROUP_SIZE = 128  # of integers beside 16-bit activations
+# With Ax, one in so many blocks of activations has 8 bits, others 4. COMET has 8 to 20 % (§6.2).
+DEFAULT_WIDE_BLOCKS = 8
 # Codes and the usual group size of the weight format, by the W part and the A part.
 _FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
     ("16", "16"): ("bfloat16", None),
@@ -29,10 +31,11 @@ _FORMATS: dict[tuple[str, str], tuple[str, int | None]] = {
     ("FP8", "FP8"): ("float8", None),
     ("8", "8"): ("int8", None),
     ("4", "8"): ("liquid4", 64),
+    ("4", "x"): ("int4", 128),
 }
-_ACTIVATIONS = {"16": None, "8": "int8", "FP8": "float8"}
+_ACTIVATIONS = {"16": None, "8": "int8", "FP8": "float8", "x": "int8"}
 _W_PART = r"W([A-Z]*\d+)(?:g(\d+|K))?(sym)?"
-_A_PART = r"A([A-Z]*\d+)"
+_A_PART = r"A(X\d*|[A-Z]*\d+)"
 _TABLE_PART = r"([A-Z]*\d+)(?:g(\d+|K))?(?:A([A-Z]*\d+))?"
 # The usual group size of a table's codes, where it is not that of linear maps.
 _OF_TABLES: dict[tuple[str, str], int | None] = {("8", "16"): None}
@@ -51,6 +54,9 @@ class Precision:
         occurs; `weights` is None then. Empty otherwise.
     bits: of weights that aren't packed and of activations that aren't rounded: 16, or 32 for a
         model in float32.
+    wide_blocks: of `int4` weights, whose activations have 4 or 8 bits in each block of 128
+        channels: one block in so many has 8 bits, 0 for none. DEFAULT_WIDE_BLOCKS without such
+        weights, and where it is the model's blocks that say it.
     head, embedding: the formats of these tables of the vocabulary, each a matrix [hidden,
         vocabulary]; None keeps the checkpoint's. A tied table is both, and has one format.
 
@@ -62,6 +68,7 @@ class Precision:
     kv: KVFormat = KVFormat()  # noqa: RUF009 (frozen)
     mixture: tuple[WeightFormat, ...] = ()
     bits: int = 16
+    wide_blocks: int = DEFAULT_WIDE_BLOCKS
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
 
@@ -81,6 +88,10 @@ class Precision:
             )
         if self.bits not in (16, 32):
             raise ValueError(f"bits is {shown(self.bits)}: expected 16 or 32")
+        if not isinstance(self.wide_blocks, int) or self.wide_blocks < 0:
+            raise ValueError(f"wide_blocks is {shown(self.wide_blocks)}: expected 0 or more")
+        if not any(format.codes == "int4" for format in self.formats):
+            object.__setattr__(self, "wide_blocks", DEFAULT_WIDE_BLOCKS)
         if self.formats and all(format.operand for format in self.formats):
             # All weights are packed and all activations rounded, so `bits` describes nothing.
             object.__setattr__(self, "bits", 16)
@@ -96,8 +107,9 @@ class Precision:
             keep the checkpoint's format, and FP8 ones its activation format. Several W parts, as in
             `W16+W4A16KV8` and `W16A16+W8A8KV8`, name all formats of a checkpoint's linear maps.
         A, the activations: 16, or the format to which a product rounds them: 8 with W8 (W8A8) and
-            with W4 (LiquidQuant), FP8 with WFP8. A32 instead of A16, and W32A32, mean a model in
-            float32.
+            with W4 (LiquidQuant), FP8 with WFP8; x with W4, 4 or 8 bits in each block of 128
+            channels (COMET): Ax16 for 8 bits in one block of 16, Ax in one of 8, A4 in none. A32
+            instead of A16, and W32A32, mean a model in float32.
         KV, the cached keys and values, or K and V apart as in K8V4: 16; 8 or 4 (integers); fp8
             (e4m3); 4c or 2 (integers; keys have a scale for each channel, and in K4cV4c values
             too); 2t (2 bits with a scale for each token); 4t (4 without a Hadamard transform of the
@@ -172,6 +184,9 @@ class Precision:
         rest = f"A{self.bits}"
         if any("A" in name for name in names):
             names, rest = [name if "A" in name else name + rest for name in names], ""
+        if self.wide_blocks != DEFAULT_WIDE_BLOCKS:
+            written = f"Ax{self.wide_blocks}" if self.wide_blocks else "A4"
+            names = [name.replace("Ax", written) for name in names]
         tables = (table[0].upper() + describe_table(it) for table, it in self.tables.items())
         return f"{'+'.join(names)}{rest}{self.kv}{''.join(tables)}"
 
@@ -223,23 +238,40 @@ def _read(text: str) -> Precision | None:
     if match is None or None in others or (others and match[1] is None):
         return None
     parts = [other.groups() for other in others if other is not None] + [match.groups()[:4]]
-    formats, bits = [], set()
+    formats, bits, wide = [], set(), set()
     for weights, size, symmetric, activations in parts:
         activations = (activations or match[4]).upper()
+        if weights == "4" and (share := _wide_blocks(activations)) is not None:
+            wide.add(share)
+            activations = "x"
         if activations in ("16", "32"):
             bits.add(int(activations))
         if weights is not None:
             formats.append(_format(weights.upper(), size, symmetric is not None, activations))
         elif activations not in ("16", "32"):
-            raise ValueError(f"A{activations} needs a W part, such as W8A{activations}")
+            meant = "Ax" if "X" in activations else f"A{activations}"
+            example = "W4Ax" if "X" in activations else f"W8A{activations}"
+            raise ValueError(f"{meant} needs a W part, such as {example}")
     if len(bits) > 1:
         raise ValueError("A16 and A32 can't be in one model, which has one dtype: choose one")
+    if len(wide) > 1:
+        raise ValueError("Ax has one share of blocks for the whole model: choose one")
     width = max(bits, default=16)
     kv = KVFormat.parse(match[5])
     found = Precision.mixed(formats, kv, width) if formats else Precision(None, kv, (), width)
+    if wide:
+        found = dataclasses.replace(found, wide_blocks=wide.pop())
     groups = match.groups()
     tables = {"head": groups[5:9], "embedding": groups[9:]}
     return found.with_tables({path: _table(*it) for path, it in tables.items() if it[0]})
+
+
+def _wide_blocks(activations: str) -> int | None:
+    """The number of blocks of which one has 8 bits, in `X`, `X16` or `4`; None for others."""
+    if activations == "4":
+        return 0
+    found = re.fullmatch(r"X(\d*)", activations)
+    return found and int(found[1] or DEFAULT_WIDE_BLOCKS)
 
 
 def _table(text: str, codes: str, size: str | None, activations: str | None) -> WeightFormat:
@@ -265,8 +297,8 @@ def _format(weights: str, size: str | None, symmetric: bool, activations: str) -
     weights, activations = plain.get(weights, weights), plain.get(activations, activations)
     if activations not in _ACTIVATIONS:
         raise ValueError(
-            f"A{activations} is not implemented: activations can be A16 (A32 in float32), A8 or "
-            "AFP8"
+            f"A{activations} is not implemented: activations can be A16 (A32 in float32), A8, AFP8 "
+            "or, with W4, A4 and Ax"
         )
     if (weights, activations) not in _FORMATS:
         possible = ", ".join(f"W{w}A{a}" for w, a in _FORMATS)

@@ -16,7 +16,7 @@ import rich.progress
 from mpjax.arguments import require_known_ids
 from mpjax.kernels import PagedKVCache
 from mpjax.language_model import LanguageModel
-from mpjax.memory import require_free
+from mpjax.memory import require_free_on
 from mpjax.models import Decoder
 
 MAXIMUM_CHUNK = 128
@@ -113,7 +113,8 @@ def _create_caches(
     needed = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     needed += batch * chunk * lms[0].config.vocab_size * 4 * len(lms)
     formats = " and ".join(str(lm.kv_format) for lm in lms)
-    require_free(needed, f"reading {batch} windows of {capacity} tokens with {formats}")
+    what = f"reading {batch} windows of {capacity} tokens with {formats}"
+    require_free_on(lms[0].model.mesh, needed, what)
     return tuple(one() for one in create)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels.checks import are_between, as_array, did_you_mean, nearest, shown
+from mpjax.threshold import kth_largest, nucleus
 
 FILTERS = ("top_k", "top_p", "min_p")
 # Division by a smaller temperature could make logits infinite. At this one, already only the most
@@ -216,6 +217,8 @@ def sample(
     keys: jax.Array,
     sampling: Sampling | Mapping[str, Any] | None = None,
     seen: jax.Array | None = None,
+    *,
+    divided: bool = False,
 ) -> jax.Array:
     """Draws one token for each row.
 
@@ -226,6 +229,9 @@ def sample(
       sampling: a Sampling, or a mapping of its fields; `None` is greedy.
       seen: bool [batch, vocabulary], whether a token is in the prompt or the text so far; needed
         for `repetition_penalty` and ignored without it.
+      divided: whether devices have parts of the vocabulary's axis (static). Top-k and top-p then
+        search for their thresholds instead of sorting, so that no device needs all logits. The
+        draws are the same, but for rounding of the sum of probabilities.
 
     Returns:
       Tokens int32 [batch]. Among equal logits a greedy row takes the lowest token id.
@@ -248,7 +254,7 @@ def sample(
     noise = jax.vmap(
         lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32, mode="high")
     )(keys)  # [batch, vocabulary]
-    drawn = jnp.argmax(_filtered(logits, sampling) + noise, axis=-1)
+    drawn = jnp.argmax(_filtered(logits, sampling, divided) + noise, axis=-1)
     temperature = _per_row(sampling.temperature, "temperature", logits)[:, 0]  # [batch]
     return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
 
@@ -289,7 +295,7 @@ def _penalised(logits: jax.Array, sampling: Sampling, seen: jax.Array | None) ->
     return jnp.where(seen.astype(jnp.bool_), penalised, logits)
 
 
-def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def _filtered(logits: jax.Array, sampling: Sampling, divided: bool = False) -> jax.Array:
     """Applies temperature, top-k, top-p and min-p; removed logits become -inf.
 
     Each filter is a threshold for each row. Logits equal to the threshold stay.
@@ -299,7 +305,8 @@ def _filtered(logits: jax.Array, sampling: Sampling) -> jax.Array:
     logits = logits / jnp.where(temperature > 0, divisor, jnp.ones_like(temperature))
     threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)  # [batch, 1]
     if sampling.top_k is not None or sampling.top_p is not None:
-        threshold = _rank_threshold(logits, sampling)
+        find = _searched_threshold if divided else _rank_threshold
+        threshold = find(logits, sampling)
     if sampling.min_p is not None:
         min_p = _per_row(sampling.min_p, "min_p", logits)
         peak = jnp.max(logits, axis=-1, keepdims=True)
@@ -327,6 +334,19 @@ def _rank_threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
         inside = inside.at[:, 0].set(True)
         nucleus = jnp.min(jnp.where(inside, kept, jnp.inf), axis=-1, keepdims=True)
         threshold = jnp.maximum(threshold, nucleus)
+    return threshold
+
+
+def _searched_threshold(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """The threshold of `_rank_threshold` without a sort, float32 [batch, 1]."""
+    threshold = jnp.full((logits.shape[0], 1), -jnp.inf, jnp.float32)
+    if sampling.top_k is not None:
+        threshold = kth_largest(logits, _per_row(sampling.top_k, "top_k", logits, jnp.int32))
+    if sampling.top_p is not None:
+        top_p = _per_row(sampling.top_p, "top_p", logits)
+        kept = jnp.where(logits >= threshold, logits, -jnp.inf)
+        found = nucleus(kept, jax.nn.softmax(kept, axis=-1), top_p)
+        threshold = jnp.maximum(threshold, jnp.where(top_p >= 1, -jnp.inf, found))
     return threshold
 
 

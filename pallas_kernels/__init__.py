@@ -5,13 +5,15 @@ over it. Everything here can be used alone, in any JAX program. Arguments that a
 be NumPy's arrays, numbers, or lists of them; dtypes may also be short names such as `bf16`.
 """
 
+from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.attention.api import paged_attention, prefill_attention
 from mpjax.kernels.batch import Span
 from mpjax.kernels.device import UnsupportedError
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
-from mpjax.kernels.experts.routing import Routing, route
+from mpjax.kernels.experts.routing import route
+from mpjax.kernels.experts.routing_rules import Routing
 from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.api import matmul, matmul_terms
 from mpjax.kernels.kv_cache.api import append
@@ -30,6 +32,7 @@ from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
 from mpjax.kernels.rowwise.api import add_rms_norm, gated, gated_silu, quantize_rows, rms_norm
 
 __all__ = [
+    "ActivationBlocks",
     "ActivationFormat",
     "Gate",
     "HeadNorms",

@@ -1,25 +1,32 @@
-"""Activations that are quantised to 8 bits when a product reads them."""
+"""Activations that are quantised to 8 bits, or to 4, when a product reads them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.arithmetic import largest_magnitude
 from mpjax.kernels.checks import as_array, as_dtype, require_floats
 from mpjax.kernels.codes import float8
 from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 
+# What says how activations are rounded, as a type, or written as a text.
+Format = ActivationFormat | ActivationBlocks | ProductFormat | WeightFormat | str
+
 # A token whose largest magnitude is below this counts as zero: its reciprocal could overflow.
 NEARLY_ZERO = 1e-30
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["dtype"]
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales"],
+    meta_fields=["dtype", "is_permuted"],
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedActivations:
@@ -27,13 +34,15 @@ class QuantizedActivations:
 
     values: int8 or float8_e4m3fn [..., K].
     scales: float32 [..., 1], one for each token; or [..., groups], one for each 128 input channels
-        of a token (the last group may be shorter), for FP8 weights in groups.
+        of a token (the last group may be shorter), for FP8 weights in groups and for `int4`.
     dtype: the name of the dtype that x had and that products with it have.
+    is_permuted: whether channels are in the order of a weight's permutation (`ActivationBlocks`).
     """
 
     values: jax.Array
     scales: jax.Array
     dtype: str
+    is_permuted: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +50,10 @@ class QuantizedActivations:
         return self.values.shape
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-        """X [..., K] = values · scales, computed in float32 and converted to `dtype`."""
+        """X [..., K] = values · scales, computed in float32 and converted to `dtype`.
+
+        Channels keep the order of the values.
+        """
         channels = self.shape[-1]
         size = channels if self.scales.shape[-1] == 1 else FLOAT8_GROUP
         values = _runs(self.values.astype(jnp.float32), size) * self.scales[..., None]
@@ -50,7 +62,7 @@ class QuantizedActivations:
 
 def quantize_activations(
     x: jax.Array,
-    format: ActivationFormat | ProductFormat | WeightFormat | str,
+    format: Format,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> QuantizedActivations:
     """Rounds x [..., K] to 8-bit values with scales.
@@ -61,23 +73,30 @@ def quantize_activations(
     fuses this function into the operation that produces x.
 
     format: an ActivationFormat; or the format of a product or of a weight, for the activations that
-        it multiplies; or the text of one, such as "float8:g128" or "int8/int8".
+        it multiplies; or the text of one, such as "float8:g128" or "int8/int8"; or the
+        ActivationBlocks of a weight, by which the largest code of a block is 7 or 127.
     dtype: the dtype of products with the result; x's if it is None.
 
     Raises ValueError for a format with 16-bit activations, and for x without channels.
     """
     x = as_array("quantize_activations: x", x)
     require_floats("quantize_activations", x=x)
-    wanted = ActivationFormat.of(format)
+    blocks = format if isinstance(format, ActivationBlocks) else None
+    wanted = format.format if isinstance(format, ActivationBlocks) else ActivationFormat.of(format)
     if wanted.values is None:
         raise ValueError(f"{format} has 16-bit activations: there is nothing to quantise")
     if not x.shape or x.shape[-1] == 0:
         raise ValueError(f"x has shape {x.shape}; expected [..., K] with one channel or more")
     channels = x.shape[-1]
+    blocks = blocks and blocks.checked("quantize_activations", channels)
+    if blocks is not None and blocks.permutation is not None:
+        x = jnp.take(x, blocks.permutation, axis=-1)
     size = wanted.group_size or channels
     wide = _runs(x.astype(jnp.float32), size)
-    top = 127.0 if wanted.values == "int8" else float8.LARGEST
+    top: Any = 127.0 if wanted.values == "int8" else float8.LARGEST
     peaks = largest_magnitude(wide, -1)
+    if blocks is not None and blocks.bits is not None:
+        top = jnp.broadcast_to(blocks.largest_codes(channels), peaks.shape)
     peaks = jnp.where(peaks < NEARLY_ZERO, top, peaks)
     scales = peaks * (1 / top)
     scaled = wide * (top / peaks)[..., None]  # one division for each scale, not for each value
@@ -86,7 +105,8 @@ def quantize_activations(
     else:
         values = float8.to_float8(scaled)
     name = as_dtype("quantize_activations: dtype", x.dtype if dtype is None else dtype).name
-    return QuantizedActivations(_joined(values, channels), scales, name)
+    is_permuted = blocks is not None and blocks.permutation is not None
+    return QuantizedActivations(_joined(values, channels), scales, name, is_permuted)
 
 
 def _runs(x: jax.Array, size: int) -> jax.Array:

@@ -12,6 +12,9 @@ from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown, who
 
 GROUP_SIZES = (32, 64, 128)
 FLOAT8_GROUP = 128  # input channels that share an FP8 scale; the last group may have fewer
+# Input channels of an `int4` weight, and of the activations that meet it, that share a scale; the
+# last group may have fewer.
+INT4_GROUP = 128
 FLOAT4_GROUP = 32  # input channels that share an FP4 scale
 # The most input channels in one plane of a block: 64 16-bit words are a full 128-byte cache line.
 MAXIMUM_PLANE_WIDTH = 64
@@ -39,6 +42,7 @@ _RULES: Mapping[str, _Rule] = {
     "float8": _Rule(8, (FLOAT8_GROUP, None), (None, "float8")),
     "float4": _Rule(4, (FLOAT4_GROUP,)),
     "int8": _Rule(8, (None,), ("int8",)),
+    "int4": _Rule(4, (INT4_GROUP,), ("int8",)),
     "liquid4": _Rule(4, (64,), ("int8",)),
     "bfloat16": _Rule(16, (None,)),
     "float16": _Rule(16, (None,)),
@@ -74,7 +78,7 @@ class WeightFormat:
         `uint4`, `uint8`: an integer minus the group's zero point (AWQ, GPTQ, TurboMind).
         `table4`, `table3`, `table2`: an index of a table, such as normal float (FLUTE).
         `float8`: an e4m3 number. `float4`: an e2m1 number, times a power of two (MXFP4). `int8`: a
-        signed integer.
+        signed integer. `int4`: the same, for activations in blocks of 4 and 8 bits (COMET).
         `liquid4`: four bits that become an int8 by a group's integer step and offset (LiquidGEMM).
         `bfloat16`, `float16`: no codes, but a plain array.
     group_size: the number of input channels that share parameters, or None for all.
@@ -168,9 +172,9 @@ class WeightFormat:
             )
 
     def can_split(self, input_channels: int) -> bool:
-        """Whether the input channels are whole groups; FP8's last group may be cut."""
+        """Whether the input channels are whole groups; the last of FP8 and of int4 may be cut."""
         is_whole = self.group_size is None or input_channels % self.group_size == 0
-        return is_whole or self.codes == "float8"
+        return is_whole or self.codes in ("float8", "int4")
 
     @property
     def is_packed(self) -> bool:

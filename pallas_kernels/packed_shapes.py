@@ -16,13 +16,18 @@ from mpjax.kernels.quantized_tensor import QuantizedTensor, pack
 
 @functools.lru_cache
 def packed_shapes(
-    shape: tuple[int, ...], format: WeightFormat, scale_dtype: str, *, permuted: bool = False
+    shape: tuple[int, ...],
+    format: WeightFormat,
+    scale_dtype: str,
+    *,
+    permuted: bool = False,
+    mixed: bool = False,
 ) -> QuantizedTensor:
     """The result of `pack` for a weight, with `jax.ShapeDtypeStruct`s in the place of arrays.
 
     shape: of the weight, [..., K, N].
     scale_dtype: of its scales, such as "float16".
-    permuted: whether the weight has a permutation.
+    permuted: whether the weight has a permutation. mixed: whether it has activation_bits.
 
     Raises ValueError for a shape or a scale dtype that the format can't have.
     """
@@ -48,5 +53,6 @@ def packed_shapes(
         permutation=array((input_channels,), "int32", permuted),
         channel_scales=array((output_channels,), "float32", kind.has_channel_scales),
         table=array((2**format.bits,), "float32", kind.has_table),
+        activation_bits=array(groups[:1], "uint8", mixed),
     )
     return jax.eval_shape(pack, plain)

@@ -66,6 +66,7 @@ def partition_specs(
         "permutation": spec(tensor.permutation, None),
         "channel_scales": spec(tensor.channel_scales, n),
         "table": spec(tensor.table, None),
+        "activation_bits": spec(tensor.activation_bits, groups),
     }
     return dataclasses.replace(tensor, **specs)
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.activation_blocks import WIDTHS
 from mpjax.kernels.checks import as_array, is_known, optional_array
+from mpjax.kernels.codes.int4 import LEAST, MOST
 from mpjax.kernels.plain_codes import PlainCodes
 
 
@@ -28,7 +30,7 @@ def read_arrays(operation: str, plain: PlainCodes) -> PlainCodes:
         name: as_array(f"{operation}: {name}", getattr(plain, name)) for name in ("codes", "scales")
     } | {
         name: optional_array(f"{operation}: {name}", getattr(plain, name))
-        for name in ("zeros", "permutation", "channel_scales", "table")
+        for name in ("zeros", "permutation", "channel_scales", "table", "activation_bits")
     }
     return dataclasses.replace(plain, **arrays)
 
@@ -45,6 +47,10 @@ def require_sound(plain: PlainCodes) -> None:
         _check_values("scales", plain.scales, 255)
         assert zeros is not None
         _check_bytes(plain.codes, plain.scales, zeros)
+    if format.codes == "int4":
+        _check_values("codes", plain.codes, MOST, LEAST)
+    if plain.activation_bits is not None:
+        _check_widths(plain.activation_bits)
     if plain.permutation is not None:
         _check_permutation(plain.permutation)
 
@@ -68,6 +74,7 @@ def _check_layout(plain: PlainCodes) -> None:
         "permutation": None if plain.permutation is None else (input_channels,),
         "channel_scales": (output_channels,) if kind.has_channel_scales else None,
         "table": (2**format.bits,) if kind.has_table else None,
+        "activation_bits": None if plain.activation_bits is None else groups[:1],
     }
     for name, matrix_shape in wanted.items():
         expected = None if matrix_shape is None else (*leading, *matrix_shape)
@@ -79,20 +86,28 @@ def _check_layout(plain: PlainCodes) -> None:
         raise ValueError(
             f"scales have dtype {scales.dtype}; expected {' or '.join(kind.scale_dtypes)}"
         )
-    for name, indices in (("zeros", plain.zeros), ("permutation", plain.permutation)):
+    if plain.activation_bits is not None and format.codes != "int4":
+        raise ValueError(f"there are activation_bits, which {format} does not have: leave them out")
+    for name in ("zeros", "permutation", "activation_bits"):
+        indices = getattr(plain, name)
         if indices is not None and not jnp.issubdtype(indices.dtype, jnp.integer):
             raise ValueError(
                 f"{name}: the dtype is {indices.dtype}; expected integers: convert them"
             )
 
 
-def _check_values(name: str, array: jax.Array, largest: int) -> None:
+def _check_values(name: str, array: jax.Array, largest: int, least: int = 0) -> None:
     if not is_known(array):
         return
     with jax.ensure_compile_time_eval():  # under `jit`, arrays that are constants are known
         low, high = int(array.min()), int(array.max())
-    if low < 0 or high > largest:
-        raise ValueError(f"{name} are {low} to {high}; expected 0 to {largest}")
+    if low < least or high > largest:
+        raise ValueError(f"{name} are {low} to {high}; expected {least} to {largest}")
+
+
+def _check_widths(bits: jax.Array) -> None:
+    if is_known(bits) and (wrong := np.setdiff1d(np.asarray(bits), WIDTHS)).size:
+        raise ValueError(f"activation_bits has {wrong[0]}: expected 4 or 8 for each group")
 
 
 def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None:

@@ -19,7 +19,9 @@ from mpjax.kernels.leading_axes import over_leading_axes
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["codes", "scales", "zeros", "permutation", "channel_scales", "table"],
+    data_fields=[
+        *("codes", "scales", "zeros", "permutation", "channel_scales", "table", "activation_bits")
+    ],
     meta_fields=["format"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +34,19 @@ class PlainCodes:
     matrix at a time.
 
     format: a WeightFormat, or a text that WeightFormat.parse reads, such as "uint4:g128".
-    codes: [K, N]: int8 for `int8`, float8_e4m3fn for `float8`, and otherwise unsigned integers. K
-        is a multiple of the group size, except for `float8`, whose last group may be shorter.
+    codes: [K, N]: int8 for `int8` and `int4`, float8_e4m3fn for `float8`, and otherwise unsigned
+        integers. K is a multiple of the group size, except for `float8` and `int4`, whose last
+        group may be shorter.
     scales: [groups, N]: float16 or bfloat16 for `uint…` and `table…`, bfloat16 for `float4`,
-        float32 for `int8` and `float8`, uint16 steps up to 255 for `liquid4`.
+        float32 for `int8`, `int4` and `float8`, uint16 steps up to 255 for `liquid4`.
     zeros: integers [groups, N]: the zero points of `uint…`, from 0 to 2**bits, or the offsets of
         `liquid4`, from 0 to 255. None for other formats, and for symmetric ones, whose zero points
         are all 2**(bits − 1).
     permutation: integers [K], each of range(K) once (GPTQ's act-order), or None.
     channel_scales: float32 [N], the scales of `liquid4`'s output channels, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
+    activation_bits: integers [groups] of `int4`, the bits, 4 or 8, of the activations that each
+        group meets; None for 8 in all groups, and for other formats.
     """
 
     format: WeightFormat
@@ -51,6 +56,7 @@ class PlainCodes:
     permutation: jax.Array | None = None
     channel_scales: jax.Array | None = None
     table: jax.Array | None = None
+    activation_bits: jax.Array | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", WeightFormat.of(self.format))

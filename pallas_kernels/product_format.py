@@ -9,23 +9,24 @@ import re
 import jax.numpy as jnp
 
 from mpjax.kernels.checks import did_you_mean, nearest, require_type, shown
-from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
+from mpjax.kernels.formats import FLOAT8_GROUP, INT4_GROUP, WeightFormat
 
 # The group sizes of each kind of activations: the input channels of a row that can share a scale.
 _GROUP_SIZES: dict[str | None, tuple[int | None, ...]] = {
     None: (None,),
-    "int8": (None,),
+    "int8": (None, INT4_GROUP),
     "float8": (None, FLOAT8_GROUP),
 }
 _SIXTEEN_BITS = "16-bit"
-_NAMES = f"{_SIXTEEN_BITS}, int8, float8 or float8:g{FLOAT8_GROUP}"
+_NAMES = f"{_SIXTEEN_BITS}, int8, int8:g{INT4_GROUP}, float8 or float8:g{FLOAT8_GROUP}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationFormat:
     """The format that the activations x [..., K] of a product are quantised to on the fly.
 
-    Written as `16-bit`, `int8`, `float8` or `float8:g128`; static and hashable.
+    Written as `16-bit`, `int8`, `int8:g128`, `float8` or `float8:g128`; static and hashable. In
+    `int8:g128`, `ActivationBlocks` says which blocks of channels have codes of 4 bits.
 
     values: `int8` or `float8` (e4m3) codes, or None for x unquantised, in 16 bits.
     group_size: the number of input channels of a row that share a scale, or None for all.
@@ -138,8 +139,8 @@ class ProductFormat:
         """The format of a product with a weight and activations.
 
         format: of the weight, or of a product, with its weight.
-        activations: their format; by default the one that suits the weight's operand. float8
-            activations have the weight's group size.
+        activations: their format; by default the one that suits the weight's operand. Those of
+            float8 operands, and of `int4` weights, have the weight's group size.
 
         Raises ValueError for a text that is no format, and for activations that don't suit.
         """
@@ -155,6 +156,5 @@ class ProductFormat:
 
 
 def _default_activations(weight: WeightFormat) -> ActivationFormat:
-    return ActivationFormat(
-        weight.operand, weight.group_size if weight.operand == "float8" else None
-    )
+    is_grouped = weight.operand == "float8" or weight.codes == "int4"
+    return ActivationFormat(weight.operand, weight.group_size if is_grouped else None)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.checks import (
     are_finite,
     as_array,
@@ -23,11 +24,19 @@ from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.leading_axes import over_leading_axes
 from mpjax.kernels.plain_checks import read_arrays, require_sound
 from mpjax.kernels.plain_codes import PlainCodes
+from mpjax.kernels.product_format import ActivationFormat
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["words", "parameters", "permutation", "channel_scales", "table"],
+    data_fields=[
+        "words",
+        "parameters",
+        "permutation",
+        "channel_scales",
+        "table",
+        "activation_bits",
+    ],
     meta_fields=["format", "scale_dtype", "padding"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +62,11 @@ class QuantizedTensor:
     padding: the number of input channels beyond K that pad the last block (static). Their codes are
         multiplied with zeros in the place of activations.
     permutation: int32 [K] or None; row i of the packed matrix is input channel permutation[i]
-        (GPTQ's act-order).
+        (GPTQ's act-order, or the order of an `int4` weight's blocks).
     channel_scales: float32 [N], the scales of `liquid4`'s output channels, else None.
     table: float32 [2**bits], the values of `table…` codes, else None.
+    activation_bits: uint8 [ceil(K / 128)] of `int4`, the bits, 4 or 8, of the activations that each
+        group of packed rows meets; None for 8 in all groups, and for other formats.
     """
 
     words: jax.Array
@@ -66,6 +77,7 @@ class QuantizedTensor:
     permutation: jax.Array | None = None
     channel_scales: jax.Array | None = None
     table: jax.Array | None = None
+    activation_bits: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,6 +90,13 @@ class QuantizedTensor:
         """K with padding, a multiple of the format's block."""
         *_, blocks, _, words = self.words.shape
         return blocks * words // self.format.columns * self.format.planes
+
+    @property
+    def activations(self) -> ActivationFormat | ActivationBlocks:
+        """How the activations that meet the weight are rounded: in blocks for `int4`."""
+        if self.format.codes == "int4":
+            return ActivationBlocks(self.activation_bits, self.permutation)
+        return ActivationFormat.of(self.format)
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +175,7 @@ def _pack_matrix(plain: PlainCodes) -> QuantizedTensor:
         None if plain.permutation is None else plain.permutation.astype(jnp.int32),
         plain.channel_scales,
         plain.table,
+        None if plain.activation_bits is None else plain.activation_bits.astype(jnp.uint8),
     )
 
 
@@ -207,6 +227,7 @@ def _unpack_matrix(tensor: QuantizedTensor) -> PlainCodes:
         tensor.permutation,
         tensor.channel_scales,
         tensor.table,
+        tensor.activation_bits,
     )
 
 
@@ -244,13 +265,13 @@ def with_scales(tensor: QuantizedTensor, scales: jax.Array) -> QuantizedTensor:
 def concatenate(tensors: list[QuantizedTensor]) -> QuantizedTensor | None:
     """Concatenates tensors along the output channels; None unless they share a layout.
 
-    Tensors share a layout if their formats, leading axes, K, scale dtypes, permutations and tables
-    are equal. Permutations and tables are read back from the device for the comparison.
+    Tensors share a layout if their formats, leading axes, K, scale dtypes, permutations, tables and
+    activation bits are equal. These arrays are read back from the device for the comparison.
     """
     first = tensors[0]
     if len({(tensor.format, tensor.shape[:-1], tensor.scale_dtype) for tensor in tensors}) > 1:
         return None
-    for shared in ("permutation", "table"):
+    for shared in ("permutation", "table", "activation_bits"):
         arrays = [getattr(tensor, shared) for tensor in tensors]
         if any((array is None) != (arrays[0] is None) for array in arrays):
             return None

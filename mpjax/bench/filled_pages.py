@@ -6,24 +6,45 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from mpjax.kernels import KVPages, Span, append
 
 APPENDED_TOKENS = 1024  # tokens of each sequence that are appended at a time
 
 
-@functools.partial(jax.jit, donate_argnames="pages")
+@functools.partial(jax.jit, donate_argnames="pages", static_argnames="mesh")
 def fill(
-    pages: KVPages, block_tables: jax.Array, tokens: jax.Array | int, seed: jax.Array | int
+    pages: KVPages,
+    block_tables: jax.Array,
+    tokens: jax.Array | int,
+    seed: jax.Array | int,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> KVPages:
     """Appends normal keys and values to each sequence of one layer's empty pages.
 
     block_tables: int32 [batch, pages per sequence].
     tokens: the number of tokens of each sequence, an int or int32 [batch]. Tokens beyond the end of
         a block table are not written.
+    mesh: the devices among which the KV heads of the pages are divided; all get the same numbers.
 
     The pages are donated and written in place.
     """
+    if mesh is None:
+        return _fill(pages, block_tables, tokens, seed)
+    divided, whole = PartitionSpec(*mesh.axis_names), PartitionSpec()
+    return jax.shard_map(
+        _fill,
+        mesh=mesh,
+        in_specs=(divided, whole, whole, whole),
+        out_specs=divided,
+        check_vma=False,
+    )(pages, block_tables, jnp.asarray(tokens, jnp.int32), jnp.asarray(seed, jnp.int32))
+
+
+def _fill(
+    pages: KVPages, block_tables: jax.Array, tokens: jax.Array | int, seed: jax.Array | int
+) -> KVPages:
     batch, entries = block_tables.shape
     at_once = min(APPENDED_TOKENS, entries * pages.page_size)
     dims = (batch, at_once, pages.keys.shape[1], pages.head_dim)

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax.bench import measure
 from mpjax.kernels import (
+    QuantizedActivations,
     QuantizedTensor,
     WeightFormat,
     matmul,
@@ -188,12 +189,17 @@ def _format(
     weights = [random_weight(key, shape, format) for key in keys]
     floor = measure.floor_microseconds(weights)
     multiply = matmul_terms if sweep.in_model else matmul
-    product = functools.partial(multiply, implementation=sweep.implementation)
     is_rounded = (sweep.in_model or sweep.rounded) and format.operand is not None
+
+    def product(x: Any, weight: QuantizedTensor) -> jax.Array:
+        if is_rounded and format.codes == "int4":
+            x = _transposed(x)  # which undoes that of `_rounded` in the program that is measured
+        return multiply(x, weight, implementation=sweep.implementation)
+
     for rows in sweep.rows:
         count = copies(shape, rows, nbytes)
         xs = _activations(shape, rows, count)
-        given: list[Any] = [quantize_activations(x, format) for x in xs] if is_rounded else xs
+        given: list[Any] = [_rounded(x, format) for x in xs] if is_rounded else xs
         arguments = (given, weights[:count])
         each = measure.compiled(lambda xs, weights: list(map(product, xs, weights)), *arguments)
         times = measure.kernel_microseconds(each, *arguments)
@@ -220,6 +226,16 @@ def _format(
                 "kernel_microseconds": kernels,
             }
         )
+
+
+def _rounded(x: jax.Array, format: WeightFormat) -> QuantizedActivations:
+    """Rounded x as it lies in memory: the scales of blocks side by side, [groups, M] for `int4`."""
+    found = quantize_activations(x, format)
+    return _transposed(found) if format.codes == "int4" else found
+
+
+def _transposed(x: QuantizedActivations) -> QuantizedActivations:
+    return dataclasses.replace(x, scales=x.scales.T)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

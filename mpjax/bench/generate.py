@@ -22,8 +22,9 @@ from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
+from mpjax.devices import read_devices
 from mpjax.kernels import PagedKVCache, WeightFormat, device
-from mpjax.memory import require_free
+from mpjax.memory import free_bytes_on, require_free_on
 from mpjax.models import Decoder, DecoderConfig, ExpertPlace, ExpertsSpec, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
@@ -52,6 +53,7 @@ class Sweep:
         not checked.
     from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
     config: of the model, which gets more positions if the cases need them. decoder: its class.
+    devices: numbers of devices among which the model is divided.
 
     Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
     checkpoint cannot have, and for numbers that leave nothing to measure.
@@ -65,6 +67,7 @@ class Sweep:
     filled: bool = False
     config: DecoderConfig = QWEN3_8B
     decoder: type[Decoder] = Qwen3
+    devices: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         for text in self.precisions:
@@ -82,13 +85,16 @@ class Sweep:
                 raise ValueError(f"{text}: the checkpoint on disk is AWQ's, W4 in groups of 128")
         if min(self.batches, default=0) < 1:
             raise ValueError(f"batches are {self.batches}: expected one or more positive numbers")
+        for count in self.devices:
+            read_devices(count)
         if min(self.prompt_tokens, default=0) < 1 or self.new_tokens < 2:
             raise ValueError("a step is measured from one prompt token and two new ones on")
 
     @property
     def cases(self) -> int:
         """The number of rows that `run` yields."""
-        return len(self.precisions) * len(self.batches) * len(self.prompt_tokens)
+        cases = len(self.precisions) * len(self.batches) * len(self.prompt_tokens)
+        return cases * len(self.devices)
 
     @property
     def model_config(self) -> DecoderConfig:
@@ -114,11 +120,12 @@ def figures(row: Mapping[str, Any]) -> dict[str, Any]:
 def cells(row: Mapping[str, Any]) -> list[str]:
     """The texts of a row of the table, in the order of HEADERS."""
     row = figures(row)
+    devices = row.get("devices", 1)
     load, peak = row.get("load_seconds"), row.get("peak_bytes")
     first, difference = row["time_to_first_token_seconds"], row["logprob_difference"]
     kernels = row["sum_of_kernels_microseconds"]
     return [
-        row["precision"],
+        row["precision"] + (f" on {devices} devices" if devices > 1 else ""),
         str(row["batch"]),
         str(row["prompt_tokens"]),
         "" if load is None else f"{load:.1f} s",
@@ -150,16 +157,17 @@ def _gate(row: Mapping[str, Any]) -> float:
 
 
 def step_bytes(lm: mpjax.LanguageModel, cache: PagedKVCache, tokens: float) -> float:
-    """The bytes that a decoding step has to read: all weights, and each row's tokens in the cache.
+    """The bytes that each device has to read in a decoding step: its weights, and its cache.
 
-    tokens: of each row. An embedding that is not also the head is left out, because a step reads
-    only a few of its rows, and so are experts without a token, if each is as likely as any other.
+    tokens: of each row in the cache. An embedding that is not also the head is left out, because a
+    step reads only a few of its rows, and so are experts without a token, if each is as likely as
+    any other.
     """
     batch = len(cache.lengths)
     tied = lm.config.tie_word_embeddings
     embedding = 0 if tied else lm.summary()["tables"]["embedding"]["bytes"]
     lengths = [round(tokens)] * len(cache.lengths)
-    weights = lm.nbytes - embedding - _missed_bytes(lm, batch)
+    weights = (lm.nbytes - embedding - _missed_bytes(lm, batch)) / lm.devices
     return weights + sum(cached_bytes(layer, lengths) for layer in cache.layers)
 
 
@@ -176,35 +184,45 @@ def _missed_bytes(lm: mpjax.LanguageModel, batch: int) -> float:
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Measures every case of a sweep on the default device, and yields its row."""
+    """Measures every case of a sweep, and yields its row."""
     bandwidth = measure.read_bandwidth()
+    for count in sweep.devices:
+        yield from _run_on(sweep, count, bandwidth)
+
+
+def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """The rows of a number of devices; bandwidth: of one, in bytes a second."""
     by_weights = itertools.groupby(sweep.precisions, lambda text: Precision.parse(text).of_weights)
     for _, texts in by_weights:
         lm = None
         for text in texts:
             precision = Precision.parse(text)
             if lm is None:
-                lm, load_seconds = _load(sweep, precision)
+                lm, load_seconds = _load(sweep, precision, devices)
             lm = dataclasses.replace(lm, kv_format=precision.kv)
             pairs = itertools.product(sweep.batches, sweep.prompt_tokens)
             for number, (batch, prompt) in enumerate(pairs):
                 row = {"precision": text, "layers": sweep.config.num_layers, "batch": batch}
+                row |= {"devices": devices}
                 row |= {"load_seconds": load_seconds, "read_bandwidth_bytes_per_second": bandwidth}
                 is_read = number == 0 or not sweep.filled
                 yield figures(row | _measure(lm, batch, prompt, sweep.new_tokens, is_read))
         del lm  # frees its memory before the next model is made
 
 
-def _load(sweep: Sweep, precision: Precision) -> tuple[mpjax.LanguageModel, float | None]:
+def _load(
+    sweep: Sweep, precision: Precision, devices: int = 1
+) -> tuple[mpjax.LanguageModel, float | None]:
     if not sweep.from_disk:
-        model = random_model(sweep.decoder, sweep.model_config, precision.weights)
+        mesh = read_devices(devices)
+        model = random_model(sweep.decoder, sweep.model_config, precision.weights, mesh=mesh)
         for path, format in packed(tables_of(precision.tables, model.config)).items():
             model.pack_table(path, format)
         return mpjax.LanguageModel(model, None, precision.kv, Path()), None
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.write_awq(Path(folder), sweep.model_config)
         begin = time.perf_counter()
-        lm = mpjax.load(folder, precision=precision, progress=False)
+        lm = mpjax.load(folder, precision=precision, progress=False, devices=devices)
         jax.block_until_ready(lm.model)
         return lm, time.perf_counter() - begin
 
@@ -216,13 +234,16 @@ def _measure(
     lm: mpjax.LanguageModel, batch: int, prompt: int, new: int, is_read: bool
 ) -> dict[str, Any]:
     case_begin, peak_before = time.perf_counter(), _peak_bytes()
+    fitting = _fitting_tokens(lm)
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
     tokens = jnp.asarray(rows, jnp.int32)
     # There are no stop tokens, because random weights must not end a row early.
     limits = Limits.of(batch, (), new, new)
     state = _empty_state(lm, batch, prompt + new, new)
     run = decode_program(lm.model, state)
-    state, reading = _read(lm, state, tokens, limits) if is_read else (_fill(state, prompt), {})
+    state, reading = (
+        _read(lm, state, tokens, limits) if is_read else (_fill(state, prompt, lm.model.mesh), {})
+    )
 
     def advance(until: jax.Array) -> jax.Array:
         nonlocal state
@@ -240,7 +261,7 @@ def _measure(
     peak = _peak_bytes()
     steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
     kernels = {}
-    if is_read:
+    if is_read and lm.devices == 1:  # the profiler would add up the kernels of all devices
 
         def profiled(until: jax.Array) -> jax.Array:
             nonlocal state
@@ -265,6 +286,7 @@ def _measure(
         "step_bytes": step_bytes(lm, state.cache, prompt + new / 2),
         "weights_bytes": lm.nbytes,
         "cache_bytes": state.cache.nbytes,
+        "cache_tokens_that_fit": fitting,
         # The allocator never resets its peak. A case's own peak is known only if it is a new one.
         "peak_bytes": peak if peak != peak_before else None,
         "logprob_difference": _difference(lm, text, jnp.asarray(scores)) if is_checked else None,
@@ -273,11 +295,21 @@ def _measure(
     }
 
 
+def _fitting_tokens(lm: mpjax.LanguageModel) -> int | None:
+    """The tokens of a cache for which the devices have room beside the model; None if unknown."""
+    one_page = functools.partial(lm.model.create_cache, 1, lm.page_size, lm.kv_format, lm.page_size)
+    pages = jax.eval_shape(one_page).layers
+    page = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)) // lm.devices
+    free = free_bytes_on(lm.model.mesh)
+    return None if free is None else free // page * lm.page_size
+
+
 def _empty_state(lm: mpjax.LanguageModel, batch: int, max_tokens: int, room: int) -> DecodingState:
     create = functools.partial(lm.model.create_cache, batch, max_tokens, lm.kv_format, lm.page_size)
     shape = jax.tree.leaves(jax.eval_shape(create))
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in shape)
-    require_free(needed, f"a {lm.kv_format} cache for {batch} × {max_tokens} tokens")
+    what = f"a {lm.kv_format} cache for {batch} × {max_tokens} tokens"
+    require_free_on(lm.model.mesh, needed, what)
     return DecodingState(
         cache=create(),
         keys=row_keys(range(batch)),
@@ -313,11 +345,13 @@ def _from_host(array: np.ndarray | np.generic) -> jax.Array:
     return jax.device_put(array)
 
 
-def _fill(state: DecodingState, tokens: int) -> DecodingState:
+def _fill(
+    state: DecodingState, tokens: int, mesh: jax.sharding.Mesh | None = None
+) -> DecodingState:
     """Fills every layer of a state's cache with `tokens` random keys and values for each row."""
     cache = state.cache
     layers = tuple(
-        filled_pages.fill(pages, cache.block_tables, tokens, seed)
+        filled_pages.fill(pages, cache.block_tables, tokens, seed, mesh)
         for seed, pages in enumerate(cache.layers)
     )
     cache = jax.block_until_ready(dataclasses.replace(cache, layers=layers))

@@ -163,6 +163,7 @@ def _serve(lm: mpjax.LanguageModel, sweep: Sweep) -> dict[str, Any]:
             "chunk_tokens": sweep.chunk_tokens,
             "capacity_tokens": engine.capacity,
             "programs": after["programs"],
+            "lost_pages": after["pages"] - after["free_pages"],
             "all_seconds": time.perf_counter() - begin,
             **{name: after[name] - before[name] for name in names},
             "asked_tokens": sum(new for _, new in sweep.load.sizes()) + sweep.load.late_new,
@@ -299,11 +300,13 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence for each row that lacks tokens, or compiled more programs than it may."""
+    """Sentences for rows that lack tokens or pages, or compiled more programs than they may."""
     found = []
     for row in rows:
         if row["through"] == "engine" and row["programs"] > 15:
             found.append(f"{row['precision']}: {row['programs']} programs were compiled, above 15")
+        if row.get("lost_pages"):
+            found.append(f"{row['precision']}: {row['lost_pages']} pages of the cache were lost")
         if row["through"] == "engine" and row["new_tokens"] != row["asked_tokens"]:
             found.append(
                 f"{row['precision']}: {row['new_tokens']} tokens were generated, and "

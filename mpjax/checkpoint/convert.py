@@ -67,6 +67,7 @@ def _kernel(source: LinearSource, dtype: str, read: Read) -> jax.Array | Quantiz
         return pack(_decode(source, source.scheme, read))
     info = source.tensors["weight"]
     weight = _to_device(read(info))
+    weight = weight.T if source.is_transposed else weight
     if source.format is None:
         return _require_finite(info, weight, _transpose(weight, dtype))
     packed = _quantize(_require_finite(info, weight, weight), source.format)

@@ -119,14 +119,17 @@ class Description:
         }
         return json.dumps(value, indent=1)
 
-    def abstract(self, folder: Path) -> LanguageModel:
-        """The model with ShapeDtypeStructs in the place of arrays, and without a tokenizer."""
+    def abstract(self, folder: Path, read: Mapping[str, Any] | None = None) -> LanguageModel:
+        """The model with ShapeDtypeStructs in the place of arrays, and without a tokenizer.
+
+        read: arrays that the model has all the same, by name.
+        """
         model = nnx.eval_shape(lambda: self.decoder(self.config, nnx.Rngs(0)))
         shapes = {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype)
             for name, array in self.arrays.items()
         }
-        model_arrays.put(model, shapes, self.parts)
+        model_arrays.put(model, shapes | dict(read or {}), self.parts)
         return LanguageModel(model, None, self.kv_format, folder)
 
 

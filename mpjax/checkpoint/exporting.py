@@ -71,6 +71,7 @@ def export(
     source has no config.json of it. Raises mpjax.disk.DiskSpaceError where the disk has not enough
     room, before anything is written if that can be known.
     """
+    lm.require_one_device("exporting")
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     clean_up(folder)  # which may put a folder there that a killed export has moved away
     require_replaceable(folder, overwrite)

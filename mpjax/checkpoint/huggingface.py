@@ -30,8 +30,10 @@ from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.settle import settle
 from mpjax.checkpoint.source import Source
 from mpjax.errors import CheckpointError
-from mpjax.memory import require_free
-from mpjax.models import CacheScales, ConfigError, Decoder, DecoderConfig, family
+from mpjax.memory import require_free_on
+from mpjax.models import ConfigError, Decoder, DecoderConfig, family
+from mpjax.models.division import Division
+from mpjax.models.sharded import ShardedDecoder
 from mpjax.precision import Precision
 
 
@@ -72,8 +74,9 @@ def load(
     precision: Precision | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     progress: bool | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Decoder:
-    """Loads a decoder with its weights onto the default device.
+    """Loads a decoder with its weights onto the default device, or divided among several.
 
     source: a folder, a GGUF file, or the Source of either.
     precision: a packed weight format rounds the linear maps of a 16-bit checkpoint to nearest, one
@@ -85,6 +88,8 @@ def load(
         Otherwise, if it is None, config.json decides, or the dtype of the embedding tensor if
         config.json has none; but a precision of A16 makes bfloat16 of float32.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
+    mesh: the devices among which the decoder is divided. Each linear map is converted as a whole on
+        the default device, and every device gets its share of it before the next is read.
 
     Raises CheckpointError for a folder that can't be loaded, ValueError for a precision that the
     checkpoint doesn't have, and mpjax.memory.DeviceMemoryError, before anything is allocated, where
@@ -105,11 +110,20 @@ def load(
     plan = make_plan(opened.checkpoint, opened.decoder, config, scheme, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
     agreement.require_tables(folder, plan, named)
-    require_free(plan.device_bytes + plan.working_bytes, f"loading {folder}")
-    model = nnx.eval_shape(lambda: opened.decoder(plan.config, nnx.Rngs(0)))
+    needed, what = plan.device_bytes, f"loading {folder}"
+    require_free_on(mesh, needed, what, plan.working_bytes)
+    model = _empty(opened.decoder, plan, mesh)
     with bytes_bar("Loading", folder, progress, plan.file_bytes) as advance:
         fill(model, opened.checkpoint, plan, advance)
     return model
+
+
+def _empty(decoder: type[Decoder], plan: Plan, mesh: jax.sharding.Mesh | None) -> Decoder:
+    """A decoder that `fill` fills, without numbers in its arrays."""
+    if mesh is None:
+        return nnx.eval_shape(lambda: decoder(plan.config, nnx.Rngs(0)))
+    formats = {place.path: [source.format for source in sources] for place, sources in plan.linears}
+    return ShardedDecoder.of(Division.of(decoder, plan.config, mesh.size, formats), mesh)
 
 
 def open_plain(
@@ -183,12 +197,12 @@ def fill(
         if belongs(array.path):
             value = convert_array(taken, "float32" if array.offset else dtype, read)
             value = value + jnp.float32(array.offset) if array.offset else value
-            array.assign(model, jax.block_until_ready(value))
+            model.put_array(array, jax.block_until_ready(value))
     for place, sources in plan.linears:
         if belongs(place.path):
             parts = convert_linear(place, sources, dtype, read)
             jax.block_until_ready([nnx.state(part) for part in parts])
-            place.assign(model, parts)
+            model.put_linears(place, parts)
     if plan.cache_scales and belongs("cache_scales"):
         scales = kv_scales.read(plan.cache_scales, plan.config.num_kv_heads, read)
-        model.cache_scales = CacheScales(jnp.asarray(scales))
+        model.put_cache_scales(jnp.asarray(scales))

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 from mpjax.kernels import QuantizedTensor, WeightFormat
 from mpjax.kernels.packed_shapes import packed_shapes
-from mpjax.models import ArrayPlace, CacheScales, Decoder, DecoderConfig, Linear, LinearPlace
+from mpjax.models import ArrayPlace, Decoder, DecoderConfig, Linear, LinearPlace
 from mpjax.models.config_checks import DTYPES
 
 # Fields of a QuantizedTensor that hold arrays; a field that the format does not use is None.
-PACKED_ARRAYS = ("words", "parameters", "permutation", "channel_scales", "table")
+PACKED_ARRAYS = (
+    *("words", "parameters", "permutation", "channel_scales", "table", "activation_bits"),
+)
 CACHE_SCALES = "cache_scales"
 
 
@@ -78,7 +80,7 @@ def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts, prefix: str = "
     """Puts arrays or ShapeDtypeStructs into a model; the inverse of `take` and `take_parts`."""
     array_places, linear_places = _places(model, prefix)
     for place in array_places:
-        place.assign(model, arrays[place.path])
+        model.put_array(place, arrays[place.path])
     for linear_place in linear_places:
         linears = []
         for index, part in enumerate(parts[linear_place.path]):
@@ -96,9 +98,9 @@ def put(model: Decoder, arrays: Mapping[str, Any], parts: Parts, prefix: str = "
                     **stored,
                 )
             linears.append(Linear(kernel, arrays.get(f"{path}.bias")))
-        linear_place.assign(model, linears)
+        model.put_linears(linear_place, linears)
     if (scales := arrays.get(CACHE_SCALES)) is not None:
-        model.cache_scales = CacheScales(scales)
+        model.put_cache_scales(scales)
 
 
 def _places(model: Decoder, prefix: str) -> tuple[list[ArrayPlace], list[LinearPlace]]:
@@ -162,8 +164,12 @@ def _expected_of_linear(
         if part is None:
             expected[f"{path}.kernel"] = _Expected((shape,), DTYPES)
         else:
-            permuted = f"{path}.permutation" in arrays
-            packed = packed_shapes(shape, part.format, part.scale_dtype, permuted=permuted)
+            permuted, mixed = (
+                f"{path}.{name}" in arrays for name in ("permutation", "activation_bits")
+            )
+            packed = packed_shapes(
+                shape, part.format, part.scale_dtype, permuted=permuted, mixed=mixed
+            )
             for name in PACKED_ARRAYS:
                 if (array := getattr(packed, name)) is not None:
                     expected[f"{path}.{name}"] = _Expected((array.shape,), (array.dtype.name,))

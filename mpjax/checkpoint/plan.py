@@ -22,7 +22,7 @@ from mpjax.checkpoint.schemes.checks import describe
 from mpjax.checkpoint.settle import FLOAT_DTYPES
 from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
-from mpjax.models import ArrayPlace, Decoder, DecoderConfig, LinearPlace
+from mpjax.models import ArrayPlace, Decoder, DecoderConfig, ExpertPlace, LinearPlace
 from mpjax.models.parameters import name_of
 
 SHOWN_NAMES = 5
@@ -37,6 +37,7 @@ class LinearSource:
     name: of the module in the file. shape: (input channels, output channels). tensors: by suffix.
     scheme: decodes quantised tensors; None where `weight` holds floating-point numbers.
     format: the packed format on the device; None for a plain array in the model's dtype.
+    is_transposed: whether a plain weight is [in, out] in the file.
     """
 
     name: str
@@ -44,6 +45,7 @@ class LinearSource:
     tensors: Mapping[str, TensorInfo]
     scheme: Scheme | None
     format: WeightFormat | None
+    is_transposed: bool = False
 
     @property
     def file_bytes(self) -> int:
@@ -204,6 +206,7 @@ def make_plan(
                         tensors,
                         _scheme_of(place, scheme, tables),
                         tables.get(place.path) if place.is_table else quantize,
+                        is_transposed=isinstance(place, ExpertPlace) and place.is_transposed,
                     )
                     for name, shape, tensors in zip(place.names, place.shapes, shards, strict=True)
                 ),
@@ -263,6 +266,8 @@ def _linear_source(
     tensors: Mapping[str, TensorInfo],
     scheme: Scheme | None,
     quantize: WeightFormat | None,
+    *,
+    is_transposed: bool,
 ) -> LinearSource:
     if "bias" in tensors:
         _check_floats(f"{name}.bias", tensors["bias"], (shape[1],))
@@ -277,14 +282,14 @@ def _linear_source(
         except CheckpointError as error:
             raise CheckpointError(f"{next(iter(tensors.values())).file}: {error}") from error
         return LinearSource(name, shape, tensors, scheme, format if format.is_packed else None)
-    _check_floats(f"{name}.weight", tensors["weight"], shape[::-1])
+    _check_floats(f"{name}.weight", tensors["weight"], shape if is_transposed else shape[::-1])
     if quantize is not None and not quantize.can_split(shape[0]):
         raise CheckpointError(
             f"{name} has {shape[0]} input channels, which groups of {quantize.group_size} don't "
             "divide: choose another group size or format in precision, such as W4g32 or W4gK, or "
             "for a table H8"
         )
-    return LinearSource(name, shape, tensors, None, quantize)
+    return LinearSource(name, shape, tensors, None, quantize, is_transposed)
 
 
 def _check_names(

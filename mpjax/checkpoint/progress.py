@@ -27,15 +27,15 @@ def bytes_bar(
 
 @contextlib.contextmanager
 def layers_bar(
-    action: str, folder: Path, progress: bool | None, total: int
+    action: str, folder: Path, progress: bool | None, total: int, unit: str = "layer"
 ) -> Iterator[Callable[[int], None]]:
-    """Shows a bar of layers while its block runs; see `bytes_bar`."""
+    """Shows a bar of layers, or of another unit, while its block runs; see `bytes_bar`."""
     columns = (
         rich.progress.MofNCompleteColumn(),
         rich.progress.TimeElapsedColumn(),
         rich.progress.TimeRemainingColumn(),
     )
-    with _bar(columns, f"{action} {folder.name}, layer", progress, total) as advance:
+    with _bar(columns, f"{action} {folder.name}, {unit}", progress, total) as advance:
         yield advance
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,10 +19,14 @@ from mpjax.checkpoint.safetensors import TensorInfo, read_header
 from mpjax.errors import CheckpointError
 from mpjax.kernels.device import default_device
 from mpjax.language_model import LanguageModel, packed_tables, weight_formats
-from mpjax.memory import require_free
+from mpjax.memory import require_free_on
 from mpjax.models import Decoder
+from mpjax.models.division import Division
+from mpjax.models.sharded import ShardedDecoder
 from mpjax.precision import Precision, describe_weights
 from mpjax.tokenizer import Tokenizer
+
+WIDTHS = ".activation_bits"  # where the names of arrays with widths of blocks end
 
 
 def restore(
@@ -31,13 +36,15 @@ def restore(
     dtype: jax.typing.DTypeLike | None = None,
     verify: bool = True,
     progress: bool | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> LanguageModel:
-    """Loads a saved model onto the default device, every array bit for bit.
+    """Loads a saved model onto the default device, or divided among several, bit for bit.
 
     precision, dtype: if given, the saved weights must have them. The precision's KV format may
         differ from the saved one, and replaces it.
     verify: whether to compare each array with its checksum in mpjax.json.
     progress: whether to show a bar on stderr; by default if stderr is a terminal.
+    mesh: the devices among which the decoder is divided; a saved model fits any number of them.
 
     Raises CheckpointError for a folder that `save` did not write, or that is damaged, ValueError
     where the weights have another precision or dtype, and mpjax.memory.DeviceMemoryError where the
@@ -51,27 +58,59 @@ def restore(
     has_tokenizer = os.path.lexists(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
     total = sum(info.nbytes for info in infos.values())
-    require_free(total, f"restoring {folder}")
-    device, arrays = default_device(), {}
-    with bytes_bar("Loading", folder, progress, total) as advance:
-        for name, info in infos.items():
-            checksum = description.arrays[name].checksum if verify else None
-            content = array_file.read(info, checksum, advance)
-            # Waiting for each transfer keeps at most one array in host memory.
-            arrays[name] = jax.block_until_ready(jax.device_put(content, device))
-    model_arrays.put(lm.model, arrays, description.parts)
     kv_format = precision.kv if precision else lm.kv_format
-    return dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
+    lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)
+    require_free_on(mesh, total, f"restoring {folder}")
+    device = default_device()
+    with bytes_bar("Loading", folder, progress, total) as advance:
+
+        def read(name: str) -> jax.Array:
+            checksum = description.arrays[name].checksum if verify else None
+            content = array_file.read(infos[name], checksum, advance)
+            # Waiting for each transfer keeps at most one array in host memory.
+            return jax.block_until_ready(jax.device_put(content, device))
+
+        if mesh is None:
+            model_arrays.put(lm.model, {name: read(name) for name in infos}, description.parts)
+            return lm
+        return dataclasses.replace(lm, model=_restore_shares(description, mesh, read))
+
+
+def _restore_shares(
+    description: Description, mesh: jax.sharding.Mesh, read: Callable[[str], jax.Array]
+) -> ShardedDecoder:
+    """The decoder divided among devices; each place is read as a whole, and then cut."""
+    decoder, config = description.decoder, description.config
+    formats = {
+        path: [part and part.format for part in parts] for path, parts in description.parts.items()
+    }
+    model = ShardedDecoder.of(Division.of(decoder, config, mesh.size, formats), mesh)
+    paths = [place.path for place in decoder.array_places(config)]
+    paths += [place.path for place in decoder.linear_places(config)]
+    for path in (*paths, model_arrays.CACHE_SCALES):
+        names = [name for name in description.arrays if f"{name}.".startswith(f"{path}.")]
+        arrays = {name: read(name) for name in names}
+        model_arrays.put(model, arrays, description.parts, prefix=path)
+    return model
 
 
 def abstract(folder: str | os.PathLike[str]) -> LanguageModel:
     """A saved model with ShapeDtypeStructs in the place of arrays, and without a tokenizer.
 
-    Only mpjax.json is read. Raises CheckpointError for a folder that `save` did not write, or whose
-    mpjax.json is damaged.
+    Only mpjax.json is read, and of W4Ax the widths of blocks of activations, which are arrays.
+    Raises CheckpointError for a folder that `save` did not write, or whose mpjax.json is damaged.
     """
     folder = Path(folder)
-    return Description.read(folder).abstract(folder)
+    description = Description.read(folder)
+    infos = {}
+    if any(name.endswith(WIDTHS) for name in description.arrays):
+        infos = _read_header(folder, description)
+    widths = {
+        name: array_file.read(info, description.arrays[name].checksum, lambda count: None)
+        for name, info in infos.items()
+        if name.endswith(WIDTHS)
+    }
+    return description.abstract(folder, widths)
 
 
 def _read_header(folder: Path, description: Description) -> dict[str, TensorInfo]:

@@ -26,7 +26,7 @@ ADDED_IN_VERSION_6: Mapping[type, tuple[str, ...]] = {
         *("short_factors", "long_factors"),
     ),
     LayerSpec: ("norms",),
-    GroupedQuerySpec: ("rope", "joint_norm", "scale", "softcap"),
+    GroupedQuerySpec: ("rope", "joint_norm", "scale", "softcap", "sinks"),
     GatedMLPSpec: ("activation",),
 }
 

@@ -6,6 +6,7 @@ says what the arrays mean. Loading it does not need the original checkpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from mpjax.disk import naming_a_full_disk, require_room
 from mpjax.language_model import LanguageModel
 from mpjax.models import Decoder
 from mpjax.models.config_checks import require_sound
+from mpjax.models.sharded import ShardedDecoder
 
 # Files that the tokenizer reads; config.json has the stop tokens.
 TOKENIZER_FILES = (
@@ -63,6 +65,8 @@ def save(
     folder = Path(os.path.realpath(Path(folder).expanduser()))
     clean_up(folder)  # may put back a model that a killed save has moved away
     require_writable(folder, overwrite)
+    if isinstance(lm.model, ShardedDecoder):
+        lm = dataclasses.replace(lm, model=lm.model.whole())
     arrays = _take_arrays(lm)
     source = locate(lm.source)
     longest = Description.of(lm, dict.fromkeys(arrays, 2**32 - 1)).to_json()

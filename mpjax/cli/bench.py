@@ -25,14 +25,15 @@ from mpjax.cli.bench_help import (
     GEMM_EPILOG,
     GENERATE_EPILOG,
     SERVE_EPILOG,
+    SUMS_EPILOG,
 )
 from mpjax.cli.compilation import CompilingCommand
 from mpjax.cli.output import is_live, note
 
 NAME = "bench"
 WEIGHT_FORMATS = (
-    "uint4:g128,uint8:g128,float8:g128,int8/int8,liquid4:g64/int8,table4:g64,table3:g64,"
-    "float8:gK/float8"
+    "uint4:g128,uint8:g128,float8:g128,int8/int8,liquid4:g64/int8,int4:g128/int8,table4:g64,"
+    "table3:g64,float8:gK/float8"
 )
 ROWS = "1,16,32,64,128,256,512,1024,4096"
 SHAPES = "qwen3-8b"
@@ -75,7 +76,7 @@ def _texts(metavar: str, help: str, show_default: bool = True) -> Any:
 @app.command("gemm", cls=CompilingCommand, epilog=GEMM_EPILOG)
 def gemm_command(
     formats: Annotated[
-        str, _texts("FORMAT", "Weight formats; by default the eight below.", show_default=False)
+        str, _texts("FORMAT", "Weight formats; by default the nine below.", show_default=False)
     ] = WEIGHT_FORMATS,
     rows: Annotated[str, _texts("M", "Numbers of rows of x.")] = ROWS,
     shapes: Annotated[
@@ -198,6 +199,9 @@ def generate_command(
         str, _texts("TOKENS", "Numbers of tokens of each row's prompt.")
     ] = "2048",
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each row.")] = 256,
+    devices: Annotated[
+        str, _texts("COUNT", "Numbers of devices among which the model is divided.")
+    ] = "1",
     filled: Annotated[
         bool,
         typer.Option(
@@ -232,6 +236,7 @@ def generate_command(
             filled,
             config,
             decoder,
+            _numbers("--devices", devices),
         )
 
     sweeps = {name: _checked(functools.partial(sweep_of, name)) for name in _split(shapes)}
@@ -340,6 +345,23 @@ def serve_command(
     if plot:
         _draw("draw_serve", measured, path.with_suffix(".svg"))
     _check(serve, measured)
+
+
+@app.command("sums", cls=CompilingCommand, epilog=SUMS_EPILOG)
+def sums_command(
+    devices: Annotated[int, typer.Option(min=2, help="Number of devices.")] = 2,
+    sizes: Annotated[str, _texts("KIB", "Sizes of a device's array, in KiB.")] = (
+        "8,16,64,256,1024,4096,16384,65536"
+    ),
+    dtypes: Annotated[str, _texts("DTYPE", "Dtypes.")] = "bfloat16,float32",
+    output: Output = None,
+) -> None:
+    """Measure sums over devices, as a divided model has."""
+    from mpjax.bench import sums, tables
+
+    sweep = _checked(lambda: sums.Sweep(devices, _numbers("--sizes", sizes), _split(dtypes)))
+    measured, _ = _measure("sums", sums, sweep, output)
+    tables.show("sums over devices", sums.HEADERS, map(sums.cells, measured))
 
 
 def _split(text: str) -> tuple[str, ...]:

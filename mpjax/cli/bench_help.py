@@ -26,8 +26,8 @@ Examples:
 
 \b
 Measures x [M, K] times a packed weight [K, N], in bfloat16. Default formats:
-uint4:g128 uint8:g128 float8:g128 int8/int8 liquid4:g64/int8 table4:g64
-table3:g64 float8:gK/float8.
+uint4:g128 uint8:g128 float8:g128 int8/int8 liquid4:g64/int8 int4:g128/int8
+table4:g64 table3:g64 float8:gK/float8.
   µs         one product, the median of five
   GB/s       bytes of the packed weight, x and the product, each counted once,
              over the time
@@ -92,6 +92,7 @@ Examples:
   mpjax bench generate --precision W4A16KV8,W4A16KV2 \\
       --prompt-tokens 1024,16384,131072 --filled
   mpjax bench generate --shapes qwen3-30b-a3b
+  mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,64
   mpjax bench generate --from-disk
 
 \b
@@ -149,4 +150,14 @@ The JSON also has late_steps: programs before which the device was idle; up to
 3 % of all `steps` are good. The roofline of a decoding step is in `mpjax
 bench generate`. The exit code is 1 if tokens are missing, or if more than 15
 programs were compiled.
+"""
+SUMS_EPILOG = """\b
+Examples:
+  mpjax bench sums --devices 2
+
+\b
+Measures chains of 64 sums inside one jit. Between two sums each device adds
+an array of its own; the time of such additions alone is subtracted.
+  size  bytes of the array that each device has, and gets the sum of
+  GB/s  size over the time of a sum
 """

@@ -47,10 +47,11 @@ def command(
     stop: options.Stop = None,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
+    devices: options.DeviceCount = 1,
 ) -> None:
     """Chat with a model in the terminal."""
     sampling = options.sampling_options(temperature, top_k, top_p, min_p, repetition_penalty)
-    lm = options.load(model, precision, dtype, max_positions)
+    lm = options.load(model, precision, dtype, max_positions, devices)
     if lm.tokenizer is None or not lm.tokenizer.chat_templates:
         raise ValueError(
             f"{lm.source} has no chat template, like most base models: continue a text with "

@@ -33,6 +33,7 @@ def command(
     precision: options.PrecisionText = None,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
+    devices: options.DeviceCount = 1,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -54,7 +55,7 @@ def command(
     chosen = None if precision is None else options.parse_precision(precision)
     _check_scales(source, chosen, calibrate)
     documents = None if calibrate is None else options.read_documents(calibrate)
-    lm = options.load(source, chosen, dtype, max_positions)
+    lm = options.load(source, chosen, dtype, max_positions, devices)
     if documents is not None:
         from mpjax.calibration import calibrate_cache
 

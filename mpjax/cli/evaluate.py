@@ -131,6 +131,7 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Number of windows to read together.")] = 8,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
+    devices: options.DeviceCount = 1,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -179,9 +180,11 @@ def command(
         reference = str(folder) if against == ITSELF else against
     rows = _measure(
         chosen,
-        lambda precision: options.load(str(folder), precision, dtype, max_positions),
+        lambda precision: options.load(str(folder), precision, dtype, max_positions, devices),
         _scoring(
-            None if reference is None else _load_reference(reference, dtype, max_positions),
+            None
+            if reference is None
+            else _load_reference(reference, dtype, max_positions, devices),
             documents,
             {"window": window, "stride": stride, "batch": batch},
         ),
@@ -228,12 +231,12 @@ def _read_precisions(texts: list[str]) -> list[Precision]:
 
 
 def _load_reference(
-    source: str, dtype: options.Dtype | None, max_positions: int | None
+    source: str, dtype: options.Dtype | None, max_positions: int | None, devices: int
 ) -> LanguageModel:
     """The model to compare with, whose cache has 16 bits."""
     from mpjax.kernels import KVFormat
 
-    lm = options.load(source, None, dtype, max_positions)
+    lm = options.load(source, None, dtype, max_positions, devices)
     return dataclasses.replace(lm, kv_format=KVFormat())
 
 

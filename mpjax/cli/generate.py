@@ -109,6 +109,7 @@ def command(
     stop: options.Stop = None,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
+    devices: options.DeviceCount = 1,
     batch_size: Annotated[
         int, typer.Option("--batch", min=1, help="The most prompts to generate at a time.")
     ] = 64,
@@ -136,7 +137,7 @@ def command(
     sampling = options.sampling_options(
         temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens
     )
-    lm = options.load(model, precision, dtype, max_positions)
+    lm = options.load(model, precision, dtype, max_positions, devices)
     common: dict[str, Any] = {"sampling": sampling, "stop": stop or ()}
 
     import mpjax

@@ -45,12 +45,14 @@ needs and KVfp8 can use.
 The keys of --json: model, source, precision, num_layers, hidden_size,
 num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
 other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
-number of layers for each kind of map and format), tables (format and bytes of
-the embedding and the head), activations (the choice that an FP8 checkpoint
-needs, or null), rounded (what is lost by loading, or null), and memory_bytes
-(by KV format and number of tokens: weights, and the cache of one sequence).
-Of a model that can't run, what was found is shown, and the error says what is
-in the way; with --json, can_run is false and in_the_way has that sentence.
+number of layers for each kind of map and format), eight_bit_blocks (of W4Ax:
+the blocks of activations in 8 bits, and all; else null), tables (format and
+bytes of the embedding and the head), activations (the choice that an FP8
+checkpoint needs, or null), rounded (what is lost by loading, or null), and
+memory_bytes (by KV format and number of tokens: weights, and the cache of one
+sequence). Of a model that can't run, what was found is shown, and the error
+says what is in the way; with --json, can_run is false and in_the_way has that
+sentence.
 """
 
 
@@ -154,7 +156,10 @@ def inspect(folder: Path) -> LanguageModel:
             return self.size * self.dtype.itemsize
 
     lm = restoring.abstract(folder) if is_saved(folder) else _from_headers(folder)
-    model = jax.tree.map(lambda shape: Header(shape.shape, shape.dtype), lm.model)
+    model = jax.tree.map(
+        lambda leaf: leaf if hasattr(leaf, "__array__") else Header(leaf.shape, leaf.dtype),
+        lm.model,
+    )
     return dataclasses.replace(lm, model=model)
 
 

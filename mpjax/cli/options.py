@@ -55,6 +55,12 @@ MaxPositions = Annotated[
         "number by default.",
     ),
 ]
+DeviceCount = Annotated[
+    int,
+    typer.Option(
+        "--devices", min=1, help="Number of devices (GPUs) among which the model is divided."
+    ),
+]
 Temperature = Annotated[
     float | None,
     typer.Option(
@@ -118,6 +124,7 @@ def load(
     precision: str | Precision | None,
     dtype: Dtype | None,
     max_positions: int | None = None,
+    devices: int = 1,
 ) -> LanguageModel:
     """Loads the model that the options name; the bundled one if `source` is None."""
     import mpjax
@@ -130,6 +137,7 @@ def load(
         precision=precision,
         dtype=None if dtype is None else dtype.value,
         max_positions=max_positions,
+        devices=devices,
     )
 
 

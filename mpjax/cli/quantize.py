@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from mpjax.quantization.recipe import Recipe
 
 NAME = "quantize"
+MARK = "# mpjax quantize --budget"  # begins recipes that may be replaced
 EPILOG = """\b
 Examples:
   mpjax quantize Qwen3-8B W4 --precision W4A16KV8 --text book.txt
   mpjax quantize Qwen3-8B W8 --precision W8A8KV8 --method os --text book.txt
+  mpjax quantize Qwen3-8B W4Ax --precision W4AxKV4 --text book.txt
   mpjax quantize Qwen3-8B mixed --recipe recipe.toml --text book.txt
+  mpjax quantize Qwen3-8B small --budget 3.6 --precision A16KV8 --text book.txt
 
 \b
 Methods are steps joined by +. First, for all of the model, or not at all:
@@ -34,6 +37,14 @@ Then one that rounds:
   range   to nearest, in the ranges of groups that cost least
   clip    the same, with ranges found by descent (pip install "mpjax[train]")
   gptq    row by row; later rows make up for the errors of earlier ones
+  gptq-fresh  the same, with ranges of a group from what is left of its weights
+Then, if wanted:
+  learn   descent on the scales, against the outputs of the 16-bit layer
+
+\b
+--learn EPOCHS goes on when all layers are done: descent on the scales of the
+whole model, against the predictions of the 16-bit one (FLUTE). It needs
+optax: pip install "mpjax[train]".
 
 \b
 A recipe is a TOML file; of its rules the first that matches counts:
@@ -43,8 +54,10 @@ A recipe is a TOML file; of its rules the first that matches counts:
   modules = "layers.*.mlp.down"
   precision = "W8A16KV8"
 
-One layer at a time is read and quantised, so that the 16-bit model needs no room on the device. An
-interrupted run goes on with the layer where it was, when the same command is given again.
+A recipe for a budget of bits needs the whole 16-bit model on the device, to measure how much the
+error of each linear map costs. Otherwise one layer at a time is read and quantised, so that the
+16-bit model needs no room on the device. An interrupted run goes on with the layer where it was,
+when the same command is given again.
 """
 
 
@@ -65,6 +78,19 @@ def command(
             "of --precision and --method.",
         ),
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            show_default=False,
+            metavar="BITS",
+            help="Bits per weight, scales included, in the place of a W part: each linear map gets "
+            "the one of --choices that costs least. The recipe is kept in TARGET.toml.",
+        ),
+    ] = None,
+    choices: Annotated[
+        str, typer.Option(metavar="W2,W4", help="Formats that --budget chooses among.")
+    ] = "WNF2,WNF3,W4,W8",
     text: Annotated[
         Path | None,
         typer.Option(
@@ -75,6 +101,15 @@ def command(
             'line, as {"text": ...}. All methods but rtn need it; 100,000 tokens are plenty.',
         ),
     ] = None,
+    activation_error: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            show_default=False,
+            help="Of W4Ax: the largest squared error of each map's outputs, relative to their "
+            "squares, that rounding activations may cause, in the place of a share of blocks.",
+        ),
+    ] = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the text that are read at most.")
     ] = 128 * 2048,
@@ -82,32 +117,118 @@ def command(
         int, typer.Option(min=1, help="Tokens of a window; each begins with an empty context.")
     ] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Windows that are read at a time.")] = 4,
+    learn: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Passes over the text in which the scales of the whole model are learned."
+        ),
+    ] = 0,
     dtype: options.ComputeDtype = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model saved there before.")
     ] = False,
 ) -> None:
     """Quantise a checkpoint with the statistics of a text, and save it."""
-    chosen = _recipe(precision, method, recipe)
+    if budget is not None:
+        _require_budget(precision, recipe, text)
+    chosen = None if budget is not None else _recipe(precision, method, recipe)
+    if activation_error is not None and chosen is not None:
+        try:
+            chosen = chosen.with_activation_error(activation_error)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--activation-error") from error
     documents = None if text is None else options.read_documents(text)
     import mpjax
     from mpjax.quantization.finished import FinishedLayers
 
     options.require_target(target, overwrite)
+    if learn:
+        _require_learning(documents)
     target = target.absolute()
+    if chosen is None:
+        assert budget is not None
+        assert documents is not None
+        asked = Budget(budget, tuple(choices.split(",")), precision or "A16KV16", method)
+        chosen = _fit(source, target, asked, documents, dtype)
     work = target.with_name(f".{target.name}.layers")
+    calibration = mpjax.Calibration(window, tokens, batch)
     lm = mpjax.quantize(
         source,
         chosen,
-        documents,
-        calibration=mpjax.Calibration(window, tokens, batch),
+        None if learn and not chosen.needs_text else documents,
+        calibration=calibration,
         dtype=None if dtype is None else dtype.value,
         work=work,
     )
+    if learn:
+        lm = mpjax.learn_scales(
+            lm,
+            documents or [],
+            reference=source,
+            learning=mpjax.Learning(epochs=learn),
+            calibration=calibration,
+        )
     mpjax.save(lm, target, overwrite=overwrite)
     FinishedLayers(work).remove()
     typer.echo(f"{target}: {lm.precision}, {size(lm.nbytes)} in device memory")
     sys.stdout.flush()
+
+
+class Budget(NamedTuple):
+    """What the options say of a budget."""
+
+    bits: float
+    choices: tuple[str, ...]
+    precision: str
+    method: str
+
+
+def _require_budget(precision: str | None, recipe: Path | None, text: Path | None) -> None:
+    """Wrong usage of --budget: with a recipe or a W part, or without text."""
+    if recipe is not None:
+        raise typer.BadParameter("give either --budget or --recipe", param_hint="--budget")
+    if precision is not None and options.parse_precision(precision).formats:
+        message = f"{precision} has a W part, which the budget decides about: give KV alone, A16KV8"
+        raise typer.BadParameter(message, param_hint="--precision")
+    if text is None:
+        raise typer.BadParameter("--budget needs --text to measure on", param_hint="--text")
+
+
+def _fit(
+    source: str, target: Path, asked: Budget, documents: list[str], dtype: options.Dtype | None
+) -> Recipe:
+    """The recipe for a budget, which is also written beside the target."""
+    from mpjax.atomic_write import atomic_write, require_writable
+    from mpjax.quantization.budget import recipe_for_budget
+
+    path = target.with_name(f"{target.name}.toml")
+    require_writable(path)
+    if path.exists() and not path.read_text(encoding="utf-8").startswith(MARK):
+        raise ValueError(f"{path} is in the place of the recipe: move it, or choose another target")
+    lm = options.load(source, None, dtype)
+    found = recipe_for_budget(
+        lm,
+        asked.bits,
+        documents,
+        choices=[choice.strip() for choice in asked.choices],
+        precision=asked.precision,
+        method=asked.method,
+    )
+    atomic_write(path, f"{MARK} {asked.bits:g}\n{found.recipe.to_toml()}")
+    typer.echo(
+        f"{path}: {found.bits:.2f} bits per weight, {found.nats:.4f} nats per token expected if "
+        "rounded to nearest"
+    )
+    return found.recipe
+
+
+def _require_learning(documents: list[str] | None) -> None:
+    """Raises an error for what --learn lacks, before the layers are quantised."""
+    from mpjax.quantization.clipping import require_optax
+
+    require_optax("learn")
+    if documents is None:
+        raise typer.BadParameter("learning needs --text", param_hint="--learn")
 
 
 def _recipe(precision: str | None, method: str, recipe: Path | None) -> Recipe:

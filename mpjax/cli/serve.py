@@ -79,6 +79,7 @@ def command(
     ] = None,
     dtype: options.ComputeDtype = None,
     max_positions: options.MaxPositions = None,
+    devices: options.DeviceCount = 1,
 ) -> None:
     """Serve a model under OpenAI's protocol."""
     for package in ("starlette", "uvicorn"):
@@ -88,7 +89,7 @@ def command(
             )
     if api_key is None and not _is_loopback(host):
         output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
-    lm = options.load(model, precision, dtype, max_positions)
+    lm = options.load(model, precision, dtype, max_positions, devices)
     lm.require_tokenizer()
 
     import uvicorn

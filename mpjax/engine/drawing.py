@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -11,13 +13,19 @@ from mpjax.sampling import Sampling, logprobs, sample
 
 
 def draw(
-    logits: jax.Array, settings: RowSettings, counts: jax.Array, seen: jax.Array | None
+    logits: jax.Array,
+    settings: RowSettings,
+    counts: jax.Array,
+    seen: jax.Array | None,
+    *,
+    divided: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """A token for each row, int32 [rows], and its log-probability, float32 [rows].
 
     logits: [rows, vocabulary]. counts: int32 [rows], new tokens drawn before.
     seen: bool [rows, vocabulary]; or None if all rows are greedy, without a penalty, and have their
         least number of tokens, which spares the device a decision.
+    divided: whether devices have parts of the vocabulary's axis; see `sample`.
 
     A row's token is that of `sample` with the row's settings and key: it does not depend on other
     rows. The log-probability is NaN where a logit is NaN or infinite.
@@ -26,24 +34,19 @@ def draw(
         drawn = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return drawn, logprobs(logits, drawn)
     hidden = _hide_stop_ids(logits, settings, counts)
-    is_random = settings.temperature > 0
-    is_filtered = (settings.top_k < ALL) | (settings.top_p < 1) | (settings.min_p > 0)
     keys = step_keys(row_keys(settings.key_words), counts)
-    kind = jnp.where(is_random.any(), 1 + (is_random & is_filtered).any().astype(jnp.int32), 0)
-    penalty = Sampling(repetition_penalty=settings.penalty)
     simple = Sampling(temperature=settings.temperature, repetition_penalty=settings.penalty)
-    filtered = Sampling(
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        repetition_penalty=settings.penalty,
+    filtered = dataclasses.replace(
+        simple, top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p
     )
-    branches = [
-        lambda x, sampling=sampling: sample(x, keys, sampling, seen)
-        for sampling in (penalty, simple, filtered)
-    ]
-    drawn = jax.lax.switch(kind, branches, hidden)
+    is_filtered = (settings.top_k < ALL) | (settings.top_p < 1) | (settings.min_p > 0)
+    # Filters sort all logits, which takes longer than the device's wait for the decision.
+    drawn = jax.lax.cond(
+        (is_filtered & (settings.temperature > 0)).any(),
+        lambda x: sample(x, keys, filtered, seen, divided=divided),
+        lambda x: sample(x, keys, simple, seen, divided=divided),
+        hidden,
+    )
     return drawn, logprobs(logits, drawn)
 
 
@@ -61,10 +64,6 @@ def is_end(
 def _hide_stop_ids(logits: jax.Array, settings: RowSettings, counts: jax.Array) -> jax.Array:
     """Logits in which rows that are too short have no stop ids."""
     is_short = counts < settings.least
-
-    def hide(logits: jax.Array) -> jax.Array:
-        rows = jnp.arange(len(logits))[:, None]
-        ids = jnp.where(is_short[:, None], settings.stop_ids, logits.shape[1])
-        return logits.at[rows, ids].set(-jnp.inf, mode="drop")
-
-    return jax.lax.cond(is_short.any(), hide, lambda logits: logits, logits)
+    rows = jnp.arange(len(logits))[:, None]
+    ids = jnp.where(is_short[:, None], settings.stop_ids, logits.shape[1])
+    return logits.at[rows, ids].set(-jnp.inf, mode="drop")

@@ -188,6 +188,7 @@ class Engine:
             priority=options.priority,
             shares=shares,
             scored=options.prompt_logprobs,
+            greedy_from=settings.greedy_from,
         )
         row.owner = Request(handle, settings, row)
         self._inbox.append(row.owner)
@@ -233,7 +234,7 @@ class Engine:
         first = None
         for handle in handles:
             while not handle.is_finished:
-                self.wait(handle, handle._version)
+                self.wait(handle, handle.version)
                 if first is None and all(one.tokens or one.is_finished for one in handles):
                     first = time.perf_counter()
         for handle in handles:

@@ -60,4 +60,4 @@ def stepping(plan: Decode, *, rows: int, slots: int, entries: int) -> Stepping:
         own[index] = row.slot
         if new is not None:
             places[index], pages[index] = new
-    return Stepping(own, places, pages, np.int32(plan.steps))
+    return Stepping(own, places, pages)

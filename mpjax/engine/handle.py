@@ -82,6 +82,7 @@ class Handle:
         request has ended.
       prompt_logprobs: if they were asked for, once the prompt was read.
       shared_tokens: of the prompt, those that were in the cache already.
+      version: the number of reports so far, each of new tokens or an end.
     """
 
     def __init__(
@@ -93,13 +94,12 @@ class Handle:
         self._changed = threading.Condition()
         self._watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._ending: tuple[str, Exception | None] | None = None
-        self._version = 0  # counts reports
         self.number, self.prompt = number, prompt
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
-        self.shared_tokens = 0
+        self.shared_tokens = self.version = 0
         self.certain = ""  # the text that has been reported
 
     @property
@@ -122,14 +122,14 @@ class Handle:
         Raises CancelledError if it was cancelled, and NotFiniteError if the model has computed NaN.
         """
         while not self.is_finished:
-            self._engine.wait(self, self._version)
+            self._engine.wait(self, self.version)
         self._raise()
         return self
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of the text, as it comes; the errors are those of `result`."""
         while True:
-            version, finished = self._version, self.is_finished
+            version, finished = self.version, self.is_finished
             if piece := self._take():
                 yield piece
             elif finished:
@@ -159,9 +159,12 @@ class Handle:
             self._watchers.discard(watcher)
 
     def wait(self, version: int) -> None:
-        """Waits for a report after number `version`, in a thread that is not the engine's."""
+        """Waits for a report after number `version`, for a second at most.
+
+        It is for threads other than the engine's, which may have been stopped when this returns.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._version != version or self.is_finished)
+            self._changed.wait_for(lambda: self.version != version or self.is_finished, timeout=1)
 
     def push(self, tokens: list[int], logprobs: list[float]) -> int:
         """Adds new tokens, up to one that completes a stop string; returns how many it took."""
@@ -190,7 +193,7 @@ class Handle:
         piece = "" if self._row_text is None else self._row_text.take()
         with self._changed:
             self.certain += piece
-            self._version += 1
+            self.version += 1
             if self._ending is not None:
                 self.finish_reason = self._ending[0]
             self._changed.notify_all()

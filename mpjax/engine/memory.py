@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mpjax.engine.state import page_bytes, residual_bytes
 from mpjax.language_model import LanguageModel
-from mpjax.memory import free_bytes, require_free
+from mpjax.memory import free_bytes_on, require_free_on
 
 USUAL_SHARE = 0.9
 
@@ -17,8 +17,8 @@ USUAL_SHARE = 0.9
 def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chunk: int) -> int:
     """The number of pages of an engine's cache, with the one that is nowhere.
 
-    memory: bytes, or a share of what is free, between 0 and 1, or None for USUAL_SHARE. There are
-        never more pages than all slots can fill.
+    memory: bytes on each device, or a share of what is free, between 0 and 1, or None for
+        USUAL_SHARE. There are never more pages than all slots can fill.
     chunk: the most tokens of prompts in a program; room for its activations is left free.
 
     Raises ValueError for another kind of memory, and for one that does not hold a page;
@@ -31,17 +31,19 @@ def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chu
     share = USUAL_SHARE if memory is None else float(memory)
     if share > 1:
         pages = min(useful, int(share - fixed) // each)
-        require_free(fixed + pages * each, "the engine's cache")
+        needed = (fixed + pages * each) * lm.devices
+        require_free_on(lm.model.mesh, needed, "the engine's cache")
     elif share > 0:
-        free = free_bytes()
+        free = free_bytes_on(lm.model.mesh)
         most = fixed + useful * each
         room = most if free is None else share * (free - _working_bytes(lm, slots, chunk))
         pages = min(useful, int(room - fixed) // each)
     else:
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
     if pages < 1:
+        given = "too little memory is free" if memory is None else f"cache_memory is {memory!r}"
         raise ValueError(
-            f"cache_memory is {memory!r}: a page of {lm.page_size} tokens takes {each} bytes, and "
+            f"{given}: a page of {lm.page_size} tokens takes {each} bytes, and "
             f"{slots} slots {fixed} bytes besides: give it more, or fewer slots"
         )
     return pages + 1

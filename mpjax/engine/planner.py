@@ -64,6 +64,8 @@ class Row:
     prompt: the number of the prompt's. most: the most new tokens.
     priority: rows of a higher one come first. shares: whether it may take pages of other rows.
     scored: whether the prompt's log-probabilities are wanted. owner: whose request it is.
+    greedy_from: the number of new tokens from which it takes its likeliest tokens, as they are;
+        None for never.
 
     slot: its place among the rows that run, or None while it waits. runs: how often it was given a
         slot. is_fresh: whether its slot has read nothing yet.
@@ -82,6 +84,7 @@ class Row:
     shares: bool = True
     scored: bool = False
     owner: Any = None
+    greedy_from: int | None = 0
     slot: int | None = None
     runs: int = 0
     is_fresh: bool = False
@@ -103,6 +106,11 @@ class Row:
     def is_reading(self) -> bool:
         """Whether tokens are left to read before the next one is drawn."""
         return self.length < self.target
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it is known that all further tokens are the likeliest ones."""
+        return self.greedy_from is not None and self.greedy_from <= len(self.tokens) - self.prompt
 
     @property
     def left(self) -> int:
@@ -137,11 +145,13 @@ class Extend:
 class Decode:
     """A program that draws up to `steps` tokens of each row.
 
+    greedy: whether all of them are the likeliest ones.
     entries: for each row, the entry of its block table that gets a page, and the page; or None.
     """
 
     rows: list[Row]
     steps: int
+    greedy: bool
     entries: list[tuple[int, int] | None]
 
 
@@ -302,9 +312,12 @@ class Planner:
 
     def _plan_decode(self) -> Decode | None:
         rows, entries = [], []
-        # Where others wait for the next piece of their prompts, a single step.
-        steps = 1 if self._has_more else self.sizes.steps
-        for row in [row for row in self.running if not row.is_reading and row.left > 0]:
+        candidates = [row for row in self.running if not row.is_reading and row.left > 0]
+        greedy = all(row.is_greedy for row in candidates)
+        # A single step where others wait for the next piece of their prompts, and where the next
+        # step depends on random numbers, whose program has one step.
+        steps = self.sizes.steps if greedy and not self._has_more else 1
+        for row in candidates:
             if row.slot is None:
                 continue  # it was preempted for one before it
             count, entry = min(steps, row.left), len(row.pages)
@@ -314,7 +327,7 @@ class Planner:
             entries.append((entry, row.pages[entry]) if entry < len(row.pages) else None)
             row.length += count
             row.drawn += count
-        return Decode(rows, steps, entries) if rows else None
+        return Decode(rows, steps, greedy, entries) if rows else None
 
     def _make_room(self, row: Row, count: int) -> bool:
         """Gives a row pages for `count` more tokens, if need be those of the youngest rows."""

@@ -1,31 +1,26 @@
-"""The compiled programs of an engine: read pieces of prompts, decode, and clear pages.
+"""The programs of an engine as pure functions: read pieces of prompts, decode, and clear pages.
 
-Each has few sizes, so that few programs are compiled, at their first use. The state is donated:
-pages are written in place.
+`compiled` jits them, with few sizes of their arguments and the state donated.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from mpjax.decoding import has_warpgroups
 from mpjax.engine.drawing import draw, is_end
-from mpjax.engine.planner import scored_chunk
 from mpjax.engine.state import EngineState, RowSettings
-from mpjax.kernels import PagedKVCache, device
+from mpjax.kernels import KVPages, PagedKVCache
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.models import Decoder
 
 Class = TypeVar("Class")
-LEAST_TOKENS = 16  # readings of fewer tokens take as long
-FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -72,13 +67,11 @@ class Stepping:
     slots: int32 [rows]; the number of slots for padding.
     entries, pages: int32 [rows], the entry of each row's block table that gets a page, and the
         page. The entry is beyond the table for rows that get none.
-    steps: int32 scalar.
     """
 
     slots: Any
     entries: Any
     pages: Any
-    steps: Any
 
 
 @_arrays
@@ -119,10 +112,16 @@ class PromptScores:
 
 
 def extend(
-    model: Decoder, state: EngineState, reading: Reading, *, scored: bool = False
+    model: Decoder,
+    state: EngineState,
+    reading: Reading,
+    *,
+    greedy: bool = False,
+    scored: bool = False,
 ) -> tuple[EngineState, Drawn, PromptScores | None]:
     """Reads pieces of prompts, and draws the next token of the rows whose last piece it is.
 
+    greedy: whether all rows are known to take their likeliest token, as `draw` says (static).
     scored: whether to compute log-probabilities of the prompts' tokens (static).
     """
     slots, last = reading.slots, len(state.lengths) - 1
@@ -137,8 +136,10 @@ def extend(
     if scored:
         scores = _score(logits, reading.following)
         logits = logits[jnp.maximum(jnp.cumsum(reading.counts) - 1, 0)]
-    seen_by_rows = seen[jnp.minimum(slots, last)]
-    drawn, chance = draw(logits, reading.settings, reading.drawn, seen_by_rows)
+    seen_by_rows = None if greedy else seen[jnp.minimum(slots, last)]
+    drawn, chance = draw(
+        logits, reading.settings, reading.drawn, seen_by_rows, divided=model.shards > 1
+    )
     counts = reading.drawn + reading.is_last.astype(jnp.int32)
     running = reading.is_last & ~is_end(drawn, chance, reading.settings, counts)
     state = dataclasses.replace(
@@ -194,16 +195,16 @@ def decode(
     state: EngineState,
     stepping: Stepping,
     *,
-    room: int,
-    stride: int,
+    steps: int,
     greedy: bool,
+    waits: bool = False,
 ) -> tuple[EngineState, Drawn]:
-    """Draws up to `steps` tokens of some rows, in one `while_loop`.
+    """Draws up to `steps` tokens of some rows, in one loop on the device.
 
-    room: the most steps (static). stride: decoding steps between two checks whether to go on, of
-        which the steps are a multiple (static).
-    greedy: whether all rows are known to take their likeliest token, without a repetition penalty
-        and a least number of tokens (static).
+    steps: decoding steps (static). greedy: as for `extend` (static).
+    waits: whether the loop ends when all rows have ended (static). XLA launches all steps of a loop
+        of known length, and so the caller goes on while a GPU works. Another loop makes the host
+        wait for the GPU in each step.
     """
     slots, rows = stepping.slots, len(stepping.slots)
     own = jnp.minimum(slots, len(state.lengths) - 1)
@@ -215,20 +216,20 @@ def decode(
         counts=state.counts[own],
         alive=state.running[own] & (slots < len(state.lengths)),
         seen=state.seen,
-        tokens=jnp.zeros((rows, room), jnp.int32),
-        logprobs=jnp.zeros((rows, room), jnp.float32),
+        tokens=jnp.zeros((rows, steps), jnp.int32),
+        logprobs=jnp.zeros((rows, steps), jnp.float32),
         drawn=jnp.zeros(rows, jnp.int32),
         step=jnp.int32(0),
     )
 
     def unfinished(loop: _Loop) -> jax.Array:
-        return (loop.step < stepping.steps) & loop.alive.any()
+        return (loop.step < steps) & loop.alive.any()
 
-    def advance(_: int, loop: _Loop) -> _Loop:
+    def advance(loop: _Loop) -> _Loop:
         alive = loop.alive
         logits, cache = model.step(loop.newest[:, None], alive.astype(jnp.int32), loop.cache)
         seen = None if greedy else loop.seen[own]
-        token, chance = draw(logits, settings, loop.counts, seen)
+        token, chance = draw(logits, settings, loop.counts, seen, divided=model.shards > 1)
         counts = loop.counts + alive.astype(jnp.int32)
         seen = loop.seen
         if not greedy:
@@ -250,11 +251,10 @@ def decode(
             step=loop.step + 1,
         )
 
-    def advance_all(loop: _Loop) -> _Loop:
-        # XLA launches all steps of a loop of known length without waiting for the GPU.
-        return jax.lax.fori_loop(0, stride, advance, loop) if stride > 1 else advance(0, loop)
-
-    end = jax.lax.while_loop(unfinished, advance_all, begun)
+    if waits and steps > 1:
+        end = jax.lax.while_loop(unfinished, advance, begun)
+    else:
+        end = jax.lax.fori_loop(0, steps, lambda _, loop: advance(loop), begun)
     state = dataclasses.replace(
         state,
         layers=end.cache.layers,
@@ -283,12 +283,33 @@ class _Loop:
     step: Any
 
 
-def clear(state: EngineState, pages: jax.Array, slot: jax.Array) -> EngineState:
+def clear(
+    state: EngineState,
+    pages: jax.Array,
+    slot: jax.Array,
+    mesh: jax.sharding.Mesh | None = None,
+) -> EngineState:
     """Sets pages and the residual of a slot to zero, which a row of NaN has left.
 
-    pages: int32 [any number]. slot: int32 scalar.
+    pages: int32 [any number]. slot: int32 scalar. mesh: the devices among which the KV heads are
+        divided (static).
     """
+    run = _clear_layers
+    if mesh is not None:
+        divided, whole = PartitionSpec(*mesh.axis_names), PartitionSpec()
+        run = jax.shard_map(
+            _clear_layers,
+            mesh=mesh,
+            in_specs=(divided, whole, whole),
+            out_specs=divided,
+            check_vma=False,
+        )
+    return dataclasses.replace(state, layers=run(state.layers, pages, slot))
 
+
+def _clear_layers(
+    layers: tuple[KVPages, ...], pages: jax.Array, slot: jax.Array
+) -> tuple[KVPages, ...]:
     def cleared(pages_of_layer: Any) -> Any:
         residual = pages_of_layer.residual
         if residual is not None:
@@ -308,112 +329,4 @@ def clear(state: EngineState, pages: jax.Array, slot: jax.Array) -> EngineState:
                 changed[parameters] = getattr(pages_of_layer, parameters).at[pages].set(0)
         return dataclasses.replace(pages_of_layer, **changed)
 
-    return dataclasses.replace(state, layers=tuple(map(cleared, state.layers)))
-
-
-class _Structure:
-    """The structure of a model's pytree, which is compared quickly with itself."""
-
-    def __init__(self, structure: Any) -> None:
-        self.structure, self._hash = structure, hash(structure)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Structure):
-            return NotImplemented
-        return self is other or (
-            self._hash == other._hash and bool(self.structure == other.structure)
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
-def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
-    """A program as a jitted function of a model's structure and arrays.
-
-    in_turn: whether each kernel waits for the end of the one before (`decode_program`).
-    """
-
-    def run(structure: _Structure, leaves: list[jax.Array], *rest: Any, **how: Any) -> Any:
-        return function(jax.tree.unflatten(structure.structure, leaves), *rest, **how)
-
-    run.__name__ = run.__qualname__ = function.__name__
-    return jax.jit(
-        run,
-        static_argnums=0,
-        static_argnames=("scored", "room", "stride", "greedy"),
-        donate_argnums=2,
-        compiler_options={"xla_gpu_enable_pdl": False} if in_turn else None,
-    )
-
-
-# Engines over models of one structure, with equal sizes, share what is compiled.
-_JITTED = {
-    (function, in_turn): _jit(function, in_turn=in_turn)
-    for function in (extend, decode)
-    for in_turn in (False, True)
-}
-_jit_clear = jax.jit(clear, donate_argnums=0)
-
-
-def compiled() -> int:
-    """The number of programs that were compiled so far, of all engines."""
-    return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
-
-
-class Programs:
-    """The jitted programs of one model, with the sizes to which their arguments are padded.
-
-    chunk: the most tokens of a Reading. slots: of the state. steps: the most of a Stepping.
-
-    Reading has three sizes; decoding seven where all rows are greedy and steps are whole strides,
-    and three otherwise. With scores and clearing that makes 15 programs at most.
-    """
-
-    def __init__(self, model: Decoder, *, chunk: int, slots: int, steps: int) -> None:
-        self.room = steps
-        self.stride = steps if device.on_gpu() else 1
-        parts = [chunk, chunk // 4, chunk // 16]
-        self.reading_sizes = sorted({chunk, *(size for size in parts if size >= LEAST_TOKENS)})
-        self.scored_size = scored_chunk(chunk)
-        parts = [-(-slots // divisor) for divisor in (1, 2, 4, 8, 16)]
-        few = {1, min(FEW_ROWS, slots)}
-        self.greedy_sizes = sorted({slots, *few, *(size for size in parts if size > FEW_ROWS)})
-        few = {min(2 * FEW_ROWS, slots), slots}
-        self.other_sizes = sorted({*few, *(size for size in parts[2:3] if size > 2 * FEW_ROWS)})
-        self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
-        # A model has many modules. Its arrays alone are quickly passed to a program.
-        self._leaves, structure = jax.tree.flatten(model)
-        self._structure = _Structure(structure)
-        self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
-
-    def extend(
-        self, state: EngineState, reading: Reading, *, scored: bool
-    ) -> tuple[EngineState, Drawn, PromptScores | None]:
-        """Runs `extend`; the state is donated."""
-        tokens = len(reading.tokens)
-        self.used.add((extend, tokens, scored))
-        run = _JITTED[extend, self._is_in_turn(tokens)]
-        return run(self._structure, self._leaves, state, reading, scored=scored)
-
-    def decode(
-        self, state: EngineState, stepping: Stepping, *, greedy: bool
-    ) -> tuple[EngineState, Drawn]:
-        """Runs `decode`; the state is donated."""
-        rows = len(stepping.slots)
-        self.used.add((decode, rows, greedy))
-        stride = self.stride if greedy else 1
-        options = {"room": self.room, "stride": stride, "greedy": greedy}
-        run = _JITTED[decode, self._is_in_turn(rows)]
-        return run(self._structure, self._leaves, state, stepping, **options)
-
-    def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
-        """Runs `clear`; the state is donated."""
-        self.used.add((clear,))
-        return _jit_clear(state, pages, slot)
-
-    def decoding_size(self, rows: int, steps: int, *, greedy: bool) -> tuple[int, bool]:
-        """The number of rows to which rows are padded, and whether the greedy program serves."""
-        greedy = greedy and steps % self.stride == 0
-        sizes = self.greedy_sizes if greedy else self.other_sizes
-        return next(size for size in sizes if size >= rows), greedy
+    return tuple(map(cleared, layers))

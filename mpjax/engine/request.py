@@ -62,10 +62,11 @@ class Settings:
         """The most new tokens."""
         return int(self.row.most[0])
 
-    def is_greedy(self, known: int) -> bool:
-        """Whether the row takes its likeliest tokens, as they are, from new token `known` on."""
+    @property
+    def greedy_from(self) -> int | None:
+        """The number of new tokens from which the row takes its likeliest ones; None for never."""
         row = self.row
-        return bool(row.temperature[0] == 0 and row.penalty[0] == 1 and row.least[0] <= known)
+        return int(row.least[0]) if row.temperature[0] == 0 and row.penalty[0] == 1 else None
 
     @property
     def has_penalty(self) -> bool:

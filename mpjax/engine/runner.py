@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mpjax.engine import filling
+from mpjax.engine.compiled import Programs
 from mpjax.engine.handle import Event, Handle, PromptLogprobs, Scores
 from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes
-from mpjax.engine.programs import Drawn, Programs, PromptScores
+from mpjax.engine.programs import Drawn, PromptScores
 from mpjax.engine.request import Request
 from mpjax.engine.state import EngineState
 from mpjax.finite import NotFiniteError
@@ -65,26 +67,27 @@ class Runner:
 
     def _extend(self, plan: Extend) -> _Pending:
         count = sum(piece.end - piece.start for piece in plan.pieces)
-        sizes, slots = self.programs.reading_sizes, self.planner.sizes.slots
-        size = self.programs.scored_size if plan.scored else next(s for s in sizes if s >= count)
+        kind = {
+            "greedy": not plan.scored and all(piece.row.is_greedy for piece in plan.pieces),
+            "scored": plan.scored,
+        }
+        slots, entries = self._state.tables.shape
         reading = filling.reading(
             plan.pieces,
-            tokens=size,
+            tokens=self.programs.reading_size(count, **kind),
             rows=self.planner.sizes.sequences,
             slots=slots,
-            entries=self._state.tables.shape[1],
+            entries=entries,
         )
-        self._state, drawn, scores = self.programs.extend(self._state, reading, scored=plan.scored)
+        self._state, drawn, scores = self.programs.extend(self._state, reading, **kind)
         return _Pending(plan, [piece.row.runs for piece in plan.pieces], drawn, scores)
 
     def _decode(self, plan: Decode) -> _Pending:
-        greedy = all(
-            row.owner.settings.is_greedy(len(row.tokens) - row.prompt) for row in plan.rows
-        )
-        size, greedy = self.programs.decoding_size(len(plan.rows), plan.steps, greedy=greedy)
+        kind: dict[str, Any] = {"steps": plan.steps, "greedy": plan.greedy}
         slots, entries = self._state.tables.shape
+        size = self.programs.decoding_size(len(plan.rows), **kind)
         stepping = filling.stepping(plan, rows=size, slots=slots, entries=entries)
-        self._state, drawn = self.programs.decode(self._state, stepping, greedy=greedy)
+        self._state, drawn = self.programs.decode(self._state, stepping, **kind)
         return _Pending(plan, [row.runs for row in plan.rows], drawn, None)
 
     def _read(self, pending: _Pending) -> list[Event]:

@@ -120,23 +120,23 @@ class EngineState:
             newest=numbers(slots),
             counts=numbers(slots),
             running=jnp.zeros(slots, bool),
-            seen=jnp.zeros((slots, lm.config.vocab_size), bool),
+            seen=jnp.zeros((slots, lm.model.columns), bool),
             settings=jax.tree.map(jnp.asarray, RowSettings.usual(slots)),
             format=lm.kv_format,
         )
 
 
 def page_bytes(lm: LanguageModel) -> int:
-    """The bytes of one page of all layers, keys, values and their scales."""
+    """The bytes of one page of all layers, keys, values and their scales, on each device."""
     return _bytes_of(lm, 2) - _bytes_of(lm, 1)
 
 
 def residual_bytes(lm: LanguageModel, slots: int) -> int:
-    """The bytes of the residuals and other arrays that don't grow with the number of pages."""
-    shapes = jax.eval_shape(lambda: lm.model.create_pages(1, slots, lm.kv_format, lm.page_size))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)) - page_bytes(lm)
+    """The bytes of residuals and what else is no page, on each device."""
+    return _bytes_of(lm, 1, slots) - page_bytes(lm)
 
 
-def _bytes_of(lm: LanguageModel, pages: int) -> int:
-    shapes = jax.eval_shape(lambda: lm.model.create_pages(pages, 1, lm.kv_format, lm.page_size))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+def _bytes_of(lm: LanguageModel, pages: int, slots: int = 1) -> int:
+    create = functools.partial(lm.model.create_pages, pages, slots, lm.kv_format, lm.page_size)
+    shapes = jax.tree.leaves(jax.eval_shape(create))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in shapes) // lm.devices

@@ -23,7 +23,7 @@ from mpjax.models import Decoder, DecoderLayer, ExpertPlace
 from mpjax.precision import Precision
 from mpjax.quantization.finished import FinishedLayers, describe_run
 from mpjax.quantization.pipeline import quantize_decoder
-from mpjax.quantization.recipe import Recipe
+from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.text import Windows, windows_of
 from mpjax.tokenizer import Tokenizer
 
@@ -101,6 +101,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
+    lm.require_one_device("quantising")
     recipe = recipe.of_layers(lm.config.num_layers)
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):
@@ -108,7 +109,9 @@ def _from_model(
             raise ValueError(
                 f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
             )
-    model: Decoder = nnx.merge(*nnx.split(lm.model))
+    graph, state = nnx.split(lm.model)
+    # The copy has variables of its own, as rotations change them in place.
+    model: Decoder = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
         quantize_decoder(
@@ -185,13 +188,11 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
             )
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
-        rule.method.require_usable()
-        if documents is None and rule.method.needs_text:
-            raise ValueError(
-                f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
-            )
+        rule.method.require_usable(rule.weights)
+        if documents is None:
+            _require_no_text(rule)
     used = [rule for place in places for rule in [recipe.rule_of(place.path)]]
-    is_read = any(rule.weights.is_packed and rule.method.needs_text for rule in used)
+    is_read = any(rule.weights.is_packed and rule.needs_text for rule in used)
     if documents is not None and not is_read and recipe.kv.scaling != "static":
         warnings.warn(
             "the text is not used, because no method of the recipe needs any: leave it out, or "
@@ -202,6 +203,19 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         raise ValueError(
             f"{recipe.kv} has scales that are measured on text: pass documents (--text), or "
             "choose another KV format"
+        )
+
+
+def _require_no_text(rule: Rule) -> None:
+    """Raises ValueError if a rule needs text."""
+    if rule.method.needs_text:
+        raise ValueError(
+            f"the method {rule.method} needs text: pass documents (--text), or choose rtn"
+        )
+    if rule.needs_text:
+        raise ValueError(
+            "which blocks of activations have 8 bits depends on text: pass documents (--text), or "
+            "choose W4A4 or W4Ax1, in which all blocks are alike"
         )
 
 

@@ -47,13 +47,16 @@ def _optimizer(rate: float) -> Any:
     return require_optax().adam(rate)
 
 
-def require_optax() -> Any:
-    """The module optax. Raises ValueError, with what to do, if it is not installed."""
+def require_optax(step: str = "clip") -> Any:
+    """The module optax. Raises ValueError, with what to do, if it is not installed.
+
+    step: of a method, which needs it.
+    """
     try:
         import optax
     except ImportError as error:
         raise ValueError(
-            'the method clip needs optax: pip install "mpjax[train]", or choose another method'
+            f'the method {step} needs optax: pip install "mpjax[train]", or choose another method'
         ) from error
     return optax
 

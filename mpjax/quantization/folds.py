@@ -1,6 +1,7 @@
 """Applies folds: divides the outputs of one parameter of a layer, multiplies the rows of the next.
 
-`models.config.Fold` says where in a layer this leaves the outputs as they are.
+`models.config.Fold` says where in a layer this leaves the outputs as they are, and where channels
+may be put in another order.
 """
 
 from __future__ import annotations
@@ -30,6 +31,22 @@ def tie(fold: Fold, scales: jax.Array) -> jax.Array:
         return scales
     mean = jnp.exp(jnp.log(scales.reshape(fold.repeats)).mean(1, keepdims=True))
     return jnp.broadcast_to(mean, fold.repeats).reshape(-1)
+
+
+def permute(layer: nnx.Module, fold: Fold, order: jax.Array) -> None:
+    """Puts the outputs of an elementwise fold's source into another order, and its target's rows.
+
+    order: int32 [K]; channel i becomes what channel order[i] was. Changes the layer, whose kernels
+    are plain arrays, and no output of it.
+    """
+    rows = linear_of(layer, fold.target).kernel
+    rows.set_value(rows.get_value()[order])
+    source, count = linear_of(layer, fold.source), len(order)
+    outputs = source.kernel.get_value().shape[1]
+    of_parts = (jnp.arange(0, outputs, count)[:, None] + order[None]).reshape(-1)
+    source.kernel.set_value(source.kernel.get_value()[:, of_parts])
+    if source.bias is not None:
+        source.bias.set_value(source.bias.get_value()[of_parts])
 
 
 def apply(layer: nnx.Module, fold: Fold, scales: jax.Array) -> None:

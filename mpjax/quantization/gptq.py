@@ -2,21 +2,25 @@
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
 (2022). Rows with the largest inputs are rounded first (act-order). Groups are nevertheless runs of
-neighbouring rows, with scales that are chosen before (static groups), so that the result needs no
-permutation.
+neighbouring rows, so that the result needs no permutation: with scales that are chosen before
+(static groups), or with groups that stay together in the order (group-aware), whose scales are
+chosen when they are reached.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import PlainCodes
+from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.codes.base import Parameters
 from mpjax.kernels.grid import Grid
+from mpjax.quantization.ranges import search_ranges
 
 BLOCK = 128  # rows between two updates of all later rows
 DAMPING = 0.01
@@ -24,8 +28,11 @@ DAMPING = 0.01
 ATTEMPTS = 4
 PRECISION = jax.lax.Precision.HIGHEST
 
-# A function from a row float32 [N] and its index to its codes [N] and their values float32 [N].
+# From a row float32 [N] and its place in a block to its codes [N] and their values float32 [N].
 Nearest = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# From the rows of a block, as they are when it is reached, and the index of the first, to the
+# function that finds their codes, and a pytree that the block leaves behind.
+Begin = Callable[[jax.Array, jax.Array], tuple[Nearest, Any]]
 
 
 class Compensated(NamedTuple):
@@ -63,45 +70,112 @@ def gptq(
     factor, used = inverse_factor(hessian[order][:, order], damping)
     groups = grid.group_of(jnp.arange(channels))[order]
 
-    def nearest(row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        at = grid.row(groups[index])
-        codes = at.nearest(row)
-        return codes, at.decode(codes)
+    def begin(rows: jax.Array, first: jax.Array) -> tuple[Nearest, None]:
+        def nearest(row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            at = grid.row(groups[jnp.minimum(first + index, channels - 1)])
+            codes = at.nearest(row)
+            return codes, at.decode(codes)
 
-    codes = _compensate(weight[order], factor, nearest)
+        return nearest, None
+
+    codes, _ = _compensate(weight[order], factor, BLOCK, begin)
     return Compensated(grid.with_codes(jnp.zeros_like(codes).at[order].set(codes)), used)
 
 
-def _compensate(weight: jax.Array, factor: jax.Array, nearest: Nearest) -> jax.Array:
-    """Rounds rows in turn, corrects later rows for the error of each, and returns codes [K, N].
+@functools.partial(jax.jit, static_argnames=("format", "is_ordered"))
+def gptq_fresh(
+    weight: jax.Array,
+    hessian: jax.Array,
+    format: WeightFormat,
+    *,
+    damping: float = DAMPING,
+    is_ordered: bool = True,
+) -> Compensated:
+    """GPTQ whose scales of a group are found when its rows are reached, from what these are then.
+
+    weight, hessian, damping: as in `gptq`. format: with groups; see `why_not_fresh`.
+    is_ordered: takes groups in the order of their largest diagonal of the Hessian, and the rows of
+        a group in that of theirs (GPTQModel's group-aware order); else rows in their own.
+
+    A group's ranges are searched with the Hessian's diagonal as importance.
+    """
+    channels, size = len(weight), format.group_size or len(weight)
+    diagonal = jnp.diagonal(hessian)
+    groups, order = jnp.arange(channels // size), jnp.arange(channels)
+    if is_ordered:
+        importance = diagonal.reshape(-1, size)
+        groups = jnp.argsort(-importance.max(1))
+        inside = jnp.argsort(-importance, axis=1)
+        order = (groups[:, None] * size + inside[groups]).reshape(-1)
+    factor, used = inverse_factor(hessian[order][:, order], damping)
+    diagonal = diagonal[order]
+
+    def begin(rows: jax.Array, first: jax.Array) -> tuple[Nearest, Parameters]:
+        importance = jax.lax.dynamic_slice(diagonal, (first,), (size,))
+        grid = search_ranges(rows, importance, format)
+        at = grid.row(0)
+
+        def nearest(row: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            codes = at.nearest(row)
+            return codes, at.decode(codes)
+
+        return nearest, grid.parameters
+
+    codes, found = _compensate(weight[order], factor, size, begin)
+
+    def placed(values: jax.Array | None) -> jax.Array | None:
+        """Values [groups, 1, N] of groups in their order, at the groups' places."""
+        return None if values is None else jnp.zeros_like(values[:, 0]).at[groups].set(values[:, 0])
+
+    table = None if found.table is None else found.table[0]
+    scales = placed(found.scales)
+    assert scales is not None
+    parameters = Parameters(scales, placed(found.zeros), None, table)
+    grid = Grid(format, channels, parameters)
+    return Compensated(grid.with_codes(jnp.zeros_like(codes).at[order].set(codes)), used)
+
+
+def why_not_fresh(format: WeightFormat) -> str | None:
+    """Why a format has no groups whose scales are independent of each other, or None."""
+    kind = code_kinds.of(format)
+    if kind.has_channel_scales or format.codes == "float8":
+        return f"the groups of {format} share scales"
+    return None
+
+
+def _compensate(
+    weight: jax.Array, factor: jax.Array, size: int, begin: Begin
+) -> tuple[jax.Array, Any]:
+    """Rounds rows in turn; returns codes [K, N], and what blocks of rows leave behind, stacked.
 
     weight: [K, N], with its rows in the order of rounding. factor: upper triangular [K, K], from
-    `inverse_factor`. The error of a row corrects the rest of its block of BLOCK rows at once; all
+    `inverse_factor`. The error of a row corrects the rest of its block of `size` rows at once; all
     rows behind the block are corrected by one product when the block is done.
     """
     channels, outputs = weight.shape
-    missing = -channels % BLOCK
+    missing = -channels % size
     weight = jnp.pad(weight, ((0, missing), (0, 0)))
     factor = jnp.pad(factor, ((0, missing), (0, missing)))
     factor += jnp.diag((jnp.arange(len(factor)) >= channels).astype(factor.dtype))
-    last = channels - 1
 
-    def block(weight: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows = jax.lax.dynamic_slice(weight, (first, 0), (BLOCK, outputs))
-        from_here = jax.lax.dynamic_slice(factor, (first, 0), (BLOCK, len(factor)))
-        within = jax.lax.dynamic_slice(from_here, (0, first), (BLOCK, BLOCK))
+    def block(weight: jax.Array, first: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        rows = jax.lax.dynamic_slice(weight, (first, 0), (size, outputs))
+        from_here = jax.lax.dynamic_slice(factor, (first, 0), (size, len(factor)))
+        within = jax.lax.dynamic_slice(from_here, (0, first), (size, size))
+        nearest, left = begin(rows, first)
 
         def row(rows: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            codes, values = nearest(rows[index], jnp.minimum(first + index, last))
+            codes, values = nearest(rows[index], index)
             error = (rows[index] - values) / within[index, index]
-            later = jnp.where(jnp.arange(BLOCK) > index, within[index], 0.0)
+            later = jnp.where(jnp.arange(size) > index, within[index], 0.0)
             return rows - later[:, None] * error[None], (codes, error)
 
-        _, (codes, errors) = jax.lax.scan(row, rows, jnp.arange(BLOCK))
-        return weight - jnp.matmul(from_here.T, errors, precision=PRECISION), codes
+        _, (codes, errors) = jax.lax.scan(row, rows, jnp.arange(size))
+        weight -= jnp.matmul(from_here.T, errors, precision=PRECISION)
+        return weight, (codes, left)
 
-    _, codes = jax.lax.scan(block, weight, jnp.arange(0, len(weight), BLOCK))
-    return codes.reshape(-1, outputs)[:channels]
+    _, (codes, left) = jax.lax.scan(block, weight, jnp.arange(0, len(weight), size))
+    return codes.reshape(-1, outputs)[:channels], left
 
 
 def inverse_factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array]:

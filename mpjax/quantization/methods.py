@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import Counter
 from typing import Any
 
 import jax
@@ -14,7 +13,8 @@ from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.checks import did_you_mean, nearest, require_type
 from mpjax.kernels.grid import fit
 from mpjax.quantization.clipping import learn_ranges, require_optax
-from mpjax.quantization.gptq import gptq
+from mpjax.quantization.gptq import gptq, gptq_fresh, why_not_fresh
+from mpjax.quantization.learning.learned_linear import why_not
 from mpjax.quantization.ranges import search_ranges
 from mpjax.quantization.scaling import awq_scales, smooth_scales, threshold_scales
 from mpjax.quantization.statistics import Statistics
@@ -24,7 +24,8 @@ SCALINGS: dict[str, Any] = {
     "smooth": smooth_scales,
     "os": threshold_scales,
 }
-ROUNDINGS = ("rtn", "range", "clip", "gptq")
+ROUNDINGS = ("rtn", "range", "clip", "gptq", "gptq-fresh")
+LEARN = "learn"
 ROTATE = "rotate"  # of the whole model, before the steps of linear maps
 
 
@@ -45,21 +46,25 @@ class Method:
     rounding: the step that chooses codes. `rtn` rounds to nearest. `range` rounds to nearest within
         the share of each group's range that has the least error (`ranges`); `clip` does so with
         shares that gradient descent learns (`clipping`). `gptq` searches ranges as `range` does,
-        and rounds row by row (`gptq`).
+        and rounds row by row (`gptq`); `gptq-fresh` searches those of a group when it is reached.
+    learns: whether `learn` follows: scales are learned against the outputs of the 16-bit layer.
     """
 
     scalings: tuple[str, ...]
     rounding: str
+    learns: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Reads steps joined by `+`; the rounding comes last, and is `range` if there is none.
+        """Reads steps joined by `+`: scalings, a rounding, `learn`.
+
+        The rounding is `range` if there is none.
 
         Raises ValueError for unknown, repeated or misplaced steps.
         """
         require_type("the method", text, str, hint=", such as 'awq+gptq'")
         steps = [name.strip() for name in text.lower().split("+")]
-        known = (*SCALINGS, *ROUNDINGS)
+        known = (*SCALINGS, *ROUNDINGS, LEARN)
         if ROTATE in steps:
             raise ValueError(
                 f"the method is {text!r}: {ROTATE} is of the whole model, and comes first in its "
@@ -72,15 +77,17 @@ class Method:
                     f"{text!r}: there is no method {step!r}{hint}: expected one or several of "
                     f"{', '.join(known)}, joined by +"
                 )
+        learns = steps[-1] == LEARN
+        steps = steps[:-1] if learns else steps
         roundings = [step for step in steps if step in ROUNDINGS]
-        is_last = not roundings or steps[-1] == roundings[0]
-        if not all(steps) or max(Counter(steps).values()) > 1 or len(roundings) > 1 or not is_last:
-            raise ValueError(
-                f"the method is {text!r}: expected scalings first, each once, and one of "
-                f"{', '.join(ROUNDINGS)} last, joined by +, such as awq+gptq"
-            )
         scalings = tuple(step for step in steps if step in SCALINGS)
-        return cls(scalings, roundings[0] if roundings else "range")
+        is_ordered = steps == [*scalings, *roundings[:1]] and len(set(steps)) == len(steps)
+        if not is_ordered:
+            raise ValueError(
+                f"the method is {text!r}: expected scalings first, each once, one of "
+                f"{', '.join(ROUNDINGS)} behind them, and learn last, joined by +, such as awq+gptq"
+            )
+        return cls(scalings, roundings[0] if roundings else "range", learns)
 
     @classmethod
     def of(cls, method: Method | str) -> Method:
@@ -88,17 +95,22 @@ class Method:
         return method if isinstance(method, Method) else cls.parse(method)
 
     def __str__(self) -> str:
-        return "+".join((*self.scalings, self.rounding))
+        return "+".join((*self.scalings, self.rounding, *[LEARN] * self.learns))
 
-    def require_usable(self) -> None:
-        """Raises ValueError if a step needs a package that is not installed."""
-        if self.rounding == "clip":
-            require_optax()
+    def require_usable(self, format: WeightFormat) -> None:
+        """Raises ValueError if a step can't serve a format, or its package is not installed."""
+        if self.rounding == "clip" or self.learns:
+            require_optax(LEARN if self.learns else self.rounding)
+        reason = why_not(format) if self.learns else None
+        if self.rounding == "gptq-fresh":
+            reason = reason or why_not_fresh(format)
+        if reason:
+            raise ValueError(f"the method {self} can't serve weights of {format}: {reason}")
 
     @property
     def needs_text(self) -> bool:
         """Whether a step needs statistics of a text."""
-        return bool(self.scalings) or self.rounding != "rtn"
+        return bool(self.scalings) or self.rounding != "rtn" or self.learns
 
 
 def choose_codes(
@@ -112,13 +124,15 @@ def choose_codes(
     if rounding == "rtn":
         return fit(weight, format).round(weight)
     assert statistics is not None
-    hessian = statistics.hessian
-    if rounding == "range":
-        return search_ranges(weight, hessian, format).round(weight)
-    if rounding == "clip":
-        return learn_ranges(weight, hessian, format).round(weight)
-    grid = search_ranges(weight, jnp.diagonal(hessian), format)
-    found = gptq(weight, hessian, grid)
+    if rounding in ("range", "clip"):
+        fit_best = search_ranges if rounding == "range" else learn_ranges
+        return fit_best(weight, statistics.hessian, format).round(weight)
+    # Not divided by the tokens: GPTQ takes any factor, and the copy would be large for a wide map.
+    products = statistics.products
+    if rounding == "gptq-fresh":
+        found = gptq_fresh(weight, products, format)
+    else:
+        found = gptq(weight, products, search_ranges(weight, statistics.mean_square, format))
     if bool(jnp.isnan(found.damping)):
         warnings.warn(
             "the mean of x xᵀ has no Cholesky factor, with whatever damping, so that a weight is "

@@ -25,7 +25,8 @@ from mpjax.kernels.quantize import why_out_of_range
 from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
 from mpjax.models.config import Fold
 from mpjax.models.parameters import find
-from mpjax.quantization import folds
+from mpjax.quantization import blocks, folds
+from mpjax.quantization.learning.layer import learn_layer
 from mpjax.quantization.methods import SCALINGS, choose_codes
 from mpjax.quantization.recipe import Recipe, Rule
 from mpjax.quantization.rotations import rotate_layer, rotate_tables
@@ -54,8 +55,7 @@ class Stream:
         """The hidden states before the first layer, which are the embeddings of tokens."""
         states = [np.asarray(model.embed(jnp.asarray(windows.tokens))) for windows in batches]
         positions = jnp.broadcast_to(jnp.arange(states[0].shape[1])[None], states[0].shape[:2])
-        ropes = dict.fromkeys(layer.attention.rope for layer in model.config.layers)
-        angles = {rope: model.angles(positions, rope) for rope in ropes}
+        angles = model.angles_by_rope(positions)
         return cls(states, [windows.is_real for windows in batches], angles)
 
     def statistics(self, layer: DecoderLayer) -> dict[str, Statistics]:
@@ -64,7 +64,11 @@ class Stream:
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
             part = _statistics(layer, states, self.angles[layer.rope], is_real, samples)
-            found = part if found is None else {name: found[name] + part[name] for name in part}
+            if found is None:
+                found = part
+                continue
+            for path in found:  # one after another: those of wide maps take hundreds of megabytes
+                found[path] = found[path] + part.pop(path)
         assert found is not None
         return found
 
@@ -86,13 +90,14 @@ class Stream:
 
 def quantize_layer(
     layer: DecoderLayer,
-    found: Mapping[str, Statistics],
+    found: dict[str, Statistics],
     rules: Mapping[str, Rule],
     places: Sequence[Fold],
 ) -> DecoderLayer:
     """Quantises a copy of a layer with plain kernels.
 
     found: the statistics of each linear map's inputs, by its path; empty if no rule needs them.
+        They are taken out as they are used, because they can be larger than the layer.
     rules: the rule of each linear map, by its path.
     places: the layer's folds.
 
@@ -100,7 +105,6 @@ def quantize_layer(
     """
     graph, state = nnx.split(layer)
     layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # the copy has own variables
-    found = dict(found)
     for fold in places:
         rule = rules[fold.target]
         if not rule.weights.is_packed:
@@ -114,17 +118,69 @@ def quantize_layer(
             )
             folds.apply(layer, fold, scales)
             found[fold.target] = found[fold.target] / scales
+    orders = reorder(layer, found, rules, places)
+    errors = {}
     for path, rule in rules.items():
         if rule.weights.is_packed:
-            linear = folds.linear_of(layer, path)
-            rounding = _rounding_for(path, rule, found.get(path))
-            plain = choose_codes(_wide(linear), found.get(path), rule.weights, rounding)
+            linear, statistics = folds.linear_of(layer, path), found.pop(path, None)
+            weight, order = _wide(linear), orders.get(path)
+            weight = weight if order is None else weight[order]
+            rounding = _rounding_for(path, rule, statistics)
+            plain = choose_codes(weight, statistics, rule.weights, rounding)
+            if rule.has_blocks and rule.blocks.needs_text:
+                assert statistics is not None
+                errors[path] = np.asarray(blocks.block_errors(plain.dequantize(), statistics))
+            del statistics
+            if order is not None:
+                plain = dataclasses.replace(plain, permutation=order)
             packed = pack(plain)
-            if reason := why_out_of_range(_wide(linear), packed):
+            if reason := why_out_of_range(weight, packed):
                 raise ValueError(f"{path}: {reason}")
             bias = None if linear.bias is None else linear.bias.get_value()
             _replace(layer, path, Linear(packed, bias))
+    _set_widths(layer, rules, errors)
     return layer
+
+
+def reorder(
+    layer: DecoderLayer,
+    found: dict[str, Statistics],
+    rules: Mapping[str, Rule],
+    places: Sequence[Fold],
+) -> dict[str, jax.Array]:
+    """Sorts the channels that maps with blocks read: in the statistics, and where a fold allows it.
+
+    Returns the orders that are left to the maps themselves, by paths.
+    """
+    orders = {}
+    elementwise = {fold.target: fold for fold in places if fold.is_elementwise}
+    for path, rule in rules.items():
+        if not (rule.has_blocks and rule.blocks.is_ordered and path in found):
+            continue
+        order = blocks.order_of(found[path])
+        found[path] = blocks.permuted(found[path], order)
+        if path in elementwise:
+            folds.permute(layer, elementwise[path], order)
+        else:
+            orders[path] = order
+    return orders
+
+
+def _set_widths(
+    layer: DecoderLayer, rules: Mapping[str, Rule], errors: Mapping[str, np.ndarray]
+) -> None:
+    """Gives the packed maps with blocks the widths of these.
+
+    errors: of the blocks that statistics choose, by paths; the others of a map are alike.
+    """
+    widths = blocks.choose_widths({path: rules[path].blocks for path in errors}, errors)
+    for path, rule in rules.items():
+        if rule.has_blocks:
+            kernel: Any = folds.linear_of(layer, path).kernel
+            packed = kernel.get_value()
+            alike = np.full(len(packed.parameters), 8 if rule.blocks.one_in else 4, np.uint8)
+            bits = jnp.asarray(widths.get(path, alike))
+            kernel.set_value(dataclasses.replace(packed, activation_bits=bits))
 
 
 def quantize_decoder(
@@ -159,7 +215,10 @@ def quantize_decoder(
                 paths = spec.linear_paths(model.config)
                 rules = {path: recipe.rule_of(f"layers.{number}.{path}") for path in paths}
                 found = {} if stream is None else stream.statistics(layer)
-                layer = quantize_layer(layer, found, rules, spec.folds(model.config))
+                plain = layer
+                layer = quantize_layer(plain, found, rules, spec.folds(model.config))
+                if stream is not None and (learned := learned_paths(rules)):
+                    learn_layer(plain, layer, stream, learned, recipe.learning)
             if stream is not None:  # after the last layer, too, to find states that overflow
                 stream.advance(layer)
         except ValueError as error:
@@ -168,14 +227,19 @@ def quantize_decoder(
         watch(number, layer)
 
 
+def learned_paths(rules: Mapping[str, Rule]) -> list[str]:
+    """The paths of the linear maps whose rules say that scales are learned."""
+    return [path for path, rule in rules.items() if rule.weights.is_packed and rule.method.learns]
+
+
 def _rounding_for(path: str, rule: Rule, found: Statistics | None) -> str:
     """The rounding of a rule; `range`, with a warning, if the text is too short for GPTQ."""
-    if rule.method.rounding != "gptq" or found is None:
+    if not rule.method.rounding.startswith("gptq") or found is None:
         return rule.method.rounding
     channels = len(found.magnitudes)
     tokens = int(found.tokens)
     if tokens >= channels:
-        return "gptq"
+        return rule.method.rounding
     warnings.warn(
         f"{path} has {channels} input channels, and the text has {tokens} tokens: GPTQ needs at "
         "least as many tokens, so that ranges are searched instead; give more text",

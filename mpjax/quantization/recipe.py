@@ -16,9 +16,12 @@ from mpjax.arguments import read_text
 from mpjax.kernels import KVFormat, WeightFormat
 from mpjax.kernels.checks import shown
 from mpjax.precision import Precision
+from mpjax.quantization.blocks import BlockRule
+from mpjax.quantization.learning.descent import Learning
 from mpjax.quantization.methods import ROTATE, Method, split_rotation
 
 DEFAULT_METHOD = "gptq"
+DEFAULT_LEARNING = Learning()
 FROM_THE_LAST = re.compile(r"^layers\.-(\d+)\.")
 UNQUOTED = re.compile(
     r"\s*(precision|method|modules)\s*=\s*([^\s\"'\[#](?:[^\"'#]*[^\s\"'#])?)\s*(?:#.*)?"
@@ -33,15 +36,27 @@ class Rule:
     modules: the pattern, as a shell matches file names: `layers.*.mlp.down` or `layers.0.*`.
     weights: a packed format; or one of 16 bits, for maps that stay as they are.
     method: how weights are rounded; see Method.
+    blocks: of `int4` weights (W4Ax), the widths of their activations' blocks.
     """
 
     modules: str
     weights: WeightFormat
     method: Method
+    blocks: BlockRule = dataclasses.field(default_factory=BlockRule)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", WeightFormat.of(self.weights))
         object.__setattr__(self, "method", Method.of(self.method))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether activations are rounded in blocks of 4 and 8 bits."""
+        return self.weights.codes == "int4"
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether it needs statistics of a text."""
+        return self.method.needs_text or (self.has_blocks and self.blocks.needs_text)
 
     def matches(self, path: str) -> bool:
         """Whether the rule is for the linear maps at a path."""
@@ -58,6 +73,7 @@ class Recipe:
         16 bits. A tied table is both, and has one format.
     rotates: whether the residual stream and values are rotated first; see `rotations`. A tied table
         becomes two.
+    learning: how the step `learn` learns the scales of a layer.
     """
 
     rules: tuple[Rule, ...]
@@ -66,6 +82,7 @@ class Recipe:
     head: WeightFormat | None = None
     embedding: WeightFormat | None = None
     rotates: bool = False
+    learning: Learning = DEFAULT_LEARNING
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", KVFormat.of(self.kv))
@@ -85,11 +102,12 @@ class Recipe:
         """
         precision = Precision.of(precision)
         rotates, method = split_rotation(method) if isinstance(method, str) else (False, method)
-        rule = Rule("*", _weights(precision), Method.of(method))
+        rule = Rule("*", _weights(precision), Method.of(method), BlockRule(precision.wide_blocks))
         tables = precision.tables
         if not tables and rule.weights.is_packed:
             tables = {"head": DEFAULT_HEAD}
-        return cls((rule,), precision.kv, precision.bits, **tables, rotates=rotates)
+        head, embedding = (tables.get(name) for name in ("head", "embedding"))
+        return cls((rule,), precision.kv, precision.bits, head, embedding, rotates)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -104,7 +122,8 @@ class Recipe:
 
         `precision` and `method` at the top are for all maps that no rule matches. A rule has
         `modules`, which is a pattern or a list of patterns, and one or both of `precision` (its KV
-        part is ignored) and `method`. Negative numbers count layers from the last, which is -1.
+        part is ignored) and `method`. Negative numbers count layers from the last, which is -1. A
+        table `learning` may have the fields of Learning.
         """
         try:
             text = read_text(path).removeprefix("\ufeff")  # a byte order mark
@@ -115,19 +134,26 @@ class Recipe:
     @classmethod
     def parse(cls, content: Mapping[str, Any]) -> Recipe:
         """Reads the content of a recipe's file, as `read` describes it. Raises ValueError."""
-        _require_keys(content, {"precision"}, {"method", "rules"}, "the recipe")
+        _require_keys(content, {"precision"}, {"method", "rules", "learning"}, "the recipe")
         rest = cls.of(content["precision"], content.get("method", DEFAULT_METHOD))
         rules = content.get("rules", [])
         if not isinstance(rules, list):
             raise ValueError(f"rules is {shown(rules)}: expected a list of tables, [[rules]]")
         found = [rule for it in rules for rule in _rules(it, rest.rules[0], rest.bits)]
-        return dataclasses.replace(rest, rules=(*found, *rest.rules))
+        learning = Learning.parse(content.get("learning", {}))
+        return dataclasses.replace(rest, rules=(*found, *rest.rules), learning=learning)
 
     @property
     def tables(self) -> dict[str, WeightFormat]:
         """The formats of the tables that it names, by `head` and `embedding`."""
         named = {"head": self.head, "embedding": self.embedding}
         return {table: format for table, format in named.items() if format is not None}
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether a method needs statistics of a text, or the KV format measured scales."""
+        is_read = any(rule.weights.is_packed and rule.method.needs_text for rule in self.rules)
+        return is_read or self.kv.scaling == "static"
 
     def to_toml(self) -> str:
         """The text of a file that `read` reads as this recipe.
@@ -149,6 +175,8 @@ class Recipe:
             lines += ["", "[[rules]]", "modules = ["]
             lines += [f'    "{rule.modules}",' for rule in group]
             lines += ["]", f'precision = "{named(weights)}"', f'method = "{steps}"']
+        if self.learning != DEFAULT_LEARNING:
+            lines += ["", "[learning]", *self.learning.to_toml()]
         return "\n".join(lines) + "\n"
 
     def of_layers(self, count: int) -> Recipe:
@@ -161,6 +189,21 @@ class Recipe:
             dataclasses.replace(rule, modules=FROM_THE_LAST.sub(numbered, rule.modules))
             for rule in self.rules
         ]
+        return dataclasses.replace(self, rules=tuple(rules))
+
+    def with_activation_error(self, error: float) -> Recipe:
+        """The recipe in which W4Ax has as many blocks in 8 bits as an error of outputs asks for.
+
+        error: see BlockRule. Raises ValueError for a recipe without W4Ax.
+        """
+        if not any(rule.has_blocks for rule in self.rules):
+            raise ValueError(
+                "an error of activations is for W4Ax alone, and no rule has that precision"
+            )
+        rules = (
+            dataclasses.replace(rule, blocks=dataclasses.replace(rule.blocks, error=error))
+            for rule in self.rules
+        )
         return dataclasses.replace(self, rules=tuple(rules))
 
     def rule_of(self, path: str) -> Rule:
@@ -224,10 +267,10 @@ def _rules(content: Any, rest: Rule, bits: int) -> list[Rule]:
             f"the rule for {shown(modules)}: expected a pattern of paths or a list of patterns, "
             "and a precision or method"
         )
-    weights = rest.weights
+    weights, blocks = rest.weights, rest.blocks
     if (written := content.get("precision")) is not None:
         precision = Precision.of(written)
-        weights = _weights(precision)
+        weights, blocks = _weights(precision), BlockRule(precision.wide_blocks)
         if precision.tables:
             raise ValueError(
                 f"the rule for {shown(modules)} has the precision {precision}, but no rule is for "
@@ -239,7 +282,7 @@ def _rules(content: Any, rest: Rule, bits: int) -> list[Rule]:
                 f"computes in {bits} bits: expected A{bits}, or 8 bits"
             )
     method = Method.of(content.get("method", rest.method))
-    return [Rule(pattern, weights, method) for pattern in patterns]
+    return [Rule(pattern, weights, method, blocks) for pattern in patterns]
 
 
 def _weights(precision: Precision) -> WeightFormat:

@@ -84,6 +84,11 @@ class Statistics:
         return self.products / jnp.maximum(self.tokens, 1.0)
 
     @property
+    def mean_square(self) -> jax.Array:
+        """The mean of x², float32 [K]."""
+        return jnp.diagonal(self.products) / jnp.maximum(self.tokens, 1.0)
+
+    @property
     def mean_magnitude(self) -> jax.Array:
         """The mean of |x|, float32 [K]."""
         return self.magnitudes / jnp.maximum(self.tokens, 1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from mpjax.kernels.codes.base import CodeKind, Decoder, Group
 from mpjax.kernels.codes.float4 import Float4
 from mpjax.kernels.codes.float8 import Float8
+from mpjax.kernels.codes.int4 import Int4
 from mpjax.kernels.codes.integer import Integer, Symmetric
 from mpjax.kernels.codes.liquid import Liquid
 from mpjax.kernels.codes.signed import Signed
@@ -27,6 +28,7 @@ _KINDS: dict[str, CodeKind] = {
     "float8": Float8(),
     "float4": Float4(),
     "int8": Signed(),
+    "int4": Int4(),
     "liquid4": Liquid(),
 }
 

@@ -171,6 +171,8 @@ def _why_not_triton(x: jax.Array, weight: Any) -> str | None:
         if weight.dtype in (jnp.bfloat16, jnp.float16):
             return None
         return f"the weight is {weight.dtype}, expected bfloat16, float16 or a packed format"
+    if weight.activation_bits is not None:
+        return f"{weight.format} has blocks of activations in 4 bits, which differ by expert"
     if weight.format.operand == "float8" and (reason := device.why_not_float8()):
         return reason
     sizes = x.size * weight.shape[0], weight.words.size

@@ -2,106 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal, get_args
+import functools
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels.checks import (
-    as_array,
-    optional_array,
-    require_type,
-    shown,
-    static_number,
-    whole_number,
-)
+from mpjax.kernels import device
+from mpjax.kernels.checks import as_array, optional_array, require_type, shown
+from mpjax.kernels.experts import routing_triton
+from mpjax.kernels.experts.routing_rules import LEAST_SUM, Routing
+from mpjax.kernels.implementation import choose
 
-Scoring = Literal["softmax", "sigmoid"]
-GroupScore = Literal["max", "top_two"]
-LEAST_SUM = 1e-20  # added to a sum of weights before weights are divided by it (DeepSeek-V3)
-
-
-@dataclasses.dataclass(frozen=True)
-class Routing:
-    """How experts are chosen and weighted; static and hashable.
-
-    per_token: the number of experts of a token.
-    scoring: the function from logits to scores, in float32: a softmax over all experts, or a
-        sigmoid.
-    renormalize: whether the weights of a token's experts, their scores, are divided by their sum.
-        Of a softmax that gives the softmax over the chosen logits alone.
-    scale: the factor of all weights, after they are renormalised.
-    groups, groups_per_token: if the experts are divided into `groups` of neighbours, a token's
-        experts come out of its best `groups_per_token` of them (DeepSeek); None: out of all.
-    group_score: the score of a group: its largest score (DeepSeek-V2), or the sum of its two
-        largest (DeepSeek-V3).
-
-    Raises ValueError for values that don't fit together.
-    """
-
-    per_token: int
-    scoring: Scoring = "softmax"
-    renormalize: bool = True
-    scale: float = 1.0
-    groups: int | None = None
-    groups_per_token: int | None = None
-    group_score: GroupScore = "max"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "per_token", whole_number("Routing: per_token", self.per_token))
-        if not isinstance(self.renormalize, bool):
-            raise ValueError(f"Routing: renormalize is {shown(self.renormalize)}: expected a bool")
-        scale = static_number("Routing: scale", self.scale, float, "a positive number")
-        object.__setattr__(self, "scale", 1.0 if scale is None else scale)
-        for name, value, known in (
-            ("scoring", self.scoring, get_args(Scoring)),
-            ("group_score", self.group_score, get_args(GroupScore)),
-        ):
-            if not isinstance(value, str) or value not in known:
-                expected = " or ".join(known)
-                raise ValueError(f"Routing: {name} is {shown(value)}: expected {expected}")
-        if (self.groups is None) != (self.groups_per_token is None):
-            raise ValueError(
-                f"Routing: groups is {shown(self.groups)} and groups_per_token "
-                f"{shown(self.groups_per_token)}: expected both, or neither"
-            )
-        for name in ("groups", "groups_per_token"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, whole_number(f"Routing: {name}", value))
-
-    def why_not(self, experts: int) -> str | None:
-        """The reason why a token can't be routed to one of `experts` experts, or None if it can."""
-        if self.per_token > experts:
-            return f"{self.per_token} experts per token are more than the {experts} that there are"
-        if self.groups is None or self.groups_per_token is None:
-            return None
-        if experts % self.groups:
-            return f"{experts} experts can't be divided into {self.groups} groups"
-        size = experts // self.groups
-        if not 0 < self.groups_per_token <= self.groups:
-            return f"{self.groups_per_token} groups per token: expected 1 to {self.groups}"
-        if self.per_token > self.groups_per_token * size:
-            return (
-                f"{self.per_token} experts per token are more than {self.groups_per_token} groups "
-                f"of {size} have"
-            )
-        if self.group_score == "top_two" and size < 2:
-            return f"groups of {size} expert have no two largest scores"
-        return None
+Implementation = Literal["triton", "reference"]
 
 
 def route(
-    logits: jax.Array, routing: Routing, correction: jax.Array | None = None
+    logits: jax.Array,
+    routing: Routing,
+    correction: jax.Array | None = None,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token, int32 [..., k], and their weights, float32 [..., k].
 
     logits: [..., experts], of any floating dtype; scores are computed in float32. correction:
     [experts], added to the scores by which experts are chosen, but not to weights (DeepSeek-V3).
+    implementation: `triton`, one kernel, for routings without groups on a CUDA GPU; or `reference`,
+        plain jnp. By default the kernel where it can run.
 
     A token's experts come in the descending order of their scores; of equal ones the expert of the
     lowest number comes first. Weights are differentiable with respect to the logits. Raises
-    ValueError for shapes that don't fit.
+    ValueError for shapes that don't fit, and UnsupportedError, with the reason, if a forced
+    implementation can't run.
     """
     require_type("route: routing", routing, Routing)
     logits = as_array("route: logits", logits)
@@ -113,6 +46,30 @@ def route(
         raise ValueError(f"route: {reason}")
     if correction is not None and correction.shape != (experts,):
         raise ValueError(f"route: correction is {shown(correction)}: expected shape ({experts},)")
+    name = choose(
+        "route",
+        implementation,
+        "triton" if logits.size else "reference",
+        get_args(Implementation),
+        lambda _: _why_not_triton(routing),
+    )
+    if name == "reference":
+        return _reference(routing, logits, correction)
+    rows = logits.reshape(-1, experts)
+    chosen, weights = _by_kernel(routing, rows, correction)
+    leading = *logits.shape[:-1], routing.per_token
+    return chosen.reshape(leading), weights.reshape(leading)
+
+
+def _why_not_triton(routing: Routing) -> str | None:
+    if routing.groups is not None:
+        return "experts are divided into groups"
+    return device.why_triton_cannot_run()
+
+
+def _reference(
+    routing: Routing, logits: jax.Array, correction: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     wide = logits.astype(jnp.float32)
     is_softmax = routing.scoring == "softmax"
     scores = jax.nn.softmax(wide, -1) if is_softmax else jax.nn.sigmoid(wide)
@@ -128,6 +85,25 @@ def route(
         else:
             weights = weights / (weights.sum(-1, keepdims=True) + LEAST_SUM)
     return chosen.astype(jnp.int32), weights * routing.scale
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_kernel(
+    routing: Routing, logits: jax.Array, correction: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    return routing_triton.route(logits, correction, routing)
+
+
+def _forward(routing: Routing, *arguments: Any) -> tuple[Any, Any]:
+    return _by_kernel(routing, *arguments), arguments
+
+
+def _backward(routing: Routing, arguments: Any, gradients: Any) -> Any:
+    _, pull_back = jax.vjp(functools.partial(_reference, routing), *arguments)
+    return pull_back(gradients)
+
+
+_by_kernel.defvjp(_forward, _backward)
 
 
 def _in_best_groups(ranked: jax.Array, routing: Routing) -> jax.Array:

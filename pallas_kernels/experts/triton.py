@@ -24,7 +24,7 @@ from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.tiles import Tiles
 from mpjax.kernels.gemm.plans import TritonConfig
-from mpjax.kernels.gemm.triton import Operands, Program, steps_of
+from mpjax.kernels.gemm.triton import Operands, Program, parts_of, steps_of
 from mpjax.kernels.launch import Settings, first_program_id, launch, load, load_masked, store
 from mpjax.kernels.quantized_tensor import QuantizedTensor
 
@@ -66,8 +66,8 @@ def products(
     x: [tokens, K], or [pairs, K] with a row for each pair. weight: [experts, K, N], a plain one in
     16 bits. A gate takes `config.splits` 1, because only whole sums can pass it.
     """
-    values, x_scales = (x.values, x.scales) if isinstance(x, QuantizedActivations) else (x, None)
     packed = weight if isinstance(weight, QuantizedTensor) else None
+    values, x_scales = parts_of(x, None if packed is None else packed.format)
     codes = "plain" if packed is None else packed.format.codes
     steps = plain.steps_of(weight.shape[1]) if packed is None else steps_of(packed, config)
     splits, outputs = min(config.splits, steps), weight.shape[-1]

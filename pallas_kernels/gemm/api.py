@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import device
+from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.checks import as_array, as_dtype
 from mpjax.kernels.gemm import dequantize, plans, reference, triton, xla
@@ -180,7 +181,7 @@ def _multiply_rows(
     )
     if format.activations.values and not isinstance(rows, QuantizedActivations):
         choice: Literal["reference"] | None = "reference" if name == "reference" else None
-        rows = quantize_rows(rows, format.activations, implementation=choice)
+        rows = quantize_rows(rows, weight.activations, implementation=choice)
     if name == "triton":
         return triton.matmul_terms(rows, weight, plans.triton_config_of(problem), dtype)
     if name == "mosaic":
@@ -197,13 +198,17 @@ def _multiply_rows(
 def _in_packed_order(
     rows: jax.Array | QuantizedActivations, weight: QuantizedTensor, format: ProductFormat
 ) -> tuple[jax.Array | QuantizedActivations, QuantizedTensor]:
-    """Rows whose channels are in the order of the words, and the weight without a permutation."""
+    """Rows whose channels are in the order of the words, and the weight without a permutation.
+
+    Rows that are still to be rounded to blocks keep their order, and the weight its permutation.
+    """
     if isinstance(rows, QuantizedActivations):
-        _check_activations(rows, format)
+        _check_activations(rows, weight, format)
+    elif isinstance(weight.activations, ActivationBlocks):
+        return rows, weight  # channels move when rows are rounded to blocks
     if weight.permutation is not None:
-        if isinstance(rows, QuantizedActivations):
-            raise ValueError("matmul: x is quantised, but the weight has a permutation of channels")
-        rows = jnp.take(rows, weight.permutation, axis=1)
+        if not isinstance(rows, QuantizedActivations):
+            rows = jnp.take(rows, weight.permutation, axis=1)
         weight = dataclasses.replace(weight, permutation=None)
     if weight.format.symmetric and rows.dtype != jnp.bfloat16:
         # Symmetry makes decoding cheaper for bfloat16 alone. Otherwise the plans that were measured
@@ -258,7 +263,9 @@ def _why_not_mosaic(rows: jax.Array | QuantizedActivations, weight: QuantizedTen
     return None
 
 
-def _check_activations(x: QuantizedActivations, format: ProductFormat) -> None:
+def _check_activations(
+    x: QuantizedActivations, weight: QuantizedTensor, format: ProductFormat
+) -> None:
     wanted = format.activations
     if wanted.values is None:
         raise ValueError(f"matmul: x is quantised, but {format} multiplies 16-bit activations")
@@ -268,9 +275,22 @@ def _check_activations(x: QuantizedActivations, format: ProductFormat) -> None:
             f"matmul: x has {x.values.dtype} values and scales of shape {x.scales.shape}; {format} "
             f"expects {wanted.dtype} and {shape}: use quantize_activations"
         )
+    if x.is_permuted and weight.permutation is None:
+        raise ValueError(
+            "matmul: x is quantised in the order of a permutation, which the weight does not have: "
+            "quantise x by the weight's own `activations`"
+        )
+    if weight.permutation is not None and not x.is_permuted:
+        raise ValueError(
+            "matmul: x is quantised, but the weight has a permutation of channels: pass x itself, "
+            "or quantise it by the weight's own `activations`, if these are blocks"
+        )
 
 
 def _as_rows(x: QuantizedActivations) -> QuantizedActivations:
     return QuantizedActivations(
-        x.values.reshape(-1, x.shape[-1]), x.scales.reshape(-1, x.scales.shape[-1]), x.dtype
+        x.values.reshape(-1, x.shape[-1]),
+        x.scales.reshape(-1, x.scales.shape[-1]),
+        x.dtype,
+        x.is_permuted,
     )

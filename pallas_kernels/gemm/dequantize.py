@@ -26,15 +26,15 @@ def matmul(
 ) -> jax.Array:
     """The product x [M, K] · W [K, N] in `out_dtype`, with a plain copy of W for this call.
 
-    The copy has the dtype of x, or `out_dtype` if x is FP8, and cuBLAS multiplies it. For `liquid4`
-    the copy is the int8 weight of its first level, which the kernels of `int8` multiply with the
-    same result to the bit.
+    The copy has the dtype of x, or `out_dtype` if x is FP8 or meets `int4`, and cuBLAS multiplies
+    it. For `liquid4` the copy is the int8 weight of its first level, which the kernels of `int8`
+    multiply with the same result to the bit.
     """
     # Without the barrier XLA may write out the weights of several layers ahead of their products,
     # and hold all copies at the same time.
     words, x = jax.lax.optimization_barrier((weight.words, x))
     weight = dataclasses.replace(weight, words=words)
-    if weight.format.operand == "int8":
+    if weight.format.operand == "int8" and weight.format.codes != "int4":
         assert isinstance(x, QuantizedActivations)
         if weight.channel_scales is None:
             return xla.matmul(x, weight, out_dtype)  # an int8 weight is a plain matrix already

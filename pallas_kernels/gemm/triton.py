@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from mpjax.kernels import codes as code_kinds
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.gemm.integer_sums import OFFSET_BITS, as_float
 from mpjax.kernels.gemm.plans.configuration import TritonConfig
 from mpjax.kernels.gemm.plans.limits import can_be_operand
 from mpjax.kernels.launch import Settings, first_program_id, join, launch, load_masked, store
@@ -40,7 +41,7 @@ class Operands(NamedTuple):
     """The inputs of the kernel: arrays outside of it, references inside; None if there are none."""
 
     x: Any  # [M, K padded]
-    x_scales: Any  # [M, 1 or groups], for quantised activations
+    x_scales: Any  # [M, 1 or groups], or [groups, M] for int8 in groups; of quantised activations
     words: Any  # [K blocks, N, columns · plane width], or [1, N, K padded]
     parameters: Any  # [groups, N]
     channel_scales: Any  # [N]
@@ -104,7 +105,7 @@ def _launch(
     outputs: the number of channels to compute; the values of the others are undefined. None
         computes all.
     """
-    values, x_scales = (x, None) if isinstance(x, jax.Array) else (x.values, x.scales)
+    values, x_scales = parts_of(x, weight.format)
     rows, columns = values.shape[0], weight.shape[1] - first
     steps = steps_of(weight, config)
     padding = weight.padded_channels - values.shape[1]
@@ -141,6 +142,20 @@ def _launch(
         ),
         interpret=interpret,
     )
+
+
+def parts_of(
+    x: jax.Array | QuantizedActivations, format: WeightFormat | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The rows of x or of its codes, and its scales as a kernel reads them, or None.
+
+    format: of the weight; None for a plain one.
+    """
+    if isinstance(x, jax.Array):
+        return x, None
+    # The scales of a block lie side by side, as the kernels that round to blocks write them.
+    has_blocks = format is not None and format.codes == "int4"
+    return x.values, x.scales.T if has_blocks else x.scales
 
 
 def steps_of(weight: QuantizedTensor, config: TritonConfig) -> int:
@@ -223,8 +238,8 @@ class Program:
         has_scale = self.whole is None and self.kind.has_group_scales
         self.scale_weight = has_scale and config.scaling == "weight" and fits
         self.scale_sum = has_scale and not self.scale_weight
-        # FP8 rows of x have a scale for each group of the weight, even if K is a single group.
-        self.x_by_group = size is not None and self.dtype == jnp.float8_e4m3fn
+        # 8-bit rows of x then have a scale for each group, too, even if K is a single group.
+        self.x_by_group = self.scale_sum and self.dtype in (jnp.int8, jnp.float8_e4m3fn)
 
         # Only the last product of a step runs while the next step decodes. The compiler waits for
         # every other, because the next decoded planes overwrite the registers that it reads.
@@ -232,6 +247,11 @@ class Program:
         self.joined = min(most, max(1, CHANNELS_PER_PRODUCT // width))
         sum_dtype = jnp.int32 if self.dtype == jnp.int8 else jnp.float32
         self.zeros = jnp.zeros((tile_n, tile_m), sum_dtype)
+        self.no_sum = self.zeros  # of a group that is scaled on its own
+        self.sums_blocks = self.scale_sum and self.dtype == jnp.int8  # integers, of a block each
+        if self.sums_blocks:
+            self.no_sum = jnp.full((tile_n, tile_m), OFFSET_BITS, jnp.int32)
+            self.zeros = jnp.zeros((tile_n, tile_m), jnp.float32)
 
     def load_group(self, index: jax.Array) -> code_kinds.Group:
         """The parameters of a group for all output channels of the tile."""
@@ -268,7 +288,8 @@ class Program:
 
     def load_x_scales(self, index: jax.Array) -> jax.Array:  # [tile_m]
         """The scales [tile_m] of the rows of a quantised x, for one group."""
-        return load_masked(self.operands.x_scales.at[self.row, index], self.row_mask)
+        place = (index, self.row) if self.sums_blocks else (self.row, index)
+        return load_masked(self.operands.x_scales.at[place], self.row_mask)
 
     def step(self, number: jax.Array, accumulator: jax.Array) -> jax.Array:
         """Adds the products of a step's planes to the accumulator [tile_n, tile_m]."""
@@ -276,6 +297,8 @@ class Program:
         block, part = number, jnp.int32(0)
         if self.parts > 1:
             block, part = number // self.parts, number % self.parts * self.width
+        # Loaded before the product, since the compiler does not load ahead what no operand needs.
+        x_scales = self.load_x_scales(block) if self.sums_blocks else None
         columns = self.load_columns(block, part + self.lane)
         total = accumulator
         for first in range(0, format.planes, self.joined):
@@ -290,11 +313,11 @@ class Program:
             channel = block * format.block + first * format.plane_width + part
             tile = self.load_x(channel, self.joined)
             if self.scale_sum and first % self.run == 0:
-                total = self.zeros  # the sum over a group is scaled before it is accumulated
+                total = self.no_sum  # the sum over a group is scaled before it is accumulated
             total += self.target.dot(join(weights), tile, trans_b=True)
             if self.scale_sum and (first + self.joined) % self.run == 0:
-                scale = self.scale_of_sum(group, index)
-                accumulator = total = self.target.multiply_add(total, scale, accumulator)
+                scale = self.scale_of_sum(group, index, x_scales)
+                accumulator = total = self.target.multiply_add(as_float(total), scale, accumulator)
         return total
 
     def decoder(self, columns: list[jax.Array], group: code_kinds.Group) -> code_kinds.Decoder:
@@ -303,11 +326,14 @@ class Program:
             return self.kind.scaled_decoder(columns, group, self.shared, self.dtype)
         return self.kind.decoder(columns, group.arguments, self.shared, self.dtype)
 
-    def scale_of_sum(self, group: code_kinds.Group, index: jax.Array) -> jax.Array:
+    def scale_of_sum(
+        self, group: code_kinds.Group, index: jax.Array, x_scales: jax.Array | None
+    ) -> jax.Array:
         """The factor [tile_n, 1 or tile_m] of the sum over a group."""
         assert group.scale is not None
         if self.x_by_group:
-            return group.scale * self.load_x_scales(index)[None, :]
+            x_scales = self.load_x_scales(index) if x_scales is None else x_scales
+            return group.scale * x_scales[None, :]
         return group.scale
 
     def scaled(self, accumulator: jax.Array) -> jax.Array:

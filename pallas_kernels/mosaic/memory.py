@@ -84,7 +84,12 @@ def operand_layout(dtype: jax.typing.DTypeLike) -> Any:
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
     """Zeros [64, rows] in the layout of `wgmma`'s sums."""
-    tile = jnp.zeros(shape, dtype)
+    return full(shape, 0, dtype)
+
+
+def full(shape: tuple[int, ...], value: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A tile [64, rows] of one value, in the layout of `wgmma`'s sums."""
+    tile = jnp.full(shape, value, dtype)
     return tile if current_target().is_interpreted else plgpu.layout_cast(tile, layouts.WGMMA)
 
 

@@ -42,6 +42,22 @@ def accumulate(
     return body(*(scratch.at[:, pl.ds(end - n, n)] for end, n in zip(ends, rows, strict=True)))
 
 
+def accumulate_from(
+    start: jax.Array, body: Callable[[Any], None], scratch: Any | None
+) -> jax.Array:
+    """The sums that `body` leaves in a reference to sums [64, rows], which begin with `start`.
+
+    `body` waits for the products that it begins. scratch: as for `accumulate`.
+    """
+    if scratch is None:
+        result: jax.Array = pl.run_state(body)(plgpu.WGMMAAccumulatorRef.init(start))
+        return result
+    scratch[...] = start
+    body(scratch)
+    final: jax.Array = scratch[...]
+    return final
+
+
 def multiply(sums: Any, operand: Any, x: Any) -> None:
     """Begins to add operand [64, width] · x.T to sums [64, rows].
 

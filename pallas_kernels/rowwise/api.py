@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.kernels import device
-from mpjax.kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels.activation_blocks import ActivationBlocks
+from mpjax.kernels.activations import Format, QuantizedActivations, quantize_activations
 from mpjax.kernels.checks import (
     as_array,
     as_arrays,
@@ -20,13 +21,12 @@ from mpjax.kernels.checks import (
     require_floats,
     shown,
 )
-from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.implementation import choose
-from mpjax.kernels.product_format import ActivationFormat, ProductFormat
-from mpjax.kernels.rowwise import reference, triton
+from mpjax.kernels.product_format import ActivationFormat
+from mpjax.kernels.rowwise import blocks, reference, triton
+from mpjax.kernels.rowwise.reference import Rounding
 
 Implementation = Literal["triton", "reference"]
-Format = ActivationFormat | ProductFormat | WeightFormat | str
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -62,8 +62,9 @@ def add_rms_norm(
     weight: [H].
     epsilon: ε, a number that the kernel is compiled for; with a traced one, the reference runs.
     format: what the result becomes: an ActivationFormat, or the format of the product or weight
-        that it is for, or a text of one. If it has 8 bits and one scale per token, the normalised
-        rows are quantised here; scales of groups are left to the product.
+        that it is for, or a text of one; or the ActivationBlocks of that weight. If it has 8 bits
+        and one scale per token, or is blocks, the normalised rows are quantised here, and their
+        channels moved; other scales of groups are left to the product.
     dtype: of both results; that of the weight if it is None.
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
@@ -86,18 +87,24 @@ def add_rms_norm(
             f"add_rms_norm: terms have shape {terms.shape}, the residual {found} and the weight "
             f"{weight.shape}; expected [splits, ..., H], [..., H] and [H]"
         )
-    format = None if format is None else ActivationFormat.of(format)
+    rounding = None if format is None else _rounding("add_rms_norm", format, terms.shape[-1])
     if is_known(epsilon):
         epsilon = norm_epsilon("add_rms_norm: epsilon", epsilon)
     wanted = weight.dtype if dtype is None else as_dtype("add_rms_norm: dtype", dtype)
-    kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=format, dtype=wanted)
-    plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=format, dtype=wanted)
-    reason = _why_not_triton(terms, wanted, format)
+    plain = functools.partial(
+        reference.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted
+    )
+    reason = _why_not_triton(terms, wanted, rounding)
+    if isinstance(rounding, ActivationBlocks) and wanted != weight.dtype:
+        reason = f"the weight is {weight.dtype}, and of blocks the result has its dtype"
     if not is_known(epsilon):
         reason = "epsilon is traced, expected a Python number"
     default = "reference" if terms.size == 0 else "triton"
     if _choose("add_rms_norm", implementation, default, reason) == "reference":
         return plain(terms, residual, weight)
+    if isinstance(rounding, ActivationBlocks):
+        return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon)
+    kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
     return _differentiable(kernel, plain, terms, residual, weight)
 
 
@@ -140,13 +147,17 @@ def gated(
     dtype = as_dtype(f"{name}: dtype", dtype)
     if terms.ndim < 2 or terms.shape[-1] % 2:
         raise ValueError(f"{name}: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
-    format = None if format is None else ActivationFormat.of(format)
-    kernel = functools.partial(triton.gated, activation=activation, dtype=dtype, format=format)
-    plain = functools.partial(reference.gated, activation=activation, dtype=dtype, format=format)
-    reason = _why_not_triton(terms, dtype, format)
-    default = "triton" if terms.size and reference.quantizes(format) else "reference"
+    rounding = None if format is None else _rounding(name, format, terms.shape[-1] // 2)
+    plain = functools.partial(reference.gated, activation=activation, dtype=dtype, format=rounding)
+    reason = _why_not_triton(terms, dtype, rounding)
+    if isinstance(rounding, ActivationBlocks) and activation != "silu":
+        reason = f"{activation} has no kernel that rounds to blocks"
+    default = "triton" if terms.size and reference.quantizes(rounding) else "reference"
     if _choose(name, implementation, default, reason) == "reference":
         return plain(terms)
+    if isinstance(rounding, ActivationBlocks):
+        return blocks.gated_silu(terms, rounding, dtype=dtype)
+    kernel = functools.partial(triton.gated, activation=activation, dtype=dtype, format=rounding)
     return _differentiable(kernel, plain, terms)
 
 
@@ -159,37 +170,44 @@ def quantize_rows(
     channels.
 
     format: an ActivationFormat, or the format of the product or weight that x is for, or a text of
-        one, such as "int8".
+        one, such as "int8"; or the ActivationBlocks of that weight.
 
     Raises ValueError for a format with 16-bit activations, and UnsupportedError, with the reason,
     if a requested implementation can't run.
     """
     x = as_array("quantize_rows: x", x)
     require_floats("quantize_rows", x=x)
-    wanted = ActivationFormat.of(format)
+    wanted = _rounding("quantize_rows", format, x.shape[-1] if x.shape else 0)
     default = "triton" if x.size and reference.quantizes(wanted) else "reference"
     reason = _why_not_triton(x, x.dtype, wanted)
     if not reference.quantizes(wanted):
         reason = f"{format} does not have one scale per token"
     if _choose("quantize_rows", implementation, default, reason) == "reference":
         return quantize_activations(x, format)
+    if isinstance(wanted, ActivationBlocks):
+        return blocks.quantize_rows(x, wanted)
     return triton.quantize_rows(x, wanted)
+
+
+def _rounding(operation: str, format: Format, channels: int) -> Rounding:
+    """How a result of so many channels is rounded. Raises ValueError for blocks of others."""
+    if not isinstance(format, ActivationBlocks):
+        return ActivationFormat.of(format)
+    return format.checked(operation, channels)
 
 
 def _choose(name: str, wanted: Implementation | None, default: str, reason: str | None) -> str:
     return choose(name, wanted, default, ("triton", "reference"), lambda _: reason)
 
 
-def _why_not_triton(
-    terms: jax.Array, dtype: jnp.dtype, format: ActivationFormat | None
-) -> str | None:
+def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: Rounding | None) -> str | None:
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"the result is {dtype}, expected bfloat16 or float16"
     if terms.size == 0:
         return "there are no rows"
     if reason := device.why_triton_cannot_run():
         return reason
-    if format is not None and format.values == "float8" and (reason := device.why_not_float8()):
+    if getattr(format, "values", None) == "float8" and (reason := device.why_not_float8()):
         return reason
     return device.why_too_large(terms.size) if reference.quantizes(format) else None
 

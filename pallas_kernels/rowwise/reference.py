@@ -8,14 +8,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rounding import narrow
 
+Rounding = ActivationFormat | ActivationBlocks
 
-def quantizes(format: ActivationFormat | None) -> bool:
-    """Whether activations become codes of 8 bits with one scale per token."""
-    return format is not None and format.scales_rows
+
+def quantizes(format: Rounding | None) -> bool:
+    """Whether activations become codes here: with one scale per token, or in blocks."""
+    return isinstance(format, ActivationBlocks) or (format is not None and format.scales_rows)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -30,7 +33,7 @@ def add_rms_norm(
     residual: jax.Array | None,
     weight: jax.Array,
     epsilon: float,
-    format: ActivationFormat | None = None,
+    format: Rounding | None = None,
     dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
     """The stream and its norm; see the public function."""
@@ -46,7 +49,7 @@ def gated(
     terms: jax.Array,
     activation: str,
     dtype: jnp.dtype,
-    format: ActivationFormat | None = None,
+    format: Rounding | None = None,
 ) -> jax.Array | QuantizedActivations:
     """activation(gate) · up; see the public function."""
     gate, up = jnp.split(terms.astype(jnp.float32).sum(0), 2, axis=-1)
@@ -67,7 +70,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _rounded(
-    wide: jax.Array, format: ActivationFormat | None, dtype: jnp.dtype
+    wide: jax.Array, format: Rounding | None, dtype: jnp.dtype
 ) -> jax.Array | QuantizedActivations:
     if format is not None and quantizes(format):
         return quantize_activations(wide, format, dtype)

@@ -13,17 +13,31 @@ def test_a_row_for_each_method(tmp_path, monkeypatch, capsys):
     text, held_out = methods.python_source()
     short = [document[:1500] for document in text[:2]], [held_out[0][:1500]]
     monkeypatch.setattr(methods, "RESULTS", tmp_path)
-    monkeypatch.setattr(methods, "CASES", {"WNF3A16KV16": ("rtn", "gptq")})
+    monkeypatch.setattr(methods, "CASES", {"WNF3A16KV16": ("rtn", "gptq", "rtn+learn_scales")})
     monkeypatch.setattr(methods, "CALIBRATION", LITTLE)
     monkeypatch.setattr(methods, "python_source", lambda: short)
     monkeypatch.setattr(methods.run, "__defaults__", (LITTLE,))
+    learned = []
+
+    def learn(lm, documents, *, reference, **options):
+        learned.append((lm.precision, reference.precision))
+        return reference
+
+    monkeypatch.setattr(mpjax, "learn_scales", learn)
     methods.main([])
     rows = json.loads((tmp_path / "methods.json").read_text())["results"]
-    assert [row["method"] for row in rows] == ["", "rtn", "gptq"]
+    assert [row["method"] for row in rows] == ["", "rtn", "gptq", "rtn+learn_scales"]
     assert min(rows[1]["rise"], rows[2]["rise"]) > 0.05
+    assert rows[3]["rise"] == 0
+    assert [reference for _, reference in learned] == ["W16A16KV16"]
     assert methods.cells(rows[0])[3] == ""
     assert methods.cells(rows[1])[3].startswith("+")
     assert "methods.json" in capsys.readouterr().out
+    (tmp_path / "methods.json").unlink()
+    monkeypatch.setattr(methods, "run", lambda *arguments: iter([{"cases": [*arguments[3]]}]))
+    methods.main(["--precisions", "WNF3A16KV16"])
+    assert json.loads(capsys.readouterr().out) == {"cases": ["WNF3A16KV16"]}
+    assert not (tmp_path / "methods.json").exists()
 
 
 def test_groups_must_divide_the_channels(tmp_path):

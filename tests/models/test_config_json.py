@@ -11,9 +11,11 @@ from mpjax.models.config_json import (
     integer,
     layer_count,
     layer_windows,
+    number,
     require,
     sliding_window,
 )
+from mpjax.models.rope import yarn_attention_factor
 
 HF = {
     "vocab_size": 1000,
@@ -391,3 +393,30 @@ def test_sliding_windows():
 def test_values_that_contradict_others(change, message):
     with pytest.raises(ConfigError, match=f"^config.json: {message}"):
         Llama.config_from_hf(HF | change)
+
+
+def test_yarn():
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}
+    found = common_fields(HF | {"rope_parameters": rope, "max_position_embeddings": 4096})
+    assert found["rope_scaling"] == RopeScaling(
+        "yarn", 4.0, original_context=4096, attention_factor=yarn_attention_factor(4.0)
+    )
+    rope |= {"original_max_position_embeddings": 1024, "beta_fast": 16, "beta_slow": 2}
+    rope |= {"truncate": False, "attention_factor": 1.5}
+    assert common_fields(HF | {"rope_parameters": rope})["rope_scaling"] == RopeScaling(
+        *("yarn", 4.0),
+        original_context=1024,
+        attention_factor=1.5,
+        fast_turns=16.0,
+        slow_turns=2.0,
+        whole_channels=False,
+    )
+    with pytest.raises(ConfigError, match="rotary scaling: mscale is not supported"):
+        common_fields(HF | {"rope_parameters": rope | {"mscale": 1.0}})
+
+
+def test_numbers_have_a_default():
+    assert number(HF, "swiglu_limit", 7) == 7.0
+    assert number(HF | {"swiglu_limit": 3}, "swiglu_limit", 7) == 3.0
+    with pytest.raises(ConfigError, match="swiglu_limit is -1: expected a positive number"):
+        number(HF | {"swiglu_limit": -1}, "swiglu_limit", 7)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from mpjax.models import DecoderConfig, family, presets
+from tests.models.test_gpt_oss import GPT_OSS
 from tests.models.test_mixtral import MIXTRAL
 from tests.models.test_qwen_moe import QWEN3 as QWEN3_30B_A3B
 
@@ -56,6 +57,15 @@ LLAMA3_1_8B = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+LLAMA3_70B = LLAMA3_1_8B | {
+    "eos_token_id": [128001, 128009],
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "rope_scaling": None,
+}
 
 
 def parameters(config: DecoderConfig) -> int:
@@ -67,8 +77,9 @@ def parameters(config: DecoderConfig) -> int:
 @pytest.mark.parametrize(
     ("config", "billions"),
     [
-        *((presets.QWEN3_8B, 8.19), (presets.LLAMA3_1_8B, 8.03)),
+        *((presets.QWEN3_8B, 8.19), (presets.LLAMA3_1_8B, 8.03), (presets.LLAMA3_70B, 70.55)),
         *((presets.QWEN3_30B_A3B, 30.52), (presets.MIXTRAL_8X7B, 46.70)),
+        (presets.GPT_OSS_20B, 20.91),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(config, billions):
@@ -80,6 +91,7 @@ def test_presets_have_the_published_number_of_parameters(config, billions):
     [
         *((presets.QWEN3_8B, QWEN3_8B), (presets.LLAMA3_1_8B, LLAMA3_1_8B)),
         *((presets.QWEN3_30B_A3B, QWEN3_30B_A3B), (presets.MIXTRAL_8X7B, MIXTRAL)),
+        *((presets.GPT_OSS_20B, GPT_OSS), (presets.LLAMA3_70B, LLAMA3_70B)),
     ],
 )
 def test_presets_are_what_the_published_files_say(config, file):

@@ -9,7 +9,7 @@ import pytest
 
 from mpjax.kernels import QuantizedTensor, quantize
 from mpjax.models import Linear
-from mpjax.models.stack import stack, unstack
+from mpjax.models.stack import alternating, halves_of, stack, unstack
 from tests.pallas_kernels.oracles import random_array
 
 NAMES = tuple(f"experts.{expert}.{part}" for expert in range(3) for part in ("gate", "up"))
@@ -71,3 +71,19 @@ def test_formats_that_differ_are_refused_by_name(rng):
     mixed = maps(rng, "uint4:g32")[:1] + maps(rng, "uint8:g32")[:1]
     with pytest.raises(ValueError, match=r"^experts\.0\.gate and experts\.0\.up have the formats"):
         stack(mixed, NAMES[:2], 2)
+
+
+@pytest.mark.parametrize("text", ["bfloat16", "uint4:g32", "liquid4:g64/int8"])
+def test_outputs_that_alternate_become_halves(text, rng):
+    linear = Linear(quantize(random_array(rng, (64, 6), "float32"), text), jnp.arange(6.0))
+
+    def dense(linear):
+        kernel = kernel_of(linear)
+        return kernel.dequantize() if isinstance(kernel, QuantizedTensor) else kernel
+
+    halves = halves_of(linear)
+    np.testing.assert_array_equal(halves.bias.get_value(), [0, 2, 4, 1, 3, 5])
+    np.testing.assert_array_equal(dense(halves), dense(linear)[:, jnp.array([0, 2, 4, 1, 3, 5])])
+    again = alternating(halves)
+    np.testing.assert_array_equal(dense(again), dense(linear))
+    np.testing.assert_array_equal(again.bias.get_value(), jnp.arange(6.0))

@@ -23,7 +23,7 @@ WINDOW = 16
 
 @pytest.fixture(scope="module")
 def rounded(tiny_folder):
-    return mpjax.load(tiny_folder, precision="WNF2A32KV8")
+    return mpjax.load(tiny_folder, precision="WNF4A32KV8")
 
 
 @jax.jit

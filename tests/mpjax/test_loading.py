@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -17,6 +18,8 @@ from mpjax.loading import bundled_model, load
 from mpjax.precision import Precision
 from tests.mpjax.checkpoint.saved_models import require_same_bits, write_tokenizer
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA, random_tensors, write_checkpoint
+from tests.mpjax.on_devices import FEW, MANY
+from tests.sweeps import in_sweep
 
 
 @pytest.fixture
@@ -39,6 +42,42 @@ def test_precision_as_text_or_object(folder):
     assert load(folder, precision="A16KV4", dtype="float16").precision == "W16A16KV4"
     with pytest.raises(ValueError, match="can't read the precision 'int4'"):
         load(folder, precision="int4")
+
+
+@pytest.mark.parametrize(("cases", "count"), [("few", len(FEW)), in_sweep("many", len(MANY))])
+def test_several_devices_have_the_model_of_one(cases, count, tmp_path):
+    """In a process of its own, which has eight devices."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.mpjax.on_devices", str(tmp_path), cases],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{count} cases\n"), done.stderr
+
+
+def test_a_mesh_of_one_device_has_all(folder, tmp_path):
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("shards",))
+    whole, divided = load(folder), load(folder, devices=mesh)
+    assert (divided.devices, divided.summary()) == (1, whole.summary())
+    assert divided.model.share.axis == "shards"
+    save(divided, tmp_path / "saved")
+    require_same_bits(load(tmp_path / "saved"), dataclasses.replace(whole, source=tmp_path))
+    with pytest.raises(ValueError, match="devices is 4096, and JAX sees"):
+        load(folder, devices=4096)
+
+
+def test_an_argument_that_there_is_not_is_refused(folder):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
+        load(folder, device=2)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "f32", np.float32, jnp.float32, "float32"])

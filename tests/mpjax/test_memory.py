@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import pytest
 
+from mpjax import memory
 from mpjax.memory import DeviceMemoryError, free_bytes, has_free, require_free
 
 
@@ -50,3 +52,25 @@ def test_the_cpu_has_what_the_system_has():
     assert 10**6 < (free_bytes(jax.devices("cpu")[0]) or 0) < 10**15
     with pytest.raises(MemoryError, match=r"needs 1000000000\.00 GB on"):
         require_free(10**18, "loading", jax.devices("cpu")[0])
+
+
+def test_each_device_of_a_mesh_needs_its_share(monkeypatch):
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100)
+    for where in (None, mesh):
+        assert memory.has_free_on(where, 100)
+        assert not memory.has_free_on(where, 101)
+        memory.require_free_on(where, 60, "this", 40)
+        with pytest.raises(memory.DeviceMemoryError, match="this needs"):
+            memory.require_free_on(where, 60, "this", 41)
+
+
+def test_a_device_that_has_less_than_its_share_is_named(monkeypatch):
+    fake = types.SimpleNamespace(size=2, local_devices=["first", "second"])
+    free = {"first": 100, "second": 49}
+    monkeypatch.setattr(memory, "free_bytes", free.get)
+    monkeypatch.setattr(memory, "default_device", lambda: "first")
+    assert not memory.has_free_on(fake, 99)
+    with pytest.raises(memory.DeviceMemoryError, match="on second"):
+        memory.require_free_on(fake, 99, "this")
+    memory.require_free_on(fake, 98, "this", 51)

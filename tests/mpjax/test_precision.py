@@ -31,7 +31,7 @@ packed_formats = st.one_of(
         st.just(False),
         st.sampled_from([None, "float8"]),
     ),
-    st.sampled_from([WeightFormat("int8"), WeightFormat("liquid4", 64)]),
+    st.sampled_from([WeightFormat("int8"), WeightFormat("liquid4", 64), WeightFormat("int4", 128)]),
 )
 caches = st.one_of(
     st.builds(KVFormat, *[st.sampled_from([16, 8, 4, "fp8"])] * 2),
@@ -102,6 +102,7 @@ def test_tables_that_there_are_not(text, message):
         ("WFP8g128AFP8KV8", WeightFormat("float8", 128, False, "float8"), 8),
         ("W8A8KV8", WeightFormat("int8"), 8),
         ("W4A8KV4", WeightFormat("liquid4", 64), 4),
+        ("W4AxKV4", WeightFormat("int4", 128), 4),
         ("A16KV8", None, 8),
         ("W4A16KVfp8", WeightFormat("uint4", 128), "fp8"),
         ("WFP8AFP8K8V4", WeightFormat("float8", None, False, "float8"), (8, 4)),
@@ -254,14 +255,31 @@ def test_parse_inverts_str(precision):
 
 
 @pytest.mark.parametrize(
+    ("text", "one_in", "written"),
+    [
+        ("W4AxKV4", 8, "W4AxKV4"),
+        ("w4ax16kv4", 16, "W4Ax16KV4"),
+        ("W4Ax8KV4", 8, "W4AxKV4"),
+        ("W4A4KV8", 0, "W4A4KV8"),
+        ("W16A16+W4Ax4KV8", 4, "W16A16+W4Ax4KV8"),
+    ],
+)
+def test_one_block_in_so_many_has_eight_bits(text, one_in, written):
+    precision = Precision.parse(text)
+    assert (precision.wide_blocks, str(precision)) == (one_in, written)
+    assert Precision.parse(written) == precision
+    assert Precision("uint4:g128", wide_blocks=3) == Precision("uint4:g128")  # which has no blocks
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "can't read the precision '': expected, for example, W4A16KV8"),
         ("AWQ", "can't read the precision 'AWQ': expected, for example, W4A16KV8"),
         ("W4+A16KV8", "can't read the precision"),
         (
-            "W4A4KV4",
-            r"'W4A4KV4': A4 is not implemented: activations can be A16 \(A32 in f.*\), A8 or AFP8",
+            "W8A4KV4",
+            r"'W8A4KV4': A4 is not implemented: activations can be A16 \(A32 in f.*\), A8, AFP8 or",
         ),
         ("W3A16KV8", "W3A16 is not implemented: expected W16A16, W8A16"),
         ("W16A8KV8", "W16A8 is not implemented"),
@@ -273,6 +291,10 @@ def test_parse_inverts_str(precision):
         ("W16symA16KV8", "W16 and W32 have no group size and no sym"),
         ("W32A16KV8", "W32A16 is not implemented: .* as in W16A16 and W32A32"),
         ("W16A32KV8", "W16A32 is not implemented"),
+        ("W8AxKV8", "AX is not implemented"),
+        ("AxKV8", "Ax needs a W part"),
+        ("W4Ax4+W4Ax8A16KV8", "can't read the precision"),
+        ("W4Ax4+W4Ax8KV8", "Ax has one share of blocks for the whole model"),
         ("W4A16+W8A32KV8", "A16 and A32 can't be in one model, which"),
         ("W4A16KV3", "KV3 is not a KV format: expected KV16, KV8, KV8s, KV4"),
         ("W4A16K8V", "can't read the precision"),

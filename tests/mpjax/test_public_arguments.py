@@ -28,7 +28,7 @@ ODD = {
     "complex": np.ones((1, 2), complex),
 }
 # Other words that messages name an argument by.
-NAMED = {"kv_format": ["KV format"], "documents": ["text is"]}
+NAMED = {"kv_format": ["KV format"], "documents": ["text is"], "reference": ["folder"]}
 # Other tests have the seeds and the prompts, whose kinds are many.
 ELSEWHERE = ("seeds", "seed", "prompts", "prompt", "progress")
 
@@ -42,6 +42,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     of_text = {"max_new_tokens": 2, "sampling": None, "stop": "zz"}
     of_tokens = {"model": lm.model, "tokens": TOKENS, "lengths": [4, 2], "max_new_tokens": 2}
     calibrated = dataclasses.replace(lm, kv_format=KVFormat("8s"))
+    rounded = mpjax.quantize(lm, mpjax.Recipe.of("WNF2A32KV16", "rtn"))
     return {
         "generate": (mpjax.generate, {"lm": lm, "prompts": "x ="} | of_text),
         "stream": (stream, {"lm": lm, "prompt": "x ="} | of_text),
@@ -61,9 +62,34 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
             mpjax.calibrate_cache,
             {"lm": calibrated, "documents": ["x = 1"], "window": 16, "max_tokens": 16},
         ),
+        "Engine": (
+            lambda **options: mpjax.Engine(**options).close(),
+            {"lm": lm, "slots": 2, "cache_memory": 0.5, "max_tokens": 64, "chunk_tokens": 16}
+            | {"steps": 2, "share_prefixes": True},
+        ),
+        "Engine.submit": (
+            mpjax.Engine(lm, slots=1, max_tokens=64).submit,
+            {"prompt": "x ="} | of_text | {"priority": 0, "prompt_logprobs": False},
+        ),
         "evaluate": (
             evaluate,
             {"lm": lm, "documents": ["x = 1"], "window": 16, "batch": 1, "stride": 16},
+        ),
+        "recipe_for_budget": (
+            mpjax.recipe_for_budget,
+            {
+                "lm": lm,
+                "bits": 8.5,
+                "documents": ["x = 1"],
+                "choices": ["W8g64"],
+                "precision": "A16KV8",
+                "method": "rtn",
+            },
+        ),
+        "learn_scales": (
+            mpjax.learn_scales,
+            {"lm": rounded, "documents": ["x = 1"], "reference": None, "rechoose": False}
+            | {"learning": mpjax.Learning(1), "calibration": mpjax.Calibration(16, 16, 1)},
         ),
         "compare": (
             mpjax.compare,
@@ -77,7 +103,7 @@ def calls(lm: mpjax.LanguageModel) -> dict[str, tuple[Callable[..., Any], dict[s
     "name",
     [
         *("generate", "stream", "generate_tokens", "the fields of a Sampling", "page_size"),
-        *("calibrate_cache", "evaluate", "compare"),
+        *("calibrate_cache", "evaluate", "compare", "learn_scales", "Engine", "Engine.submit"),
     ],
 )
 def test_what_is_wrong_is_named_or_taken(name, tiny):

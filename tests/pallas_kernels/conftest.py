@@ -11,12 +11,14 @@ import pytest
 
 import mpjax.kernels.attention.triton
 import mpjax.kernels.experts.counting
+import mpjax.kernels.experts.routing_triton
 import mpjax.kernels.experts.triton
 import mpjax.kernels.gemm.dequantize
 import mpjax.kernels.gemm.gradient
 import mpjax.kernels.gemm.triton
 import mpjax.kernels.kv_cache.triton
 import mpjax.kernels.rotary.triton
+import mpjax.kernels.rowwise.blocks
 import mpjax.kernels.rowwise.triton
 from mpjax.kernels import device
 from mpjax.kernels.gemm.plans.limits import why_no_wgmma
@@ -84,10 +86,14 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.gemm.gradient, "write_out"),
         (mpjax.kernels.experts.triton, "products"),
         (mpjax.kernels.experts.counting, "counted"),
+        (mpjax.kernels.experts.routing_triton, "route"),
         (mpjax.kernels.kv_cache.triton, "append"),
         (mpjax.kernels.kv_cache.triton, "flush"),
         (mpjax.kernels.attention.triton, "paged_attention"),
         (mpjax.kernels.rotary.triton, "rotate_and_append"),
+        (mpjax.kernels.rowwise.blocks, "add_rms_norm"),
+        (mpjax.kernels.rowwise.blocks, "gated_silu"),
+        (mpjax.kernels.rowwise.blocks, "quantize_rows"),
         (mpjax.kernels.rowwise.triton, "add_rms_norm"),
         (mpjax.kernels.rowwise.triton, "gated"),
         (mpjax.kernels.rowwise.triton, "quantize_rows"),

@@ -22,7 +22,7 @@ ALL_FORMATS = (
     *(text + suffix for text in WEIGHT_FORMATS for suffix in ("", ":sym")),
     *(f"table{bits}:g{size}" for bits in (4, 3, 2) for size in (32, 64, 128, 256)),
     *("float8:g128", "float8:gK", "float8:g128/float8", "float8:gK/float8", "float4:g32"),
-    *("int8:gK/int8", "liquid4:g64/int8", "bfloat16", "float16"),
+    *("int8:gK/int8", "int4:g128/int8", "liquid4:g64/int8", "bfloat16", "float16"),
 )
 PACKED_FORMATS = ALL_FORMATS[:-2]
 
@@ -168,6 +168,8 @@ class PlainWeight:
                 codes = np.where(codes & 0x7F == 0x7F, 0, codes).astype(np.uint8)
             dtype = ml_dtypes.float8_e4m3fn if format.codes == "float8" else np.int8
             return cls(format, codes.view(dtype), scales.astype(np.float32))
+        if format.codes == "int4":
+            return cls(format, codes.view(np.int8) - np.int8(8), scales.astype(np.float32))
         if format.codes == "liquid4":
             steps = rng.integers(1, 17, group_shape).astype(np.uint16)
             offsets = rng.integers(9, 256 - 15 * steps).clip(9, 247).astype(np.uint16)
@@ -187,6 +189,8 @@ class PlainWeight:
     def words(self) -> np.ndarray:
         """The words, as QuantizedTensor describes them."""
         format = self.format
+        if format.codes == "int4":
+            return nibble_words(self.codes.view(np.uint8) & 15)
         if format.operand and format.codes != "liquid4":
             return np.pad(self.codes, ((0, -len(self.codes) % 128), (0, 0))).T[None]
         width = min(format.group_size or 64, 64)

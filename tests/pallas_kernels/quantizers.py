@@ -36,6 +36,8 @@ def oracle(weight: np.ndarray, format: WeightFormat, table: np.ndarray | None = 
         return join([float4_oracle(group) for group in groups])
     if format.codes == "int8":
         return join([int8_oracle(group) for group in groups])
+    if format.codes == "int4":
+        return join([int4_oracle(group) for group in groups])
     if format.codes.startswith("table"):
         entries = normal_float(format.bits) if table is None else table
         return join([table_oracle(group, entries) for group in groups])
@@ -74,6 +76,12 @@ def float8_oracle(group: np.ndarray, tile: int | None) -> Quantized:
     return Quantized(
         np.clip(group * (np.float32(1) / scale), -448, 448).astype(E4M3), scale, 0 * scale
     )
+
+
+def int4_oracle(group: np.ndarray) -> Quantized:
+    scale = np.abs(group).max(0) * np.float32(2 / 15)
+    scale = np.where(scale == 0, np.float32(1), scale)
+    return Quantized(np.clip(np.rint(group * (np.float32(1) / scale)), -8, 7), scale, 0 * scale)
 
 
 def float4_oracle(group: np.ndarray) -> Quantized:

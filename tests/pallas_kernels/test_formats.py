@@ -11,7 +11,7 @@ each_format = pytest.mark.parametrize("text", ALL_FORMATS)
 each_packed_format = pytest.mark.parametrize("text", PACKED_FORMATS)
 
 CODES = ["uint4", "uint8", "table4", "table3", "table2", "float8", "float4", "int8", "liquid4"]
-CODES += ["bfloat16", "float16"]
+CODES += ["int4", "bfloat16", "float16"]
 
 
 @each_format
@@ -71,9 +71,10 @@ SIZES = "expected 32, 64, 128 or "
         ("uint4:g128/", "can't read"),
         ("uint4:g-1", "can't read"),
         (
-            "int4",
-            r"unknown weight format 'int4' \(did you mean 'uint4'\?\): expected one of uint4",
+            "unt4",
+            r"unknown weight format 'unt4' \(did you mean 'uint4'\?\): expected one of uint4",
         ),
+        ("int4", "int4 with group size K: expected 128$"),
         ("uint2:g64", "unknown weight format 'uint2'.*liquid4, bfloat16, float16"),
         ("uint4:g16", rf"uint4 with group size 16: {SIZES}K, all input channels"),
         ("uint8:g0", rf"uint8 with group size 0: {SIZES}K, all input channels"),

@@ -8,11 +8,12 @@ import pytest
 from mpjax.kernels import ActivationFormat, ProductFormat, WeightFormat, matmul, quantize
 from tests.pallas_kernels.oracles import ALL_FORMATS
 
-ACTIVATIONS = ("16-bit", "int8", "float8", "float8:g128")
+ACTIVATIONS = ("16-bit", "int8", "int8:g128", "float8", "float8:g128")
 # The format of activations beside weights that are not multiplied in 16 bits.
 EIGHT_BITS = {
     "int8:gK/int8": "int8",
     "liquid4:g64/int8": "int8",
+    "int4:g128/int8": "int8:g128",
     "float8:gK/float8": "float8",
     "float8:g128/float8": "float8:g128",
 }
@@ -42,7 +43,7 @@ def test_other_texts_are_refused(text):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (("int8", 128), "values are 'int8' and whose group_size is 128: expected those of 16-bit"),
+        (("int8", 64), "values are 'int8' and whose group_size is 64: expected those of 16-bit"),
         (("float8", 64), "values are 'float8' and whose group_size is 64: .* or float8:g128"),
         ((None, 128), "values are None and whose group_size is 128"),
         (("int4",), "values are 'int4' and whose group_size is None"),

@@ -182,6 +182,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"codes": "uint4", "group_size": 32, "symmetric": False, "operand": None},
     ),
     "WeightFormat.of": (kernels.WeightFormat.of, {"format": "uint4:g32"}),
+    "ActivationBlocks": (
+        lambda **fields: kernels.quantize_activations(X, kernels.ActivationBlocks(**fields)),
+        {"bits": jnp.full(1, 4), "permutation": jnp.arange(64)},
+    ),
     "ActivationFormat": (kernels.ActivationFormat, {"values": "int8", "group_size": None}),
     "ActivationFormat.of": (kernels.ActivationFormat.of, {"format": "int8"}),
     "ProductFormat.of": (

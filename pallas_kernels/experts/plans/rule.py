@@ -30,11 +30,16 @@ def config_by_rule(problem: Problem) -> ExpertsConfig:
     rows = _rows(problem)
     if not problem.format.weight.is_packed:
         return _plain(problem, rows)
-    config = triton_by_rule(problem.product(rows))
+    product = problem.product(rows)
+    config = triton_by_rule(product)
+    # Only whole sums pass the gate in the kernel, which spares the next one: so K is not split if
+    # there is a tile for each multiprocessor.
+    tiles = product.outputs // config.tile_n
+    is_whole = problem.gated and tiles >= problem.limits.multiprocessors
     return ExpertsConfig(
         config.tile_m,
         config.tile_n,
-        config.splits,
+        1 if is_whole else config.splits,
         config.warps,
         config.stages,
         config.scaling,

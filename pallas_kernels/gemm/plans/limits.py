@@ -39,7 +39,7 @@ def why_not_warpgroups(problem: Problem) -> str | None:
     if format.codes == "float4":
         return f"{format} is decoded by Triton's kernel alone"
     scales_groups = format.group_size is not None and code_kinds.of(format).has_group_scales
-    if format.operand and scales_groups:
+    if format.operand and scales_groups and format.codes != "int4":
         return f"{format} has 8-bit activations, and scales per group of input channels"
     if outputs % WARPGROUP_OUTPUTS:
         return f"{outputs} output channels are no multiple of {WARPGROUP_OUTPUTS}"

@@ -44,6 +44,8 @@ def stages(format: WeightFormat, config: WarpgroupConfig, dtype: jnp.dtype) -> S
     """
     width = format.plane_width * format.word_bits // 8
     words = config.tile_n * (format.columns * width + 4 * format.parameters_of_block)
+    if format.operand and format.group_size and code_kinds.of(format).has_group_scales:
+        words += 4 * config.tile_m  # the scales of a block of x
     plane = config.tile_m * width
     out_rows = math.gcd(*config.product_rows, config.finished_rows, MOST_OUT_ROWS)
     row = config.tile_n * dtype.itemsize

@@ -22,6 +22,9 @@ from mpjax.kernels.gemm.plans.shared_memory import why_no_room
 MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}
 MOST_ROWS_OF_INT8 = {2: 256, 3: 256, 4: FEW_ROWS}
 MOST_ROWS_OF_LIQUID4 = {2: 256, 3: 192, 4: FEW_ROWS}
+# Of int4 there are two sums, of a block and of all blocks.
+MOST_ROWS_OF_INT4 = {2: 128, 3: 96, 4: 64}
+INT4_ROW_MULTIPLE = 32  # a copy has a multiple of 128 bytes, also of the float32 scales of rows
 # Tiles of 8-bit activations with more rows than MOST_ROWS are multiplied as two products.
 TWO_PRODUCTS_ROW_MULTIPLE = 32
 MOST_SPLITS = 8
@@ -49,6 +52,8 @@ def ranked(problem: Problem) -> list[WarpgroupConfig]:
 
 def _row_step(rows: int, format: WeightFormat) -> int:
     """The number whose multiples the rows of a tile are. rows: of the tile, or of the problem."""
+    if format.codes == "int4":
+        return INT4_ROW_MULTIPLE
     is_int8 = format.operand == "int8"
     return INT8_ROW_MULTIPLE if is_int8 and rows > FEW_ROWS else ROW_MULTIPLE
 
@@ -58,7 +63,11 @@ def why_unsound(config: WarpgroupConfig, format: WeightFormat) -> str | None:
     if config.warpgroups not in MOST_ROWS:
         return f"{config.warpgroups} warpgroups; there can be {', '.join(map(str, MOST_ROWS))}"
     step, most = _row_step(config.tile_m, format), MOST_ROWS[config.warpgroups]
-    if format.operand and config.tile_m > most:
+    if format.codes == "int4":
+        if config.has_few_rows:
+            return f"{config.tile_m} rows in a tile; int4 has no main loop for {FEW_ROWS} or fewer"
+        most = MOST_ROWS_OF_INT4[config.warpgroups]
+    elif format.operand and config.tile_m > most:
         by_warpgroups = MOST_ROWS_OF_INT8 if format.is_flat else MOST_ROWS_OF_LIQUID4
         step, most = TWO_PRODUCTS_ROW_MULTIPLE, by_warpgroups[config.warpgroups]
     if config.tile_m % step or config.tile_m > most:

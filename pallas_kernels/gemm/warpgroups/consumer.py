@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mpjax.kernels import codes as code_kinds
+from mpjax.kernels.gemm.integer_sums import OFFSET_BITS, as_float
 from mpjax.kernels.gemm.warpgroups.program import Program
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, memory, products
 from mpjax.kernels.target import current_target
@@ -66,7 +67,9 @@ class Consumer:
         call, exponent = self.call, 0
         config = call.config
         accumulate = functools.partial(products.accumulate, dtype=call.sum_dtype)
-        if config.has_few_rows and not call.format.is_flat:
+        if call.scales_x_blocks:
+            sums = [self._of_scaled_blocks()]
+        elif config.has_few_rows and not call.format.is_flat:
             sums = [self._of_few_rows()]
         elif call.stages.parts == 1:
             sums = accumulate(config.product_rows, self._of_blocks, self.scratch)
@@ -197,6 +200,33 @@ class Consumer:
         jax.lax.fori_loop(0, self.count, go_on, None)
         products.wait_for_products(0)
         return [part[...] for part in sums]
+
+    def _of_scaled_blocks(self) -> jax.Array:
+        """The main loop for many rows of 8 bits with a scale for each block.
+
+        The sums of a block are scaled while another consumer's block is multiplied.
+        """
+        call, shared = self.call, self.program.shared
+        shape, width = (WARPGROUP_OUTPUTS, call.config.tile_m), call.format.plane_width
+
+        def go_on(number: jax.Array, sums: jax.Array) -> jax.Array:
+            block = self._load(number)
+            operands = self._decoders(block, scaled=False)
+
+            def multiply(total: Any) -> None:
+                for plane, decode in enumerate(operands):
+                    channels = pl.ds(plane * width, width)
+                    products.multiply(total, decode(), shared.x_tiles.at[block.slot, :, channels])
+                products.wait_for_products(0)
+
+            start = memory.full(shape, OFFSET_BITS, jnp.int32)
+            total = as_float(products.accumulate_from(start, multiply, self.scratch))
+            scales = memory.load_column(shared.x_scale_tiles.at[block.slot, 0])
+            memory.arrive(shared.free.at[block.slot])
+            return sums + self.scaled(total * scales, block.parameters[0])
+
+        zeros = memory.zeros(shape, jnp.float32)
+        return jax.lax.fori_loop(0, self.count, go_on, zeros)
 
     def _free_before(self, step: jax.Array, barriers: Any, slots: int, running: int = 1) -> None:
         """Frees the slot of the step before `step`, after its products are done.

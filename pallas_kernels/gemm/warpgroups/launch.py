@@ -7,8 +7,9 @@ multiply this one or another consumer's (LiquidGEMM §5.2). All consumers read t
 If there are few outputs, several consumers or programs share them, each with a part of K and of x,
 and their sums are added on the chip (`epilogue`).
 
-With few rows the scale of a group multiplies the sums, else the decoded weights, which are rounded
-to 16 bits: whichever are fewer. Scales of whole output channels are left to the epilogue.
+With few rows, or 8-bit x, the scale of a group multiplies the sums, else the decoded weights, which
+are rounded to 16 bits: whichever are fewer. Scales of whole output channels are left to the
+epilogue.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def matmul_terms(
         weight.parameters,
         *(() if weight.table is None else (weight.table.astype(jnp.float32),)),
         *(() if weight.channel_scales is None else (weight.channel_scales,)),
-        *(() if x_scales is None else (jnp.pad(x_scales[:, 0], (0, -rows % config.tile_m)),)),
+        *(() if x_scales is None else (_padded_scales(x_scales, call),)),
         out_shape=jax.ShapeDtypeStruct((axes.get("split", 1), rows + missing, outputs), dtype),
         grid=Grid(axes, config.warpgroups, cluster),
         scratch=shared_memory(call, weight.words.dtype, dtype),
@@ -109,12 +110,23 @@ def matmul_terms(
     return terms.sum(0, keepdims=True).astype(out_dtype) if is_one_term else terms
 
 
+def _padded_scales(x_scales: jax.Array, call: Call) -> jax.Array:
+    """The scales of x [M, 1] or [M, K blocks] for whole tiles of rows: [M'] or [K blocks, M']."""
+    missing = -len(x_scales) % call.config.tile_m
+    if call.scales_x_blocks:
+        return jnp.pad(x_scales.T, ((0, 0), (0, missing)))
+    return jnp.pad(x_scales[:, 0], (0, missing))
+
+
 def _kernel(call: Call, *references: Any, **shared: Any) -> None:
     x, words, parameters, *others, out = references
     table = others.pop(0) if call.kind.has_table else None
     channel_scales = others.pop(0) if call.kind.has_channel_scales else None
     x_scales = others.pop() if others else None
-    arguments = Arguments(x, words, parameters, table, channel_scales, x_scales, out)
+    of_blocks = None
+    if call.scales_x_blocks:
+        x_scales, of_blocks = None, x_scales
+    arguments = Arguments(x, words, parameters, table, channel_scales, x_scales, of_blocks, out)
     program = Program.here(call, arguments, Shared(**shared))
     if call.band_tiles is None:
         _run(program)

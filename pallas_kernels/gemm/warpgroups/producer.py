@@ -25,7 +25,7 @@ def produce(program: Program) -> None:
 
 
 def _copy_block(program: Program, number: jax.Array, share: int) -> None:
-    """Copies the words, parameters and x of the block `number` of a share.
+    """Copies the words, parameters, x and scales of x of the block `number` of a share.
 
     x is copied at once together with the words, or plane by plane with barriers of its own.
     """
@@ -44,6 +44,10 @@ def _copy_block(program: Program, number: jax.Array, share: int) -> None:
         count = format.parameters_of_block
         parameters = arguments.parameters.at[pl.ds(block * count, count), outputs]
         memory.copy_in(parameters, shared.parameter_tiles.at[place], arrival)
+    if call.scales_x_blocks:
+        rows = pl.ds(program.first_row, config.tile_m)
+        scales = arguments.x_block_scales.at[pl.ds(block, 1), rows]
+        memory.copy_in(scales, shared.x_scale_tiles.at[place], arrival)
     for part in range(staged.parts):
         if staged.parts > 1:
             step = number * staged.parts + part

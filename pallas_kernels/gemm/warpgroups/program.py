@@ -13,6 +13,7 @@ from mpjax.kernels.formats import WeightFormat
 from mpjax.kernels.gemm.plans.configuration import WarpgroupConfig
 from mpjax.kernels.gemm.plans.shared_memory import Stages
 from mpjax.kernels.mosaic import WARPGROUP_OUTPUTS, decoding, memory
+from mpjax.kernels.product_format import ProductFormat
 from mpjax.kernels.target import Target, current_target
 
 
@@ -58,6 +59,11 @@ class Call(NamedTuple):
         return self.kind.has_group_scales and self.has_groups
 
     @property
+    def scales_x_blocks(self) -> bool:
+        """Whether x has a scale for each row and block of K, as `int4` has."""
+        return ProductFormat.of(self.format).activations.group_size is not None
+
+    @property
     def operand_width(self) -> int:
         """The input channels of an operand.
 
@@ -84,6 +90,7 @@ class Arguments(NamedTuple):
     table: Any  # [2**bits], or None
     channel_scales: Any  # [N], or None
     x_scales: Any  # [M], or None
+    x_block_scales: Any  # [K blocks, M], or None
     out: Any  # [splits, M, N]
 
 
@@ -99,6 +106,7 @@ class Shared(NamedTuple):
     full: Any  # barriers [slots]: words have arrived, with their parameters, and x if of a block
     free: Any  # barriers [slots]: all consumers have read the words
     parameter_tiles: Any = None  # [slots, parameters of a block, tile_n], if groups have any
+    x_scale_tiles: Any = None  # [slots, 1, tile_m], if x has a scale for each row and block
     x_full: Any = None  # barriers [slots of x], if x is copied plane by plane
     x_free: Any = None  # barriers [slots of x], if x is copied plane by plane
     shared_sums: Any = None  # [senders, columns, 64, tile_m], if consumers share outputs
@@ -118,7 +126,8 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
     format, config, staged = call.format, call.config, call.stages
     columns, shares = call.columns, config.shares
     slots, x_slots = staged.blocks * shares, staged.x * shares
-    copies = 1 + call.has_groups + (staged.parts == 1)  # copies of words, parameters and x
+    # Copies of words, parameters, x and its scales.
+    copies = 1 + call.has_groups + (staged.parts == 1) + call.scales_x_blocks
     arrays: dict[str, Any] = {
         "x_tiles": memory.shared(
             (x_slots, config.tile_m, format.block // staged.parts),
@@ -137,6 +146,8 @@ def shared_memory(call: Call, words: jnp.dtype, out: jnp.dtype) -> dict[str, Any
     if call.has_groups:
         shape = slots, format.parameters_of_block, config.tile_n
         arrays["parameter_tiles"] = memory.shared_rows(shape, jnp.uint32)
+    if call.scales_x_blocks:
+        arrays["x_scale_tiles"] = memory.shared_rows((slots, 1, config.tile_m), jnp.float32)
     if staged.parts > 1:
         arrays["x_full"] = memory.Barrier(num_barriers=x_slots)
         arrays["x_free"] = memory.Barrier(num_arrivals=columns, num_barriers=x_slots)

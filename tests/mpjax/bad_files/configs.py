@@ -77,7 +77,7 @@ CONFIGS: list[Case] = [
         (config(torch_dtype=[1]), "dtype '[1]' is not supported: expected"),
         *not_a("token ids from 0 to 95", "eos_token_id", -1, 96, [2, "a"], True, "</s>", {"a": 1}),
         *not_a("an object", "rope_scaling", "linear", [1], 3),
-        (config(rope_scaling={"rope_type": "yarn"}), "rotary scaling 'yarn' is not supported"),
+        (config(rope_scaling={"rope_type": "ntk"}), "rotary scaling 'ntk' is not supported"),
         (config(rope_scaling={"rope_type": [1]}), "rotary scaling [1] is not supported"),
         *(
             row

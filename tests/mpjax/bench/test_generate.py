@@ -50,6 +50,7 @@ def test_cells_are_in_the_order_of_the_headers():
         "peak memory": "10.9 GB",
         "check": "0.01 nats",
     }
+    assert generate.cells(generate_row(devices=2))[0] == "W4A16KV8 on 2 devices"
     unread = generate_row(time_to_first_token_seconds=None, logprob_difference=None)
     empty = [
         name
@@ -77,6 +78,7 @@ def test_decoding_that_disagrees_with_reading_fails():
         ({"batches": (1, 0)}, "positive"),
         ({"new": 1}, "two new ones"),
         ({"prompts": (5, 0)}, "one prompt token"),
+        ({"devices": (1, 4096)}, "devices is 4096, and JAX sees"),
     ],
 )
 def test_what_can_not_be_measured(arguments, message):
@@ -177,7 +179,7 @@ def test_precisions_batches_and_contexts_make_the_cases(monkeypatch):
     monkeypatch.setattr(measure, "read_bandwidth", lambda: 4e12)
     loaded = []
 
-    def load(sweep, precision):
+    def load(sweep, precision, devices):
         loaded.append(str(precision))
         return mpjax.LanguageModel(str(precision), None, precision.kv, Path()), 3.0
 
@@ -237,3 +239,27 @@ def test_wrong_scores_are_seen():
     right = jax.nn.log_softmax(logits)[:, jax.numpy.arange(4, 7), text[0, 5:]]
     assert generate._difference(lm, text, right) < 0.01
     assert generate._difference(lm, text, right - 2.0) == pytest.approx(2.0, abs=0.01)
+
+
+def test_each_device_reads_its_weights_and_its_cache():
+    """Of one device that is divided as several are, all; the pages are filled like any."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+    whole = random_model(Qwen3, SMALL_MODEL, None)
+    divided = random_model(Qwen3, SMALL_MODEL, None, mesh=mesh)
+    expected, found = (
+        mpjax.LanguageModel(model, None, KVFormat(8), Path()) for model in (whole, divided)
+    )
+    states = [generate._empty_state(lm, 2, 130, 4) for lm in (expected, found)]
+    filled = [generate._fill(state, 130, m) for state, m in zip(states, (None, mesh), strict=True)]
+    one, other = (state.cache for state in filled)
+    numpy.testing.assert_array_equal(one.layers[0].keys, other.layers[0].keys)
+    assert generate.step_bytes(found, other, 100) == generate.step_bytes(expected, one, 100)
+
+
+def test_the_cache_that_fits_is_what_the_fullest_device_has_room_for(monkeypatch):
+    lm = mpjax.LanguageModel(random_model(Qwen3, SMALL_MODEL, None), None, KVFormat(16), Path())
+    page = 2 * 128 * 64 * 2  # keys and values of one head in bfloat16
+    monkeypatch.setattr(generate, "free_bytes_on", lambda mesh: 10 * page + 1)
+    assert generate._fitting_tokens(lm) == 1280
+    monkeypatch.setattr(generate, "free_bytes_on", lambda mesh: None)
+    assert generate._fitting_tokens(lm) is None

@@ -24,6 +24,21 @@ def test_every_linear_map_has_the_format_and_the_model_runs(text):
     assert float(jnp.std(logits)) > 0.05  # no token is the only one
 
 
+def test_maps_with_blocks_have_the_orders_of_a_calibrated_model():
+    model = jax.eval_shape(lambda: random_model(Qwen3, SMALL_MODEL, WeightFormat("int4", 128)))
+    moved = {}
+    for place in Qwen3.linear_places(SMALL_MODEL):
+        [kernel] = place.kernels(model)
+        assert kernel.activation_bits.shape == kernel.parameters.shape[:1]
+        moved[place.path.split(".", 2)[2]] = kernel.permutation is not None
+    assert moved == {
+        "attention.qkv": True,
+        "attention.output": True,
+        "mlp.gate_up": True,
+        "mlp.down": False,
+    }
+
+
 def test_without_a_format_and_with_biases():
     config = dataclasses.replace(
         SMALL_MODEL, layers=llama_layers((None,), 128, qkv_bias=True), tie_word_embeddings=True

@@ -22,6 +22,7 @@ from tests.mpjax.checkpoint.write_checkpoint import (
     replace_module,
     round_to_nearest,
 )
+from tests.pallas_kernels.oracles import E2M1
 
 torch = pytest.importorskip("torch")
 
@@ -38,6 +39,17 @@ MODELS: dict[str, tuple[str, dict]] = {
             "mlp_only_layers": [0],
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 96,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         {
@@ -51,12 +63,25 @@ MODELS: dict[str, tuple[str, dict]] = {
 }
 
 
+def build(name):
+    """A model; of gpt-oss, with strong gates, so that they are clamped, biases and sinks."""
+    model = parity.build(*MODELS[name])
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if name == "gpt-oss" and "gate_up_proj" in parameter_name:
+                parameter.normal_(0, 1)
+            elif name == "gpt-oss" and parameter_name.endswith(("_bias", "sinks")):
+                parameter.normal_(0, 0.5)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*RoPE scaling factor")
 @pytest.mark.parametrize("name", MODELS)
 def test_plain_checkpoints(name, tmp_path, request):
-    model = parity.build(*MODELS[name])
+    model = build(name)
     model.save_pretrained(tmp_path / "plain")
     loaded, prompt = parity.compare_logits(model, tmp_path / "plain", request)
-    if name == "qwen3-moe":
+    if name in ("qwen3-moe", "gpt-oss"):
         found = parity.generate(loaded, prompt.astype(np.int32), 8)
         greedy = model.generate(
             torch.from_numpy(prompt),
@@ -129,6 +154,37 @@ def test_experts_that_are_quantised_one_by_one(name, tmp_path, request):
         for place in loaded.linear_places(loaded.config)
         for kernel in place.kernels(loaded)
     )
+
+
+def test_mxfp4_as_gpt_oss_is_published(tmp_path, request):
+    model, rng = build("gpt-oss"), np.random.default_rng(1)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, channels, outputs = parameter.shape
+        codes = rng.integers(0, 16, (experts, outputs, channels // 32, 32)).astype(np.uint8)
+        scales = rng.integers(122, 125, codes.shape[:3]).astype(np.uint8)
+        del tensors[name]
+        tensors[f"{name}_blocks"] = codes[..., 0::2] | codes[..., 1::2] << 4
+        tensors[f"{name}_scales"] = scales
+        values = E2M1[codes] * 2.0 ** (scales.astype(float) - 127)[..., None]
+        values = values.reshape(experts, outputs, channels).transpose(0, 2, 1)
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(values))
+    safetensors.numpy.save_file(tensors, file)
+    parity.edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    loaded, _ = parity.compare_logits(model, tmp_path, request)
+    lm = load(tmp_path, dtype="float32")
+    counts = lm.summary()["linear_maps"]
+    assert counts["mlp.experts.gate_up"] == counts["mlp.experts.down"] == {"WMXFP4": 2}
+    assert lm.precision == "W32+WMXFP4A32KV16"
+    place = next(p for p in loaded.linear_places(loaded.config) if p.path.endswith("gate_up"))
+    again = place.join(place.maps(loaded))[0].kernel.get_value()
+    [kernel] = place.kernels(loaded)
+    np.testing.assert_array_equal(again.words, kernel.words)
 
 
 def test_quantised_while_loading_saved_and_restored(tmp_path):

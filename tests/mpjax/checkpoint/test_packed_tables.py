@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -68,6 +69,19 @@ def test_packed_tables_are_saved_and_restored(folder, tmp_path):
         message = f"{fault}, but the embedding in .* is E8 and can't be quantised again"
         with pytest.raises(ValueError, match=message):
             mpjax.load(tmp_path / "saved", precision=precision)
+
+
+def test_a_description_with_a_wrong_table_is_refused(folder, tmp_path):
+    lm = mpjax.load(folder)
+    mpjax.save(lm, tmp_path / "saved")
+    path = tmp_path / "saved" / "mpjax.json"
+    content = json.loads(path.read_text())
+    content["linears"]["head"] = [None]
+    path.write_text(json.dumps(content))
+    tied = "packed_tables is .'head',.: expected some of embedding"
+    message = tied if lm.config.tie_word_embeddings else "head has no format: expected a packed one"
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{message}"):
+        mpjax.load(tmp_path / "saved")
 
 
 def test_groups_must_divide_the_hidden_size(folder):

@@ -7,7 +7,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from mpjax.bench import attention, experts, gemm, generate, measure, roofline, serve
+from mpjax.bench import attention, experts, gemm, generate, measure, roofline, serve, sums
 from mpjax.bench.lengths import Lengths
 from mpjax.cli import bench
 from mpjax.cli.application import app
@@ -15,11 +15,14 @@ from mpjax.kernels.attention.shapes import DECODE, PREFILL
 from mpjax.kernels.experts.shapes import named
 from mpjax.kernels.gemm import shapes
 from mpjax.models import Qwen3, Qwen3MoE
-from mpjax.models.presets import LLAMA3_1_8B
+from mpjax.models.presets import LLAMA3_1_8B, LLAMA3_70B
 from tests.mpjax.bench.rows import attention_row, experts_row, gemm_row, generate_row, serve_row
 
 COMMANDS = ("gemm", "attention", "generate", "serve")
-MODULES = {"gemm": gemm, "attention": attention, "generate": generate, "serve": serve}
+MODULES = {
+    **{"gemm": gemm, "attention": attention, "generate": generate},
+    **{"serve": serve, "sums": sums},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -163,8 +166,23 @@ def test_generation(measured, folder):
     assert "50%" in result.stdout
     run("generate", "--from-disk", "--no-plot")
     assert sweeps[1] == generate.Sweep(("W4A16KV8",), (1,), (2048,), 256, from_disk=True)
+    run("generate", "--shapes", "llama3-70b", "--no-plot")
+    assert sweeps[2].config == LLAMA3_70B
+    refused = run("generate", "--shapes", "gpt")
+    assert refused.exit_code == 2
+    assert "unknown shapes 'gpt': expected one of qwen3-8b" in refused.stderr
     measured("generate", [generate_row(logprob_difference=7.0)])
     assert run("generate", "--no-plot").exit_code == 1
+
+
+def test_sums(measured, monkeypatch):
+    row = {"devices": 2, "dtype": "bfloat16", "bytes": 8192, "pair_microseconds": 12.0}
+    sweeps = measured("sums", [row | {"addition_microseconds": 2.0, "sum_microseconds": 10.0}])
+    monkeypatch.setattr(sums, "read_devices", lambda devices: devices)
+    result = run("sums", "--sizes", "8", "--dtypes", "bfloat16")
+    assert result.exit_code == 0
+    assert sweeps == [sums.Sweep(2, (8,), ("bfloat16",))]
+    assert "10.0 µs" in result.stdout
 
 
 def test_serving(measured, folder):

@@ -28,10 +28,18 @@ def test_load_passes_on_what_was_said(monkeypatch):
     seen = []
     monkeypatch.setattr(mpjax, "load", lambda *args, **keywords: seen.append((args, keywords)))
     options.load(None, None, None)
-    options.load("folder", "W4A16KV8", options.Dtype.float16, 99)
-    keywords = {"precision": Precision.parse("W4A16KV8"), "dtype": "float16", "max_positions": 99}
+    options.load("folder", "W4A16KV8", options.Dtype.float16, 99, 2)
+    keywords = {
+        "precision": Precision.parse("W4A16KV8"),
+        "dtype": "float16",
+        "max_positions": 99,
+        "devices": 2,
+    }
     assert seen == [
-        ((mpjax.bundled_model(),), {"precision": None, "dtype": None, "max_positions": None}),
+        (
+            (mpjax.bundled_model(),),
+            {"precision": None, "dtype": None, "max_positions": None, "devices": 1},
+        ),
         (("folder",), keywords),
     ]
 

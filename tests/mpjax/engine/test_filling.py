@@ -39,10 +39,9 @@ def test_pieces_lie_one_after_another_and_padding_has_no_slot():
 
 
 def test_rows_that_get_a_page_and_rows_that_get_none():
-    plan = Decode([row(1, 3, [1, 2]), row(2, 0, [4])], 5, [(1, 2), None])
+    plan = Decode([row(1, 3, [1, 2]), row(2, 0, [4])], 5, True, [(1, 2), None])
     found = filling.stepping(plan, rows=4, slots=6, entries=8)
     assert found.slots.tolist() == [3, 0, 6, 6]
     assert found.entries.tolist() == [1, 8, 8, 8]
     assert found.pages[0] == 2
-    assert found.steps == 5
     assert all(x.dtype == np.int32 for x in dataclasses.astuple(found))

@@ -24,10 +24,10 @@ def test_bytes_and_shares_and_what_is_useful(lm, monkeypatch):
     assert pages(lm, fixed + 3 * each + each // 2) == 1 + 3
     assert pages(lm, 10**9) == pages(lm, None) == 1 + 8
     working = memory._working_bytes(lm, 2, 64)
-    monkeypatch.setattr(memory, "free_bytes", lambda: working + 2 * (fixed + 4 * each))
+    monkeypatch.setattr(memory, "free_bytes_on", lambda mesh: working + 2 * (fixed + 4 * each))
     assert pages(lm, 0.5) == 1 + 4
     assert pages(lm, 1) == 1 + 8
-    monkeypatch.setattr(memory, "free_bytes", lambda: None)
+    monkeypatch.setattr(memory, "free_bytes_on", lambda mesh: None)
     assert pages(lm, 0.5, slots=1) > 1
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpjax.engine.pages import NOWHERE
-from mpjax.engine.planner import Extend, Planner, Row, Sizes, scored_chunk
+from mpjax.engine.planner import Decode, Extend, Planner, Row, Sizes, scored_chunk
 
 pytestmark = pytest.mark.any_version
 
@@ -281,6 +281,34 @@ def test_a_row_that_waits_or_runs_can_be_removed():
     assert len(planner.remove(first)) == 3
     assert planner.plan() is None
     assert planner.pool.available == 8
+
+
+def test_random_rows_take_single_steps():
+    device = Device(dataclasses.replace(SMALL, pages=40))
+    device.planner.submit(row(0, prompt=3, most=20))
+    device.planner.submit(row(1, prompt=3, most=3, text=9, greedy_from=None))
+    device.planner.submit(row(2, prompt=3, most=20, text=20, greedy_from=4))
+    plans = []
+    while device.planner.waiting or device.planner.running:
+        plan = device.step()
+        if isinstance(plan, Decode):
+            plans.append((plan.greedy, plan.steps))
+    assert plans[0] == (False, 1)
+    assert plans[-1] == (True, 4)
+    assert set(plans) == {(False, 1), (True, 4)}
+
+
+def test_ten_thousand_may_wait():
+    planner = Planner(SMALL)
+    rows = [row(number, prompt=2) for number in range(10_000)]
+    for one in rows:
+        planner.submit(one)
+    for _ in range(100):
+        planner.plan()
+    for one in rows[::-1]:
+        planner.remove(one)
+    assert planner.pool.available == 8
+    assert not planner.waiting
 
 
 @st.composite

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.engine import filling, programs
+from mpjax.engine import compiled, filling, programs
 from mpjax.engine.planner import Decode
-from mpjax.engine.programs import Programs
 from mpjax.engine.state import EngineState
 from mpjax.kernels import KVFormat
 from mpjax.models import Decoder, decoder
@@ -20,31 +19,6 @@ from tests.sweeps import in_sweep
 __all__ = ["pretend_gpu"]
 
 
-@pytest.mark.parametrize("slots", [1, 4, 5, 48, 64, 256, 1024])
-@pytest.mark.parametrize("chunk", [8, 100, 1024, 8192])
-def test_there_are_few_sizes_and_each_number_has_one(slots, chunk, tiny):
-    found = Programs(tiny.model, chunk=chunk, slots=slots, steps=8)
-    sizes = len(found.reading_sizes) + len(found.greedy_sizes) + len(found.other_sizes)
-    assert sizes + 2 <= 15
-    assert found.reading_sizes[-1] == chunk
-    assert found.scored_size <= chunk
-    for greedy in (True, False):
-        for rows in {1, 2, slots // 2 + 1, slots}:
-            if rows <= slots:
-                size, _ = found.decoding_size(rows, 8, greedy=greedy)
-                assert rows <= size <= slots
-                assert size <= max(8, 4 * rows)
-
-
-def test_whole_strides_of_greedy_rows_have_programs_of_their_own(tiny, monkeypatch):
-    monkeypatch.setattr(programs.device, "on_gpu", lambda: True)
-    found = Programs(tiny.model, chunk=64, slots=64, steps=8)
-    assert found.stride == 8
-    assert found.decoding_size(1, 8, greedy=True) == (1, True)
-    assert found.decoding_size(1, 1, greedy=True) == (8, False)
-    assert found.decoding_size(1, 8, greedy=False) == (8, False)
-
-
 @pytest.mark.parametrize("text", ["KV16", "KV8", "KV4cg32", "KVfp8"])
 def test_clearing_leaves_other_pages_and_given_scales(text, tiny):
     lm = dataclasses.replace(tiny, kv_format=KVFormat.parse(text), page_size=32)
@@ -52,7 +26,7 @@ def test_clearing_leaves_other_pages_and_given_scales(text, tiny):
     ones = jax.tree.map(lambda x: x + np.ones((), x.dtype), state.layers)
     state = dataclasses.replace(state, layers=ones)
     before = jax.tree.map(np.asarray, state.layers)
-    cleared = programs._jit_clear(state, np.array([2, 0]), np.int32(1)).layers
+    cleared = compiled._jit_clear(state, np.array([2, 0]), np.int32(1)).layers
     for pages, old in zip(cleared, before, strict=True):
         for name in ("keys", "values", "key_parameters", "value_parameters"):
             found, kept = getattr(pages, name), getattr(old, name)
@@ -77,13 +51,13 @@ def test_programs_lower_for_cuda(text, tiny, pretend_gpu, lower_for_cuda):
     state = jax.eval_shape(lambda: EngineState.create(lm, slots=4, pages=9, max_tokens=128))
     sizes = {"rows": 2, "slots": 4, "entries": 2}
     reading = filling.reading([], tokens=64, **sizes)
-    stepping = filling.stepping(Decode([], 4, []), **sizes)
-    how = {"room": 4, "stride": 4, "greedy": True}
+    stepping = filling.stepping(Decode([], 4, True, []), **sizes)
+    how = {"steps": 4, "greedy": True}
     decoder._apply.clear_cache()
     graph, arrays = nnx.split(model)
 
     def extend(arrays, state, reading):
-        return programs.extend(nnx.merge(graph, arrays), state, reading)
+        return programs.extend(nnx.merge(graph, arrays), state, reading, greedy=True)
 
     def decode(arrays, state, stepping):
         return programs.decode(nnx.merge(graph, arrays), state, stepping, **how)

@@ -38,12 +38,11 @@ def test_a_stop_string_that_is_a_token_stops_by_its_id(tiny):
 
 
 def test_when_the_likeliest_token_is_taken(tiny):
-    assert settings(tiny).is_greedy(0)
-    assert not settings(tiny, {"temperature": 1}).is_greedy(0)
-    assert not settings(tiny, {"repetition_penalty": 1.1}).is_greedy(0)
+    assert settings(tiny).greedy_from == 0
+    assert settings(tiny, {"temperature": 1}).greedy_from is None
+    assert settings(tiny, {"repetition_penalty": 1.1}).greedy_from is None
     assert settings(tiny, {"repetition_penalty": 1.1}).has_penalty
-    waits = settings(tiny, {"min_new_tokens": 3})
-    assert [waits.is_greedy(known) for known in (2, 3)] == [False, True]
+    assert settings(tiny, {"min_new_tokens": 3}).greedy_from == 3
 
 
 def test_prompts_are_single_ones(tiny):

@@ -6,6 +6,8 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax.activation_widths import count_blocks
+from mpjax.cli.info import inspect
 from mpjax.quantization import api
 
 TEXTS = ["the quick brown fox " * 40, "jumps over the lazy dog " * 40]
@@ -18,7 +20,9 @@ def leaves_of(lm):
 
 def test_a_folder_and_its_model_give_the_same(tiny_folder, tiny, tmp_path):
     recipe = mpjax.Recipe.of("W4g32A16KV8", "rotate+awq")
+    before = leaves_of(tiny)
     found = mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
+    assert all(map(np.array_equal, leaves_of(tiny), before))
     assert found.precision == "W4g32A32KV8H8"
     assert tiny.precision == "W32A32KV16"  # as it was
     streamed = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE, dtype="float32")
@@ -103,3 +107,24 @@ def test_bad_input_is_refused_before_anything_is_read(tiny, tiny_folder, tmp_pat
     refuses(r"'no\.\*' matches no linear map", tiny, recipe, TEXTS)
     with pytest.raises(ValueError, match="Calibration: window is 0"):
         mpjax.Calibration(window=0)
+
+
+def test_blocks_are_calibrated_saved_and_described(tiny_folder, tmp_path):
+    recipe = mpjax.Recipe.of("W4Ax4KV4", "rtn")
+    with pytest.raises(ValueError, match="which blocks of activations have 8 bits depends on text"):
+        mpjax.quantize(tiny_folder, recipe)
+    found = mpjax.quantize(tiny_folder, recipe, TEXTS, calibration=LITTLE)
+    assert count_blocks(found.model) == (2, 8)  # of each layer one of four
+    mpjax.save(found, tmp_path / "saved")
+    loaded = mpjax.load(tmp_path / "saved", precision="W4AxKV4")
+    for leaves in zip(leaves_of(found), leaves_of(loaded), strict=True):
+        np.testing.assert_array_equal(*leaves)
+    described = dict(inspect(tmp_path / "saved").describe())
+    assert described["activations in 8 bits"] == "2 of 8 blocks, 25.0%; the others in 4"
+    assert len(mpjax.generate(loaded, ["the quick"], max_new_tokens=2).tokens[0]) == 2
+
+
+def test_methods_refuse_formats_that_they_can_not_serve(tiny):
+    recipe = mpjax.Recipe.of("WFP8A16KV16", "rtn+learn")
+    with pytest.raises(ValueError, match=r"rtn\+learn can't serve weights of float8:g128: "):
+        mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import WeightFormat, grid
-from mpjax.quantization.gptq import ATTEMPTS, BLOCK, gptq, inverse_factor
+from mpjax.quantization.gptq import (
+    ATTEMPTS,
+    BLOCK,
+    gptq,
+    gptq_fresh,
+    inverse_factor,
+    why_not_fresh,
+)
+from mpjax.quantization.ranges import search_ranges
 from mpjax.quantization.statistics import squared_error
 
 FORMATS = ("uint4:g32", "uint4:g64:sym", "uint8:gK", "table3:g32", "float8:gK", "int8/int8")
@@ -47,6 +55,72 @@ def test_it_is_the_textbook_loop(rng, channels, is_ordered):
     # Float32 may round to the other neighbour now and then, and what follows makes up for it.
     assert (np.asarray(found.plain.codes) == expected).mean() > 0.99
     assert found.damping == np.float32(0.01)
+
+
+def textbook_fresh(weight, hessian, format, order):
+    """The same in float64; a group gets its grid when the loop comes to its first row."""
+    weight, hessian = np.array(weight, np.float64)[order], np.array(hessian, np.float64)
+    importance = jnp.asarray(np.diag(hessian)[order], jnp.float32)
+    damped = hessian + 0.01 * np.diag(hessian).mean() * np.eye(len(hessian))
+    inverse = np.linalg.inv(damped[order][:, order])
+    values, size = np.zeros(weight.shape), format.group_size
+    for index, channel in enumerate(order):
+        if index % size == 0:
+            rows = jnp.asarray(weight[index : index + size], jnp.float32)
+            fitted = search_ranges(rows, importance[index : index + size], format).row(0)
+        found = fitted.decode(fitted.nearest(jnp.asarray(weight[index], jnp.float32)))
+        values[channel] = np.asarray(found)
+        error = (weight[index] - values[channel]) / inverse[0, 0]
+        weight[index:] -= np.outer(inverse[0], error)[: len(weight) - index]
+        inverse = (inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("text", "is_ordered"), [("uint4:g32", False), ("uint4:g32", True), ("table3:g32", True)]
+)
+def test_fresh_groups_are_those_of_the_textbook_loop(rng, text, is_ordered):
+    x = make_inputs(rng, 160)
+    hessian = (x.T @ x / len(x)).astype(np.float32)
+    weight = rng.standard_normal((160, 24)).astype(np.float32)
+    format = WeightFormat.parse(text)
+    order = np.arange(160)
+    if is_ordered:  # groups by their largest diagonal, and the rows of each by theirs
+        diagonal = np.diag(hessian).reshape(-1, 32)
+        groups = np.argsort(-diagonal.max(1), kind="stable")
+        order = np.concatenate(
+            [group * 32 + np.argsort(-diagonal[group], kind="stable") for group in groups]
+        )
+    found = gptq_fresh(weight, hessian, format, is_ordered=is_ordered).plain.dequantize()
+    expected = textbook_fresh(weight, hessian, format, order)
+    step = np.abs(weight).max() / 15
+    assert (np.abs(found - expected) < 0.1 * step).mean() > 0.97
+    fitted = search_ranges(weight, jnp.diagonal(jnp.asarray(hessian)), format)
+    nearest = fitted.round(weight).dequantize()
+    assert (np.abs(nearest - expected) < 0.1 * step).mean() < 0.8
+
+
+def test_fresh_groups_cost_less_than_those_of_the_weights_as_they_were(rng):
+    """In the order of rows, in which errors reach later groups."""
+    x = make_inputs(rng, 256).astype(np.float32)
+    hessian = jnp.asarray(x.T @ x / len(x))
+    weight = jnp.asarray(rng.standard_normal((256, 32)), jnp.float32)
+    format = WeightFormat.parse("table2:g32")
+    fitted = search_ranges(weight, jnp.diagonal(hessian), format)
+    errors = [
+        float(squared_error(found.plain.dequantize() - weight, hessian).sum())
+        for found in (
+            gptq(weight, hessian, fitted, is_ordered=False),
+            gptq_fresh(weight, hessian, format, is_ordered=False),
+        )
+    ]
+    assert errors[1] < errors[0]
+
+
+def test_formats_whose_groups_share_scales_have_no_fresh_ones():
+    formats = {text: why_not_fresh(WeightFormat.parse(text)) for text in FORMATS}
+    assert [text for text, reason in formats.items() if reason] == ["float8:gK"]
+    assert why_not_fresh(WeightFormat.parse("liquid4:g64/int8"))
 
 
 @pytest.mark.parametrize("text", FORMATS)

@@ -20,11 +20,14 @@ from mpjax.quantization.statistics import Statistics, squared_error
         ("os", ("os",), "range"),
         ("os + gptq", ("os",), "gptq"),
         ("smooth+os+rtn", ("smooth", "os"), "rtn"),
+        ("rtn+learn", (), "rtn"),
+        ("awq+learn", ("awq",), "range"),
+        ("learn", (), "range"),
     ],
 )
 def test_methods_are_read(text, scalings, rounding):
     method = Method.parse(text)
-    assert method == Method(scalings, rounding)
+    assert method == Method(scalings, rounding, learns="learn" in text)
     assert Method.parse(str(method)) == method
     assert method.needs_text == (text != "rtn")
 
@@ -34,7 +37,9 @@ def test_methods_are_read(text, scalings, rounding):
     [
         ("gtpq", "no method 'gtpq' (did you mean 'gptq'?)"),
         ("gptq+awq", "scalings first"),
-        ("rtn+gptq", "one of rtn, range, clip, gptq last"),
+        ("rtn+gptq", "one of rtn, range, clip, gptq, gptq-fresh behind them"),
+        ("learn+gptq", "learn last"),
+        ("gptq+learn+learn", "learn last"),
         ("", "expected scalings first"),
         ("+", "expected scalings first"),
         ("awq++gptq", "expected scalings first"),
@@ -63,8 +68,15 @@ def test_every_rounding_is_better_than_to_nearest(rng):
         for rounding in ROUNDINGS
         for plain in [choose_codes(weight, statistics, WeightFormat.parse("uint4:g32"), rounding)]
     ]
-    nearest, searched, learned, compensated = errors
-    assert compensated < min(searched, learned)
+    nearest, searched, learned, compensated, fresh = errors
+    assert max(compensated, fresh) < min(searched, learned)
     assert max(searched, learned) < nearest
     assert compensated < 0.6 * nearest
     assert set(SCALINGS) == {"awq", "smooth", "os"}
+
+
+def test_formats_that_a_step_can_not_serve_are_refused():
+    format = WeightFormat.parse("liquid4:g64/int8")
+    with pytest.raises(ValueError, match=r"gptq-fresh can't serve .* the groups of liquid4"):
+        Method.parse("gptq-fresh").require_usable(format)
+    Method.parse("gptq").require_usable(format)

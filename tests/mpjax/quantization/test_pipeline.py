@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,12 @@ import pytest
 from flax import nnx
 
 from mpjax.kernels import QuantizedTensor
-from mpjax.quantization.pipeline import Stream, quantize_decoder, quantize_layer
+from mpjax.quantization.blocks import BlockRule
+from mpjax.quantization.folds import linear_of
+from mpjax.quantization.pipeline import Stream, quantize_decoder, quantize_layer, reorder
 from mpjax.quantization.recipe import Recipe
 from mpjax.quantization.text import Windows
-from tests.models.small import CONFIG, small_model
+from tests.models.small import CONFIG, small_config, small_model
 
 PATHS = CONFIG.layers[0].linear_paths(CONFIG)
 
@@ -70,22 +74,31 @@ def test_a_layer_is_quantised_and_the_plain_one_stays(batches, method):
     kernels.append(layer.mlp.down)
     assert all(isinstance(linear.kernel.get_value(), QuantizedTensor) for linear in kernels)
     hidden = jnp.asarray(stream.states[0])
-    expected, _ = plain.inputs(hidden, stream.angles)
-    outputs, _ = layer.inputs(hidden, stream.angles)
+    expected, _ = plain.inputs(hidden, stream.angles["global"])
+    outputs, _ = layer.inputs(hidden, stream.angles["global"])
     error = np.abs(outputs - expected).mean() / np.abs(expected - hidden).mean()
     assert 0 < error < 0.02
+
+
+def test_statistics_are_let_go_as_they_are_used(batches):
+    model = small_model(CONFIG)
+    found = Stream.of(model, batches).statistics(model.layers[0])
+    places = CONFIG.layers[0].folds(CONFIG)
+    quantize_layer(model.layers[0], found, rules_of(Recipe.of("W4g32A16KV16", "range")), places)
+    assert found == {}
 
 
 def test_better_methods_lose_less(batches):
     model = small_model(CONFIG)
     expected = np.asarray(model(batches[0].tokens), np.float64)
     errors = {}
-    for method in ("rtn", "gptq"):
+    for method in ("rtn", "clip", "gptq"):
         quantized = nnx.merge(*nnx.split(model))
         recipe = Recipe.of("W4g32A16KV16", method)
         quantize_decoder(quantized, layers_of(model), batches, recipe)
         errors[method] = np.abs(quantized(batches[0].tokens) - expected).mean()
     assert errors["gptq"] < 0.8 * errors["rtn"]
+    assert errors["clip"] < 0.95 * errors["rtn"]
 
 
 def test_maps_of_16_bits_stay(batches):
@@ -115,7 +128,7 @@ def test_too_little_text_for_gptq_is_said(batches):
     rules = rules_of(Recipe.of("W4g32A16KV16", "gptq"))
     places = CONFIG.layers[0].folds(CONFIG)
     with pytest.warns(UserWarning, match="the text has 32 tokens: GPTQ") as said:
-        layer = quantize_layer(model.layers[0], found, rules, places)
+        layer = quantize_layer(model.layers[0], dict(found), rules, places)
     assert [str(warning.message).split()[0] for warning in said] == list(PATHS)
     ranges = quantize_layer(
         model.layers[0], found, rules_of(Recipe.of("W4g32A16KV16", "range")), places
@@ -138,3 +151,73 @@ def test_weights_beyond_the_range_are_refused_with_their_place():
     kernel.set_value(kernel.get_value() * 1e8)
     with pytest.raises(ValueError, match=r"layer 1: mlp\.down: .* too large for uint4"):
         quantize_decoder(model, layers_of(model), [], Recipe.of("W4g32A16KV16", "rtn"))
+
+
+WIDE = small_config((None,), hidden_size=256, head_dim=64, intermediate_size=384)
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """A plain layer with outliers, its statistics, and hidden states that it reads."""
+    rng = np.random.default_rng(1)
+    model = small_model(WIDE)
+    norm = model.layers[0].attention_norm.weight
+    outliers = np.ones(256, np.float32)
+    outliers[[5, 200]] = 30
+    norm.set_value(norm.get_value() * outliers)
+    tokens = rng.integers(0, WIDE.vocab_size, (2, 32)).astype(np.int32)
+    stream = Stream.of(model, [Windows(tokens, np.ones((2, 32), bool))])
+    return model.layers[0], stream.statistics(model.layers[0]), stream
+
+
+def mixed_layer(mixed, blocks):
+    layer, found, _ = mixed
+    return quantize_layer(layer, dict(found), rules_for(blocks), WIDE.layers[0].folds(WIDE))
+
+
+def rules_for(blocks):
+    rule = dataclasses.replace(Recipe.of("W4AxKV16", "rtn").rules[0], blocks=blocks)
+    return dict.fromkeys(PATHS, rule)
+
+
+def kernels_of(layer):
+    return {path: linear_of(layer, path).kernel.get_value() for path in PATHS}
+
+
+def test_blocks_are_chosen_and_channels_sorted(mixed):
+    kernels = kernels_of(mixed_layer(mixed, BlockRule(8)))
+    widths = {path: kernel.activation_bits.tolist() for path, kernel in kernels.items()}
+    assert widths["attention.qkv"] == [8, 4]  # the outliers' block
+    assert sum(bits == 8 for each in widths.values() for bits in each) == 1  # one of nine, rounded
+    order = np.asarray(kernels["attention.qkv"].permutation)
+    assert set(order[:2]) == {5, 200}
+    moves = {path: kernel.permutation is not None for path, kernel in kernels.items()}
+    assert moves == {path: path != "mlp.down" for path in PATHS}
+
+
+def test_channels_that_move_change_no_output(mixed):
+    """In float32, with the weights that the packed layer stands for."""
+    layer, found, stream = mixed
+    hidden = jnp.asarray(stream.states[0])
+    expected, _ = layer.inputs(hidden, stream.angles["global"])
+    moved = nnx.merge(*nnx.split(layer))
+    orders = reorder(moved, dict(found), rules_for(BlockRule()), WIDE.layers[0].folds(WIDE))
+    assert orders.keys() == set(PATHS) - {"mlp.down"}
+    outputs, inputs = moved.inputs(hidden, stream.angles["global"])
+    np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-4)
+    # The maps that are left move their rows and their inputs.
+    for path, order in orders.items():
+        kernel = linear_of(layer, path).kernel.get_value()
+        products = inputs[path] @ kernel, inputs[path][..., order] @ kernel[order]
+        np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-3)
+
+
+def test_more_wide_blocks_lose_less(mixed):
+    layer, _, stream = mixed
+    hidden = jnp.asarray(stream.states[0])
+    expected, _ = layer.inputs(hidden, stream.angles["global"])
+    errors = []
+    for one_in in (0, 4, 1):
+        outputs, _ = mixed_layer(mixed, BlockRule(one_in)).inputs(hidden, stream.angles["global"])
+        errors.append(float(np.abs(outputs - expected).mean()))
+    assert errors[0] > errors[1] > errors[2]

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 
 import pytest
 
 from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.quantization.learning.descent import Learning
 from mpjax.quantization.methods import Method
 from mpjax.quantization.recipe import Recipe, Rule
 
@@ -68,11 +70,22 @@ def test_a_precision_is_a_recipe():
     assert Recipe.of("W4A8KV4", "os").rules[0].method == Method(("os",), "range")
 
 
+def test_a_recipe_says_how_scales_are_learned():
+    content = {"precision": "WNF3A16KV16", "method": "gptq+learn"}
+    assert Recipe.parse(content).learning == Learning()
+    found = Recipe.parse(content | {"learning": {"epochs": 3, "rate": 0.5, "table": True}})
+    assert found.learning == Learning(3, 0.5, True)
+    assert Recipe.parse(tomllib.loads(found.to_toml())) == found
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "the recipe has no precision"),
-        ('precision = "W4A16KV8"\nmethods = "awq"', "has a key 'methods': expected method,"),
+        (
+            'precision = "W4A16KV8"\nmethods = "awq"',
+            "has a key 'methods': expected learning, method,",
+        ),
         ('precision = "A16KV8"', "does not say what weights become"),
         ('precision = "W5A16KV8"', "W5A16 is not implemented"),
         ('precision = "W4A16KV8"\nmethod = "gtpq"', "did you mean 'gptq'"),
@@ -85,6 +98,12 @@ def test_a_precision_is_a_recipe():
         ('precision = "W4A16KV8"\n[[rules]]\nprecision = "W8A16KV16"', "a rule has no modules"),
         ('precision = "W4A16KV8"\n[[rules]]\nmodules = "a"', "and a precision or method"),
         ('precision = "W4A16KV8"\nrules = [3]', "a rule is 3: expected a table"),
+        ('precision = "W4A16KV8"\nlearning = 3', "learning is 3: expected a table, [learning]"),
+        (
+            'precision = "W4A16KV8"\n[learning]\nrates = 3',
+            "key 'rates': expected epochs, rate",
+        ),
+        ('precision = "W4A16KV8"\n[learning]\nrate = 3', "rate is 3: expected more than 0"),
         ("precision = ", "Invalid value"),
         (
             "# mine\nprecision = W4A16KV8  # usual",
@@ -179,3 +198,16 @@ def test_rules_must_name_every_map_and_match_one():
     Recipe(rules).require_used(["layers.0.mlp.down"])
     with pytest.raises(ValueError, match=r"'layers\.0\.\*' matches no linear map .* mlp\.down"):
         partial.require_used(["layers.1.mlp.down"])
+
+
+def test_the_blocks_of_activations_come_from_the_precision():
+    content = {"precision": "W4Ax16KV4", "method": "rtn"}
+    rules = [{"modules": "*.down", "precision": "W4A4KV4"}, {"modules": "*.qkv", "method": "range"}]
+    recipe = Recipe.parse(content | {"rules": rules})
+    assert [rule.blocks.one_in for rule in recipe.rules] == [0, 16, 16]
+    assert [rule.needs_text for rule in recipe.rules] == [False, True, True]
+    within = recipe.with_activation_error(0.01)
+    assert {rule.blocks.error for rule in within.rules} == {0.01}
+    assert all(rule.needs_text for rule in within.rules)
+    with pytest.raises(ValueError, match="for W4Ax alone"):
+        Recipe.of("W4A16KV4", "rtn").with_activation_error(0.01)

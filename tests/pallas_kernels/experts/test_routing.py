@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import Routing, route
+from mpjax.kernels import Routing, UnsupportedError, route
 
 
 def choose(scores: np.ndarray, count: int) -> np.ndarray:
@@ -80,20 +80,6 @@ def test_weights_have_a_gradient(rng):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"per_token": 0}, "per_token is 0"),
-        ({"scoring": "relu"}, "scoring is 'relu': expected softmax or sigmoid"),
-        ({"group_score": "sum"}, "group_score is 'sum': expected max or top_two"),
-        ({"groups": 2}, "groups is 2 and groups_per_token None: expected both, or neither"),
-    ],
-)
-def test_fields_that_are_wrong(fields, message):
-    with pytest.raises(ValueError, match=f"^Routing: {message}"):
-        Routing(**{"per_token": 2} | fields)
-
-
-@pytest.mark.parametrize(
     ("routing", "message"),
     [
         (Routing(9), "9 experts per token are more than the 8 that there are"),
@@ -116,3 +102,8 @@ def test_arrays_that_do_not_fit():
         route(jnp.zeros((1, 8), jnp.int32), Routing(2))
     with pytest.raises(ValueError, match=r"route: correction is .* expected shape \(8,\)"):
         route(jnp.zeros((1, 8)), Routing(2), jnp.zeros(4))
+
+
+def test_what_the_kernel_can_not_do(pretend_gpu):
+    with pytest.raises(UnsupportedError, match="route: 'triton' can't run: experts are divided in"):
+        route(jnp.zeros((1, 8)), Routing(2, groups=4, groups_per_token=2), implementation="triton")

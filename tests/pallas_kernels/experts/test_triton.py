@@ -51,6 +51,13 @@ def rows_of(rng: np.random.Generator, weight: Any, shape: tuple[int, int]) -> tu
     return x, wide(x)
 
 
+def rounded(x: jax.Array, weight: QuantizedTensor | jax.Array) -> np.ndarray:
+    """The values of x in the activation format of a weight."""
+    if isinstance(weight, QuantizedTensor) and weight.format.operand:
+        return wide(quantize_activations(x, weight.format).dequantize())
+    return wide(x)
+
+
 products = jax.jit(
     functools.partial(triton.products, out_dtype=FLOAT32, interpret=True), static_argnames="config"
 )
@@ -128,7 +135,7 @@ def test_a_layer_lowers(text, tokens, lower_for_cuda, pretend_gpu):
 @pytest.mark.parametrize("text", [*ALL_FORMATS, "bfloat16"])
 def test_on_the_gpu(text, rng):
     """Both products of a layer against float64, for few and many tokens; the same bits again."""
-    hidden, inner, experts = 512, 256, 8
+    hidden, inner, experts, gate = 512, 256, 8, 1.5 * GATES["bfloat16"]
     gate_up, down = (
         quantize(random_array(rng, (experts, k, n), "float32") * k**-0.5, text)
         for k, n in ((hidden, 2 * inner), (inner, hidden))
@@ -147,10 +154,8 @@ def test_on_the_gpu(text, rng):
         chosen[: tokens // 2] = [0, 1, 2]  # many tokens to a few experts
         weights = random_array(rng, (tokens, 3), "float32")
         gated, whole = layer(x, chosen, weights)
-        # Activations of 8 bits are rounded, once more coarsely than 16 bits are.
-        gate = 0.03 if WeightFormat.parse(text).operand else 1.5 * GATES["bfloat16"]
-        inside = expected(wide(x), dense(gate_up), chosen, gate=Gate())
+        inside = expected(rounded(x, gate_up), dense(gate_up), chosen, gate=Gate())
         assert relative_error(gated, inside) < gate, f"{tokens} tokens"
-        outside = expected(wide(gated), dense(down), chosen, wide(weights))
+        outside = expected(rounded(gated, down), dense(down), chosen, wide(weights))
         assert relative_error(whole, outside) < gate, f"{tokens} tokens"
         np.testing.assert_array_equal(whole, layer(x, chosen, weights)[1])

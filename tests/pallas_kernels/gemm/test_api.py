@@ -30,6 +30,7 @@ from tests.pallas_kernels.oracles import GATES, as_array, random_array, relative
 KINDS = (
     *("uint4:g128", "uint8:gK", "table4:g64", "table3:g64", "table2:g64", "float8:g128"),
     *("float8:gK/float8", "float8:g128/float8", "int8:gK/int8", "liquid4:g64/int8"),
+    "int4:g128/int8",
     "float4:g32",
 )
 # The formats of W4A16, W4A8 and W8A8 models.
@@ -318,6 +319,25 @@ def test_quantized_activations_have_no_act_order(rng):
     weight = random_weight(rng, "int8", 128, 8, permuted=True)
     with pytest.raises(ValueError, match="x is quantised, but the weight has a permutation"):
         matmul(int8_rows((2, 1)), weight)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("bits", [(4, 4, 4), (4, 8, 4), (8, 8, 8)])
+def test_blocks_of_all_mixtures(bits, implementation, rng, interpreted_triton):
+    """Exact sums of each block, scaled per (token, block) and (output, group)."""
+    weight = random_weight(rng, "int4:g128/int8", 300, 40, permuted=True)
+    weight = dataclasses.replace(weight, activation_bits=jnp.asarray(bits, jnp.uint8))
+    x = random_array(rng, (3, 5, 300), "bfloat16")
+    rounded = quantize_activations(x, weight.activations, dtype="float32")
+    assert np.abs(rounded.values[..., 128:256]).max() == 2 ** (bits[1] - 1) - 1
+    expected = exact(rounded) @ dense(dataclasses.replace(weight, permutation=None))
+    with forced(Plan("triton", TritonConfig(16, 32, 2, 2, 3))):
+        product = matmul(rounded, weight, implementation=implementation)
+        of_rows = matmul(x, weight, implementation=implementation, out_dtype="float32")
+    np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-4)
+    assert relative_error(of_rows, expected) < 1e-3  # ties may be rounded the other way
+    with pytest.raises(ValueError, match="order of a permutation, which the weight does not have"):
+        matmul(rounded, dataclasses.replace(weight, permutation=None))
 
 
 def test_terms_add_up_to_the_product(rng, interpreted_triton):

@@ -40,7 +40,7 @@ each_format = pytest.mark.parametrize("text", ALL_FORMATS)
 ROWS = (1, 3, 16, 17, 32, 53, 64, 128, 1000)
 MAIN = (
     *("uint4:g128", "uint4:g128:sym", "uint8:g128", "table4:g64", "table3:g64", "table2:g64"),
-    *("float8:g128", "float8:gK/float8", "float8:g128/float8", *INTEGER_FORMATS),
+    *("float8:g128", "float8:gK/float8", "float8:g128/float8", "int4:g128/int8", *INTEGER_FORMATS),
 )
 
 
@@ -97,6 +97,9 @@ CASES = [
     ("float4:g32", 3, 96, 64, accumulated(16, 32, 1), "float16", "bfloat16"),
     ("int8:gK/int8", 17, 300, 70, accumulated(16, 64, 1), "float32", "float32"),
     ("int8:gK/int8", 1, 640, 64, accumulated(16, 64, 3), "bfloat16", "float32"),
+    ("int4:g128/int8", 17, 384, 70, accumulated(16, 64, 2), "float32", "float32"),
+    ("int4:g128/int8", 3, 128, 64, accumulated(16, 64, 1, 32), "bfloat16", "float32"),
+    ("int4:g128/int8", 5, 200, 130, unsplit(64, accumulated(16, 64, 2)), "bfloat16", "float32"),
     ("liquid4:g64/int8", 53, 320, 33, accumulated(32, 32, 1, 32), "float32", "uint16"),
     ("liquid4:g64/int8", 3, 192, 130, unsplit(64, accumulated(16, 64, 2)), "bfloat16", "uint16"),
     ("liquid4:g64/int8", 3, 192, 130, accumulated(16, 64, 2), "bfloat16", "uint16"),

@@ -26,7 +26,7 @@ ALL_FORMATS = (
     *(text for text in PACKED_FORMATS if not text.endswith(":sym")),
     *("uint4:g128:sym", "uint8:g64:sym"),
 )
-INTEGER_FORMATS = ("int8:gK/int8", "liquid4:g64/int8")
+INTEGER_FORMATS = ("int8:gK/int8", "liquid4:g64/int8")  # with a sum over all of K
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -111,7 +111,7 @@ def integer_activations(
     operand = weight.format.operand
     if operand is None:
         return as_array(rng.integers(-2, 3, shape), dtype)
-    by_group = weight.format.codes == "float8" and weight.format.group_size is not None
+    by_group = weight.format.codes in ("float8", "int4") and weight.format.group_size is not None
     groups = len(weight.parameters) if by_group else 1
     scales = rng.choice([0.5, 1.0, 2.0], (rows, groups)).astype(np.float32)
     if operand == "float8":
@@ -197,7 +197,7 @@ def _assemble(
     elif format.codes == "float4":
         low, scale_dtype = scales.astype(NUMPY_DTYPES["bfloat16"]), "bfloat16"
         parameters = parameter_words(low, np.zeros(low.shape, np.uint16))
-    elif format.codes in ("float8", "int8"):
+    elif format.codes in ("float8", "int8", "int4"):
         scale_dtype, parameters = "float32", scales.astype(np.float32).view(np.uint32)
     else:
         low = scales.astype(NUMPY_DTYPES[scale_dtype])
@@ -270,6 +270,8 @@ def _fields(weight: QuantizedTensor) -> np.ndarray:
         fields = [columns[0] >> (j * bits) & (2**bits - 1) for j in range(format.planes)]
     planes = np.stack(fields, 2)  # [blocks, N, planes, plane width]
     codes = planes.transpose(0, 2, 3, 1).reshape(-1, words.shape[1]).astype(np.uint8)
+    if format.codes == "int4":
+        return np.where(codes < 8, codes, codes - 16).view(np.int8)
     return codes.view(FLOAT8) if format.codes == "float8" else codes
 
 

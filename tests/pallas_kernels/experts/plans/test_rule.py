@@ -17,6 +17,12 @@ def test_tiles_have_room_for_an_experts_tokens():
     assert rows == {1: 8, 64: 8, 256: 32, 1024: 128, 8192: 128}
 
 
+def test_a_gate_is_in_the_kernel_if_tiles_fill_the_gpu():
+    assert config_by_rule(qwen3(1)).splits == 1
+    assert config_by_rule(qwen3(1, gated=False)).splits > 1
+    assert config_by_rule(qwen3(1, outputs=256)).splits > 1
+
+
 def test_how_tiles_are_found():
     found = {tokens: tiling_of(qwen3(tokens)) for tokens in (1, 4, 5, 128, 129)}
     assert found == {1: "pairs", 4: "pairs", 5: "counted", 128: "counted", 129: "sorted"}

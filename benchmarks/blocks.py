@@ -1,0 +1,219 @@
+"""Perplexity of W4Ax by the share of blocks in 8 bits, with and without a permutation.
+
+python -m benchmarks.blocks             the bundled model, on Python source
+python -m benchmarks.blocks FOLDER      another model, on English: the help topics of Python
+python -m benchmarks.blocks planted     a random model whose layers have outliers in other channels
+
+Weights are rounded once for each order of channels; only the widths of blocks differ between rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import mpjax
+from benchmarks.methods import english, python_source
+from mpjax.bench import measure
+from mpjax.bench.random_model import random_model
+from mpjax.kernels import WeightFormat, unpack
+from mpjax.models import Decoder, DecoderConfig, DecoderLayer, llama_layers
+from mpjax.quantization.blocks import BlockRule, block_errors, choose_widths, order_of, permuted
+from mpjax.quantization.folds import linear_of
+from mpjax.quantization.pipeline import Stream, quantize_layer
+from mpjax.quantization.recipe import Recipe
+from mpjax.quantization.statistics import Statistics
+from mpjax.quantization.text import Windows, windows_of
+
+RESULTS = Path(__file__).parent / "results"
+SHARES = (0, 16, 8, 4, 2, 1)  # one block in so many has 8 bits
+CALIBRATION = mpjax.Calibration(window=512, tokens=16 * 512, batch=8)
+METHOD = "range"
+HELD_OUT_CHARACTERS = 20_000
+HEADERS = ("blocks in 8 bits", "channels", "perplexity", "Δ")
+OUTLIERS, STRENGTH = 0.005, 30.0  # the share of channels that are outliers, and how large they are
+PLANTED = DecoderConfig(
+    vocab_size=512,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    layers=llama_layers((None,) * 4, 2048),
+    max_position_embeddings=512,
+    dtype="float32",
+)
+
+# From the paths of a layer's linear maps to the errors of their blocks.
+Errors = Mapping[str, np.ndarray]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes the results of a model."""
+    parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
+    parser.add_argument("folder", nargs="?", help="of a 16-bit checkpoint, or `planted`")
+    parser.add_argument("--name", help="of the model, in the place of the folder's")
+    given = parser.parse_args(arguments)
+    name = given.name or (given.folder and Path(given.folder).name.lower())
+    rows = []
+    for row in run_planted() if given.folder == "planted" else run(given.folder):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    print(
+        measure.save(
+            "blocks" if name is None else f"blocks-{name}",
+            {"model": name or "bundled", "results": rows},
+            RESULTS,
+        )
+    )
+
+
+def run(folder: str | None) -> Iterator[dict[str, Any]]:
+    """A row for the 16-bit model, one for W4A8, and one for each share and order of channels."""
+    text, held_out = python_source() if folder is None else english()
+    held_out = [each[:HELD_OUT_CHARACTERS] for each in held_out]
+    source = mpjax.bundled_model() if folder is None else Path(folder)
+    base = mpjax.load(source, precision="A16KV16", progress=False)
+    calibration = CALIBRATION
+    batches = windows_of(
+        text,
+        base.require_tokenizer(),
+        base.config.vocab_size,
+        window=calibration.window,
+        most=calibration.tokens,
+        batch=calibration.batch,
+    )
+
+    def measured(model: Decoder) -> float:
+        lm = dataclasses.replace(base, model=model)
+        found = mpjax.evaluate(lm, held_out, window=calibration.window, progress=False)
+        return found.perplexity
+
+    yield from _rows(base.model, batches, measured, "perplexity")
+
+
+def run_planted() -> Iterator[dict[str, Any]]:
+    """The same for a random model with outliers; the loss is measured on what it says itself."""
+    model = planted_model(PLANTED)
+    rng = np.random.default_rng(2)
+    tokens = rng.integers(0, PLANTED.vocab_size, (3, 8, 128)).astype(np.int32)
+    batches = [Windows(each, np.ones(each.shape, bool)) for each in tokens[:2]]
+    exact = jax.nn.softmax(model(tokens[2]), -1)
+
+    def measured(model: Decoder) -> float:
+        """The cross entropy of the exact model's predictions, as a perplexity."""
+        return float(jnp.exp(-(exact * jax.nn.log_softmax(model(tokens[2]), -1)).sum(-1).mean()))
+
+    yield from _rows(model, batches, measured, "perplexity")
+
+
+def planted_model(config: DecoderConfig) -> Decoder:
+    """A random model in which few channels, others in each layer, are STRENGTH times as large.
+
+    They are channels of both norms, of the values, and of up.
+    """
+    model = random_model(Decoder, config, None)
+    rng = np.random.default_rng(1)
+
+    def strong(size: int) -> jax.Array:
+        factors = np.ones(size, np.float32)
+        factors[rng.permutation(size)[: max(1, round(OUTLIERS * size))]] = STRENGTH
+        return jnp.asarray(factors)
+
+    for layer in model.layers:
+        for norm in (layer.attention_norm, layer.mlp_norm):
+            assert norm is not None  # the model has norms before its layers
+            norm.weight.set_value(norm.weight.get_value() * strong(config.hidden_size))
+        for fused in (layer.attention.qkv, layer.mlp.gate_up):
+            [linear] = fused.parts
+            *others, last = fused.sizes
+            factors = jnp.concatenate([jnp.ones(sum(others), jnp.float32), strong(last)])
+            linear.kernel.set_value(linear.kernel.get_value() * factors[None])
+    assert isinstance(model.head, nnx.Param)
+    model.head.set_value(model.head.get_value() * 4)  # predictions that are sure of themselves
+    return model
+
+
+def _rows(
+    model: Decoder, batches: Sequence[Windows], measured: Any, name: str
+) -> Iterator[dict[str, Any]]:
+    plain = measured(model)
+
+    def row(label: str, found: float, **others: Any) -> dict[str, Any]:
+        return {"precision": label, name: found, "rise": found / plain - 1} | others
+
+    yield row("W16A16", plain)
+    usual = WeightFormat("uint4", 128)
+    shapes = [shape for place in model.linear_places(model.config) for shape in place.shapes]
+    can_split = all(usual.can_split(channels) for channels, _ in shapes)
+    for label in ("W4A16" if can_split else "W4g64A16", "W4A8"):
+        yield row(label, measured(_quantized(model, batches, f"{label}KV16")[0]))
+    for is_ordered in (True, False):
+        quantized, errors = _quantized(model, batches, "W4AxKV16", is_ordered=is_ordered)
+        for share in SHARES:
+            wide, total = _set_widths(quantized, errors, share)
+            yield row(
+                "W4Ax", measured(quantized), one_in=share, ordered=is_ordered, wide=wide / total
+            )
+
+
+def _quantized(
+    model: Decoder, batches: Sequence[Windows], precision: str, *, is_ordered: bool = True
+) -> tuple[Decoder, list[Errors]]:
+    """A quantised model, and for each layer the errors of the blocks of W4Ax."""
+    [rule] = Recipe.of(precision, METHOD).rules
+    rule = dataclasses.replace(rule, blocks=BlockRule(1, is_ordered=is_ordered))
+    quantized: Decoder = nnx.merge(*nnx.split(model))
+    stream, errors = Stream.of(model, batches), []
+    for number, spec in enumerate(model.config.layers):
+        found = stream.statistics(model.layers[number])
+        rules = dict.fromkeys(spec.linear_paths(model.config), rule)
+        layer = quantize_layer(model.layers[number], dict(found), rules, spec.folds(model.config))
+        if rule.has_blocks:
+            errors.append(_errors(layer, found, is_ordered=is_ordered))
+        stream.advance(layer)
+        quantized.layers[number] = layer
+    return quantized, errors
+
+
+def _errors(layer: DecoderLayer, found: Mapping[str, Statistics], *, is_ordered: bool) -> Errors:
+    errors = {}
+    for path, statistics in found.items():
+        if is_ordered:
+            statistics = permuted(statistics, order_of(statistics))
+        plain: Any = unpack(linear_of(layer, path).kernel.get_value())
+        weight = dataclasses.replace(plain, permutation=None).dequantize()
+        errors[path] = np.asarray(block_errors(weight, statistics))
+    return errors
+
+
+def _set_widths(model: Decoder, errors: Sequence[Errors], share: int) -> tuple[int, int]:
+    """Gives all blocks of a model their widths; returns the number of blocks in 8 bits, and all."""
+    wide = total = 0
+    for layer, found in zip(model.layers, errors, strict=True):
+        for path, bits in choose_widths(dict.fromkeys(found, BlockRule(share)), found).items():
+            kernel: Any = linear_of(layer, path).kernel
+            packed = dataclasses.replace(kernel.get_value(), activation_bits=jnp.asarray(bits))
+            kernel.set_value(packed)
+            wide, total = wide + int((bits == 8).sum()), total + len(bits)
+    return wide, total
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """The texts of a row of the table, in the order of HEADERS."""
+    share = f"{row['wide']:.0%}" if row["precision"] == "W4Ax" else row["precision"]
+    order = {True: "sorted", False: "as they are", None: ""}[row.get("ordered")]
+    return [share, order, f"{row['perplexity']:.3f}", f"{row['rise']:+.2%}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Memory and time of quantising Qwen3-8B's shapes from a file, layer by layer.
+
+python -m benchmarks.memory                  GPTQ of 4 of 36 layers, on 128 windows of 2048 tokens
+python -m benchmarks.memory --method awq+gptq --layers 8
+
+Weights are random. The peaks are those of the whole process. Every layer takes the same memory and
+time but for the first, which compiles, and the quantised ones before it, which stay on the device;
+the figures of all layers are sums of the measured ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+import mpjax
+from mpjax.bench import measure
+
+RESULTS = Path(__file__).parent / "results"
+ALL_LAYERS = 36
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+POOL = 1 << 22  # random numbers, of which all weights consist
+HOST_BYTES = 4e9  # beside the hidden states
+DEVICE_BYTES = 12e9
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes a checkpoint, quantises it, and writes what that took."""
+    parser = argparse.ArgumentParser(
+        description=inspect.cleandoc(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--precision", default="W4A16KV8")
+    parser.add_argument("--method", default="gptq")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=128 * 2048)
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.write is not None:
+        write_checkpoint(given.write, QWEN3_8B | {"num_hidden_layers": given.layers})
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "qwen3-8b"
+        # In a process of its own, whose memory does not count.
+        command = [sys.executable, "-m", "benchmarks.memory", "--layers", str(given.layers)]
+        subprocess.run([*command, "--write", str(source)], check=True)
+        calibration = mpjax.Calibration(tokens=given.tokens)
+        recipe = mpjax.Recipe.of(given.precision, given.method)
+        result = run(source, recipe, calibration, ALL_LAYERS)
+    result = {"method": given.method, "precision": given.precision} | result
+    print(json.dumps(result, indent=1))
+    print(measure.save(f"memory-{given.precision}-{given.method}", result, RESULTS))
+
+
+def run(
+    source: Path, recipe: mpjax.Recipe, calibration: mpjax.Calibration, all_layers: int
+) -> dict[str, Any]:
+    """Quantises the checkpoint in a folder; returns bytes, seconds, and those of all layers."""
+    work, before, begin = source.with_name("layers"), _resident_bytes(), time.time()
+    texts = python_texts(calibration.tokens)
+    lm = mpjax.quantize(source, recipe, texts, calibration=calibration, work=work, progress=False)
+    total = time.time() - begin
+    ends = [file.stat().st_mtime for file in sorted(work.glob("layer-*.json"))]
+    seconds = np.diff([begin, *ends]).tolist()
+    layer = statistics.median(seconds[1:])
+    layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.model.layers[0]))
+    device = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    config, missing = lm.config, all_layers - lm.config.num_layers
+    states = calibration.tokens * config.hidden_size * np.dtype(config.dtype).itemsize
+    return {
+        "layers": config.num_layers,
+        "all_layers": all_layers,
+        "tokens": calibration.tokens,
+        "seconds": total,
+        "seconds_of_first_layer": seconds[0],
+        "seconds_of_layer": layer,
+        "seconds_of_all_layers": total + missing * layer,
+        "device_peak_bytes": device,
+        "packed_layer_bytes": layer_bytes,
+        "device_peak_bytes_of_all_layers": device and device + missing * layer_bytes,
+        "device_limit_bytes": DEVICE_BYTES,
+        "host_bytes_before": before,
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "hidden_states_bytes": states,
+        "host_limit_bytes": states + HOST_BYTES,
+    }
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    """Writes a checkpoint of random weights, a file for each layer, with the bundled tokenizer."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(mpjax.bundled_model() / name, folder / name)
+    pool = np.random.default_rng(0).standard_normal(POOL, np.float32)
+    hidden = config["hidden_size"]
+    table = config["vocab_size"], hidden
+    shapes = {"model.embed_tokens": table, "lm_head": table, "model.norm": (hidden,)}
+    files = [shapes, *(_layer_shapes(config, i) for i in range(config["num_hidden_layers"]))]
+    weight_map: dict[str, str] = {}
+    for number, shapes in enumerate(files):
+        name = f"model-{number:05}.safetensors"
+        tensors = {f"{path}.weight": _draw(pool, shape) for path, shape in shapes.items()}
+        safetensors.numpy.save_file(tensors, folder / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _layer_shapes(config: dict[str, Any], number: int) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return {f"model.layers.{number}.{path}": shape for path, shape in shapes.items()}
+
+
+def _draw(pool: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Norms are ones; other outputs are as large as inputs, by repeating the pool's numbers."""
+    if len(shape) == 1:
+        return np.ones(shape, ml_dtypes.bfloat16)
+    scaled = (pool * shape[1] ** -0.5).astype(ml_dtypes.bfloat16)
+    return np.resize(scaled, shape)
+
+
+def python_texts(tokens: int) -> list[str]:
+    """Source files of the standard library, with more than so many tokens of any tokenizer."""
+    texts: list[str] = []
+    size = 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if size > 12 * tokens:
+            break
+        texts.append(path.read_text(encoding="utf-8", errors="ignore"))
+        size += len(texts[-1])
+    return texts
+
+
+def _resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Cuts the parameters of a decoder into the shares of devices, and joins the shares again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.kernels import QuantizedTensor
+from mpjax.kernels.cutting import (
+    Run,
+    cut_inputs,
+    cut_outputs,
+    cutting_unit,
+    join_inputs,
+    join_outputs,
+    put_runs,
+    require_cuttable,
+    take_runs,
+)
+from mpjax.kernels.formats import WeightFormat
+from mpjax.models.config import DecoderConfig
+from mpjax.models.decoder import Decoder
+from mpjax.models.parameters import TABLES, ArrayPlace, ExpertPlace, LinearPlace
+from mpjax.models.share import Cut, HeadShares, Share, divide_config, share_size
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kernel", "bias"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The arrays of a Linear: a kernel, plain or packed, and a bias."""
+
+    kernel: Any
+    bias: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The division of a decoder among devices; static and hashable.
+
+    decoder: the family's class. config: of the whole model, local: of each share.
+    count: the number of shares.
+    """
+
+    decoder: type[Decoder]
+    config: DecoderConfig
+    local: DecoderConfig
+    count: int
+
+    @classmethod
+    def of(
+        cls,
+        decoder: type[Decoder],
+        config: DecoderConfig,
+        count: int,
+        formats: Mapping[str, Sequence[WeightFormat | None]],
+    ) -> Division:
+        """The division of a decoder whose linear maps have these formats.
+
+        formats: for the path of each place of linear maps, such as `layers.0.mlp.down`, the
+            formats of its kernels; None for plain ones.
+
+        Raises ValueError for a model that can't be divided so.
+        """
+        units: list[dict[str, int]] = [{} for _ in config.layers]
+        for path, found in formats.items():
+            if path in TABLES:
+                continue
+            _, layer, inner = path.split(".", 2)
+            units[int(layer)][inner] = max(cutting_unit(one) if one else 1 for one in found)
+        division = cls(decoder, config, divide_config(config, count, units), count)
+        division._require_whole_arrays()
+        for path, found in formats.items():
+            division._require_cuttable(path, [one for one in found if one])
+        return division
+
+    def _require_cuttable(self, path: str, formats: Sequence[WeightFormat]) -> None:
+        """Raises ValueError where the input channels of a linear map can't be cut as they must."""
+        for format in formats if (runs := self._inputs(path)) else ():
+            try:
+                require_cuttable(format, runs)
+            except ValueError as error:
+                raise ValueError(f"{path} for {self.count} devices: {error}") from error
+
+    def _require_whole_arrays(self) -> None:
+        """Raises ValueError for an array that shares would need parts of without a rule for it."""
+        places = zip(
+            self.decoder.array_places(self.config),
+            self.decoder.array_places(self.local),
+            strict=True,
+        )
+        for place, local in places:
+            if place.shape != local.shape and self._cut(place.path, 0) is None:
+                raise ValueError(
+                    f"{place.path} {list(place.shape)} can't be divided among {self.count} devices "
+                    f"of {list(local.shape)}: load the model on one device"
+                )
+
+    def runs_of_table(self) -> list[list[Run]]:
+        """The token ids of each share."""
+        size = share_size(self.config.vocab_size, self.count)
+        return [[share.run(self.config.vocab_size, size)] for share in self._shares]
+
+    def cut_array(self, place: ArrayPlace, array: Any, number: int) -> Any:
+        """The share of an array that is no linear map."""
+        if place.path in TABLES:
+            return take_runs(array, self.runs_of_table()[number], 0)
+        cut = self._cut(place.path, number)
+        return array if cut is None or cut.outputs is None else take_runs(array, cut.outputs, -1)
+
+    def join_array(self, place: ArrayPlace, shares: Sequence[Any]) -> Any:
+        """The array from which `cut_array` took the shares."""
+        if place.path in TABLES:
+            return put_runs(shares, self.runs_of_table(), 0)
+        if self._cut(place.path, 0) is None:
+            return shares[0]
+        return put_runs(shares, self._outputs(place.path), -1)
+
+    def is_divided_along_inputs(self, place: LinearPlace) -> bool:
+        """Whether shares of a place's maps have some of the input channels."""
+        cut = self._cut(place.path, 0)
+        return cut is not None and cut.inputs is not None
+
+    def cut_linears(self, place: LinearPlace, parts: Sequence[Part], number: int) -> list[Part]:
+        """The share of the linear maps of a place, as many parts as there are."""
+        if self.is_divided_along_inputs(place):
+            runs = self._inputs(place.path)
+            # The products of experts have their biases before they are added: one device's.
+            is_mine = number == 0 or not isinstance(place, ExpertPlace)
+            return [
+                Part(
+                    _cut_inputs(part.kernel, runs, number),
+                    part.bias if is_mine or part.bias is None else part.bias * 0,
+                )
+                for part in parts
+            ]
+        each = self._runs_of_parts(place, len(parts))
+        return [
+            Part(
+                _cut_outputs(part.kernel, runs[number]),
+                None if part.bias is None else take_runs(part.bias, runs[number], -1),
+            )
+            for part, runs in zip(parts, each, strict=True)
+        ]
+
+    def join_linears(
+        self,
+        place: LinearPlace,
+        shares: Sequence[Sequence[Part]],
+        formats: Sequence[WeightFormat | None],
+    ) -> list[Part]:
+        """The linear maps from which `cut_linears` took the shares.
+
+        shares: the parts of each device. formats: of the whole kernels.
+        """
+        along_inputs = self.is_divided_along_inputs(place)
+        each = [] if along_inputs else self._runs_of_parts(place, len(formats))
+        joined = []
+        for index, format in enumerate(formats):
+            kernels = [share[index].kernel for share in shares]
+            biases = [share[index].bias for share in shares]
+            if along_inputs:
+                kernel = _join_inputs(kernels, self._inputs(place.path), format)
+                bias = biases[0]
+            else:
+                kernel = _join_outputs(kernels, each[index])
+                bias = None if biases[0] is None else put_runs(biases, each[index], -1)
+            joined.append(Part(kernel, bias))
+        return joined
+
+    def cut_cache_scales(self, scales: Any, number: int) -> Any:
+        """The share of a cache's scales [layers, 2, KV heads, ...], with ones behind it."""
+        [run] = self._runs_of_kv_heads()[number]
+        found = np.ones((*scales.shape[:2], run.size, *scales.shape[3:]), np.float32)
+        found[:, :, : run.length] = scales[:, :, run.begin : run.end]
+        return found  # heads of zeros have a scale too, as 0 / 0 is no number
+
+    def join_cache_scales(self, shares: Sequence[Any]) -> Any:
+        """The scales from which `cut_cache_scales` took the shares."""
+        return put_runs(shares, self._runs_of_kv_heads(), 2)
+
+    def _runs_of_kv_heads(self) -> list[list[Run]]:
+        heads = HeadShares(self.config.num_heads, self.config.num_kv_heads, self.count)
+        return [[heads.runs(number)[1]] for number in range(self.count)]
+
+    @property
+    def _shares(self) -> list[Share]:
+        return [Share(number, self.count) for number in range(self.count)]
+
+    def _cut(self, path: str, number: int) -> Cut | None:
+        """The cut of a parameter inside a layer; None for one that every device has whole."""
+        if not path.startswith("layers."):
+            return None
+        _, layer, half, inner = path.split(".", 3)
+        return _cuts(self, int(layer), half, number).get(inner)
+
+    def _inputs(self, path: str) -> list[Run]:
+        cuts = [self._cut(path, number) for number in range(self.count)]
+        return [cut.inputs for cut in cuts if cut is not None and cut.inputs is not None]
+
+    def _outputs(self, path: str) -> list[tuple[Run, ...]]:
+        if path in TABLES:
+            return [tuple(runs) for runs in self.runs_of_table()]
+        cuts = [self._cut(path, number) for number in range(self.count)]
+        return [cut.outputs for cut in cuts if cut is not None and cut.outputs is not None]
+
+    def _runs_of_parts(self, place: LinearPlace, count: int) -> list[list[tuple[Run, ...]]]:
+        """For each of `count` parts, the output channels of each share, in channels of the part."""
+        shares = self._outputs(place.path)
+        maps = place.shapes[: place.joined_maps]
+        if count == len(maps):
+            return [[(share[index],) for share in shares] for index in range(count)]
+        joint: list[list[Run]] = [[] for _ in shares]
+        begin = 0
+        for index, (_, outputs) in enumerate(maps):
+            for share, runs in zip(shares, joint, strict=True):
+                run = share[index]
+                runs.append(Run(begin + run.begin, begin + run.end, run.size))
+            begin += outputs
+        return [[tuple(runs) for runs in joint]]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _cuts(division: Division, layer: int, half: str, number: int) -> dict[str, Cut]:
+    """The cuts of a layer's attention or MLP; none for a norm between them."""
+    spec = getattr(division.config.layers[layer], half, None)
+    if spec is None:
+        return {}
+    local = getattr(division.local.layers[layer], half)
+    return spec.cuts(division.config, local, Share(number, division.count))
+
+
+def _cut_inputs(kernel: Any, runs: Sequence[Run], number: int) -> Any:
+    if isinstance(kernel, QuantizedTensor):
+        return cut_inputs(kernel, runs, number)
+    return take_runs(kernel, [runs[number]], -2)
+
+
+def _join_inputs(kernels: Sequence[Any], runs: Sequence[Run], format: WeightFormat | None) -> Any:
+    if format is None:
+        return put_runs(kernels, [[run] for run in runs], -2)
+    return join_inputs(kernels, runs, format)
+
+
+def _cut_outputs(kernel: Any, runs: Sequence[Run]) -> Any:
+    if isinstance(kernel, QuantizedTensor):
+        return cut_outputs(kernel, runs)
+    return take_runs(kernel, runs, -1)
+
+
+def _join_outputs(kernels: Sequence[Any], runs: Sequence[Sequence[Run]]) -> Any:
+    if isinstance(kernels[0], QuantizedTensor):
+        return join_outputs(kernels, runs)
+    return put_runs(kernels, runs, -1)

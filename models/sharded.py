@@ -1,0 +1,398 @@
+"""A decoder that is divided among devices: one `shard_map` around each step.
+
+Each device has a share of the model: a Decoder of the same family, whose configuration has fewer
+heads, channels and token ids (`share.py`). The products that follow attention and MLP, and the
+embedding, are sums over devices: two for each layer. All else is local. Every array of the shares,
+the pages of the cache included, is one global array whose first axis the devices divide.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpjax.kernels import KVFormat, KVPages, PagedKVCache, QuantizedTensor
+from mpjax.kernels.device import default_device
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.packed_shapes import packed_shapes
+from mpjax.kernels.plans import conditions as plan_conditions
+from mpjax.models.decoder import CacheScales, Decoder
+from mpjax.models.division import Division, Part
+from mpjax.models.layers import Linear
+from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
+from mpjax.models.row_linear import RowLinear
+
+PARTS = ("layers", "embedding", "head", "norm", "cache_scales")
+
+
+class ShardedDecoder(Decoder):
+    """A decoder whose parameters are divided among the devices of a mesh with one axis.
+
+    `of` makes one without numbers; `put_array`, `put_linears` and `put_cache_scales` take whole
+    parameters and leave each device its share. It is called like any decoder, also inside `jit`.
+    Logits have a column for each token id, and, where devices don't divide the vocabulary, columns
+    of -inf behind them; each device computes a part of the columns.
+
+    config: of the whole model. division: the rules. mesh: the devices.
+    share: a Decoder of the configuration of one device, whose arrays are those of all devices, one
+    after the other along their first axis.
+    """
+
+    def __init__(self, division: Division, mesh: jax.sharding.Mesh) -> None:
+        [axis] = mesh.axis_names
+        self.config = division.config
+        self.axis = None
+        self.division, self.mesh = division, mesh
+        self.share: Decoder = nnx.eval_shape(lambda: division.decoder(division.local, nnx.Rngs(0)))
+        self.share.axis = axis
+
+    @classmethod
+    def of(cls, division: Division, mesh: jax.sharding.Mesh) -> ShardedDecoder:
+        """A divided decoder of the division's family, without numbers in its arrays."""
+        return _family(division.decoder)(division, mesh)
+
+    @property
+    def family_name(self) -> str:
+        """The name of the family's class."""
+        return self.division.decoder.__name__
+
+    def __getattr__(self, name: str) -> Any:
+        """Parts of the share, so that paths of parameters lead into it."""
+        if name in PARTS:
+            return getattr(self.share, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def put_array(self, place: ArrayPlace, array: Any) -> None:
+        """Gives each device its share of a whole array."""
+        array = _on_host_of_cpu(array)
+        cut = functools.partial(self.division.cut_array, place, array)
+        place.assign(self.share, self._distribute(cut))
+
+    def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
+        """Gives each device its share of whole linear maps."""
+        if isinstance(place, ExpertPlace) and any(_is_permuted(part) for part in parts):
+            raise ValueError(
+                f"{place.path} has channels in another order for each expert (act-order), which "
+                "can't be divided among devices: load the model on one device"
+            )
+        whole = [_on_host_of_cpu(_part(part)) for part in parts]
+        cut = functools.partial(self.division.cut_linears, place, whole)
+        shares = self._distribute(cut)
+        if not self.division.is_divided_along_inputs(place):
+            place.assign(self.share, [Linear(part.kernel, part.bias) for part in shares])
+            return
+        axis = str(self.share.axis)
+        formats = [linear.format for linear in parts]
+        place.assign(
+            self.share,
+            [
+                RowLinear(part.kernel, part.bias, axis, format)
+                for part, format in zip(shares, formats, strict=True)
+            ],
+        )
+
+    def put_cache_scales(self, scales: Any) -> None:
+        """Gives each device the scales of its heads."""
+        cut = functools.partial(self.division.cut_cache_scales, scales)
+        self.share.cache_scales = CacheScales(self._distribute(cut))
+
+    def whole(self) -> Decoder:
+        """The decoder of the family whose arrays are read from all devices when they are needed.
+
+        Its arrays have a shape and a dtype, and `np.asarray` joins the shares of one of them. They
+        are no JAX arrays: such a model can be saved, and not called.
+
+        Raises ValueError where other processes have some of the shares.
+        """
+        if jax.process_count() > 1:
+            raise ValueError(
+                "the model's shares are on devices of several processes: save it from one process "
+                "that has all devices, or convert it on one device before"
+            )
+        division = self.division
+        model = nnx.eval_shape(lambda: division.decoder(self.config, nnx.Rngs(0)))
+        for place in self.array_places(self.config):
+            place.assign(model, self._whole_array(place))
+        for linear_place in self.linear_places(self.config):
+            linear_place.assign(model, self._whole_linears(linear_place))
+        if self.cache_scales is not None:
+            scales = self.cache_scales.get_value()
+            heads = *scales.shape[1:2], self.config.num_kv_heads, *scales.shape[3:]
+            shape = jax.ShapeDtypeStruct((self.config.num_layers, *heads), scales.dtype)
+            join = functools.partial(self._join, scales, division.join_cache_scales)
+            model.cache_scales = CacheScales(Gathered(shape, join))
+        return model
+
+    def _whole_array(self, place: ArrayPlace) -> Gathered:
+        array = place.read(self.share)
+        join = functools.partial(self.division.join_array, place)
+        shape = jax.ShapeDtypeStruct(place.shape, array.dtype)
+        return Gathered(shape, functools.partial(self._join, array, join))
+
+    def _whole_linears(self, place: LinearPlace) -> list[Linear]:
+        parts = place.parts(self.share)
+        formats = [part.format for part in parts]
+        shares = [_part(part) for part in parts]
+
+        def join(pieces: Sequence[Any]) -> list[Part]:
+            return self.division.join_linears(place, pieces, formats)
+
+        shapes = [
+            Part(_whole_shape(part.kernel, shape, format), _bias_shape(part.bias, shape))
+            for part, shape, format in zip(
+                shares, place.part_shapes(len(parts)), formats, strict=True
+            )
+        ]
+        leaves, tree = jax.tree.flatten(shapes)
+
+        def one(index: int) -> Any:
+            return jax.tree.leaves(self._join(shares, join))[index]
+
+        lazy = [Gathered(leaf, functools.partial(one, index)) for index, leaf in enumerate(leaves)]
+        return [Linear(part.kernel, part.bias) for part in jax.tree.unflatten(tree, lazy)]
+
+    def _join(self, shares: Any, join: Callable[[Sequence[Any]], Any]) -> Any:
+        """Joins a tree of arrays that `_distribute` made, on the default device."""
+        device = default_device()
+        numbers = {device: number for number, device in enumerate(self._devices)}
+
+        def piece(array: jax.Array, number: int) -> Any:
+            [data] = [s.data for s in array.addressable_shards if numbers[s.device] == number]
+            return np.asarray(data) if device.platform == "cpu" else jax.device_put(data, device)
+
+        return join(
+            [
+                jax.tree.map(functools.partial(piece, number=number), shares)
+                for number in range(self.shards)
+            ]
+        )
+
+    @property
+    def _devices(self) -> list[jax.Device]:
+        assert self.mesh is not None
+        return list(self.mesh.devices.flat)
+
+    def _distribute(self, cut: Callable[[int], Any]) -> Any:
+        """The shares `cut(number)` of all devices, each a tree of arrays, as one tree."""
+        assert self.mesh is not None
+        sharding = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
+        here = jax.process_index()
+        shares = [
+            jax.device_put(cut(number), device)
+            for number, device in enumerate(self._devices)
+            if device.process_index == here
+        ]
+
+        def joined(*pieces: jax.Array) -> jax.Array:
+            first, *others = pieces[0].shape
+            shape = (first * self.shards, *others)
+            return jax.make_array_from_single_device_arrays(shape, sharding, list(pieces))
+
+        return jax.tree.map(joined, *shares)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits float32 [batch, tokens, vocabulary] after every token; see `Decoder`."""
+        logits = _forward(plan_conditions(), "__call__", self, self._read_whole(tokens))
+        return logits[..., : self.config.vocab_size]
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """The residual stream before the first layer, of which each device has all."""
+        return _forward(plan_conditions(), "embed", self, self._read_tokens(tokens))
+
+    def step(
+        self,
+        tokens: jax.Array,
+        counts: jax.Array,
+        cache: PagedKVCache,
+        *,
+        fresh: bool = False,
+        every_position: bool = False,
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Adds tokens to the cache and computes the logits of the token after them; see `Decoder`.
+
+        The cache is one that this model has created.
+        """
+        tokens, counts = self._read_step(tokens, counts, cache, fresh)
+        options = Options("step", 3 if every_position else 2, fresh, every_position)
+        return _step(plan_conditions(), options, self, cache, (tokens, counts))
+
+    def step_varlen(
+        self,
+        tokens: jax.Array,
+        counts: jax.Array,
+        cache: PagedKVCache,
+        *,
+        encoded: jax.Array | None = None,
+        every_position: bool = False,
+    ) -> tuple[jax.Array, PagedKVCache]:
+        """Adds varlen tokens to the cache, as `step` adds padded ones; see `Decoder`."""
+        options = Options("step_varlen", 2, False, every_position)
+        return _step(plan_conditions(), options, self, cache, (tokens, counts, encoded))
+
+    def create_cache(
+        self, batch: int, max_tokens: int, format: KVFormat | str, page_size: int = 128
+    ) -> PagedKVCache:
+        """An empty cache, of which each device has the pages of its KV heads; see `Decoder`."""
+        format = KVFormat.of(format)
+        like = PagedKVCache((), 0, 0, format)  # type: ignore[arg-type]
+        return _create("create_cache", (batch, max_tokens, format, page_size), self, like)
+
+    def create_pages(
+        self, pages: int, sequences: int, format: KVFormat | str, page_size: int = 128
+    ) -> tuple[KVPages, ...]:
+        """Empty pages of each layer, of which each device has its KV heads; see `Decoder`."""
+        return _create("create_pages", (pages, sequences, KVFormat.of(format), page_size), self, ())
+
+    def pack_table(self, path: str, format: WeightFormat | str) -> None:
+        """Raises ValueError: a table is packed before it is divided."""
+        raise ValueError(
+            "a table of a model that is divided among devices can't be packed: load the model with "
+            "a precision that packs it, such as one with H8"
+        )
+
+    def share_shapes(self) -> Decoder:
+        """The share of one device, with ShapeDtypeStructs in the place of arrays."""
+
+        def shape(array: Any) -> jax.ShapeDtypeStruct:
+            first, *others = array.shape
+            return jax.ShapeDtypeStruct((first // self.shards, *others), array.dtype)
+
+        return jax.tree.map(shape, self.share)
+
+
+@functools.cache
+def _family(decoder: type[Decoder]) -> type[ShardedDecoder]:
+    """The divided decoders of a family, which have its names of tensors."""
+    return types.new_class(f"Sharded{decoder.__name__}", (ShardedDecoder, decoder))
+
+
+class Gathered:
+    """An array whose shares are read and joined when NumPy asks for its numbers.
+
+    like: its shape and dtype. join: makes it.
+    """
+
+    def __init__(self, like: jax.ShapeDtypeStruct, join: Callable[[], Any]) -> None:
+        self.shape, self.dtype, self.ndim, self.size = like.shape, like.dtype, like.ndim, like.size
+        self.nbytes = like.size * like.dtype.itemsize
+        self._join = join
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The numbers, on the host."""
+        return np.asarray(self._join(), dtype)
+
+
+def _whole_shape(
+    kernel: Any, shape: tuple[int, ...], format: WeightFormat | None
+) -> jax.ShapeDtypeStruct | QuantizedTensor:
+    if format is None:
+        return jax.ShapeDtypeStruct(shape, kernel.dtype)
+    permuted = kernel.permutation is not None
+    return packed_shapes(shape, format, kernel.scale_dtype, permuted=permuted)
+
+
+def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:
+    return None if bias is None else jax.ShapeDtypeStruct((*shape[:-2], shape[-1]), bias.dtype)
+
+
+def _part(linear: Linear) -> Part:
+    bias = None if linear.bias is None else linear.bias.get_value()
+    return Part(linear.kernel.get_value(), bias)
+
+
+def _is_permuted(linear: Linear) -> bool:
+    kernel: Any = linear.kernel.get_value()
+    return isinstance(kernel, QuantizedTensor) and kernel.permutation is not None
+
+
+def _on_host_of_cpu(tree: Any) -> Any:
+    """Arrays of a CPU as NumPy's, which share their memory and are cut without compilation."""
+
+    def convert(array: Any) -> Any:
+        on_cpu = {device.platform for device in array.devices()} == {"cpu"}
+        return np.asarray(array) if on_cpu else array
+
+    return jax.tree.map(convert, tree)
+
+
+class Options(NamedTuple):
+    """A call of a share's step; static. axes: of the logits, the last of which is divided."""
+
+    method: str
+    axes: int
+    fresh: bool
+    every_position: bool
+
+    def call(self, share: Decoder, cache: PagedKVCache, arrays: Sequence[Any]) -> Any:
+        """The logits of a share's columns, and the next cache."""
+        if self.method == "step":
+            tokens, counts = arrays
+            return share.step(
+                tokens, counts, cache, fresh=self.fresh, every_position=self.every_position
+            )
+        tokens, counts, encoded = arrays
+        return share.step_varlen(
+            tokens, counts, cache, encoded=encoded, every_position=self.every_position
+        )
+
+
+def _specs(like: Any, axis: str) -> Any:
+    """The specs of a cache, of which pages are divided and tables everybody's, or of pages."""
+    divided, whole = PartitionSpec(axis), PartitionSpec()
+    if not isinstance(like, PagedKVCache):
+        return divided
+    residual = None if like.residual_pages is None else whole
+    return PagedKVCache(divided, whole, whole, like.format, residual)  # type: ignore[arg-type]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _forward(plans: Hashable, method: str, model: ShardedDecoder, tokens: jax.Array) -> jax.Array:
+    axis = str(model.share.axis)
+    columns = PartitionSpec(None, None, axis) if method == "__call__" else PartitionSpec()
+    return jax.shard_map(
+        lambda share, tokens: getattr(share, method)(tokens),
+        mesh=model.mesh,
+        in_specs=(PartitionSpec(axis), PartitionSpec()),
+        out_specs=columns,
+        check_vma=False,
+    )(model.share, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _step(
+    plans: Hashable,
+    options: Options,
+    model: ShardedDecoder,
+    cache: PagedKVCache,
+    arrays: tuple[jax.Array | None, ...],
+) -> tuple[jax.Array, PagedKVCache]:
+    axis = str(model.share.axis)
+    of_cache = _specs(cache, axis)
+    columns = PartitionSpec(*[None] * (options.axes - 1), axis)
+    return jax.shard_map(
+        options.call,
+        mesh=model.mesh,
+        in_specs=(PartitionSpec(axis), of_cache, PartitionSpec()),
+        out_specs=(columns, of_cache),
+        check_vma=False,
+    )(model.share, cache, arrays)
+
+
+def _create(method: str, arguments: tuple[Any, ...], model: ShardedDecoder, like: Any) -> Any:
+    """What a method of each share creates; like: a cache of the same structure, or pages."""
+    axis = str(model.share.axis)
+    run = jax.shard_map(
+        lambda share: getattr(share, method)(*arguments),
+        mesh=model.mesh,
+        in_specs=(PartitionSpec(axis),),
+        out_specs=_specs(like, axis),
+        check_vma=False,
+    )
+    return jax.jit(run)(model.share)

@@ -1,0 +1,134 @@
+"""The division of a decoder among devices: the shares of heads, of channels and of the vocabulary.
+
+Attention is divided by heads, the MLP by its intermediate channels, and embedding and head by token
+ids. Norms are everybody's. Where a number does not divide, the last shares end with zeros: heads,
+channels and ids that change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpjax.kernels.cutting import Run
+
+if TYPE_CHECKING:
+    from mpjax.models.config import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One of `count` shares of a model; number: from 0."""
+
+    number: int
+    count: int
+
+    def run(self, total: int, size: int) -> Run:
+        """This share of an axis of `total` places, of which each share has `size` at most."""
+        return Run(min(self.number * size, total), min((self.number + 1) * size, total), size)
+
+
+class Cut(NamedTuple):
+    """A share's channels of linear maps of one input, or of an array that is no linear map.
+
+    inputs: the input channels; None for all. The products of all shares are then added.
+    outputs: the output channels of each map, or of an array's last axis; None for all.
+    """
+
+    inputs: Run | None = None
+    outputs: tuple[Run, ...] | None = None
+
+
+def share_size(total: int, count: int, unit: int = 1) -> int:
+    """The places of each of `count` shares of `total`, a multiple of `unit`."""
+    return -(-total // (count * unit)) * unit
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShares:
+    """The division of attention heads among `count` devices.
+
+    With fewer KV heads than devices, several devices have a copy of a KV head, its keys and values
+    included, and each of them some of the query heads that read it.
+
+    heads, kv_heads: of the whole model.
+    """
+
+    heads: int
+    kv_heads: int
+    count: int
+
+    @property
+    def group(self) -> int:
+        """The number of query heads that read one KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def copies(self) -> int:
+        """The number of devices that have the same KV head."""
+        return max(self.count // self.kv_heads, 1)
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """The numbers of query heads and of KV heads of each share.
+
+        Raises ValueError where devices with the same KV head would have unequal parts of its query
+        heads.
+        """
+        if self.count <= self.kv_heads:
+            keys = share_size(self.kv_heads, self.count)
+            return keys * self.group, keys
+        queries = share_size(self.group, self.copies)
+        if self.group % queries:
+            raise ValueError(
+                f"{self.heads} heads for {self.kv_heads} heads of keys can't be divided among "
+                f"{self.count} devices: {self.copies} devices would share the {self.group} heads "
+                f"of a KV head; choose a number of devices up to {self.kv_heads}, or of which "
+                f"{self.kv_heads} times a divisor of {self.group}"
+            )
+        return queries, 1
+
+    def runs(self, number: int) -> tuple[Run, Run]:
+        """The query heads and the KV heads of a share."""
+        queries, keys = self.local
+        if self.count <= self.kv_heads:
+            kept = Share(number, self.count).run(self.kv_heads, keys)
+            return kept.times(self.group), kept
+        head, part = divmod(number, self.copies)
+        if head >= self.kv_heads or part * queries >= self.group:
+            # A device without query heads has no KV head either.
+            return Run(self.heads, self.heads, queries), Run(self.kv_heads, self.kv_heads, 1)
+        begin = head * self.group + part * queries
+        return Run(begin, begin + queries, queries), Run(head, head + 1, 1)
+
+
+def divide_config(
+    config: DecoderConfig, count: int, units: Sequence[Mapping[str, int]]
+) -> DecoderConfig:
+    """The configuration of one device's share of a decoder.
+
+    units: for each layer, by the path of a linear map (such as `mlp.down`), the number of input
+    channels at multiples of which its format is cut. The vocabulary keeps its size.
+
+    Raises ValueError for a layer that can't be divided so.
+    """
+    heads, kv_heads = HeadShares(config.num_heads, config.num_kv_heads, count).local
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            attention=layer.attention.divide(count, _of_half(unit, "attention")),
+            mlp=layer.mlp.divide(count, _of_half(unit, "mlp")),
+        )
+        for layer, unit in zip(config.layers, units, strict=True)
+    )
+    return dataclasses.replace(config, num_heads=heads, num_kv_heads=kv_heads, layers=layers)
+
+
+def _of_half(units: Mapping[str, int], half: str) -> dict[str, int]:
+    """The units of a layer's attention or MLP, by the paths inside of it."""
+    return {
+        path.removeprefix(f"{half}."): unit
+        for path, unit in units.items()
+        if path.startswith(f"{half}.")
+    }

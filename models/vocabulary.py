@@ -1,0 +1,45 @@
+"""Embedding and head whose token ids are divided among devices (vocabulary-parallel)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The token ids of a model, and how they are divided.
+
+    size: their number. axis: the mesh axis along which each device has equal shares of them, under
+    `shard_map`; None where each device has all.
+    """
+
+    size: int
+    axis: str | None = None
+
+    def embed(self, look_up: Callable[..., jax.Array], tokens: jax.Array) -> jax.Array:
+        """The rows [..., hidden] of tokens [...] in a table of which each device has some.
+
+        look_up: gives rows of this device's table, `tokens=` their numbers in it.
+        """
+        if self.axis is None:
+            return look_up(tokens=tokens)
+        rows = -(-self.size // jax.lax.axis_size(self.axis))
+        own = tokens - jax.lax.axis_index(self.axis).astype(tokens.dtype) * rows
+        is_mine = (own >= 0) & (own < rows)
+        found = look_up(tokens=jnp.clip(own, 0, rows - 1))
+        found = jnp.where(is_mine[..., None], found, jnp.zeros_like(found))
+        # All devices but one add zeros, so that no number is rounded.
+        return jax.lax.psum(found, self.axis)
+
+    def mask(self, logits: jax.Array) -> jax.Array:
+        """Logits [..., columns] of this device, with -inf for columns beyond the vocabulary."""
+        if self.axis is None:
+            return logits
+        columns = logits.shape[-1]
+        ids = jax.lax.axis_index(self.axis) * columns + jnp.arange(columns, dtype=jnp.int32)
+        is_token = jax.lax.broadcast_to_rank(ids < self.size, logits.ndim)
+        return jnp.where(is_token, logits, -jnp.inf)

@@ -1,0 +1,120 @@
+"""Benchmark of sums over devices (`psum`), as two follow each layer of a divided model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mpjax.devices import read_devices
+
+CHAIN = 64  # operations, one after the other, inside one jit
+ROUNDS = 11  # the first compiles, and is not counted
+HEADERS = ("devices", "dtype", "size", "sum and addition", "addition", "sum", "GB/s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The cases of a benchmark: every dtype with every size in KiB, on so many devices.
+
+    Raises ValueError for less than two devices, more than there are, and sizes below 1.
+    """
+
+    devices: int
+    kibibytes: tuple[int, ...]
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+
+    def __post_init__(self) -> None:
+        if min(self.kibibytes, default=0) < 1:
+            raise ValueError(f"sizes are {self.kibibytes}: expected one or more positive numbers")
+        if read_devices(self.devices) is None:
+            raise ValueError("devices is 1: a sum over devices needs two or more")
+
+    @property
+    def cases(self) -> int:
+        """The number of rows that `run` yields."""
+        return len(self.dtypes) * len(self.kibibytes)
+
+
+def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Measures every case, and yields its row."""
+    mesh = read_devices(sweep.devices)
+    assert mesh is not None
+    for dtype in sweep.dtypes:
+        for size in sweep.kibibytes:
+            yield measure_case(mesh, size * 1024, dtype)
+
+
+def measure_case(mesh: jax.sharding.Mesh, nbytes: int, dtype: str) -> dict[str, Any]:
+    """The wall time of a sum of `nbytes` bytes of each device, in a chain inside one jit.
+
+    XLA would replace the sum of a sum by a multiplication, as it is the same on all devices; so
+    each device adds an array of its own in between. The time of additions alone is subtracted.
+    """
+    count = max(nbytes // jnp.dtype(dtype).itemsize, 1)
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    own = jax.jit(lambda: jnp.zeros(count * mesh.size, dtype), out_shardings=sharding)()
+    both = _microseconds(functools.partial(_chain, mesh, True), own)
+    addition = _microseconds(functools.partial(_chain, mesh, False), own)
+    return {
+        "devices": mesh.size,
+        "device_kind": mesh.devices.flat[0].device_kind,
+        "dtype": dtype,
+        "bytes": nbytes,
+        "chain": CHAIN,
+        "pair_microseconds": both,
+        "addition_microseconds": addition,
+        "sum_microseconds": both - addition,
+    }
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """The texts of a row of the table, in the order of HEADERS."""
+    return [
+        str(row["devices"]),
+        row["dtype"],
+        f"{row['bytes'] / 1024:.0f} KiB",
+        f"{row['pair_microseconds']:.1f} µs",
+        f"{row['addition_microseconds']:.1f} µs",
+        f"{row['sum_microseconds']:.1f} µs",
+        f"{row['bytes'] / max(row['sum_microseconds'], 1e-3) / 1e3:.1f}",
+    ]
+
+
+def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """No result has a gate."""
+    return []
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _chain(mesh: jax.sharding.Mesh, with_sums: bool, own: jax.Array) -> jax.Array:
+    [axis] = mesh.axis_names
+
+    def chain(own: jax.Array) -> jax.Array:
+        x = own
+        for _ in range(CHAIN):
+            # The barrier keeps XLA from joining additions into one kernel.
+            x = jax.lax.optimization_barrier(x + own)
+            x = jax.lax.psum(x, axis) if with_sums else x
+        return x
+
+    divided = PartitionSpec(axis)
+    run = jax.shard_map(chain, mesh=mesh, in_specs=divided, out_specs=divided, check_vma=False)
+    return run(own)
+
+
+def _microseconds(function: Any, own: jax.Array) -> float:
+    """The median wall time of one link of a chain."""
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        function(own).block_until_ready()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[1:]) / CHAIN * 1e6

@@ -1,0 +1,138 @@
+"""The jitted programs of an engine, and the sizes to which their arguments are padded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from mpjax.decoding import has_warpgroups
+from mpjax.engine.planner import scored_chunk
+from mpjax.engine.programs import Drawn, PromptScores, Reading, Stepping, clear, decode, extend
+from mpjax.engine.state import EngineState
+from mpjax.kernels import device
+from mpjax.models import Decoder
+
+LEAST_TOKENS = 16  # readings of fewer tokens take as long
+FEW_ROWS = 4  # decoding fewer rows takes as long, but for a single one
+
+
+class _Structure:
+    """The structure of a model's pytree, which is compared quickly with itself."""
+
+    def __init__(self, structure: Any) -> None:
+        self.structure, self._hash = structure, hash(structure)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Structure):
+            return NotImplemented
+        return self is other or (
+            self._hash == other._hash and bool(self.structure == other.structure)
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _jit(function: Callable[..., Any], *, in_turn: bool) -> Any:
+    """A program as a jitted function of a model's structure and arrays.
+
+    in_turn: whether each kernel waits for the end of the one before (`decode_program`).
+    """
+
+    def run(structure: _Structure, leaves: list[jax.Array], *rest: Any, **how: Any) -> Any:
+        return function(jax.tree.unflatten(structure.structure, leaves), *rest, **how)
+
+    run.__name__ = run.__qualname__ = function.__name__
+    return jax.jit(
+        run,
+        static_argnums=0,
+        static_argnames=("scored", "steps", "greedy", "waits"),
+        donate_argnums=2,
+        compiler_options={"xla_gpu_enable_pdl": False} if in_turn else None,
+    )
+
+
+# Engines over models of one structure, with equal sizes, share what is compiled.
+_JITTED = {
+    (function, in_turn): _jit(function, in_turn=in_turn)
+    for function in (extend, decode)
+    for in_turn in (False, True)
+}
+_jit_clear = jax.jit(clear, donate_argnums=0, static_argnums=3)
+
+
+def count() -> int:
+    """The number of programs that were compiled so far, of all engines."""
+    return sum(function._cache_size() for function in (*_JITTED.values(), _jit_clear))
+
+
+class Programs:
+    """The jitted programs of one model, with the sizes to which their arguments are padded.
+
+    chunk: the most tokens of a Reading. slots: of the state. steps: the most of a Stepping.
+
+    Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
+    sizes are few: with those for scores and for clearing there are at most 15 programs.
+    """
+
+    def __init__(self, model: Decoder, *, chunk: int, slots: int, steps: int) -> None:
+        self._waits = not device.on_gpu()
+        self.scored_size = scored_chunk(chunk)
+        self.reading_sizes = sorted({chunk, max(chunk // 8, min(LEAST_TOKENS, chunk))})
+
+        def sizes(*divisors: int, least: int) -> list[int]:
+            parts = [-(-slots // divisor) for divisor in divisors]
+            return sorted({slots, *(size for size in parts if size >= least)})
+
+        # By whether all rows are greedy, and the number of steps.
+        self.decoding_sizes = {
+            (True, steps): sorted({1, min(FEW_ROWS, slots), *sizes(2, 4, 16, least=FEW_ROWS)}),
+            (True, 1): sizes(4, least=2 * FEW_ROWS),
+            (False, 1): sorted({min(2 * FEW_ROWS, slots), slots}),
+        }
+        self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
+        # A model has many modules. Its arrays alone are quickly passed to a program.
+        self._leaves, structure = jax.tree.flatten(model)
+        self._structure = _Structure(structure)
+        self._mesh = model.mesh
+        self._is_in_turn = functools.cache(functools.partial(has_warpgroups, model))
+
+    def extend(
+        self, state: EngineState, reading: Reading, *, greedy: bool, scored: bool
+    ) -> tuple[EngineState, Drawn, PromptScores | None]:
+        """Runs `extend`; the state is donated."""
+        tokens = len(reading.tokens)
+        self.used.add((extend, tokens, greedy, scored))
+        run = _JITTED[extend, self._is_in_turn(tokens)]
+        options = {"greedy": greedy, "scored": scored}
+        return run(self._structure, self._leaves, state, reading, **options)
+
+    def decode(
+        self, state: EngineState, stepping: Stepping, *, steps: int, greedy: bool
+    ) -> tuple[EngineState, Drawn]:
+        """Runs `decode`; the state is donated."""
+        rows = len(stepping.slots)
+        self.used.add((decode, rows, steps, greedy))
+        options = {"steps": steps, "greedy": greedy, "waits": self._waits}
+        run = _JITTED[decode, self._is_in_turn(rows)]
+        return run(self._structure, self._leaves, state, stepping, **options)
+
+    def clear(self, state: EngineState, pages: Any, slot: Any) -> EngineState:
+        """Runs `clear`; the state is donated."""
+        self.used.add((clear,))
+        return _jit_clear(state, pages, slot, self._mesh)
+
+    def decoding_size(self, rows: int, *, steps: int, greedy: bool) -> int:
+        """The number of rows to which rows are padded."""
+        sizes = self.decoding_sizes[greedy, steps]
+        return next(size for size in sizes if size >= rows)
+
+    def reading_size(self, tokens: int, *, greedy: bool, scored: bool) -> int:
+        """The number of tokens to which a reading is padded."""
+        if scored:
+            return self.scored_size
+        sizes = self.reading_sizes if greedy else self.reading_sizes[-1:]
+        return next(size for size in sizes if size >= tokens)

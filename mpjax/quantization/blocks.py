@@ -1,0 +1,136 @@
+"""The blocks of W4Ax: the order of a linear map's channels, and which blocks take 8 bits.
+
+Liu et al., "COMET: Towards Practical W4A4KV4 LLMs Serving" (2025), §3.2: activations have outliers
+in few channels, the same for all tokens. A permutation puts channels of like magnitude together, so
+that outliers fill few blocks of 128 channels; these keep 8 bits, and the others have 4. The paper
+names no threshold. Here all channels are sorted by their mean squares, and blocks take 8 bits in
+the order of the error of outputs that this removes, until a share of blocks or an error is reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.kernels import ActivationBlocks, quantize_activations
+from mpjax.kernels.activation_blocks import BLOCK, WIDTHS
+from mpjax.kernels.checks import shown
+from mpjax.precision import DEFAULT_WIDE_BLOCKS
+from mpjax.quantization.statistics import PRECISION, Statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRule:
+    """How many blocks of a linear map's activations take 8 bits, and in which order channels lie.
+
+    one_in: one block in so many has 8 bits, of all linear maps of a layer with such a rule
+        together, rounded, at least one; 0 for none.
+    error: in the place of `one_in`, the largest squared error of each map's outputs, relative to
+        their squares, that rounding activations may cause; blocks take 8 bits until it is reached,
+        or all have them.
+    is_ordered: whether channels are sorted; for comparisons, False keeps their order.
+
+    Raises ValueError for numbers below zero.
+    """
+
+    one_in: int = DEFAULT_WIDE_BLOCKS
+    error: float | None = None
+    is_ordered: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.one_in, int) or self.one_in < 0:
+            raise ValueError(f"one_in is {shown(self.one_in)}: expected 0 or more")
+        if self.error is not None and not self.error > 0:
+            raise ValueError(f"error is {shown(self.error)}: expected a number above 0")
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether blocks differ, so that statistics must choose them."""
+        return self.error is not None or self.one_in > 1
+
+
+def order_of(statistics: Statistics) -> jax.Array:
+    """The permutation int32 [K] that sorts channels by the mean squares of inputs, largest first.
+
+    A block's scale follows the largest magnitude in it: blocks of like channels lose least.
+    """
+    return jnp.argsort(-jnp.diagonal(statistics.hessian), stable=True).astype(jnp.int32)
+
+
+def permuted(statistics: Statistics, order: jax.Array) -> Statistics:
+    """The statistics of inputs whose channel i is channel order[i]."""
+    return dataclasses.replace(
+        statistics,
+        products=statistics.products[order][:, order],
+        magnitudes=statistics.magnitudes[order],
+        largest=statistics.largest[order],
+        smallest=statistics.smallest[order],
+        samples=statistics.samples[:, order],
+    )
+
+
+@jax.jit
+def block_errors(weight: jax.Array, statistics: Statistics) -> jax.Array:
+    """The error of outputs that each block of activations causes in 4 and in 8 bits.
+
+    weight: float32 [K, N], as it will be multiplied, in the order of the statistics' channels.
+
+    Returns float32 [2, blocks]: mean squared errors over `statistics.samples`, relative to the mean
+    squares of outputs. The errors of blocks are independent, so that they add up.
+    """
+    x = statistics.samples
+    size = (jnp.matmul(x, weight, precision=PRECISION) ** 2).sum()
+    count = -(-x.shape[1] // BLOCK)
+    missing = count * BLOCK - x.shape[1]
+    rows = jnp.pad(weight, ((0, missing), (0, 0))).reshape(count, BLOCK, -1)
+
+    def errors(bits: int) -> jax.Array:
+        blocks = ActivationBlocks(jnp.full(count, bits, jnp.uint8))
+        lost = quantize_activations(x, blocks).dequantize() - x
+        parts = jnp.pad(lost, ((0, 0), (0, missing))).reshape(len(x), count, BLOCK)
+        return jax.lax.map(
+            lambda part: (jnp.matmul(*part, precision=PRECISION) ** 2).sum(),
+            (parts.swapaxes(0, 1), rows),
+        )
+
+    return jnp.stack([errors(bits) for bits in WIDTHS]) / jnp.maximum(size, 1e-30)
+
+
+def choose_widths(
+    rules: Mapping[str, BlockRule], errors: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The bits uint8 [blocks] of the activations of each linear map of a layer.
+
+    rules, errors: by the maps' paths; errors as `block_errors` returns them.
+    """
+    widths = {path: np.full(found.shape[1], WIDTHS[0], np.uint8) for path, found in errors.items()}
+    pooled = [path for path in errors if rules[path].error is None]
+    budget = sum(
+        1 / rules[path].one_in * len(widths[path]) for path in pooled if rules[path].one_in
+    )
+    gains = [
+        (gain, path, block)
+        for path in pooled
+        if rules[path].one_in
+        for block, gain in enumerate(errors[path][0] - errors[path][1])
+    ]
+    most = max(1, int(budget + 0.5)) if gains else 0
+    for _, path, block in sorted(gains, key=lambda each: -each[0])[:most]:
+        widths[path][block] = WIDTHS[1]
+    for path in errors:
+        if (limit := rules[path].error) is not None:
+            widths[path][_within(errors[path], limit)] = WIDTHS[1]
+    return widths
+
+
+def _within(errors: np.ndarray, limit: float) -> np.ndarray:
+    """The fewest blocks that, with 8 bits, keep the sum of errors [2, blocks] within a limit."""
+    gains = errors[0] - errors[1]
+    order = np.argsort(-gains, kind="stable")
+    left = errors[0].sum() - np.concatenate([[0.0], np.cumsum(gains[order])])
+    is_within = np.flatnonzero(left <= limit)
+    return order[: is_within[0]] if len(is_within) else order

@@ -1,0 +1,116 @@
+"""Linear maps whose scales, and tables, are trained while their codes are held or chosen anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, pack, replace_scales, unpack
+from mpjax.kernels.codes.base import Parameters
+from mpjax.kernels.grid import Grid
+from mpjax.models import FusedLinear, Linear
+from mpjax.models.parameters import find
+
+
+class Learned(nnx.Variable):
+    """Numbers that are trained; zeros at the start."""
+
+
+class Fixed(nnx.Variable):
+    """Arrays that stay as they are during training."""
+
+
+class LearnedLinear(Linear):
+    """A packed linear map with trained gains of its scales.
+
+    Its scales are start · (1 + gains): of groups float32 [groups, N], or of the output channels
+    float32 [N] where a format has integer steps inside. With shifts float32 [2**bits], its table is
+    table + shifts. Codes are held, or, with a latent weight [K, N], the nearest to it of the
+    current grid (straight-through: the derivative is that of held codes).
+    """
+
+    def __init__(self, base: Linear, *, learns_table: bool = False, latent: Any = None):
+        kernel: Any = base.kernel.get_value()
+        super().__init__(kernel, None if base.bias is None else base.bias.get_value())
+        plain = unpack(kernel)
+        start = plain.scales if plain.channel_scales is None else plain.channel_scales
+        self.start = Fixed(start.astype(jnp.float32))
+        self.gains = Learned(jnp.zeros(start.shape, jnp.float32))
+        table = plain.table if learns_table else None
+        self.shifts = None if table is None else Learned(jnp.zeros_like(table))
+        self.latent = None if latent is None else Fixed(latent)
+
+    def product(self, x: Any) -> jax.Array:
+        """Product of x and the weight of the current scales, rounded as they are stored."""
+        kernel, scales = self._current()
+        return matmul(x, kernel, scales=scales)
+
+    def terms(self, x: Any) -> jax.Array:
+        """The map as a single term [1, ..., out]; see Linear.terms."""
+        return self(x)[None]
+
+    def packed(self) -> Linear:
+        """A Linear with the learned scales and table in its packed weight."""
+        kernel, scales = self._current()
+        if scales is not None:
+            kernel = replace_scales(kernel, scales)
+        return Linear(kernel, None if self.bias is None else self.bias.get_value())
+
+    def _current(self) -> tuple[QuantizedTensor, jax.Array | None]:
+        """The packed weight, and its scales where these are of groups."""
+        kernel: Any = self.kernel.get_value()
+        scales = self.start.get_value() * (1 + self.gains.get_value())
+        table = kernel.table
+        if self.shifts is not None:
+            table = table + self.shifts.get_value()
+        is_of_channels = kernel.channel_scales is not None
+        if self.latent is not None:
+            kernel = _nearest(kernel, scales, table, self.latent.get_value())
+        if is_of_channels:
+            return dataclasses.replace(kernel, channel_scales=scales), None
+        return dataclasses.replace(kernel, table=table), scales
+
+
+def _nearest(
+    kernel: QuantizedTensor, scales: jax.Array, table: jax.Array | None, weight: jax.Array
+) -> QuantizedTensor:
+    """A packed weight with the codes nearest to a weight [K, N], through which no gradient goes."""
+    plain = unpack(kernel)
+    if plain.channel_scales is None:
+        parameters = Parameters(scales.astype(plain.scales.dtype), plain.zeros, None, table)
+    else:
+        parameters = Parameters(plain.scales, plain.zeros, scales)
+    grid = Grid(plain.format, plain.shape[0], jax.lax.stop_gradient(parameters))
+    return pack(grid.round(weight.astype(jnp.float32)))
+
+
+def why_not(format: WeightFormat) -> str | None:
+    """Why the scales of a format can't be learned, or None."""
+    if format.codes == "float8" and format.group_size is not None:
+        return f"{format} has scales that blocks of output channels share"
+    return None
+
+
+def replace_linears(
+    layer: nnx.Module, paths: Iterable[str], change: Callable[[str, Linear], Linear]
+) -> None:
+    """Replaces each Linear at some paths of a layer, or each part of a FusedLinear there."""
+    for path in paths:
+        node = find(layer, path)
+        if isinstance(node, FusedLinear):
+            node.parts = nnx.List([change(path, part) for part in node.parts])
+        elif isinstance(node, Linear):
+            parent, _, name = path.rpartition(".")
+            setattr(find(layer, parent), name, change(path, node))
+
+
+def pack_all(layer: nnx.Module, paths: Iterable[str]) -> None:
+    """Replaces each LearnedLinear at some paths by a Linear with what was learned."""
+    replace_linears(
+        layer, paths, lambda _, it: it.packed() if isinstance(it, LearnedLinear) else it
+    )

@@ -1,0 +1,248 @@
+"""Learns the scales of a whole model against its predictions (FLUTE, Guo et al. 2024, §4.2).
+
+Gradients go from layer to layer. Between two layers, only hidden states are kept, and each layer is
+computed again for its gradient (gradient checkpointing), by one program for all that are alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mpjax.arguments import require_documents
+from mpjax.checkpoint.progress import layers_bar
+from mpjax.kernels import QuantizedTensor
+from mpjax.kernels.checks import require_type
+from mpjax.language_model import LanguageModel
+from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
+from mpjax.models.parameters import find
+from mpjax.quantization.api import Calibration
+from mpjax.quantization.learning.descent import Learning, descend, mean
+from mpjax.quantization.learning.learned_linear import (
+    Learned,
+    LearnedLinear,
+    pack_all,
+    replace_linears,
+    why_not,
+)
+from mpjax.quantization.learning.teacher import Teacher, ends_of, token_losses
+from mpjax.quantization.text import Windows, windows_of
+
+DEFAULT_LEARNING, DEFAULT_CALIBRATION = Learning(), Calibration()
+LOGITS_BYTES = 256 << 20  # of the logits that exist at a time, float32
+
+
+def learn_scales(
+    lm: LanguageModel,
+    documents: Iterable[str],
+    *,
+    reference: LanguageModel | str | os.PathLike[str] | None = None,
+    rechoose: bool = False,
+    learning: Learning = DEFAULT_LEARNING,
+    calibration: Calibration = DEFAULT_CALIBRATION,
+    progress: bool | None = None,
+) -> LanguageModel:
+    """A model with scales that predict a text better, from one with packed weights.
+
+    Its loss on the text is never above that of `lm`: the best of the start and the ends of epochs
+    is returned.
+
+    documents: the text. reference: the 16-bit model, or its checkpoint's folder or hub id, of which
+        one layer at a time is read. The loss is then the divergence from its predictions; without
+        one, −ln p of the next token, FLUTE's loss, which also teaches the text itself.
+    rechoose: whether codes are chosen anew in each step, as those nearest to the weights of
+        `reference`, a LanguageModel; for an `lm` that was rounded from it by `rtn`, `range` or
+        `clip`. Otherwise they stay as they are.
+    learning: steps and rates. calibration: how much of the text is read, and how.
+    progress: whether to show a bar on stderr; by default where stderr is a terminal.
+
+    Raises ValueError for a model without packed weights, or with a format whose scales can't be
+    learned, for documents without a token, and without optax.
+    """
+    require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+    require_type("rechoose", rechoose, bool)
+    require_type("learning", learning, Learning)
+    require_type("calibration", calibration, Calibration)
+    require_documents(documents)
+    if rechoose and not isinstance(reference, LanguageModel):
+        raise ValueError("rechoose needs the 16-bit model: pass a LanguageModel as reference")
+    model: Decoder = nnx.merge(*nnx.split(lm.model))
+    batches = windows_of(
+        *(list(documents), lm.require_tokenizer(), model.config.vocab_size),
+        window=min(calibration.window, model.config.max_position_embeddings),
+        most=calibration.tokens,
+        batch=calibration.batch,
+    )
+    teacher = None
+    if reference is not None:
+        teacher = Teacher.of(reference, batches, model.config.dtype)
+    latent = reference.model if rechoose and isinstance(reference, LanguageModel) else None
+    _make_learned(model, learning.table, latent)
+    lesson = _Lesson(model, batches, teacher)
+    steps = learning.epochs * len(batches)
+    with layers_bar("Learning scales of", lm.source, progress, steps, "step") as advance:
+        # Copies, since the variables of the layers change.
+        start = [jax.tree.map(jnp.copy, nnx.state(layer, Learned)) for layer in model.layers]
+        best, _ = descend(learning, start, len(batches), lesson.gradient, lesson.loss, advance)
+    lesson.put(best)
+    for spec, layer in zip(model.config.layers, model.layers, strict=True):
+        pack_all(layer, spec.linear_paths(model.config))
+    return dataclasses.replace(lm, model=model)
+
+
+def _make_learned(model: Decoder, learns_table: bool, latent: Decoder | None) -> None:
+    """Replaces every packed linear map of a model by one with trained scales."""
+    count = 0
+    for number, spec in enumerate(model.config.layers):
+        paths = spec.linear_paths(model.config)
+        weights = {path: _latent(latent, number, path) for path in paths}
+        offsets = dict.fromkeys(paths, 0)
+
+        def change(path: str, linear: Linear) -> Linear:
+            nonlocal count
+            kernel: Any = linear.kernel.get_value()
+            weight, first = weights[path], offsets[path]  # noqa: B023 (called in this turn alone)
+            offsets[path] = first + kernel.shape[1]  # noqa: B023
+            if not isinstance(kernel, QuantizedTensor):
+                return linear
+            if reason := why_not(kernel.format):
+                raise ValueError(f"the scales of {path} can't be learned: {reason}")
+            count += 1
+            part = None if weight is None else weight[:, first : first + kernel.shape[1]]
+            return LearnedLinear(linear, learns_table=learns_table, latent=part)
+
+        replace_linears(model.layers[number], paths, change)
+    if not count:
+        raise ValueError("the model has no packed weights, whose scales could be learned")
+
+
+def _latent(model: Decoder | None, number: int, path: str) -> Any:
+    """The 16-bit kernel [K, N] of a linear map, of all parts side by side; None without a model."""
+    node = None if model is None else find(model.layers[number], path)
+    if not isinstance(node, Linear | FusedLinear):
+        return None
+    parts = node.parts if isinstance(node, FusedLinear) else [node]
+    kernels: list[Any] = [part.kernel.get_value() for part in parts]
+    if any(isinstance(kernel, QuantizedTensor) for kernel in kernels):
+        raise ValueError(f"rechoose needs a reference in 16 bits: its {path} is quantised")
+    return jnp.concatenate(kernels, axis=1) if len(kernels) > 1 else kernels[0]
+
+
+class _Lesson:
+    """The loss of a model on batches, and its gradient for the layers' learned variables.
+
+    Changes the variables of the model's layers.
+    """
+
+    def __init__(self, model: Decoder, batches: Sequence[Windows], teacher: Teacher | None):
+        self.model, self.batches, self.teacher = model, batches, teacher
+        self.ends = ends_of(model)
+        tokens = batches[0].tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(tokens[1])[None], tokens)
+        self.angles = model.angles_by_rope(positions)
+        fitting = max(LOGITS_BYTES // (4 * tokens[0] * model.config.vocab_size), 1)
+        self.chunk = min(fitting, tokens[1])
+
+    def put(self, parameters: Any) -> None:
+        """Gives the layers their learned variables."""
+        for layer, state in zip(self.model.layers, parameters, strict=True):
+            nnx.update(layer, state)
+
+    def loss(self, parameters: Any) -> float:
+        """The mean loss of all positions of all batches."""
+        self.put(parameters)
+        return mean(
+            (_head_loss(self.chunk, *self._head(index), self._forward(index)[-1]), weights.sum())
+            for index, weights in enumerate(map(self._weights, range(len(self.batches))))
+        )
+
+    def gradient(self, parameters: Any, index: int) -> Any:
+        """The gradient of the mean loss of a batch."""
+        self.put(parameters)
+        states = self._forward(index)
+        change = _head_gradient(self.chunk, *self._head(index), states.pop())
+        found = []
+        for layer in reversed(list(self.model.layers)):
+            gradient, change = _backward(layer, states.pop(), self.angles[layer.rope], change)
+            found.append(gradient)
+        return found[::-1]
+
+    def _forward(self, index: int) -> list[jax.Array]:
+        """The hidden states before each layer, and behind the last."""
+        states = [self.model.embed(jnp.asarray(self.batches[index].tokens))]
+        for layer in self.model.layers:
+            states.append(_forward(layer, states[-1], self.angles[layer.rope]))
+        return states
+
+    def _head(self, index: int) -> tuple[Any, Any, Any, Any]:
+        """What `token_losses` takes beside states, and the weight of each position."""
+        if self.teacher is not None:
+            goal, teacher = self.teacher.states[index], self.teacher.ends
+            return self.ends, teacher, goal, self._weights(index)
+        goal = np.roll(self.batches[index].tokens, -1, axis=1)
+        return self.ends, None, goal, self._weights(index)
+
+    def _weights(self, index: int) -> np.ndarray:
+        """1 for positions that count, float32 [batch, tokens]: without a teacher, not the last."""
+        is_real = self.batches[index].is_real
+        if self.teacher is None:
+            is_real = np.pad(is_real[:, 1:], ((0, 0), (0, 1)))
+        return is_real.astype(np.float32)
+
+
+@jax.jit
+def _forward(layer: DecoderLayer, states: jax.Array, angles: jax.Array) -> jax.Array:
+    return layer.inputs(states, angles)[0]
+
+
+@jax.jit
+def _backward(
+    layer: DecoderLayer, states: jax.Array, angles: jax.Array, change: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Gradients for a layer's learned variables and for its input, from that for its output."""
+    parts: Any = nnx.split(layer, Learned, ...)
+    graph, learned, rest = parts
+
+    def run(learned: Any, states: jax.Array) -> jax.Array:
+        return nnx.merge(graph, learned, rest).inputs(states, angles)[0]
+
+    return jax.vjp(run, learned, states)[1](change)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _head_loss(
+    chunk: int, ends: Decoder, teacher: Any, goal: jax.Array, weights: jax.Array, states: jax.Array
+) -> jax.Array:
+    """The sum of the weighted losses of all positions, `chunk` of each row at a time."""
+    missing = -states.shape[1] % chunk
+
+    def cut(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0)
+
+    def part(given: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        states, goal, weights = given
+        return (token_losses(ends, states, teacher, goal) * weights).sum()
+
+    return jax.lax.map(jax.checkpoint(part), (cut(states), cut(goal), cut(weights))).sum()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _head_gradient(
+    chunk: int, ends: Decoder, teacher: Any, goal: jax.Array, weights: jax.Array, states: jax.Array
+) -> jax.Array:
+    """The gradient of the mean loss for the hidden states."""
+
+    def loss(states: jax.Array) -> jax.Array:
+        total = _head_loss(chunk, ends, teacher, goal, weights, states)
+        return total / jnp.maximum(weights.sum(), 1.0)
+
+    return jax.grad(loss)(states)

@@ -1,0 +1,96 @@
+"""What a quantised model learns from: the predictions of its 16-bit version, or the text itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mpjax.checkpoint import huggingface
+from mpjax.language_model import LanguageModel
+from mpjax.loading import find_folder
+from mpjax.models import Decoder, DecoderLayer
+from mpjax.quantization.pipeline import Stream
+from mpjax.quantization.text import Windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A model without its layers, and the hidden states behind them.
+
+    ends: embedding, final norm and head. states: [batch, tokens, hidden] for each batch.
+    """
+
+    ends: Decoder
+    states: list[np.ndarray]
+
+    @classmethod
+    def of(
+        cls, source: LanguageModel | str | os.PathLike[str], batches: Sequence[Windows], dtype: str
+    ) -> Teacher:
+        """A model that reads batches; of a checkpoint's folder, one layer at a time is read.
+
+        dtype: what a checkpoint's model computes in.
+        """
+        if isinstance(source, LanguageModel):
+            model = source.model
+            return cls._run(model, batches, lambda number: model.layers[number])
+        folder: Path = find_folder(source).resolve()
+        model, checkpoint, plan = huggingface.open_plain(folder, dtype)
+        huggingface.fill(model, checkpoint, plan, belongs=lambda path: not _is_in_layer(path))
+
+        def read_layer(number: int) -> DecoderLayer:
+            empty = nnx.split(model.layers[number])
+            huggingface.fill(
+                model, checkpoint, plan, belongs=lambda path: _is_in_layer(path, number)
+            )
+            layer = model.layers[number]
+            model.layers[number] = nnx.merge(*empty)  # nothing else holds the layer's arrays
+            return layer
+
+        return cls._run(model, batches, read_layer)
+
+    @classmethod
+    def _run(
+        cls, model: Decoder, batches: Sequence[Windows], layer_of: Callable[[int], DecoderLayer]
+    ) -> Teacher:
+        stream = Stream.of(model, batches)
+        for number in range(model.config.num_layers):
+            stream.advance(layer_of(number))
+        return cls(ends_of(model), stream.states)
+
+
+def ends_of(model: Decoder) -> Decoder:
+    """A model with the same embedding, final norm and head, and without layers."""
+    layers = model.layers
+    model.layers = nnx.List([])
+    try:
+        return nnx.merge(*nnx.split(model))
+    finally:
+        model.layers = layers
+
+
+def token_losses(
+    ends: Decoder, states: jax.Array, teacher: Decoder | None, goal: jax.Array
+) -> jax.Array:
+    """The loss of each position, float32 [batch, tokens], for hidden states behind the layers.
+
+    teacher: None where the goal is the next tokens, int32 [batch, tokens], and the loss −ln p; else
+        the ends of the model whose hidden states [batch, tokens, hidden] are the goal, and the loss
+        is the divergence Σ p ln(p / q) from its probabilities p.
+    """
+    found = jax.nn.log_softmax(ends.logits(states), axis=-1)
+    if teacher is None:
+        return -jnp.take_along_axis(found, goal[..., None], axis=-1)[..., 0]
+    exact = jax.nn.log_softmax(teacher.logits(goal), axis=-1)
+    return (jnp.exp(exact) * (exact - found)).sum(-1)
+
+
+def _is_in_layer(path: str, number: int | None = None) -> bool:
+    return path.startswith("layers." if number is None else f"layers.{number}.")

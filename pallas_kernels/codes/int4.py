@@ -1,0 +1,86 @@
+"""Signed integers of four bits with a scale per group: the weights of COMET's W4Ax."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from mpjax.kernels.codes.base import Decoder, Group, Parameters, divisible
+from mpjax.kernels.codes.signed import Signed
+from mpjax.kernels.formats import WeightFormat
+from mpjax.kernels.target import current_target
+
+BITS = 4
+LEAST, MOST = -8, 7
+# A code is decoded in the upper half of its byte, which saves the extension of its sign.
+EXPONENT = 4
+
+
+class Int4(Signed):
+    """W = code · scale, with codes from −8 to 7 that kernels multiply as int8.
+
+    A product with int8 codes of 128 channels stays below 2**21 in magnitude, sixteen times the sum
+    of codes: decoding leaves a code times 16, for which the scale makes up.
+    """
+
+    def fit(
+        self, groups: jax.Array, format: WeightFormat, table: jax.Array | None = None
+    ) -> Parameters:
+        """Scale = 2·max|w| / (2**b − 1), as GPTQ's quantiser."""
+        return Parameters(divisible(jnp.abs(groups).max(1) * (2 / (2**BITS - 1))))
+
+    def nearest(self, values: jax.Array, parameters: Parameters) -> jax.Array:
+        """round(value / scale), within the codes that there are."""
+        return jnp.clip(jnp.round(values / parameters.scales), LEAST, MOST).astype(jnp.int8)
+
+    def pack(self, planes: jax.Array) -> jax.Array:
+        """Packs plane 0 to the low half of a byte, and plane 1 to the high half."""
+        low, high = planes[..., 0, :], planes[..., 1, :]
+        return ((low & jnp.uint8(0xF)) | (high << jnp.uint8(BITS)))[..., None, :]
+
+    def unpack(self, words: jax.Array) -> jax.Array:
+        """The inverse of `pack`: codes in two's complement of 8 bits."""
+        words = words[..., 0, :]
+        planes = jnp.stack([words & jnp.uint8(0xF), words >> jnp.uint8(BITS)], -2)
+        return (planes ^ jnp.uint8(8)) - jnp.uint8(8)
+
+    def load(
+        self, parameters: jax.Array, scale_dtype: str, operand: jnp.dtype, width: int
+    ) -> Group:
+        """The scale of decoded codes, and the words of parameters.
+
+        Decoding takes the words so that the compiler loads them ahead.
+        """
+        scale = jax.lax.bitcast_convert_type(parameters, jnp.float32) * 2.0**-EXPONENT
+        return Group(current_target().column(scale, width), (parameters,))
+
+    def decoder(
+        self,
+        columns: list[jax.Array],
+        arguments: tuple[jax.Array, ...],
+        shared: tuple[jax.Array, ...],
+        operand: jnp.dtype,
+    ) -> Decoder:
+        """Decodes to 16 · code in int8, with one or two instructions for four codes."""
+        [words], [parameters] = columns, arguments
+        target = current_target()
+        if target.has_ptx:
+            registers = target.register_column(parameters, words.shape)
+            return lambda plane: _decode_with_ptx(words, plane, registers)
+        return lambda plane: _decode(words, plane)
+
+
+def _decode(words: jax.Array, plane: int) -> jax.Array:
+    high = words & jnp.uint8(0xF0) if plane else words << jnp.uint8(BITS)
+    return jax.lax.bitcast_convert_type(high, jnp.int8)
+
+
+def _decode_with_ptx(words: jax.Array, plane: int, parameters: jax.Array) -> jax.Array:
+    shifted = "$1" if plane else "high"
+    move = "" if plane else f"shl.b32 high, $1, {BITS};"
+    assembly = f"""{{
+        .reg .b32 high;
+        {move}
+        and.b32 $0, {shifted}, 0xF0F0F0F0;
+    }}"""
+    return current_target().inline_ptx(assembly, words, parameters, dtype=jnp.int8)

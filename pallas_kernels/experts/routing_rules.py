@@ -1,0 +1,81 @@
+"""How the experts of a token are chosen and weighted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from mpjax.kernels.checks import shown, static_number, whole_number
+
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top_two"]
+LEAST_SUM = 1e-20  # added to a sum of weights before weights are divided by it (DeepSeek-V3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """How experts are chosen and weighted; static and hashable.
+
+    per_token: the number of experts of a token.
+    scoring: the function from logits to scores, in float32: a softmax over all experts, or a
+        sigmoid.
+    renormalize: whether the weights of a token's experts, their scores, are divided by their sum.
+        Of a softmax that gives the softmax over the chosen logits alone.
+    scale: the factor of all weights, after they are renormalised.
+    groups, groups_per_token: if the experts are divided into `groups` of neighbours, a token's
+        experts come out of its best `groups_per_token` of them (DeepSeek); None: out of all.
+    group_score: the score of a group: its largest score (DeepSeek-V2), or the sum of its two
+        largest (DeepSeek-V3).
+
+    Raises ValueError for values that don't fit together.
+    """
+
+    per_token: int
+    scoring: Scoring = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    groups: int | None = None
+    groups_per_token: int | None = None
+    group_score: GroupScore = "max"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "per_token", whole_number("Routing: per_token", self.per_token))
+        if not isinstance(self.renormalize, bool):
+            raise ValueError(f"Routing: renormalize is {shown(self.renormalize)}: expected a bool")
+        scale = static_number("Routing: scale", self.scale, float, "a positive number")
+        object.__setattr__(self, "scale", 1.0 if scale is None else scale)
+        for name, value, known in (
+            ("scoring", self.scoring, get_args(Scoring)),
+            ("group_score", self.group_score, get_args(GroupScore)),
+        ):
+            if not isinstance(value, str) or value not in known:
+                expected = " or ".join(known)
+                raise ValueError(f"Routing: {name} is {shown(value)}: expected {expected}")
+        if (self.groups is None) != (self.groups_per_token is None):
+            raise ValueError(
+                f"Routing: groups is {shown(self.groups)} and groups_per_token "
+                f"{shown(self.groups_per_token)}: expected both, or neither"
+            )
+        for name in ("groups", "groups_per_token"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(f"Routing: {name}", value))
+
+    def why_not(self, experts: int) -> str | None:
+        """The reason why a token can't be routed to one of `experts` experts, or None if it can."""
+        if self.per_token > experts:
+            return f"{self.per_token} experts per token are more than the {experts} that there are"
+        if self.groups is None or self.groups_per_token is None:
+            return None
+        if experts % self.groups:
+            return f"{experts} experts can't be divided into {self.groups} groups"
+        size = experts // self.groups
+        if not 0 < self.groups_per_token <= self.groups:
+            return f"{self.groups_per_token} groups per token: expected 1 to {self.groups}"
+        if self.per_token > self.groups_per_token * size:
+            return (
+                f"{self.per_token} experts per token are more than {self.groups_per_token} groups "
+                f"of {size} have"
+            )
+        if self.group_score == "top_two" and size < 2:
+            return f"groups of {size} expert have no two largest scores"
+        return None

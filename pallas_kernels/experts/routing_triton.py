@@ -1,0 +1,80 @@
+"""Routing as one kernel, a program for each token; XLA takes five kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mpjax.kernels.experts.routing_rules import LEAST_SUM, Routing
+from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
+
+EXPERTS_OF_A_WARP = 256  # a program for more experts has four warps
+
+
+@functools.partial(jax.jit, static_argnames=("routing", "interpret"))
+def route(
+    logits: jax.Array,
+    correction: jax.Array | None,
+    routing: Routing,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The experts int32 [tokens, k] and weights float32 [tokens, k] of logits [tokens, experts].
+
+    routing: without groups.
+    """
+    tokens, experts = logits.shape
+    shape = tokens, routing.per_token
+    return launch(
+        functools.partial(_kernel, routing=routing),
+        (logits, correction),
+        out_shape=(
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ),
+        grid=(tokens,),
+        settings=Settings("route", warps=1 if experts <= EXPERTS_OF_A_WARP else 4),
+        interpret=interpret,
+    )
+
+
+def _kernel(
+    inputs: tuple[Any, Any], experts_ref: Any, weights_ref: Any, *, routing: Routing
+) -> None:
+    logits_ref, correction_ref = inputs
+    token, count = first_program_id(), logits_ref.shape[1]
+    number = jnp.arange(pl.next_power_of_2(count))
+    is_free = number < count
+    logits = load_masked(logits_ref.at[token, number], is_free).astype(jnp.float32)
+    logits = jnp.where(is_free, logits, -jnp.inf)
+    if routing.scoring == "softmax":
+        scores = jnp.exp(logits - logits.max())
+        total = scores.sum()
+    else:
+        scores, total = 1.0 / (1.0 + jnp.exp(-logits)), jnp.float32(1.0)
+    # A softmax keeps the order of logits, but may round different ones to equal scores.
+    ranked = logits if routing.scoring == "softmax" else scores
+    if correction_ref is not None:
+        ranked = scores / total + load_masked(correction_ref.at[number], is_free).astype(
+            jnp.float32
+        )
+    place = jnp.arange(pl.next_power_of_2(routing.per_token))
+    chosen, weights = jnp.zeros(place.shape, jnp.int32), jnp.zeros(place.shape, jnp.float32)
+    for choice in range(routing.per_token):
+        best = jnp.where(is_free, ranked, -jnp.inf).max()
+        index = jnp.where(is_free & (ranked == best), number, count - 1).min()
+        is_chosen = number == index
+        is_free &= ~is_chosen
+        chosen = jnp.where(place == choice, index, chosen)
+        weights = jnp.where(place == choice, jnp.where(is_chosen, scores, 0.0).sum(), weights)
+    if routing.renormalize:
+        total = weights.sum() + (0.0 if routing.scoring == "softmax" else LEAST_SUM)
+    is_wanted = place < routing.per_token
+    # In interpret mode, a lane that is masked out writes what is there: it needs another place.
+    place = jnp.where(is_wanted, place, routing.per_token)
+    store(experts_ref.at[token, place], chosen, mask=is_wanted)
+    store(weights_ref.at[token, place], weights / total * routing.scale, mask=is_wanted)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+
+from benchmarks import blocks
+from mpjax.models import llama_layers
+
+SMALL = dataclasses.replace(
+    blocks.PLANTED,
+    vocab_size=64,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    layers=llama_layers((None,), 256),
+)
+
+
+def test_outliers_are_few_and_differ_by_layer():
+    model = blocks.planted_model(dataclasses.replace(SMALL, layers=SMALL.layers * 2))
+    places = []
+    for layer in model.layers:
+        weight = np.asarray(layer.attention_norm.weight.get_value())
+        places.append(np.flatnonzero(weight != 1).tolist())
+        assert weight[places[-1]].tolist() == [blocks.STRENGTH]
+    assert places[0] != places[1]
+
+
+def test_a_row_for_each_share_and_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(blocks, "PLANTED", SMALL)
+    monkeypatch.setattr(blocks, "SHARES", (0, 2, 1))
+    monkeypatch.setattr(blocks, "METHOD", "rtn")
+    monkeypatch.setattr(blocks, "RESULTS", tmp_path)
+    blocks.main(["planted"])
+    rows = json.loads((tmp_path / "blocks-planted.json").read_text())["results"]
+    assert [row["precision"] for row in rows] == ["W16A16", "W4A16", "W4A8", *["W4Ax"] * 6]
+    assert [row["wide"] for row in rows[3:6]] == [0, 0.5, 1]
+    for line in (rows[3:6], rows[6:]):
+        assert line[0]["perplexity"] > line[1]["perplexity"] > line[2]["perplexity"]
+    assert rows[4]["rise"] < 0.5 * rows[3]["rise"]  # the outliers' blocks do most
+    assert blocks.cells(rows[0]) == ["W16A16", "", f"{rows[0]['perplexity']:.3f}", "+0.00%"]
+    assert blocks.cells(rows[4])[:2] == ["50%", "sorted"]
+    assert "blocks-planted.json" in capsys.readouterr().out

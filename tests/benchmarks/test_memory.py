@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import mpjax
+from benchmarks import memory
+
+TINY = memory.QWEN3_8B | {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "eos_token_id": 0,
+}
+
+
+def test_a_checkpoint_is_written_and_quantised(tmp_path):
+    memory.write_checkpoint(tmp_path / "tiny", TINY)
+    calibration = mpjax.Calibration(window=64, tokens=256, batch=2)
+    recipe = mpjax.Recipe.of("W4g32A16KV16", "gptq")
+    found = memory.run(tmp_path / "tiny", recipe, calibration, 36)
+    assert (found["layers"], found["all_layers"]) == (3, 36)
+    assert found["hidden_states_bytes"] == 256 * 64 * 2
+    assert found["host_peak_bytes"] >= found["host_bytes_before"] > 0
+    assert 0 < found["seconds_of_layer"] < found["seconds"] < found["seconds_of_all_layers"]
+    assert found["packed_layer_bytes"] > 0
+
+
+def test_the_text_is_long_enough():
+    texts = memory.python_texts(1000)
+    assert sum(map(len, texts)) > 12_000
+    tokenizer = mpjax.load(mpjax.bundled_model(), progress=False).tokenizer
+    assert sum(len(tokenizer.encode(text)) for text in texts) > 1000

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mpjax.kernels import WeightFormat
+from mpjax.models import Decoder
+from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models.config import LayerSpec
+from mpjax.models.division import Division, Part
+from tests.models.small import small_config
+
+CONFIG = small_config((None,), qkv_bias=True, qk_norm=True, head_dim=32, num_kv_heads=2)
+QKV, OUTPUT, GATE_UP, DOWN = Decoder.linear_places(CONFIG)
+
+
+def division(count: int, format: str | None = None) -> Division:
+    formats = [format and WeightFormat.parse(format)]
+    return Division.of(Decoder, CONFIG, count, {place.path: formats for place in (OUTPUT, DOWN)})
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_tables_are_divided_by_token_ids_and_joined(count):
+    found, place = division(count), Decoder.array_places(CONFIG)[0]
+    table = random(50, 64)
+    shares = [found.cut_array(place, table, number) for number in range(count)]
+    assert {share.shape for share in shares} == {(-(-50 // count), 64)}
+    np.testing.assert_array_equal(found.join_array(place, shares), table)
+
+
+def test_norms_are_everybodys():
+    found = division(2)
+    for place in Decoder.array_places(CONFIG)[1:-1]:
+        array = random(*place.shape)
+        shares = [found.cut_array(place, array, number) for number in range(2)]
+        assert all(share is array for share in shares)
+        assert found.join_array(place, shares) is array
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_queries_keys_and_values_are_cut_each_by_itself(joint, count):
+    found = division(count)
+    sizes = [outputs for _, outputs in QKV.shapes]
+    whole = [Part(random(64, size), random(size)) for size in sizes]
+    if joint:
+        kernel = np.concatenate([part.kernel for part in whole], 1)
+        whole = [Part(kernel, np.concatenate([part.bias for part in whole]))]
+    shares = [found.cut_linears(QKV, whole, number) for number in range(count)]
+    local = found.local
+    width = (local.num_heads + 2 * local.num_kv_heads) * 32
+    assert all(sum(part.bias.size for part in share) == width for share in shares)
+    joined = found.join_linears(QKV, shares, [None] * len(whole))
+    for part, expected in zip(joined, whole, strict=True):
+        np.testing.assert_array_equal(part.kernel, expected.kernel)
+        np.testing.assert_array_equal(part.bias, expected.bias)
+
+
+def test_the_first_share_has_the_first_heads_of_queries_keys_and_values():
+    kernel = np.broadcast_to(np.arange(256, dtype=np.float32), (64, 256))  # 4, 2 and 2 heads
+    [share] = division(2).cut_linears(QKV, [Part(kernel, None)], 0)
+    expected = [*range(64), *range(128, 160), *range(192, 224)]
+    np.testing.assert_array_equal(share.kernel[0], expected)
+
+
+def test_rows_are_divided_and_their_bias_is_everybodys():
+    found, whole = division(2), [Part(random(128, 64), random(64))]
+    assert [found.is_divided_along_inputs(place) for place in (QKV, OUTPUT, GATE_UP, DOWN)] == [
+        *(False, True, False, True)
+    ]
+    shares = [found.cut_linears(DOWN, whole, number) for number in range(2)]
+    assert shares[1][0].bias is whole[0].bias
+    [joined] = found.join_linears(DOWN, shares, [None])
+    np.testing.assert_array_equal(joined.kernel, whole[0].kernel)
+
+
+def test_scales_of_heads_that_are_not_there_are_ones():
+    found = dataclasses.replace(division(3), config=dataclasses.replace(CONFIG, num_kv_heads=4))
+    scales = random(1, 2, 4)
+    shares = [found.cut_cache_scales(scales, number) for number in range(3)]
+    np.testing.assert_array_equal(shares[1], scales[:, :, 2:])
+    np.testing.assert_array_equal(shares[2], np.ones((1, 2, 2)))
+    np.testing.assert_array_equal(found.join_cache_scales(shares), scales)
+
+
+def test_intermediate_channels_are_cut_where_the_format_can_be():
+    assert division(2).local.intermediate_size == 64
+    assert division(2, "uint4:g32").local.intermediate_size == 128
+
+
+def test_a_format_that_can_not_be_cut_is_refused_before_anything_is_read():
+    with pytest.raises(
+        ValueError, match=r"^layers\.0\.attention\.output for 4 devices: 128 input channels of a l"
+    ):
+        division(4, "liquid4:g64/int8")
+
+
+def test_an_array_without_a_rule_is_refused(monkeypatch):
+    """Such as a norm over the channels of all heads, which would need a sum over devices."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Spec(GroupedQuerySpec):
+        def arrays(self, config):
+            return {"query_norm.weight": (config.num_heads,)}
+
+    layers = (LayerSpec(Spec(), CONFIG.layers[0].mlp),)
+    config = dataclasses.replace(CONFIG, layers=layers)
+    formats = {DOWN.path: [None], OUTPUT.path: [None]}
+    with pytest.raises(ValueError, match=r"query_norm\.weight \[4\] can't be divided among 2 dev"):
+        Division.of(Decoder, config, 2, formats)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from mpjax.kernels import PlainCodes, WeightFormat, pack, quantize
+from mpjax.models import Linear
+from mpjax.models.row_linear import LATENCY_BYTES, RowLinear, summing_dtype
+
+
+def on_one_device(linear: RowLinear, x: jax.Array) -> jax.Array:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
+    whole = PartitionSpec()
+    return jax.shard_map(
+        lambda linear, x: linear.terms(x)[0],
+        mesh=mesh,
+        in_specs=(whole, whole),
+        out_specs=whole,
+        check_vma=False,
+    )(linear, x)
+
+
+def random(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("text", [None, "uint4:g32"])
+def test_one_device_has_the_product_of_a_linear(text):
+    kernel, bias, x = random(64, 8), random(8), random(2, 3, 64)
+    packed = kernel if text is None else quantize(kernel, text)
+    found = on_one_device(RowLinear(packed, bias, "model", None), x)
+    np.testing.assert_allclose(found, Linear(packed, bias)(x), rtol=1e-4, atol=1e-4)
+
+
+def test_x_is_gathered_for_a_permutation():
+    rng = np.random.default_rng(1)
+    order = jnp.asarray(rng.permutation(64), jnp.int32)
+    codes = jnp.asarray(rng.integers(0, 16, (64, 8)), jnp.uint8)
+    scales = jnp.asarray(rng.uniform(0.1, 1, (2, 8)), jnp.float16)
+    kernel = pack(PlainCodes(WeightFormat("uint4", 32, True), codes, scales, permutation=order))
+    x = random(2, 64)
+    found = on_one_device(RowLinear(kernel, None, "model", kernel.format), x)
+    np.testing.assert_allclose(found, Linear(kernel)(x), rtol=1e-4, atol=1e-4)
+    straight = dataclasses.replace(kernel, permutation=None)
+    assert not np.allclose(found, Linear(straight)(x), atol=1e-2)
+
+
+def test_sums_that_take_no_longer_are_in_float32():
+    assert summing_dtype(LATENCY_BYTES // 4, jnp.bfloat16) == jnp.float32
+    assert summing_dtype(LATENCY_BYTES // 4 + 1, jnp.bfloat16) == jnp.bfloat16
+
+
+def test_a_long_sum_has_the_dtype_of_x():
+    kernel = jnp.ones((4, 1024), jnp.bfloat16)
+    linear = RowLinear(kernel, jnp.ones(1024, jnp.bfloat16), "model", None)
+    for rows, dtype in ((2, jnp.float32), (128, jnp.bfloat16)):
+        assert on_one_device(linear, jnp.ones((rows, 4), jnp.bfloat16)).dtype == dtype
+
+
+def test_the_format_is_that_of_the_whole_kernel():
+    whole, kernel = WeightFormat("uint4", 64), quantize(random(64, 8), "uint4:g32")
+    assert RowLinear(kernel, None, "model", whole).format == whole
+    assert Linear(kernel).format == kernel.format
+    assert Linear(random(64, 8)).format is None

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mpjax.models import Decoder
+from mpjax.models.sharded import ShardedDecoder
+from tests.models.sharded_decoders import CASES, divide, require_same_arrays
+from tests.models.small import small_config, small_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.sweep  # of the default, tests/mpjax/test_loading.py has a case
+def test_logits_are_those_of_the_whole_decoder():
+    """In a process of its own, which has eight devices."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.sharded_decoders"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{len(CASES)} cases\n"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def divided() -> ShardedDecoder:
+    """Divided among one device, which has all."""
+    return divide(small_model(small_config((None,))), 1)
+
+
+def test_it_is_a_decoder_of_its_family(divided):
+    assert isinstance(divided, Decoder)
+    assert (type(divided).__name__, divided.family_name) == ("ShardedDecoder", "Decoder")
+    assert divided.shards == 1
+    assert type(divided) is type(divide(small_model(small_config((None,))), 1))
+
+
+def test_parts_of_the_share_are_parts_of_the_model(divided):
+    assert divided.embedding is divided.share.embedding
+    assert divided.head is divided.share.head
+    assert divided.cache_scales is None
+    with pytest.raises(AttributeError, match="has no attribute 'heads'"):
+        _ = divided.heads
+
+
+def test_whole_sequences_are_read(divided):
+    tokens = np.array([[1, 2, 3]])
+    expected = small_model(small_config((None,)))(tokens)
+    np.testing.assert_allclose(divided(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_arguments_are_checked_as_by_any_decoder(divided):
+    with pytest.raises(ValueError, match="tokens must be from 0 to 49"):
+        divided([[50]])
+    with pytest.raises(ValueError, match="a sequence of 300 tokens would pass the 256 positions"):
+        divided(np.zeros((1, 300), int))
+    cache = divided.create_cache(1, 16, "KV16", 16)
+    with pytest.raises(ValueError, match=r"counts are \[2\]: expected 0 to 1"):
+        divided.step([[1]], [2], cache)
+
+
+def test_the_shapes_of_a_share(divided):
+    shapes = jax.tree.leaves(divided.share_shapes())
+    assert [leaf.shape for leaf in shapes] == [leaf.shape for leaf in jax.tree.leaves(divided)]
+
+
+def test_whole_arrays_are_joined_when_they_are_read(divided):
+    whole = divided.whole()
+    assert type(whole) is Decoder
+    array = whole.embedding.get_value()
+    assert (array.shape, array.size, array.nbytes, array.ndim) == ((50, 64), 3200, 12800, 2)
+    require_same_arrays(small_model(small_config((None,))), whole)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import jax
+import pytest
+
+from mpjax.bench import sums
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes", "message"),
+    [
+        (1, (8,), "devices is 1: a sum over devices needs two or more"),
+        (4096, (8,), "devices is 4096, and JAX sees"),
+        (2, (8, 0), "expected one or more positive numbers"),
+        (2, (), "expected one or more positive numbers"),
+    ],
+)
+def test_what_can_not_be_measured(devices, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        sums.Sweep(devices, sizes)
+
+
+def test_a_row_for_each_dtype_and_size(monkeypatch):
+    """On a mesh of one device, whose sums are the arrays themselves."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
+    monkeypatch.setattr(sums, "read_devices", lambda devices: mesh)
+    monkeypatch.setattr(sums, "CHAIN", 2)
+    sweep = sums.Sweep(2, (1, 2))
+    rows = list(sums.run(sweep))
+    assert len(rows) == sweep.cases == 4
+    assert [(row["dtype"], row["bytes"]) for row in rows[:2]] == [
+        *(("bfloat16", 1024), ("bfloat16", 2048))
+    ]
+    for row in rows:
+        difference = row["pair_microseconds"] - row["addition_microseconds"]
+        assert row["sum_microseconds"] == pytest.approx(difference)
+        assert len(sums.cells(row)) == len(sums.HEADERS)
+    assert sums.failures(rows) == []

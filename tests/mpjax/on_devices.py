@@ -1,0 +1,170 @@
+"""Checkpoints on several devices against one: loaded, called, saved, restored.
+
+It needs a process of its own with several devices:
+`XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.mpjax.on_devices FOLDER few`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpjax
+from mpjax.decoding import Limits, decode, prefill
+from mpjax.kernels import KVFormat
+from mpjax.random_keys import row_keys
+from mpjax.sampling import Sampling
+from tests.models.sharded_decoders import require_same_arrays
+from tests.mpjax.checkpoint.write_checkpoint import (
+    AWQ,
+    CONFIGS,
+    FP8,
+    GPTQ,
+    compressed_fp8,
+    compressed_integers,
+    linear_shapes,
+    pack_module_fp8,
+    pack_random,
+    random_tensors,
+    write_checkpoint,
+)
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)
+
+SIZES = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+SAMPLING = {
+    "temperature": np.array([0.0, 0.8]),
+    "top_k": 40,
+    "top_p": 0.9,
+    "repetition_penalty": 1.2,
+}
+ACT_ORDER = GPTQ | {"desc_act": True}
+# The number of devices, the family, quantization_config, and the precision to load.
+FEW = ((4, "qwen2", ACT_ORDER, None),)  # biases, and channels in another order
+MANY = (
+    *FEW,
+    (8, "llama-tied", None, "W4g32A16KV4"),
+    (4, "qwen3", None, "W4g32A16KV8H8E8"),
+    (2, "mistral", None, "W4A8KV8"),
+    (2, "llama", None, "W16A16KV8"),
+    (2, "qwen3", AWQ, "W4g32A16KV8"),
+    (2, "llama", FP8, "WFP8g128A16KV16"),
+    (4, "llama", compressed_fp8("channel", "token"), None),
+    (8, "llama", compressed_integers(), None),
+)
+CALLED = 4  # of the others only the weights are compared
+
+
+def write(folder: Path, family: str, written: dict[str, Any] | None) -> Path:
+    rng = np.random.default_rng(5)
+    hf = CONFIGS[family] | SIZES | ({} if written is None else {"quantization_config": written})
+    tensors = random_tensors(hf, rng)
+    for name, tensor in tensors.items():
+        # Small maps: a random model whose maps are large says the same token forever.
+        tensors[name] = np.ones_like(tensor) if "norm" in name else tensor * np.float32(0.25)
+    for name, (channels, _) in linear_shapes(hf).items() if written else ():
+        if written is FP8 or written.get("format") == "float-quantized":
+            pack_module_fp8(tensors, written, name)
+        elif written is ACT_ORDER:
+            pack_random(tensors, hf, name, rng, rng.permutation(np.arange(channels) // 32))
+        elif written is AWQ:
+            pack_random(tensors, hf, name, rng)
+        else:
+            return write_integers(folder, hf, tensors)
+    return write_checkpoint(folder, hf, tensors)
+
+
+def write_integers(folder: Path, hf: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    """What `mpjax.export` makes of the plain checkpoint: compressed-tensors' packed integers."""
+    plain = {name: value for name, value in hf.items() if name != "quantization_config"}
+    source = write_checkpoint(folder / "plain", plain, tensors)
+    lm = mpjax.load(source, precision="W4g32A16KV16", progress=False)
+    mpjax.export(lm, folder / "exported", progress=False)
+    return folder / "exported"
+
+
+def run(lm: mpjax.LanguageModel) -> mpjax.GeneratedTokens:
+    """A greedy row, and one that is drawn."""
+    tokens = jnp.asarray(np.random.default_rng(1).integers(3, 96, (2, 6)), jnp.int32)
+    options: dict[str, Any] = {"max_new_tokens": 12, "kv_format": lm.kv_format}
+    lengths = jnp.asarray([6, 4], jnp.int32)
+    return mpjax.generate_tokens(lm.model, tokens, lengths, sampling=SAMPLING, **options)
+
+
+def check(folder: Path, count: int, precision: str | None) -> tuple[mpjax.LanguageModel, ...]:
+    whole = mpjax.load(folder, precision=precision, dtype="float32", progress=False)
+    mpjax.save(whole, folder / "saved", progress=False)
+    given = {"dtype": "float32", "progress": False}
+    lm = mpjax.load(folder, precision=precision, devices=count, **given)
+    assert (lm.devices, lm.precision, lm.num_parameters) == (
+        *(count, whole.precision, whole.num_parameters),
+    )
+    require_same_arrays(whole.model, lm.model.whole())
+    restored = mpjax.load(folder / "saved", devices=jax.devices()[:count], progress=False)
+    for one, other in zip(jax.tree.leaves(restored.model), jax.tree.leaves(lm.model), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    mpjax.save(restored, folder / "saved", overwrite=True, progress=False)
+    again = mpjax.load(folder / "saved", progress=False)  # checked by its checksums
+    require_same_arrays(whole.model, again.model)
+    return whole, lm
+
+
+def call(whole: mpjax.LanguageModel, lm: mpjax.LanguageModel) -> None:
+    # A device rounds its own channels of x to 8 bits.
+    tolerance = 0.3 if "A8" in whole.precision or "AFP8" in whole.precision else 1e-4
+    expected, found = run(whole), run(lm)
+    if tolerance < 0.3:
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        assert len(set(np.asarray(found.tokens).ravel().tolist())) > 4
+    first = [np.asarray(result.logprobs)[:, 0] for result in (found, expected)]
+    np.testing.assert_allclose(*first, atol=tolerance)
+
+
+def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
+    found = []
+    for lm in lms:
+        lm = dataclasses.replace(lm, kv_format=KVFormat("4c"))  # which has a residual
+        with mpjax.Engine(lm, slots=2, max_tokens=160, chunk_tokens=32) as engine:
+            handles = [
+                engine.submit([3, 4, 5 + i], max_new_tokens=6, sampling=sampling)
+                for i, sampling in enumerate((None, {"temperature": 0.8, "top_p": 0.9}))
+            ]
+            for handle in handles:
+                handle.result()
+        found.append([handle.tokens for handle in handles])
+    assert found[0] == found[1]
+
+
+def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
+    """Collectives of a decoding step with every kind of sampling have few numbers for each row."""
+    sampling, ids = Sampling.of(SAMPLING | {"temperature": 0.8, "min_p": 0.01}).split((0,))
+    limits, tokens = Limits.of(3, ids, 8, 8), jnp.ones((3, 4), jnp.int32)
+    cache, keys = lm.model.create_cache(3, 16, "KV16", 16), row_keys(range(3))
+    counts, until = jnp.full(3, 4, jnp.int32), jnp.int32(8)
+    state = jax.eval_shape(prefill, lm.model, tokens, counts, cache, keys, sampling, limits)
+    text = jax.jit(decode).lower(lm.model, state, sampling, limits, until).compile().as_text()
+    shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-(?:gather|reduce|to-all)", text)
+    assert len(shapes) > 10
+    of_rows = {math.prod(int(n) for n in shape.split(",") if n) // 3 for shape in shapes}
+    assert lm.config.vocab_size not in of_rows, shapes
+
+
+if __name__ == "__main__":
+    for number, case in enumerate(cases := {"few": FEW, "many": MANY}[sys.argv[2]]):
+        pair = check(write(Path(sys.argv[1]) / str(number), *case[1:3]), case[0], case[3])
+        if number < CALLED:
+            call(*pair)
+    require_no_device_gets_all_logits(pair[1])
+    if cases is MANY:
+        require_the_engine_draws_the_same(*pair)
+    print(f"{len(cases)} cases")

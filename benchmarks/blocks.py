@@ -131,6 +131,7 @@ def planted_model(config: DecoderConfig) -> Decoder:
 
     for layer in model.layers:
         for norm in (layer.attention_norm, layer.mlp_norm):
+            assert norm is not None  # the model has norms before its layers
             norm.weight.set_value(norm.weight.get_value() * strong(config.hidden_size))
         for fused in (layer.attention.qkv, layer.mlp.gate_up):
             [linear] = fused.parts

@@ -85,6 +85,8 @@ def _calls_of_products() -> Iterator[tuple[str, Callable[[], Call]]]:
     for rows in (1, 16, 256):
         yield f"head {rows}", functools.partial(_head, rows)
     yield "gradient", _gradient
+    for text in ("uint4:g128", "int8/int8"):
+        yield f"rows {text}", functools.partial(_rows, text)
 
 
 def _calls_of_caches() -> Iterator[tuple[str, Callable[[], Call]]]:
@@ -166,6 +168,18 @@ def _masked(text: str) -> Call:
     queries = Array((MASKED.batch * MASKED.queries, *queries.shape[2:]), queries.dtype)
     sinks: Any = Array(queries.shape[1:2], jnp.bfloat16)
     return function, (queries, *others, Masks(window=1000, softcap=30.0, sinks=sinks))
+
+
+def _rows(text: str) -> Call:
+    """Gemma's gate, and its norm, whose weight is float32."""
+
+    def compute(terms: jax.Array, both: jax.Array, weight: jax.Array) -> Any:
+        narrow: dict[str, Any] = {"dtype": "bfloat16", "format": text, "implementation": "triton"}
+        gated = kernels.gated(both, "gelu", **narrow)
+        return gated, kernels.add_rms_norm(terms, None, weight, 1e-6, **narrow)
+
+    terms, both = Array((2, 16, 2304), jnp.float32), Array((1, 16, 18432), jnp.bfloat16)
+    return compute, (terms, both, Array((2304,), jnp.float32))
 
 
 def _append(text: str, tokens: int) -> Call:

@@ -10,18 +10,24 @@ from mpjax.models.config import (
     MLPSpec,
     RopeScaling,
 )
-from mpjax.models.decoder import CacheScales, Decoder, DecoderLayer
+from mpjax.models.decoder import CacheScales, Decoder
 from mpjax.models.experts import Experts, ExpertsSpec
+from mpjax.models.gemma import Gemma, Gemma2, Gemma3
 from mpjax.models.gpt_oss import GptOss
+from mpjax.models.granite import Granite
+from mpjax.models.layer import DecoderLayer
 from mpjax.models.layers import FusedLinear, Linear, Packed, RMSNorm
 from mpjax.models.llama import Llama, llama_layers
 from mpjax.models.mistral import Mistral
 from mpjax.models.mixtral import Mixtral
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec
+from mpjax.models.olmo import Olmo2
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
+from mpjax.models.phi import Phi3
 from mpjax.models.qwen import Qwen2, Qwen3
 from mpjax.models.qwen_moe import Qwen2MoE, Qwen3MoE
 from mpjax.models.registry import FAMILIES, family
+from mpjax.models.smollm import SmolLM3
 from mpjax.models.trainable import trainable
 
 __all__ = [
@@ -40,7 +46,11 @@ __all__ = [
     "FusedLinear",
     "GatedMLP",
     "GatedMLPSpec",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
     "GptOss",
+    "Granite",
     "GroupedQuerySpec",
     "LayerSpec",
     "Linear",
@@ -50,13 +60,16 @@ __all__ = [
     "MLPSpec",
     "Mistral",
     "Mixtral",
+    "Olmo2",
     "Packed",
+    "Phi3",
     "Qwen2",
     "Qwen2MoE",
     "Qwen3",
     "Qwen3MoE",
     "RMSNorm",
     "RopeScaling",
+    "SmolLM3",
     "family",
     "llama_layers",
     "trainable",

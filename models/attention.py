@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mpjax.kernels import (
@@ -20,9 +20,11 @@ from mpjax.kernels import (
     append,
     paged_attention,
     prefill_attention,
+    rotate,
     rotate_and_append,
 )
 from mpjax.kernels.checks import as_array
+from mpjax.models import rotary
 from mpjax.models.config import AttentionSpec, DecoderConfig, Fold, LinearMaps
 from mpjax.models.layers import (
     Activations,
@@ -31,8 +33,6 @@ from mpjax.models.layers import (
     RMSNorm,
     Rounding,
     as_activations,
-    rotate,
-    turn_of,
 )
 from mpjax.models.share import Cut, HeadShares, Share
 
@@ -62,6 +62,8 @@ class GroupedQuerySpec(AttentionSpec):
 
     qkv_bias: whether the query, key and value maps have biases. output_bias: whether the output
     map has one. qk_norm: whether an RMSNorm maps each query and key head before its rotation.
+    joint_norm: whether that norm is one over the channels of all heads (OLMo 2).
+    scale, softcap: of the scores; see Masks.
     sinks: whether each query head has a learned score without a value in its softmax (gpt-oss).
     """
 
@@ -69,6 +71,9 @@ class GroupedQuerySpec(AttentionSpec):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    joint_norm: bool = False
+    scale: float | None = None
+    softcap: float | None = None
     sinks: bool = False
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> Attention:
@@ -86,9 +91,18 @@ class GroupedQuerySpec(AttentionSpec):
 
     def arrays(self, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Shapes of the query and key norms' weights, and of the sinks, by path."""
-        norms = ("query_norm", "key_norm") if self.qk_norm else ()
-        found: dict[str, tuple[int, ...]] = {f"{n}.weight": (config.head_dim,) for n in norms}
+        found: dict[str, tuple[int, ...]] = {}
+        if self.qk_norm:
+            query, key = self.norm_sizes(config)
+            found |= {"query_norm.weight": (query,), "key_norm.weight": (key,)}
         return found | ({"sinks": (config.num_heads,)} if self.sinks else {})
+
+    def norm_sizes(self, config: DecoderConfig) -> tuple[int, int]:
+        """The channels that the query norm and the key norm take together."""
+        dim = config.head_dim
+        if self.joint_norm:
+            return config.num_heads * dim, config.num_kv_heads * dim
+        return dim, dim
 
     def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
         """From the values to the output map: attention takes weighted means of each channel."""
@@ -97,7 +111,15 @@ class GroupedQuerySpec(AttentionSpec):
         return (Fold("output", "qkv", 2, heads, is_mixable=True),)
 
     def divide(self, count: int, units: Mapping[str, int]) -> GroupedQuerySpec:
-        """The same spec: the configuration has the number of heads."""
+        """The same spec: the configuration has the number of heads.
+
+        Raises ValueError for a norm over all heads, of which each device would have a part.
+        """
+        if self.joint_norm and count > 1:
+            raise ValueError(
+                "the norm of queries and keys is over all heads, which can't be divided among "
+                "devices: load the model on one"
+            )
         return self
 
     def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
@@ -116,16 +138,17 @@ class Attention(nnx.Module):
         self.output = Linear.create(
             output.shapes[0], bias=output.bias, dtype=config.dtype, rngs=rngs
         )
-        norm = functools.partial(RMSNorm, config.head_dim, config.rms_norm_eps, config.dtype)
-        self.query_norm = norm() if spec.qk_norm else None
-        self.key_norm = norm() if spec.qk_norm else None
+        query, key = spec.norm_sizes(config)
+        self.query_norm = RMSNorm.of(config, query) if spec.qk_norm else None
+        self.key_norm = RMSNorm.of(config, key) if spec.qk_norm else None
+        self.joint_norm = spec.qk_norm and spec.joint_norm
         self.heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
-        self.window = spec.window
+        self.masks = spec.scale, spec.window, spec.softcap
+        self.rotary_dim = config.rotary_dim or config.head_dim
+        self.attention_factor = rotary.attention_factor(config, spec.rope)
         zeros = jnp.zeros(config.num_heads, config.dtype) if spec.sinks else None
         self.sinks = nnx.data(None if zeros is None else nnx.Param(zeros))
-        scaling = config.rope_scaling
-        self.attention_factor = 1.0 if scaling is None else scaling.attention_factor
 
     def __call__(
         self, x: Activations, angles: jax.Array, pages: KVPages | None, span: Span | None
@@ -163,10 +186,10 @@ class Attention(nnx.Module):
         """
         x, angles = as_activations("Attention: x", x), as_array("Attention: angles", angles)
         sinks = None if self.sinks is None else self.sinks.get_value()
-        masks, factor = Masks(window=self.window, sinks=sinks), self.attention_factor
+        masks = Masks(*self.masks, sinks)
         if pages is not None and span is not None and not span.fresh:
-            terms = self.qkv.terms(x)
-            turn = turn_of(angles, factor)
+            terms = self._ordered(self._normed_terms(x))
+            turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
             rotation = Rotation(*turn, self.heads, self._norms(), transform_queries=True)
             query, pages = rotate_and_append(terms, pages, span, rotation, dtype=x.dtype)
             attended = paged_attention(query, pages, span, masks, transformed=True)
@@ -174,18 +197,50 @@ class Attention(nnx.Module):
         batch, tokens, _ = x.shape
         query, key, value = (
             part.reshape(batch, tokens, part.shape[-1] // self.head_dim, self.head_dim)
-            for part in self.qkv(x)
+            for part in self._projections(x)
         )  # [batch, tokens, heads, head dim]
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None and not self.joint_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, angles, factor), rotate(key, angles, factor)
+        turn = rotary.turn(angles, self.rotary_dim, self.attention_factor)
+        query, key = (rotate(self._ordered(each), *turn) for each in (query, key))
         if pages is not None and span is not None:
             pages = append(pages, key, value, span)
         attended = prefill_attention(query, key, value, masks)
         return attended.reshape(batch, tokens, self.heads[0] * self.head_dim), pages
 
+    def _projections(self, x: Activations) -> list[jax.Array]:
+        """Queries, keys and values, [..., heads · head dim] each, after a joint norm."""
+        query, key, value = self.qkv(x)
+        if self.joint_norm:
+            assert self.query_norm is not None
+            assert self.key_norm is not None
+            query, key = self.query_norm(query), self.key_norm(key)
+        return [query, key, value]
+
+    def _normed_terms(self, x: Activations) -> jax.Array:
+        """Terms [splits, ..., channels of all heads], whose sum is what `_projections` gives."""
+        if not self.joint_norm:
+            return self.qkv.terms(x)
+        return jnp.concatenate(self._projections(x), axis=-1)[None]
+
+    def _ordered(self, x: jax.Array) -> jax.Array:
+        """Heads with their channels in the order of the kernels' pairs.
+
+        x: query or key heads [..., head dim], or the channels [..., all] of all heads.
+        """
+        order = rotary.channel_order(self.rotary_dim, self.head_dim)
+        if order is None:
+            return x
+        if x.shape[-1] != self.head_dim:
+            queries, keys = self.heads
+            turned = np.arange((queries + keys) * self.head_dim).reshape(-1, self.head_dim)
+            rest = np.arange(turned.size, x.shape[-1])  # values
+            order = np.concatenate([turned[:, order].reshape(-1), rest])
+        return jnp.take(x, jnp.asarray(order), axis=-1)
+
     def _norms(self) -> HeadNorms | None:
-        if self.query_norm is None or self.key_norm is None:
+        if self.query_norm is None or self.key_norm is None or self.joint_norm:
             return None
         weights = self.query_norm.weight.get_value(), self.key_norm.weight.get_value()
-        return HeadNorms(*weights, self.query_norm.epsilon)
+        query, key = (self._ordered(weight) for weight in weights)
+        return HeadNorms(query, key, self.query_norm.epsilon)

@@ -26,9 +26,11 @@ class RopeScaling:
     low ones, keeps the high ones, and blends between the two wavelengths
     original_context / low_frequency_factor and original_context / high_frequency_factor; `yarn`
     blends between the channels that turn `fast_turns` and `slow_turns` times within the original
-    context, which are rounded outwards with `whole_channels`.
+    context, which are rounded outwards with `whole_channels`; `longrope` divides each frequency by
+    its number in short_factors, or in long_factors if sequences may have more tokens than
+    original_context; `dynamic` raises theta with the number of tokens that sequences may have.
 
-    attention_factor: the factor of rotated queries and keys (YaRN's).
+    attention_factor: the factor of rotated queries and keys (YaRN's and LongRoPE's).
     """
 
     kind: str
@@ -40,6 +42,15 @@ class RopeScaling:
     fast_turns: float = 32.0
     slow_turns: float = 1.0
     whole_channels: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("short_factors", "long_factors"):  # tuples: a list has no hash
+            value = getattr(self, name)
+            if not isinstance(value, list | tuple):
+                raise ConfigError(f"RopeScaling: {name} is {shown(value)}: expected a list")
+            object.__setattr__(self, name, tuple(value))
 
 
 class LinearMaps(NamedTuple):
@@ -150,9 +161,12 @@ class AttentionSpec(SublayerSpec):
     """Base class of attention specs.
 
     window: how many keys a query attends to, its own included (sliding window); None: all.
+    rope: the rotary embedding: `global`, by the configuration's theta and scaling; `local`, by its
+        local theta without scaling (Gemma 3); `none` (SmolLM3).
     """
 
     window: int | None = None
+    rope: str = dataclasses.field(default="global", kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +178,25 @@ class MLPSpec(SublayerSpec):
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The specs of one layer's attention and MLP. Layers of a decoder may differ."""
+    """The specs of one layer's attention and MLP. Layers of a decoder may differ.
+
+    norms: where the two halves have norms: `pre`, before each; `post`, after each and before its
+    output is added to the residual stream (OLMo 2); or `both` (Gemma 2).
+    """
 
     attention: AttentionSpec
     mlp: MLPSpec
+    norms: str = "pre"
+
+    @property
+    def has_pre_norms(self) -> bool:
+        """Whether there are norms before the halves."""
+        return self.norms != "post"
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether there are norms after the halves."""
+        return self.norms != "pre"
 
     def linear_paths(self, config: DecoderConfig) -> tuple[str, ...]:
         """The paths of all linear maps in the layer, in the order of the computation."""
@@ -194,7 +223,7 @@ class LayerSpec:
         """
         found = []
         for half, spec in (("attention", self.attention), ("mlp", self.mlp)):
-            if spec.reads_norm_once:
+            if spec.reads_norm_once and self.has_pre_norms:
                 found.append(Fold(f"{half}.{spec.linear_maps(config)[0].path}", f"{half}_norm"))
             found += [
                 dataclasses.replace(
@@ -213,6 +242,11 @@ class DecoderConfig:
     layers: a spec for each layer.
     max_position_embeddings: the most tokens that a sequence may have. It only limits lengths; no
         parameter's shape depends on it.
+    rotary_dim: the first channels of a head, which are rotated; None: all.
+    local_rope_theta: theta of the layers whose rope is `local`.
+    offset_norms: whether files hold the weights of norms minus 1 (Gemma).
+    embedding_scale, logit_scale: factors of the embedded tokens and of the logits; None: 1.
+    logit_softcap: a logit l becomes softcap · tanh(l / softcap) (Gemma 2); None: no cap.
     dtype: of parameters and activations: bfloat16, float16 or float32, or a short name (`bf16`).
     packed_tables: those of `embedding` and `head` that are linear maps with a packed kernel
         [hidden size, vocabulary], instead of arrays [vocabulary, hidden size]. A tied table is
@@ -234,6 +268,12 @@ class DecoderConfig:
     dtype: str = "bfloat16"
     stop_ids: tuple[int, ...] = ()
     packed_tables: tuple[str, ...] = ()
+    rotary_dim: int | None = None
+    local_rope_theta: float | None = None
+    offset_norms: bool = False
+    embedding_scale: float | None = None
+    logit_scale: float | None = None
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         _make_plain(self)

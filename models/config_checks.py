@@ -25,7 +25,9 @@ from mpjax.models.config import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
-ROPE_KINDS = ("linear", "llama3", "yarn")
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
+ROPES = ("global", "local", "none")
+NORMS = ("pre", "post", "both")
 MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
 
 
@@ -106,17 +108,34 @@ def require_sound(
         )
     if config.head_dim % 2:
         refuse(where, name("head_dim"), config.head_dim, "a positive, even number")
+    if (rotated := config.rotary_dim) is not None and (rotated % 2 or rotated > config.head_dim):
+        refuse(where, name("rotary_dim"), rotated, f"an even number up to {config.head_dim}")
     choice(where, "dtype", config.dtype, DTYPES)
     if not all(table in config.tables for table in config.packed_tables):
         expected = f"some of {', '.join(config.tables)}"
         refuse(where, name("packed_tables"), config.packed_tables, expected)
-    if (scaling := config.rope_scaling) is None:
-        return
+    if config.rope_scaling is not None:
+        _check_scaling(config, config.rope_scaling, where, names)
+
+
+def _check_scaling(
+    config: DecoderConfig, scaling: RopeScaling, where: str, names: Mapping[str, str]
+) -> None:
+    def name(field: str) -> str:
+        return names.get(field, field)
+
     if not isinstance(scaling, RopeScaling):
         refuse(where, name("rope_scaling"), scaling, "a RopeScaling, or None")
     where = f"{where}, {name('rope_scaling')}"
     _check_fields(scaling, where, names)
-    choice(where, "kind", scaling.kind, ROPE_KINDS)
+    choice(where, "kind", scaling.kind, ROPE_SCALINGS)
+    pairs = (config.rotary_dim or config.head_dim) // 2
+    for field in ("short_factors", "long_factors"):
+        factors = getattr(scaling, field)
+        if scaling.kind == "longrope" and len(factors) != pairs:
+            refuse(where, name(field), factors, f"a list of {pairs} numbers, one for each pair")
+        for factor in factors:
+            positive(where, name(field), factor)
     if not scaling.high_frequency_factor > scaling.low_frequency_factor:
         least = f"more than {name('low_frequency_factor')}, {scaling.low_frequency_factor}"
         refuse(where, name("high_frequency_factor"), scaling.high_frequency_factor, least)
@@ -125,10 +144,13 @@ def require_sound(
 def _check_layer(layer: LayerSpec, where: str, name: str) -> None:
     if not isinstance(layer, LayerSpec):
         refuse(where, name, layer, "a LayerSpec")
+    choice(where, f"{name}.norms", layer.norms, NORMS)
     for half, kind in (("attention", AttentionSpec), ("mlp", MLPSpec)):
         if not isinstance(spec := getattr(layer, half), kind):
             refuse(where, f"{name}.{half}", spec, f"an {kind.__name__}")
         _check_fields(spec, f"{where}, {name}.{half}", {})
+        if isinstance(spec, AttentionSpec):
+            choice(f"{where}, {name}.attention", "rope", spec.rope, ROPES)
         if reason := spec.why_unsound():
             raise ConfigError(f"{where}, {name}.{half}: {reason}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +15,15 @@ from mpjax.models.rope import yarn_attention_factor
 
 WHERE = "config.json"
 ROTARY = f"{WHERE}, rotary scaling"
-# More layers than any model has. A config.json alone, without tensors, can't make mpjax build specs
-# and shapes for more.
-MAXIMUM_LAYERS = 10_000
 # Older files have rope_theta and rope_scaling; newer ones put both into rope_parameters. A file
 # with both is a newer one to which somebody added rope_scaling, so rope_scaling comes first.
 ROTARY_KEYS = ("rope_scaling", "rope_parameters")
-ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
+ORIGINAL = "original_max_position_embeddings"
+# Kinds of scaling in files, and here: Phi-3's first files call LongRoPE `su`.
+SCALINGS = {kind: kind for kind in config_checks.ROPE_SCALINGS} | {"su": "longrope"}
+# More layers than any model has. A config.json alone, without tensors, can't make mpjax build specs
+# and shapes for more.
+MAXIMUM_LAYERS = 10_000
 SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 # Keys in config.json of the fields of DecoderConfig and RopeScaling that have other names there.
 NAMES = {
@@ -33,36 +36,46 @@ NAMES = {
     "original_context": "original_max_position_embeddings",
     "fast_turns": "beta_fast",
     "slow_turns": "beta_slow",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+    "rotary_dim": "partial_rotary_factor (times head_dim)",
     "whole_channels": "truncate",
 }
 
 
-def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+def common_fields(
+    hf: Mapping[str, Any], *, activation: str = "silu", partial_rotary: bool = False
+) -> dict[str, Any]:
     """DecoderConfig's fields except `layers`: all families read them alike from `config.json`.
 
-    Raises ConfigError for a missing key, an activation other than SiLU, a rotary scaling that is
-    not implemented, and a value of a wrong type or outside its range. `Decoder.config_from_hf`
+    activation: of the family's MLPs, as files name it. partial_rotary: whether the family's heads
+    may have channels that are not rotated.
+
+    Raises ConfigError for a missing key, another activation, a rotary scaling that is not
+    implemented, and a value of a wrong type or outside its range. `Decoder.config_from_hf`
     checks whether the values fit together.
     """
     for key in SWITCHES:
         flag(hf, key)
-    if (activation := hf.get("hidden_act", "silu")) != "silu":
+    if (found := hf.get("hidden_act") or activation) != activation:
         raise ConfigError(
-            f"config.json: hidden_act is {activation!r:.80}; only 'silu' is supported"
+            f"config.json: hidden_act is {found!r:.80}; only {activation!r} is supported"
         )
     heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
     vocabulary = integer(hf, "vocab_size")
+    head_dim = hidden // heads if hf.get("head_dim") is None else integer(hf, "head_dim")
     rope_theta, rope_scaling = _rope(hf)
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": integer(hf, "num_key_value_heads", heads),
-        "head_dim": hidden // heads if hf.get("head_dim") is None else integer(hf, "head_dim"),
+        "head_dim": head_dim,
+        "rotary_dim": _rotary_dim(hf, head_dim, is_allowed=partial_rotary),
         "max_position_embeddings": _positions(hf, rope_scaling),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
-        "rms_norm_eps": _positive(hf, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": number(hf, "rms_norm_eps", 1e-6),
         "tie_word_embeddings": flag(hf, "tie_word_embeddings"),
         "dtype": _dtype(hf),
         "stop_ids": _stop_ids(hf, vocabulary),
@@ -120,7 +133,7 @@ def sliding_window(hf: Mapping[str, Any], default: int | None = None) -> int | N
     return value
 
 
-def _positive(
+def number(
     values: Mapping[str, Any], key: str, default: float | None = None, where: str = WHERE
 ) -> float:
     """values[key], a positive number, or the default where the key is missing.
@@ -132,11 +145,6 @@ def _positive(
     if value is None:
         raise ConfigError(f"{where} has no {key!r}: expected a positive number")
     return config_checks.positive(where, key, value)
-
-
-def number(hf: Mapping[str, Any], key: str, default: float) -> float:
-    """hf[key], a positive number, or the default where the key is missing."""
-    return float(_positive(hf, key, default))
 
 
 def layer_windows(hf: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
@@ -175,35 +183,81 @@ def _stop_ids(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     added, newer = (_rotary_object(hf, key) for key in ROTARY_KEYS)
-    for values in (hf, added, newer):
-        if (partial := values.get("partial_rotary_factor")) not in (None, 1.0):
-            raise ConfigError(
-                f"config.json: partial_rotary_factor is {partial}; only whole heads are supported"
-            )
     places = (added, hf, newer) if added else (newer, hf)
     given = next((values for values in places if values.get("rope_theta") is not None), hf)
-    theta = float(_positive(given, "rope_theta", 1e4))
+    theta = float(number(given, "rope_theta", 1e4))
     parameters = added or newer
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "default":
+    written = parameters.get("rope_type") or parameters.get("type") or "default"
+    if written == "default":
         return theta, None
-    factor = float(_positive(parameters, "factor", where=ROTARY))
+    kind = SCALINGS[written]
+    if kind == "longrope":
+        return theta, _longrope(hf, parameters)
+    factor = float(number(parameters, "factor", where=ROTARY))
     if kind == "linear":
         return theta, RopeScaling(kind, factor)
+    if kind == "llama3":
+        low, high, context = (
+            number(parameters, key, where=ROTARY)
+            for key in ("low_freq_factor", "high_freq_factor", ORIGINAL)
+        )
+        return theta, RopeScaling(kind, factor, float(low), float(high), int(context))
     if kind == "yarn":
         return theta, _yarn(hf, parameters, factor)
-    low, high, context = (
-        _positive(parameters, key, where=ROTARY)
-        for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    context = _original_context(hf, parameters)
+    return theta, RopeScaling(kind, factor, original_context=context)
+
+
+def _original_context(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
+    """The positions before scaling; by default those of the model, as in transformers."""
+    if parameters.get(ORIGINAL) is not None:
+        return int(number(parameters, ORIGINAL, where=ROTARY))
+    return integer(hf, ORIGINAL, integer(hf, "max_position_embeddings", 2048))
+
+
+def _longrope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling:
+    """LongRoPE's scaling; its attention factor follows from how much the context grows."""
+    context = _original_context(hf, parameters)
+    factor = integer(hf, "max_position_embeddings", 2048) / context
+    if parameters.get("factor") is not None and hf.get(ORIGINAL) is None:
+        factor = float(number(parameters, "factor", where=ROTARY))
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    return RopeScaling(
+        "longrope",
+        factor,
+        original_context=context,
+        attention_factor=float(number(parameters, "attention_factor", usual, ROTARY)),
+        short_factors=_factors(parameters, "short_factor"),
+        long_factors=_factors(parameters, "long_factor"),
     )
-    return theta, RopeScaling(kind, factor, float(low), float(high), int(context))
+
+
+def _factors(parameters: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    found = parameters.get(key)
+    if not isinstance(found, list):
+        config_checks.refuse(ROTARY, key, found, "a list of numbers")
+    return tuple(float(config_checks.positive(ROTARY, key, factor)) for factor in found)
+
+
+def _rotary_dim(hf: Mapping[str, Any], head_dim: int, *, is_allowed: bool) -> int | None:
+    """The channels of a head that are rotated; None for all of them."""
+    for values in (hf, *(_rotary_object(hf, key) for key in ROTARY_KEYS)):
+        if (partial := values.get("partial_rotary_factor")) in (None, 1.0):
+            continue
+        if not is_allowed:
+            raise ConfigError(
+                f"config.json: partial_rotary_factor is {partial}; of this architecture only whole "
+                "heads are supported"
+            )
+        return int(head_dim * number(values, "partial_rotary_factor"))
+    return None
 
 
 def _yarn(hf: Mapping[str, Any], parameters: Mapping[str, Any], factor: float) -> RopeScaling:
     """YaRN's scaling; a file without the original context means its max_position_embeddings."""
     context = integer(hf, "max_position_embeddings", 2048)
     attention, fast, slow, original = (
-        float(_positive(parameters, key, default, where=ROTARY))
+        float(number(parameters, key, default, where=ROTARY))
         for key, default in (
             ("attention_factor", yarn_attention_factor(factor)),
             ("beta_fast", 32.0),
@@ -240,15 +294,16 @@ def _rotary_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
             "expected one object for all layers"
         )
     kinds = [kind for name in ("rope_type", "type") if (kind := written.get(name)) is not None]
+    known = ", ".join(config_checks.ROPE_SCALINGS)
     for kind in kinds:
-        if kind not in ROTARY_KINDS:
+        if kind not in ("default", *SCALINGS):
             raise ConfigError(
-                f"config.json: rotary scaling {kind!r} is not supported: "
-                f"expected {', '.join(ROTARY_KINDS)}"
+                f"config.json: rotary scaling {kind!r} is not supported: expected default or one "
+                f"of {known}"
             )
     if not kinds and written.get("factor") is not None:
         raise ConfigError(
-            f"config.json: {key} has a factor and no rope_type: expected {', '.join(ROTARY_KINDS)}"
+            f"config.json: {key} has a factor and no rope_type: expected default or one of {known}"
         )
     return written
 
@@ -258,16 +313,16 @@ def _positions(hf: Mapping[str, Any], scaling: RopeScaling | None) -> int:
 
     With linear scaling, `max_position_embeddings` counts the positions before scaling, as Hugging
     Face's documentation asks for, unless `original_max_position_embeddings` stands beside the
-    factor; the result is `factor` times that. With other kinds, and without scaling,
-    `max_position_embeddings` is the result.
+    factor; the result is `factor` times that. YaRN's are the same if there is an original number.
+    With other kinds, and without scaling, `max_position_embeddings` is the result.
     """
     written = integer(hf, "max_position_embeddings", 2048)
-    if scaling is None or scaling.kind != "linear":
+    if scaling is None or scaling.kind not in ("linear", "yarn", "dynamic"):
         return written
     parameters = next(values for key in ROTARY_KEYS if (values := hf.get(key)))
-    before, key = float(written), "original_max_position_embeddings"
-    if parameters.get(key) is not None:
-        before = _positive(parameters, key, where=ROTARY)
+    before = float(written)
+    if parameters.get(ORIGINAL) is not None:
+        before = number(parameters, ORIGINAL, where=ROTARY)
     if not scaling.factor * before <= MAXIMUM_INTEGER:
         raise ConfigError(
             f"config.json: rotary scaling makes {scaling.factor} times {before:.0f} positions: "

@@ -13,76 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.kernels import KVFormat, KVLayout, KVPages, PagedKVCache, Span, WeightFormat
+from mpjax.kernels import (
+    KVFormat,
+    KVLayout,
+    KVPages,
+    PagedKVCache,
+    Span,
+    WeightFormat,
+)
 from mpjax.kernels.checks import are_between, as_array, is_known, require_type, shown
 from mpjax.kernels.kv_cache.cache import create_pages
 from mpjax.kernels.kv_cache.varlen import tokens_of
 from mpjax.kernels.plans import conditions as plan_conditions
-from mpjax.models import config_json, parameters, tables
-from mpjax.models.attention import AttentionModule, GroupedQuerySpec
-from mpjax.models.config import DecoderConfig, LayerSpec, SublayerSpec
+from mpjax.models import config_json, parameters, rotary, tables
+from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models.config import DecoderConfig, SublayerSpec
 from mpjax.models.config_checks import require_sound
 from mpjax.models.experts import ExpertsSpec
-from mpjax.models.layers import Linear, RMSNorm, rotary_frequencies
-from mpjax.models.mlp import MLP, GatedMLPSpec, Inputs
+from mpjax.models.layer import DecoderLayer
+from mpjax.models.layers import Linear, RMSNorm
+from mpjax.models.mlp import GatedMLPSpec
 from mpjax.models.parameters import ArrayPlace, LinearPlace, Names
 from mpjax.models.step_checks import require_counts, require_empty, require_positions
 from mpjax.models.vocabulary import Vocabulary
-
-
-class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
-
-    def __init__(self, config: DecoderConfig, spec: LayerSpec, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.attention = spec.attention.build(config, rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.mlp = spec.mlp.build(config, rngs)
-
-    def __call__(
-        self,
-        terms: jax.Array,
-        residual: jax.Array | None,
-        angles: jax.Array,
-        pages: KVPages | None,
-        span: Span | None,
-    ) -> tuple[jax.Array, jax.Array, KVPages | None]:
-        """Runs the layer; returns the next terms, the next residual stream, and the pages.
-
-        terms: [splits, batch, tokens, hidden], partial sums of the previous layer's output, which
-        the norm adds to the residual stream as it reads it: one pass over the stream instead of
-        two. residual: [batch, tokens, hidden], or None before the first layer.
-        angles, pages, span: as for `Attention.attend`. With a cache no gradient is wanted, so norms
-        also round activations to the 8-bit format that the next weight asks for.
-        """
-        cached = span is not None
-        attention: AttentionModule = self.attention
-        mlp: MLP = self.mlp
-        format = attention.activations if cached else None
-        residual, x = self.attention_norm.add(terms, residual, format)
-        attended, pages = attention.attend(x, angles, pages, span)
-        terms = attention.terms(attended)
-        format = mlp.activations if cached else None
-        residual, x = self.mlp_norm.add(terms, residual, format)
-        return mlp.terms(x, quantized=cached), residual, pages
-
-    def inputs(self, hidden: jax.Array, angles: jax.Array) -> tuple[jax.Array, Inputs]:
-        """The next residual stream, and the input of each linear map, by its path.
-
-        hidden: the residual stream [batch, tokens, hidden], of whole sequences from position 0.
-        angles: float32 [batch, tokens, head dim / 2], of the rotary embedding.
-        """
-        attention: AttentionModule = self.attention
-        mlp: MLP = self.mlp
-        x = self.attention_norm(hidden)
-        attended, _ = attention.attend(x, angles, None, None)
-        found: Inputs = {
-            f"attention.{path}": read for path, read in attention.inputs(x, attended).items()
-        }
-        hidden = hidden + attention.terms(attended).sum(0).astype(hidden.dtype)
-        x = self.mlp_norm(hidden)
-        found |= {f"mlp.{path}": read for path, read in mlp.inputs(x).items()}
-        return hidden + mlp.terms(x, quantized=False).sum(0).astype(hidden.dtype), found
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -128,7 +81,7 @@ class Decoder(nnx.Module):
         self.embedding = self._create_table(parameters.EMBEDDING, rngs)
         self.layers = nnx.List([DecoderLayer(config, spec, rngs) for spec in config.layers])
         self.cache_scales: CacheScales | None = nnx.data(None)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+        self.norm = RMSNorm.of(config, config.hidden_size)
         tied = config.tie_word_embeddings
         self.head = None if tied else self._create_table(parameters.HEAD, rngs)
 
@@ -371,15 +324,26 @@ class Decoder(nnx.Module):
         )
         return layout, scales
 
-    def angles(self, positions: jax.Array) -> jax.Array:
+    def angles(
+        self, positions: jax.Array, rope: str = "global", length: int | None = None
+    ) -> jax.Array:
         """Angles of the rotary embedding, float32 [..., head dim / 2].
 
-        positions: int32 [batch, tokens], or varlen [tokens].
+        positions: int32 [batch, tokens], or varlen [tokens]. rope: of the layers that they are for.
+        length: the most tokens that a sequence can have, on which some scalings depend; the number
+            of tokens by default.
         """
-        config = self.config
-        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        length = positions.shape[-1] if length is None else length
+        frequencies = rotary.frequencies(self.config, rope, length)
         angles = positions[..., None].astype(jnp.float32)
         return angles * jax.lax.broadcast_to_rank(frequencies, angles.ndim)
+
+    def angles_by_rope(
+        self, positions: jax.Array, length: int | None = None
+    ) -> dict[str, jax.Array]:
+        """The angles of each rotary embedding that layers have, by its kind; see `angles`."""
+        ropes = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
+        return {rope: self.angles(positions, rope, length) for rope in ropes}
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """The residual stream before the first layer, [batch, tokens, hidden].
@@ -390,7 +354,8 @@ class Decoder(nnx.Module):
 
     def _look_up(self, tokens: jax.Array) -> jax.Array:
         look_up = functools.partial(tables.look_up, self.embedding, dtype=self.config.dtype)
-        return self.vocabulary.embed(look_up, tokens)
+        found, scale = self.vocabulary.embed(look_up, tokens), self.config.embedding_scale
+        return found if scale is None else found * jnp.asarray(scale, found.dtype)
 
     def pack_table(self, path: str, format: WeightFormat | str) -> None:
         """Rounds a table, the `embedding` or the `head`, to nearest in a packed format, in place.
@@ -454,7 +419,9 @@ class Decoder(nnx.Module):
         Returns the hidden states [batch, tokens, hidden], and the pages with the new keys and
         values, which are empty without a cache.
         """
-        angles = self.angles(positions)
+        # Rotary angles depend on the kind of a layer, and on the room that sequences have.
+        room = None if pages is None or span is None else _room(pages, span)
+        angles = self.angles_by_rope(positions, room)
         # A layer takes the sum of its predecessor's output as terms, which it adds to the residual
         # stream. Before the first layer, the embedding is the only term, and there is no residual.
         terms = self._look_up(tokens)[None]
@@ -463,8 +430,9 @@ class Decoder(nnx.Module):
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
                 layer_pages = pages[index] if pages else None
+                turned = angles[layer.rope]
                 terms, residual, layer_pages = _apply(
-                    plan_conditions(), layer, terms, residual, angles, layer_pages, span
+                    plan_conditions(), layer, terms, residual, turned, layer_pages, span
                 )
                 if layer_pages is not None:
                     written.append(layer_pages)
@@ -475,4 +443,14 @@ class Decoder(nnx.Module):
     def _logits(self, hidden: jax.Array) -> jax.Array:
         with jax.named_scope("head"):
             table = self.embedding if self.head is None else self.head
-            return self.vocabulary.mask(tables.logits(table, hidden))
+            found = tables.logits(table, hidden)
+            if (scale := self.config.logit_scale) is not None:
+                found = found * scale
+            if (cap := self.config.logit_softcap) is not None:
+                found = cap * jnp.tanh(found / cap)
+            return self.vocabulary.mask(found)
+
+
+def _room(pages: tuple[KVPages, ...], span: Span) -> int:
+    """The tokens for which a sequence has room in the cache."""
+    return span.block_tables.shape[1] * pages[0].page_size

@@ -20,10 +20,8 @@ from mpjax.kernels import (
     matmul_terms,
     rms_norm,
 )
-from mpjax.kernels import rotate as rotate_heads
 from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type, shown, whole_number
-from mpjax.models.config import LinearMaps, RopeScaling
-from mpjax.models.rope import yarn
+from mpjax.models.config import DecoderConfig, LinearMaps
 
 Activations = jax.Array | QuantizedActivations
 # How activations are rounded: to a format, or to the blocks of one weight.
@@ -161,12 +159,24 @@ class FusedLinear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Norm x / √(mean(x²) + ε) · weight over the last axis, computed in float32."""
+    """Norm x / √(mean(x²) + ε) · weight over the last axis, computed in float32.
 
-    def __init__(self, size: int, epsilon: float, dtype: str):
+    is_offset: whether files hold the weight minus 1 (Gemma); the weight is float32 then, which
+    holds the sum exactly.
+    """
+
+    def __init__(self, size: int, epsilon: float, dtype: str, *, is_offset: bool = False):
         size = whole_number("RMSNorm: size", size)
-        self.weight = nnx.Param(jnp.ones(size, as_dtype("RMSNorm: dtype", dtype)))
+        self.dtype = as_dtype("RMSNorm: dtype", dtype).name
+        self.is_offset = is_offset
+        self.weight = nnx.Param(jnp.ones(size, "float32" if is_offset else self.dtype))
         self.epsilon = norm_epsilon("RMSNorm: epsilon", epsilon)
+
+    @classmethod
+    def of(cls, config: DecoderConfig, size: int) -> RMSNorm:
+        """A norm over `size` channels, as all norms of a model are."""
+        offset = config.offset_norms
+        return cls(size, config.rms_norm_eps, config.dtype, is_offset=offset)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises x over its last axis; the same shape and dtype."""
@@ -182,39 +192,10 @@ class RMSNorm(nnx.Module):
         bits. See `add_rms_norm`.
         """
         weight = self.weight.get_value()
-        return add_rms_norm(terms, residual, weight, self.epsilon, format=format)
+        return add_rms_norm(
+            terms, residual, weight, self.epsilon, format=format, dtype=self._dtype(weight)
+        )
 
-
-def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """Rotary frequencies: radians per position of each channel pair, float32 [dim / 2].
-
-    dim: channels of a head. The formula is RoFormer's; `llama3` scaling is Llama 3.1's.
-    """
-    frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    if scaling.kind == "yarn":
-        return yarn(frequencies, theta, scaling)
-    if scaling.kind != "llama3":
-        raise ValueError(f"RopeScaling: kind is {scaling.kind!r}: expected linear, llama3 or yarn")
-    # Share of the original frequency: 1 above the high-frequency bound, 0 below the low one.
-    turns = scaling.original_context * frequencies / (2 * jnp.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-    return frequencies * (share + (1 - share) / scaling.factor)
-
-
-def turn_of(angles: jax.Array, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of angles, times a factor."""
-    cosines, sines = jnp.cos(angles), jnp.sin(angles)
-    return (cosines, sines) if factor == 1 else (cosines * factor, sines * factor)
-
-
-def rotate(x: jax.Array, angles: jax.Array, factor: float = 1.0) -> jax.Array:
-    """Rotary embedding of x [batch, tokens, heads, dim] by angles [batch, tokens, dim / 2].
-
-    factor: of the rotated x.
-    """
-    return rotate_heads(x, *turn_of(angles, factor))
+    def _dtype(self, weight: jax.Array) -> str | None:
+        """The dtype of results where it is not the weight's own, as with an offset."""
+        return self.dtype if self.is_offset and weight.dtype == jnp.float32 else None

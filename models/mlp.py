@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import jax
 from flax import nnx
 
-from mpjax.kernels import gated_silu
+from mpjax.kernels import gated
 from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, FusedLinear, Linear, Rounding, as_activations
 from mpjax.models.share import Cut, Share, share_size
@@ -50,10 +50,21 @@ class MLP(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GatedMLPSpec(MLPSpec):
-    """Spec of the MLP down(SiLU(gate(x)) · up(x)). bias: whether the three maps have biases."""
+    """Spec of the MLP down(activation(gate(x)) · up(x)).
+
+    bias: whether the three maps have biases. activation: `silu`, or `gelu` (its tanh
+    approximation).
+    """
 
     kind: ClassVar[str] = "gated"
     bias: bool = False
+    activation: str = "silu"
+
+    def why_unsound(self) -> str | None:
+        """The reason why there is no such activation, or None if there is."""
+        if self.activation in ("silu", "gelu"):
+            return None
+        return f"activation is {self.activation!r:.80}: expected silu or gelu"
 
     def build(self, config: DecoderConfig, rngs: nnx.Rngs) -> GatedMLP:
         """A GatedMLP module with random weights."""
@@ -83,11 +94,12 @@ class GatedMLPSpec(MLPSpec):
 
 
 class GatedMLP(nnx.Module):
-    """The MLP down(SiLU(gate(x)) · up(x))."""
+    """The MLP down(activation(gate(x)) · up(x))."""
 
     def __init__(self, config: DecoderConfig, spec: GatedMLPSpec, rngs: nnx.Rngs):
         gate_up, down = spec.linear_maps(config)
         self.gate_up = FusedLinear.create(gate_up, config.dtype, rngs)
+        self.activation = spec.activation
         self.down = Linear.create(down.shapes[0], bias=down.bias, dtype=config.dtype, rngs=rngs)
 
     @property
@@ -96,9 +108,9 @@ class GatedMLP(nnx.Module):
         return self.gate_up.activations
 
     def gated(self, x: Activations, format: Rounding | str | None = None) -> Activations:
-        """SiLU(gate(x)) · up(x) [..., intermediate_size], rounded to `format` (None: 16 bits)."""
+        """activation(gate(x)) · up(x) [..., intermediate_size], rounded to `format`."""
         x = as_activations("GatedMLP: x", x)
-        return gated_silu(self.gate_up.terms(x), dtype=x.dtype, format=format)
+        return gated(self.gate_up.terms(x), self.activation, dtype=x.dtype, format=format)
 
     def terms(self, x: Activations, *, quantized: bool) -> jax.Array:
         """Terms [splits, ..., hidden] whose sum is the MLP's output; see `MLP.terms`."""

@@ -56,11 +56,13 @@ class ArrayPlace:
 
     path: of the nnx.Param in the Decoder, such as `layers.0.mlp_norm.weight`.
     name: of the tensor in Hugging Face's files. shape: of both.
+    offset: what the parameter, which is float32 then, has more than the tensor; 0 for none.
     """
 
     path: str
     name: str
     shape: tuple[int, ...]
+    offset: float = 0.0
 
     def read(self, model: nnx.Module) -> Any:
         """The parameter's array."""
@@ -193,16 +195,27 @@ def array_places(config: DecoderConfig, names: Names) -> list[ArrayPlace]:
     tables = [ArrayPlace(path, name_of(names, path), table) for path in plain]
     places = [place for place in tables if place.path == EMBEDDING]
     for number, layer in enumerate(config.layers):
-        shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": hidden}
-        shapes |= {f"attention.{path}": s for path, s in layer.attention.arrays(config).items()}
-        shapes |= {"mlp_norm.weight": hidden}
-        shapes |= {f"mlp.{path}": shape for path, shape in layer.mlp.arrays(config).items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for half, spec in (("attention", layer.attention), ("mlp", layer.mlp)):
+            if layer.has_pre_norms:
+                shapes[f"{half}_norm.weight"] = hidden
+            shapes |= {f"{half}.{path}": shape for path, shape in spec.arrays(config).items()}
+            if layer.has_post_norms:
+                shapes[f"{half}_post_norm.weight"] = hidden
         places += [
             ArrayPlace(f"layers.{number}.{path}", name_of(names, path, number), shape)
             for path, shape in shapes.items()
         ]
     places.append(ArrayPlace("norm.weight", name_of(names, "norm.weight"), hidden))
+    if config.offset_norms:
+        places = [_with_offset(place) for place in places]
     return places + [place for place in tables if place.path == HEAD]
+
+
+def _with_offset(place: ArrayPlace) -> ArrayPlace:
+    """The place, with the offset of a norm's weight if it is one."""
+    is_norm = place.path.endswith("norm.weight")
+    return dataclasses.replace(place, offset=1.0) if is_norm else place
 
 
 def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
@@ -225,7 +238,10 @@ def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
 def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlace:
     found, at = names_of(names, path, number), f"layers.{number}.{path}"
     if maps.experts is None:
-        return LinearPlace(at, found, maps.shapes, maps.bias)
+        shapes = maps.shapes
+        if len(found) == 1 < len(shapes):  # a file that holds the maps as one
+            shapes = ((shapes[0][0], sum(outputs for _, outputs in shapes)),)
+        return LinearPlace(at, found, shapes, maps.bias)
     each = tuple(
         name.replace("{expert}", str(expert)) for expert in range(maps.experts) for name in found
     )

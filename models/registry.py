@@ -8,16 +8,28 @@ from typing import Any
 from mpjax.kernels.checks import shown
 from mpjax.models.config import ConfigError
 from mpjax.models.decoder import Decoder
+from mpjax.models.gemma import Gemma, Gemma2, Gemma3
 from mpjax.models.gpt_oss import GptOss
+from mpjax.models.granite import Granite
 from mpjax.models.llama import Llama
 from mpjax.models.mistral import Mistral
 from mpjax.models.mixtral import Mixtral
+from mpjax.models.olmo import Olmo2
+from mpjax.models.phi import Phi3
 from mpjax.models.qwen import Qwen2, Qwen3
 from mpjax.models.qwen_moe import Qwen2MoE, Qwen3MoE
+from mpjax.models.smollm import SmolLM3
 
 FAMILIES: dict[str, type[Decoder]] = {
     "GptOssForCausalLM": GptOss,
     "LlamaForCausalLM": Llama,
+    "GemmaForCausalLM": Gemma,
+    "Gemma2ForCausalLM": Gemma2,
+    "Gemma3ForCausalLM": Gemma3,
+    "GraniteForCausalLM": Granite,
+    "Olmo2ForCausalLM": Olmo2,
+    "Phi3ForCausalLM": Phi3,
+    "SmolLM3ForCausalLM": SmolLM3,
     "MistralForCausalLM": Mistral,
     "MixtralForCausalLM": Mixtral,
     "Qwen2ForCausalLM": Qwen2,

@@ -29,7 +29,7 @@ from mpjax.kernels.quantize import quantize
 from mpjax.kernels.quantized_tensor import QuantizedTensor, pack, replace_scales, unpack
 from mpjax.kernels.rotary.api import rotate, rotate_and_append
 from mpjax.kernels.rotary.rotation import HeadNorms, Rotation
-from mpjax.kernels.rowwise.api import add_rms_norm, gated_silu, quantize_rows, rms_norm
+from mpjax.kernels.rowwise.api import add_rms_norm, gated, gated_silu, quantize_rows, rms_norm
 
 __all__ = [
     "ActivationBlocks",
@@ -53,6 +53,7 @@ __all__ = [
     "add_rms_norm",
     "append",
     "cache_scales",
+    "gated",
     "gated_silu",
     "grouped_matmul",
     "grouped_matmul_terms",

@@ -27,8 +27,11 @@ from mpjax.models.parameters import TABLES
 DESCRIPTION_NAME = "mpjax.json"
 WEIGHTS_NAME = "weights.safetensors"
 FORMAT = "mpjax checkpoint"
-VERSION = 5  # the configuration has a spec for each layer
-WITH_LIKE_LAYERS = 4  # an older version, which is read too: one set of fields for all layers
+VERSION = 6  # the configuration has norms after layers, kinds of rotary embeddings, and factors
+# Older versions, which are read too.
+WITH_PRE_NORMS = 5  # fields of version 6 are missing
+WITH_LIKE_LAYERS = 4  # one set of fields for all layers
+VERSIONS = (WITH_LIKE_LAYERS, WITH_PRE_NORMS, VERSION)
 DTYPES_BY_NAME = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
@@ -76,10 +79,10 @@ class Description:
                 f"{path} has the format {written.get('format')!r:.80}: expected {FORMAT!r}; load a "
                 "folder that `mpjax convert` or mpjax.save wrote"
             )
-        if (version := written.get("version")) not in (VERSION, WITH_LIKE_LAYERS):
+        if (version := written.get("version")) not in VERSIONS:
             raise CheckpointError(
                 f"{path} has the format version {version!r:.80}: this mpjax reads versions "
-                f"{WITH_LIKE_LAYERS} and {VERSION}; install the mpjax that wrote it, or convert "
+                f"{WITH_LIKE_LAYERS} to {VERSION}; install the mpjax that wrote it, or convert "
                 "the original checkpoint again"
             )
         try:
@@ -156,8 +159,8 @@ def _parse(written: Mapping[str, Any]) -> Description:
     if name not in known:
         raise ValueError(f"decoder is {name!r:.80}: expected one of {', '.join(known)}")
     config = get(written, "config", dict)
-    if written["version"] == WITH_LIKE_LAYERS:
-        config = saved_config.upgrade(config)
+    if written["version"] < VERSION:
+        config = saved_config.upgrade(config, written["version"])
     parts = {
         path: [_parse_part(path, part) for part in require(path, listed, list)]
         for path, listed in get(written, "linears", dict).items()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mpjax.checkpoint.schemes import registry
@@ -15,7 +16,7 @@ from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.writing import REMEDY, Modules
 from mpjax.kernels import PlainCodes, QuantizedTensor, unpack
 from mpjax.kernels.checks import are_finite, did_you_mean, is_known, nearest, shown
-from mpjax.models import Decoder, ExpertPlace
+from mpjax.models import ArrayPlace, Decoder, ExpertPlace
 from mpjax.models.parameters import name_of, names_of
 from mpjax.precision import describe_weights
 
@@ -42,7 +43,7 @@ class ExportPlan:
         """All names and arrays, each made when it is asked for."""
         model, config = self.model, self.model.config
         for place in model.array_places(config):
-            yield place.name, place.read(model)
+            yield place.name, _without_offset(place, place.read(model), config.dtype)
         for linear_place in model.linear_places(config):
             maps = linear_place.maps(model)
             for name, linear in zip(linear_place.names, maps, strict=True):
@@ -90,6 +91,11 @@ class ExportPlan:
                 )
             found = {"weight": weight.T}
         return {f"{name}.{suffix}": array for suffix, array in found.items()}
+
+
+def _without_offset(place: ArrayPlace, array: jax.Array, dtype: str) -> jax.Array:
+    """The tensor as it is in Hugging Face's files."""
+    return (array - jnp.float32(place.offset)).astype(dtype) if place.offset else array
 
 
 def make_plan(model: Decoder, layout: str | None) -> ExportPlan:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpjax.checkpoint.safetensors import Checkpoint
-from mpjax.checkpoint.schemes import registry
+from mpjax.checkpoint.schemes import modelopt, registry
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.source import Source
 from mpjax.errors import CheckpointError
@@ -17,6 +17,7 @@ from mpjax.kernels import files
 from mpjax.tokenizer import Tokenizer
 
 CONFIG_NAME, TOKENIZER_NAME = "config.json", "tokenizer.json"
+MODELOPT_NAME = "hf_quant_config.json"  # where ModelOpt once wrote what it quantised
 
 
 class HuggingFaceFolder(Source):
@@ -27,7 +28,12 @@ class HuggingFaceFolder(Source):
         path = self.path / CONFIG_NAME
         if not os.path.lexists(path):
             raise CheckpointError(f"{self.path} has no {CONFIG_NAME}: expected a checkpoint folder")
-        return files.read_object(path, CheckpointError)
+        config = files.read_object(path, CheckpointError)
+        older = self.path / MODELOPT_NAME
+        if config.get("quantization_config") is None and os.path.lexists(older):
+            found = modelopt.from_older(files.read_object(older, CheckpointError))
+            config = config if found is None else config | {"quantization_config": found}
+        return config
 
     def open(self) -> Checkpoint:
         """The tensors in the headers of the safetensors files."""

@@ -195,7 +195,9 @@ def fill(
 
     for array, taken in plan.arrays:
         if belongs(array.path):
-            model.put_array(array, jax.block_until_ready(convert_array(taken, dtype, read)))
+            value = convert_array(taken, "float32" if array.offset else dtype, read)
+            value = value + jnp.float32(array.offset) if array.offset else value
+            model.put_array(array, jax.block_until_ready(value))
     for place, sources in plan.linears:
         if belongs(place.path):
             parts = convert_linear(place, sources, dtype, read)

@@ -124,10 +124,16 @@ class Plan:
 
 
 def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
-    """Tensors by module and suffix: `a.b.weight` is the suffix `weight` of the module `a.b`."""
+    """Tensors by module and suffix: `a.b.weight` is the suffix `weight` of the module `a.b`.
+
+    What belongs to a weight has a longer suffix, as in `a.b.weight.absmax`.
+    """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
-        module, _, suffix = name.rpartition(".")
+        module, parted, rest = name.partition(".weight.")
+        suffix = f"weight.{rest}"
+        if not parted:
+            module, _, suffix = name.rpartition(".")
         modules.setdefault(module, {})[suffix] = info
     return modules
 

@@ -13,24 +13,29 @@ JSON_NAMES: dict[type, str] = {str: "string", int: "integer", list: "list", dict
 HALVES = ("attention", "mlp")
 # Fields that other parts of mpjax.json tell: its linear maps have the packed tables.
 TOLD_ELSEWHERE = ("packed_tables",)
-# Fields that older files of version 5 lack, with the values that they mean.
-ADDED: Mapping[str, Mapping[str, Any]] = {
-    GroupedQuerySpec.kind: {"sinks": False},
-    "rope_scaling": {
-        "attention_factor": 1.0,
-        "fast_turns": 32.0,
-        "slow_turns": 1.0,
-        "whole_channels": True,
-    },
-}
 # Fields of GroupedQuerySpec that version 4 of mpjax.json has once for all layers.
 OF_ATTENTION_IN_VERSION_4 = ("qkv_bias", "output_bias", "qk_norm")
+# Fields that version 5 lacks, in which every model has their defaults.
+ADDED_IN_VERSION_6: Mapping[type, tuple[str, ...]] = {
+    DecoderConfig: (
+        *("rotary_dim", "local_rope_theta", "offset_norms"),
+        *("embedding_scale", "logit_scale", "logit_softcap"),
+    ),
+    RopeScaling: (
+        *("attention_factor", "fast_turns", "slow_turns", "whole_channels"),
+        *("short_factors", "long_factors"),
+    ),
+    LayerSpec: ("norms",),
+    GroupedQuerySpec: ("rope", "joint_norm", "scale", "softcap", "sinks"),
+    GatedMLPSpec: ("activation",),
+}
 
 
 def to_json(config: DecoderConfig) -> dict[str, Any]:
     """The configuration as dictionaries, lists, numbers, booleans and strings."""
     layers = [
         {half: {"kind": spec.kind} | dataclasses.asdict(spec) for half, spec in _halves(layer)}
+        | {"norms": layer.norms}
         for layer in config.layers
     ]
     written = dataclasses.asdict(config) | {"layers": layers}
@@ -51,18 +56,44 @@ def from_json(written: Mapping[str, Any], specs: Iterable[type[SublayerSpec]]) -
         "stop_ids": tuple(get(written, "stop_ids", list)),
     }
     if written["rope_scaling"] is not None:
-        scaling = dict(ADDED["rope_scaling"]) | get(written, "rope_scaling", dict)
+        scaling = get(written, "rope_scaling", dict)
         _require_fields("rope_scaling", scaling, RopeScaling)
         values["rope_scaling"] = RopeScaling(**scaling)
     return DecoderConfig(**values)
 
 
-def upgrade(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the JSON of a configuration from version 4 of mpjax.json to version 5.
+def upgrade(written: Mapping[str, Any], version: int) -> dict[str, Any]:
+    """Converts the JSON of a configuration from version 4 or 5 of mpjax.json to version 6.
 
-    Version 4 has a list of windows, and every other field of layers once for all layers. Raises
-    ValueError, which names the key.
+    Version 4 has a list of windows, and every other field of layers once for all layers. Both lack
+    the fields of ADDED_IN_VERSION_6. Raises ValueError, which names the key.
     """
+    values = _with_layers(written) if version == 4 else dict(written)
+    values = _with_added(values, DecoderConfig)
+    if isinstance(scaling := values.get("rope_scaling"), dict):
+        values["rope_scaling"] = _with_added(scaling, RopeScaling)
+    layers = values.get("layers")
+    if isinstance(layers, list):  # else `from_json` refuses it, and a layer that is no object
+        values["layers"] = [_upgrade_layer(x) if isinstance(x, dict) else x for x in layers]
+    return values
+
+
+def _upgrade_layer(layer: Mapping[str, Any]) -> dict[str, Any]:
+    values = _with_added(layer, LayerSpec)
+    kinds: tuple[type[SublayerSpec], ...] = (GroupedQuerySpec, GatedMLPSpec)
+    for half, kind in zip(HALVES, kinds, strict=True):
+        spec = values.get(half)
+        if isinstance(spec, dict) and spec.get("kind") == kind.kind:
+            values[half] = _with_added(spec, kind)
+    return values
+
+
+def _with_added(written: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    return {name: defaults[name] for name in ADDED_IN_VERSION_6[kind]} | dict(written)
+
+
+def _with_layers(written: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(written)
 
     def take(key: str) -> Any:
@@ -112,10 +143,9 @@ def _parse_layer(number: int, written: Any, kinds: Mapping[str, type[SublayerSpe
             raise ValueError(
                 f"{where}.{half}: kind is {kind!r:.80}: expected one of {', '.join(kinds)}"
             )
-        values = dict(ADDED.get(kind, {})) | values
         _require_fields(f"{where}.{half}", values, kinds[kind])
         halves[half] = kinds[kind](**values)
-    return LayerSpec(**halves)
+    return LayerSpec(**halves, norms=get(written, "norms", str))
 
 
 def _require_fields(

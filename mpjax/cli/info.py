@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +19,13 @@ if TYPE_CHECKING:
     from mpjax.models import Linear
 
 NAME = "info"
+CONTEXTS = (2048, 8192)
+CACHES = ("KV16", "KV8", "KV4")
 EPILOG = """\b
 Examples:
   mpjax info
   mpjax info Qwen3-8B-AWQ
+  mpjax info SmolLM2-135M-Instruct.Q4_1.gguf
   mpjax info --json | python -m json.tool
 
 \b
@@ -42,8 +47,12 @@ num_heads, num_kv_heads, max_position_embeddings, parameters, packed_bytes,
 other_bytes, dtype, cache_scales (heads, channels or null), linear_maps (the
 number of layers for each kind of map and format), eight_bit_blocks (of W4Ax:
 the blocks of activations in 8 bits, and all; else null), tables (format and
-bytes of the embedding and the head), and activations (the choice that an FP8
-checkpoint needs, or null).
+bytes of the embedding and the head), activations (the choice that an FP8
+checkpoint needs, or null), rounded (what is lost by loading, or null), and
+memory_bytes (by KV format and number of tokens: weights, and the cache of one
+sequence). Of a model that can't run, what was found is shown, and the error
+says what is in the way; with --json, can_run is false and in_the_way has that
+sentence.
 """
 
 
@@ -51,19 +60,79 @@ def command(
     source: options.Source = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show the size, shape and precision of a checkpoint."""
+    """Show what a checkpoint is, whether it can run, and in how much memory."""
     import mpjax
+    from mpjax.errors import CheckpointError
     from mpjax.loading import find_folder
 
     folder = find_folder(mpjax.bundled_model() if source is None else source)
-    lm, choice = inspect(folder), _open_choice(folder)
+    try:
+        lm, choice = inspect(folder), _open_choice(folder)
+    except CheckpointError as error:
+        _show_what_is_there(folder, str(error), json)
+        raise
+    loss, memory = _loss(folder), memory_by_context(lm)
     if json:
-        output.print_json(lm.summary() | {"activations": choice})
+        more = {"activations": choice, "rounded": loss, "memory_bytes": memory}
+        output.print_json(lm.summary() | more)
         return
     rows = lm.describe() + ([] if choice is None else [("activations", choice)])
+    rows += [] if loss is None else [("rounded", loss)]
+    _show(rows + [(f"memory, {kv}", _describe_memory(found)) for kv, found in memory.items()])
+
+
+def _show(rows: list[tuple[str, str]]) -> None:
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
         typer.echo(f"{label:{width}}  {text}")
+
+
+def _show_what_is_there(folder: Path, reason: str, json: bool) -> None:
+    """Shows what was found of a model that can't be run; the error says what is in the way."""
+    from mpjax.checkpoint.description import is_saved
+    from mpjax.checkpoint.survey import survey
+
+    rows = survey(folder)
+    if is_saved(folder) or len(rows) == 1:
+        return  # damaged, or no model: the error says all there is to say
+    if json:
+        output.print_json({"can_run": False, "in_the_way": reason, **dict(rows)})
+    else:
+        _show([*rows, ("can run", "no, as the error says")])
+
+
+def memory_by_context(lm: LanguageModel) -> dict[str, dict[str, int]]:
+    """Bytes of the weights and of the cache of one sequence, by KV format and number of tokens."""
+    import jax
+
+    longest = lm.config.max_position_embeddings
+    lengths = sorted({min(tokens, longest) for tokens in (*CONTEXTS, longest)})
+    found: dict[str, dict[str, int]] = {}
+    for kv in dict.fromkeys((str(lm.kv_format), *CACHES)):
+        found[kv] = {}
+        for tokens in lengths:
+            create = functools.partial(lm.model.create_cache, 1, tokens, kv)
+            leaves = jax.tree.leaves(jax.eval_shape(create))
+            nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+            found[kv][str(tokens)] = lm.nbytes + nbytes
+    return found
+
+
+def _describe_memory(found: Mapping[str, int]) -> str:
+    return ", ".join(
+        f"{nbytes / 1e9:,.2f} GB with {int(tokens):,} tokens" for tokens, nbytes in found.items()
+    )
+
+
+def _loss(folder: Path) -> str | None:
+    """A text about weights that are rounded when the model is loaded, or None."""
+    from mpjax.checkpoint import huggingface
+    from mpjax.checkpoint.description import is_saved
+
+    if is_saved(folder):
+        return None
+    scheme = huggingface.open_headers(folder).scheme
+    return None if scheme is None else scheme.loss
 
 
 def inspect(folder: Path) -> LanguageModel:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from mpjax.sampling import Sampling
 
 SOURCE_HELP = (
-    "Folder of a Hugging Face checkpoint, folder that `mpjax convert` wrote, or hub id such as "
-    "Qwen/Qwen3-8B-AWQ. By default the small model that comes with mpjax, which writes Python."
+    "Folder of a Hugging Face checkpoint, GGUF file, folder that `mpjax convert` wrote, or hub id "
+    "such as Qwen/Qwen3-8B-AWQ. By default the small model that comes with mpjax, "
+    "which writes Python."
 )
 
 

@@ -41,26 +41,28 @@ class Stream:
 
     states: for each batch, an array [batch, tokens, hidden]. is_real: for each batch, bool
         [batch, tokens]; False for padding.
-    angles: float32 [batch, tokens, head dim / 2], of the rotary embedding, the same for each batch.
+    angles: float32 [batch, tokens, head dim / 2], of each rotary embedding that layers have, the
+        same for each batch.
     """
 
     states: list[np.ndarray]
     is_real: list[np.ndarray]
-    angles: jax.Array
+    angles: dict[str, jax.Array]
 
     @classmethod
     def of(cls, model: Decoder, batches: Sequence[Windows]) -> Stream:
         """The hidden states before the first layer, which are the embeddings of tokens."""
         states = [np.asarray(model.embed(jnp.asarray(windows.tokens))) for windows in batches]
         positions = jnp.broadcast_to(jnp.arange(states[0].shape[1])[None], states[0].shape[:2])
-        return cls(states, [windows.is_real for windows in batches], model.angles(positions))
+        angles = model.angles_by_rope(positions)
+        return cls(states, [windows.is_real for windows in batches], angles)
 
     def statistics(self, layer: DecoderLayer) -> dict[str, Statistics]:
         """The statistics of the inputs of each linear map of a layer, by its path."""
         samples = max(1, SAMPLES // len(self.states))
         found: dict[str, Statistics] | None = None
         for states, is_real in zip(self.states, self.is_real, strict=True):
-            part = _statistics(layer, states, self.angles, is_real, samples)
+            part = _statistics(layer, states, self.angles[layer.rope], is_real, samples)
             if found is None:
                 found = part
                 continue
@@ -75,7 +77,8 @@ class Stream:
         Raises ValueError if the hidden states of a real token become NaN or infinite.
         """
         for index, states in enumerate(self.states):
-            states, is_finite = _advance(layer, states, self.angles, self.is_real[index])
+            angles = self.angles[layer.rope]
+            states, is_finite = _advance(layer, states, angles, self.is_real[index])
             if not is_finite:
                 raise ValueError(
                     "the hidden states are NaN or infinite: compute in bfloat16 or float32 "

@@ -19,6 +19,7 @@ from mpjax.kernels.checks import (
     is_known,
     norm_epsilon,
     require_floats,
+    shown,
 )
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
@@ -51,18 +52,20 @@ def add_rms_norm(
     epsilon: float,
     *,
     format: Format | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
     """Adds terms to the residual stream, and normalises it: x / √(mean(x²) + ε) · weight.
 
     terms: [splits, ..., H], from `matmul_terms`, or any x as x[None].
     residual: the stream before [..., H], or None if there is none.
-    weight: [H]; its dtype is that of both results.
+    weight: [H].
     epsilon: ε, a number that the kernel is compiled for; with a traced one, the reference runs.
     format: what the result becomes: an ActivationFormat, or the format of the product or weight
         that it is for, or a text of one; or the ActivationBlocks of that weight. If it has 8 bits
         and one scale per token, or is blocks, the normalised rows are quantised here, and their
         channels moved; other scales of groups are left to the product.
+    dtype: of both results; that of the weight if it is None.
 
     Returns the stream x [..., H], which is rounded to its dtype before it is normalised, and the
     normalised rows [..., H], an array or QuantizedActivations. On a GPU one kernel reads every term
@@ -87,8 +90,13 @@ def add_rms_norm(
     rounding = None if format is None else _rounding("add_rms_norm", format, terms.shape[-1])
     if is_known(epsilon):
         epsilon = norm_epsilon("add_rms_norm: epsilon", epsilon)
-    plain = functools.partial(reference.add_rms_norm, epsilon=epsilon, format=rounding)
-    reason = _why_not_triton(terms, weight.dtype, rounding)
+    wanted = weight.dtype if dtype is None else as_dtype("add_rms_norm: dtype", dtype)
+    plain = functools.partial(
+        reference.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted
+    )
+    reason = _why_not_triton(terms, wanted, rounding)
+    if isinstance(rounding, ActivationBlocks) and wanted != weight.dtype:
+        reason = f"the weight is {weight.dtype}, and of blocks the result has its dtype"
     if not is_known(epsilon):
         reason = "epsilon is traced, expected a Python number"
     default = "reference" if terms.size == 0 else "triton"
@@ -96,7 +104,7 @@ def add_rms_norm(
         return plain(terms, residual, weight)
     if isinstance(rounding, ActivationBlocks):
         return blocks.add_rms_norm(terms, residual, weight, rounding, epsilon=epsilon)
-    kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding)
+    kernel = functools.partial(triton.add_rms_norm, epsilon=epsilon, format=rounding, dtype=wanted)
     return _differentiable(kernel, plain, terms, residual, weight)
 
 
@@ -107,8 +115,21 @@ def gated_silu(
     format: Format | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QuantizedActivations:
-    """SiLU(gate) · up in `dtype`, where the sum of terms is gate and up side by side.
+    """SiLU(gate) · up in `dtype`; see `gated`."""
+    return gated(terms, "silu", dtype=dtype, format=format, implementation=implementation)
 
+
+def gated(
+    terms: jax.Array,
+    activation: str,
+    *,
+    dtype: jax.typing.DTypeLike,
+    format: Format | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | QuantizedActivations:
+    """activation(gate) · up in `dtype`, where the sum of terms is gate and up side by side.
+
+    activation: `silu`, or `gelu`, of which the tanh approximation is computed (Gemma).
     terms: [splits, ..., 2 · I], from `matmul_terms`, or any x as x[None].
     format: what the result becomes, as for `add_rms_norm`. If it is quantised here, a kernel does
         it by default; else the default is the reference, which XLA compiles to one fusion.
@@ -117,20 +138,26 @@ def gated_silu(
     ValueError for an odd number of channels, and UnsupportedError, with the reason, if a requested
     implementation can't run.
     """
-    terms = as_array("gated_silu: terms", terms)
-    require_floats("gated_silu", terms=terms)
-    dtype = as_dtype("gated_silu: dtype", dtype)
+    name = f"gated_{activation}"
+    if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
+        known = " or ".join(reference.ACTIVATIONS)
+        raise ValueError(f"gated: activation is {shown(activation)}: expected {known}")
+    terms = as_array(f"{name}: terms", terms)
+    require_floats(name, terms=terms)
+    dtype = as_dtype(f"{name}: dtype", dtype)
     if terms.ndim < 2 or terms.shape[-1] % 2:
-        raise ValueError(f"gated_silu: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
-    rounding = None if format is None else _rounding("gated_silu", format, terms.shape[-1] // 2)
-    plain = functools.partial(reference.gated_silu, dtype=dtype, format=rounding)
+        raise ValueError(f"{name}: terms have shape {terms.shape}; expected [splits, ..., 2·I]")
+    rounding = None if format is None else _rounding(name, format, terms.shape[-1] // 2)
+    plain = functools.partial(reference.gated, activation=activation, dtype=dtype, format=rounding)
     reason = _why_not_triton(terms, dtype, rounding)
+    if isinstance(rounding, ActivationBlocks) and activation != "silu":
+        reason = f"{activation} has no kernel that rounds to blocks"
     default = "triton" if terms.size and reference.quantizes(rounding) else "reference"
-    if _choose("gated_silu", implementation, default, reason) == "reference":
+    if _choose(name, implementation, default, reason) == "reference":
         return plain(terms)
     if isinstance(rounding, ActivationBlocks):
         return blocks.gated_silu(terms, rounding, dtype=dtype)
-    kernel = functools.partial(triton.gated_silu, dtype=dtype, format=rounding)
+    kernel = functools.partial(triton.gated, activation=activation, dtype=dtype, format=rounding)
     return _differentiable(kernel, plain, terms)
 
 

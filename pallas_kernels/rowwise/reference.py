@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -31,21 +34,39 @@ def add_rms_norm(
     weight: jax.Array,
     epsilon: float,
     format: Rounding | None = None,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
     """The stream and its norm; see the public function."""
     wide = terms.astype(jnp.float32).sum(0)
     if residual is not None:
         wide += residual.astype(jnp.float32)
-    stream = narrow(wide, weight.dtype)
-    return stream, _rounded(rms_norm(stream, weight, epsilon), format, weight.dtype)
+    dtype = weight.dtype if dtype is None else dtype
+    stream = narrow(wide, dtype)
+    return stream, _rounded(rms_norm(stream, weight, epsilon), format, dtype)
 
 
-def gated_silu(
-    terms: jax.Array, dtype: jnp.dtype, format: Rounding | None = None
+def gated(
+    terms: jax.Array,
+    activation: str,
+    dtype: jnp.dtype,
+    format: Rounding | None = None,
 ) -> jax.Array | QuantizedActivations:
-    """SiLU(gate) · up; see the public function."""
+    """activation(gate) · up; see the public function."""
     gate, up = jnp.split(terms.astype(jnp.float32).sum(0), 2, axis=-1)
-    return _rounded(gate * jax.nn.sigmoid(gate) * up, format, dtype)
+    return _rounded(gate * jax.nn.sigmoid(ACTIVATIONS[activation](gate)) * up, format, dtype)
+
+
+def _gelu_argument(gate: jax.Array) -> jax.Array:
+    """The number whose sigmoid, times the gate, is the tanh approximation of GELU."""
+    return GELU_SCALE * (gate + 0.044715 * gate * gate * gate)
+
+
+GELU_SCALE = 2 * math.sqrt(2 / math.pi)
+# Activations are gate · sigmoid(f(gate)); f by the activation's name.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda gate: gate,
+    "gelu": _gelu_argument,
+}
 
 
 def _rounded(

@@ -14,7 +14,7 @@ from mpjax.kernels.activations import NEARLY_ZERO, QuantizedActivations
 from mpjax.kernels.codes.float8 import LARGEST as LARGEST_FLOAT8
 from mpjax.kernels.launch import Settings, first_program_id, launch, load_masked, store
 from mpjax.kernels.product_format import ActivationFormat
-from mpjax.kernels.rowwise.reference import quantizes
+from mpjax.kernels.rowwise.reference import ACTIVATIONS, quantizes
 from mpjax.kernels.target import current_target
 
 NEIGHBOURS = 4  # neighbouring channels that a thread reads at once: 16 bytes of float32
@@ -31,13 +31,14 @@ class _Operands(NamedTuple):
 
 
 # These functions have a `jit` of their own, so that calls outside of any `jit` compile once.
-@functools.partial(jax.jit, static_argnames=("epsilon", "format", "interpret"))
+@functools.partial(jax.jit, static_argnames=("epsilon", "format", "dtype", "interpret"))
 def add_rms_norm(
     terms: jax.Array,
     residual: jax.Array | None,
     weight: jax.Array,
     epsilon: float,
     format: ActivationFormat | None = None,
+    dtype: jnp.dtype | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | QuantizedActivations]:
@@ -49,29 +50,31 @@ def add_rms_norm(
         None if residual is None else residual.reshape(rows, channels),
         weight,
     )
-    stream = jax.ShapeDtypeStruct((rows, channels), weight.dtype)
-    result = _result(rows, channels, weight.dtype, format)
+    dtype = weight.dtype if dtype is None else dtype
+    stream = jax.ShapeDtypeStruct((rows, channels), dtype)
+    result = _result(rows, channels, dtype, format)
     kernel = functools.partial(_norm_kernel, epsilon=epsilon, size=pl.next_power_of_2(channels))
     outputs = _launch(kernel, operands, (stream, result), "add_rms_norm", interpret)
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "format", "interpret"))
-def gated_silu(
+@functools.partial(jax.jit, static_argnames=("activation", "dtype", "format", "interpret"))
+def gated(
     terms: jax.Array,
+    activation: str,
     dtype: jnp.dtype,
     format: ActivationFormat | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array | QuantizedActivations:
-    """SiLU(gate) · up; see the public function."""
+    """activation(gate) · up; see the public function."""
     splits, *shape, both = terms.shape
     rows, channels = terms.size // (splits * both), both // 2
     size = pl.next_power_of_2(channels)
-    kernel = functools.partial(_gated_kernel, size=size)
+    kernel = functools.partial(_gated_kernel, activation=activation, size=size)
     result = _result(rows, channels, dtype, format)
     rows_of_terms = terms.reshape(splits, rows, both)
-    outputs = _launch(kernel, rows_of_terms, result, "gated_silu", interpret)
+    outputs = _launch(kernel, rows_of_terms, result, f"gated_{activation}", interpret)
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]), outputs)
 
 
@@ -134,13 +137,14 @@ def _norm_kernel(
     _store(result_ref, wide, row, channel, mask)
 
 
-def _gated_kernel(terms_ref: Any, result_ref: Any, *, size: int) -> None:
+def _gated_kernel(terms_ref: Any, result_ref: Any, *, activation: str, size: int) -> None:
     channels = terms_ref.shape[2] // 2
     row, channel, mask = _row(channels, size)
     gate = _sum(terms_ref, row, channel, mask)
     up = _sum(terms_ref, row, channels + channel, mask)
     target = current_target()
-    sigmoid = target.reciprocal(1 + target.exp2(gate * -arithmetic.LOG2_E))
+    argument = ACTIVATIONS[activation](gate)
+    sigmoid = target.reciprocal(1 + target.exp2(argument * -arithmetic.LOG2_E))
     _store(result_ref, gate * sigmoid * up, row, channel, mask)
 
 

@@ -84,6 +84,8 @@ def test_what_does_not_fit_together(changes, message):
 )
 @pytest.mark.parametrize("value", ["1", -1, 0, [1], 2.5, 2**31])
 def test_each_field_of_a_layer_is_checked(half, field, value):
+    if field in ("scale", "softcap") and value in (2.5, 2**31):
+        pytest.skip("a number that it may have")
     spec = dataclasses.replace(getattr(LAYERS[1], half), **{field: value})
     layers = (LAYERS[0], dataclasses.replace(LAYERS[1], **{half: spec}))
     message = rf"^DecoderConfig, layers\[1\]\.{half}: {field} is .*: expected "

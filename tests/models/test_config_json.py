@@ -119,8 +119,8 @@ def test_defaults_are_those_of_the_file_format(key, field, expected):
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "ntk", "factor": 4.0}}, "rotary scaling 'ntk'"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rotary scaling 'ntk' is not supp"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "no 'factor'"),
         ({"rope_scaling": {"type": "linear"}}, "no 'factor'"),
         ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has a factor and no rope_type"),
         ({"rope_parameters": {"factor": 4.0}}, "rope_parameters has a factor and no rope_type"),

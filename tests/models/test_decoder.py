@@ -12,7 +12,7 @@ from flax import nnx
 
 from mpjax.kernels import KVFormat, PagedKVCache
 from mpjax.kernels.gemm.plans import Plan, forced
-from mpjax.models.decoder import Decoder, DecoderLayer
+from mpjax.models import Decoder, DecoderLayer
 from tests.models.small import (
     CONFIG,
     cast_around_kernels,

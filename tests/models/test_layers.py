@@ -18,8 +18,7 @@ from mpjax.kernels import (
     quantize,
 )
 from mpjax.kernels.gemm.plans import Plan, TritonConfig, forced
-from mpjax.models import FusedLinear, Linear, RMSNorm, RopeScaling
-from mpjax.models.layers import rotary_frequencies, rotate
+from mpjax.models import FusedLinear, Linear, RMSNorm
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array, relative_error, wide
 
@@ -152,68 +151,6 @@ def test_a_norm_adds_terms_to_the_stream_first(has_residual, text, rng):
     if isinstance(normed, QuantizedActivations):
         normed = normed.dequantize()
     assert relative_error(normed, wide(norm(stream))) < (0.02 if text == "int8/int8" else 1e-6)
-
-
-def test_rotation_turns_pairs_as_complex_numbers(rng):
-    x = random_array(rng, (2, 5, 3, 8), "float32")
-    angles = rng.uniform(-10, 10, (2, 5, 4)).astype(np.float32)
-    turned = wide(rotate(x, jnp.asarray(angles)))
-    pairs = (wide(x)[..., :4] + 1j * wide(x)[..., 4:]) * np.exp(1j * angles[:, :, None])
-    np.testing.assert_allclose(turned, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-5)
-
-
-def test_scores_depend_on_distance_alone(rng):
-    query, key = random_array(rng, (2, 1, 1, 1, 64), "float32")
-    frequencies = rotary_frequencies(64, 10000.0, None)
-
-    def score(at: int, other: int) -> float:
-        turned = (
-            rotate(query, at * frequencies[None, None]),
-            rotate(key, other * frequencies[None, None]),
-        )
-        return float(jnp.vdot(*turned))
-
-    assert score(17, 5) == pytest.approx(score(112, 100), abs=1e-3)
-    assert score(17, 5) != pytest.approx(score(18, 5), abs=1e-2)
-
-
-def test_rotation_keeps_sixteen_bits_in_and_out(rng):
-    x = random_array(rng, (1, 3, 2, 8), "bfloat16")
-    turned = rotate(x, jnp.zeros((1, 3, 4)))
-    assert turned.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(wide(turned), wide(x))
-
-
-def test_plain_frequencies():
-    expected = [500000.0 ** (-2 * i / 128) for i in range(64)]
-    np.testing.assert_allclose(rotary_frequencies(128, 500000.0, None), expected, rtol=1e-5)
-
-
-def test_linear_scaling_divides_all_frequencies():
-    scaled = rotary_frequencies(64, 10000.0, RopeScaling("linear", 4.0))
-    np.testing.assert_allclose(scaled, rotary_frequencies(64, 10000.0, None) / 4, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("factor", "low", "high", "context"), [(8, 1, 4, 8192), (32, 1, 4, 8192), (4, 2, 8, 1000)]
-)
-def test_llama3_scaling(factor, low, high, context):
-    """Wavelength by wavelength, as the model's authors describe it."""
-    expected = []
-    for frequency in (500000.0 ** (-2 * i / 128) for i in range(64)):
-        wavelength = 2 * np.pi / frequency
-        if wavelength < context / high:
-            expected.append(frequency)
-        elif wavelength > context / low:
-            expected.append(frequency / factor)
-        else:
-            smooth = (context / wavelength - low) / (high - low)
-            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
-    scaling = RopeScaling("llama3", factor, low, high, context)
-    scaled = rotary_frequencies(128, 500000.0, scaling)
-    np.testing.assert_allclose(scaled, expected, rtol=1e-5)
-    changed = np.asarray(scaled) / np.asarray(rotary_frequencies(128, 500000.0, None))
-    assert ((changed > 1 / factor * 1.01) & (changed < 0.99)).any(), "nothing was blended"
 
 
 def test_calling_a_layer_changes_nothing(rng):

@@ -30,7 +30,7 @@ def test_every_family_is_a_decoder_that_reads_its_own_config():
 @pytest.mark.parametrize(
     ("hf", "found"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM'"),
+        ({"architectures": ["FalconForCausalLM"]}, "'FalconForCausalLM'"),
         ({"architectures": ["A", "B"]}, "'A', 'B'"),
         ({"architectures": [], "model_type": "gpt2"}, r"none \(model_type 'gpt2'\)"),
         ({}, r"none \(model_type None\)"),

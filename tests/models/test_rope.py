@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from mpjax.models.config import RopeScaling
-from mpjax.models.layers import rotary_frequencies
 from mpjax.models.rope import yarn, yarn_attention_factor
+from mpjax.models.rotary import scaled_frequencies
 
 # gpt-oss: fractional bounds.
 SCALING = RopeScaling("yarn", 32.0, original_context=4096, whole_channels=False)
@@ -33,14 +33,14 @@ def test_frequencies(whole):
     plain = 150000.0 ** (-jnp.arange(0, 64, 2, dtype=jnp.float32) / 64)
     found = yarn(plain, 150000.0, scaling)
     np.testing.assert_allclose(found, expected(64, 150000.0, scaling), rtol=1e-5)
-    np.testing.assert_array_equal(found, rotary_frequencies(64, 150000.0, scaling))
+    np.testing.assert_array_equal(found, scaled_frequencies(64, 150000.0, scaling))
     assert found[0] == 1
     np.testing.assert_allclose(found[-1] * 32, plain[-1], rtol=1e-6)
 
 
 def test_bounds_that_are_rounded_differ():
     whole = RopeScaling("yarn", 32.0, original_context=4096)
-    found = [rotary_frequencies(64, 150000.0, scaling) for scaling in (SCALING, whole)]
+    found = [scaled_frequencies(64, 150000.0, scaling) for scaling in (SCALING, whole)]
     assert np.abs(found[0] / found[1] - 1).max() > 0.01
 
 

@@ -95,7 +95,7 @@ def interpreted_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpjax.kernels.rowwise.blocks, "gated_silu"),
         (mpjax.kernels.rowwise.blocks, "quantize_rows"),
         (mpjax.kernels.rowwise.triton, "add_rms_norm"),
-        (mpjax.kernels.rowwise.triton, "gated_silu"),
+        (mpjax.kernels.rowwise.triton, "gated"),
         (mpjax.kernels.rowwise.triton, "quantize_rows"),
     ):
         launch = functools.partial(getattr(module, name), interpret=True)

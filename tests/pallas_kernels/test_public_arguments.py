@@ -154,12 +154,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add_rms_norm": (
         kernels.add_rms_norm,
         {"terms": X[None], "residual": X, "weight": jnp.ones(64), "epsilon": 1e-5}
-        | {"format": None, "implementation": "reference"},
+        | {"format": None, "dtype": "f32", "implementation": "reference"},
     ),
     "rms_norm": (kernels.rms_norm, {"x": X, "weight": jnp.ones(64), "epsilon": 1e-5}),
     "gated_silu": (
         kernels.gated_silu,
         {"terms": X[None], "dtype": "f32", "format": None, "implementation": "reference"},
+    ),
+    "gated": (
+        kernels.gated,
+        {"terms": X[None], "activation": "gelu", "dtype": "f32", "format": None}
+        | {"implementation": "reference"},
     ),
     "cache_scales": (kernels.cache_scales, {"x": HEADS, "format": "KV8s"}),
     "KVLayout": (

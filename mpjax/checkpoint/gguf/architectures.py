@@ -44,6 +44,7 @@ class Architecture:
     hugging_face: the architecture in config.json. model_type: also there.
     names: of the tensors of a layer. interleaved: whether the rows of the query and key maps are
         ordered for a rotation of neighbouring channels.
+    offset_norms: whether the weights of norms are larger by 1 than in Hugging Face's files.
     more: further keys of config.json, from the metadata and the names of the tensors.
     """
 
@@ -51,6 +52,7 @@ class Architecture:
     model_type: str
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)
     interleaved: bool = False
+    offset_norms: bool = False
     more: Callable[[Metadata, Mapping[str, Tensor]], dict[str, Any]] = lambda metadata, tensors: {}
 
     def translate(self, name: str) -> str:
@@ -73,6 +75,8 @@ class Architecture:
         if self.interleaved and kind in ("attn_q", "attn_k"):
             heads = config["num_attention_heads" if kind == "attn_q" else "num_key_value_heads"]
             return lambda rows: _separate(rows, heads)
+        if self.offset_norms and kind.endswith("norm"):
+            return lambda weight: weight - np.float32(1)
         return None
 
 
@@ -82,6 +86,65 @@ def _separate(rows: np.ndarray, heads: int) -> np.ndarray:
         return rows
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(np.swapaxes(pairs, 1, 2)).reshape(rows.shape)
+
+
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA_NAMES = {**NAMES, **POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+WITHOUT_PRE_NORMS = {"attn_norm", "ffn_norm"}
+OLMO_NAMES = {k: v for k, v in {**NAMES, **POST_NORMS}.items() if k not in WITHOUT_PRE_NORMS}
+PHI_NAMES = {
+    **{k: v for k, v in NAMES.items() if k not in ("attn_q", "attn_k", "attn_v", "ffn_gate")},
+    **{"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+# Of Gemma's models, those whose scores are scaled by other than 1 / √(head dim), by their layers.
+GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+
+
+def _gemma(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    name = metadata.text("general.architecture")
+    found: dict[str, Any] = {"head_dim": metadata.whole(f"{name}.attention.key_length", 256)}
+    window = metadata.whole(f"{name}.attention.sliding_window", None)
+    found["query_pre_attn_scalar"] = found["head_dim"]
+    if metadata.whole(f"{name}.block_count") == GEMMA_27B.get(name):
+        hidden = metadata.whole(f"{name}.embedding_length")
+        found["query_pre_attn_scalar"] = hidden / metadata.whole(f"{name}.attention.head_count")
+    optional = {
+        "sliding_window": window,
+        "attn_logit_softcapping": metadata.number(f"{name}.attn_logit_softcapping", None),
+        "final_logit_softcapping": metadata.number(f"{name}.final_logit_softcapping", None),
+    }
+    if name == "gemma3":
+        theta = metadata.number(f"{name}.rope.freq_base_swa", 10000.0)
+        every = metadata.whole(f"{name}.attention.sliding_window_pattern", 6)
+        found |= {"rope_local_base_freq": theta, "sliding_window_pattern": every}
+    return found | {key: value for key, value in optional.items() if value is not None}
+
+
+def _granite(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    keys = {
+        "embedding_multiplier": "embedding_scale",
+        "attention_multiplier": "attention.scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return _biases(metadata, tensors) | {
+        key: metadata.number(f"granite.{written}") for key, written in keys.items()
+    }
+
+
+def _phi3(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    heads = metadata.whole("phi3.attention.head_count")
+    whole = metadata.whole("phi3.embedding_length") // max(heads, 1)
+    rotated = metadata.whole("phi3.rope.dimension_count", whole)
+    if rotated != whole:
+        found["partial_rotary_factor"] = rotated / max(whole, 1)
+    if (window := metadata.whole("phi3.attention.sliding_window", 0)) > 0:
+        found["sliding_window"] = window
+    return found
 
 
 def _biases(metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -95,6 +158,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True, more=_biases),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", offset_norms=True, more=_gemma),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM", "gemma2", GEMMA_NAMES, offset_norms=True, more=_gemma
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", "gemma3_text", GEMMA_NAMES, offset_norms=True, more=_gemma
+    ),
+    "granite": Architecture("GraniteForCausalLM", "granite", interleaved=True, more=_granite),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", OLMO_NAMES),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", PHI_NAMES, more=_phi3),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", interleaved=True, more=_biases),
 }
 
 
@@ -120,11 +194,11 @@ def of(metadata: Metadata) -> Architecture:
 
 
 def read_config(
-    metadata: Metadata, tensors: Mapping[str, Tensor], factors: np.ndarray | None
+    metadata: Metadata, tensors: Mapping[str, Tensor], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """The config.json of Hugging Face's checkpoint of the model.
 
-    factors: the tensor `rope_freqs.weight`, None where the file has none. Raises CheckpointError.
+    factors: tensors of `rotary.FACTORS` that the file has, by name. Raises CheckpointError.
     """
     architecture, name = of(metadata), metadata.text("general.architecture")
     embedding = tensors.get("token_embd.weight")

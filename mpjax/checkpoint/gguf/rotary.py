@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,24 @@ LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)
 LLAMA3_CONTEXT, LOW, HIGH = 8192, 1.0, 4.0
 
 
-def read(metadata: Metadata, name: str, factors: np.ndarray | None) -> dict[str, Any]:
+LLAMA3 = "rope_freqs.weight"
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS = (LLAMA3, SHORT, LONG)  # tensors of numbers by which frequencies are divided
+
+
+def read(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """`rope_theta`, and `rope_scaling` if there is any.
 
-    name: of the architecture. factors: float32, by which each frequency is divided, or None.
-    Raises CheckpointError for a kind of scaling that is not read.
+    name: of the architecture. factors: float32 arrays by the names in FACTORS. Raises
+    CheckpointError for a kind of scaling that is not read.
     """
     theta = metadata.number(f"{name}.rope.freq_base", 10000.0)
     found: dict[str, Any] = {"rope_theta": theta}
     kind = metadata.text(f"{name}.rope.scaling.type", "none")
-    if factors is not None:
-        return found | {"rope_scaling": _llama3(metadata, theta, factors)}
+    if SHORT in factors and LONG in factors:
+        return found | _longrope(metadata, name, factors)
+    if LLAMA3 in factors:
+        return found | {"rope_scaling": _llama3(metadata, theta, factors[LLAMA3])}
     if kind == "none":
         return found
     if kind not in ("linear", "yarn"):
@@ -41,6 +49,19 @@ def read(metadata: Metadata, name: str, factors: np.ndarray | None) -> dict[str,
     if context is not None:
         scaling["original_max_position_embeddings"] = context
     return found | {"rope_scaling": scaling}
+
+
+def _longrope(metadata: Metadata, name: str, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    context = metadata.whole(f"{name}.rope.scaling.original_context_length")
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": factors[SHORT].tolist(),
+        "long_factor": factors[LONG].tolist(),
+    }
+    attention = metadata.number(f"{name}.rope.scaling.attn_factor", None)
+    if attention is not None:
+        scaling["attention_factor"] = attention
+    return {"rope_scaling": scaling, "original_max_position_embeddings": context}
 
 
 def _llama3(metadata: Metadata, theta: float, factors: np.ndarray) -> dict[str, Any]:

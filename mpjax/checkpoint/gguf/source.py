@@ -15,13 +15,12 @@ import numpy as np
 from mpjax.checkpoint.gguf import architectures, vocabulary
 from mpjax.checkpoint.gguf.header import Header, Tensor, read_header
 from mpjax.checkpoint.gguf.metadata import Metadata
+from mpjax.checkpoint.gguf.rotary import FACTORS
 from mpjax.checkpoint.safetensors import Checkpoint, TensorInfo
 from mpjax.checkpoint.schemes.base import Scheme
 from mpjax.checkpoint.schemes.gguf import GGUFScheme
 from mpjax.checkpoint.source import Source
 from mpjax.tokenizer import Tokenizer
-
-FACTORS = "rope_freqs.weight"  # is read into config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,20 +62,22 @@ class GGUFSource(Source):
         stop_ids = vocabulary.read_stop_ids(self.metadata)
         return config | ({"eos_token_id": stop_ids} if stop_ids else {})
 
-    def _factors(self) -> np.ndarray | None:
+    def _factors(self) -> dict[str, np.ndarray]:
         """The numbers by which rotary frequencies are divided, where the file has them."""
-        tensor = self.header.tensors.get(FACTORS)
-        if tensor is None or tensor.type.dtype is None:
-            return None
-        held = Checkpoint(self.path, {FACTORS: _info(tensor, FACTORS, self.path)})
-        return held.read(FACTORS).astype(np.float32).reshape(-1)
+        infos = {
+            name: _info(tensor, name, self.path)
+            for name, tensor in self.header.tensors.items()
+            if name in FACTORS and tensor.type.dtype is not None
+        }
+        held = Checkpoint(self.path, infos)
+        return {name: held.read(name).astype(np.float32).reshape(-1) for name in infos}
 
     def open(self) -> GGUFCheckpoint:
         """The tensors in the header."""
         architecture, config = architectures.of(self.metadata), self.read_config()
         tensors, changes = {}, {}
         for tensor in self.header.tensors.values():
-            if tensor.name == FACTORS:
+            if tensor.name in FACTORS:  # which are in config.json
                 continue
             module, _, suffix = tensor.name.rpartition(".")
             suffix = suffix if tensor.type.dtype is not None else tensor.type.name.lower()

@@ -143,6 +143,11 @@ class Scheme(abc.ABC):
         """The format to which all weights are rounded, as `rounded_to` says; None: they stay."""
         return None
 
+    @property
+    def loss(self) -> str | None:
+        """A sentence about weights that are rounded when they are loaded; None if none are."""
+        return None
+
     def rounded_to(self, format: WeightFormat) -> Scheme | None:
         """The scheme that rounds weights to a format; None where their codes must stay."""
         return None

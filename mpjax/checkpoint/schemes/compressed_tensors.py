@@ -21,7 +21,9 @@ PACKED, INTEGERS, FLOATS, NAIVE = (
     "float-quantized",
     "naive-quantized",  # either of the two before it
 )
+NVFP4 = "nvfp4-pack-quantized"
 PACKED_TENSORS = ("weight_packed", "weight_shape")  # of a module of the first alone
+GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")  # of an NVFP4 module alone
 LINEAR = "Linear"  # the class of modules that a group targets, where it doesn't name them
 
 
@@ -32,7 +34,7 @@ def is_layout(config: Mapping[str, Any], layout: str) -> bool:
     """
     if checks.method_of(config) != METHOD:
         return False
-    checks.require_choice(config, "format", (PACKED, INTEGERS, FLOATS, NAIVE), SOURCE)
+    checks.require_choice(config, "format", (PACKED, INTEGERS, FLOATS, NAIVE, NVFP4), SOURCE)
     if config["format"] != NAIVE:
         return config["format"] == layout
     return layout == (INTEGERS if _has_integers(config) else FLOATS)

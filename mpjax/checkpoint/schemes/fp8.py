@@ -1,4 +1,4 @@
-"""Reads and writes FP8 (e4m3) checkpoints of two kinds: fine-grained, and compressed-tensors.
+"""Reads and writes FP8 (e4m3) checkpoints: fine-grained, compressed-tensors', and ModelOpt's.
 
 With K input and N output channels, a module has `weight` float8_e4m3fn [N, K] and scales: one for
 each block of output and input channels, `weight_scale_inv` or `weight_scale`
@@ -10,7 +10,7 @@ compressors/quantized_compressors.
 In config.json, the `quant_method` `fp8` is the fine-grained format of DeepSeek-V3 and of Qwen's FP8
 models; source: transformers, utils/quantization_config.py (FineGrainedFP8Config).
 `compressed-tensors` is llm-compressor's; source: compressed-tensors, quantization/quant_args.py and
-quantization/quant_scheme.py.
+quantization/quant_scheme.py. `modelopt` is NVIDIA's, with a single scale [].
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from mpjax.checkpoint.schemes import checks, compressed_tensors, writing
+from mpjax.checkpoint.schemes import checks, compressed_tensors, modelopt, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
-from mpjax.checkpoint.schemes.compressed_tensors import FLOATS, METHOD, NAIVE, PACKED_TENSORS
+from mpjax.checkpoint.schemes.compressed_tensors import (
+    FLOATS,
+    GLOBAL_SCALES,
+    METHOD,
+    NAIVE,
+    PACKED_TENSORS,
+)
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 from mpjax.kernels.checks import is_known
@@ -33,7 +39,11 @@ from mpjax.precision import describe_weights
 
 SOURCE = "quantization_config of an FP8 checkpoint"
 FINE_GRAINED = "fp8"
-SCALE_NAMES = {FINE_GRAINED: "weight_scale_inv", METHOD: "weight_scale"}
+SCALE_NAMES = {
+    FINE_GRAINED: "weight_scale_inv",
+    METHOD: "weight_scale",
+    modelopt.METHOD: "weight_scale",
+}
 GROUP_SIZE = 128  # input channels per block: the only size for which there are kernels
 
 
@@ -52,9 +62,12 @@ class FP8Scheme(Scheme):
     title: ClassVar[str] = "FP8"
     article: ClassVar[str] = "an"
     methods: ClassVar[tuple[str, ...]] = tuple(SCALE_NAMES)
-    suffixes: ClassVar[tuple[str, ...]] = ("weight", *SCALE_NAMES.values())
+    suffixes: ClassVar[tuple[str, ...]] = ("weight", *dict.fromkeys(SCALE_NAMES.values()))
     # Static scales of activations; products here compute an activation's scale, or use 16 bits.
-    ignored: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale")
+    ignored: ClassVar[tuple[str, ...]] = (
+        *("input_scale", "activation_scale"),
+        *("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt's, for a cache in FP8
+    )
 
     layouts: ClassVar[tuple[str, ...]] = (FLOATS, FINE_GRAINED)
     default_for: ClassVar[tuple[str, ...]] = ("float8",)
@@ -69,6 +82,8 @@ class FP8Scheme(Scheme):
     def matches(cls, config: Mapping[str, Any]) -> bool:
         """Whether a `quantization_config` is of this format."""
         method = checks.method_of(config)
+        if method == modelopt.METHOD:
+            return modelopt.algorithm(config) == modelopt.FP8
         return method == FINE_GRAINED or compressed_tensors.is_layout(config, FLOATS)
 
     @classmethod
@@ -82,6 +97,8 @@ class FP8Scheme(Scheme):
             return _fine_grained(config)
         if method == METHOD:
             return _compressed_tensors(config)
+        if method == modelopt.METHOD:
+            return cls(method, (None, None), None, "FP8 with static scales")
         raise CheckpointError(
             f"{SOURCE}: quant_method is {method!r}: expected {' or '.join(map(repr, SCALE_NAMES))}"
         )
@@ -98,7 +115,8 @@ class FP8Scheme(Scheme):
         if dtype.startswith("float8") or SCALE_NAMES[FINE_GRAINED] in specs:
             return True
         has_integers = dtype == "int8" or any(suffix in specs for suffix in PACKED_TENSORS)
-        return SCALE_NAMES[METHOD] in specs and not has_integers
+        has_others = has_integers or any(suffix in specs for suffix in GLOBAL_SCALES)
+        return SCALE_NAMES[METHOD] in specs and not has_others
 
     @property
     def quant_method(self) -> str:
@@ -135,7 +153,9 @@ class FP8Scheme(Scheme):
         size = self.block[0]
         groups = self.weights.groups(channels)  # as of the outputs, the last may be cut
         # A single scale is stored as a vector of one number, not as a matrix.
-        grid = (1,) if size is None else (-(-outputs // size), groups)
+        grid: tuple[int, ...] = (1,) if size is None else (-(-outputs // size), groups)
+        if self.method == modelopt.METHOD:
+            grid = ()
         checks.check_tensors(
             name,
             specs,

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, TensorType
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.rounded import BOUND, ROUNDED, round_to
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
-from mpjax.kernels.grid import fit
+from mpjax.precision import describe_weights
 
-ROUNDED = WeightFormat("uint8", 32)  # for types that no format here has
 TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 
 
@@ -63,6 +63,14 @@ class GGUFScheme(Scheme):
         counts = collections.Counter(self._format(kind) for kind in self.types.values())
         [(format, _)] = counts.most_common(1)
         return format
+
+    @property
+    def loss(self) -> str | None:
+        """A sentence about the types whose codes are not kept."""
+        types = {self.types[name] for name in self.types if not self.is_exact(name)}
+        if not types:
+            return None
+        return f"{', '.join(sorted(types))} to {describe_weights(ROUNDED)}{BOUND}"
 
     def rounded_to(self, format: WeightFormat) -> GGUFScheme:
         """The same weights, rounded to a format, plain arrays among them."""
@@ -140,8 +148,7 @@ def _values(blocks: jax.Array, kind: TensorType) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("kind", "format"))
 def _round(blocks: jax.Array, kind: TensorType, format: WeightFormat) -> PlainCodes:
-    values = kind.dequantize(blocks).T
-    return fit(values, format).round(values)
+    return round_to(kind.dequantize(blocks).T, format)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "format"))

@@ -20,6 +20,7 @@ import numpy as np
 from mpjax.checkpoint.schemes import checks, compressed_tensors, words, writing
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.checkpoint.schemes.compressed_tensors import (
+    GLOBAL_SCALES,
     LINEAR,
     METHOD,
     PACKED,
@@ -96,7 +97,8 @@ class PackQuantizedScheme(Scheme):
     @classmethod
     def holds(cls, specs: Specs) -> bool:
         """Whether a module's tensors are packed so."""
-        return any(suffix in specs for suffix in PACKED_TENSORS)
+        is_nvfp4 = any(suffix in specs for suffix in GLOBAL_SCALES)
+        return any(suffix in specs for suffix in PACKED_TENSORS) and not is_nvfp4
 
     @property
     def weights(self) -> WeightFormat:

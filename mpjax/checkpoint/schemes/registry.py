@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpjax.checkpoint.schemes import auto_round
 from mpjax.checkpoint.schemes.awq import AWQScheme
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.checkpoint.schemes.fp8 import FP8Scheme
@@ -12,12 +13,16 @@ from mpjax.checkpoint.schemes.gguf import GGUFScheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
 from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
 from mpjax.checkpoint.schemes.mxfp4 import MXFP4Scheme
+from mpjax.checkpoint.schemes.nf4 import NF4Scheme
+from mpjax.checkpoint.schemes.nvfp4 import NVFP4Scheme
 from mpjax.checkpoint.schemes.pack_quantized import PackQuantizedScheme
 from mpjax.errors import CheckpointError
 
 SCHEMES: list[type[Scheme]] = [
     AWQScheme,
     GPTQScheme,
+    NVFP4Scheme,
+    NF4Scheme,
     FP8Scheme,
     PackQuantizedScheme,
     IntQuantizedScheme,
@@ -28,6 +33,7 @@ SCHEMES: list[type[Scheme]] = [
 
 def read(config: Mapping[str, Any]) -> Scheme:
     """The scheme of a `quantization_config`. Raises CheckpointError for a format not registered."""
+    config = auto_round.translate(config)
     for scheme in SCHEMES:
         if scheme.matches(config):
             return scheme.from_config(config)

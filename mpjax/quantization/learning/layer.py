@@ -25,12 +25,12 @@ class HiddenStates(Protocol):
     """The hidden states before a layer; `pipeline.Stream` is one.
 
     states: [batch, tokens, hidden] each. is_real: bool [batch, tokens] each.
-    angles: float32 [batch, tokens, head dim / 2].
+    angles: float32 [batch, tokens, head dim / 2], by the kind of the rotary embedding.
     """
 
     states: list[np.ndarray]
     is_real: list[np.ndarray]
-    angles: jax.Array
+    angles: dict[str, jax.Array]
 
 
 def learn_layer(
@@ -59,12 +59,12 @@ def learn_layer(
 
     def loss_of(parameters: Any) -> float:
         return mean(
-            _loss(graph, parameters, rest, plain, states, is_real, stream.angles)
+            _loss(graph, parameters, rest, plain, states, is_real, stream.angles[plain.rope])
             for states, is_real in batches
         )
 
     def gradient(parameters: Any, index: int) -> Any:
-        return _gradient(graph, parameters, rest, plain, *batches[index], stream.angles)
+        return _gradient(graph, parameters, rest, plain, *batches[index], stream.angles[plain.rope])
 
     best, losses = descend(learning, start, len(batches), gradient, loss_of)
     nnx.update(layer, best)

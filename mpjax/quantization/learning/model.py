@@ -146,7 +146,8 @@ class _Lesson:
         self.model, self.batches, self.teacher = model, batches, teacher
         self.ends = ends_of(model)
         tokens = batches[0].tokens.shape
-        self.angles = model.angles(jnp.broadcast_to(jnp.arange(tokens[1])[None], tokens))
+        positions = jnp.broadcast_to(jnp.arange(tokens[1])[None], tokens)
+        self.angles = model.angles_by_rope(positions)
         fitting = max(LOGITS_BYTES // (4 * tokens[0] * model.config.vocab_size), 1)
         self.chunk = min(fitting, tokens[1])
 
@@ -170,7 +171,7 @@ class _Lesson:
         change = _head_gradient(self.chunk, *self._head(index), states.pop())
         found = []
         for layer in reversed(list(self.model.layers)):
-            gradient, change = _backward(layer, states.pop(), self.angles, change)
+            gradient, change = _backward(layer, states.pop(), self.angles[layer.rope], change)
             found.append(gradient)
         return found[::-1]
 
@@ -178,7 +179,7 @@ class _Lesson:
         """The hidden states before each layer, and behind the last."""
         states = [self.model.embed(jnp.asarray(self.batches[index].tokens))]
         for layer in self.model.layers:
-            states.append(_forward(layer, states[-1], self.angles))
+            states.append(_forward(layer, states[-1], self.angles[layer.rope]))
         return states
 
     def _head(self, index: int) -> tuple[Any, Any, Any, Any]:

@@ -8,8 +8,9 @@ import pytest
 
 from mpjax.checkpoint import CheckpointError
 from mpjax.checkpoint.description import Description, is_saved
+from mpjax.checkpoint.saved_config import ADDED_IN_VERSION_6
 from mpjax.checkpoint.saving import save
-from mpjax.models import RopeScaling
+from mpjax.models import DecoderConfig, RopeScaling
 from tests.mpjax.checkpoint.saved_models import load, mixed, plain
 
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -72,11 +73,11 @@ def test_foreign_folders(saved, tmp_path):
         expect("mpjax.json has the format .*: expected 'mpjax checkpoint'", saved)
 
 
-@pytest.mark.parametrize("version", [3, 6, None, "4"])
+@pytest.mark.parametrize("version", [3, 7, None, "4"])
 def test_other_versions(version, saved):
     change(saved, lambda d: d.update(version=version))
     message = (
-        f"mpjax.json has the format version {version!r}: this mpjax reads versions 4 and 5; install"
+        f"mpjax.json has the format version {version!r}: this mpjax reads versions 4 to 6; install"
     )
     expect(message, saved)
 
@@ -91,6 +92,10 @@ def test_version_4_is_read(saved):
             "mlp_bias": first["bias"],
             **{name: first[name] for name in ("qkv_bias", "output_bias", "qk_norm")},
         }
+        for name in ADDED_IN_VERSION_6[DecoderConfig]:
+            del description["config"][name]
+        for name in ADDED_IN_VERSION_6[RopeScaling]:
+            (description["config"]["rope_scaling"] or {}).pop(name, None)
         description["version"] = 4
 
     expected = Description.read(saved)
@@ -130,7 +135,7 @@ WRONG_CONFIG = [
     ("stop_ids", [1 << 20], r"config: stop_ids is \(1048576,\): expected token ids from 0 to"),
     ("stop_ids", ["</s>"], r"config: stop_ids is \('</s>',\): expected token ids from 0 to"),
     ("vocab_size", 512, r"the array embedding is bfloat16 \[\d+, 64\]: expected .* \[512, 64\]"),
-    ("rope_scaling", {}, "rope_scaling has no 'factor'"),
+    ("rope_scaling", {}, "rope_scaling has no 'attention_factor'"),
     ("rope_scaling", [3], r"rope_scaling is \[3\]: expected a JSON object"),
     ("speed", 3, "config has an unknown key 'speed'"),
 ]
@@ -169,7 +174,7 @@ ATTENTION = r"config, layers\[1\]\.attention: "
             [],
             r"layers\[1\].attention: kind is \[\]: expected one of grouped_q",
         ),
-        ("attention", "kind", "gated", r"layers\[1\].attention has no 'bias'"),
+        ("attention", "kind", "gated", r"layers\[1\].attention has no 'activation'"),
         ("attention", "speed", 3, r"layers\[1\].attention has an unknown key 'speed'"),
         ("mlp", "intermediate_size", 96, r"the array layers.1.mlp.*: expected"),
         ("mlp", "intermediate_size", "x", r"layers\[1\].mlp: intermediate_size is 'x': expected a"),

@@ -75,10 +75,13 @@ MODELS: dict[str, tuple[str, dict]] = {
 }
 
 
-def build(family: str, changes: dict):
-    """A model with all of its parameters random: norms and biases too."""
+def build(family: str, changes: dict, configured: str | None = None):
+    """A model with all of its parameters random: norms and biases too.
+
+    configured: what the class of its configuration is named after, the family by default.
+    """
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    config = getattr(transformers, f"{configured or family}Config")(**SIZES | changes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -6,8 +6,23 @@ from typing import Any
 
 import pytest
 
-from mpjax.checkpoint.saved_config import from_json, get, require, to_json, upgrade
-from mpjax.models import Decoder, DecoderConfig, RopeScaling, llama_layers
+from mpjax.checkpoint.saved_config import (
+    ADDED_IN_VERSION_6,
+    from_json,
+    get,
+    require,
+    to_json,
+    upgrade,
+)
+from mpjax.models import (
+    Decoder,
+    DecoderConfig,
+    GatedMLPSpec,
+    GroupedQuerySpec,
+    LayerSpec,
+    RopeScaling,
+    llama_layers,
+)
 
 LAYERS = llama_layers((None, 8), 128, qkv_bias=True, qk_norm=True)
 CONFIG = DecoderConfig(96, 64, 4, 2, 16, LAYERS, 256, rope_scaling=RopeScaling("linear", 2.0))
@@ -50,26 +65,53 @@ def test_there_and_back():
             "qkv_bias": True,
             "output_bias": False,
             "qk_norm": True,
+            "rope": "global",
+            "joint_norm": False,
+            "scale": None,
+            "softcap": None,
             "sinks": False,
         },
-        "mlp": {"kind": "gated", "intermediate_size": 128, "bias": False},
+        "mlp": {"kind": "gated", "intermediate_size": 128, "bias": False, "activation": "silu"},
+        "norms": "pre",
     }
 
 
+def test_what_version_6_adds_comes_back():
+    scaling = RopeScaling("longrope", 4.0, short_factors=(1.0, 2.0), long_factors=(3.0, 4.0))
+    changes = {"rope_scaling": scaling, "rotary_dim": 4, "logit_softcap": 30.0}
+    layers = tuple(dataclasses.replace(layer, norms="both") for layer in LAYERS)
+    config = dataclasses.replace(CONFIG, layers=layers, offset_norms=True, **changes)
+    assert from_json(json.loads(json.dumps(to_json(config))), Decoder.specs) == config
+
+
+def test_version_5_is_read():
+    written = json.loads(json.dumps(to_json(CONFIG)))
+    for where, kind in (
+        (written, DecoderConfig),
+        (written["rope_scaling"], RopeScaling),
+        *((layer, LayerSpec) for layer in written["layers"]),
+        *((layer["attention"], GroupedQuerySpec) for layer in written["layers"]),
+        *((layer["mlp"], GatedMLPSpec) for layer in written["layers"]),
+    ):
+        for name in ADDED_IN_VERSION_6[kind]:
+            del where[name]
+    assert from_json(upgrade(written, 5), Decoder.specs) == CONFIG
+
+
 def test_version_4_is_read():
-    assert from_json(upgrade(VERSION_4), Decoder.specs) == CONFIG
+    assert from_json(upgrade(VERSION_4, 4), Decoder.specs) == CONFIG
 
 
 @pytest.mark.parametrize("key", VERSION_4)
 def test_version_4_without_a_key(key):
     damaged = {name: value for name, value in VERSION_4.items() if name != key}
     with pytest.raises(ValueError, match=f"^config has no '{key}'$"):
-        from_json(upgrade(damaged), Decoder.specs)
+        from_json(upgrade(damaged, 4), Decoder.specs)
 
 
 def test_version_4_with_windows_that_are_no_list():
     with pytest.raises(ValueError, match=r"^windows is 'x': expected a JSON list$"):
-        upgrade(VERSION_4 | {"windows": "x"})
+        upgrade(VERSION_4 | {"windows": "x"}, 4)
 
 
 @pytest.mark.parametrize("key", ["attention", "mlp"])
@@ -91,13 +133,3 @@ def test_types():
         get({}, "a", list)
     with pytest.raises(ValueError, match=r"^a is True: expected a JSON integer$"):
         get({"a": True}, "a", int)
-
-
-def test_files_from_before_a_field_was_added():
-    scaled = dataclasses.replace(CONFIG, rope_scaling=RopeScaling("llama3", 8.0))
-    written = json.loads(json.dumps(to_json(scaled)))
-    for layer in written["layers"]:
-        del layer["attention"]["sinks"]
-    for name in ("attention_factor", "fast_turns", "slow_turns", "whole_channels"):
-        del written["rope_scaling"][name]
-    assert from_json(written, Decoder.specs) == scaled

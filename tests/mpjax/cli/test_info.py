@@ -12,6 +12,7 @@ from mpjax.checkpoint import array_file, description, safetensors
 from mpjax.cli import info
 from mpjax.cli.application import app
 from mpjax.models import CacheScales
+from tests.mpjax.checkpoint.gguf.write_gguf import write_llama
 from tests.mpjax.checkpoint.packers import pack_awq, pack_gptq
 from tests.mpjax.checkpoint.write_checkpoint import (
     CONFIGS,
@@ -70,11 +71,19 @@ def test_it_says_what_the_loaded_model_says(tmp_path, monkeypatch, name, method)
     result = CliRunner().invoke(app, ["info", str(folder)])
     assert (result.exit_code, result.stderr) == (0, "")
     width = max(len(label) for label, _ in expected) + 2
-    assert [(line[:width].strip(), line[width:]) for line in result.stdout.splitlines()] == expected
+    rows = [(line[:width].strip(), line[width:]) for line in result.stdout.splitlines()]
+    assert rows[: len(expected)] == expected
+    assert [label for label, _ in rows[len(expected) :]] == [
+        f"memory, {kv}" for kv in ("KV16", "KV8", "KV4")
+    ]
 
     result = CliRunner().invoke(app, ["info", str(folder), "--json"])
     assert (result.exit_code, result.stderr) == (0, "")
-    assert json.loads(result.stdout) == summary | {"activations": None}
+    found = json.loads(result.stdout)
+    memory = found.pop("memory_bytes")
+    assert found == summary | {"activations": None, "rounded": None}
+    cache = lm.model.create_cache(1, 256, "KV8")
+    assert memory["KV8"] == {"256": summary["packed_bytes"] + summary["other_bytes"] + cache.nbytes}
 
 
 def test_help_explains_the_rows_and_the_keys():
@@ -119,7 +128,7 @@ def test_an_older_format_is_one_sentence(tmp_path):
         result = CliRunner().invoke(app, [command, *arguments])
         assert (result.exit_code, result.stdout) == (1, "")
         assert (
-            "has the format version 3: this mpjax reads versions 4 and 5; install the"
+            "has the format version 3: this mpjax reads versions 4 to 6; install the"
             in result.stderr
         )
         assert result.stderr.count("\n") == 1
@@ -130,3 +139,32 @@ def test_a_folder_that_can_not_be_loaded(tmp_path):
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"mpjax: {tmp_path} has ")
     assert result.stderr.count("\n") == 1
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["info", *map(str, arguments)])
+
+
+def test_what_can_not_run_is_described(tmp_path):
+    """What is there is on stdout, what is in the way on stderr."""
+    hf = CONFIGS["llama"] | {"architectures": ["MambaForCausalLM"]}
+    tensors = random_tensors(CONFIGS["llama"], np.random.default_rng(0))
+    folder = write_checkpoint(tmp_path / "model", hf, tensors)
+    result = run(folder)
+    assert result.exit_code == 1
+    assert "architecture  MambaForCausalLM" in result.stdout
+    assert "tensors       21 in float32" in result.stdout
+    assert "unsupported architecture: 'MambaForCausalLM'" in result.stderr
+    found = json.loads(run(folder, "--json").stdout)
+    assert found["can_run"] is False
+    assert "unsupported architecture" in found["in_the_way"]
+
+
+def test_a_gguf_file_and_what_is_rounded(tmp_path, rng):
+    path = write_llama(tmp_path / "m.gguf", rng)
+    found = json.loads(run(path, "--json").stdout)
+    assert found["rounded"].startswith("Q4_1, Q5_1 to W8g32: by 1/510 of the range")
+    path.write_bytes(path.read_bytes()[:-500])
+    result = run(path)
+    assert (result.exit_code, "is truncated" in result.stderr) == (1, True)
+    assert result.stdout == ""  # the header says more than the file holds

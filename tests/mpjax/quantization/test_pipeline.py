@@ -74,8 +74,8 @@ def test_a_layer_is_quantised_and_the_plain_one_stays(batches, method):
     kernels.append(layer.mlp.down)
     assert all(isinstance(linear.kernel.get_value(), QuantizedTensor) for linear in kernels)
     hidden = jnp.asarray(stream.states[0])
-    expected, _ = plain.inputs(hidden, stream.angles)
-    outputs, _ = layer.inputs(hidden, stream.angles)
+    expected, _ = plain.inputs(hidden, stream.angles["global"])
+    outputs, _ = layer.inputs(hidden, stream.angles["global"])
     error = np.abs(outputs - expected).mean() / np.abs(expected - hidden).mean()
     assert 0 < error < 0.02
 
@@ -199,11 +199,11 @@ def test_channels_that_move_change_no_output(mixed):
     """In float32, with the weights that the packed layer stands for."""
     layer, found, stream = mixed
     hidden = jnp.asarray(stream.states[0])
-    expected, _ = layer.inputs(hidden, stream.angles)
+    expected, _ = layer.inputs(hidden, stream.angles["global"])
     moved = nnx.merge(*nnx.split(layer))
     orders = reorder(moved, dict(found), rules_for(BlockRule()), WIDE.layers[0].folds(WIDE))
     assert orders.keys() == set(PATHS) - {"mlp.down"}
-    outputs, inputs = moved.inputs(hidden, stream.angles)
+    outputs, inputs = moved.inputs(hidden, stream.angles["global"])
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-4)
     # The maps that are left move their rows and their inputs.
     for path, order in orders.items():
@@ -215,9 +215,9 @@ def test_channels_that_move_change_no_output(mixed):
 def test_more_wide_blocks_lose_less(mixed):
     layer, _, stream = mixed
     hidden = jnp.asarray(stream.states[0])
-    expected, _ = layer.inputs(hidden, stream.angles)
+    expected, _ = layer.inputs(hidden, stream.angles["global"])
     errors = []
     for one_in in (0, 4, 1):
-        outputs, _ = mixed_layer(mixed, BlockRule(one_in)).inputs(hidden, stream.angles)
+        outputs, _ = mixed_layer(mixed, BlockRule(one_in)).inputs(hidden, stream.angles["global"])
         errors.append(float(np.abs(outputs - expected).mean()))
     assert errors[0] > errors[1] > errors[2]

@@ -13,6 +13,7 @@ from mpjax.kernels import (
     UnsupportedError,
     add_rms_norm,
     device,
+    gated,
     gated_silu,
     matmul,
     quantize,
@@ -43,6 +44,36 @@ def test_implementations_agree(text, implementation, rng, interpreted_triton):
     assert_result(result, rows.normed(), "bfloat16", text)
     result = run(gated_silu, rows.arrays[0], dtype="float16", **keywords)
     assert_result(result, rows.gated(), "float16", text)
+
+
+@pytest.mark.parametrize("text", [None, "int8/int8"])
+def test_gelu_and_a_dtype_of_its_own(text, rng, interpreted_triton):
+    """The kernel against the reference: Gemma's gate, and norms whose weights are float32."""
+    rows = Rows.random(rng, (2, 3, 96), "bfloat16", splits=2, residual=True)
+    terms, residual, weight = rows.arrays
+    wider = weight.astype(jnp.float32)
+    found, expected = (
+        (
+            run(
+                *(gated, terms),
+                **{"activation": "gelu", "dtype": "bfloat16"},
+                **{"format": parsed(text), "implementation": name},
+            ),
+            run(
+                *(norm, terms, residual, wider),
+                **{"format": parsed(text), "dtype": "bfloat16", "implementation": name},
+            ),
+        )
+        for name in ("triton", "reference")
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        assert relative_error(one, wide(other)) < 0.005
+
+
+def test_activations_that_there_are():
+    with pytest.raises(ValueError, match="gated: activation is 'relu': expected silu or gelu"):
+        gated(jnp.ones((1, 2, 8)), "relu", dtype="float32")
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -189,7 +220,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, function, compute)
 
-    for function in ("add_rms_norm", "gated_silu"):
+    for function in ("add_rms_norm", "gated"):
         record(triton, "triton", function)
         record(reference, "reference", function)
     return names

@@ -22,7 +22,7 @@ from tests.pallas_kernels.rowwise.rows import (
 )
 
 norm = functools.partial(run, reference.add_rms_norm, epsilon=EPSILON)
-gate = functools.partial(run, reference.gated_silu)
+gate = functools.partial(run, reference.gated, activation="silu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -94,6 +94,32 @@ def test_gated_silu(dtype, splits, terms_dtype, text, rng):
     assert_result(result, rows.gated(), dtype, text)
 
 
+def test_gated_gelu(rng):
+    """Against JAX's own tanh approximation, in float64's place its float32."""
+    rows = Rows.random(rng, (2, 3, 600), "float32", splits=3, terms_dtype="float32")
+    found = gate(rows.arrays[0], activation="gelu", dtype=jnp.dtype("float32"))
+    gate_half, up = np.split(wide(rows.terms).sum(0), 2, axis=-1)
+    gelu = np.asarray(jax.nn.gelu(jnp.asarray(gate_half, jnp.float32), approximate=True))
+    np.testing.assert_allclose(found, gelu * up, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_in_another_dtype_than_its_weight(rng):
+    rows = Rows.random(rng, (3, 64), "bfloat16", splits=2, residual=True)
+    terms, residual, weight = rows.arrays
+    narrow = jnp.dtype("bfloat16")
+    found = run(
+        reference.add_rms_norm,
+        terms,
+        residual,
+        weight.astype(jnp.float32),
+        epsilon=EPSILON,
+        dtype=narrow,
+    )
+    for one, other in zip(found, norm(*rows.arrays), strict=True):
+        assert one.dtype == narrow
+        np.testing.assert_array_equal(wide(one), wide(other))
+
+
 def test_gates_whose_exponentials_overflow(rng):
     rows = with_large_gates(Rows.random(rng, (4, 600), "float32"))
     assert wide(rows.terms).min() < -100
@@ -118,7 +144,7 @@ def test_gradients_of_add_rms_norm(residual, rng):
 def test_gradients_of_gated_silu(rng):
     rows = Rows.random(rng, (3, 40), "float32", splits=3)
     cotangent = random_array(rng, (3, 20), "float32")
-    function = functools.partial(reference.gated_silu, dtype=jnp.dtype("float32"))
+    function = functools.partial(reference.gated, activation="silu", dtype=jnp.dtype("float32"))
     [of_terms] = run(lambda terms: jax.vjp(function, terms)[1](cotangent), rows.arrays[0])
     for gradient in of_terms:
         np.testing.assert_allclose(gradient, rows.gated_gradient(wide(cotangent)), atol=1e-5)

@@ -53,10 +53,12 @@ def check_norm(rows, dtype, text, **keywords):
 
 def check_gated(rows, dtype, text, **keywords):
     keywords |= {"dtype": jnp.dtype(dtype), "format": parsed(text)}
-    result = run(triton.gated_silu, rows.arrays[0], **keywords)
+    result = run(triton.gated, rows.arrays[0], activation="silu", **keywords)
     assert_result(result, rows.gated(), dtype, text)
     keywords.pop("interpret", None)
-    assert_close(result, run(reference.gated_silu, rows.arrays[0], **keywords), dtype, text)
+    assert_close(
+        result, run(reference.gated, rows.arrays[0], activation="silu", **keywords), dtype, text
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,9 @@ def test_lowers_at_the_sizes_of_qwen3_8b(rows, text, stored, lower_for_cuda):
             assert "shrsi" in program  # of the zero that is not known to be one
             assert f"tensor<{rows}x{hidden}x{stored or short}>" in program
         both = jax.ShapeDtypeStruct((splits, 1, rows, 2 * inner), terms_dtype)
-        gate = functools.partial(triton.gated_silu, dtype=jnp.dtype(dtype), format=parsed(text))
+        gate = functools.partial(
+            triton.gated, activation="silu", dtype=jnp.dtype(dtype), format=parsed(text)
+        )
         program = lower_for_cuda(gate, both)
         assert 'name = "gated_silu"' in program
         assert f"tensor<{rows}x{inner}x{stored or short}>" in program

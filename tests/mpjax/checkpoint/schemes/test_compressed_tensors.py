@@ -28,7 +28,7 @@ def test_layouts(written, layout):
     assert found == ([] if layout is None else [layout])
 
 
-@pytest.mark.parametrize("format", [None, "nvfp4-pack-quantized", "mixed-precision", ["x"]])
+@pytest.mark.parametrize("format", [None, "mxfp8-quantized", "mixed-precision", ["x"]])
 def test_other_layouts(format):
     written = {"quant_method": "compressed-tensors", "format": format}
     message = r"compressed-tensors checkpoint: format is .*: expected 'pack-quantized' or 'int-quan"

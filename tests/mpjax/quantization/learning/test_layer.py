@@ -35,7 +35,7 @@ def learn(batches):
         total = count = 0.0
         for states, is_real in zip(stream.states, stream.is_real, strict=True):
             expected, found = (
-                np.asarray(it.inputs(states, stream.angles)[0], np.float64)[is_real]
+                np.asarray(it.inputs(states, stream.angles["global"])[0], np.float64)[is_real]
                 for it in (plain, layer)
             )
             total += (((found - expected) ** 2).sum(-1) / (expected**2).sum(-1)).sum()

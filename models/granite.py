@@ -1,0 +1,37 @@
+"""Granite 3 and 4's dense models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpjax.models.attention import GroupedQuerySpec
+from mpjax.models.config import DecoderConfig, LayerSpec
+from mpjax.models.config_json import common_fields, flag, integer, layer_count, number
+from mpjax.models.decoder import Decoder
+from mpjax.models.mlp import GatedMLPSpec
+
+
+class Granite(Decoder):
+    """Granite: Llama with factors of the embedding, the scores, the residual sums and the logits.
+
+    The outputs of both halves are multiplied by residual_multiplier before they are added to the
+    residual stream. Here the stream is divided by it, which a norm doesn't see but for its epsilon.
+    """
+
+    @classmethod
+    def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
+        """Reads a `GraniteForCausalLM` config.json."""
+        residual = number(hf, "residual_multiplier", 1.0)
+        common, bias = common_fields(hf), flag(hf, "attention_bias")
+        common["rms_norm_eps"] /= residual**2
+        attention = GroupedQuerySpec(
+            None, bias, bias, scale=float(number(hf, "attention_multiplier", 1.0))
+        )
+        mlp = GatedMLPSpec(integer(hf, "intermediate_size"), flag(hf, "mlp_bias"))
+        return DecoderConfig(
+            **common,
+            layers=(LayerSpec(attention, mlp),) * layer_count(hf),
+            embedding_scale=number(hf, "embedding_multiplier", 1.0) / residual,
+            logit_scale=1 / number(hf, "logits_scaling", 1.0),
+        )

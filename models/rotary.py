@@ -1,0 +1,99 @@
+"""The rotary embedding: frequencies with every scaling, and channels that are not rotated.
+
+The formula is RoFormer's. Pairs of channels that are not rotated have the frequency 0, so that all
+kernels rotate whole heads.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.models.config import DecoderConfig, RopeScaling
+from mpjax.models.rope import yarn
+
+
+def frequencies(config: DecoderConfig, rope: str = "global", length: int = 0) -> jax.Array:
+    """Radians per position of each pair of a head's channels, float32 [head dim / 2].
+
+    rope: the kind of a layer, as `AttentionSpec.rope` has it. length: the most tokens that a
+    sequence can have, on which `longrope` and `dynamic` depend.
+    """
+    if rope == "none":
+        return jnp.zeros(config.head_dim // 2, jnp.float32)
+    rotated = config.rotary_dim or config.head_dim
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if rope == "local":
+        theta, scaling = config.local_rope_theta or theta, None
+    found = scaled_frequencies(rotated, theta, scaling, length)
+    rest = (config.head_dim - rotated) // 2
+    return jnp.pad(found, (0, rest)) if rest else found
+
+
+def scaled_frequencies(
+    dim: int, theta: float, scaling: RopeScaling | None, length: int = 0
+) -> jax.Array:
+    """Radians per position of each pair of `dim` channels, float32 [dim / 2]; see `frequencies`."""
+    plain = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "llama3":
+        return _llama3(plain, scaling)
+    if scaling.kind == "yarn":
+        return yarn(plain, theta, scaling)
+    if scaling.kind == "longrope":
+        is_long = length > scaling.original_context
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return plain / jnp.asarray(factors, jnp.float32)
+    if scaling.kind != "dynamic":
+        raise ValueError(f"RopeScaling: kind is {scaling.kind!r}: expected one of {KINDS}")
+    stretch = max(length, scaling.original_context) / scaling.original_context
+    grown = theta * (scaling.factor * stretch - (scaling.factor - 1)) ** (dim / (dim - 2))
+    return grown ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+
+
+KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic")
+
+
+def _llama3(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
+    # Share of the original frequency: 1 above the high-frequency bound, 0 below the low one.
+    turns = scaling.original_context * plain / (2 * jnp.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return plain * (share + (1 - share) / scaling.factor)
+
+
+def attention_factor(config: DecoderConfig, rope: str) -> float:
+    """The factor of rotated queries and keys in layers of a kind."""
+    scaling = config.rope_scaling
+    return scaling.attention_factor if scaling is not None and rope == "global" else 1.0
+
+
+def turn(angles: jax.Array, rotated: int, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of angles [..., head dim / 2], times a factor.
+
+    rotated: the number of channels of a head that are rotated; the others keep their numbers.
+    """
+    cosines, sines = jnp.cos(angles), jnp.sin(angles)
+    if factor == 1:
+        return cosines, sines
+    factors = np.ones(angles.shape[-1], np.float32)
+    factors[: rotated // 2] = factor
+    each = jax.lax.broadcast_to_rank(jnp.asarray(factors), angles.ndim)
+    return cosines * each, sines * each
+
+
+def channel_order(rotated: int, whole: int) -> np.ndarray | None:
+    """The order of a head's channels in which pairs are half a head apart; None for their own.
+
+    rotated: the first channels of a head, which Hugging Face's models pair half with half, as
+    kernels pair the halves of a whole head. whole: all channels of a head. Queries and keys have
+    the same scores in any order that they share.
+    """
+    if rotated == whole:
+        return None
+    turned, rest = np.arange(rotated).reshape(2, -1), np.arange(rotated, whole).reshape(2, -1)
+    return np.concatenate([turned, rest], axis=1).reshape(-1)

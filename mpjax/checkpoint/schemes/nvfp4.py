@@ -1,0 +1,125 @@
+"""Reads NVFP4 checkpoints of compressed-tensors and of ModelOpt: e2m1 in groups of 16.
+
+With K input and N output channels, a module has codes uint8 [N, K / 2], whose low nibble is the
+even channel, scales e4m3 [N, K / 16], and one float32. compressed-tensors names them
+`weight_packed`, `weight_scale` and `weight_global_scale`, and divides: w = e2m1 · (scale / global).
+ModelOpt names them `weight`, `weight_scale` and `weight_scale_2`, and multiplies. Activations stay
+in 16 bits here, whatever the checkpoint says. Source: compressed-tensors, compressors/nvfp4;
+TensorRT Model Optimizer, torch/quantization/qtensor/nvfp4_tensor.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.checkpoint.schemes import checks, compressed_tensors, modelopt
+from mpjax.checkpoint.schemes.base import Specs
+from mpjax.checkpoint.schemes.compressed_tensors import METHOD, NVFP4
+from mpjax.checkpoint.schemes.rounded import RoundedScheme
+from mpjax.errors import CheckpointError
+
+SOURCE = "quantization_config of an NVFP4 checkpoint"
+GROUP = 16
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1; the fourth bit is the sign
+# Names of codes, scales and the global scale, by the method.
+NAMES = {
+    METHOD: ("weight_packed", "weight_scale", "weight_global_scale"),
+    modelopt.METHOD: ("weight", "weight_scale", "weight_scale_2"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Scheme(RoundedScheme):
+    """NVFP4 weights beside 16-bit activations.
+
+    method: `compressed-tensors` or `modelopt`, which name the tensors differently.
+    """
+
+    title: ClassVar[str] = "NVFP4"
+    article: ClassVar[str] = "an"
+    methods: ClassVar[tuple[str, ...]] = tuple(NAMES)
+    suffixes: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(sum(NAMES.values(), ())))
+    ignored: ClassVar[tuple[str, ...]] = (
+        *("input_global_scale", "input_scale"),
+        *("k_scale", "v_scale"),  # of an FP8 cache, whose scales are 1 without them
+    )
+
+    on_host: ClassVar[tuple[str, ...]] = tuple(
+        dict.fromkeys(suffix for names in NAMES.values() for suffix in names[1:])
+    )
+
+    method: str
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` is of this format."""
+        if checks.method_of(config) == modelopt.METHOD:
+            return "NVFP4" in modelopt.algorithm(config)
+        return compressed_tensors.is_layout(config, NVFP4)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> NVFP4Scheme:
+        """Reads config.json's `quantization_config`. Raises CheckpointError."""
+        if checks.method_of(config) == METHOD:
+            for name, group in compressed_tensors.read_groups(config, (NVFP4,), SOURCE).items():
+                weights, where = group.get("weights"), f"{SOURCE}, group {name!r}, weights"
+                if not isinstance(weights, Mapping):
+                    raise CheckpointError(f"{where} is {weights!r:.80}: expected an object")
+                checks.require_choice(weights, "num_bits", (4,), where)
+                checks.require_choice(weights, "type", ("float",), where)
+                checks.require_choice(weights, "group_size", (GROUP,), where)
+        return cls(checks.method_of(config))
+
+    @property
+    def quant_method(self) -> str:
+        """The `quant_method` of config.json."""
+        return self.method
+
+    @classmethod
+    def holds(cls, specs: Specs) -> bool:
+        """Whether a module has a global scale beside its codes."""
+        return any(names[-1] in specs for names in NAMES.values())
+
+    def check(
+        self, specs: Specs, name: str, shape: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Checks a module's tensors by shape and dtype and returns its (K, N)."""
+        codes, scales, global_scale = NAMES[self.method]
+        outputs, halves = (*getattr(specs.get(codes), "shape", ()), 0, 0)[:2]
+        checks.check_weight_shape(name, (2 * halves, outputs), shape, GROUP)
+        one: tuple[int, ...] = (1,) if self.method == METHOD else ()
+        expected = {
+            codes: ((outputs, halves), ("uint8",)),
+            scales: ((outputs, 2 * halves // GROUP), ("float8_e4m3fn",)),
+            global_scale: (one, ("float32",)),
+        }
+        checks.check_tensors(name, specs, expected)
+        return 2 * halves, outputs
+
+    def dequantize(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> jax.Array:
+        """The weight float32 [K, N]; raises CheckpointError as `check` does."""
+        self.check(tensors, name, shape)
+        codes, scales, global_scale = (tensors[suffix] for suffix in NAMES[self.method])
+        steps: np.ndarray = np.asarray(scales).astype(np.float32)
+        whole = np.asarray(global_scale)
+        with np.errstate(all="ignore"):  # `check_scales` reports what is not finite
+            # On the host, because XLA multiplies by the inverse of a divisor.
+            steps = steps / whole.reshape(()) if self.method == METHOD else steps * whole
+        checks.check_scales(name, jnp.asarray(steps))
+        return _values(jnp.asarray(codes), jnp.asarray(steps))
+
+
+@jax.jit
+def _values(codes: jax.Array, steps: jax.Array) -> jax.Array:
+    nibbles = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
+    table = jnp.asarray([*VALUES, *(-value for value in VALUES)], jnp.float32)
+    groups = table[nibbles.reshape(*steps.shape, GROUP)] * steps[..., None]
+    return groups.reshape(codes.shape[0], -1).T

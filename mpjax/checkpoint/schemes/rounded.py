@@ -1,0 +1,76 @@
+"""Base class of schemes whose weights no format here has: they are rounded when they are loaded."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import jax
+
+from mpjax.checkpoint.schemes.base import Scheme
+from mpjax.errors import CheckpointError
+from mpjax.kernels import PlainCodes, WeightFormat
+from mpjax.kernels.grid import fit
+from mpjax.precision import describe_weights
+
+# At most half a step of eight bits is lost: 1/510 of the range of 32 weights.
+ROUNDED = WeightFormat("uint8", 32)
+BOUND = ": by 1/510 of the range of 32 weights at most"
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedScheme(Scheme):
+    """A scheme that rounds weights to a format; a subclass says what the weights are.
+
+    target: the format, in which weights that the checkpoint left in 16 bits are too; None: ROUNDED
+        for quantised weights alone.
+    """
+
+    decoding_bytes: ClassVar[int] = 9  # float32, its rounding, and codes
+
+    target: WeightFormat | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format of all modules on the device."""
+        return self.target or ROUNDED
+
+    @property
+    def loss(self) -> str | None:
+        """A sentence about the rounding of all weights."""
+        return f"{self.title} is rounded to {describe_weights(self.weights)}{BOUND}"
+
+    def rounded_to(self, format: WeightFormat) -> Self:
+        """The same weights, rounded to a format."""
+        return dataclasses.replace(self, target=format)
+
+    def format(self, name: str, channels: int) -> WeightFormat:
+        """The format of one module on the device."""
+        if not self.weights.can_split(channels):
+            raise CheckpointError(
+                f"{name} has {channels} input channels, which groups of {self.weights.group_size} "
+                "don't divide: choose another group size or format in precision, such as W4gK"
+            )
+        return self.weights
+
+    @abc.abstractmethod
+    def dequantize(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> jax.Array:
+        """The weight float32 [K, N] of one module, exact; see Scheme.decode."""
+
+    def decode(
+        self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None
+    ) -> PlainCodes:
+        """The codes nearest to the weights of one module."""
+        values = self.dequantize(tensors, name, shape)
+        return round_to(values, self.format(name, values.shape[0]))
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def round_to(values: jax.Array, format: WeightFormat) -> PlainCodes:
+    """The codes of a format nearest to values float32 [K, N]."""
+    return fit(values, format).round(values)

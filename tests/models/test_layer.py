@@ -1,0 +1,61 @@
+"""A layer with norms before and after its halves, against the same in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax.kernels import QuantizedActivations, WeightFormat, quantize
+from mpjax.models import DecoderLayer, Linear
+from mpjax.models.layer import _read
+from tests.models.small import CONFIG, small_model
+from tests.pallas_kernels.oracles import random_array, relative_error, wide
+
+
+def rms(x, weight):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + CONFIG.rms_norm_eps) * wide(weight)
+
+
+@pytest.mark.parametrize("norms", ["pre", "post", "both"])
+def test_where_the_norms_are(norms, rng):
+    layers = tuple(dataclasses.replace(layer, norms=norms) for layer in CONFIG.layers)
+    model = small_model(dataclasses.replace(CONFIG, layers=layers))
+    layer = model.layers[0]
+    x = random_array(rng, (1, 5, 64), "float32")
+    angles = model.angles(jnp.arange(5)[None])
+
+    def normed(name, value):
+        norm = getattr(layer, name)
+        assert (norm is None) == (name.endswith("post_norm") == (norms == "pre")) or norms == "both"
+        return value if norm is None else rms(value, norm.weight.get_value())
+
+    stream = wide(x)
+    read = jnp.asarray(normed("attention_norm", stream).astype(np.float32))
+    stream += normed("attention_post_norm", wide(layer.attention(read, angles, None, None)[0]))
+    read = jnp.asarray(normed("mlp_norm", stream).astype(np.float32))
+    stream += normed("mlp_post_norm", wide(layer.mlp(read)))
+    terms, residual, _ = layer(x[None], None, angles, None, None)
+    assert relative_error(terms.sum(0) + residual, stream) < 1e-5
+    after, inputs = layer.inputs(x, angles)
+    assert relative_error(after, stream) < 1e-5
+    assert relative_error(inputs["mlp.gate_up"], wide(read)) < 1e-5
+
+
+def test_a_half_without_a_norm_rounds_its_input():
+    """W8A8 maps read 8 bits also where no norm rounds to them."""
+    stream = jnp.asarray(np.linspace(-1, 1, 256, dtype=np.float32).reshape(1, 256))
+    kernel = Linear(quantize(jnp.ones((256, 8)), WeightFormat.parse("int8/int8")))
+    residual, x = _read(None, stream[None], stream, kernel.activations)
+    np.testing.assert_array_equal(residual, 2 * stream)
+    assert isinstance(x, QuantizedActivations)
+    assert relative_error(x.dequantize(), wide(2 * stream)) < 0.01
+
+
+def test_layers_of_one_kind_are_alike():
+    """So that one program serves them all."""
+    graphs = [nnx.split(DecoderLayer(CONFIG, spec, nnx.Rngs(0)))[0] for spec in CONFIG.layers]
+    assert graphs[0] == graphs[1]

@@ -363,13 +363,14 @@ def _read(
 ) -> tuple[DecodingState, dict[str, Any]]:
     """Reads prompts [batch, tokens] into a state; returns the state and the measured times."""
     batch, prompt = tokens.shape
-    lengths = jnp.full(batch, prompt, jnp.int32)
+    lengths, keys = jnp.full(batch, prompt, jnp.int32), state.keys
     jax.block_until_ready(state)
 
     def read() -> jax.Array:
         nonlocal state
         cache = dataclasses.replace(state.cache, lengths=_from_host(np.zeros(batch, np.int32)))
-        state = jit_prefill(lm.model, tokens, lengths, cache, state.keys, Sampling(), limits)
+        # Always the same keys: those of the result have another sharding, and so another program.
+        state = jit_prefill(lm.model, tokens, lengths, cache, keys, Sampling(), limits)
         return state.tokens
 
     seconds = []

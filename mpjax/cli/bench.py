@@ -311,7 +311,7 @@ def serve_command(
     output: Output = None,
     plot: Plot = True,
 ) -> None:
-    """Measure an engine under load: tokens/s, and the times of tokens."""
+    """Measure an engine under load: tokens/s, and their times."""
     from mpjax.bench import serve, tables
     from mpjax.bench.lengths import Lengths, read_file
     from mpjax.models import presets

@@ -40,8 +40,8 @@ Examples:
   mpjax evaluate --format markdown --output results.json
   mpjax evaluate --precision A16KV8 --json | python -m json.tool
   mpjax evaluate Qwen3-8B-AWQ --text wikitext.txt --window 2048 --stride 2048
-  mpjax evaluate Qwen3-8B-W4 --against Qwen3-8B --text wikitext.txt --window 2048
-  mpjax evaluate Qwen3-8B --against itself --precisions W8A8,W4A16,W4A8 --plot bits.svg
+  mpjax evaluate Qwen3-8B-W4 --against Qwen3-8B --text book.txt --window 2048
+  mpjax evaluate Qwen3-8B --against itself --precisions W8A8,W4A8 --plot b.svg
 
 \b
 The model reads the text through its KV cache, as in decoding, so that the
@@ -159,7 +159,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Measure the perplexity of a model in several precisions, or its distance from another."""
+    """Measure the perplexity of a model, or its distance from another."""
     import mpjax
     from mpjax.loading import find_folder
 

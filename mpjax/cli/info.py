@@ -37,9 +37,9 @@ and compared.) A hub id is fetched completely first.
 The last rows give the weight formats of each kind of linear map, and the
 number of layers with them. Maps of one input (query, key and value; gate and
 up) are one product if their formats agree; if not, there is a product for
-each format, as in `W4 | W4 | W16`. Rows before them give the embedding and, if
-it has a table of its own, the head. "cache scales" are the scales that KV8s
-needs and KVfp8 can use.
+each format, as in `W4 | W4 | W16`. Rows before them give the embedding and,
+if it has a table of its own, the head. "cache scales" are the scales that
+KV8s needs and KVfp8 can use.
 
 \b
 The keys of --json: model, source, precision, num_layers, hidden_size,
@@ -60,7 +60,7 @@ def command(
     source: options.Source = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show what a checkpoint is, whether it can run, and in how much memory."""
+    """Show what a checkpoint is, whether it runs, and its memory."""
     import mpjax
     from mpjax.errors import CheckpointError
     from mpjax.loading import find_folder

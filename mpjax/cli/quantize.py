@@ -22,7 +22,8 @@ Examples:
   mpjax quantize Qwen3-8B W8 --precision W8A8KV8 --method os --text book.txt
   mpjax quantize Qwen3-8B W4Ax --precision W4AxKV4 --text book.txt
   mpjax quantize Qwen3-8B mixed --recipe recipe.toml --text book.txt
-  mpjax quantize Qwen3-8B small --budget 3.6 --precision A16KV8 --text book.txt
+  mpjax quantize Qwen3-8B small --budget 3.6 --precision A16KV8 \\
+      --text book.txt
 
 \b
 Methods are steps joined by +. First, for all of the model, or not at all:
@@ -37,7 +38,7 @@ Then one that rounds:
   range   to nearest, in the ranges of groups that cost least
   clip    the same, with ranges found by descent (pip install "mpjax[train]")
   gptq    row by row; later rows make up for the errors of earlier ones
-  gptq-fresh  the same, with ranges of a group from what is left of its weights
+  gptq-fresh  the same, with a group's range found when its turn comes
 Then, if wanted:
   learn   descent on the scales, against the outputs of the 16-bit layer
 
@@ -128,7 +129,7 @@ def command(
         bool, typer.Option("--overwrite", help="Replace a model saved there before.")
     ] = False,
 ) -> None:
-    """Quantise a checkpoint with the statistics of a text, and save it."""
+    """Quantise a checkpoint with statistics of a text, and save it."""
     if budget is not None:
         _require_budget(precision, recipe, text)
     chosen = None if budget is not None else _recipe(precision, method, recipe)

@@ -85,16 +85,17 @@ def add_rms_norm(
         weight,
     )
     count = pl.next_power_of_2(pl.cdiv(channels, BLOCK))
-    stream, result = launch(
-        functools.partial(_norm_kernel, epsilon=epsilon, count=count),
+    stream, result = _launch(
+        functools.partial(_norm_kernel, epsilon=epsilon),
         operands,
-        out_shape=(
+        (
             jax.ShapeDtypeStruct((rows, channels), weight.dtype),
             _result(rows, channels, weight.dtype, blocks),
         ),
-        grid=(rows,),
-        settings=Settings("add_rms_norm_blocks", warps=_warps(count)),
-        interpret=interpret,
+        (rows,),
+        count,
+        "add_rms_norm",
+        interpret,
     )
     return stream.reshape(*shape, channels), _of_shape(result, shape)
 
@@ -129,15 +130,32 @@ def _launch_parts(
     """Launches a kernel whose programs have parts of a row each."""
     rows, blocks = operands.terms.shape[1], pl.cdiv(channels, BLOCK)
     count = min(BLOCKS_PER_PROGRAM, pl.next_power_of_2(blocks))
-    result: QuantizedActivations = launch(
+    grid = rows, pl.cdiv(blocks, count)
+    out_shape = _result(rows, channels, dtype, operands.blocks)
+    result: QuantizedActivations = _launch(
+        kernel, operands, out_shape, grid, count, name, interpret
+    )
+    return result
+
+
+def _launch(
+    kernel: Any,
+    operands: _Operands,
+    out_shape: Any,
+    grid: tuple[int, ...],
+    count: int,
+    name: str,
+    interpret: bool,
+) -> Any:
+    """Launches a kernel whose programs take `count` blocks of a row at a time."""
+    return launch(
         functools.partial(kernel, count=count),
         operands,
-        out_shape=_result(rows, channels, dtype, operands.blocks),
-        grid=(rows, pl.cdiv(blocks, count)),
+        out_shape=out_shape,
+        grid=grid,
         settings=Settings(f"{name}_blocks", warps=_warps(count)),
         interpret=interpret,
     )
-    return result
 
 
 def _of_shape(result: QuantizedActivations, shape: Sequence[int]) -> QuantizedActivations:

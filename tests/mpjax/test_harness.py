@@ -103,9 +103,9 @@ def test_loglikelihood_is_that_of_the_full_forward_pass(model, tiny):
 def test_the_cache_counts_and_few_programs_do(harness, tiny, monkeypatch):
     shapes, inner = set(), evaluation._score
 
-    def watched(model, tokens, counts, cache):
-        shapes.add((tokens.shape, cache.layers[0].keys.shape))
-        return inner(model, tokens, counts, cache)
+    def watched(models, tokens, counts, caches):
+        shapes.add((tokens.shape, caches[0].layers[0].keys.shape))
+        return inner(models, tokens, counts, caches)
 
     monkeypatch.setattr(evaluation, "_score", watched)
     pairs = requests("loglikelihood", *PAIRS)

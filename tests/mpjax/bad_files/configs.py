@@ -32,7 +32,7 @@ CONFIGS: list[Case] = [
     (f"{said}", way, f"config.json: {said}")
     for way, said in [
         *not_a("a list of names, such as", "architectures", [[1]], "LlamaForCausalLM", 5, {"a": 1}),
-        (config(architectures=["Mamba"]), "unsupported architecture: 'Mamba'; supported are Llama"),
+        (config(architectures=["Mamba"]), "unsupported architecture: 'Mamba'; supported are "),
         (config(architectures=None), "unsupported architecture: none (model_type 'llama')"),
         (config(hidden_act="gelu"), "hidden_act is 'gelu'; only 'silu' is supported"),
         *(
@@ -102,7 +102,7 @@ CONFIGS: list[Case] = [
         (quantized({"quant_method": ["awq"]}), "quant_method ['awq'] is not supported"),
         *(
             (quantized({"quant_method": name}), f"quant_method '{name}' is not supported: load an")
-            for name in ("fbgemm_fp8", "bitsandbytes", "mxfp4", "higgs")
+            for name in ("fbgemm_fp8", "hqq", "higgs")
         ),
         *(
             (quantized(written), f"quantization_config of {said}")

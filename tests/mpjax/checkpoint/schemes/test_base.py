@@ -35,8 +35,7 @@ def test_permutations_take_bytes():
 
 
 def test_a_module_that_config_json_does_not_speak_of():
-    message = (
-        r"^up is an FP8 module \(weight\), but .* quant_method 'fp8' or 'compressed-tensors': take"
-    )
+    methods = "'fp8' or 'compressed-tensors' or 'modelopt'"
+    message = rf"^up is an FP8 module \(weight\), but .* quant_method {methods}: take"
     with pytest.raises(CheckpointError, match=message):
         FP8Scheme.refuse("up", {"weight": np.zeros(1)}, None)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import blocks, memory, methods, quantization, summary
+from benchmarks import blocks, memory, methods, quantization, summary, systems
 from mpjax.bench import agreement_plot, attention, blocks_plot, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
@@ -62,6 +62,11 @@ def write(results: Path, docs: Path) -> None:
         if found := [json.loads(path.read_text()) for path in paths]:
             (folder / f"{name}.md").write_text("\n".join(build(found, folder)))
             page += summarise(found)
+    lines = systems.page(
+        lambda pattern: (json.loads(path.read_text()) for path in sorted(results.glob(pattern)))
+    )
+    if lines:
+        (folder / "systems.md").write_text("\n".join(lines))
     page.append((HERE / "limits.md").read_text())
     (docs / "benchmarks.md").write_text("\n".join(page))
 

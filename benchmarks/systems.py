@@ -1,0 +1,145 @@
+"""Makes the page of tables of experts, of serving, and of several devices, from saved results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpjax.bench import experts, serve, sums, tables
+
+Row = Mapping[str, Any]
+
+
+class Section(NamedTuple):
+    """A part of the page: the files that it is made from, and how.
+
+    patterns: of the names of result files. about: sentences before the tables.
+    headers, cells: of a table, which has a row for each of a file's results.
+    command: the command that measured the results of a file.
+    """
+
+    title: str
+    patterns: tuple[str, ...]
+    about: str
+    headers: Sequence[str]
+    cells: Callable[[Row], list[str]]
+    command: Callable[[Sequence[Row]], str]
+
+
+def page(results: Callable[[str], Iterable[dict[str, Any]]]) -> list[str]:
+    """The lines of the page; empty without result files. results: those of a pattern."""
+    parts = []
+    for section in SECTIONS:
+        found = [result for pattern in section.patterns for result in results(pattern)]
+        if not found:
+            continue
+        parts += [f"## {section.title}\n", f"{section.about}\n"]
+        for result in found:
+            rows = result["results"]
+            source = f"`{section.command(rows)}` · {result['device']}"
+            parts.append(tables.markdown(section.headers, map(section.cells, rows)))
+            parts.append(f"{source}, jax {result['versions']['jax']}\n")
+    return ["# Experts, serving and several devices\n", *parts] if parts else []
+
+
+def _experts_cells(row: Row) -> list[str]:
+    return [row["shape"], *experts.cells(row)]
+
+
+def _experts_command(rows: Sequence[Row]) -> str:
+    shapes = _distinct(row["shape"].partition(".")[0] for row in rows)
+    formats, tokens = _distinct(row["format"] for row in rows), _distinct(row["M"] for row in rows)
+    return f"mpjax bench gemm --experts --shapes {shapes} --formats {formats} --rows {tokens}"
+
+
+def _serve_cells(row: Row) -> list[str]:
+    return [str(row["chunk_tokens"]) if row["through"] == "engine" else "", *serve.cells(row)]
+
+
+def _serve_command(rows: Sequence[Row]) -> str:
+    first, load = rows[0], rows[0]["load"]
+    lengths = "".join(
+        f" --{name.replace('_', '-')} {_length(load[name])}"
+        for name in ("prompt_tokens", "new_tokens")
+    )
+    command = f"mpjax bench serve --requests {first['requests']}{lengths}"
+    command += f" --chunk-tokens {first['chunk_tokens']}"
+    static = [row["through"].rpartition(" ")[2] for row in rows if row["through"] != "engine"]
+    return command + (f" --static {static[0]}" if static else "")
+
+
+def _length(lengths: Mapping[str, Any]) -> str:
+    """Lengths as the option takes them."""
+    if lengths["mean"] is not None:
+        return f"lognormal:{lengths['mean']}:{lengths['sigma']}:{lengths['most']}"
+    least, most = lengths["least"], lengths["most"]
+    return str(most) if least == most else f"{least}-{most}"
+
+
+def _devices_cells(row: Row) -> list[str]:
+    return [
+        row["precision"],
+        str(row["batch"]),
+        str(row["devices"]),
+        f"{row['decode_tokens_per_second']:.0f}",
+        f"{row['decode_step_microseconds'] / 1e3:.2f} ms",
+        f"{row['roofline_share']:.0%}",
+        f"{row['cache_tokens_that_fit']:,}",
+    ]
+
+
+def _devices_command(rows: Sequence[Row]) -> str:
+    devices, batch = (_distinct(row[key] for row in rows) for key in ("devices", "batch"))
+    command = f"mpjax bench generate --shapes llama3-70b --devices {devices} --batch {batch}"
+    return f"{command} --new-tokens {rows[0]['new_tokens']}"
+
+
+def _sums_command(rows: Sequence[Row]) -> str:
+    return f"mpjax bench sums --devices {_distinct(row['devices'] for row in rows)}"
+
+
+def _distinct(values: Iterable[Any]) -> str:
+    """The distinct values, with commas between them."""
+    return ",".join(dict.fromkeys(map(str, values)))
+
+
+SECTIONS = (
+    Section(
+        "Products of tokens with their experts",
+        ("experts*.json",),
+        "Each token draws its experts at random. The floor is an XLA reduction over the bytes of "
+        "the experts that are hit; cuBLAS multiplies one matrix with as many rows; ragged_dot is "
+        "jax.lax.ragged_dot on experts in bfloat16 and rows that are sorted already.",
+        ("matrices", *experts.HEADERS),
+        _experts_cells,
+        _experts_command,
+    ),
+    Section(
+        "Serving: Qwen3-8B's shapes, random weights",
+        ("serve*.json",),
+        "All requests come at once. The engine reads prompts in chunks between decoding steps; a "
+        "static batch reads all prompts, then decodes all rows to the end. First token and token "
+        "are times, P50 / P99.",
+        ("chunk", *serve.HEADERS),
+        _serve_cells,
+        _serve_command,
+    ),
+    Section(
+        "A model on several devices: Llama-3-70B's shapes, random weights",
+        ("devices*.json",),
+        "Decoding after 2048 tokens. The roofline is the time to read all weights and the cache; "
+        "with several devices, each reads its share at the same time.",
+        ("precision", "batch", "devices", "tokens/s", "step", "of roofline", "cache tokens"),
+        _devices_cells,
+        _devices_command,
+    ),
+    Section(
+        "Sums over devices",
+        ("sums*.json",),
+        "A chain of additions, with and without a sum over devices behind each, in one program; "
+        "the difference is the sum's. A divided model has two sums for each layer.",
+        sums.HEADERS,
+        sums.cells,
+        _sums_command,
+    ),
+)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import systems
+
+pytestmark = pytest.mark.any_version
+
+STAMP = {"device": "GPU", "versions": {"jax": "0.99"}}
+TIMES = {"p50": 0.5, "p99": 1.25, "most": 2.0}
+LOAD = {
+    "prompt_tokens": {"least": 1, "most": 4096, "mean": 1024, "sigma": 0.8},
+    "new_tokens": {"least": 512, "most": 512, "mean": None, "sigma": 0.0},
+}
+SERVED = {
+    **{"precision": "W4A16KV8", "requests": 64, "load": LOAD, "seconds": 2.0, "chunk_tokens": 1024},
+    **{"new_tokens_per_second": 1000.0, "first_token_seconds": TIMES, "token_seconds": TIMES},
+    **{"gap_seconds": TIMES, "prompt_tokens": 100, "shared_tokens": 25},
+}
+EXPERTS = {
+    **{"shape": "model.down", "K": 100, "N": 200, "M": 16, "per_token": 2, "format": "uint4:g128"},
+    **{"hit": 7, "hit_bytes": 10**6, "microseconds": 10.0, "floor_microseconds": 8.0},
+    **{"cublas_microseconds": 20.0, "ragged_dot_microseconds": None, "relative_error": 1e-3},
+    "implementation": "triton",
+}
+DIVIDED = {
+    **{"precision": "W4A16KV8", "batch": 1, "devices": 2, "decode_tokens_per_second": 89.0},
+    **{"decode_step_microseconds": 11230.0, "roofline_share": 0.54, "new_tokens": 128},
+    "cache_tokens_that_fit": 487808,
+}
+SUMMED = {
+    **{"devices": 2, "dtype": "bfloat16", "bytes": 8192, "pair_microseconds": 22.0},
+    **{"addition_microseconds": 4.0, "sum_microseconds": 18.0},
+}
+RESULTS = {
+    "serve*.json": [SERVED | {"through": "engine"}, SERVED | {"through": "batches of 64"}],
+    "experts*.json": [EXPERTS],
+    "devices*.json": [DIVIDED | {"devices": 1}, DIVIDED],
+    "sums*.json": [SUMMED],
+}
+
+
+def page(*patterns):
+    found = {pattern: [STAMP | {"results": RESULTS[pattern]}] for pattern in patterns}
+    return "\n".join(systems.page(lambda pattern: found.get(pattern, [])))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "cells", "command"),
+    [
+        (
+            "serve*.json",
+            "| 1024 | W4A16KV8 | engine | 64 | 2.00 s | 1000 | 0.50 / 1.25 s |",
+            "mpjax bench serve --requests 64 --prompt-tokens lognormal:1024:0.8:4096 "
+            "--new-tokens 512 --chunk-tokens 1024 --static 64",
+        ),
+        (
+            "experts*.json",
+            "| model.down | uint4:g128 | 16 | 7 | 10.0 | 100 | 0.1 | 1.25 |",
+            "mpjax bench gemm --experts --shapes model --formats uint4:g128 --rows 16",
+        ),
+        (
+            "devices*.json",
+            "| W4A16KV8 | 1 | 2 | 89 | 11.23 ms | 54% | 487,808 |",
+            "mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1 --new-tokens 128",
+        ),
+        ("sums*.json", "| 2 | bfloat16 | 8 KiB | 22.0 µs |", "mpjax bench sums --devices 2"),
+    ],
+)
+def test_results_have_a_table_and_the_command_that_measured_them(pattern, cells, command):
+    text = page(pattern)
+    assert cells in text
+    assert f"`{command}` · GPU, jax 0.99" in text
+    assert text.count("\n## ") == 1
+
+
+def test_a_page_without_results_is_empty():
+    assert page() == ""

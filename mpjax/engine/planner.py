@@ -262,13 +262,13 @@ class Planner:
         return count + (count * (start + count // 2) // CONTEXT if is_urgent else 0)
 
     def _cut(self, row: Row, count: int) -> Piece:
+        self._pass(row)  # before its length grows: the piece's first token needs the pages behind it
         start = row.length
         row.length += count
         is_first, is_last = row.is_fresh, not row.is_reading
         row.is_fresh = False
         if is_last:
             row.drawn += 1
-        self._pass(row)
         return Piece(row, start, start + count, is_first, is_last)
 
     def _admit(self, row: Row) -> bool:

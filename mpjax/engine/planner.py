@@ -262,7 +262,9 @@ class Planner:
         return count + (count * (start + count // 2) // CONTEXT if is_urgent else 0)
 
     def _cut(self, row: Row, count: int) -> Piece:
-        self._pass(row)  # before its length grows: the piece's first token needs the pages behind it
+        self._pass(
+            row
+        )  # before its length grows: the piece's first token needs the pages behind it
         start = row.length
         row.length += count
         is_first, is_last = row.is_fresh, not row.is_reading

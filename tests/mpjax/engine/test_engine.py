@@ -357,6 +357,16 @@ def test_what_an_engine_is_made_with_is_checked(tiny):
             make_engine(tiny, **options)
 
 
+def test_a_batch_that_fails_leaves_no_request_behind(engine):
+    with pytest.raises(ValueError, match="150 tokens, and with 50 new ones"):
+        engine.generate([[1] * 9, [1] * 150], max_new_tokens=50)
+    before = engine.statistics()["new_tokens"]
+    for _ in engine:
+        pass
+    assert engine.statistics()["new_tokens"] == before
+    assert is_clean(engine)
+
+
 def test_a_closed_engine_says_so(tiny):
     with make_engine(tiny) as engine:
         handle = engine.submit("import")
@@ -365,3 +375,63 @@ def test_a_closed_engine_says_so(tiny):
         handle.result()
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.submit("import")
+    assert engine.step() == []
+    engine.close()
+
+
+def test_no_request_comes_in_while_an_engine_closes(tiny, monkeypatch):
+    engine = make_engine(tiny)
+    monkeypatch.setattr("mpjax.engine.engine.row_text", lambda *_: engine.close())
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.submit("import")
+    assert not engine.has_work
+
+
+def test_closing_waits_for_a_step_of_another_thread(tiny, monkeypatch):
+    engine = make_engine(tiny)
+    handle = engine.submit("import")
+    began, may_end = threading.Event(), threading.Event()
+
+    def step():
+        began.set()
+        assert may_end.wait(10)
+        assert not handle.is_finished
+        return []
+
+    monkeypatch.setattr(engine._runner, "step", step)
+    found = []
+
+    def read():
+        with pytest.raises(CancelledError, match="the engine was closed"):
+            handle.result()
+        found.append(handle.finish_reason)
+
+    threads = [threading.Thread(target=read, daemon=True), threading.Thread(target=engine.close)]
+    threads[0].start()
+    assert began.wait(10)
+    threads[1].start()
+    threads[1].join(0.1)
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert found == ["cancelled"]
+
+
+def test_a_thread_that_fails_ends_all_requests(tiny, monkeypatch):
+    with make_engine(tiny) as engine:
+        handles = [engine.submit(prompt) for prompt in PROMPTS]
+        engine.step()
+
+        def fail():
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(engine._runner, "step", fail)
+        engine.start()
+        for handle in handles:
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                handle.result()
+        assert engine.is_closed
+        assert list(engine) == []
+        with pytest.raises(ValueError, match="the engine is closed"):
+            engine.submit("import")

@@ -262,9 +262,8 @@ class Planner:
         return count + (count * (start + count // 2) // CONTEXT if is_urgent else 0)
 
     def _cut(self, row: Row, count: int) -> Piece:
-        self._pass(
-            row
-        )  # before its length grows: the piece's first token needs the pages behind it
+        # Before the length grows: the first token of the piece attends to a window behind itself.
+        self._pass(row)
         start = row.length
         row.length += count
         is_first, is_last = row.is_fresh, not row.is_reading

@@ -175,6 +175,10 @@ class MLPSpec(SublayerSpec):
 
     intermediate_size: int
 
+    def token_bytes(self, config: DecoderConfig) -> int:
+        """Bytes of a token's arrays inside the module, at most: gate, up, and their product."""
+        return 3 * self.intermediate_size * as_dtype("dtype", config.dtype).itemsize
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:

@@ -98,6 +98,19 @@ class ExpertsSpec(MLPSpec):
             maps += [each._replace(path=f"shared.{each.path}") for each in shared]
         return tuple(maps)
 
+    def token_bytes(self, config: DecoderConfig) -> int:
+        """Bytes of a token's arrays inside its experts and the shared MLP, and of their terms.
+
+        Terms are float32 [experts_per_token, hidden]; with the shared MLP's they are joined, which
+        is a copy.
+        """
+        inner = self.experts_per_token * super().token_bytes(config)
+        term = config.hidden_size * 4
+        if self.shared_size is None:
+            return inner + self.experts_per_token * term
+        shared = GatedMLPSpec(self.shared_size).token_bytes(config)
+        return inner + shared + 2 * (self.experts_per_token + 1) * term
+
     def divide(self, count: int, units: Mapping[str, int]) -> ExpertsSpec:
         """The spec with a share of each expert's intermediate channels, and of the shared MLP's."""
         size = share_size(self.intermediate_size, count, units["experts.down"])

@@ -87,6 +87,8 @@ def command(
             raise typer.BadParameter(
                 f'the server needs {package}, which is missing: pip install "mpjax[serve]"'
             )
+    if api_key == "":
+        raise typer.BadParameter("--api-key is empty: give a key, or leave it out")
     if api_key is None and not _is_loopback(host):
         output.note(f"mpjax: anybody who reaches {host} can use the model: no API key is set")
     lm = options.load(model, precision, dtype, max_positions, devices)

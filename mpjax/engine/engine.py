@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -99,7 +100,8 @@ class Engine:
         # Requests that have come, and handles of those to cancel.
         self._inbox: collections.deque[Request | Handle] = collections.deque()
         self._numbers = itertools.count()
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # held by the thread that runs a step or ends all requests
+        self._door = threading.Lock()  # held while a request comes in, or the engine closes
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -118,7 +120,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._inbox) or self._runner.has_work
+        return not self._is_closed and (bool(self._inbox) or self._runner.has_work)
 
     def statistics(self) -> dict[str, int]:
         """Numbers of now: requests that run and wait, free pages; and since the beginning.
@@ -175,8 +177,6 @@ class Engine:
             )
         if reason := self._runner.planner.why_never(len(ids), settings.most):
             raise ValueError(f"the prompt's {reason}")
-        if self._is_closed:
-            raise ValueError("the engine is closed: make another one")
         number = next(self._numbers)
         handle = Handle(self, number, ids, row_text(self.lm, ids, settings))
         shares = self._shares and not settings.has_penalty and not options.prompt_logprobs
@@ -191,13 +191,15 @@ class Engine:
             greedy_from=settings.greedy_from,
         )
         row.owner = Request(handle, settings, row)
-        self._inbox.append(row.owner)
+        with self._door:
+            self._require_open()
+            self._inbox.append(row.owner)
         self._wake.set()
         return handle
 
     def cancel(self, handle: Handle) -> None:
         """Ends a request soon; see Handle.cancel."""
-        if handle.is_finished:
+        if handle.is_finished or self._is_closed:
             return
         self._inbox.append(handle)
         self._wake.set()
@@ -227,20 +229,13 @@ class Engine:
             )
         each = split_sampling(Sampling.of(sampling), len(encoded))
         begin = time.perf_counter()
-        handles = [
-            self.submit(ids, max_new_tokens=max_new_tokens, sampling=one, stop=stop, seed=seed)
-            for ids, one, seed in zip(encoded, each, seeds, strict=True)
-        ]
-        first = None
-        for handle in handles:
-            while not handle.is_finished:
-                self.wait(handle, handle.version)
-                if first is None and all(one.tokens or one.is_finished for one in handles):
-                    first = time.perf_counter()
-        for handle in handles:
-            handle.result()
+        handles: list[Handle] = []
+        with _cancelled_on_error(handles):
+            for ids, one, number in zip(encoded, each, seeds, strict=True):
+                options: dict[str, Any] = {"sampling": one, "stop": stop, "seed": number}
+                handles.append(self.submit(ids, max_new_tokens=max_new_tokens, **options))
+            first = self._wait_for_all(handles)
         end = time.perf_counter()
-        first = end if first is None else first
         return Generation(
             text=[handle.text for handle in handles],
             tokens=[handle.tokens for handle in handles],
@@ -251,14 +246,28 @@ class Engine:
             decode_seconds=end - first,
         )
 
+    def _wait_for_all(self, handles: Sequence[Handle]) -> float:
+        """Waits for all ends; returns the time when each had its first token or its end."""
+        first = None
+        for handle in handles:
+            while not handle.is_finished:
+                self.wait(handle, handle.version)
+                if first is None and all(one.tokens or one.is_finished for one in handles):
+                    first = time.perf_counter()
+        for handle in handles:
+            handle.result()
+        return time.perf_counter() if first is None else first
+
     # -- running
 
     def step(self) -> list[Event]:
         """Starts the next program, and reads what the one before has drawn.
 
-        Returns an event for each request with new tokens or an end.
+        Returns an event for each request with new tokens or an end; none if the engine is closed.
         """
         with self._turn:
+            if self._is_closed:
+                return []
             return self._take_inbox() + self._runner.step()
 
     def __iter__(self) -> Iterator[Event]:
@@ -268,18 +277,19 @@ class Engine:
 
     def wait(self, handle: Handle, version: int) -> None:
         """Runs a step, or waits for the thread to report of a handle after report `version`."""
-        if self._thread is not None and self._thread is not threading.current_thread():
+        runs_elsewhere = self._thread not in (None, threading.current_thread())
+        if runs_elsewhere or self._is_closed:  # whoever closes an engine ends its requests
             handle.wait(version)
         elif not handle.is_finished:
             self.step()
 
     def start(self) -> None:
         """Runs steps in a thread, as long as there are requests, until `stop`."""
-        if self._is_closed:
-            raise ValueError("the engine is closed: make another one")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mpjax engine", daemon=True)
-            self._thread.start()
+        with self._door:
+            self._require_open()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mpjax engine", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread of `start` after its step; requests stay as they are."""
@@ -289,11 +299,11 @@ class Engine:
             thread.join()
 
     def close(self) -> None:
-        """Cancels all requests and frees the cache."""
+        """Cancels all requests and frees the cache, once a step that runs has ended."""
+        self._shut("cancelled", CancelledError("the engine was closed"))
         self.stop()
-        self._is_closed = True
-        self._fail_all("cancelled", CancelledError("the engine was closed"))
-        self._runner.free()
+        with self._turn:
+            self._runner.free()
 
     def __enter__(self) -> Engine:
         return self
@@ -306,23 +316,30 @@ class Engine:
         while self._thread is me:
             self._wake.clear()
             if not self.has_work:
-                self._wake.wait()
+                if self._thread is me:  # `stop` may have come before the event was cleared
+                    self._wake.wait()
                 continue
             try:
                 self.step()
             except Exception as error:
-                self._is_closed = True
-                self._fail_all("error", error)
+                self._shut("error", error)
                 return
 
-    def _fail_all(self, reason: str, error: Exception) -> None:
-        """Ends all requests."""
-        while self._inbox:
-            request = self._inbox.popleft()
-            if isinstance(request, Request):
-                self._runner.submit(request)
-        for request in list(self._runner.requests.values()):
-            self._runner.end(request, reason, error)
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("the engine is closed: make another one")
+
+    def _shut(self, reason: str, error: Exception) -> None:
+        """Lets no more requests in, and ends all that there are after a step that runs."""
+        with self._door:
+            self._is_closed = True
+        with self._turn:
+            while self._inbox:
+                request = self._inbox.popleft()
+                if isinstance(request, Request):
+                    self._runner.submit(request)
+            for request in list(self._runner.requests.values()):
+                self._runner.end(request, reason, error)
 
     def _take_inbox(self) -> list[Event]:
         """Adds the requests that have come, and ends those that were cancelled."""
@@ -335,6 +352,17 @@ class Engine:
                 error = CancelledError(f"request {what.number} was cancelled")
                 events.append(self._runner.end(request, "cancelled", error))
         return events
+
+
+@contextlib.contextmanager
+def _cancelled_on_error(handles: Sequence[Handle]) -> Iterator[None]:
+    """Cancels the requests that are in the list by then, if what is inside raises."""
+    try:
+        yield
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
 
 
 @dataclasses.dataclass(frozen=True)

@@ -197,8 +197,12 @@ class Handle:
             if self._ending is not None:
                 self.finish_reason = self._ending[0]
             self._changed.notify_all()
-        for loop, woken in list(self._watchers):
-            loop.call_soon_threadsafe(woken.set)
+        for watcher in list(self._watchers):
+            loop, woken = watcher
+            try:
+                loop.call_soon_threadsafe(woken.set)
+            except RuntimeError:  # the loop is closed, so nobody waits in it
+                self._watchers.discard(watcher)
         return Event(self, tokens, piece, self.finish_reason)
 
     def _take(self) -> str:

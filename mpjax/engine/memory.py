@@ -51,6 +51,7 @@ def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chu
 
 def _working_bytes(lm: LanguageModel, slots: int, chunk: int) -> int:
     """Bytes of a layer's widest activations, inside the MLP, and of logits."""
-    wide = 3 * lm.config.intermediate_size + 3 * lm.config.hidden_size
-    activations = chunk * wide * jnp.dtype(lm.config.dtype).itemsize
+    config = lm.config
+    inside = max(layer.mlp.token_bytes(config) for layer in config.layers)
+    activations = chunk * (inside + 3 * config.hidden_size * jnp.dtype(config.dtype).itemsize)
     return activations + 3 * 4 * max(slots, chunk // 4) * lm.config.vocab_size

@@ -262,13 +262,14 @@ class Planner:
         return count + (count * (start + count // 2) // CONTEXT if is_urgent else 0)
 
     def _cut(self, row: Row, count: int) -> Piece:
+        # Before the length grows: the first token of the piece attends to a window behind itself.
+        self._pass(row)
         start = row.length
         row.length += count
         is_first, is_last = row.is_fresh, not row.is_reading
         row.is_fresh = False
         if is_last:
             row.drawn += 1
-        self._pass(row)
         return Piece(row, start, start + count, is_first, is_last)
 
     def _admit(self, row: Row) -> bool:

@@ -57,12 +57,15 @@ class Runner:
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> Event:
         """Ends a request, and clears what it has left in the cache if that is NaN."""
-        self._end(request, reason, error)
-        return request.handle.report([])
+        try:
+            self._end(request, reason, error)
+        finally:  # whoever waits for the request hears of its end, whatever fails here
+            event = request.handle.report([])
+        return event
 
     def free(self) -> None:
-        """Frees the cache; no step may follow."""
-        del self._state
+        """Frees the cache; no step may follow. Nothing happens the second time."""
+        self.__dict__.pop("_state", None)
         self._pending = None
 
     def _extend(self, plan: Extend) -> _Pending:
@@ -144,10 +147,10 @@ class Runner:
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
         row, slot = request.row, request.row.slot
         del self.requests[request.handle]
+        request.handle.finish(reason, error)
         pages = self.planner.remove(row) if row.is_known else []
         if isinstance(error, NotFiniteError) and slot is not None:
             self._clear(pages, slot)
-        request.handle.finish(reason, error)
 
     def _clear(self, pages: Sequence[int], slot: int) -> None:
         own = [page for page in pages if self.planner.pool.is_free(page)]

@@ -34,11 +34,17 @@ class Limits:
 
     waiting: requests that wait for the engine, beyond which others are refused (503).
     body_bytes: of a body (413). api_key: without which requests are refused (401), or None.
+
+    Raises ValueError for an empty key, which a request without one would have.
     """
 
     waiting: int = 1000
     body_bytes: int = 8 << 20
     api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.api_key == "":
+            raise ValueError("api_key is empty: give a key, or None for a server without one")
 
 
 def application(engine: Engine, name: str, limits: Limits | None = None) -> Starlette:
@@ -83,20 +89,25 @@ class _Server:
 
         async def handle(request: Request) -> Response:
             self._authorise(request)
-            body = await self._body(request)
-            asked = read(self.engine.lm, body)
-            self._require_model(body.get("model", self.name), "model")
-            handles = self._submit(asked)
-            answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
-            if asked.stream:
-                return _Events(_stream(style, answer, handles), handles)
             try:
-                await _wait(request, handles)
+                return await self._complete(request, read, style)
             except ClientDisconnect:
                 return Response(status_code=499)  # which nobody receives
-            return JSONResponse(style.whole(answer, handles))
 
         return handle
+
+    async def _complete(self, request: Request, read: Read, style: Style) -> Response:
+        """The answer to a body. Raises RequestError for a wrong one, and ClientDisconnect."""
+        body = await self._body(request)
+        # In a thread: other requests go on while a long text is tokenised.
+        asked = await asyncio.to_thread(read, self.engine.lm, body)
+        self._require_model(body.get("model", self.name), "model")
+        handles = self._submit(asked)
+        answer = Answer(self.engine.lm.require_tokenizer(), self.name, asked)
+        if asked.stream:
+            return _Events(_stream(style, answer, handles), handles)
+        await _wait(request, handles)
+        return JSONResponse(style.whole(answer, handles))
 
     async def models(self, request: Request) -> Response:
         """The list of the one model."""
@@ -179,7 +190,8 @@ class _Server:
         except ValueError as error:
             for handle in handles:
                 handle.cancel()
-            raise RequestError(str(error)) from error
+            status = 503 if self.engine.is_closed else 400
+            raise RequestError(str(error), status=status) from error
         return handles
 
 

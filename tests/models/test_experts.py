@@ -60,6 +60,15 @@ def test_the_maps_and_arrays_of_a_layer():
     assert "mlp_norm" not in {fold.source for fold in folds}  # the router reads it, too
 
 
+def test_bytes_of_a_token_count_all_of_its_experts():
+    inner, term = 2 * 3 * 32 * 4, 64 * 4
+    assert dataclasses.replace(SPEC, shared_size=None).token_bytes(CONFIG) == inner + 2 * term
+    assert SPEC.token_bytes(CONFIG) == inner + 3 * 96 * 4 + 2 * 3 * term
+    in_16_bits = dataclasses.replace(CONFIG, dtype="bfloat16")
+    alone = dataclasses.replace(SPEC, shared_size=None)
+    assert alone.token_bytes(in_16_bits) == inner // 2 + 2 * term
+
+
 def test_a_mixture_with_everything(rng):
     module, x = build(SPEC, rng), random_array(rng, (2, 3, 64), "float32")
     flat = wide(x).reshape(6, 64)

@@ -31,3 +31,11 @@ def test_it_serves_a_model_on_this_machine_unless_asked_otherwise(
     assert (served["host"], served["port"]) == (host, 5)
     assert "tiny: 2 requests at a time, a cache of 256 tokens" in result.stderr
     assert ("no API key is set" in result.stderr) == warned
+
+
+def test_an_empty_key_is_refused_before_the_model_is_loaded():
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    result = runner.invoke(app, ["serve", "--model", "missing", "--api-key", ""])
+    assert result.exit_code == 2
+    assert "--api-key is empty: give a key" in " ".join(result.stderr.split())

@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +18,8 @@ from mpjax.engine import compiled
 from mpjax.engine.engine import Engine
 from mpjax.engine.handle import CancelledError
 from mpjax.finite import NotFiniteError
+from mpjax.kernels import KVFormat
+from tests.models.small import small_config, small_model
 from tests.mpjax.engine.conftest import make_engine, resize, said_alone
 from tests.mpjax.odd_models import with_damaged_token
 from tests.sweeps import in_sweep
@@ -117,6 +121,24 @@ def test_arrivals_sharing_and_preemption_change_nothing(text, tiny):
 
         check()
         assert engine.statistics()["programs"] <= 6
+
+
+def test_a_chunk_longer_than_the_window_changes_nothing():
+    """Two prompts, so that a page that is given back too early goes to the other."""
+    model = small_model(small_config(windows=(64,), max_position_embeddings=700))
+    lm = mpjax.LanguageModel(model, None, KVFormat(16), Path(), 32)
+    prompts = np.random.default_rng(0).integers(1, 50, (2, 600)).astype(np.int32)
+    lengths, options = [600, 600], {"max_new_tokens": 4, "sampling": {"stop_ids": ()}}
+    expected = mpjax.generate_tokens(model, prompts, lengths, kv_format="KV16", **options)
+    logprobs = np.asarray(jax.nn.log_softmax(model(prompts)[:, :-1]))
+    chosen = np.take_along_axis(logprobs, prompts[:, 1:, None], -1)[..., 0]
+    # Prompts that are scored are read a quarter of a chunk at a time.
+    with Engine(lm, slots=2, max_tokens=640, chunk_tokens=4 * 400, steps=4) as engine:
+        handles = [engine.submit(one.tolist(), prompt_logprobs=True, **options) for one in prompts]
+        found = [handle.result() for handle in handles]
+    assert [one.tokens for one in found] == np.asarray(expected.tokens).tolist()
+    for one, scores in zip(found, chosen, strict=True):
+        np.testing.assert_allclose(one.prompt_logprobs.logprobs, scores, atol=1e-3)
 
 
 @pytest.mark.parametrize("precision", [*map(in_sweep, ("W4A16KV16", "W8A8KV16"))])
@@ -335,6 +357,16 @@ def test_what_an_engine_is_made_with_is_checked(tiny):
             make_engine(tiny, **options)
 
 
+def test_a_batch_that_fails_leaves_no_request_behind(engine):
+    with pytest.raises(ValueError, match="150 tokens, and with 50 new ones"):
+        engine.generate([[1] * 9, [1] * 150], max_new_tokens=50)
+    before = engine.statistics()["new_tokens"]
+    for _ in engine:
+        pass
+    assert engine.statistics()["new_tokens"] == before
+    assert is_clean(engine)
+
+
 def test_a_closed_engine_says_so(tiny):
     with make_engine(tiny) as engine:
         handle = engine.submit("import")
@@ -343,3 +375,63 @@ def test_a_closed_engine_says_so(tiny):
         handle.result()
     with pytest.raises(ValueError, match="the engine is closed"):
         engine.submit("import")
+    assert engine.step() == []
+    engine.close()
+
+
+def test_no_request_comes_in_while_an_engine_closes(tiny, monkeypatch):
+    engine = make_engine(tiny)
+    monkeypatch.setattr("mpjax.engine.engine.row_text", lambda *_: engine.close())
+    with pytest.raises(ValueError, match="the engine is closed"):
+        engine.submit("import")
+    assert not engine.has_work
+
+
+def test_closing_waits_for_a_step_of_another_thread(tiny, monkeypatch):
+    engine = make_engine(tiny)
+    handle = engine.submit("import")
+    began, may_end = threading.Event(), threading.Event()
+
+    def step():
+        began.set()
+        assert may_end.wait(10)
+        assert not handle.is_finished
+        return []
+
+    monkeypatch.setattr(engine._runner, "step", step)
+    found = []
+
+    def read():
+        with pytest.raises(CancelledError, match="the engine was closed"):
+            handle.result()
+        found.append(handle.finish_reason)
+
+    threads = [threading.Thread(target=read, daemon=True), threading.Thread(target=engine.close)]
+    threads[0].start()
+    assert began.wait(10)
+    threads[1].start()
+    threads[1].join(0.1)
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert found == ["cancelled"]
+
+
+def test_a_thread_that_fails_ends_all_requests(tiny, monkeypatch):
+    with make_engine(tiny) as engine:
+        handles = [engine.submit(prompt) for prompt in PROMPTS]
+        engine.step()
+
+        def fail():
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(engine._runner, "step", fail)
+        engine.start()
+        for handle in handles:
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                handle.result()
+        assert engine.is_closed
+        assert list(engine) == []
+        with pytest.raises(ValueError, match="the engine is closed"):
+            engine.submit("import")

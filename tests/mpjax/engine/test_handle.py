@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
@@ -66,6 +67,16 @@ def test_a_thread_waits_for_the_next_report(handle):
     waiter.join(10)
     assert not waiter.is_alive()
     handle.wait(0)  # it has been reported
+
+
+def test_a_loop_that_was_closed_hinders_no_report(handle):
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    handle._watchers |= {(loop, asyncio.Event()) for loop in loops}
+    loops[0].close()
+    handle.finish("length")
+    assert handle.report([]).finish_reason == "length"
+    assert [loop for loop, _ in handle._watchers] == loops[1:]
+    loops[1].close()
 
 
 def test_scores_of_pieces_are_joined():

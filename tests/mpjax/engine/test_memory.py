@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,7 @@ from mpjax.engine import memory
 from mpjax.engine.state import page_bytes, residual_bytes
 from mpjax.kernels import KVFormat
 from mpjax.memory import DeviceMemoryError
+from mpjax.models import ExpertsSpec, LayerSpec
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +46,14 @@ def test_more_than_is_free_is_refused(lm, monkeypatch):
     monkeypatch.setattr("mpjax.memory.free_bytes", lambda device=None: 1000)
     with pytest.raises(DeviceMemoryError, match="the engine's cache needs"):
         pages(lm, 10**8)
+
+
+def test_room_is_left_for_the_terms_of_experts(lm):
+    """Of the widest layer: float32 [experts of a token, chunk, hidden], beside inner channels."""
+    config, inner = lm.config, lm.config.intermediate_size
+    before = memory._working_bytes(lm, 2, 64)
+    experts = LayerSpec(config.layers[0].attention, ExpertsSpec(inner, experts_per_token=3))
+    mixed = dataclasses.replace(config, layers=(*config.layers[1:], experts))
+    other = SimpleNamespace(config=mixed)
+    further = 64 * (2 * 3 * inner * 4 + 3 * config.hidden_size * 4)
+    assert memory._working_bytes(other, 2, 64) == before + further

@@ -46,10 +46,10 @@ class Device:
             assert page != NOWHERE
             self.content[page, position % self.sizes.page_size] = tuple(text[: position + 1])
 
-    def require_content(self, row, end):
-        """The row reads what it wrote itself, or another with the same text."""
+    def require_content(self, row, start, end):
+        """The queries from `start` on read what the row wrote, or another with the same text."""
         text, window = self.text(row), self.sizes.window
-        begin = 0 if window is None else max(0, end - window)
+        begin = 0 if window is None else max(0, start + 1 - window)
         for position in range(begin, end):
             page = row.pages[position // self.sizes.page_size]
             assert self.content[page, position % self.sizes.page_size] == tuple(
@@ -64,7 +64,7 @@ class Device:
             results = []
             for piece in plan.pieces:
                 self.write(piece.row, piece.start, piece.end)
-                self.require_content(piece.row, piece.end)
+                self.require_content(piece.row, piece.start, piece.end)
                 if block := self.sizes.block:
                     assert piece.start // block == (piece.end - 1) // block
                 if piece.is_last:
@@ -86,7 +86,7 @@ class Device:
                 entry, page = new
                 assert row.pages[entry] == page
             self.write(row, length, length + count)
-            self.require_content(row, length + count)
+            self.require_content(row, length, length + count)
             self.lengths[row] = length + count
             results.append((row, row.runs, drawn, count))
         return results
@@ -254,6 +254,16 @@ def test_windows_leave_pages_behind():
     owned = [page for page in device.planner.running[0].pages if page != NOWHERE]
     assert len(owned) < 400 // 16
     device.finish()
+
+
+def test_a_piece_longer_than_the_window_keeps_what_its_first_token_sees():
+    sizes = Sizes(slots=2, pages=400, page_size=16, chunk=1024, window=64)
+    device = Device(sizes)
+    for number in range(2):
+        device.planner.submit(row(number, prompt=3000, most=40, text=10_000 * number))
+    device.finish()
+    assert len(device.finished) == 2
+    assert device.planner.pool.available == 399
 
 
 def test_prompts_that_are_scored_are_read_apart_in_smaller_pieces():

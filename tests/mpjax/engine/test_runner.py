@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from mpjax.finite import NotFiniteError
 from tests.mpjax.engine.conftest import make_engine
 
 
@@ -37,6 +38,21 @@ def test_results_are_read_a_step_late(runner, submit):
     assert counts == [4, 4]
     assert request.handle.finish_reason == "length"
     assert not runner.requests
+
+
+def test_an_end_is_reported_although_the_cache_can_not_be_cleared(tiny, monkeypatch):
+    with make_engine(tiny) as engine:
+        handle = engine.submit([1, 2, 3])
+        engine.step()
+
+        def fail(*_):
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(engine._runner, "_clear", fail)
+        [request] = engine._runner.requests.values()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            engine._runner.end(request, "error", NotFiniteError("request", 0, "float32"))
+        assert handle.finish_reason == "error"
 
 
 def test_what_a_row_said_after_its_end_is_left_out(runner, submit):

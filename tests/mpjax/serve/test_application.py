@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
@@ -19,6 +20,7 @@ uvicorn = pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
 from mpjax.serve.application import Limits, application  # noqa: E402
+from mpjax.serve.requests import RequestError  # noqa: E402
 
 PROMPT = "def f(x):\n    return"
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -246,4 +248,44 @@ def test_a_closed_engine_is_not_healthy(lm):
         engine.close()
         assert httpx.get(server.url + "/health").status_code == 503
         response = httpx.post(server.url + "/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 503
         assert "the engine is closed" in response.json()["error"]["message"]
+
+
+def status_of(app, *received):
+    """The status of the answer to a completion whose connection gives these messages."""
+    messages, sent = list(received), []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(app(scope | {"query_string": b"", "root_path": ""}, receive, send))
+    return sent[0]["status"]
+
+
+def test_a_client_that_goes_away_amid_its_body_is_no_fault(engine):
+    app = application(engine, "tiny")
+    part = {"type": "http.request", "body": b"{", "more_body": True}
+    assert status_of(app, part, {"type": "http.disconnect"}) == 499
+
+
+def test_prompts_are_tokenised_beside_the_event_loop(engine, monkeypatch):
+    threads = []
+
+    def read(lm, body):
+        threads.append(threading.current_thread())
+        raise RequestError("read", status=418)
+
+    monkeypatch.setattr("mpjax.serve.application.read_completion", read)
+    app = application(engine, "tiny")
+    assert status_of(app, {"type": "http.request", "body": b"{}"}) == 418
+    assert threads != [threading.current_thread()]
+
+
+def test_an_empty_key_is_refused():
+    with pytest.raises(ValueError, match="api_key is empty: give a key"):
+        Limits(api_key="")

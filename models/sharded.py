@@ -69,6 +69,11 @@ class ShardedDecoder(Decoder):
             return getattr(self.share, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def limit_positions(self, positions: int) -> None:
+        """Sets the most tokens that a sequence may have, also in the share; see `Decoder`."""
+        super().limit_positions(positions)
+        self.share.limit_positions(positions)
+
     def put_array(self, place: ArrayPlace, array: Any) -> None:
         """Gives each device its share of a whole array."""
         array = _on_host_of_cpu(array)

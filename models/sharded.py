@@ -299,8 +299,8 @@ def _whole_shape(
 ) -> jax.ShapeDtypeStruct | QuantizedTensor:
     if format is None:
         return jax.ShapeDtypeStruct(shape, kernel.dtype)
-    permuted = kernel.permutation is not None
-    return packed_shapes(shape, format, kernel.scale_dtype, permuted=permuted)
+    permuted, mixed = kernel.permutation is not None, kernel.activation_bits is not None
+    return packed_shapes(shape, format, kernel.scale_dtype, permuted=permuted, mixed=mixed)
 
 
 def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:

@@ -123,10 +123,12 @@ class GroupedQuerySpec(AttentionSpec):
         return self
 
     def cuts(self, config: DecoderConfig, local: GroupedQuerySpec, share: Share) -> dict[str, Cut]:
-        """The outputs of a share's heads, and as many inputs of the output map."""
+        """The outputs of a share's heads, their sinks, and as many inputs of the output map."""
         heads = HeadShares(config.num_heads, config.num_kv_heads, share.count)
-        query, key = (run.times(config.head_dim) for run in heads.runs(share.number))
-        return {"qkv": Cut(outputs=(query, key, key)), "output": Cut(inputs=query)}
+        own = heads.runs(share.number)
+        query, key = (run.times(config.head_dim) for run in own)
+        found = {"qkv": Cut(outputs=(query, key, key)), "output": Cut(inputs=query)}
+        return found | ({"sinks": Cut(outputs=own[:1])} if self.sinks else {})
 
 
 class Attention(nnx.Module):

@@ -126,6 +126,10 @@ class Decoder(nnx.Module):
         """Puts the scales of a cache, whole, into the model."""
         self.cache_scales = CacheScales(scales)
 
+    def limit_positions(self, positions: int) -> None:
+        """Sets the most tokens that a sequence may have; nothing else of the model changes."""
+        self.config = dataclasses.replace(self.config, max_position_embeddings=positions)
+
     @property
     def shards(self) -> int:
         """The number of devices among which the model is divided."""

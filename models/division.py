@@ -210,18 +210,26 @@ class Division:
 
     def _runs_of_parts(self, place: LinearPlace, count: int) -> list[list[tuple[Run, ...]]]:
         """For each of `count` parts, the output channels of each share, in channels of the part."""
-        shares = self._outputs(place.path)
-        maps = place.shapes[: place.joined_maps]
-        if count == len(maps):
+        shares, sizes = self._outputs(place.path), self._sizes_of_maps(place)
+        if count == len(sizes):
             return [[(share[index],) for share in shares] for index in range(count)]
         joint: list[list[Run]] = [[] for _ in shares]
         begin = 0
-        for index, (_, outputs) in enumerate(maps):
+        for index, outputs in enumerate(sizes):
             for share, runs in zip(shares, joint, strict=True):
                 run = share[index]
                 runs.append(Run(begin + run.begin, begin + run.end, run.size))
             begin += outputs
         return [[tuple(runs) for runs in joint]]
+
+    def _sizes_of_maps(self, place: LinearPlace) -> list[int]:
+        """The output channels of each map of a place, also where files hold the maps as one."""
+        if place.is_table:
+            return [outputs for _, outputs in place.shapes]
+        _, layer, half, inner = place.path.split(".", 3)
+        every = getattr(self.config.layers[int(layer)], half).linear_maps(self.config)
+        [shapes] = [maps.shapes for maps in every if maps.path == inner]
+        return [outputs for _, outputs in shapes]
 
 
 @functools.lru_cache(maxsize=1 << 12)

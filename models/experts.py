@@ -87,10 +87,9 @@ class ExpertsSpec(MLPSpec):
     def linear_maps(self, config: DecoderConfig) -> tuple[LinearMaps, ...]:
         """Two grouped products, of all experts' `gate_up` and `down`, and the shared MLP's."""
         hidden, inner, count = config.hidden_size, self.intermediate_size, self.num_experts
-        joint = self.joint_files
-        shapes = ((hidden, 2 * inner),) if joint else ((hidden, inner), (hidden, inner))
+        joint, inwards = self.joint_files, (hidden, inner)
         maps = [
-            LinearMaps("experts.gate_up", shapes, self.bias, count, joint, joint),
+            LinearMaps("experts.gate_up", (inwards, inwards), self.bias, count, joint, joint),
             LinearMaps("experts.down", ((inner, hidden),), self.bias, count, False, joint),
         ]
         if self.shared_size is not None:

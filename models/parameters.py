@@ -237,15 +237,15 @@ def linear_places(config: DecoderConfig, names: Names) -> list[LinearPlace]:
 
 def _place(names: Names, path: str, maps: LinearMaps, number: int) -> LinearPlace:
     found, at = names_of(names, path, number), f"layers.{number}.{path}"
+    shapes = maps.shapes
+    if len(found) == 1 < len(shapes):  # a file that holds the maps as one
+        shapes = ((shapes[0][0], sum(outputs for _, outputs in shapes)),)
     if maps.experts is None:
-        shapes = maps.shapes
-        if len(found) == 1 < len(shapes):  # a file that holds the maps as one
-            shapes = ((shapes[0][0], sum(outputs for _, outputs in shapes)),)
         return LinearPlace(at, found, shapes, maps.bias)
     each = tuple(
         name.replace("{expert}", str(expert)) for expert in range(maps.experts) for name in found
     )
-    shapes = maps.shapes * maps.experts
+    shapes = shapes * maps.experts
     layout = maps.is_alternating, maps.is_transposed
     return ExpertPlace(at, each, shapes, maps.bias, maps.experts, *layout)
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import QuantizedTensor, WeightFormat, matmul, matmul_terms
-from mpjax.models.layers import Activations, Linear
+from mpjax.kernels import ActivationFormat, QuantizedTensor, WeightFormat, matmul, matmul_terms
+from mpjax.models.layers import Activations, Linear, Rounding
 
 # Sums of up to so many bytes take the time of a signal between devices, in float32 as in 16 bits.
 LATENCY_BYTES = 256 << 10
@@ -39,6 +39,13 @@ class RowLinear(Linear):
     def format(self) -> WeightFormat | None:
         """The format of the whole kernel."""
         return self.whole_format
+
+    @property
+    def activations(self) -> Rounding:
+        """How the kernel's input is rounded; 16 bits with a permutation, as x is gathered first."""
+        kernel: Any = self.kernel.get_value()
+        is_permuted = isinstance(kernel, QuantizedTensor) and kernel.permutation is not None
+        return ActivationFormat() if is_permuted else super().activations
 
     def __call__(self, x: Activations) -> jax.Array:
         """Maps a share of x [..., in] to the whole [..., out]."""

@@ -69,6 +69,11 @@ class ShardedDecoder(Decoder):
             return getattr(self.share, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def limit_positions(self, positions: int) -> None:
+        """Sets the most tokens that a sequence may have, also in the share; see `Decoder`."""
+        super().limit_positions(positions)
+        self.share.limit_positions(positions)
+
     def put_array(self, place: ArrayPlace, array: Any) -> None:
         """Gives each device its share of a whole array."""
         array = _on_host_of_cpu(array)
@@ -294,8 +299,8 @@ def _whole_shape(
 ) -> jax.ShapeDtypeStruct | QuantizedTensor:
     if format is None:
         return jax.ShapeDtypeStruct(shape, kernel.dtype)
-    permuted = kernel.permutation is not None
-    return packed_shapes(shape, format, kernel.scale_dtype, permuted=permuted)
+    permuted, mixed = kernel.permutation is not None, kernel.activation_bits is not None
+    return packed_shapes(shape, format, kernel.scale_dtype, permuted=permuted, mixed=mixed)
 
 
 def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | None:

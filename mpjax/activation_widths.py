@@ -8,8 +8,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.kernels import QuantizedTensor
 from mpjax.models import Decoder, Linear
@@ -53,6 +55,10 @@ def set_uncalibrated(model: Decoder, precision: Precision) -> None:
     for linear in linears if precision.wide_blocks == 0 else []:
         kernel: Any = linear.kernel.get_value()
         bits = jnp.full(kernel.parameters.shape[:-1], 4, jnp.uint8)
+        if model.mesh is not None:
+            bits = jax.device_put(
+                bits, NamedSharding(model.mesh, PartitionSpec(*model.mesh.axis_names))
+            )
         linear.kernel.set_value(dataclasses.replace(kernel, activation_bits=bits))
 
 

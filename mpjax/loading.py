@@ -124,7 +124,7 @@ def load(
 def _with_limits(lm: LanguageModel, positions: int | None, page_size: int) -> LanguageModel:
     """The model with another page size; the limit of positions is changed in place."""
     if positions is not None:
-        lm.model.config = dataclasses.replace(lm.config, max_position_embeddings=positions)
+        lm.model.limit_positions(positions)
     return dataclasses.replace(lm, page_size=page_size)
 
 

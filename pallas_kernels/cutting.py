@@ -159,6 +159,9 @@ def join_inputs(
         return jnp.stack([arrays[part][..., row, :] for part, row in sources], -2)
 
     zeros = [part.zeros for part in plain if part.zeros is not None]
+    widths = [part.activation_bits for part in plain if part.activation_bits is not None]
+    if widths:
+        bits = jnp.stack([widths[part][..., row] for part, row in sources], -1)
     return pack(
         dataclasses.replace(
             plain[0],
@@ -167,6 +170,7 @@ def join_inputs(
             scales=stack([part.scales for part in plain]),
             zeros=stack(zeros) if zeros else None,
             permutation=permutation,
+            activation_bits=bits if widths else None,
         )
     )
 
@@ -216,7 +220,13 @@ def _cut_words(tensor: QuantizedTensor, run: Run) -> QuantizedTensor:
     words = take_runs(
         tensor.words, *((places(1), -1) if format.is_flat else (places(format.block), -3))
     )
-    return dataclasses.replace(tensor, words=words, parameters=parameters, padding=0)
+    return dataclasses.replace(
+        tensor,
+        words=words,
+        parameters=parameters,
+        padding=0,
+        activation_bits=_cut_widths(tensor, run),
+    )
 
 
 def _cut_codes(tensor: QuantizedTensor, run: Run, size: int | None) -> QuantizedTensor:
@@ -231,7 +241,30 @@ def _cut_codes(tensor: QuantizedTensor, run: Run, size: int | None) -> Quantized
         groups = groups._replace(size=plain.format.groups(run.size))
     zeros = None if plain.zeros is None else take_runs(plain.zeros, [groups], -2)
     codes, scales = take_runs(plain.codes, [run], -2), take_runs(plain.scales, [groups], -2)
-    return pack(dataclasses.replace(plain, codes=codes, scales=scales, zeros=zeros))
+    return pack(
+        dataclasses.replace(
+            plain,
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            activation_bits=_cut_widths(tensor, run),
+        )
+    )
+
+
+def _cut_widths(tensor: QuantizedTensor, run: Run) -> Any:
+    """The activation bits of a run of whole groups; None for a tensor without any.
+
+    Groups of zeros behind the run have 8 bits.
+    """
+    bits, size = tensor.activation_bits, tensor.format.group_size
+    if bits is None or size is None:
+        return None
+    groups = Run(run.begin // size, -(-run.end // size), tensor.format.groups(run.size))
+    if not run.length:
+        groups = Run(0, 0, groups.size)
+    found = take_runs(bits, [groups], -1)
+    return _namespace(found).where(found == 0, 8, found).astype("uint8")
 
 
 def _regrouped(plain: PlainCodes, size: int) -> PlainCodes:

@@ -68,6 +68,7 @@ def recipe_for_budget(
     whose rounding the costs don't contain, and for a model that is quantised already.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
+    lm.require_one_device("choosing formats for")
     require_documents(documents)
     rest = Precision.of(precision)
     if rest.formats:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mpjax.kernels import WeightFormat
-from mpjax.models import Decoder
+from mpjax.models import Decoder, ExpertsSpec, GptOss, Phi3
 from mpjax.models.attention import GroupedQuerySpec
-from mpjax.models.config import LayerSpec
+from mpjax.models.config import DecoderConfig, LayerSpec
 from mpjax.models.division import Division, Part
 from tests.models.small import small_config
 
@@ -114,3 +114,49 @@ def test_an_array_without_a_rule_is_refused(monkeypatch):
     formats = {DOWN.path: [None], OUTPUT.path: [None]}
     with pytest.raises(ValueError, match=r"query_norm\.weight \[4\] can't be divided among 2 dev"):
         Division.of(Decoder, config, 2, formats)
+
+
+def unpacked(family: type[Decoder], config: DecoderConfig) -> Division:
+    """The division of a plain model of a family among two devices."""
+    formats = {place.path: [None] for place in family.linear_places(config)}
+    return Division.of(family, config, 2, formats)
+
+
+@pytest.mark.parametrize("path", ["layers.0.attention.qkv", "layers.0.mlp.gate_up"])
+def test_maps_that_files_hold_as_one_are_cut_each_by_itself(path):
+    """Phi-3 has them so."""
+    found = unpacked(Phi3, CONFIG)
+    families = Phi3.linear_places(CONFIG), Decoder.linear_places(CONFIG)
+    joint, apart = (next(p for p in places if p.path == path) for places in families)
+    assert len(joint.shapes) == 1 < len(apart.shapes)
+    whole = random(64, joint.shapes[0][1])
+    ends = np.cumsum([outputs for _, outputs in apart.shapes])[:-1]
+    halves = [np.split(each, 2, 1) for each in np.split(whole, ends, 1)]
+    shares = [found.cut_linears(joint, [Part(whole)], number) for number in range(2)]
+    for number, [share] in enumerate(shares):
+        expected = np.concatenate([each[number] for each in halves], 1)
+        np.testing.assert_array_equal(share.kernel, expected)
+    [joined] = found.join_linears(joint, shares, [None])
+    np.testing.assert_array_equal(joined.kernel, whole)
+
+
+def test_experts_maps_that_files_hold_as_one_are_cut_each_by_itself():
+    """gpt-oss has them so, with sinks of each query head."""
+    mlp = ExpertsSpec(64, num_experts=4, bias=True, joint_files=True)
+    layers = (LayerSpec(GroupedQuerySpec(sinks=True), mlp),)
+    config = dataclasses.replace(CONFIG, layers=layers)
+    found = unpacked(GptOss, config)
+    [place] = (p for p in GptOss.linear_places(config) if p.path.endswith("gate_up"))
+    whole = Part(random(4, 64, 128), random(4, 128))
+    shares = [found.cut_linears(place, [whole], number) for number in range(2)]
+    for number, [share] in enumerate(shares):
+        begin = 32 * number
+        columns = [*range(begin, begin + 32), *range(64 + begin, 96 + begin)]
+        np.testing.assert_array_equal(share.kernel, whole.kernel[..., columns])
+        np.testing.assert_array_equal(share.bias, whole.bias[..., columns])
+    [joined] = found.join_linears(place, shares, [None])
+    np.testing.assert_array_equal(joined.kernel, whole.kernel)
+    [sinks] = (p for p in GptOss.array_places(config) if p.path.endswith("sinks"))
+    pieces = [found.cut_array(sinks, random(4), number) for number in range(2)]
+    np.testing.assert_array_equal(pieces[1], random(4)[2:])
+    np.testing.assert_array_equal(found.join_array(sinks, pieces), random(4))

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from mpjax.kernels import PlainCodes, WeightFormat, pack, quantize
+from mpjax.kernels import (
+    ActivationBlocks,
+    ActivationFormat,
+    PlainCodes,
+    WeightFormat,
+    pack,
+    quantize,
+)
 from mpjax.models import Linear
 from mpjax.models.row_linear import LATENCY_BYTES, RowLinear, summing_dtype
 
@@ -46,6 +53,7 @@ def test_x_is_gathered_for_a_permutation():
     x = random(2, 64)
     found = on_one_device(RowLinear(kernel, None, "model", kernel.format), x)
     np.testing.assert_allclose(found, Linear(kernel)(x), rtol=1e-4, atol=1e-4)
+    assert RowLinear(kernel, None, "model", kernel.format).activations == ActivationFormat()
     straight = dataclasses.replace(kernel, permutation=None)
     assert not np.allclose(found, Linear(straight)(x), atol=1e-2)
 
@@ -67,3 +75,17 @@ def test_the_format_is_that_of_the_whole_kernel():
     assert RowLinear(kernel, None, "model", whole).format == whole
     assert Linear(kernel).format == kernel.format
     assert Linear(random(64, 8)).format is None
+
+
+def test_blocks_in_another_order_are_rounded_when_x_is_gathered():
+    order = jnp.asarray(np.random.default_rng(1).permutation(256), jnp.int32)
+    kernel = dataclasses.replace(
+        quantize(random(256, 8), "int4:g128"),
+        permutation=order,
+        activation_bits=jnp.asarray([4, 8], jnp.uint8),
+    )
+    linear, x = RowLinear(kernel, None, "model", kernel.format), random(2, 256)
+    assert linear.activations == ActivationFormat()
+    np.testing.assert_allclose(on_one_device(linear, x), Linear(kernel)(x), rtol=1e-4, atol=1e-4)
+    straight = RowLinear(dataclasses.replace(kernel, permutation=None), None, "model", None)
+    assert isinstance(straight.activations, ActivationBlocks)

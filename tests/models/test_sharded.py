@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpjax.models import Decoder
+from mpjax.models.registry import FAMILIES
 from mpjax.models.sharded import ShardedDecoder
 from tests.models.sharded_decoders import CASES, divide, require_same_arrays
 from tests.models.small import small_config, small_model
@@ -18,7 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.sweep  # of the default, tests/mpjax/test_loading.py has a case
-def test_logits_are_those_of_the_whole_decoder():
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("sharded_decoders", f"{len(CASES)} cases\n"),
+        ("sharded_families", f"{len(FAMILIES)} families\n"),
+    ],
+)
+def test_logits_are_those_of_the_whole_decoder(module, said):
     """In a process of its own, which has eight devices."""
     environment = {
         **os.environ,
@@ -27,14 +35,14 @@ def test_logits_are_those_of_the_whole_decoder():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.sharded_decoders"],
+        [sys.executable, "-m", f"tests.models.{module}"],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
         timeout=600,
     )
-    assert (done.returncode, done.stdout) == (0, f"{len(CASES)} cases\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +93,14 @@ def test_whole_arrays_are_joined_when_they_are_read(divided):
     array = whole.embedding.get_value()
     assert (array.shape, array.size, array.nbytes, array.ndim) == ((50, 64), 3200, 12800, 2)
     require_same_arrays(small_model(small_config((None,))), whole)
+
+
+def test_the_limit_of_positions_is_also_the_shares():
+    model = divide(small_model(small_config((None,))), 1)
+    model.limit_positions(300)
+    assert model.config.max_position_embeddings == 300
+    assert model.share.config.max_position_embeddings == 300
+    assert model(np.zeros((1, 290), int)).shape == (1, 290, 50)  # the share checks it, too
+    model.limit_positions(2)
+    with pytest.raises(ValueError, match="3 tokens would pass the 2 positions"):
+        model([[1, 2, 3]])

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
+from mpjax.comparison import _differ
 from mpjax.decoding import Limits, decode, prefill
 from mpjax.kernels import KVFormat
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
-from tests.models.sharded_decoders import require_same_arrays
+from tests.models.sharded_decoders import divide, require_same_arrays
+from tests.models.small import small_config, small_model
 from tests.mpjax.checkpoint.write_checkpoint import (
     AWQ,
     CONFIGS,
@@ -159,6 +161,18 @@ def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
     assert lm.config.vocab_size not in of_rows, shapes
 
 
+def require_comparisons_of_the_vocabulary() -> None:
+    """Divergences of a divided model, whose logits have a column more, also from a whole one."""
+    whole = small_model(small_config((None,), vocab_size=51))
+    divided = divide(whole, 2)
+    tokens = np.random.default_rng(1).integers(0, 51, (2, 6)).astype(np.int32)
+    for models in ((divided, divided), (divided, whole), (whole, divided)):
+        caches = tuple(model.create_cache(2, 16, "KV16", 16) for model in models)
+        (*_, divergences, agrees), _ = _differ(models, tokens, np.full(2, 5, np.int32), caches)
+        assert np.all(np.asarray(divergences) < 1e-5)
+        assert np.all(np.asarray(agrees))
+
+
 if __name__ == "__main__":
     for number, case in enumerate(cases := {"few": FEW, "many": MANY}[sys.argv[2]]):
         pair = check(write(Path(sys.argv[1]) / str(number), *case[1:3]), case[0], case[3])
@@ -167,4 +181,5 @@ if __name__ == "__main__":
     require_no_device_gets_all_logits(pair[1])
     if cases is MANY:
         require_the_engine_draws_the_same(*pair)
+        require_comparisons_of_the_vocabulary()
     print(f"{len(cases)} cases")

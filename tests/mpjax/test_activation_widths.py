@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax.activation_widths import count_blocks
@@ -26,6 +28,15 @@ def test_blocks_that_are_alike_need_no_text(tiny_folder, precision, wide):
     lm = mpjax.load(tiny_folder, precision=precision)
     assert count_blocks(lm.model) == (wide, MAPS)
     assert lm.summary()["eight_bit_blocks"] == (wide, MAPS)
+
+
+def test_devices_have_the_blocks_of_their_shares(tiny_folder):
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("shards",))
+    lm = mpjax.load(tiny_folder, precision="W4A4KV16", devices=mesh)
+    assert count_blocks(lm.model) == (0, MAPS)
+    for linear in linear_layers(lm.model):
+        kernel = linear.kernel.get_value()
+        assert kernel.activation_bits.sharding == NamedSharding(mesh, PartitionSpec("shards"))
 
 
 def test_blocks_of_shapes_are_not_counted(tiny_folder, tiny):

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax import reading
-from mpjax.comparison import compare
+from mpjax.comparison import _differ, compare
 from mpjax.evaluation import evaluate
 from mpjax.finite import NotFiniteError
+from tests.models.small import small_config
 from tests.mpjax.odd_models import with_damaged_token
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -96,3 +98,31 @@ def test_what_is_not_finite_has_its_window(tiny):
     first = next(i for i in range(9) if ids[WINDOW] in ids[i * WINDOW : (i + 1) * WINDOW - 1])
     with pytest.raises(NotFiniteError, match=f"^window {first}: .* in float32"):
         compare(tiny, damaged, DOCUMENTS, window=WINDOW)
+
+
+class Padded(nnx.Module):
+    """Logits of a model, with as many columns of -inf behind them as a divided model may have."""
+
+    def __init__(self, logits, columns):
+        self.logits, self.columns = nnx.Param(logits), columns
+        self.config = small_config(vocab_size=logits.shape[-1])
+
+    def step(self, tokens, counts, cache, *, every_position):
+        padding = (0, 0), (0, 0), (0, self.columns)
+        return jnp.pad(self.logits.get_value(), padding, constant_values=-jnp.inf), cache
+
+
+@pytest.mark.parametrize("columns", [(1, 1), (1, 0), (0, 2)])
+def test_columns_behind_the_vocabulary_do_not_count(columns, rng):
+    """Only divided models have them."""
+    logits = [jnp.asarray(rng.standard_normal((1, 3, 5)), jnp.float32) for _ in range(2)]
+    tokens, counts = jnp.asarray([[0, 1, 2, 4]]), jnp.asarray([3])
+    plain, padded = (
+        _differ(tuple(map(Padded, logits, numbers)), tokens, counts, (jnp.zeros(1), jnp.zeros(1)))[
+            0
+        ]
+        for numbers in ((0, 0), columns)
+    )
+    for found, expected in zip(padded, plain, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert np.all(np.asarray(padded[2]) > 0)

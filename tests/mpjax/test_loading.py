@@ -71,6 +71,8 @@ def test_a_mesh_of_one_device_has_all(folder, tmp_path):
     assert divided.model.share.axis == "shards"
     save(divided, tmp_path / "saved")
     require_same_bits(load(tmp_path / "saved"), dataclasses.replace(whole, source=tmp_path))
+    limited = load(folder, devices=mesh, max_positions=8).model
+    assert limited.share.config.max_position_embeddings == 8
     with pytest.raises(ValueError, match="devices is 4096, and JAX sees"):
         load(folder, devices=4096)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,49 @@ def test_a_permutation_has_the_places_of_channels_in_the_x_of_all_parts():
     )
     np.testing.assert_allclose(found, matmul(x, whole), rtol=1e-4, atol=1e-4)
     require_equal(join_inputs(parts, runs, whole.format), whole)
+
+
+def in_blocks(channels: int, order: np.ndarray | None = None) -> QuantizedTensor:
+    """A weight whose groups meet activations in 4 and 8 bits by turns."""
+    rng = np.random.default_rng(0)
+    groups = -(-channels // 128)
+    return pack(
+        PlainCodes(
+            WeightFormat("int4", 128),
+            jnp.asarray(rng.integers(-7, 8, (channels, OUTPUTS)), jnp.int8),
+            jnp.asarray(rng.uniform(0.1, 1, (groups, OUTPUTS)), jnp.float32),
+            permutation=order,
+            activation_bits=jnp.asarray([4, 8, 8, 4, 4, 8, 4, 4][:groups], jnp.uint8),
+        )
+    )
+
+
+@pytest.mark.parametrize("size", [512, 384, 128])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_blocks_of_activations_keep_their_bits(size, is_ordered):
+    """Parts round x as the whole does, to the bit: shares of whole blocks have the same scales."""
+    channels = 640
+    order = np.random.default_rng(1).permutation(channels).astype(np.int32)
+    whole = in_blocks(channels, order if is_ordered else None)
+    ends = [min(size * i, channels) for i in range(-(-channels // size) + 2)]
+    runs = [Run(begin, end, size) for begin, end in itertools.pairwise(ends)]
+    parts = [cut_inputs(whole, runs, number) for number in range(len(runs))]
+    assert {part.activation_bits.shape for part in parts} == {(size // 128,)}
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((2, channels)), jnp.float32)
+    everybody = jnp.pad(x, ((0, 0), (0, len(runs) * size - channels)))
+    found = jnp.zeros((2, OUTPUTS))
+    for number, part in enumerate(parts):
+        mine = everybody[:, number * size : number * size + size]
+        if is_ordered:
+            mine = everybody[:, part.permutation]
+        found += matmul(mine, dataclasses.replace(part, permutation=None))
+    np.testing.assert_allclose(found, matmul(x, whole), rtol=1e-4, atol=1e-4)
+    require_equal(join_inputs(parts, runs, whole.format), whole)
+
+
+def test_parts_that_are_no_whole_blocks_of_activations_are_refused():
+    with pytest.raises(ValueError, match=r"640 input channels .* no whole groups: choose fewer"):
+        require_cuttable(WeightFormat("int4", 128), [Run(0, 320, 320), Run(320, 640, 320)])
 
 
 def test_runs_of_arrays_of_both_kinds_with_zeros_behind_them():

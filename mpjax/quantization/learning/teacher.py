@@ -39,6 +39,7 @@ class Teacher:
         dtype: what a checkpoint's model computes in.
         """
         if isinstance(source, LanguageModel):
+            source.require_one_device("learning from")
             model = source.model
             return cls._run(model, batches, lambda number: model.layers[number])
         folder: Path = find_folder(source).resolve()

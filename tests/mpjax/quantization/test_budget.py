@@ -97,3 +97,9 @@ def test_choices_are_w_parts():
 def test_what_can_not_be_chosen(tiny, bits, options, message):
     with pytest.raises(ValueError, match=message):
         recipe_for_budget(tiny, bits, TEXTS, **options)
+
+
+def test_a_divided_model_is_refused(tiny, monkeypatch):
+    monkeypatch.setattr(type(tiny.model), "shards", 2)
+    with pytest.raises(ValueError, match=r"choosing formats for a model .* among 2 devices is not"):
+        recipe_for_budget(tiny, 4.5, TEXTS)

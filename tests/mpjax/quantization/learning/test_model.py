@@ -152,3 +152,9 @@ def test_scales_of_blocks_are_refused_with_their_place(tiny_folder):
     lm = mpjax.load(tiny_folder, precision="WFP8A32KV16")
     with pytest.raises(ValueError, match=r"scales of attention\.qkv can't be learned: float8:g128"):
         mpjax.learn_scales(dataclasses.replace(lm), TEXTS, calibration=LITTLE)
+
+
+def test_a_divided_model_is_refused(rounded, monkeypatch):
+    monkeypatch.setattr(type(rounded.model), "shards", 2)
+    with pytest.raises(ValueError, match=r"learning the scales of a model .* among 2 devices is"):
+        mpjax.learn_scales(rounded, TEXTS, calibration=LITTLE)

@@ -39,3 +39,11 @@ def test_losses_are_those_of_the_definitions(tiny, rng, batches):
     np.testing.assert_allclose(
         token_losses(ends, states, None, jnp.asarray(tokens)), expected, 1e-4
     )
+
+
+def test_a_divided_model_is_refused(tiny, batches, monkeypatch):
+    monkeypatch.setattr(type(tiny.model), "shards", 2)
+    with pytest.raises(
+        ValueError, match=r"learning from a model .* among 2 devices is not possible"
+    ):
+        Teacher.of(tiny, batches, "float32")

@@ -1,0 +1,114 @@
+"""Every family divided among two devices against one: logits, and the shares joined again.
+
+It needs a process of its own with several devices:
+`XLA_FLAGS=--xla_force_host_platform_device_count=2 python -m tests.models.sharded_families`
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mpjax.models import Decoder
+from mpjax.models.registry import FAMILIES
+from tests.models.sharded_decoders import divide, require_same_arrays
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)
+
+VOCABULARY = 51  # which two devices don't divide
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# What a family's config.json has beside COMMON.
+CHANGES: dict[str, dict[str, Any]] = {
+    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "Gemma3ForCausalLM": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "GemmaForCausalLM": {"tie_word_embeddings": True},
+    "GraniteForCausalLM": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 4.0,
+    },
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2MoeForCausalLM": {**QWEN_EXPERTS, "shared_expert_intermediate_size": 96},
+    "Qwen3MoeForCausalLM": QWEN_EXPERTS,
+}
+# Families that can't be divided, and what is said.
+REFUSED = {
+    "Olmo2ForCausalLM": "the norm of queries and keys is over all heads, which can't be divided "
+    "among devices: load the model on one"
+}
+
+
+def build(architecture: str) -> Decoder:
+    """A tiny model of a family, with strong random weights."""
+    family = FAMILIES[architecture]
+    hf = {"architectures": [architecture], **COMMON, **CHANGES.get(architecture, {})}
+    config = family.config_from_hf(hf)
+    model = nnx.eval_shape(lambda: family(config, nnx.Rngs(0)))
+    rng = np.random.default_rng(0)
+
+    def strong(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
+        noise = rng.standard_normal(x.shape)
+        name = jax.tree_util.keystr(path)
+        if len(x.shape) > 1 and "embedding" not in name:
+            noise *= x.shape[-2 if "kernel" in name else -1] ** -0.5
+        elif "norm" in name:
+            noise = 1.0 + 0.3 * noise
+        return jnp.asarray(noise.astype(x.dtype))
+
+    nnx.update(model, jax.tree_util.tree_map_with_path(strong, nnx.state(model)))
+    return model
+
+
+def logits(model: Decoder) -> np.ndarray:
+    """After each of a prompt's tokens, and after one more token behind the cache."""
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, VOCABULARY, (2, 6)), jnp.int32)
+    cache = model.create_cache(2, 16, "KV16", 16)
+    counts = jnp.asarray([5, 5], jnp.int32)
+    found, cache = model.step(tokens[:, :5], counts, cache, fresh=True, every_position=True)
+    more, _ = model.step(tokens[:, 5:], jnp.ones(2, jnp.int32), cache, every_position=True)
+    return np.concatenate([np.asarray(found), np.asarray(more)], 1)
+
+
+def check(architecture: str) -> None:
+    model = build(architecture)
+    if architecture in REFUSED:
+        with pytest.raises(ValueError, match=f"^{re.escape(REFUSED[architecture])}$"):
+            divide(model, 2)
+        return
+    divided = divide(model, 2)
+    require_same_arrays(model, divided.whole())
+    expected, found = logits(model), logits(divided)
+    assert np.all(found[..., VOCABULARY:] == -np.inf)
+    error = np.abs(found[..., :VOCABULARY] - expected).max() / np.abs(expected).max()
+    assert error < 2e-4, (architecture, error)
+
+
+if __name__ == "__main__":
+    for name in FAMILIES:
+        check(name)
+    print(f"{len(FAMILIES)} families")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.models.config import DecoderConfig, RopeScaling
+from mpjax.models.config_checks import ROPE_SCALINGS
 from mpjax.models.rope import yarn
 
 
@@ -49,13 +50,10 @@ def scaled_frequencies(
         factors = scaling.long_factors if is_long else scaling.short_factors
         return plain / jnp.asarray(factors, jnp.float32)
     if scaling.kind != "dynamic":
-        raise ValueError(f"RopeScaling: kind is {scaling.kind!r}: expected one of {KINDS}")
+        raise ValueError(f"RopeScaling: kind is {scaling.kind!r}: expected one of {ROPE_SCALINGS}")
     stretch = max(length, scaling.original_context) / scaling.original_context
     grown = theta * (scaling.factor * stretch - (scaling.factor - 1)) ** (dim / (dim - 2))
     return grown ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-
-
-KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 def _llama3(plain: jax.Array, scaling: RopeScaling) -> jax.Array:

@@ -118,9 +118,8 @@ class LanguageModel:
 
         `linear_maps` has, for each path in a layer (such as `mlp.down`), the number of layers with
         each weight format. `tables` has the bytes and the format of the embedding and, unless it is
-        tied to the embedding, of the head.
-        each weight format. `eight_bit_blocks` is the number of blocks of activations in 8 bits, and
-        of all, in W4Ax, and otherwise None.
+        tied to the embedding, of the head. `eight_bit_blocks` is the number of blocks of
+        activations in 8 bits, and of all, in W4Ax, and otherwise None.
         """
         config, places = self.config, self.model.linear_places(self.config)
         counts: dict[str, dict[str, int]] = {}

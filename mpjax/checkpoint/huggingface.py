@@ -110,6 +110,8 @@ def load(
     plan = make_plan(opened.checkpoint, opened.decoder, config, scheme, quantize, packed(named))
     agreement.require_mixture(folder, plan, precision)
     agreement.require_tables(folder, plan, named)
+    if precision is not None and not plan.cache_scales:
+        kv_scales.warn_of_dropped(folder, opened.checkpoint.tensors, precision.kv)
     needed, what = plan.device_bytes, f"loading {folder}"
     require_free_on(mesh, needed, what, plan.working_bytes)
     model = _empty(opened.decoder, plan, mesh)

@@ -9,16 +9,20 @@ quantization/lifecycle/initialize.py and modeling/kvcache.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 
 from mpjax.checkpoint.safetensors import TensorInfo
 from mpjax.checkpoint.schemes.checks import describe
 from mpjax.errors import CheckpointError
+from mpjax.kernels import KVFormat
 from mpjax.models import Decoder, DecoderConfig
 from mpjax.models.parameters import names_of
 
+SUFFIXES = (".k_scale", ".v_scale")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -26,6 +30,20 @@ def names(decoder: type[Decoder], config: DecoderConfig) -> list[str]:
     """Names of the scale tensors of each layer, the keys' first and then the values'."""
     layers = range(config.num_layers)
     return [name for i in layers for name in names_of(decoder.names, "cache_scales", i)]
+
+
+def warn_of_dropped(folder: Path, tensors: Iterable[str], format: KVFormat) -> None:
+    """Warns of scales for an FP8 cache that a checkpoint has and the model does not get.
+
+    tensors: the names of a checkpoint's tensors, none of which is read as a scale of the cache.
+    """
+    found = next((name for name in sorted(tensors) if name.endswith(SUFFIXES)), None)
+    if found is not None and "fp8" in (format.keys, format.values):
+        warnings.warn(
+            f"{folder} has scales for an FP8 cache, such as {found}, which are not read in this "
+            "format: measure them with calibrate_cache, or the cache has scales of 1",
+            stacklevel=4,
+        )
 
 
 def check(

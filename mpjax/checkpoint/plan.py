@@ -184,7 +184,7 @@ def make_plan(
         for name, tensors in zip(place.names, shards, strict=True):
             expected |= {f"{name}.{suffix}" for suffix in tensors}
             # `Scheme.check` reports the other tensors that a quantised module lacks.
-            expected |= {f"{name}.weight"} if "weight" in _suffixes(tensors) else set()
+            expected |= {f"{name}.weight"} if _has_weight(tensors) else set()
             expected |= {f"{name}.bias"} if place.bias else set()
     ignored = () if scheme is None else scheme.ignored
     has_cache_scales = scheme is not None and scheme.has_cache_scales
@@ -258,6 +258,11 @@ def _source_tensors(tensors: Mapping[str, TensorInfo], place: LinearPlace) -> di
 def _suffixes(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
     stored = registry.of_module(tensors)
     return ("weight",) if stored is None else stored.suffixes
+
+
+def _has_weight(tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether a module has, or lacks, a tensor `weight`: NVFP4 may have `weight_packed` instead."""
+    return "weight" in _suffixes(tensors) and "weight_packed" not in tensors
 
 
 def _linear_source(

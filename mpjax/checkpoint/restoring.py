@@ -14,6 +14,7 @@ from mpjax.arguments import compute_dtype
 from mpjax.checkpoint import array_file, model_arrays
 from mpjax.checkpoint.agreement import require_equal_tables
 from mpjax.checkpoint.description import WEIGHTS_NAME, Description
+from mpjax.checkpoint.folder import HuggingFaceFolder
 from mpjax.checkpoint.progress import bytes_bar
 from mpjax.checkpoint.safetensors import TensorInfo, read_header
 from mpjax.errors import CheckpointError
@@ -24,7 +25,6 @@ from mpjax.models import Decoder
 from mpjax.models.division import Division
 from mpjax.models.sharded import ShardedDecoder
 from mpjax.precision import Precision, describe_weights
-from mpjax.tokenizer import Tokenizer
 
 WIDTHS = ".activation_bits"  # where the names of arrays with widths of blocks end
 
@@ -55,8 +55,7 @@ def restore(
     lm = description.abstract(folder)
     _require_agreement(folder, lm.model, precision, dtype)
     infos = _read_header(folder, description)
-    has_tokenizer = os.path.lexists(folder / "tokenizer.json")
-    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+    tokenizer = HuggingFaceFolder(folder).read_tokenizer()
     total = sum(info.nbytes for info in infos.values())
     kv_format = precision.kv if precision else lm.kv_format
     lm = dataclasses.replace(lm, tokenizer=tokenizer, kv_format=kv_format)

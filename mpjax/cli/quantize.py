@@ -131,7 +131,7 @@ def command(
 ) -> None:
     """Quantise a checkpoint with statistics of a text, and save it."""
     if budget is not None:
-        _require_budget(precision, recipe, text)
+        _require_budget(precision, recipe, text, activation_error)
     chosen = None if budget is not None else _recipe(precision, method, recipe)
     if activation_error is not None and chosen is not None:
         try:
@@ -184,8 +184,14 @@ class Budget(NamedTuple):
     method: str
 
 
-def _require_budget(precision: str | None, recipe: Path | None, text: Path | None) -> None:
-    """Wrong usage of --budget: with a recipe or a W part, or without text."""
+def _require_budget(
+    precision: str | None, recipe: Path | None, text: Path | None, activation_error: float | None
+) -> None:
+    """Wrong usage of --budget: with a recipe, a W part or an error, or without text."""
+    if activation_error is not None:
+        raise typer.BadParameter(
+            "give either --budget or --activation-error", param_hint="--activation-error"
+        )
     if recipe is not None:
         raise typer.BadParameter("give either --budget or --recipe", param_hint="--budget")
     if precision is not None and options.parse_precision(precision).formats:

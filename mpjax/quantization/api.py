@@ -14,6 +14,7 @@ from flax import nnx
 from mpjax.arguments import compute_dtype, require_documents
 from mpjax.checkpoint import huggingface
 from mpjax.checkpoint.description import is_saved
+from mpjax.checkpoint.locate import locate
 from mpjax.checkpoint.packed_tables import packed, tables_of
 from mpjax.checkpoint.progress import layers_bar
 from mpjax.kernels.checks import require_type, whole_number
@@ -138,8 +139,7 @@ def _from_folder(
     )
     recipe = recipe.of_layers(model.config.num_layers)
     _check(recipe, model, documents)
-    has_tokenizer = os.path.lexists(folder / "tokenizer.json")
-    tokenizer = Tokenizer.from_folder(folder) if has_tokenizer else None
+    tokenizer = locate(folder).read_tokenizer()
     batches = _read(documents, tokenizer, folder, model, calibration)
     finished = None
     if work is not None:
@@ -175,6 +175,8 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         for path, format in packed(tables_of(recipe.tables, model.config)).items():
             format.require_matrix((model.config.hidden_size, model.config.vocab_size), path)
     places = [place for place in model.linear_places(model.config) if not place.is_table]
+    if recipe.rotates:
+        _check_rotation(model)
     recipe.require_used([place.path for place in places])
     for place in places:
         rule = recipe.rule_of(place.path)
@@ -187,18 +189,35 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         rule.method.require_usable(rule.weights)
         if documents is None:
             _require_no_text(rule)
-    used = [rule for place in places for rule in [recipe.rule_of(place.path)]]
-    is_read = any(rule.weights.is_packed and rule.needs_text for rule in used)
+    is_read = any(recipe.rule_of(place.path).needs_text for place in places)
+    _check_text(recipe, is_read, documents)
+
+
+def _check_text(recipe: Recipe, is_read: bool, documents: list[str] | None) -> None:
+    """Warns of text that is not used, and raises ValueError where the cache lacks it.
+
+    is_read: whether a rule that is used needs text.
+    """
     if documents is not None and not is_read and recipe.kv.scaling != "static":
         warnings.warn(
             "the text is not used, because no method of the recipe needs any: leave it out, or "
             "choose a method such as gptq",
-            stacklevel=4,
+            stacklevel=5,
         )
     if documents is None and recipe.kv.scaling == "static":
         raise ValueError(
             f"{recipe.kv} has scales that are measured on text: pass documents (--text), or "
             "choose another KV format"
+        )
+
+
+def _check_rotation(model: Decoder) -> None:
+    """Raises ValueError for a model whose residual stream can't be rotated."""
+    if any(spec.has_post_norms for spec in model.config.layers):
+        raise ValueError(
+            f"{model.family_name} models can't be rotated, because the outputs of attention and "
+            "MLP have norms, whose weights scale channels before they are added to the residual "
+            "stream: leave `rotate` out of the method"
         )
 
 

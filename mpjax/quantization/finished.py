@@ -130,13 +130,16 @@ class FinishedLayers:
 def describe_run(folder: Path, recipe: Recipe, batches: Sequence[Windows], dtype: str) -> str:
     """A text that is equal for two runs only if they make the same layers.
 
-    folder: of the checkpoint. Its files count as unchanged if their sizes and times are.
+    folder: of the checkpoint, or its GGUF file. Files count as unchanged if their sizes and times
+        are.
     """
     digest = hashlib.sha256()
     for windows in batches:
         digest.update(repr(windows.tokens.shape).encode())
         digest.update(windows.tokens.tobytes() + windows.is_real.tobytes())
-    files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("config.json"))]
+    files = [folder]
+    if folder.is_dir():
+        files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("config.json"))]
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return json.dumps([str(folder), stamps, repr(recipe), dtype, digest.hexdigest()])
 

@@ -55,8 +55,9 @@ class Rule:
 
     @property
     def needs_text(self) -> bool:
-        """Whether it needs statistics of a text."""
-        return self.method.needs_text or (self.has_blocks and self.blocks.needs_text)
+        """Whether its weights become packed, by statistics of a text."""
+        has_choice = self.method.needs_text or (self.has_blocks and self.blocks.needs_text)
+        return self.weights.is_packed and has_choice
 
     def matches(self, path: str) -> bool:
         """Whether the rule is for the linear maps at a path."""
@@ -151,33 +152,41 @@ class Recipe:
 
     @property
     def needs_text(self) -> bool:
-        """Whether a method needs statistics of a text, or the KV format measured scales."""
-        is_read = any(rule.weights.is_packed and rule.method.needs_text for rule in self.rules)
-        return is_read or self.kv.scaling == "static"
+        """Whether a rule needs statistics of a text, or the KV format measured scales."""
+        return any(rule.needs_text for rule in self.rules) or self.kv.scaling == "static"
 
     def to_toml(self) -> str:
         """The text of a file that `read` reads as this recipe.
 
-        Raises ValueError if the last rule is not for all other maps, as that of `of` is.
+        Raises ValueError if the last rule is not for all other maps, as that of `of` is, and for
+        blocks of W4Ax that an error of outputs chooses, or whose channels are not sorted: a file
+        has no place for these.
         """
         *rules, rest = self.rules
         if rest.modules != "*":
             raise ValueError(f"the last rule is for {rest.modules!r}: expected one for *")
 
-        def named(weights: WeightFormat) -> Precision:
-            return Precision(weights, self.kv, (), self.bits)
-
-        top = named(rest.weights).with_tables(self.tables or {"head": WeightFormat("bfloat16")})
+        top = self._named(rest).with_tables(self.tables or {"head": WeightFormat("bfloat16")})
         method = f"{ROTATE}+{rest.method}" if self.rotates else str(rest.method)
         lines = [f'precision = "{top}"', f'method = "{method}"']
-        alike = itertools.groupby(rules, lambda rule: (rule.weights, rule.method))
-        for (weights, steps), group in alike:
+        alike = itertools.groupby(rules, lambda rule: (str(self._named(rule)), rule.method))
+        for (precision, steps), group in alike:
             lines += ["", "[[rules]]", "modules = ["]
             lines += [f'    "{rule.modules}",' for rule in group]
-            lines += ["]", f'precision = "{named(weights)}"', f'method = "{steps}"']
+            lines += ["]", f'precision = "{precision}"', f'method = "{steps}"']
         if self.learning != DEFAULT_LEARNING:
             lines += ["", "[learning]", *self.learning.to_toml()]
         return "\n".join(lines) + "\n"
+
+    def _named(self, rule: Rule) -> Precision:
+        """The precision of a rule; raises ValueError for blocks that a precision can't say."""
+        blocks = rule.blocks
+        if rule.has_blocks and (blocks.error is not None or not blocks.is_ordered):
+            raise ValueError(
+                f"the rule for {rule.modules!r} has {blocks}, and a recipe's file has no place for "
+                "an error or unsorted channels: expected a share of blocks alone"
+            )
+        return Precision(rule.weights, self.kv, (), self.bits, blocks.one_in)
 
     def of_layers(self, count: int) -> Recipe:
         """The recipe for a model of so many layers: those counted from the last get numbers."""
@@ -202,6 +211,8 @@ class Recipe:
             )
         rules = (
             dataclasses.replace(rule, blocks=dataclasses.replace(rule.blocks, error=error))
+            if rule.has_blocks
+            else rule
             for rule in self.rules
         )
         return dataclasses.replace(self, rules=tuple(rules))

@@ -19,6 +19,7 @@ from mpjax.kernels.target import current_target
 
 # The magnitudes of codes 0 to 7; codes 8 to 15 are their negatives.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))  # the values of codes 0 to 15
 LARGEST_EXPONENT = 2  # of a code
 _EXPONENT_BITS = 0x7F800000  # of float32
 _LEAST_SCALE = 0x0040  # 2**−127 in bfloat16
@@ -54,7 +55,7 @@ class Float4(CodeKind):
 
     def decode(self, codes: jax.Array, parameters: Parameters) -> jax.Array:
         """e2m1(code) · scale."""
-        values = jnp.asarray(np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)], np.float32))
+        values = jnp.asarray(np.array(E2M1, np.float32))
         # XLA takes e8m0's least power, a subnormal of float32, for zero on a CPU.
         bits = jax.lax.bitcast_convert_type(parameters.scales, jnp.uint16)
         is_least = bits == jnp.uint16(_LEAST_SCALE)

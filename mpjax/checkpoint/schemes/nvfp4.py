@@ -23,10 +23,10 @@ from mpjax.checkpoint.schemes.base import Specs
 from mpjax.checkpoint.schemes.compressed_tensors import METHOD, NVFP4
 from mpjax.checkpoint.schemes.rounded import RoundedScheme
 from mpjax.errors import CheckpointError
+from mpjax.kernels.codes.float4 import E2M1
 
 SOURCE = "quantization_config of an NVFP4 checkpoint"
 GROUP = 16
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1; the fourth bit is the sign
 # Names of codes, scales and the global scale, by the method.
 NAMES = {
     METHOD: ("weight_packed", "weight_scale", "weight_global_scale"),
@@ -39,6 +39,7 @@ class NVFP4Scheme(RoundedScheme):
     """NVFP4 weights beside 16-bit activations.
 
     method: `compressed-tensors` or `modelopt`, which name the tensors differently.
+    has_cache_scales: see Scheme; ModelOpt's scales are not read.
     """
 
     title: ClassVar[str] = "NVFP4"
@@ -47,7 +48,7 @@ class NVFP4Scheme(RoundedScheme):
     suffixes: ClassVar[tuple[str, ...]] = tuple(dict.fromkeys(sum(NAMES.values(), ())))
     ignored: ClassVar[tuple[str, ...]] = (
         *("input_global_scale", "input_scale"),
-        *("k_scale", "v_scale"),  # of an FP8 cache, whose scales are 1 without them
+        *("k_scale", "v_scale"),  # of an FP8 cache, where config.json does not name them
     )
 
     on_host: ClassVar[tuple[str, ...]] = tuple(
@@ -55,6 +56,7 @@ class NVFP4Scheme(RoundedScheme):
     )
 
     method: str
+    has_cache_scales: bool = False
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
@@ -66,7 +68,9 @@ class NVFP4Scheme(RoundedScheme):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> NVFP4Scheme:
         """Reads config.json's `quantization_config`. Raises CheckpointError."""
+        has_cache_scales = False
         if checks.method_of(config) == METHOD:
+            has_cache_scales = compressed_tensors.has_cache_scales(config, SOURCE)
             for name, group in compressed_tensors.read_groups(config, (NVFP4,), SOURCE).items():
                 weights, where = group.get("weights"), f"{SOURCE}, group {name!r}, weights"
                 if not isinstance(weights, Mapping):
@@ -74,7 +78,7 @@ class NVFP4Scheme(RoundedScheme):
                 checks.require_choice(weights, "num_bits", (4,), where)
                 checks.require_choice(weights, "type", ("float",), where)
                 checks.require_choice(weights, "group_size", (GROUP,), where)
-        return cls(checks.method_of(config))
+        return cls(checks.method_of(config), has_cache_scales)
 
     @property
     def quant_method(self) -> str:
@@ -120,6 +124,6 @@ class NVFP4Scheme(RoundedScheme):
 @jax.jit
 def _values(codes: jax.Array, steps: jax.Array) -> jax.Array:
     nibbles = jnp.stack([codes & jnp.uint8(15), codes >> jnp.uint8(4)], axis=-1)
-    table = jnp.asarray([*VALUES, *(-value for value in VALUES)], jnp.float32)
+    table = jnp.asarray(E2M1, jnp.float32)
     groups = table[nibbles.reshape(*steps.shape, GROUP)] * steps[..., None]
     return groups.reshape(codes.shape[0], -1).T

@@ -79,20 +79,32 @@ class LearnedLinear(Linear):
 def _nearest(
     kernel: QuantizedTensor, scales: jax.Array, table: jax.Array | None, weight: jax.Array
 ) -> QuantizedTensor:
-    """A packed weight with the codes nearest to a weight [K, N], through which no gradient goes."""
+    """A packed weight with the codes nearest to a weight [K, N], through which no gradient goes.
+
+    The weight's rows are in the order of the input channels. A kernel with a permutation keeps it,
+    and its scales are of groups of the permuted rows. Widths of activations are kept, too.
+    """
     plain = unpack(kernel)
     if plain.channel_scales is None:
         parameters = Parameters(scales.astype(plain.scales.dtype), plain.zeros, None, table)
     else:
         parameters = Parameters(plain.scales, plain.zeros, scales)
     grid = Grid(plain.format, plain.shape[0], jax.lax.stop_gradient(parameters))
-    return pack(grid.round(weight.astype(jnp.float32)))
+    rows = weight if plain.permutation is None else weight[plain.permutation]
+    nearest = grid.round(rows.astype(jnp.float32))
+    return pack(
+        dataclasses.replace(
+            nearest, permutation=plain.permutation, activation_bits=plain.activation_bits
+        )
+    )
 
 
 def why_not(format: WeightFormat) -> str | None:
     """Why the scales of a format can't be learned, or None."""
     if format.codes == "float8" and format.group_size is not None:
         return f"{format} has scales that blocks of output channels share"
+    if format.codes == "float4":
+        return f"{format} has scales that must be powers of two"
     return None
 
 

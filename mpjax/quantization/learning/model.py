@@ -22,7 +22,7 @@ from mpjax.checkpoint.progress import layers_bar
 from mpjax.kernels import QuantizedTensor
 from mpjax.kernels.checks import require_type
 from mpjax.language_model import LanguageModel
-from mpjax.models import Decoder, DecoderLayer, FusedLinear, Linear
+from mpjax.models import Decoder, DecoderLayer, ExpertPlace, FusedLinear, Linear
 from mpjax.models.parameters import find
 from mpjax.quantization.api import Calibration
 from mpjax.quantization.learning.descent import Learning, descend, mean
@@ -37,6 +37,7 @@ from mpjax.quantization.learning.teacher import Teacher, ends_of, token_losses
 from mpjax.quantization.text import Windows, windows_of
 
 DEFAULT_LEARNING, DEFAULT_CALIBRATION = Learning(), Calibration()
+LARGEST_LOSS = 0.6  # of squares in rounding; about 0.12 for two bits, and 2 in another order
 LOGITS_BYTES = 256 << 20  # of the logits that exist at a time, float32
 
 
@@ -64,8 +65,8 @@ def learn_scales(
     learning: steps and rates. calibration: how much of the text is read, and how.
     progress: whether to show a bar on stderr; by default where stderr is a terminal.
 
-    Raises ValueError for a model without packed weights, or with a format whose scales can't be
-    learned, for documents without a token, and without optax.
+    Raises ValueError for a model without packed weights, with packed experts, or with a format
+    whose scales can't be learned, for documents without a token, and without optax.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
     lm.require_one_device("learning the scales of")
@@ -75,6 +76,7 @@ def learn_scales(
     require_documents(documents)
     if rechoose and not isinstance(reference, LanguageModel):
         raise ValueError("rechoose needs the 16-bit model: pass a LanguageModel as reference")
+    _check_experts(lm.model)
     model: Decoder = nnx.merge(*nnx.split(lm.model))
     batches = windows_of(
         *(list(documents), lm.require_tokenizer(), model.config.vocab_size),
@@ -99,6 +101,17 @@ def learn_scales(
     return dataclasses.replace(lm, model=model)
 
 
+def _check_experts(model: Decoder) -> None:
+    """Raises ValueError for packed experts, whose scales are not learned."""
+    for place in model.linear_places(model.config):
+        kernels = place.kernels(model) if isinstance(place, ExpertPlace) else []
+        if any(isinstance(kernel, QuantizedTensor) for kernel in kernels):
+            raise ValueError(
+                f"{place.path} has experts with packed weights, whose scales are not learned: "
+                "leave learning out"
+            )
+
+
 def _make_learned(model: Decoder, learns_table: bool, latent: Decoder | None) -> None:
     """Replaces every packed linear map of a model by one with trained scales."""
     count = 0
@@ -118,11 +131,28 @@ def _make_learned(model: Decoder, learns_table: bool, latent: Decoder | None) ->
                 raise ValueError(f"the scales of {path} can't be learned: {reason}")
             count += 1
             part = None if weight is None else weight[:, first : first + kernel.shape[1]]
+            if part is not None:
+                _require_rounded(path, kernel, part)
             return LearnedLinear(linear, learns_table=learns_table, latent=part)
 
         replace_linears(model.layers[number], paths, change)
     if not count:
         raise ValueError("the model has no packed weights, whose scales could be learned")
+
+
+def _require_rounded(path: str, kernel: QuantizedTensor, weight: jax.Array) -> None:
+    """Raises ValueError for a packed weight that was not rounded from a weight [K, N].
+
+    Scaling, rotating and sorting channels change a weight before it is rounded: W4Ax sorts the
+    channels between gate, up and down.
+    """
+    wide = weight.astype(jnp.float32)
+    lost = float(((kernel.dequantize(jnp.float32) - wide) ** 2).sum() / (wide**2).sum())
+    if lost > LARGEST_LOSS:
+        raise ValueError(
+            f"rechoose can't serve {path}, which was not rounded from the reference as it is, but "
+            "scaled, rotated or sorted first, or from another: leave rechoose out"
+        )
 
 
 def _latent(model: Decoder | None, number: int, path: str) -> Any:

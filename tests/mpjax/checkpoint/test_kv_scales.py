@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from mpjax.checkpoint import CheckpointError, kv_scales
 from mpjax.checkpoint.safetensors import Checkpoint
+from mpjax.kernels import KVFormat
 from mpjax.models import Decoder
 from tests.models.small import CONFIG, small_config
 from tests.mpjax.checkpoint.write_checkpoint import write_checkpoint
@@ -53,3 +56,11 @@ def test_a_scale_is_positive(value, tmp_path):
     infos = kv_scales.check(found.tensors, Decoder, CONFIG)
     with pytest.raises(CheckpointError, match=r"k_scale is .*: expected positive, finite scales"):
         kv_scales.read(infos, 2, lambda info: found.read(info.name))
+
+
+def test_scales_that_are_not_read_are_said():
+    names = ["model.layers.0.self_attn.k_proj.k_scale", "model.norm.weight"]
+    with pytest.warns(UserWarning, match=r"m has scales for an FP8 cache, such as .*k_proj\.k_s"):
+        kv_scales.warn_of_dropped(Path("m"), names, KVFormat("fp8"))
+    kv_scales.warn_of_dropped(Path("m"), names, KVFormat(8))
+    kv_scales.warn_of_dropped(Path("m"), names[1:], KVFormat("fp8"))

@@ -67,10 +67,12 @@ def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monk
         return lm
 
     monkeypatch.setattr(mpjax, "learn_scales", learn)
-    options = ("--precision", "WNF2A16KV16", "--method", "rtn", "--text", text, "--learn", 3)
-    result = quantize(tiny_folder, tmp_path / "learned", *options, "--window", 64)
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert seen == [([text.read_text()], str(tiny_folder), 3)]
+    options = ("--method", "rtn", "--text", text, "--learn", 3, "--window", 64)
+    for precision in ("WNF2A16KV16", "W4AxKV16"):  # text chooses the blocks of W4Ax
+        target = tmp_path / precision
+        result = quantize(tiny_folder, target, "--precision", precision, *options)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert seen.pop() == ([text.read_text()], str(tiny_folder), 3)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monk
     [
         (("--budget", "4.5"), 2, "--budget needs --text to measure on"),
         (("--budget", "4.5", "--precision", "W4A16KV8"), 2, "has a W part"),
+        (("--budget", 4, "--activation-error", 0.1), 2, "either --budget or --activation-error"),
         (("--budget", "4.5", "--recipe", __file__), 2, "either --budget or --recipe"),
         (("--precision", "WNF2A16KV16", "--method", "rtn", "--learn", 1), 2, "needs --text"),
         ((), 2, "give either --precision or --recipe"),

@@ -13,7 +13,8 @@ from mpjax.activation_widths import count_blocks
 from mpjax.cli.info import inspect
 from mpjax.models import ExpertsSpec, LayerSpec, Mixtral
 from mpjax.quantization import api
-from tests.models.small import CONFIG
+from tests.models.small import CONFIG, small_model
+from tests.mpjax.checkpoint.gguf.write_gguf import write_llama
 
 TEXTS = ["the quick brown fox " * 40, "jumps over the lazy dog " * 40]
 LITTLE = mpjax.Calibration(window=64, tokens=512, batch=2)
@@ -148,3 +149,18 @@ def test_steps_that_experts_can_not_be_quantised_with(precision, method, message
     lm = mpjax.LanguageModel(model, None, mpjax.Precision.parse(precision).kv, Path())
     with pytest.raises(ValueError, match=message):
         mpjax.quantize(lm, mpjax.Recipe.of(precision, method), TEXTS)
+
+
+def test_a_gguf_file_has_a_tokenizer(tmp_path, rng):
+    path = write_llama(tmp_path / "model.gguf", rng, {"ffn_down": "F16"})
+    tokenizer = mpjax.quantize(path, mpjax.Recipe.of("W8g32A16KV16", "rtn")).require_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+
+
+@pytest.mark.parametrize("norms", ["post", "both"])
+def test_models_with_norms_behind_the_halves_are_not_rotated(norms):
+    layers = tuple(dataclasses.replace(spec, norms=norms) for spec in CONFIG.layers)
+    model = small_model(dataclasses.replace(CONFIG, layers=layers))
+    lm = mpjax.LanguageModel(model, None, mpjax.Precision.parse("A32KV16").kv, Path())
+    with pytest.raises(ValueError, match="outputs of attention and MLP have norms"):
+        mpjax.quantize(lm, mpjax.Recipe.of("W4A32KV16", "rotate+rtn"))

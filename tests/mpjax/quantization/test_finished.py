@@ -124,3 +124,13 @@ def test_runs_are_told_apart(tmp_path):
     others.add(describe_run(tmp_path, RECIPE, [windows], "bfloat16"))
     assert len(others) == 5
     assert run not in others
+
+
+def test_runs_of_files_are_told_apart(tmp_path):
+    """A GGUF file that was replaced is another checkpoint."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"1")
+    run = describe_run(file, RECIPE, [], "bfloat16")
+    assert run == describe_run(file, RECIPE, [], "bfloat16")
+    file.write_bytes(b"12")
+    assert run != describe_run(file, RECIPE, [], "bfloat16")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -17,12 +18,24 @@ def make_layer(config):
     return DecoderLayer(config, config.layers[0], nnx.Rngs(0))
 
 
-def test_a_layer_computes_what_it_computed(rng):
-    layer, spec = make_layer(CONFIG), CONFIG.layers[0]
+@pytest.mark.parametrize(
+    ("norms", "is_offset", "changes"),
+    [
+        ("pre", False, {}),
+        ("post", False, {"qk_norm": True, "joint_norm": True}),  # as OLMo 2
+        ("both", True, {"qk_norm": True}),  # as Gemma 3
+    ],
+)
+def test_a_layer_computes_what_it_computed(norms, is_offset, changes, rng):
+    [spec, _] = CONFIG.layers
+    attention = dataclasses.replace(spec.attention, **changes)
+    spec = dataclasses.replace(spec, attention=attention, norms=norms)
+    layer = make_layer(dataclasses.replace(CONFIG, layers=(spec,), offset_norms=is_offset))
     hidden = jnp.asarray(rng.standard_normal((2, 9, CONFIG.hidden_size)), jnp.float32)
     angles = jnp.asarray(rng.uniform(0, 3, (2, 9, CONFIG.head_dim // 2)), jnp.float32)
     expected, inputs = layer.inputs(hidden, angles)
-    assert {fold.target for fold in spec.folds(CONFIG)} == set(spec.linear_paths(CONFIG))
+    readers = {"attention.qkv", "mlp.gate_up"} if norms == "post" else set()
+    assert {fold.target for fold in spec.folds(CONFIG)} == {*spec.linear_paths(CONFIG)} - readers
     for fold in spec.folds(CONFIG):
         rows = inputs[fold.target].shape[-1]
         scales = folds.tie(fold, jnp.asarray(rng.uniform(0.3, 3, rows), jnp.float32))

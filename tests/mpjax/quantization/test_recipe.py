@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from mpjax.kernels import KVFormat, WeightFormat
+from mpjax.quantization.blocks import BlockRule
 from mpjax.quantization.learning.descent import Learning
 from mpjax.quantization.methods import Method
 from mpjax.quantization.recipe import Recipe, Rule
@@ -211,3 +212,33 @@ def test_the_blocks_of_activations_come_from_the_precision():
     assert all(rule.needs_text for rule in within.rules)
     with pytest.raises(ValueError, match="for W4Ax alone"):
         Recipe.of("W4A16KV4", "rtn").with_activation_error(0.01)
+
+
+@pytest.mark.parametrize("precision", ["W4A4KV16", "W4Ax16KV4", "W4AxKV4"])
+def test_the_blocks_of_activations_are_written_and_read(precision, write):
+    recipe = Recipe.of(precision, "rtn")
+    assert Recipe.read(write(recipe.to_toml())) == recipe
+    blocks = {"*.up": BlockRule(0), "*.gate": BlockRule(4)}
+    rules = [Rule(path, "int4:g128/int8", "rtn", each) for path, each in blocks.items()]
+    mixed = dataclasses.replace(recipe, rules=(*rules, *recipe.rules))
+    assert Recipe.read(write(mixed.to_toml())) == mixed
+
+
+@pytest.mark.parametrize("blocks", [BlockRule(error=0.01), BlockRule(is_ordered=False)])
+def test_blocks_that_a_file_can_not_say_are_refused(blocks):
+    rule = dataclasses.replace(Recipe.of("W4AxKV4", "rtn").rules[0], blocks=blocks)
+    with pytest.raises(
+        ValueError, match=r"rule for '\*' has BlockRule.* has no place for an error"
+    ):
+        Recipe((rule,)).to_toml()
+
+
+def test_a_recipe_needs_text_where_a_rule_does():
+    assert Recipe.of("W4AxKV4", "rtn").needs_text
+    assert Recipe.of("W16A16KV8s", "rtn").needs_text
+    assert not Recipe.of("W4A4KV4", "rtn").needs_text
+    assert not Recipe.of("W16A16KV4", "gptq").needs_text
+    content = {"precision": "W4AxKV4", "method": "rtn"}
+    rules = [{"modules": "*.down", "precision": "W4A16KV4"}]
+    within = Recipe.parse(content | {"rules": rules}).with_activation_error(0.01)
+    assert [rule.blocks.error for rule in within.rules] == [None, 0.01]

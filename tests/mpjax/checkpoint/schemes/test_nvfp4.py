@@ -135,3 +135,24 @@ def test_other_groups_are_refused():
     groups = {"group_0": {"weights": WEIGHTS | {"group_size": 32}}}
     with pytest.raises(CheckpointError, match="group_size is 32: expected 16"):
         registry.read(COMPRESSED | {"config_groups": groups})
+
+
+def test_scales_of_the_cache_are_read_or_their_loss_is_said(tmp_path, rng):
+    """Those of compressed-tensors are read; ModelOpt's are not."""
+    hf = LLAMA | SQUARE | {"num_hidden_layers": 1}
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    for config, prefix in ((COMPRESSED, ""), (MODELOPT, "{}_proj.")):
+        tensors = random_tensors(hf, rng)
+        for name, (channels, outputs) in linear_shapes(hf).items():
+            replace_module(tensors, name, module(config, rng, (outputs, channels))[0])
+        for side in "kv":
+            name = f"model.layers.0.self_attn.{prefix.format(side)}{side}_scale"
+            tensors[name] = np.full(1, 0.5, np.float32)
+        written = hf | {"quantization_config": config | {"kv_cache_scheme": cache}}
+        write_checkpoint(tmp_path / (folder := config["quant_method"]), written, tensors)
+        if config is COMPRESSED:
+            scales = mpjax.load(tmp_path / folder, precision="A16KVfp8").model.cache_scales
+            np.testing.assert_array_equal(scales.get_value(), 0.5)
+        else:
+            with pytest.warns(UserWarning, match=r"k_proj\.k_scale, which are not read"):
+                mpjax.load(tmp_path / folder, precision="A16KVfp8")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from mpjax.kernels import QuantizedTensor, WeightFormat, quantize, unpack
+from mpjax.kernels import QuantizedTensor, WeightFormat, pack, quantize, unpack
 from mpjax.models import Linear
 from mpjax.quantization.learning.learned_linear import (
     Learned,
@@ -93,6 +95,24 @@ def test_codes_can_be_chosen_anew(weight, format):
     np.testing.assert_allclose(chosen(jnp.eye(K)), values, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("format", ["uint4:g32", "int4:g128/int8"])
+def test_codes_are_chosen_anew_in_a_permuted_order(rng, format):
+    """The permutation and the widths of activations are kept, and codes are those it began with."""
+    weight = jnp.asarray(rng.standard_normal((2 * 128, N)), jnp.float32)
+    order = jnp.asarray(rng.permutation(len(weight)), jnp.int32)
+    plain = unpack(quantize(weight[order], format))
+    widths = jnp.asarray([8, 4], jnp.uint8) if format.startswith("int4") else None
+    kernel = pack(dataclasses.replace(plain, permutation=order, activation_bits=widths))
+    learned = LearnedLinear(Linear(kernel), latent=weight)
+    found = learned.packed().kernel.get_value()
+    np.testing.assert_array_equal(found.permutation, order)
+    np.testing.assert_array_equal(found.dequantize(), kernel.dequantize())
+    if widths is not None:
+        np.testing.assert_array_equal(found.activation_bits, widths)
+    x = jnp.asarray(rng.standard_normal((3, len(weight))), jnp.float32)
+    np.testing.assert_array_equal(learned(x), Linear(kernel)(x))
+
+
 def test_all_maps_of_a_layer_are_replaced_and_packed():
     layer = small_model(CONFIG).layers[0]
     replace_linears(
@@ -114,4 +134,5 @@ def test_all_maps_of_a_layer_are_replaced_and_packed():
 
 def test_scales_of_blocks_are_not_learned():
     assert why_not(WeightFormat.parse("float8:g128")) is not None
+    assert "powers of two" in (why_not(WeightFormat.parse("float4:g32")) or "")
     assert all(why_not(WeightFormat.parse(text)) is None for text in (*FORMATS, "float8:gK"))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ import pytest
 from flax import nnx
 
 import mpjax
+from mpjax.kernels import quantize
+from mpjax.models import ExpertsSpec, LayerSpec, Mixtral, Packed
 from mpjax.quantization.learning import model as module
 from mpjax.quantization.learning.learned_linear import Learned
 from mpjax.quantization.text import windows_of
+from tests.models.small import CONFIG
 
 TEXTS = ["the quick brown fox jumps over the lazy dog " * 4, "def f(x):\n    return x\n" * 6]
 LITTLE = mpjax.Calibration(window=32, tokens=128, batch=2)
@@ -158,3 +163,26 @@ def test_a_divided_model_is_refused(rounded, monkeypatch):
     monkeypatch.setattr(type(rounded.model), "shards", 2)
     with pytest.raises(ValueError, match=r"learning the scales of a model .* among 2 devices is"):
         mpjax.learn_scales(rounded, TEXTS, calibration=LITTLE)
+
+
+def test_packed_experts_are_refused():
+    layers = (LayerSpec(CONFIG.layers[0].attention, ExpertsSpec(32, num_experts=4)),)
+    model = Mixtral(dataclasses.replace(CONFIG, layers=layers), nnx.Rngs(0))
+    experts: Any = model.layers[0].mlp.experts
+    experts.down.kernel = Packed(quantize(experts.down.kernel.get_value(), "uint4:g32"))
+    lm = mpjax.LanguageModel(model, None, mpjax.Precision.parse("A32KV16").kv, Path())
+    with pytest.raises(ValueError, match=r"mlp\.experts\.down has experts with packed weights"):
+        mpjax.learn_scales(lm, TEXTS)
+
+
+def test_codes_are_not_chosen_anew_for_weights_in_another_order(tiny):
+    """W4Ax sorts the channels between gate, up and down, and keeps no order of them."""
+    recipe = mpjax.Recipe.parse(
+        {
+            "precision": "W16A16KV16",
+            "rules": [{"modules": "*.down", "precision": "W4AxKV16", "method": "rtn"}],
+        }
+    )
+    lm = mpjax.quantize(tiny, recipe, TEXTS, calibration=LITTLE)
+    with pytest.raises(ValueError, match=r"mlp\.down, which was not rounded from the reference"):
+        mpjax.learn_scales(lm, TEXTS, reference=tiny, rechoose=True, calibration=LITTLE)

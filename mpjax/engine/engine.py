@@ -49,7 +49,9 @@ class Engine:
     results don't depend on when requests come, on sharing, and on whether a request had to make
     room for another, but for rounding: kernels choose their tiles, and so the order of sums, by the
     number of tokens. `generate` instead reads prompts before their keys and values are quantised.
-    With KV16 both compute the same.
+    With KV16 both compute the same, unless rotary frequencies depend on how long sequences may get:
+    with LongRoPE and dynamic scaling, `max_tokens` (in whole pages) decides for all requests which
+    are used, and in `generate` the padded prompt and the new tokens do.
 
     A row whose logits are NaN ends with an error, alone. When pages run out, the youngest request
     gives up its own and is read again later. Requests of a higher priority go first.

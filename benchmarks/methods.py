@@ -107,7 +107,7 @@ def run(
     for precision, methods in cases.items():
         for method in methods:
             recipe = mpjax.Recipe.of(precision, method.removesuffix(LEARNED))
-            documents = text if any(rule.method.needs_text for rule in recipe.rules) else None
+            documents = text if recipe.needs_text else None
             lm = mpjax.quantize(base, recipe, documents, calibration=calibration, progress=False)
             if method.endswith(LEARNED):
                 lm = mpjax.learn_scales(

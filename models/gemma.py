@@ -18,6 +18,7 @@ ACTIVATION = "gelu_pytorch_tanh"
 # Values of keys that Hugging Face's classes have where a file lacks them.
 DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "rms_norm_eps": 1e-6}
 _LAYER = "model.layers.{layer}."
+SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 class Gemma(Decoder):
@@ -80,10 +81,11 @@ class Gemma3(Gemma2):
 def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a file, with those that it may leave out.
 
+    A key that is null is one that is left out, but for softcaps: null is none of them.
     Files have `hidden_activation`; `hidden_act` of the first ones is not what they were trained
     with, and no implementation reads it.
     """
-    written = {key: value for key, value in hf.items() if value is not None}
+    written = {key: value for key, value in hf.items() if value is not None or key in SOFTCAPS}
     written["hidden_act"] = written.get("hidden_activation", ACTIVATION)
     return {**DEFAULTS, **written}
 

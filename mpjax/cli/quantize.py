@@ -151,12 +151,15 @@ def command(
         assert documents is not None
         asked = Budget(budget, tuple(choices.split(",")), precision or "A16KV16", method)
         chosen = _fit(source, target, asked, documents, dtype)
+    # A budget and learning read the text, too.
+    is_read = chosen.needs_text or chosen.kv.scaling == "static"
+    has_other_use = learn > 0 or budget is not None
     work = target.with_name(f".{target.name}.layers")
     calibration = mpjax.Calibration(window, tokens, batch)
     lm = mpjax.quantize(
         source,
         chosen,
-        None if learn and not chosen.needs_text else documents,
+        None if has_other_use and not is_read else documents,
         calibration=calibration,
         dtype=None if dtype is None else dtype.value,
         work=work,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from mpjax.checkpoint.staging import try_to_lock
 from mpjax.cli import output
 
 
@@ -20,6 +21,8 @@ class Unfinished:
 
     target: the output. job: of `job_name`; the results of another job are dropped.
 
+    Raises ValueError while another process writes results for the same target.
+
     Attributes:
       results: by the number of the request, those of an earlier run of the same job.
     """
@@ -28,31 +31,36 @@ class Unfinished:
         target = target.resolve()
         self.path = target.with_name(f".{target.name}.unfinished")
         self._job = job
-        self._file: TextIO | None = None
+        self._file = self.path.open("a", encoding="utf-8", newline="\n")
+        if try_to_lock(self._file.fileno()) is False:
+            self._file.close()
+            raise ValueError(
+                f"{target} is the output of another process, which is still running: choose "
+                "another file, or wait"
+            )
+        self._has_begun = False
         self.results: dict[int, dict[str, Any]] = self._read()
 
     def add(self, number: int, result: dict[str, Any]) -> None:
         """Keeps the result of a request."""
-        if self._file is None:
-            self._file = self._begin()
+        if not self._has_begun:
+            self._begin()
         self._file.write(output.to_json({"number": number, "result": result}) + "\n")
         self._file.flush()
 
     def close(self, *, is_done: bool) -> None:
-        """Closes the file, and removes it if the output has been written."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if is_done:
+        """Closes the file, and removes it if the output has been written, or it has no results."""
+        if is_done or not (self._has_begun or self.results):
             self.path.unlink(missing_ok=True)
+        self._file.close()
 
-    def _begin(self) -> TextIO:
-        """Opens the file, without the end of a line that was being written."""
+    def _begin(self) -> None:
+        """Writes the file anew, without the end of a line that was being written."""
         lines: list[dict[str, Any]] = [{"job": self._job}]
         lines += [{"number": n, "result": result} for n, result in self.results.items()]
-        file = self.path.open("w", encoding="utf-8", newline="\n")
-        file.writelines(output.to_json(line) + "\n" for line in lines)
-        return file
+        self._file.truncate(0)
+        self._file.writelines(output.to_json(line) + "\n" for line in lines)
+        self._has_begun = True
 
     def _read(self) -> dict[int, dict[str, Any]]:
         try:

@@ -139,8 +139,9 @@ class Handle:
                 self._engine.wait(self, version)
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Pieces of the text, as it comes; starts the engine's thread if none runs."""
-        self._engine.start()
+        """Pieces of the text, as it comes; starts the engine's thread if it needs one."""
+        if not self.is_finished:
+            self._engine.start()
         woken = asyncio.Event()
         watcher = asyncio.get_running_loop(), woken
         self._watchers.add(watcher)

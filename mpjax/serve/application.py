@@ -164,6 +164,11 @@ class _Server:
     def _submit(self, asked: Asked) -> list[Handle]:
         """Gives the engine a request for each choice of each prompt: all of them, or none."""
         count = len(asked.prompts) * asked.choices
+        if count > self.limits.waiting:
+            raise RequestError(
+                f"prompt and n ask for {count} answers, and at most {self.limits.waiting} requests "
+                "may wait: ask for fewer at a time"
+            )
         waiting = self.engine.statistics()["waiting"]
         if waiting + count > self.limits.waiting:
             raise RequestError(
@@ -238,6 +243,7 @@ async def _wait(request: Request, handles: Sequence[Handle]) -> None:
         readers.cancel()
         for handle in handles:
             handle.cancel()
+        await asyncio.gather(readers, watcher, return_exceptions=True)  # else asyncio logs them
 
 
 async def _stream(style: Style, answer: Answer, handles: Sequence[Handle]) -> AsyncIterator[str]:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from mpjax.models import ConfigError, Gemma, Gemma2, Gemma3, GroupedQuerySpec
 from mpjax.models.config import RopeScaling
+from mpjax.models.gemma import SOFTCAPS
 
 HF = {
     "vocab_size": 64,
@@ -44,6 +45,8 @@ def test_gemma_2():
     assert config.logit_softcap == 30.0
     bare = Gemma2.config_from_hf(HF | {"attn_logit_softcapping": 20.0, "tie_word_embeddings": True})
     assert bare.layers[0].attention.softcap == 20.0
+    without = Gemma2.config_from_hf(HF | dict.fromkeys(SOFTCAPS) | {"tie_word_embeddings": True})
+    assert (without.layers[0].attention.softcap, without.logit_softcap) == (None, None)
     assert bare.layers[0].attention.scale == 1 / 16
 
 

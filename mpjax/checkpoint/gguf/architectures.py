@@ -223,4 +223,12 @@ def read_config(
     }
     if (size := metadata.whole(f"{name}.attention.key_length", None)) is not None:
         config["head_dim"] = size
-    return config | rotary.read(metadata, name, factors) | architecture.more(metadata, tensors)
+    config |= rotary.read(metadata, name, factors) | architecture.more(metadata, tensors)
+    whole = config.get("head_dim", config["hidden_size"] // max(heads, 1))
+    rotated = metadata.whole(f"{name}.rope.dimension_count", whole)
+    if rotated != whole and "partial_rotary_factor" not in config:
+        raise CheckpointError(
+            f"{metadata.path}: {name}.rope.dimension_count is {rotated}: expected {whole}, the "
+            "channels of a head, which this architecture rotates as a whole"
+        )
+    return config

@@ -67,7 +67,9 @@ def test_an_interrupted_run_goes_on(tiny, tmp_path, monkeypatch):
     assert found[0]["text"] == "kept"
     assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
     again.close(is_done=False)
-    assert complete(tiny, asked, 2, {}, Unfinished(tmp_path / "out.jsonl", "job")) == found
+    last = Unfinished(tmp_path / "out.jsonl", "job")
+    assert complete(tiny, asked, 2, {}, last) == found
+    last.close(is_done=True)
 
 
 def test_the_summary_counts_tokens():

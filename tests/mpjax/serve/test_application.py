@@ -179,7 +179,7 @@ def test_the_model_health_and_metrics(client, server):
         ({"prompt": "x", "max_tokens": 5000}, 400, "the 256 tokens of a request"),
         ({"prompt": "x", "best_of": 3}, 400, "does not offer it"),
         ({"prompt": "x" * 30_000}, 413, "longer than 20000 bytes"),
-        ({"prompt": "x", "n": 41}, 503, "the limit is 40"),
+        ({"prompt": "x", "n": 41}, 400, "ask for 41 answers, and at most 40 requests may wait"),
     ],
 )
 def test_what_is_refused_says_why(client, body, status, message):

@@ -116,6 +116,7 @@ def test_phi():
         ({"general.architecture": "rwkv7"}, "general.architecture is 'rwkv7': expected one of"),
         ({"llama.expert_count": 8}, "the model is a mixture of experts, which is read from"),
         ({"split.count": 3}, "is one of 3 parts of a model: join them into one file with"),
+        ({"llama.rope.dimension_count": 3}, "llama.rope.dimension_count is 3: expected "),
         ({"llama.block_count": 2.5}, "'llama.block_count' is 2.5: expected a whole number"),
     ],
 )

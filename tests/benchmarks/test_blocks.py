@@ -4,9 +4,12 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 
 from benchmarks import blocks
 from mpjax.models import llama_layers
+
+pytestmark = pytest.mark.any_version
 
 SMALL = dataclasses.replace(
     blocks.PLANTED,

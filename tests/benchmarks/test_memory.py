@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 import mpjax
 from benchmarks import memory
+
+pytestmark = pytest.mark.any_version
 
 TINY = memory.QWEN3_8B | {
     "vocab_size": 2048,

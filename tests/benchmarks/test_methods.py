@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import mpjax
 from benchmarks import methods
 from tests.mpjax.checkpoint.write_checkpoint import LLAMA
+
+pytestmark = pytest.mark.any_version
 
 LITTLE = mpjax.Calibration(window=64, tokens=1024, batch=4)
 
@@ -13,7 +17,7 @@ def test_a_row_for_each_method(tmp_path, monkeypatch, capsys):
     text, held_out = methods.python_source()
     short = [document[:1500] for document in text[:2]], [held_out[0][:1500]]
     monkeypatch.setattr(methods, "RESULTS", tmp_path)
-    monkeypatch.setattr(methods, "CASES", {"WNF3A16KV16": ("rtn", "gptq", "rtn+learn_scales")})
+    monkeypatch.setattr(methods, "CASES", {"WNF3A16KV16": ("rtn", "rtn+learn_scales")})
     monkeypatch.setattr(methods, "CALIBRATION", LITTLE)
     monkeypatch.setattr(methods, "python_source", lambda: short)
     monkeypatch.setattr(methods.run, "__defaults__", (LITTLE,))
@@ -26,9 +30,9 @@ def test_a_row_for_each_method(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mpjax, "learn_scales", learn)
     methods.main([])
     rows = json.loads((tmp_path / "methods.json").read_text())["results"]
-    assert [row["method"] for row in rows] == ["", "rtn", "gptq", "rtn+learn_scales"]
-    assert min(rows[1]["rise"], rows[2]["rise"]) > 0.05
-    assert rows[3]["rise"] == 0
+    assert [row["method"] for row in rows] == ["", "rtn", "rtn+learn_scales"]
+    assert rows[1]["rise"] > 0.05
+    assert rows[2]["rise"] == 0
     assert [reference for _, reference in learned] == ["W16A16KV16"]
     assert methods.cells(rows[0])[3] == ""
     assert methods.cells(rows[1])[3].startswith("+")

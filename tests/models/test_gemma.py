@@ -11,6 +11,8 @@ from mpjax.models import ConfigError, Gemma, Gemma2, Gemma3, GroupedQuerySpec
 from mpjax.models.config import RopeScaling
 from mpjax.models.gemma import SOFTCAPS
 
+pytestmark = pytest.mark.any_version
+
 HF = {
     "vocab_size": 64,
     "hidden_size": 64,

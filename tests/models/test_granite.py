@@ -6,6 +6,8 @@ import pytest
 
 from mpjax.models import ConfigError, Granite
 
+pytestmark = pytest.mark.any_version
+
 # The config.json of Granite 3.3 2B, but for keys that say nothing about the computation.
 HF = {
     "architectures": ["GraniteForCausalLM"],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mpjax.models import Olmo2
+
+pytestmark = pytest.mark.any_version
 
 HF = {
     "hidden_size": 64,

@@ -6,6 +6,8 @@ import pytest
 
 from mpjax.models import ConfigError, Phi3
 
+pytestmark = pytest.mark.any_version
+
 # The config.json of Phi-4-mini, but for the lists of factors, which are shorter.
 HF = {
     "architectures": ["Phi3ForCausalLM"],

@@ -6,6 +6,8 @@ import pytest
 
 from mpjax.models import ConfigError, SmolLM3
 
+pytestmark = pytest.mark.any_version
+
 HF = {
     "hidden_size": 64,
     "intermediate_size": 128,

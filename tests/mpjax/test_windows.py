@@ -8,6 +8,8 @@ import pytest
 from mpjax import windows
 from mpjax.windows import document_tokens
 
+pytestmark = pytest.mark.any_version
+
 TEXTS = ["import os", "", "def f(x):\n    return x + 1\n" * 3]
 
 

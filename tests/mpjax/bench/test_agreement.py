@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from mpjax.bench import agreement
+
+pytestmark = pytest.mark.any_version
 
 ROW = {
     "precision": "W4A16KV16",

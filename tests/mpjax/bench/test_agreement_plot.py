@@ -6,6 +6,8 @@ import pytest
 
 from mpjax.bench.agreement_plot import draw, frontier
 
+pytestmark = pytest.mark.any_version
+
 
 def row(precision: str, bits: float, divergence: float) -> dict:
     return {

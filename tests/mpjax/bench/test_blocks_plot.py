@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from mpjax.bench.blocks_plot import draw
+
+pytestmark = pytest.mark.any_version
 
 
 def test_lines_and_levels_are_drawn_and_named(tmp_path):

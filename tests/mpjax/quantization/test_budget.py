@@ -10,6 +10,8 @@ from flax import nnx
 import mpjax
 from mpjax.quantization.budget import Option, cheapest, read_choices, recipe_for_budget
 
+pytestmark = pytest.mark.any_version
+
 CHOICES = ("WNF3", "W4", "W8")  # of 3.5, 4.25 and 8.25 bits
 TEXTS = ["the quick brown fox jumps over the lazy dog, and then it sleeps " * 6]
 

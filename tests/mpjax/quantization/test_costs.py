@@ -14,6 +14,8 @@ from mpjax.models import Linear
 from mpjax.quantization import costs as cost_module
 from mpjax.quantization.costs import plain_places, rounding_costs
 
+pytestmark = pytest.mark.any_version
+
 TEXTS = ["the quick brown fox jumps over the lazy dog, and then it sleeps " * 6]
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from mpjax.quantization.learning.descent import Learning, descend, mean
 
+pytestmark = pytest.mark.any_version
+
 CENTRES = jnp.asarray([[1.0, -2.0], [3.0, 0.5], [2.0, 1.5]])
 
 

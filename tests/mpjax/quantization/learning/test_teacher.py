@@ -8,6 +8,8 @@ import pytest
 from mpjax.quantization.learning.teacher import Teacher, ends_of, token_losses
 from mpjax.quantization.text import Windows
 
+pytestmark = pytest.mark.any_version
+
 
 @pytest.fixture
 def batches(rng):

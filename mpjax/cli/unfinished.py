@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mpjax.checkpoint.staging import try_to_lock
 from mpjax.cli import output
 
 
@@ -28,6 +27,8 @@ class Unfinished:
     """
 
     def __init__(self, target: Path, job: str) -> None:
+        from mpjax.checkpoint.staging import try_to_lock  # imports JAX
+
         target = target.resolve()
         self.path = target.with_name(f".{target.name}.unfinished")
         self._job = job

@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no request can be submitted: the engine was closed, or its thread has failed."""
+        """Whether no request can be submitted: the engine was closed, or a step has failed."""
         return self._is_closed
 
     @property
@@ -266,11 +266,22 @@ class Engine:
         """Starts the next program, and reads what the one before has drawn.
 
         Returns an event for each request with new tokens or an end; none if the engine is closed.
+
+        An error of the device, such as of lacking memory, ends all requests and closes the engine:
+        the program that failed has taken the cache over. So does an interruption, which would lose
+        tokens.
         """
         with self._turn:
             if self._is_closed:
                 return []
-            return self._take_inbox() + self._runner.step()
+            try:
+                return self._take_inbox() + self._runner.step()
+            except Exception as error:
+                self._end_all("error", error)
+                raise
+            except BaseException:
+                self._end_all("cancelled", CancelledError("a step of the engine was interrupted"))
+                raise
 
     def __iter__(self) -> Iterator[Event]:
         """Events of all requests, until all have ended."""
@@ -302,10 +313,11 @@ class Engine:
 
     def close(self) -> None:
         """Cancels all requests and frees the cache, once a step that runs has ended."""
-        self._shut("cancelled", CancelledError("the engine was closed"))
-        self.stop()
+        with self._door:
+            self._is_closed = True  # so that no other step begins
         with self._turn:
-            self._runner.free()
+            self._end_all("cancelled", CancelledError("the engine was closed"))
+        self.stop()
 
     def __enter__(self) -> Engine:
         return self
@@ -323,25 +335,27 @@ class Engine:
                 continue
             try:
                 self.step()
-            except Exception as error:
-                self._shut("error", error)
+            except Exception:  # which all requests have been told
                 return
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError("the engine is closed: make another one")
 
-    def _shut(self, reason: str, error: Exception) -> None:
-        """Lets no more requests in, and ends all that there are after a step that runs."""
+    def _end_all(self, reason: str, error: Exception) -> None:
+        """Lets no more requests in, ends all that there are, and frees the cache.
+
+        The caller has the turn, so that no step runs.
+        """
         with self._door:
             self._is_closed = True
-        with self._turn:
-            while self._inbox:
-                request = self._inbox.popleft()
-                if isinstance(request, Request):
-                    self._runner.submit(request)
-            for request in list(self._runner.requests.values()):
-                self._runner.end(request, reason, error)
+        while self._inbox:
+            request = self._inbox.popleft()
+            if isinstance(request, Request):
+                self._runner.submit(request)
+        for request in list(self._runner.requests.values()):
+            self._runner.end(request, reason, error)
+        self._runner.free()
 
     def _take_inbox(self) -> list[Event]:
         """Adds the requests that have come, and ends those that were cancelled."""

@@ -418,6 +418,36 @@ def test_closing_waits_for_a_step_of_another_thread(tiny, monkeypatch):
     assert found == ["cancelled"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "reason", "told"),
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED"), "error", (RuntimeError, "RESOURCE_EXHAUSTED")),
+        (KeyboardInterrupt(), "cancelled", (CancelledError, "a step .* was interrupted")),
+    ],
+)
+def test_a_step_that_fails_closes_the_engine(tiny, monkeypatch, fault, reason, told):
+    """Its program has taken the state over, and has returned none."""
+    with make_engine(tiny) as engine:
+        handles = [engine.submit(prompt) for prompt in PROMPTS[:2]]
+        engine.step()
+        runner = engine._runner
+
+        def fail(*_, **__):
+            jax.tree.map(lambda array: array.delete(), runner._state)
+            raise fault
+
+        monkeypatch.setattr(runner.programs, "decode", fail)
+        with pytest.raises(type(fault)):
+            handles[0].result()
+        for handle in handles:
+            assert handle.finish_reason == reason
+            with pytest.raises(told[0], match=told[1]):
+                handle.result()
+        assert engine.is_closed
+        assert not engine.has_work
+        assert engine.step() == []
+
+
 def test_a_thread_that_fails_ends_all_requests(tiny, monkeypatch):
     with make_engine(tiny) as engine:
         handles = [engine.submit(prompt) for prompt in PROMPTS]

@@ -262,8 +262,6 @@ class Planner:
         return count + (count * (start + count // 2) // CONTEXT if is_urgent else 0)
 
     def _cut(self, row: Row, count: int) -> Piece:
-        # Before the length grows: the first token of the piece attends to a window behind itself.
-        self._pass(row)
         start = row.length
         row.length += count
         is_first, is_last = row.is_fresh, not row.is_reading
@@ -382,7 +380,10 @@ class Planner:
         return row.keys[:pages]
 
     def _pass(self, row: Row) -> None:
-        """Releases pages that lie before the windows of all later queries."""
+        """Releases pages that lie before the windows of all later queries.
+
+        While a prompt is read, its row keeps all pages, so that they are cleared if it is NaN.
+        """
         if self.sizes.window is None:
             return
         # The next query is behind the tokens that are known, and maybe not behind planned ones.

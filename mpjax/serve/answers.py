@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from mpjax.engine.handle import Handle
 from mpjax.serve.requests import Asked
+from mpjax.serve.spelling import token_bytes, token_name
 from mpjax.tokenizer import Tokenizer
 
 
@@ -44,9 +45,9 @@ class Answer:
         head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created}
         return head | {"model": self.model, "choices": choices}
 
-    def text_of(self, token: int) -> str:
-        """The text of one token, special ones too."""
-        return self.tokenizer.decode([token], skip_special=False)
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes of one token, special ones too."""
+        return token_bytes(self.tokenizer, token)
 
 
 class Style(Protocol):
@@ -169,45 +170,61 @@ class Chats:
             return None
         content = []
         for entry in _entries(answer, handle, begin, end):
-            spelled = list(entry.text.encode())
-            one = {"token": entry.text, "logprob": entry.logprob, "bytes": spelled}
+            one = {"token": entry.name, "logprob": entry.logprob, "bytes": list(entry.spelled)}
             content.append(one | {"top_logprobs": [dict(one)] if answer.asked.with_top else []})
         return {"content": content, "refusal": None}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """A token with its log-probability; None for a prompt's first. top: the likeliest tokens."""
+    """A token with its log-probability; None for a prompt's first.
 
-    text: str
+    spelled: its bytes. likeliest: a more likely token's name and log-probability, or None.
+    """
+
+    spelled: bytes
     logprob: float | None
-    top: dict[str, float] | None
+    likeliest: tuple[str, float] | None = None
+
+    @property
+    def name(self) -> str:
+        """The text of the token, or its bytes."""
+        return token_name(self.spelled)
+
+    @property
+    def top(self) -> dict[str, float] | None:
+        """The log-probabilities of the token and of the likeliest one, by their names."""
+        if self.logprob is None:
+            return None
+        return {self.name: self.logprob} | dict([self.likeliest] if self.likeliest else [])
 
 
 def _entries(answer: Answer, handle: Handle, begin: int, end: int) -> list[_Entry]:
     """Entries of new tokens; the token itself is the only one in `top`."""
     pairs = zip(handle.tokens[begin:end], handle.logprobs[begin:end], strict=True)
-    texts = ((answer.text_of(token), logprob) for token, logprob in pairs)
-    return [_Entry(text, logprob, {text: logprob}) for text, logprob in texts]
+    return [_Entry(answer.bytes_of(token), logprob) for token, logprob in pairs]
 
 
 def _prompt_entries(answer: Answer, handle: Handle) -> list[_Entry]:
     """Entries of a prompt's tokens, each with the likeliest token in its place."""
     scores = handle.prompt_logprobs
     assert scores is not None
-    first, *others = map(answer.text_of, handle.prompt)
-    entries = [_Entry(first, None, None)]
-    for text, logprob, best, best_logprob in zip(
+    first, *others = handle.prompt
+    entries = [_Entry(answer.bytes_of(first), None)]
+    for token, logprob, best, best_logprob in zip(
         others,
         scores.logprobs.tolist(),
         scores.best.tolist(),
         scores.best_logprobs.tolist(),
         strict=True,
     ):
-        top = {text: logprob}
-        likeliest = answer.text_of(best)
-        top[likeliest] = max(best_logprob, top.get(likeliest, best_logprob))
-        entries.append(_Entry(text, logprob, top))
+        spelled, likeliest = answer.bytes_of(token), None
+        if best != token:
+            other = answer.bytes_of(best)
+            # Vocabularies may spell two tokens alike; each has a number of its own.
+            name = token_name(other) if other != spelled else f"token_id:{best}"
+            likeliest = name, best_logprob
+        entries.append(_Entry(spelled, logprob, likeliest))
     return entries
 
 
@@ -216,9 +233,9 @@ def _in_columns(entries: Sequence[_Entry], with_top: bool) -> dict[str, Any]:
     offsets, at = [], 0
     for entry in entries:
         offsets.append(at)
-        at += len(entry.text)
+        at += len(entry.spelled.decode(errors="replace"))
     return {
-        "tokens": [entry.text for entry in entries],
+        "tokens": [entry.name for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": [entry.top for entry in entries] if with_top else None,
         "text_offset": offsets,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from mpjax.engine.handle import Handle, PromptLogprobs
 from mpjax.serve.answers import Answer, Chats, Completions, Piece
 from mpjax.serve.requests import Asked
+from mpjax.serve.spelling import token_bytes
 
 pytestmark = pytest.mark.any_version
 
@@ -37,6 +40,36 @@ def test_offsets_are_those_of_the_texts_of_tokens(tiny, handle):
     assert columns["token_logprobs"] == [None, -3.0, -1.0, -0.5, -1.5]
     best = tiny.tokenizer.decode([75])
     assert columns["top_logprobs"][:3] == [None, {texts[1]: -3.0, best: -2.0}, {texts[2]: -1.0}]
+
+
+def test_parts_of_a_character_have_their_own_bytes_and_names(tiny, handle):
+    first, second, third = (_token(tiny, byte) for byte in "€".encode())
+    handle.prompt, handle.tokens = [first, second, third], [first, second]
+    best = np.array([third, third])
+    handle.prompt_logprobs = dataclasses.replace(handle.prompt_logprobs, best=best)
+    asked = answer(tiny, echo=True, with_top=True)
+    [choice] = Completions().whole(asked, [handle])["choices"]
+    names = [rf"bytes:\x{byte:02x}" for byte in "€".encode()]
+    assert choice["logprobs"]["tokens"] == [*names, *names[:2]]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    assert choice["logprobs"]["top_logprobs"][1] == {names[1]: -3.0, names[2]: -2.0}
+    [choice] = Chats().whole(asked, [handle])["choices"]
+    spelled = [entry["bytes"] for entry in choice["logprobs"]["content"]]
+    assert spelled == [[0xE2], [0x82]]
+
+
+def _token(lm, byte):
+    """The token of a single byte."""
+    return next(
+        i for i in range(lm.config.vocab_size) if token_bytes(lm.tokenizer, i) == bytes([byte])
+    )
+
+
+def test_two_tokens_of_one_spelling_have_a_number_each(tiny, handle, monkeypatch):
+    monkeypatch.setattr("mpjax.serve.answers.token_bytes", lambda *_: b"a")
+    [choice] = Completions().whole(answer(tiny, echo=True, with_top=True), [handle])["choices"]
+    top = choice["logprobs"]["top_logprobs"]
+    assert top[1:3] == [{"a": -3.0, "token_id:75": -2.0}, {"a": -1.0}]
 
 
 def test_choices_of_a_prompt_share_it(tiny, handle):

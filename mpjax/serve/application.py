@@ -196,7 +196,7 @@ class _Server:
             for handle in handles:
                 handle.cancel()
             status = 503 if self.engine.is_closed else 400
-            raise RequestError(str(error), status=status) from error
+            raise RequestError.of_engine(error, status) from error
         return handles
 
 

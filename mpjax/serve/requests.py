@@ -39,12 +39,29 @@ COMPLETION = SHARED | {"prompt", "echo"}
 CHAT = SHARED | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"}
 
 
+# The keys of clients for what the engine's messages call otherwise.
+KEYS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_ids": "stop_token_ids",
+}
+
+
 class RequestError(ValueError):
     """A body that can't be served. status: of HTTP. parameter: the key that is wrong, if one is."""
 
     def __init__(self, message: str, parameter: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.parameter, self.status = parameter, status
+
+    @classmethod
+    def of_engine(cls, error: ValueError, status: int) -> RequestError:
+        """What an engine refuses, in the client's words; most messages begin with the key."""
+        message = str(error)
+        for name, key in KEYS.items():
+            message = message.replace(name, key)
+        first = message.partition(" ")[0]
+        return cls(message, first if first in SHARED else None, status)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +111,7 @@ def read_completion(lm: LanguageModel, body: Any) -> Asked:
     if echo and (wanted is not None or maximum == 0) and _bool(body, "stream"):
         raise RequestError("a prompt's log-probabilities come whole: leave stream out", "stream")
     return _shared(
+        lm,
         body,
         prompts,
         max_new_tokens=maximum,
@@ -120,7 +138,7 @@ def read_chat(lm: LanguageModel, body: Any) -> Asked:
     wanted = _bool(body, "logprobs")
     top = _whole(body, "top_logprobs", 0, 0, 1)
     return _shared(
-        body, [ids], max_new_tokens=maximum, logprobs=wanted, with_top=wanted and bool(top)
+        lm, body, [ids], max_new_tokens=maximum, logprobs=wanted, with_top=wanted and bool(top)
     )
 
 
@@ -137,7 +155,9 @@ def _message(message: Any) -> dict[str, Any]:
     return dict(message) | {"content": "".join(map(str, parts))}
 
 
-def _shared(body: Mapping[str, Any], prompts: list[list[int]], **found: Any) -> Asked:
+def _shared(
+    lm: LanguageModel, body: Mapping[str, Any], prompts: list[list[int]], **found: Any
+) -> Asked:
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise RequestError("stream_options is not an object", "stream_options")
@@ -148,7 +168,7 @@ def _shared(body: Mapping[str, Any], prompts: list[list[int]], **found: Any) -> 
     seed = _whole(body, "seed", None, -(2**63), 2**64)
     return Asked(
         prompts=prompts,
-        sampling=_sampling(body),
+        sampling=_sampling(body, lm.config.vocab_size),
         stop=stop,
         seed=secrets.randbelow(SEEDS) if seed is None else seed % SEEDS,
         choices=_whole(body, "n", 1, 1, MOST_CHOICES) or 1,
@@ -159,19 +179,30 @@ def _shared(body: Mapping[str, Any], prompts: list[list[int]], **found: Any) -> 
     )
 
 
-def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(body: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     temperature = _number(body, "temperature", 1.0, 0.0)
     sampling: dict[str, Any] = {"repetition_penalty": _number(body, "repetition_penalty", None, 0)}
     if least := _whole(body, "min_tokens", 0, 0, None):
         sampling["min_new_tokens"] = least
     if (ids := body.get("stop_token_ids")) is not None:
-        sampling["stop_ids"] = ids
+        sampling["stop_ids"] = _stop_ids(ids, vocabulary)
     filters = {name: _number(body, name, None, None) for name in ("top_p", "top_k", "min_p")}
     if temperature:
         sampling |= {"temperature": temperature} | filters
         if filters["top_k"] in (0, -1):  # as other servers switch it off
             del sampling["top_k"]
     return sampling
+
+
+def _stop_ids(ids: Any, vocabulary: int) -> list[int]:
+    """Ids of a body. Raises RequestError for others than the model's, which could end nothing."""
+    expected = f"expected a list of token ids from 0 to {vocabulary - 1}"
+    if not isinstance(ids, list):
+        raise RequestError(f"stop_token_ids is {ids!r:.40}: {expected}", "stop_token_ids")
+    for one in ids:
+        if type(one) is not int or not 0 <= one < vocabulary:
+            raise RequestError(f"stop_token_ids has {one!r:.40}: {expected}", "stop_token_ids")
+    return ids
 
 
 def _require_known(body: Any, known: set[str]) -> None:

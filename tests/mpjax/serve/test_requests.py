@@ -81,12 +81,23 @@ def test_what_is_given_is_passed_on(tiny):
         ({"stream_options": 1}, "stream_options is not an object", "stream_options"),
         ({"echo": True, "logprobs": 1, "stream": True}, "come whole", "stream"),
         ({"n": 0}, "n is 0", "n"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5: expected a list", "stop_token_ids"),
+        ({"stop_token_ids": [2, 99999]}, "has 99999: .* from 0 to 2047", "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids has True", "stop_token_ids"),
     ],
 )
 def test_what_is_wrong_is_named(tiny, body, message, parameter):
     with pytest.raises(RequestError, match=message) as error:
         completion(tiny, **body)
     assert error.value.parameter == parameter
+
+
+def test_an_engines_messages_use_the_clients_keys():
+    error = ValueError("min_new_tokens is 9 and max_new_tokens 4; expected less")
+    found = RequestError.of_engine(error, 400)
+    assert str(found) == "min_tokens is 9 and max_tokens 4; expected less"
+    assert (found.parameter, found.status) == ("min_tokens", 400)
+    assert RequestError.of_engine(ValueError("the engine is closed"), 503).parameter is None
 
 
 @pytest.mark.parametrize("body", [None, [], "x", {}])

@@ -127,9 +127,16 @@ def read_chat(lm: LanguageModel, body: Any) -> Asked:
     variables = body.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise RequestError("chat_template_kwargs is not an object", "chat_template_kwargs")
+    tokenizer = lm.require_tokenizer()
+    # A client may choose a template, but not bring a program, which could run for ever.
+    if variables.get("chat_template") not in (None, *tokenizer.chat_templates):
+        raise RequestError(
+            "chat_template of chat_template_kwargs is not the name of a template of the model",
+            "chat_template_kwargs",
+        )
     try:
         messages = [_message(message) for message in _list(body, "messages")]
-        ids = lm.require_tokenizer().encode_chat(messages, **variables)
+        ids = tokenizer.encode_chat(messages, **variables)
     except (ValueError, TypeError) as error:
         raise RequestError(str(error), "messages") from error
     maximum = _whole(body, "max_completion_tokens", None, 1, None)

@@ -116,6 +116,10 @@ def test_chats_go_through_the_template(chat_folder):
     assert asked.prompts == [lm.tokenizer.encode_chat(plain)]
     assert asked.max_new_tokens == 4
     assert read_chat(lm, {"messages": plain}).max_new_tokens is None
+    for template in ("{% for i in range(9) %}{% endfor %}", 5, ["default"]):
+        with pytest.raises(RequestError, match="is not the name of a template") as error:
+            read_chat(lm, {"messages": plain, "chat_template_kwargs": {"chat_template": template}})
+        assert error.value.parameter == "chat_template_kwargs"
     for wrong in ([], [1], [{"role": "user", "content": [{"type": "image_url"}]}], "x"):
         with pytest.raises(RequestError) as error:
             read_chat(lm, {"messages": wrong})

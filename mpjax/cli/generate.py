@@ -178,7 +178,9 @@ def _complete_to_file(
         atomic_write(file, _as_lines(results))
         return results
     asked = [dataclasses.replace(request, place="") for request in requests]
-    kept = Unfinished(file, job_name(str(lm.source.resolve()), lm.precision, asked, options))
+    model = str(lm.source.resolve()), lm.precision, lm.config.dtype
+    positions = lm.config.max_position_embeddings  # which some rotary frequencies depend on
+    kept = Unfinished(file, job_name(model, positions, asked, options))
     if kept.results:
         output.note(f"{len(kept.results)} results of an earlier run were kept: going on with them")
     try:

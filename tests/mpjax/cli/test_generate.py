@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,21 @@ def test_nothing_is_written_unless_all_is_done(run, tmp_path, monkeypatch):
     assert run(*arguments).exit_code == 130
     assert written.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.jsonl", "results.jsonl"]
+
+
+def test_results_of_another_dtype_or_number_of_positions_are_not_kept(tmp_path, monkeypatch):
+    jobs = set()
+
+    def complete(lm, requests, size, options, kept):
+        jobs.add(kept._job)
+        return []
+
+    monkeypatch.setattr("mpjax.cli.batch.complete", complete)
+    for dtype, positions in (("float32", 9), ("float16", 9), ("float32", 8), ("float32", 9)):
+        config = SimpleNamespace(dtype=dtype, max_position_embeddings=positions)
+        lm = SimpleNamespace(source=tmp_path, precision="W16A16KV16", config=config)
+        generate._complete_to_file(lm, [], 1, {}, tmp_path / "out.jsonl")
+    assert len(jobs) == 3
 
 
 def test_a_result_that_can_not_be_written_is_refused_before_a_model_is_loaded(

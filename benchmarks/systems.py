@@ -126,7 +126,7 @@ SECTIONS = (
     ),
     Section(
         "A model on several devices: Llama-3-70B's shapes, random weights",
-        ("devices*.json",),
+        ("devices-llama3-70b*.json",),
         "Decoding after 2048 tokens. The roofline is the time to read all weights and the cache; "
         "with several devices, each reads its share at the same time.",
         ("precision", "batch", "devices", "tokens/s", "step", "of roofline", "cache tokens"),

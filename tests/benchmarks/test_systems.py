@@ -35,7 +35,7 @@ SUMMED = {
 RESULTS = {
     "serve*.json": [SERVED | {"through": "engine"}, SERVED | {"through": "batches of 64"}],
     "experts*.json": [EXPERTS],
-    "devices*.json": [DIVIDED | {"devices": 1}, DIVIDED],
+    "devices-llama3-70b*.json": [DIVIDED | {"devices": 1}, DIVIDED],
     "sums*.json": [SUMMED],
 }
 
@@ -60,7 +60,7 @@ def page(*patterns):
             "mpjax bench gemm --experts --shapes model --formats uint4:g128 --rows 16",
         ),
         (
-            "devices*.json",
+            "devices-llama3-70b*.json",
             "| W4A16KV8 | 1 | 2 | 89 | 11.23 ms | 54% | 487,808 |",
             "mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1 --new-tokens 128",
         ),

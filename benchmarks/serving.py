@@ -38,7 +38,10 @@ def command(name: str, folder: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the cases that are named, or all; returns how many failed."""
+    """Runs the cases that are named, or all; returns how many failed, and 2 for wrong usage."""
+    if not arguments:
+        print((__doc__ or "").partition("\n")[0], file=sys.stderr)
+        return 2
     folder, *names = arguments
     if unknown := sorted(set(names) - set(CASES)):
         print(f"there is no case {unknown[0]!r}: expected {', '.join(CASES)}", file=sys.stderr)

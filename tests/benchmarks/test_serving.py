@@ -36,3 +36,5 @@ def test_cases_are_chosen_by_name(tmp_path, monkeypatch, capsys):
     assert ran == [str(tmp_path / "alone.json"), str(tmp_path / "shared.json")]
     assert serving.main([str(tmp_path), "other"]) == 2
     assert "there is no case 'other'" in capsys.readouterr().err
+    assert serving.main([]) == 2
+    assert "python -m benchmarks.serving FOLDER" in capsys.readouterr().err

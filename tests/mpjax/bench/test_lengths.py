@@ -18,7 +18,13 @@ def test_fixed_uniform_and_log_normal(rng):
     assert max(Lengths.parse("lognormal:1000:0.8:1500").draw(500, rng)) == 1500
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "9-5", "lognormal:5", "lognormal:-5:1:9", "1.5"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "x", "0", "9-5", "1.5", "lognormal:5", "lognormal:-5:1:9", "lognormal:0:1:9"),
+        *("lognormal:nan:1:9", "lognormal:5:inf:9"),
+    ],
+)
 def test_other_texts_are_refused(text):
     with pytest.raises(ValueError, match=r"expected 1024, a range such as 512-2048, or lognormal"):
         Lengths.parse(text)

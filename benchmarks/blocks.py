@@ -98,7 +98,7 @@ def run(folder: str | None) -> Iterator[dict[str, Any]]:
         found = mpjax.evaluate(lm, held_out, window=calibration.window, progress=False)
         return found.perplexity
 
-    yield from _rows(base.model, batches, measured, "perplexity")
+    yield from _rows(base.model, batches, measured)
 
 
 def run_planted() -> Iterator[dict[str, Any]]:
@@ -113,7 +113,7 @@ def run_planted() -> Iterator[dict[str, Any]]:
         """The cross entropy of the exact model's predictions, as a perplexity."""
         return float(jnp.exp(-(exact * jax.nn.log_softmax(model(tokens[2]), -1)).sum(-1).mean()))
 
-    yield from _rows(model, batches, measured, "perplexity")
+    yield from _rows(model, batches, measured)
 
 
 def planted_model(config: DecoderConfig) -> Decoder:
@@ -143,13 +143,11 @@ def planted_model(config: DecoderConfig) -> Decoder:
     return model
 
 
-def _rows(
-    model: Decoder, batches: Sequence[Windows], measured: Any, name: str
-) -> Iterator[dict[str, Any]]:
+def _rows(model: Decoder, batches: Sequence[Windows], measured: Any) -> Iterator[dict[str, Any]]:
     plain = measured(model)
 
     def row(label: str, found: float, **others: Any) -> dict[str, Any]:
-        return {"precision": label, name: found, "rise": found / plain - 1} | others
+        return {"precision": label, "perplexity": found, "rise": found / plain - 1} | others
 
     yield row("W16A16", plain)
     usual = WeightFormat("uint4", 128)

@@ -13,7 +13,7 @@ LENGTH, WINDOWS = 64, 8
 
 
 def perplexity(lm: mpjax.LanguageModel) -> float:
-    """Of text that is not learned from."""
+    """The perplexity of a model on text that it has not learned from."""
     return mpjax.evaluate(lm, [other], window=LENGTH, progress=False).perplexity
 
 

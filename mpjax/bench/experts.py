@@ -18,6 +18,7 @@ from mpjax.kernels.experts.shapes import ExpertShape
 
 GATE = 8e-3  # mean error over mean magnitude, for bfloat16
 CHECKED_TOKENS = 16  # tokens whose products are compared with the reference
+MOST_BYTES = 8 * 10**9  # of the stacks that are read in turn, which all are on the device
 RAGGED_TOKENS = 64  # the most tokens for which XLA's ragged_dot, which is slow, is measured
 HEADERS = (
     *("format", "tokens", "hit", "µs", "GB/s", "TFLOP/s", "× floor"),
@@ -125,9 +126,9 @@ def _format(
 ) -> Iterator[dict[str, Any]]:
     like = jax.eval_shape(lambda: random_stack(jax.random.key(0), shape, text))
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    # As many stacks as hold enough bytes of the experts that one token hits.
+    # One token reads its own experts of each stack: together they are larger than the L2 cache.
     count = measure.copies(nbytes * shape.per_token // shape.experts)
-    count = min(count, max(2, int(8e9 // nbytes)))
+    count = min(count, max(2, MOST_BYTES // nbytes))
     stacks = [random_stack(key, shape, text) for key in jax.random.split(jax.random.key(0), count)]
     product = functools.partial(_product, gate=shape.gate)
     for tokens in all_tokens:

@@ -27,9 +27,8 @@ def random_model(
 
     Norms are ones and biases zeros. Without a format, linear maps have the model's dtype, like all
     other weights. mesh: the devices among which the decoder is divided; its weights are the same
-    for any number of them. With W4Ax, input channels have a
-    random order where a calibrated model's have one that is not folded into other weights, and one
-    block of 8 has 8 bits.
+    for any number of them. With W4Ax, input channels have a random order where a calibrated model's
+    have one that is not folded into other weights, and one block of 8 has 8 bits.
     """
     model = nnx.eval_shape(lambda: decoder(config, nnx.Rngs(0)))
     if mesh is not None:

@@ -179,7 +179,7 @@ def command(
 
 
 class Budget(NamedTuple):
-    """What the options say of a budget."""
+    """The budget in bits per weight, and the options that say how it is spent."""
 
     bits: float
     choices: tuple[str, ...]

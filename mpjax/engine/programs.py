@@ -76,7 +76,7 @@ class Stepping:
 
 @_arrays
 class Drawn:
-    """What a program has drawn.
+    """The tokens that a program has drawn.
 
     tokens, logprobs: int32 and float32 [rows, steps]. counts: int32 [rows], tokens of each row.
     running: bool [rows], whether more can be drawn.
@@ -95,7 +95,7 @@ class Drawn:
 
 @_arrays
 class PromptScores:
-    """Of each token that was read: the log-probability of the token behind it, and the likeliest.
+    """Scores behind each token that was read: of the next token of its row, and of the likeliest.
 
     logprobs: float32 [tokens], without meaning where the token behind is not known.
     best, best_logprobs: int32 and float32 [tokens].

@@ -1,4 +1,4 @@
-"""What an engine keeps on the device: one pytree, which its programs take over and return."""
+"""The state of an engine on the device: one pytree, which its programs take over and return."""
 
 from __future__ import annotations
 

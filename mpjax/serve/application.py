@@ -30,7 +30,7 @@ Read = Callable[[LanguageModel, Any], Asked]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the server refuses.
+    """The limits beyond which the server refuses requests.
 
     waiting: requests that wait for the engine, beyond which others are refused (503).
     body_bytes: of a body (413). api_key: without which requests are refused (401), or None.

@@ -14,7 +14,7 @@ from mpjax.prompts import encode, is_single
 SEEDS = 2**32
 MOST_CHOICES = 128
 
-# What is not offered, and values with which it changes nothing.
+# Keys that are not offered, and the values with which they change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
@@ -56,7 +56,7 @@ class RequestError(ValueError):
 
     @classmethod
     def of_engine(cls, error: ValueError, status: int) -> RequestError:
-        """What an engine refuses, in the client's words; most messages begin with the key."""
+        """The refusal of an engine, in the client's words; most messages begin with the key."""
         message = str(error)
         for name, key in KEYS.items():
             message = message.replace(name, key)
@@ -66,7 +66,7 @@ class RequestError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a body asks for.
+    """The request in a body.
 
     prompts: ids of each prompt. max_new_tokens: None for as many as a request may have.
     sampling, stop, priority: as for Engine.submit. seed: of the first choice; the next has the next

@@ -1,4 +1,4 @@
-"""What tests of the engine share: engines over the tiny model, and what a request says alone."""
+"""Engines over the tiny model for tests, and the tokens of a request that runs alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server's tests don't see: text and its tokens side by side."""
+"""Answers with text and its tokens side by side, which the server's tests don't look at."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ class Lengths:
                 found = cls(int(least), int(most or least))
         except ValueError as error:
             raise ValueError(f"can't read the lengths {text!r}: {EXPECTED}") from error
-        mean = 1 if found.mean is None else found.mean
-        is_finite = 0 < mean < math.inf and 0 <= found.sigma < math.inf
+        is_finite = found.mean is None or 0 < found.mean < math.inf
+        is_finite &= 0 <= found.sigma < math.inf
         if not 1 <= found.least <= found.most or not is_finite:
             raise ValueError(f"lengths {text!r} are not positive numbers in order: {EXPECTED}")
         return found

@@ -36,7 +36,7 @@ def test_text_comes_in_pieces_and_nothing_is_lost(handle, tiny):
             handle.finish("length")
         assert handle.report(tokens).finish_reason == ("length" if is_last else None)
 
-    handle._engine.next = [lambda i=i: push([i], i == ids[-1] and True) for i in ids]
+    handle._engine.next = [lambda i=i: push([i], i == ids[-1]) for i in ids]
     assert "".join(handle) == handle.text == "x = 12 + y"
     assert (handle.tokens, handle.logprobs) == (ids, [-1.0] * len(ids))
     assert handle.result() is handle

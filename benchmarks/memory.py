@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128 * 2048)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.layers < 2:
+        parser.error("--layers is less than 2: the first layer compiles, and is not counted")
     if given.write is not None:
         write_checkpoint(given.write, QWEN3_8B | {"num_hidden_layers": given.layers})
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any
 
@@ -29,11 +30,11 @@ def count_pages(lm: LanguageModel, slots: int, max_tokens: int, memory: Any, chu
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, numbers.Real)):
         raise ValueError(f"cache_memory is {memory!r}: expected bytes, or a share between 0 and 1")
     share = USUAL_SHARE if memory is None else float(memory)
-    if share > 1:
+    if 1 < share < math.inf:
         pages = min(useful, int(share - fixed) // each)
         needed = (fixed + pages * each) * lm.devices
         require_free_on(lm.model.mesh, needed, "the engine's cache")
-    elif share > 0:
+    elif 0 < share <= 1:
         free = free_bytes_on(lm.model.mesh)
         most = fixed + useful * each
         room = most if free is None else share * (free - _working_bytes(lm, slots, chunk))

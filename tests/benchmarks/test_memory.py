@@ -31,6 +31,12 @@ def test_a_checkpoint_is_written_and_quantised(tmp_path):
     assert found["packed_layer_bytes"] > 0
 
 
+def test_one_layer_is_too_few_to_measure(capsys):
+    with pytest.raises(SystemExit):
+        memory.main(["--layers", "1"])
+    assert "--layers is less than 2" in capsys.readouterr().err
+
+
 def test_the_text_is_long_enough():
     texts = memory.python_texts(1000)
     assert sum(map(len, texts)) > 12_000

@@ -36,7 +36,7 @@ def test_bytes_and_shares_and_what_is_useful(lm, monkeypatch):
     assert pages(lm, 0.5, slots=1) > 1
 
 
-@pytest.mark.parametrize("given", [0, -1, True, "8GB", 10.0, float("nan")])
+@pytest.mark.parametrize("given", [0, -1, True, "8GB", 10.0, float("nan"), float("inf")])
 def test_what_is_no_memory_is_refused(lm, given):
     with pytest.raises(ValueError, match="cache_memory is"):
         pages(lm, given)

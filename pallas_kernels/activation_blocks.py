@@ -7,8 +7,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mpjax.kernels.checks import optional_array, shown
+from mpjax.kernels.checks import are_between, is_known, optional_array, shown
 from mpjax.kernels.formats import INT4_GROUP
 from mpjax.kernels.product_format import ActivationFormat
 
@@ -49,7 +50,8 @@ class ActivationBlocks:
 
         operation: the function that takes them, for messages. channels: K.
 
-        Raises ValueError for arrays that aren't integers, or are for another number of channels.
+        Raises ValueError for arrays that aren't integers, or are for another number of channels,
+        and where values are known, for other widths and for channels that there are none of.
         """
         found: dict[str, jax.Array | None] = {}
         for name, size in (("bits", FORMAT.groups(channels)), ("permutation", channels)):
@@ -62,7 +64,14 @@ class ActivationBlocks:
                     f"channels: expected integers of shape ({size},)"
                 )
             found[name] = array
-        return ActivationBlocks(**found)
+        bits, permutation = found["bits"], found["permutation"]
+        if bits is not None and is_known(bits) and not np.isin(np.asarray(bits), WIDTHS).all():
+            raise ValueError(f"{operation}: bits of the blocks must be 4 or 8")
+        if permutation is not None and not are_between(permutation, 0, channels - 1):
+            raise ValueError(
+                f"{operation}: permutation of the blocks must be from 0 to {channels - 1}"
+            )
+        return ActivationBlocks(bits, permutation)
 
     def largest_codes(self, channels: int) -> jax.Array:
         """The largest code of each block, 7 or 127, float32 [blocks], of so many channels."""

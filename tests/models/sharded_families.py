@@ -41,7 +41,7 @@ COMMON: dict[str, Any] = {
 }
 TWO_LAYERS = {"num_hidden_layers": 2}  # of families whose layers are of two kinds
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# What a family's config.json has beside COMMON.
+# The keys of a family's config.json beside COMMON.
 CHANGES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {**TWO_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Gemma2ForCausalLM": {**TWO_LAYERS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},

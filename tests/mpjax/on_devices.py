@@ -87,7 +87,7 @@ def write(folder: Path, family: str, written: dict[str, Any] | None) -> Path:
 
 
 def write_integers(folder: Path, hf: dict[str, Any], tensors: dict[str, Any]) -> Path:
-    """What `mpjax.export` makes of the plain checkpoint: compressed-tensors' packed integers."""
+    """Writes compressed-tensors' packed integers, by `mpjax.export` of the plain checkpoint."""
     plain = {name: value for name, value in hf.items() if name != "quantization_config"}
     source = write_checkpoint(folder / "plain", plain, tensors)
     lm = mpjax.load(source, precision="W4g32A16KV16", progress=False)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mpjax.models import config_checks
 from mpjax.models.config import ConfigError, RopeScaling
 from mpjax.models.config_checks import DTYPES, MAXIMUM_INTEGER
-from mpjax.models.rope import yarn_attention_factor
+from mpjax.models.rotary import yarn_attention_factor
 
 WHERE = "config.json"
 ROTARY = f"{WHERE}, rotary scaling"

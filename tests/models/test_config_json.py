@@ -15,7 +15,7 @@ from mpjax.models.config_json import (
     require,
     sliding_window,
 )
-from mpjax.models.rope import yarn_attention_factor
+from mpjax.models.rotary import yarn_attention_factor
 
 HF = {
     "vocab_size": 1000,

@@ -65,8 +65,8 @@ class ActivationBlocks:
                 )
             found[name] = array
         bits, permutation = found["bits"], found["permutation"]
-        if bits is not None and is_known(bits) and not np.isin(np.asarray(bits), WIDTHS).all():
-            raise ValueError(f"{operation}: bits of the blocks must be 4 or 8")
+        if bits is not None:
+            require_widths(f"{operation}: bits of the blocks", bits)
         if permutation is not None and not are_between(permutation, 0, channels - 1):
             raise ValueError(
                 f"{operation}: permutation of the blocks must be from 0 to {channels - 1}"
@@ -78,3 +78,9 @@ class ActivationBlocks:
         if self.bits is None:
             return jnp.full(FORMAT.groups(channels), 127.0, jnp.float32)
         return jnp.where(self.bits == WIDTHS[0], jnp.float32(7), jnp.float32(127))
+
+
+def require_widths(name: str, bits: jax.Array) -> None:
+    """Raises ValueError for bits other than 4 and 8, if they are known."""
+    if is_known(bits) and (wrong := np.setdiff1d(np.asarray(bits), WIDTHS)).size:
+        raise ValueError(f"{name}: there is {wrong[0]}: expected 4 or 8 for each group")

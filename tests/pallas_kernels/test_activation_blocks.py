@@ -58,7 +58,7 @@ def test_the_largest_codes_of_widths():
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        (ActivationBlocks([3, 8]), "quantize_rows: bits of the blocks must be 4 or 8"),
+        (ActivationBlocks([3, 8]), "bits of the blocks: there is 3: expected 4 or 8"),
         (ActivationBlocks([4.0, 8.0]), "the blocks have bits float32 of shape"),
         (ActivationBlocks([4, 8, 8]), r"expected integers of shape \(2,\)"),
         (ActivationBlocks(None, [200, *range(199)]), "permutation of the blocks must be from 0 to"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from mpjax.models.config import (
     AttentionSpec,
@@ -29,6 +30,7 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope", "dynamic")
 ROPES = ("global", "local", "none")
 NORMS = ("pre", "post", "both")
 MAXIMUM_INTEGER = 2**31 - 1  # positions, lengths and token ids are int32
+LEAST, MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def refuse(where: str, name: str, value: Any, expected: str) -> typing.NoReturn:
@@ -50,9 +52,14 @@ def whole(
 
 
 def positive(where: str, name: str, value: Any) -> float:
-    """The value, if it is a positive, finite number; else raises ConfigError."""
-    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+    """The value, if it is a positive number of float32's range; else raises ConfigError.
+
+    Models compute in float32, where a smaller number is 0 and a larger one infinite.
+    """
+    if type(value) not in (int, float) or not value > 0:
         refuse(where, name, value, "a positive number")
+    if not LEAST <= value <= MOST:
+        refuse(where, name, value, f"a positive number from {LEAST:.2g} to {MOST:.2g}, as float32")
     return value
 
 
@@ -126,10 +133,16 @@ def _check_scaling(
 
     if not isinstance(scaling, RopeScaling):
         refuse(where, name("rope_scaling"), scaling, "a RopeScaling, or None")
+    if scaling.kind == "yarn" and config.rope_theta == 1:  # all pairs would turn equally often
+        refuse(where, name("rope_theta"), config.rope_theta, "another number than 1 with YaRN")
+    rotated = config.rotary_dim or config.head_dim
+    if scaling.kind == "dynamic" and rotated == 2:  # theta has no part in a single pair
+        field = "rotary_dim" if config.rotary_dim else "head_dim"
+        refuse(where, name(field), rotated, "4 or more with dynamic scaling")
     where = f"{where}, {name('rope_scaling')}"
     _check_fields(scaling, where, names)
     choice(where, "kind", scaling.kind, ROPE_SCALINGS)
-    pairs = (config.rotary_dim or config.head_dim) // 2
+    pairs = rotated // 2
     for field in ("short_factors", "long_factors"):
         factors = getattr(scaling, field)
         if scaling.kind == "longrope" and len(factors) != pairs:

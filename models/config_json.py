@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mpjax.models import config_checks
 from mpjax.models.config import ConfigError, RopeScaling
 from mpjax.models.config_checks import DTYPES, MAXIMUM_INTEGER
-from mpjax.models.rope import yarn_attention_factor
+from mpjax.models.rotary import yarn_attention_factor
 
 WHERE = "config.json"
 ROTARY = f"{WHERE}, rotary scaling"
@@ -217,7 +217,7 @@ def _original_context(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> i
 
 def _longrope(hf: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling:
     """LongRoPE's scaling; its attention factor follows from how much the context grows."""
-    context = _original_context(hf, parameters)
+    context = config_checks.whole(ROTARY, ORIGINAL, _original_context(hf, parameters), minimum=2)
     factor = integer(hf, "max_position_embeddings", 2048) / context
     if parameters.get("factor") is not None and hf.get(ORIGINAL) is None:
         factor = float(number(parameters, "factor", where=ROTARY))

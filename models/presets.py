@@ -11,7 +11,7 @@ from mpjax.models.llama import Llama, llama_layers
 from mpjax.models.mixtral import Mixtral
 from mpjax.models.qwen import Qwen3
 from mpjax.models.qwen_moe import Qwen3MoE
-from mpjax.models.rope import yarn_attention_factor
+from mpjax.models.rotary import yarn_attention_factor
 
 QWEN3_8B = DecoderConfig(
     vocab_size=151936,

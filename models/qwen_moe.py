@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -42,14 +43,8 @@ class Qwen2MoE(Decoder):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Qwen2MoeForCausalLM` config.json."""
-        experts = ExpertsSpec(
-            integer(hf, "moe_intermediate_size"),
-            num_experts=_experts(hf, 60),
-            experts_per_token=integer(hf, "num_experts_per_tok", 4),
-            renormalize=flag(hf, "norm_topk_prob"),
-            shared_size=integer(hf, "shared_expert_intermediate_size"),
-            shared_gate=True,
-        )
+        shared = integer(hf, "shared_expert_intermediate_size")
+        experts = dataclasses.replace(_experts(hf, 60, 4), shared_size=shared, shared_gate=True)
         bias = hf.get("qkv_bias") is None or flag(hf, "qkv_bias")
         windows = _alternating_windows(hf)
         return _config(hf, [GroupedQuerySpec(window, bias) for window in windows], experts)
@@ -63,22 +58,25 @@ class Qwen3MoE(Decoder):
     @classmethod
     def read_config(cls, hf: Mapping[str, Any]) -> DecoderConfig:
         """Reads a `Qwen3MoeForCausalLM` config.json."""
-        experts = ExpertsSpec(
-            integer(hf, "moe_intermediate_size"),
-            num_experts=_experts(hf, 128),
-            experts_per_token=integer(hf, "num_experts_per_tok", 8),
-            renormalize=flag(hf, "norm_topk_prob"),
-        )
         bias = flag(hf, "attention_bias")
         window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
         attention = GroupedQuerySpec(window, bias, bias, qk_norm=True)
-        return _config(hf, [attention] * layer_count(hf), experts)
+        return _config(hf, [attention] * layer_count(hf), _experts(hf, 128, 8))
 
 
-def _experts(hf: Mapping[str, Any], default: int) -> int:
-    """The number of experts; newer files have it by Mixtral's name."""
+def _experts(hf: Mapping[str, Any], count: int, per_token: int) -> ExpertsSpec:
+    """The spec of a layer's experts.
+
+    count, per_token: the number of experts, and of a token's, where the file has none.
+    """
+    # Newer files have the number of experts by Mixtral's name.
     older = hf.get("num_experts") is not None
-    return integer(hf, "num_experts" if older else "num_local_experts", default)
+    return ExpertsSpec(
+        integer(hf, "moe_intermediate_size"),
+        num_experts=integer(hf, "num_experts" if older else "num_local_experts", count),
+        experts_per_token=integer(hf, "num_experts_per_tok", per_token),
+        renormalize=flag(hf, "norm_topk_prob"),
+    )
 
 
 def _alternating_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:

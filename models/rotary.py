@@ -6,13 +6,14 @@ kernels rotate whole heads.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mpjax.models.config import DecoderConfig, RopeScaling
 from mpjax.models.config_checks import ROPE_SCALINGS
-from mpjax.models.rope import yarn
 
 
 def frequencies(config: DecoderConfig, rope: str = "global", length: int = 0) -> jax.Array:
@@ -44,7 +45,7 @@ def scaled_frequencies(
     if scaling.kind == "llama3":
         return _llama3(plain, scaling)
     if scaling.kind == "yarn":
-        return yarn(plain, theta, scaling)
+        return _yarn(plain, theta, scaling)
     if scaling.kind == "longrope":
         is_long = length > scaling.original_context
         factors = scaling.long_factors if is_long else scaling.short_factors
@@ -64,10 +65,39 @@ def _llama3(plain: jax.Array, scaling: RopeScaling) -> jax.Array:
     return plain * (share + (1 - share) / scaling.factor)
 
 
+def _yarn(plain: jax.Array, theta: float, scaling: RopeScaling) -> jax.Array:
+    """Frequencies float32 [pairs], of which those that turn often are kept, and others divided.
+
+    YaRN (arXiv 2309.00071, section 3.2).
+
+    plain: the frequencies before the scaling. Between the pairs of channels that turn `fast_turns`
+    and `slow_turns` times within the original context, shares of both change linearly.
+    """
+    dim = 2 * len(plain)
+
+    def channel(turns: float) -> float:
+        """The pair that turns so often within the original context."""
+        wavelength = scaling.original_context / (turns * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(theta))
+
+    first, last = channel(scaling.fast_turns), channel(scaling.slow_turns)
+    if scaling.whole_channels:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    ramp = (jnp.arange(dim // 2, dtype=jnp.float32) - first) / max(last - first, 0.001)
+    divided = jnp.clip(ramp, 0.0, 1.0)
+    return plain * (1 - divided) + plain / scaling.factor * divided
+
+
 def attention_factor(config: DecoderConfig, rope: str) -> float:
     """The factor of rotated queries and keys in layers of a kind."""
     scaling = config.rope_scaling
     return scaling.attention_factor if scaling is not None and rope == "global" else 1.0
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """The factor of queries and keys for a context that is `factor` times as long."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def turn(angles: jax.Array, rotated: int, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:

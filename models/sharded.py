@@ -391,7 +391,10 @@ def _step(
 
 
 def _create(method: str, arguments: tuple[Any, ...], model: ShardedDecoder, like: Any) -> Any:
-    """What a method of each share creates; like: a cache of the same structure, or pages."""
+    """The cache or pages of all devices, by the method of that name of each share.
+
+    like: a cache of the same structure, or pages.
+    """
     axis = str(model.share.axis)
     run = jax.shard_map(
         lambda share: getattr(share, method)(*arguments),

@@ -7,8 +7,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from mpjax.kernels.checks import optional_array, shown
+from mpjax.kernels.checks import are_between, is_known, optional_array, shown
 from mpjax.kernels.formats import INT4_GROUP
 from mpjax.kernels.product_format import ActivationFormat
 
@@ -49,7 +50,8 @@ class ActivationBlocks:
 
         operation: the function that takes them, for messages. channels: K.
 
-        Raises ValueError for arrays that aren't integers, or are for another number of channels.
+        Raises ValueError for arrays that aren't integers, or are for another number of channels,
+        and where values are known, for other widths and for channels that there are none of.
         """
         found: dict[str, jax.Array | None] = {}
         for name, size in (("bits", FORMAT.groups(channels)), ("permutation", channels)):
@@ -62,10 +64,23 @@ class ActivationBlocks:
                     f"channels: expected integers of shape ({size},)"
                 )
             found[name] = array
-        return ActivationBlocks(**found)
+        bits, permutation = found["bits"], found["permutation"]
+        if bits is not None:
+            require_widths(f"{operation}: bits of the blocks", bits)
+        if permutation is not None and not are_between(permutation, 0, channels - 1):
+            raise ValueError(
+                f"{operation}: permutation of the blocks must be from 0 to {channels - 1}"
+            )
+        return ActivationBlocks(bits, permutation)
 
     def largest_codes(self, channels: int) -> jax.Array:
         """The largest code of each block, 7 or 127, float32 [blocks], of so many channels."""
         if self.bits is None:
             return jnp.full(FORMAT.groups(channels), 127.0, jnp.float32)
         return jnp.where(self.bits == WIDTHS[0], jnp.float32(7), jnp.float32(127))
+
+
+def require_widths(name: str, bits: jax.Array) -> None:
+    """Raises ValueError for bits other than 4 and 8, if they are known."""
+    if is_known(bits) and (wrong := np.setdiff1d(np.asarray(bits), WIDTHS)).size:
+        raise ValueError(f"{name}: there is {wrong[0]}: expected 4 or 8 for each group")

@@ -16,7 +16,7 @@ from mpjax.kernels.codes import float8
 from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 
-# What says how activations are rounded, as a type, or written as a text.
+# A description of how activations are rounded, as a type or as its text.
 Format = ActivationFormat | ActivationBlocks | ProductFormat | WeightFormat | str
 
 # A token whose largest magnitude is below this counts as zero: its reciprocal could overflow.

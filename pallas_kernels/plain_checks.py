@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.kernels import codes as code_kinds
-from mpjax.kernels.activation_blocks import WIDTHS
+from mpjax.kernels.activation_blocks import require_widths
 from mpjax.kernels.checks import as_array, is_known, optional_array
 from mpjax.kernels.codes.int4 import LEAST, MOST
 from mpjax.kernels.plain_codes import PlainCodes
@@ -50,7 +50,7 @@ def require_sound(plain: PlainCodes) -> None:
     if format.codes == "int4":
         _check_values("codes", plain.codes, MOST, LEAST)
     if plain.activation_bits is not None:
-        _check_widths(plain.activation_bits)
+        require_widths("activation_bits", plain.activation_bits)
     if plain.permutation is not None:
         _check_permutation(plain.permutation)
 
@@ -103,11 +103,6 @@ def _check_values(name: str, array: jax.Array, largest: int, least: int = 0) -> 
         low, high = int(array.min()), int(array.max())
     if low < least or high > largest:
         raise ValueError(f"{name} are {low} to {high}; expected {least} to {largest}")
-
-
-def _check_widths(bits: jax.Array) -> None:
-    if is_known(bits) and (wrong := np.setdiff1d(np.asarray(bits), WIDTHS)).size:
-        raise ValueError(f"activation_bits has {wrong[0]}: expected 4 or 8 for each group")
 
 
 def _check_bytes(codes: jax.Array, steps: jax.Array, offsets: jax.Array) -> None:

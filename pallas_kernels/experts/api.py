@@ -186,15 +186,17 @@ def _read(operation: str, x: Any, weight: Any, experts: Any, epilogue: Epilogue)
     if not isinstance(weight, QuantizedTensor):
         weight = as_array(f"{operation}: the weight", weight)
         require_floats(operation, weight=weight)
-    if len(weight.shape) != 3:
+    if len(weight.shape) != 3 or 0 in weight.shape:
         raise ValueError(
             f"{operation}: the weight has shape {tuple(weight.shape)}: expected a stack of "
-            "matrices [experts, K, N]"
+            "matrices [experts, K, N], with one of each or more"
         )
     count, channels, outputs = weight.shape
-    if not experts.ndim or not jnp.issubdtype(experts.dtype, jnp.integer):
+    is_integer = jnp.issubdtype(experts.dtype, jnp.integer)
+    if not experts.ndim or not experts.shape[-1] or not is_integer:
         raise ValueError(
-            f"{operation}: experts are {shown(experts)}: expected integers of shape [..., k]"
+            f"{operation}: experts are {shown(experts)}: expected integers of shape [..., k], with "
+            "one expert or more for each token"
         )
     if x.shape not in ((*experts.shape[:-1], channels), (*experts.shape, channels)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What follows a product with an expert's matrix: a bias, a gate, a routing weight."""
+"""The end of a product with an expert's matrix: a bias, a gate, a routing weight."""
 
 from __future__ import annotations
 

@@ -8,20 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mpjax.kernels.experts.plans import PLAIN_CHANNELS
 from mpjax.kernels.gemm.plans import TritonConfig
 from mpjax.kernels.launch import load_masked
 from mpjax.kernels.target import current_target
 
-CHANNELS = 64  # input channels of a step
-
 
 def steps_of(channels: int) -> int:
     """The number of steps of the loop over K."""
-    return pl.cdiv(channels, CHANNELS)
+    return pl.cdiv(channels, PLAIN_CHANNELS)
 
 
 class PlainProgram:
-    """What a program loads, a step of its loop over K, and its masks; as `gemm.triton.Program`.
+    """The loads, the masks and a step over K of one program, as `gemm.triton.Program` has them.
 
     x: a reference to [rows, K]. matrix: one to [K, N]. tile: the rows [tile_m] and output channels
     [tile_n] of the program; rows beyond x read as zeros.
@@ -39,8 +38,8 @@ class PlainProgram:
         self.zeros = jnp.zeros((config.tile_n, config.tile_m), jnp.float32)
 
     def step(self, number: jax.Array, accumulator: jax.Array) -> jax.Array:
-        """Adds the products of CHANNELS input channels to the accumulator [tile_n, tile_m]."""
-        channel = number * CHANNELS + jnp.arange(CHANNELS)
+        """Adds the products of the step's input channels to the accumulator [tile_n, tile_m]."""
+        channel = number * PLAIN_CHANNELS + jnp.arange(PLAIN_CHANNELS)
         weights = load_masked(
             self.matrix.at[channel[None, :], self.output[:, None]],
             self._mask(self.output_mask, channel),
@@ -56,7 +55,7 @@ class PlainProgram:
 
     def _mask(self, first: jax.Array | None, channel: jax.Array) -> jax.Array | None:
         """The mask of a tile, of whose channels some may be beyond K."""
-        if self.channels % CHANNELS == 0:
+        if self.channels % PLAIN_CHANNELS == 0:
             return first
         inside = (channel < self.channels)[None, :]
         return inside if first is None else first[:, None] & inside

@@ -79,10 +79,13 @@ def build(mlp: ExpertsSpec | None = None, **changes: Any) -> Decoder:
     return model
 
 
+_quantize = jax.jit(quantize, static_argnums=1)  # op by op takes longer to compile
+
+
 def quantize_all(model: Decoder, format: str) -> None:
     for place in model.linear_places(model.config):
         for linear in place.parts(model):
-            kernel = quantize(linear.kernel.get_value(), format)
+            kernel = _quantize(linear.kernel.get_value(), format)
             if format == "int4:g128":
                 kernel = with_blocks(kernel, is_ordered=place.path.endswith("output"))
             linear.kernel = Packed(kernel)
@@ -114,12 +117,12 @@ def check(count: int, changes: dict[str, Any], format: str | None, kv: str) -> N
     divided = divide(model, count)
     require_same_arrays(model, divided.whole())
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 50, (2, 5)), jnp.int32)
-    counts, ones = jnp.asarray([5, 3], jnp.int32), jnp.ones(2, jnp.int32)
 
     def run(model: Decoder) -> list[np.ndarray]:
         cache = model.create_cache(2, 16, kv, 128 if kv in ("KV2", "KV4c") else 16)
-        logits, cache = model.step(tokens, counts, cache, fresh=True)
-        more, cache = jax.jit(lambda m, *a: m.step(*a))(model, tokens[:, :1], ones, cache)
+        step = jax.jit(lambda m, *a: m.step(*a))  # one program for both steps
+        logits, cache = step(model, tokens, jnp.asarray([5, 3], jnp.int32), cache)
+        more, cache = step(model, tokens, jnp.ones(2, jnp.int32), cache)
         assert cache.lengths.tolist() == [6, 4]
         return [np.asarray(logits), np.asarray(more)]
 

@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -39,12 +39,18 @@ COMMON: dict[str, Any] = {
     "torch_dtype": "float32",
     "eos_token_id": 2,
 }
+TWO_LAYERS = {"num_hidden_layers": 2}  # of families whose layers are of two kinds
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# What a family's config.json has beside COMMON.
+# The keys of a family's config.json beside COMMON.
 CHANGES: dict[str, dict[str, Any]] = {
-    "GptOssForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
-    "Gemma3ForCausalLM": {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "GptOssForCausalLM": {**TWO_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Gemma2ForCausalLM": {**TWO_LAYERS, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "Gemma3ForCausalLM": {
+        **TWO_LAYERS,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
+    },
     "GemmaForCausalLM": {"tie_word_embeddings": True},
     "GraniteForCausalLM": {
         "embedding_multiplier": 12.0,
@@ -55,6 +61,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2MoeForCausalLM": {**QWEN_EXPERTS, "shared_expert_intermediate_size": 96},
     "Qwen3MoeForCausalLM": QWEN_EXPERTS,
+    "SmolLM3ForCausalLM": {**TWO_LAYERS, "no_rope_layer_interval": 2},
 }
 # Families that can't be divided, and what is said.
 REFUSED = {

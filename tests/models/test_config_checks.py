@@ -67,6 +67,14 @@ def swapped(layer: Any) -> Any:
         ({"rope_scaling": RopeScaling("linear", -2.0)}, "rope_scaling: factor is -2.0"),
         ({"rope_scaling": RopeScaling("llama3", 2.0, 4.0, 4.0)}, "high_frequency_factor is 4.0"),
         ({"rope_scaling": RopeScaling("llama3", 2.0, original_context=0)}, "original_context is 0"),
+        (
+            {"rope_scaling": RopeScaling("yarn", 2.0), "rope_theta": 1.0},
+            "rope_theta is 1.0: expected another number than 1 with YaRN",
+        ),
+        (
+            {"rope_scaling": RopeScaling("dynamic", 2.0), "rotary_dim": 2},
+            "rotary_dim is 2: expected 4 or more with dynamic scaling",
+        ),
     ],
 )
 def test_what_does_not_fit_together(changes, message):
@@ -111,6 +119,8 @@ def test_values_that_are_checked_are_given_back():
         (config_checks.whole, True, "a positive integer"),
         (config_checks.whole, 2**31, "at most 2147483647"),
         (config_checks.positive, float("nan"), "a positive number"),
+        (config_checks.positive, 1e-200, r"a positive number from 1.2e-38 to 3.4e\+38, as float32"),
+        (config_checks.positive, 10**39, r"a positive number from 1.2e-38 to 3.4e\+38, as float32"),
         (config_checks.switch, 1, "true or false"),
     ):
         with pytest.raises(ConfigError, match=f"^a: b is {value!r}: expected {expected}$"):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from mpjax.models import ExpertPlace, ExpertsSpec, GptOss, GroupedQuerySpec, LayerSpec
 from mpjax.models.config import RopeScaling
-from mpjax.models.rope import yarn_attention_factor
+from mpjax.models.rotary import yarn_attention_factor
 
 KINDS = ["sliding_attention", "full_attention"] * 12
 # gpt-oss-20b.

@@ -43,3 +43,5 @@ def test_factors():
 def test_a_factor_must_be_positive():
     with pytest.raises(ConfigError, match="residual_multiplier is 0: expected a positive number"):
         Granite.config_from_hf(HF | {"residual_multiplier": 0})
+    with pytest.raises(ConfigError, match="residual_multiplier is 1e-200: expected a positive num"):
+        Granite.config_from_hf(HF | {"residual_multiplier": 1e-200})  # whose square is 0

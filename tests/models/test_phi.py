@@ -40,6 +40,12 @@ def test_phi_4_mini():
     assert Phi3.config_from_hf(first) == config
 
 
+def test_the_original_context_has_a_logarithm():
+    message = "rotary scaling: original_max_position_embeddings is 1: expected an integer from 2 on"
+    with pytest.raises(ConfigError, match=message):
+        Phi3.config_from_hf(HF | {"original_max_position_embeddings": 1})
+
+
 def test_maps_that_the_file_holds_as_one():
     config = Phi3.config_from_hf(HF)
     places = {place.path: place for place in Phi3.linear_places(config)}

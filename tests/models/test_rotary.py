@@ -19,6 +19,7 @@ from mpjax.models.rotary import (
     frequencies,
     scaled_frequencies,
     turn,
+    yarn_attention_factor,
 )
 from tests.models.small import CONFIG
 from tests.pallas_kernels.oracles import random_array, wide
@@ -130,3 +131,43 @@ def test_a_part_of_a_head_is_rotated(rng):
     expected = np.concatenate([pairs.real, pairs.imag, given[8:]])
     np.testing.assert_allclose(found, expected[order], atol=1e-6)
     assert channel_order(12, 12) is None
+
+
+# gpt-oss: fractional bounds.
+YARN = RopeScaling("yarn", 32.0, original_context=4096, whole_channels=False)
+
+
+def yarn_by_wavelengths(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Section 3.2 of YaRN by wavelengths, with a ramp over the numbers of the pairs."""
+    pairs = np.arange(dim // 2)
+    plain = theta ** (-2 * pairs / dim)
+    bounds = []
+    for turns in (scaling.fast_turns, scaling.slow_turns):
+        frequency = 2 * np.pi * turns / scaling.original_context
+        bounds.append(-np.log(frequency) / np.log(theta) * dim / 2)
+    low, high = bounds
+    if scaling.whole_channels:
+        low, high = np.floor(low), np.ceil(high)
+    kept = 1 - np.clip((pairs - low) / (high - low), 0, 1)
+    return plain * kept + plain / scaling.factor * (1 - kept)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_frequencies_of_yarn(whole):
+    scaling = RopeScaling("yarn", 32.0, original_context=4096, whole_channels=whole)
+    plain = 150000.0 ** (-jnp.arange(0, 64, 2, dtype=jnp.float32) / 64)
+    found = scaled_frequencies(64, 150000.0, scaling)
+    np.testing.assert_allclose(found, yarn_by_wavelengths(64, 150000.0, scaling), rtol=1e-5)
+    assert found[0] == 1
+    np.testing.assert_allclose(found[-1] * 32, plain[-1], rtol=1e-6)
+
+
+def test_bounds_of_yarn_that_are_rounded_differ():
+    whole = RopeScaling("yarn", 32.0, original_context=4096)
+    found = [scaled_frequencies(64, 150000.0, scaling) for scaling in (YARN, whole)]
+    assert np.abs(found[0] / found[1] - 1).max() > 0.01
+
+
+def test_the_attention_factor_of_yarn():
+    assert yarn_attention_factor(32.0) == pytest.approx(1.3466, abs=1e-4)
+    assert yarn_attention_factor(1.0) == 1.0

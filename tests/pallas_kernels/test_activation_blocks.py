@@ -53,3 +53,17 @@ def test_without_widths_all_blocks_have_eight_bits(rng):
 def test_the_largest_codes_of_widths():
     blocks = ActivationBlocks(jnp.array([4, 8], jnp.uint8))
     assert blocks.largest_codes(200).tolist() == [7, 127]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (ActivationBlocks([3, 8]), "bits of the blocks: there is 3: expected 4 or 8"),
+        (ActivationBlocks([4.0, 8.0]), "the blocks have bits float32 of shape"),
+        (ActivationBlocks([4, 8, 8]), r"expected integers of shape \(2,\)"),
+        (ActivationBlocks(None, [200, *range(199)]), "permutation of the blocks must be from 0 to"),
+    ],
+)
+def test_blocks_that_fit_no_row_of_200_channels(blocks, message):
+    with pytest.raises(ValueError, match=message):
+        blocks.checked("quantize_rows", 200)

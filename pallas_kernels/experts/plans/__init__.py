@@ -1,12 +1,13 @@
 """Plans of grouped products: from a `Problem`, the tiles that multiply it."""
 
 from mpjax.kernels.experts.plans.choice import config_of, forced, plan_of
-from mpjax.kernels.experts.plans.configuration import ExpertsConfig, Tiling
+from mpjax.kernels.experts.plans.configuration import PLAIN_CHANNELS, ExpertsConfig, Tiling
 from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.experts.plans.rule import plan_by_rule
 from mpjax.kernels.experts.plans.tables import TABLES, Key, bucket
 
 __all__ = [
+    "PLAIN_CHANNELS",
     "TABLES",
     "ExpertsConfig",
     "Key",

@@ -9,6 +9,7 @@ from mpjax.kernels.gemm.plans import TritonConfig
 
 Tiling = Literal["pairs", "counted", "sorted"]
 TILINGS: tuple[Tiling, ...] = get_args(Tiling)
+PLAIN_CHANNELS = 64  # input channels of a step of the kernel, for plain weights
 
 
 @dataclasses.dataclass(frozen=True)

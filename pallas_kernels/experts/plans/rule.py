@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpjax.kernels.device import UnsupportedError
-from mpjax.kernels.experts.plans.configuration import ExpertsConfig, Tiling
+from mpjax.kernels.experts.plans.configuration import PLAIN_CHANNELS, ExpertsConfig, Tiling
 from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.gemm.plans import triton_by_rule
 from mpjax.kernels.plans.plan import Plan
@@ -14,7 +14,6 @@ ROOM = 1.25
 # Up to this share of the experts, pairs have a tile each: hardly two are of the same expert.
 PAIRS_OF_EXPERTS = 0.25
 COUNTED_PAIRS = 1024  # the most pairs that the kernel which counts them takes
-PLAIN_CHANNELS = 64  # of a step, for plain weights
 
 
 def plan_by_rule(problem: Problem) -> Plan:

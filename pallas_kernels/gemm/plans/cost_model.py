@@ -103,7 +103,7 @@ class EightBits(NamedTuple):
         return max(product, self.megabyte * nbytes * programs * 1e-6)
 
 
-# Fitted to uint4:g128, int8/int8 and liquid4.
+# Fitted to uint4:g128, int8/int8 and liquid4, whose times also rank the configurations of int4.
 TIMES_OF_MANY_ROWS, TIMES_OF_INT8 = ManyRows(), EightBits()
 TIMES_OF_LIQUID4 = EightBits(1.48, 2.21, 0.128, 0.024, 0.00097, 0.123, 0.348, 0.84)
 TIMES_OF_FEW_ROWS = FewRows(0.8, 2.27, 0.17, 0.077, 0.0056, 0.105, 1.07, 0.0, 1.46)

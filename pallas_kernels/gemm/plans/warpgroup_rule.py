@@ -22,7 +22,7 @@ from mpjax.kernels.gemm.plans.shared_memory import why_no_room
 MOST_ROWS = {2: 256, 3: 128, 4: FEW_ROWS}
 MOST_ROWS_OF_INT8 = {2: 256, 3: 256, 4: FEW_ROWS}
 MOST_ROWS_OF_LIQUID4 = {2: 256, 3: 192, 4: FEW_ROWS}
-# Of int4 there are two sums, of a block and of all blocks.
+# A consumer of int4 has two sums, that of a block and that of all blocks.
 MOST_ROWS_OF_INT4 = {2: 128, 3: 96, 4: 64}
 INT4_ROW_MULTIPLE = 32  # a copy has a multiple of 128 bytes, also of the float32 scales of rows
 # Tiles of 8-bit activations with more rows than MOST_ROWS are multiplied as two products.

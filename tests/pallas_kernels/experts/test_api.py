@@ -75,7 +75,9 @@ def test_gradients_reach_x_the_weights_and_the_bias(arrays):
     ("changes", "message"),
     [
         ({"weight": jnp.ones((64, 16))}, r"the weight has shape \(64, 16\): expected a stack"),
+        ({"weight": jnp.ones((6, 64, 0))}, r"the weight has shape \(6, 64, 0\): .* one of each"),
         ({"experts": jnp.ones((TOKENS, 2))}, "experts are float32 .* expected integers"),
+        ({"experts": jnp.ones((TOKENS, 0), int)}, "experts are .* with one expert or more"),
         ({"experts": jnp.full((TOKENS, 2), 6)}, "experts must be from 0 to 5"),
         ({"x": jnp.ones((TOKENS, 32))}, r"x has shape \(5, 32\): expected \(5, 64\) or \(5, 2, 64"),
         ({"bias": jnp.ones(16)}, r"bias has shape \(16,\): expected \(6, 16\)"),

@@ -6,7 +6,8 @@ import pytest
 
 from mpjax.kernels.experts import triton
 from mpjax.kernels.experts.epilogue import Epilogue
-from mpjax.kernels.experts.plain import CHANNELS, steps_of
+from mpjax.kernels.experts.plain import steps_of
+from mpjax.kernels.experts.plans import PLAIN_CHANNELS
 from mpjax.kernels.experts.tiles import sorted_by_expert
 from mpjax.kernels.gemm.plans import TritonConfig
 from tests.pallas_kernels.experts.cases import EXPERTS, ROUTINGS, expected
@@ -14,7 +15,7 @@ from tests.pallas_kernels.oracles import GATES, random_array, relative_error, wi
 
 
 def test_steps():
-    assert [steps_of(channels) for channels in (1, CHANNELS, CHANNELS + 1)] == [1, 1, 2]
+    assert [steps_of(channels) for channels in (1, PLAIN_CHANNELS, PLAIN_CHANNELS + 1)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize(("channels", "outputs"), [(128, 32), (100, 40)])

@@ -55,7 +55,7 @@ def decode(codes: KVCodes, words: jax.Array, parameters: Any, dtype: str) -> jax
     ],
 )
 def test_encode_bit_for_bit_and_decode(kind, dtype, pieces, rng):
-    """As many pieces as a word has codes, or more: the words are the same."""
+    """Words are the same from one piece for each of their codes, or from more."""
     x = vectors(rng, (40, 3, 64), dtype)
     words, parameters = encode(jnp.asarray(x), VALUE_KINDS[kind], pieces)
     side = kv_side(x, kind, GIVEN.get(kind))

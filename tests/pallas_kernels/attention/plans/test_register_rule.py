@@ -66,7 +66,7 @@ def test_registers_of_programs_that_come_beside_each_other(text, batch, tokens, 
     [(9.0, 1, 3, 255), (9.0, 16, 3, 255), (9.0, 33, 3, None), (8.9, 33, 3, 255), (8.9, 66, 2, 255)],
 )
 def test_programs_beside_each_other(capability, splits, stages, registers):
-    """As many as there are, or as shared memory holds the tiles of, but for 32 KiB.
+    """All that there are, or as many as shared memory holds the tiles of, but for 32 KiB.
 
     Tiles have 32 KiB: an H200 has room for six of them, an L40S for two.
     """

@@ -15,7 +15,7 @@ from tests.pallas_kernels.attention.plans.problems import DEVICES, FORMATS, any_
 def assert_sound(problem):
     config = config_by_rule(problem)
     assert why_unsound(config, problem) is None, config
-    # As many bytes as a program has in all, whatever is reserved for what.
+    # The bytes that a program has in all, whatever is reserved for what.
     ahead = (config.stages - 1) * config.tile_keys * problem.token_bytes
     if problem.residual:
         waiting = 2 * 2 * problem.cache.head_dim * config.residual_keys

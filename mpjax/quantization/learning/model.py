@@ -214,7 +214,7 @@ class _Lesson:
         return states
 
     def _head(self, index: int) -> tuple[Any, Any, Any, Any]:
-        """What `token_losses` takes beside states, and the weight of each position."""
+        """The arguments of `token_losses` beside states, and the weight of each position."""
         if self.teacher is not None:
             goal, teacher = self.teacher.states[index], self.teacher.ends
             return self.ends, teacher, goal, self._weights(index)

@@ -104,6 +104,8 @@ def recipe_for_budget(
 
 def read_choices(choices: Sequence[str]) -> list[WeightFormat]:
     """The formats that W parts of a precision name. Raises ValueError for others."""
+    if isinstance(choices, str) or not isinstance(choices, Sequence):
+        raise ValueError(f"choices is {shown(choices)}: expected a list of W parts, ['W4', 'W8']")
     formats = []
     for text in choices:
         if not isinstance(text, str) or not W_PART.fullmatch(text):

@@ -90,6 +90,7 @@ def test_choices_are_w_parts():
         ("four", {}, "bits is 'four': expected bits per weight"),
         (4.5, {"precision": "W4A16KV8"}, "the budget decides about W, so leave it out"),
         (4.5, {"choices": []}, "choices is empty"),
+        (4.5, {"choices": "W4"}, "choices is 'W4': expected a list"),
         (4.5, {"choices": ["W4g256"]}, "W4g256"),
         (
             4.5,

@@ -188,7 +188,8 @@ def _choose_rows(lm: LanguageModel, batch: int, padded: int, room: int) -> int:
 def _needed_bytes(lm: LanguageModel, rows: int, *, padded: int, room: int) -> int:
     """Bytes of the cache and of a layer's widest activations, inside the MLP, during prefill.
 
-    Of all devices: each has its channels inside the MLP, and all of the residual stream.
+    The bytes are those of all devices together. Each device has its share of the channels inside
+    the MLP, and the whole residual stream.
     """
     shapes = jax.eval_shape(
         lambda: lm.model.create_cache(rows, padded + room, lm.kv_format, lm.page_size)

@@ -81,7 +81,7 @@ def calibrate_cache(
         if not is_finite:
             raise NotFiniteError("document", document, lm.config.dtype)
     of_layers = jax.vmap(jax.vmap(functools.partial(cache_scales, format=format)))
-    model = nnx.merge(*nnx.split(lm.model))
+    model = nnx.clone(lm.model)
     model.cache_scales = CacheScales(of_layers(largest[:, :, None]))
     return dataclasses.replace(lm, model=model)
 

@@ -70,7 +70,7 @@ def compare(
     batch = whole_number("batch", batch)
     require_documents(documents)
     documents = list(documents)
-    window = read_window(reference, read_window(lm, window))
+    window = min(read_window(model, window) for model in (lm, reference))
     found, expected_cut = (
         cut(model, documents, window, window if stride is None else stride)
         for model in (lm, reference)

@@ -126,7 +126,10 @@ def cut(lm: LanguageModel, documents: Iterable[str], window: int | None, stride:
         pieces = windows.joined(tokenizer, documents, window, stride)
         texts = [tokenizer.decode(piece.tokens[piece.first :].tolist()) for piece in pieces]
     if not any(piece.predicted for piece in pieces):
-        raise ValueError("documents have no token to predict: expected a text that is not empty")
+        raise ValueError(
+            f"documents have no token to predict in windows of {window}: expected more text, or a "
+            "longer window"
+        )
     return Cut(pieces, window, stride, sum(len(text.encode()) for text in texts))
 
 

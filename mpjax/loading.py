@@ -98,7 +98,7 @@ def load(
     if is_saved(folder):
         verify = reading.get("verify", True)
         lm = restoring.restore(
-            *(folder,),
+            folder,
             precision=precision,
             dtype=dtype,
             verify=verify,

@@ -205,7 +205,7 @@ def describe_weights(format: WeightFormat, bits: int = 16) -> str:
 
 
 def describe_table(format: WeightFormat) -> str:
-    """What stands behind H or E in a precision, such as `8`, `4g64` or `16`."""
+    """The text behind H or E in a precision, such as `8`, `4g64` or `16`."""
     if not format.is_packed:
         return "16"
     weights, activations = parts = _parts_of(format)

@@ -1,4 +1,4 @@
-"""Which tables of a vocabulary, the embedding and the head, are packed, and in which format."""
+"""The packed tables of a vocabulary, which are the embedding and the head, and their formats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tables_of(named: Mapping[str, WeightFormat], config: DecoderConfig) -> dict[
 
 
 def packed(tables: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
-    """Those of the tables that have a packed format."""
+    """The tables that have a packed format, without the others."""
     return {path: format for path, format in tables.items() if format.is_packed}
 
 

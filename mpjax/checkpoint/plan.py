@@ -126,7 +126,7 @@ class Plan:
 def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
     """Tensors by module and suffix: `a.b.weight` is the suffix `weight` of the module `a.b`.
 
-    What belongs to a weight has a longer suffix, as in `a.b.weight.absmax`.
+    A tensor that belongs to a weight has a longer suffix, as in `a.b.weight.absmax`.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():

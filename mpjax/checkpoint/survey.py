@@ -20,7 +20,7 @@ SHOWN_FILES = 8
 def survey(path: Path) -> list[tuple[str, str]]:
     """Labels and texts: the kind of the files, the architecture, the types and the sizes.
 
-    What can't be read is left out, and nothing is raised for it.
+    A fact that can't be read is left out, and no error is raised for it.
     """
     source = locate(path)
     config = _attempt(source.read_config) or {}

@@ -110,9 +110,8 @@ def _from_model(
             raise ValueError(
                 f"{place.path} is quantised already: load the 16-bit checkpoint without a W part"
             )
-    graph, state = nnx.split(lm.model)
-    # The copy has variables of its own, as rotations change them in place.
-    model: Decoder = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+    # The copy has variables of its own, as rotations change them in place; arrays are shared.
+    model = nnx.clone(lm.model)
     batches = _read(documents, lm.tokenizer, lm.source, model, calibration)
     with layers_bar("Quantising", lm.source, progress, model.config.num_layers) as advance:
         quantize_decoder(

@@ -34,7 +34,7 @@ class BlockRule:
         or all have them.
     is_ordered: whether channels are sorted; for comparisons, False keeps their order.
 
-    Raises ValueError for numbers below zero.
+    Raises ValueError for anything but such numbers.
     """
 
     one_in: int = DEFAULT_WIDE_BLOCKS
@@ -44,8 +44,10 @@ class BlockRule:
     def __post_init__(self) -> None:
         if not isinstance(self.one_in, int) or self.one_in < 0:
             raise ValueError(f"one_in is {shown(self.one_in)}: expected 0 or more")
-        if self.error is not None and not self.error > 0:
-            raise ValueError(f"error is {shown(self.error)}: expected a number above 0")
+        error = self.error
+        is_number = isinstance(error, int | float) and not isinstance(error, bool)
+        if error is not None and not (is_number and error > 0):
+            raise ValueError(f"error is {shown(error)}: expected a number above 0")
 
     @property
     def needs_text(self) -> bool:

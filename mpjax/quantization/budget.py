@@ -8,6 +8,7 @@ Quantization via the Linearity Theorem", 2024, §3 and §5). Dynamic programming
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from mpjax.quantization.costs import plain_places, rounding_costs
 from mpjax.quantization.recipe import DEFAULT_METHOD, Recipe, Rule
 
 CHOICES = ("WNF2", "WNF3", "W4", "W8")
+W_PART = re.compile(r"W[A-Z]*\d+(g(\d+|K))?(sym)?", re.IGNORECASE)
 
 
 class Option(NamedTuple):
@@ -102,11 +104,17 @@ def recipe_for_budget(
 
 def read_choices(choices: Sequence[str]) -> list[WeightFormat]:
     """The formats that W parts of a precision name. Raises ValueError for others."""
+    if isinstance(choices, str) or not isinstance(choices, Sequence):
+        raise ValueError(f"choices is {shown(choices)}: expected a list of W parts, ['W4', 'W8']")
     formats = []
     for text in choices:
-        found = Precision.parse(f"{text}A16KV16").weights if isinstance(text, str) else None
-        if found is None:
-            raise ValueError(f"choices has {shown(text)}: expected W parts, such as W4 or WNF3")
+        if not isinstance(text, str) or not W_PART.fullmatch(text):
+            raise ValueError(
+                f"choices has {shown(text)}: expected W parts of formats with 16-bit activations, "
+                "such as W4 or WNF3"
+            )
+        found = Precision.parse(f"{text}A16KV16").weights
+        assert found is not None
         formats.append(found)
     if not formats:
         raise ValueError("choices is empty: expected W parts, such as W4 and W8")

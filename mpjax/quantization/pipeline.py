@@ -102,8 +102,7 @@ def quantize_layer(
 
     Raises ValueError for weights that are too large or too small for their format.
     """
-    graph, state = nnx.split(layer)
-    layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))  # the copy has own variables
+    layer = nnx.clone(layer)  # with variables of its own, which folds change in place
     for fold in places:
         rule = rules[fold.target]
         if not rule.weights.is_packed:

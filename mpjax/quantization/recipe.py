@@ -192,7 +192,8 @@ class Recipe:
         """The recipe for a model of so many layers: those counted from the last get numbers."""
 
         def numbered(match: re.Match[str]) -> str:
-            return f"layers.{count - int(match[1])}."
+            number = count - int(match[1])
+            return f"layers.{number}." if 0 <= number < count else match[0]  # matches no map
 
         rules = [
             dataclasses.replace(rule, modules=FROM_THE_LAST.sub(numbered, rule.modules))

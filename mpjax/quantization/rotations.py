@@ -6,7 +6,7 @@ read them, which are multiplied by the inverse of Q, and all that is added to th
 multiplied by Q. The model computes what it computed, and no channel of the stream is much larger
 than the others. A rotation of the channels of each value head is undone by the output map.
 
-Which maps read and write the stream, and which channels may be mixed, is said by the layer's spec.
+The layer's spec says which maps read and write the stream, and which channels may be mixed.
 QuaRot's other rotations take time in every step: R3 turns queries and keys after their rotary
 embedding, as KV4 does with keys, and R4 the inputs of the down projection, which a kernel would
 have to do between the gate and the product.
@@ -142,7 +142,7 @@ def _rotate_channels(layer: DecoderLayer, fold: Fold) -> None:
 
 
 def _outputs(layer: DecoderLayer, config: DecoderConfig, *, is_rotated: bool) -> jax.Array:
-    """What a layer adds to a random stream, float32, in the channels of the stream as it was."""
+    """The sum that a layer adds to a random stream, float32, in unrotated channels."""
     stream = stream_rotation(config)
     shape = 1, CHECKED_TOKENS, config.hidden_size
     hidden = jax.random.normal(jax.random.key(OF_CHECK), shape)

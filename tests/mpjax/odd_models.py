@@ -34,6 +34,6 @@ def write_overflowing_model(folder: Path, like: Path, config: dict) -> Path:
 
 def with_damaged_token(lm: mpjax.LanguageModel, token: int) -> mpjax.LanguageModel:
     """The model with NaN in the embedding of a token: what follows it is NaN."""
-    model = nnx.merge(*nnx.split(lm.model))
+    model = nnx.clone(lm.model)
     model.embedding = nnx.Param(model.embedding.get_value().at[token].set(jnp.nan))
     return dataclasses.replace(lm, model=model)

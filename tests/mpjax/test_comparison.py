@@ -76,6 +76,15 @@ def test_a_model_does_not_differ_from_itself(tiny):
     assert found.stride == 5
 
 
+def test_the_default_window_fits_both_models(tiny):
+    short = dataclasses.replace(tiny, model=nnx.clone(tiny.model))
+    short.model.limit_positions(WINDOW)
+    for lm, reference in ((tiny, short), (short, tiny)):
+        assert compare(lm, reference, DOCUMENTS, batch=2).window == WINDOW
+    with pytest.raises(ValueError, match=f"expected at most {WINDOW}, the positions"):
+        compare(tiny, short, DOCUMENTS, window=2 * WINDOW)
+
+
 def test_other_vocabularies_and_tokenizers_are_refused(tiny, monkeypatch):
     small = dataclasses.replace(tiny.config, vocab_size=2047)
     other = dataclasses.replace(tiny)

@@ -189,6 +189,7 @@ def test_joined_windows_are_those_of_papers(tiny, chunked):
         (["x"], {"window": 8, "stride": 9}, "stride is 9: expected at most 8, the window"),
         (["x"], {"stride": 0}, "stride is 0: expected 1 or more"),
         (["x"], {"stride": 8}, "no token to predict"),
+        (["x = y"], {"window": 1, "stride": 1}, r"in windows of 1: .* a longer window"),
         (["x"], {"batch": 0}, "batch is 0: expected 1 or more"),
         (["x"], {"batch": "8"}, "batch is '8': expected 1 or more, a whole number"),
         (["x"], {"window": 16.0}, r"window is 16\.0: expected 1 or more, a whole number"),

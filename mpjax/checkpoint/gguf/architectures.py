@@ -99,7 +99,7 @@ PHI_NAMES = {
     **{k: v for k, v in NAMES.items() if k not in ("attn_q", "attn_k", "attn_v", "ffn_gate")},
     **{"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
-# Of Gemma's models, those whose scores are scaled by other than 1 / √(head dim), by their layers.
+# The layers of Gemma's 27B models, whose scores are not scaled by 1 / √(head dim).
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 

@@ -1,4 +1,4 @@
-"""What a GGUF file says of the rotary embedding, as keys of config.json."""
+"""Converts a GGUF file's description of the rotary embedding to keys of config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mpjax.errors import CheckpointError
 # frequencies are divided, which follow from these.
 LLAMA3_FACTORS = (8.0, 32.0, 16.0, 4.0, 2.0)
 LLAMA3_CONTEXT, LOW, HIGH = 8192, 1.0, 4.0
-
 
 LLAMA3 = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"

@@ -1,4 +1,4 @@
-"""What the formats of NVIDIA's Model Optimizer share: their `quantization_config`.
+"""The `quantization_config` of checkpoints of NVIDIA's Model Optimizer, in all of its formats.
 
 Older checkpoints have it in hf_quant_config.json, under `quantization`. Source: TensorRT Model
 Optimizer, torch/export/convert_hf_config.py.

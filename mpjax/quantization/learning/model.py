@@ -77,7 +77,7 @@ def learn_scales(
     if rechoose and not isinstance(reference, LanguageModel):
         raise ValueError("rechoose needs the 16-bit model: pass a LanguageModel as reference")
     _check_experts(lm.model)
-    model: Decoder = nnx.merge(*nnx.split(lm.model))
+    model = nnx.clone(lm.model)
     batches = windows_of(
         *(list(documents), lm.require_tokenizer(), model.config.vocab_size),
         window=min(calibration.window, model.config.max_position_embeddings),
@@ -214,7 +214,7 @@ class _Lesson:
         return states
 
     def _head(self, index: int) -> tuple[Any, Any, Any, Any]:
-        """What `token_losses` takes beside states, and the weight of each position."""
+        """The arguments of `token_losses` beside states, and the weight of each position."""
         if self.teacher is not None:
             goal, teacher = self.teacher.states[index], self.teacher.ends
             return self.ends, teacher, goal, self._weights(index)

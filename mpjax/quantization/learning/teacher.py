@@ -1,4 +1,4 @@
-"""What a quantised model learns from: the predictions of its 16-bit version, or the text itself."""
+"""The teacher of a quantised model: its 16-bit version, or in its place the text itself."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Teacher:
     def of(
         cls, source: LanguageModel | str | os.PathLike[str], batches: Sequence[Windows], dtype: str
     ) -> Teacher:
-        """A model that reads batches; of a checkpoint's folder, one layer at a time is read.
+        """Runs a model over batches; a checkpoint's folder is read one layer at a time.
 
-        dtype: what a checkpoint's model computes in.
+        dtype: of the activations, for a checkpoint.
         """
         if isinstance(source, LanguageModel):
             source.require_one_device("learning from")
@@ -72,7 +72,7 @@ def ends_of(model: Decoder) -> Decoder:
     layers = model.layers
     model.layers = nnx.List([])
     try:
-        return nnx.merge(*nnx.split(model))
+        return nnx.clone(model)
     finally:
         model.layers = layers
 

@@ -1,4 +1,4 @@
-"""What is at a path, whether or not it can be loaded."""
+"""The survey of a path, whether or not it can be loaded."""
 
 from __future__ import annotations
 

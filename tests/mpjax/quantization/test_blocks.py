@@ -104,7 +104,11 @@ def test_an_error_is_a_budget_of_each_map(limit, wide):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"one_in": -1}, "one_in is -1"), ({"error": 0.0}, r"error is 0\.0: expected a number above")],
+    [
+        ({"one_in": -1}, "one_in is -1"),
+        ({"error": 0.0}, r"error is 0\.0: expected a number above"),
+        ({"error": "small"}, "error is 'small': expected a number above"),
+    ],
 )
 def test_rules_without_sense(fields, message):
     with pytest.raises(ValueError, match=message):

@@ -76,9 +76,11 @@ def test_choices_are_w_parts():
         "uint4:g128",
         "table3:g128",
     ]
-    for wrong in ("W4A8", 3, "nonsense"):
-        with pytest.raises(ValueError, match=r"W4A8|choices has 3|nonsense"):
+    for wrong in ("W4A8", 3, "nonsense", "W4+W8"):
+        with pytest.raises(ValueError, match=f"choices has {wrong!r}".replace("+", r"\+")):
             read_choices([wrong])
+    with pytest.raises(ValueError, match="W5A16 is not implemented"):
+        read_choices(["W5"])
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,7 @@ def test_choices_are_w_parts():
         ("four", {}, "bits is 'four': expected bits per weight"),
         (4.5, {"precision": "W4A16KV8"}, "the budget decides about W, so leave it out"),
         (4.5, {"choices": []}, "choices is empty"),
+        (4.5, {"choices": "W4"}, "choices is 'W4': expected a list"),
         (4.5, {"choices": ["W4g256"]}, "W4g256"),
         (
             4.5,

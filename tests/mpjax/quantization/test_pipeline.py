@@ -93,7 +93,7 @@ def test_better_methods_lose_less(batches):
     expected = np.asarray(model(batches[0].tokens), np.float64)
     errors = {}
     for method in ("rtn", "clip", "gptq"):
-        quantized = nnx.merge(*nnx.split(model))
+        quantized = nnx.clone(model)
         recipe = Recipe.of("W4g32A16KV16", method)
         quantize_decoder(quantized, layers_of(model), batches, recipe)
         errors[method] = np.abs(quantized(batches[0].tokens) - expected).mean()
@@ -103,7 +103,7 @@ def test_better_methods_lose_less(batches):
 
 def test_maps_of_16_bits_stay(batches):
     model = small_model(CONFIG)
-    quantized = nnx.merge(*nnx.split(model))
+    quantized = nnx.clone(model)
     content = {"precision": "W4g32A16KV16", "method": "rtn"}
     rules = [{"modules": "layers.1.*", "precision": "W16A16KV16"}]
     done = []
@@ -200,7 +200,7 @@ def test_channels_that_move_change_no_output(mixed):
     layer, found, stream = mixed
     hidden = jnp.asarray(stream.states[0])
     expected, _ = layer.inputs(hidden, stream.angles["global"])
-    moved = nnx.merge(*nnx.split(layer))
+    moved = nnx.clone(layer)
     orders = reorder(moved, dict(found), rules_for(BlockRule()), WIDE.layers[0].folds(WIDE))
     assert orders.keys() == set(PATHS) - {"mlp.down"}
     outputs, inputs = moved.inputs(hidden, stream.angles["global"])

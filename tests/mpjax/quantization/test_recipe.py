@@ -148,6 +148,9 @@ def test_lists_of_patterns_and_layers_from_the_last(write):
     wide = [path for path in PATHS if recipe.rule_of(path).weights.bits == 8]
     assert wide == [path for path in PATHS if path != "layers.1.attention.qkv"]
     assert recipe.of_layers(3) == recipe
+    far = Recipe.read(write(text.replace("-1", "-4"))).of_layers(3)
+    with pytest.raises(ValueError, match=r"the rule for 'layers\.-4\.\*' matches no linear map"):
+        far.require_used(PATHS)
 
 
 @pytest.mark.parametrize("precision", ["W4A16KV8", "W4A16KV4cH16", "W8A8KV8H8E8", "W4g32A32KV16E4"])

@@ -138,7 +138,7 @@ def test_other_groups_are_refused():
 
 
 def test_scales_of_the_cache_are_read_or_their_loss_is_said(tmp_path, rng):
-    """Those of compressed-tensors are read; ModelOpt's are not."""
+    """The scales of compressed-tensors are read; those of ModelOpt are not."""
     hf = LLAMA | SQUARE | {"num_hidden_layers": 1}
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     for config, prefix in ((COMPRESSED, ""), (MODELOPT, "{}_proj.")):

@@ -72,7 +72,7 @@ def test_it_composes_with_other_steps(batches):
     expected = np.asarray(model(batches[0].tokens), np.float64)
     errors = {}
     for method in ("rtn", "rtn+learn"):
-        quantized = nnx.merge(*nnx.split(model))
+        quantized = nnx.clone(model)
         content = {"precision": "WNF2g32A16KV16", "method": "rtn", "learning": {"rate": 0.02}}
         content["rules"] = [{"modules": "layers.*.mlp.*", "method": method}]
         recipe = Recipe.parse(content)

@@ -81,7 +81,7 @@ def test_gradients_reach_gains_and_shifts_alone(weight, x):
 
 @pytest.mark.parametrize("format", ["table2:g32", "liquid4:g64/int8"])
 def test_codes_can_be_chosen_anew(weight, format):
-    """Those nearest to the latent weight of the current grid."""
+    """The chosen codes are the nearest of the current grid to the latent weight."""
     linear = Linear(quantize(weight, format))
     held, chosen = LearnedLinear(linear), LearnedLinear(linear, latent=weight)
     for it in (held, chosen):

@@ -64,7 +64,7 @@ def loss_of(lm, teacher=None):
 def test_the_gradient_is_that_of_the_whole_model(rounded, tiny, has_teacher, monkeypatch):
     """As jax.grad finds it, through all layers at once."""
     monkeypatch.setattr(module, "LOGITS_BYTES", 2 * 2048 * 4 * 5)  # five tokens of a row at a time
-    model = nnx.merge(*nnx.split(rounded.model))
+    model = nnx.clone(rounded.model)
     batches = batches_of(rounded)
     teacher = module.Teacher.of(tiny, batches, "float32") if has_teacher else None
     module._make_learned(model, False, None)

@@ -90,7 +90,7 @@ def command(
         ),
     ] = None,
     choices: Annotated[
-        str, typer.Option(metavar="W2,W4", help="Formats that --budget chooses among.")
+        str, typer.Option(metavar="W4,W8", help="Formats that --budget chooses among.")
     ] = "WNF2,WNF3,W4,W8",
     text: Annotated[
         Path | None,

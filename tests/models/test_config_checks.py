@@ -83,17 +83,16 @@ def test_what_does_not_fit_together(changes, message):
 
 
 @pytest.mark.parametrize(
-    ("half", "field"),
+    ("half", "field", "value"),
     [
-        (half, field.name)
+        (half, field.name, value)
         for half in ("attention", "mlp")
         for field in dataclasses.fields(getattr(LAYERS[0], half))
+        for value in ["1", -1, 0, [1], 2.5, 2**31]
+        if not (field.name in ("scale", "softcap") and value in (2.5, 2**31))  # they may have these
     ],
 )
-@pytest.mark.parametrize("value", ["1", -1, 0, [1], 2.5, 2**31])
 def test_each_field_of_a_layer_is_checked(half, field, value):
-    if field in ("scale", "softcap") and value in (2.5, 2**31):
-        pytest.skip("a number that it may have")
     spec = dataclasses.replace(getattr(LAYERS[1], half), **{field: value})
     layers = (LAYERS[0], dataclasses.replace(LAYERS[1], **{half: spec}))
     message = rf"^DecoderConfig, layers\[1\]\.{half}: {field} is .*: expected "

@@ -84,7 +84,8 @@ def _is_in_best_groups(ranked: jax.Array, count: int, routing: Routing) -> jax.A
 
     ranked: [lanes], a power of two; lanes past the `count` experts are in no group.
     """
-    assert routing.groups is not None and routing.groups_per_token is not None
+    assert routing.groups is not None
+    assert routing.groups_per_token is not None
     number, size = jnp.arange(ranked.shape[0]), count // routing.groups
     place = jnp.arange(pl.next_power_of_2(routing.groups))
     scores = jnp.full(place.shape, -jnp.inf, jnp.float32)
@@ -95,9 +96,9 @@ def _is_in_best_groups(ranked: jax.Array, count: int, routing: Routing) -> jax.A
     is_free, is_best = place < routing.groups, number < 0
     for _ in range(routing.groups_per_token):
         best = jnp.where(is_free, scores, -jnp.inf).max()
-        group = jnp.where(is_free & (scores == best), place, routing.groups - 1).min()
-        is_free &= place != group
-        is_best |= (number >= group * size) & (number < (group + 1) * size)
+        index = jnp.where(is_free & (scores == best), place, routing.groups - 1).min()
+        is_free &= place != index
+        is_best |= (number >= index * size) & (number < (index + 1) * size)
     return is_best
 
 

@@ -43,6 +43,9 @@ def config_by_rule(problem: Problem) -> ExpertsConfig:
     # there is a tile for each multiprocessor.
     tiles = product.outputs // config.tile_n
     is_whole = problem.gated and tiles >= problem.limits.multiprocessors
+    # A dense product splits only the channels past `unsplit`, which fill no whole round of the GPU.
+    # Here all would be split, and float32 terms of several rounds written and read again.
+    is_whole |= config.unsplit is not None
     return ExpertsConfig(
         config.tile_m,
         config.tile_n,

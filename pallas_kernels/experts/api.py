@@ -89,14 +89,27 @@ def grouped_matmul_terms(
     derivatives are as for `grouped_matmul` with routing weights.
 
     activations: how x is rounded where it and the weight are parts of rows and of input channels;
-        None for whole ones.
+        None for whole ones. Its format is that of the weight's activations.
     """
     if activations is not None:
-        require_type("grouped_matmul_terms: activations", activations, DividedRows)
+        _check_divided_rows("grouped_matmul_terms", activations, weight)
     weights = as_array("grouped_matmul_terms: routing_weights", routing_weights)
     call = _read("grouped_matmul_terms", x, weight, experts, Epilogue(bias, None, weights))
     terms = _run(call, implementation, activations)
     return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
+
+
+def _check_divided_rows(operation: str, activations: Any, weight: Any) -> None:
+    """Raises ValueError for a rounding that is not the weight's own."""
+    require_type(f"{operation}: activations", activations, DividedRows)
+    is_packed = isinstance(weight, QuantizedTensor)
+    own = weight.activations if is_packed else ActivationFormat()
+    if own != activations.format:
+        kind = weight.format if is_packed else "plain"
+        raise ValueError(
+            f"{operation}: activations are rounded to {activations.format}, and beside a weight in "
+            f"{kind} to {own}: expected None, or DividedRows of the weight's own format"
+        )
 
 
 class _Call(NamedTuple):
@@ -125,7 +138,7 @@ def _run(
     if name == "triton":
         run = functools.partial(_by_kernel, config_of(problem), rows)
         return differentiable(run, x, weight, experts, epilogue)
-    found = reference.products(x, weight, experts, epilogue)
+    found = reference.products(x, weight, experts, epilogue, rows)
     return found if epilogue.routing_weights is None else jnp.moveaxis(found, 1, 0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.gemm.api import matmul
 from mpjax.kernels.quantized_tensor import QuantizedTensor
@@ -17,17 +18,19 @@ def products(
     weight: jax.Array | QuantizedTensor,
     experts: jax.Array,
     epilogue: Epilogue,
+    activations: DividedRows | None = None,
 ) -> jax.Array:
     """Products [tokens, k, N] in float32 of each token's row with its experts' matrices.
 
     x: [tokens, K], or [tokens, k, K] with a row for each expert. weight: [experts, K, N]. experts:
     int [tokens, k]. With a gate the result is [tokens, k, N / 2].
+    activations: how parts of rows are rounded; None for whole rows.
     """
     rows = x if x.ndim == 3 else x[:, None]  # [tokens, k or 1, K]
 
     def add(total: jax.Array, entry: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
         number, matrix = entry
-        product = _product(rows, matrix)
+        product = _product(rows, matrix, activations)
         return jnp.where((experts == number)[..., None], product, total), None
 
     count = len(jax.tree.leaves(weight)[0])
@@ -44,8 +47,14 @@ def products(
     return total
 
 
-def _product(rows: jax.Array, matrix: Any) -> jax.Array:
+def _product(rows: jax.Array, matrix: Any, activations: DividedRows | None) -> jax.Array:
     if isinstance(matrix, QuantizedTensor):
-        return matmul(rows, matrix, implementation="reference", out_dtype=jnp.float32)
+        return matmul(
+            rows,
+            matrix,
+            implementation="reference",
+            out_dtype=jnp.float32,
+            activations=activations,
+        )
     wide = rows.astype(jnp.float32), matrix.astype(jnp.float32)
     return jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)

@@ -127,7 +127,7 @@ def check(count: int, changes: dict[str, Any], format: str | None, kv: str) -> N
         assert cache.lengths.tolist() == [6, 4]
         return [np.asarray(logits), np.asarray(more)]
 
-    # Sums in another order can round to a neighbour, in float8 to one that is far away.
+    # Sums in another order can round to the next code, and the codes of float8 are far apart.
     is_rounded = kv == "KVfp8" or format in ("int4:g128", "float8:gK/float8")
     tolerance = 2e-2 if is_rounded else 2e-4
     for expected, found in zip(run(model), run(divided), strict=True):

@@ -15,6 +15,8 @@ from mpjax.kernels import (
     ActivationFormat,
     DividedRows,
     QuantizedActivations,
+    QuantizedTensor,
+    grouped_matmul_terms,
     matmul,
     partition_specs,
     quantize,
@@ -102,6 +104,28 @@ def check_divided_rows(mesh: jax.sharding.Mesh) -> None:
         np.testing.assert_array_equal(found.values[:3], expected.values[:3])
 
 
+def check_experts_of_divided_rows(mesh: jax.sharding.Mesh) -> None:
+    """The terms of devices with half of the channels each add up to those of one device."""
+    rng = np.random.default_rng(3)
+    weight = quantize(jnp.asarray(rng.standard_normal((3, 256, 16)), jnp.float32), "int8:gK/int8")
+    x = rng.standard_normal((5, 256)).astype(np.float32)
+    x[:, 128:] *= 100
+    chosen = jnp.asarray(rng.integers(0, 3, (5, 2)), jnp.int32)
+    weights = jnp.asarray(rng.random((5, 2)), jnp.float32)
+    rows = DividedRows(ActivationFormat("int8"), "k")
+
+    def share(x: jax.Array, weight: QuantizedTensor) -> jax.Array:
+        terms = grouped_matmul_terms(x, weight, chosen, weights, activations=rows)
+        return jax.lax.psum(terms, "k")
+
+    specs = PartitionSpec(None, "k"), partition_specs(weight, mesh, k="k", leading=(None,))
+    run = jax.shard_map(
+        share, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )
+    expected = grouped_matmul_terms(x, weight, chosen, weights)
+    np.testing.assert_allclose(jax.jit(run)(x, weight), expected, rtol=1e-5, atol=1e-3)
+
+
 if __name__ == "__main__":
     MESH = jax.make_mesh((2, 2), ("k", "n"), axis_types=(AxisType.Auto, AxisType.Auto))
     for each in FORMATS:
@@ -109,4 +133,5 @@ if __name__ == "__main__":
     check("uint4:g128", MESH, ("k", None), (None, "n"))
     check_experts(MESH)
     check_divided_rows(MESH)
+    check_experts_of_divided_rows(MESH)
     print(f"{len(FORMATS)} formats and experts on {MESH.size} devices")

@@ -57,6 +57,12 @@ def test_experts_take_no_other_rounding(rng):
     experts, weights = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1))
     with pytest.raises(ValueError, match="activations is 'int8': expected a DividedRows"):
         grouped_matmul_terms(x, weight, experts, weights, activations="int8")  # type: ignore[arg-type]
+    for stack, of in (
+        (weight, "plain to 16-bit"),
+        (quantize(weight, "float8:gK/float8"), "float8"),
+    ):
+        with pytest.raises(ValueError, match=f"rounded to int8, and beside a weight in {of}"):
+            grouped_matmul_terms(x, stack, experts, weights, activations=INT8)
 
 
 def test_no_kernel_rounds_before_all_magnitudes_are_there(rng):

@@ -176,7 +176,10 @@ class ExpertStack(nnx.Module):
         kernel: Any = self.down.kernel.get_value()
         inner = self.gated(x, experts)
         terms = grouped_matmul_terms(
-            *(inner, kernel, experts, weights),
+            inner,
+            kernel,
+            experts,
+            weights,
             bias=_bias(self.down),
             activations=self.down.divided_rows,
         )

@@ -82,7 +82,8 @@ class RowLinear(Linear):
         """The sum of all devices' products of x [..., in] and the kernel, without the bias.
 
         In x's dtype, or in float32 where that takes no longer. There, sums of int8 products are
-        added as integers, and scaled afterwards: the result is bit for bit that of one device.
+        scaled after they are complete: for the same x, the result is bit for bit that of one device
+        as long as the sums stay below 2**24.
         """
         kernel: Any = self.kernel.get_value()
         shape, outputs = _shape(x), kernel.shape[-1]

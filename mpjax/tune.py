@@ -32,7 +32,7 @@ from mpjax.kernels import (
 )
 from mpjax.kernels.device import limits
 from mpjax.kernels.gemm import plans as gemm_plans
-from mpjax.kernels.gemm.plans import TABLES, Entry, Key, Plan, Problem
+from mpjax.kernels.gemm.plans import TABLES, Entry, Plan, Problem
 from mpjax.kernels.gemm.shapes import MODELS
 from mpjax.kernels.plans.tables import Tables
 from mpjax.loading import find_folder
@@ -59,12 +59,17 @@ class Job(Protocol):
     """An entry of a table that is to be measured on the default device."""
 
     @property
+    def problem(self) -> Any:
+        """The operation that the entry plans, on the default device."""
+
+    @property
     def tables(self) -> Tables[Any]:
         """The tables of the job's operation."""
 
     @property
     def key(self) -> Any:
         """The key of the job's entry in a table."""
+        return self.tables.key_of(self.problem)
 
     def plan_by_rule(self) -> Plan:
         """The plan that runs without a table; it is among the candidates."""
@@ -77,7 +82,7 @@ class Job(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductJob:
+class ProductJob(Job):
     """A table's entry for a product: x [rows, channels] times a weight [channels, outputs].
 
     rows: the largest number of rows of a bucket.
@@ -98,11 +103,6 @@ class ProductJob:
     def tables(self) -> Tables[Problem]:
         """The tables of products."""
         return TABLES
-
-    @property
-    def key(self) -> Key:
-        """The key of the product's entry in a table."""
-        return TABLES.key_of(self.problem)
 
     def plan_by_rule(self) -> Plan:
         """The plan that runs without a table."""
@@ -284,32 +284,41 @@ def try_products(
     ]
     exact = _reference(xs[0], weights[0])
     compile = compile or compile_products
-    programs = compile_all(lambda plan: compile(plan, xs, weights), plans)
 
-    def error_of(products: list[jax.Array]) -> float:
-        return relative_error(_checked_rows(_sum(products[0])), exact)
+    def error_of(program: Program) -> float:
+        return relative_error(_checked_rows(_sum(program(xs, weights)[0])), exact)
 
     def time_of(program: Program) -> float:
         return timer(program, xs, weights, iterations=ITERATIONS) / len(weights)
 
+    return try_plans(plans, lambda plan: compile(plan, xs, weights), error_of, time_of)
+
+
+def try_plans(
+    plans: Sequence[Plan],
+    compile: Callable[[Plan], Program],
+    error_of: Callable[[Program], float],
+    time_of: Callable[[Program], float],
+) -> list[Trial]:
+    """Compiles all plans in parallel, then measures one after the other; returns their trials.
+
+    The trial of a plan that failed has the reason. error_of: computes the mean error over the mean
+    magnitude of a program's results, which must be below GATE. time_of: measures microseconds of a
+    call.
+    """
     return [
-        try_program(plan, program, lambda run: error_of(run(xs, weights)), time_of)
-        for plan, program in zip(plans, programs, strict=True)
+        _try_program(plan, program, error_of, time_of)
+        for plan, program in zip(plans, compile_all(compile, plans), strict=True)
     ]
 
 
-def try_program(
+def _try_program(
     plan: Plan,
     program: Program | Exception,
     error_of: Callable[[Program], float],
     time_of: Callable[[Program], float],
 ) -> Trial:
-    """Measures a compiled plan; the trial of a plan that failed has the reason.
-
-    program: the compiled plan, or the error of its compilation. error_of: computes the mean error
-    over the mean magnitude of a program's results, which must be below GATE. time_of: measures
-    microseconds of a call.
-    """
+    """The trial of a compiled plan; program: or the error of its compilation."""
     if isinstance(program, Exception):
         return Trial(plan, problem=_sentence("does not compile", program))
     try:

@@ -15,11 +15,11 @@ from mpjax.bench import attention as bench
 from mpjax.bench import measure
 from mpjax.kernels import KVFormat, KVPages, Span, paged_attention
 from mpjax.kernels.attention import plans as attention_plans
-from mpjax.kernels.attention.plans import TABLES, Key, Plan, Problem
+from mpjax.kernels.attention.plans import TABLES, Plan, Problem
 from mpjax.kernels.attention.shapes import AttentionShape
 from mpjax.kernels.device import limits
 from mpjax.kernels.plans.tables import Tables
-from mpjax.tune import Program, Trial
+from mpjax.tune import Job, Program, Trial
 
 CANDIDATES = 20
 ITERATIONS = 10
@@ -29,7 +29,7 @@ Compile = Callable[[Plan, Call], Program]
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionJob:
+class AttentionJob(Job):
     """A table's entry for attention of a shape over a cache in a KV format.
 
     The entry's plan serves all shapes whose sizes are in the same buckets.
@@ -51,11 +51,6 @@ class AttentionJob:
     def tables(self) -> Tables[Problem]:
         """The tables of attention."""
         return TABLES
-
-    @property
-    def key(self) -> Key:
-        """The key of the attention's entry in a table."""
-        return TABLES.key_of(self.problem)
 
     def plan_by_rule(self) -> Plan:
         """The plan that runs without a table."""
@@ -105,7 +100,6 @@ def try_attention(
     checked = _checked(calls[0])
     exact = jax.jit(functools.partial(_attend, implementation="reference"))(*checked)
     compile = compile or compile_attention
-    programs = tune.compile_all(lambda plan: compile(plan, calls[0]), plans)
 
     def error_of(program: Program) -> float:
         batch, queries = exact.shape[:2]
@@ -115,10 +109,7 @@ def try_attention(
         each = measure.Unjitted(lambda: [program(*call) for call in calls])
         return timer(each, iterations=ITERATIONS) / len(calls)
 
-    return [
-        tune.try_program(plan, program, error_of, time_of)
-        for plan, program in zip(plans, programs, strict=True)
-    ]
+    return tune.try_plans(plans, lambda plan: compile(plan, calls[0]), error_of, time_of)
 
 
 def compile_attention(plan: Plan, call: Call) -> Program:

@@ -13,11 +13,11 @@ from mpjax.bench import measure
 from mpjax.kernels import ProductFormat, WeightFormat
 from mpjax.kernels.device import limits
 from mpjax.kernels.experts import plans as experts_plans
-from mpjax.kernels.experts.plans import TABLES, Key, Problem
+from mpjax.kernels.experts.plans import TABLES, Problem
 from mpjax.kernels.experts.shapes import ExpertShape
 from mpjax.kernels.plans.plan import Plan
 from mpjax.kernels.plans.tables import Tables
-from mpjax.tune import Program, Trial
+from mpjax.tune import Job, Program, Trial
 
 BUCKETS = tuple(2**power for power in range(14))  # of tokens, up to 8192
 CANDIDATES = 24
@@ -27,7 +27,7 @@ Compile = Callable[[Plan, ExpertShape, Any, Any], Program]
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertsJob:
+class ExpertsJob(Job):
     """A table's entry for the product of tokens with experts of a shape.
 
     tokens: the largest number of tokens of a bucket.
@@ -56,11 +56,6 @@ class ExpertsJob:
     def tables(self) -> Tables[Problem]:
         """The tables of products with experts."""
         return TABLES
-
-    @property
-    def key(self) -> Key:
-        """The key of the product's entry in a table."""
-        return TABLES.key_of(self.problem)
 
     def plan_by_rule(self) -> Plan:
         """The plan that runs without a table."""
@@ -119,7 +114,6 @@ def try_experts(
     stacks = _stacks(shape, str(job.format))
     inputs = [bench.random_inputs(shape, job.tokens, seed) for seed in range(len(stacks))]
     compile = compile or compile_experts
-    programs = tune.compile_all(lambda plan: compile(plan, shape, inputs, stacks), plans)
 
     def error_of(program: Program) -> float:
         return bench.mean_error(program(inputs, stacks)[0], inputs[0], stacks[0], shape)
@@ -127,10 +121,9 @@ def try_experts(
     def time_of(program: Program) -> float:
         return timer(program, inputs, stacks, iterations=ITERATIONS) / len(stacks)
 
-    return [
-        tune.try_program(plan, program, error_of, time_of)
-        for plan, program in zip(plans, programs, strict=True)
-    ]
+    return tune.try_plans(
+        plans, lambda plan: compile(plan, shape, inputs, stacks), error_of, time_of
+    )
 
 
 def compile_experts(plan: Plan, shape: ExpertShape, inputs: Any, stacks: Any) -> Program:

@@ -12,10 +12,11 @@ from flax import nnx
 
 from mpjax.kernels import (
     ActivationFormat,
+    ExpertMLP,
     Gate,
     Routing,
+    expert_mlp_terms,
     grouped_matmul,
-    grouped_matmul_terms,
     route,
 )
 from mpjax.kernels.checks import as_array
@@ -173,16 +174,10 @@ class ExpertStack(nnx.Module):
 
     def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
-        kernel: Any = self.down.kernel.get_value()
-        inner = self.gated(x, experts)
-        terms = grouped_matmul_terms(
-            inner,
-            kernel,
-            experts,
-            weights,
-            bias=_bias(self.down),
-            activations=self.down.divided_rows,
-        )
+        gate_up: Any = self.gate_up.kernel.get_value()
+        down: Any = self.down.kernel.get_value()
+        mlp = ExpertMLP(gate_up, down, self.gate, _bias(self.gate_up), _bias(self.down))
+        terms = expert_mlp_terms(x, mlp, experts, weights, activations=self.down.divided_rows)
         return self.down.add_shares(terms, x.dtype)
 
 

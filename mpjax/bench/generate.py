@@ -21,7 +21,8 @@ from mpjax.bench import checkpoint, filled_pages, measure
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
+from mpjax.decoding import decode, decode_program, jit_prefill
+from mpjax.decoding_state import STRIDE, DecodingState, Limits
 from mpjax.devices import read_devices
 from mpjax.kernels import PagedKVCache, WeightFormat, device
 from mpjax.memory import free_bytes_on, require_free_on

@@ -11,17 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import mpjax
 from mpjax import decoding
-from mpjax.decoding import generate_tokens, jit_prefill, jit_speculate
+from mpjax.decoding import generate_tokens, jit_prefill, jit_speculate, prefill
 from mpjax.decoding_state import Limits
+from mpjax.kernels import KVFormat, device
+from mpjax.models import Llama
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
 from mpjax.speculation import loop
 from mpjax.speculation.proposer import Proposal, Proposer
-from tests.mpjax.test_decoding import AS_PEOPLE_DO, primitives
+from tests.mpjax.test_decoding import AS_PEOPLE_DO, KERNELS_CONFIG, primitives
 from tests.sweeps import in_sweep
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -188,3 +191,24 @@ def test_programs_are_for_the_rows_of_both_kinds_of_step(model, prompts, monkeyp
     monkeypatch.setattr(decoding, "has_warpgroups", lambda model, rows: rows > 4)
     program = decoding.speculative_program(model, state, NGRAM)
     assert program.func is decoding.jit_speculate_in_turn
+
+
+def test_on_a_gpu_both_kinds_of_step_run_the_kernels_in_place(lower_for_cuda, monkeypatch):
+    monkeypatch.setattr(device, "why_triton_cannot_run", lambda: None)
+    model = nnx.eval_shape(lambda: Llama(KERNELS_CONFIG, nnx.Rngs(0)))
+
+    def program(model, tokens, lengths, cache):
+        limits = Limits(jnp.zeros(1, jnp.int32), jnp.full(2, 8, jnp.int32), room=8)
+        keys = row_keys(jnp.arange(2))
+        state = prefill(model, tokens, lengths, cache, keys, Sampling(), limits)
+        state = loop.begin(NGRAM, state, tokens, lengths)
+        return loop.decode(NGRAM, model, state, Sampling(), limits, jnp.int32(8)).tokens
+
+    cache = jax.eval_shape(lambda: model.create_cache(2, 256, KVFormat(8), 64))
+    numbers = jax.ShapeDtypeStruct((2, 16), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    text = lower_for_cuda(program, model, *numbers, cache)
+    calls = [line for line in text.splitlines() if "custom_call" in line]
+    for name, aliased in (("rotate_and_append_kv8", 4), ("attention_kv8", 0)):
+        found = [line for line in calls if f'"{name}"' in line]
+        assert len(found) == 2, name
+        assert all(line.count("output_operand_alias<") == aliased for line in found)

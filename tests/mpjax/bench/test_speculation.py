@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import pytest
 
 from mpjax.bench import generate, speculation
-from mpjax.bench.speculation import Forced
-from mpjax.decoding import generate_tokens
 from mpjax.models import Qwen3
 from mpjax.precision import Precision
 from tests.mpjax.bench.rows import SMALL_MODEL, generate_row
@@ -17,18 +15,6 @@ from tests.mpjax.bench.rows import SMALL_MODEL, generate_row
 def lm():
     sweep = generate.Sweep(("W16A16KV8",), (1,), (6,), 4, config=SMALL_MODEL, decoder=Qwen3)
     return generate._load(sweep, Precision.parse("W16A16KV8"))[0]
-
-
-def test_tokens_are_proposed_in_each_step_or_in_none(lm):
-    """Whatever they are, the model's tokens stay the same."""
-    tokens, lengths = jnp.arange(12).reshape(2, 6), jnp.array([6, 6])
-    options = {"max_new_tokens": 8, "sampling": {"stop_ids": ()}}
-    plain = generate_tokens(lm.model, tokens, lengths, **options)
-    for proposes in (True, False):
-        proposer = Forced(3, proposes=proposes)
-        found = generate_tokens(lm.model, tokens, lengths, **options, speculate=proposer)
-        assert found.tokens.tolist() == plain.tokens.tolist()
-        assert (found.speculated.proposed > 0).all() == proposes
 
 
 def test_costs_are_measured_and_the_state_is_given_back(lm):

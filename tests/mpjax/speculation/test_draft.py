@@ -18,6 +18,7 @@ from mpjax.models import llama_layers
 from mpjax.precision import Precision
 from mpjax.speculation.draft import _fit
 from tests.models.small import forward, small_config, small_model
+from tests.sweeps import in_sweep
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -29,8 +30,7 @@ def language_model(model, text="KV16"):
     return mpjax.LanguageModel(model, None, kv, mpjax.bundled_model())
 
 
-@pytest.mark.parametrize("text", ["KV4c"])
-def test_greedy_tokens_are_those_of_plain_decoding(model, prompts, text):
+def test_greedy_tokens_are_those_of_plain_decoding(model, prompts):
     """With a draft of fewer tokens and a cache in blocks, over the end of a block."""
     table = jax.random.normal(jax.random.key(1), (48, 64))
     other = small_model(small_config(windows=(None,), head_dim=64, vocab_size=48), seed=0)
@@ -38,7 +38,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(model, prompts, text):
         own = getattr(model, name).get_value()[:48]
         getattr(other, name).set_value(own + 0.1 * table)
     other.layers = model.layers
-    draft = mpjax.Draft(language_model(other, text), k=3)
+    draft = mpjax.Draft(language_model(other, "KV4c"), k=3)
     plain = generate_tokens(model, *prompts, max_new_tokens=NEW)
     found = generate_tokens(model, *prompts, max_new_tokens=NEW, speculate=draft)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
@@ -48,6 +48,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(model, prompts, text):
     assert (done.steps + done.accepted == NEW - 1).all()
 
 
+@pytest.mark.sweep
 def test_a_draft_that_is_the_model_is_always_accepted(model, prompts):
     """Then its cache lacks two tokens after each proposal, and the block's end cuts some short."""
     draft = mpjax.Draft(language_model(model, "KV8"), k=4)
@@ -68,17 +69,25 @@ PROMPT, HOT = (0, 1, 2, 3, 4, 2), 4.0  # so that each word was said before
 
 
 @pytest.fixture(scope="module")
-def chances():
-    """The model, and the probability of each text of three words, by the full forward pass."""
+def models():
+    """A model of a few words, and one that is often of another opinion."""
     config = dataclasses.replace(
         small_config(windows=(None,)), vocab_size=WORDS, layers=llama_layers((None,), 32)
     )
-    model = small_model(config, seed=1)
+    model, other = small_model(config, seed=1), small_model(config, seed=2)
+    for name in ("embedding", "head"):
+        own, theirs = (getattr(m, name).get_value() for m in (model, other))
+        getattr(other, name).set_value(0.7 * own + 0.3 * theirs)
+    return model, other
+
+
+def chances(model):
+    """The probability of each text of three words, by the full forward pass."""
     texts = np.array([(*PROMPT, *rest) for rest in itertools.product(range(WORDS), repeat=3)])
     logits = forward(model, texts)[:, len(PROMPT) - 1 : -1] / HOT
     logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
     each = np.take_along_axis(logits, texts[:, len(PROMPT) :, None], -1)[..., 0]
-    return model, np.exp(each.sum(-1))
+    return np.exp(each.sum(-1))
 
 
 def surprise(tokens, chances):
@@ -93,27 +102,21 @@ def surprise(tokens, chances):
     return (statistic - degrees) / np.sqrt(2 * degrees)
 
 
-@pytest.mark.parametrize("proposer", ["draft", "ngram", None])
-def test_texts_have_the_models_distribution(chances, proposer):
-    """Of all texts of three words; the draft alone would give others."""
-    model, expected = chances
-    other = small_model(model.config, seed=2)
-    for name in ("embedding", "head"):
-        own, theirs = (getattr(m, name).get_value() for m in (model, other))
-        getattr(other, name).set_value(0.7 * own + 0.3 * theirs)
-    speculate = {
-        "draft": mpjax.Draft(language_model(other), k=2),
-        "ngram": mpjax.Ngram(k=2, n=1),
-        None: None,
-    }[proposer]
-    tokens, lengths = jnp.tile(jnp.array([PROMPT]), (ROWS, 1)), jnp.full(ROWS, len(PROMPT))
-    options = {"max_new_tokens": 3, "sampling": {"temperature": HOT, "stop_ids": ()}}
-    if proposer is None:
-        found = generate_tokens(other, tokens, lengths, **options)
-        assert surprise(found.tokens, expected) > 50, "the test can't fail"
-        return
-    found = generate_tokens(model, tokens, lengths, **options, speculate=speculate)
-    assert abs(surprise(found.tokens, expected)) < 5
+@pytest.mark.parametrize("proposer", ["draft", in_sweep("ngram")])
+def test_texts_have_the_models_distribution(models, proposer):
+    """Of all texts of three words, and not the draft's."""
+    model, other = models
+    draft = mpjax.Draft(language_model(other), k=2)
+    found = generate_tokens(
+        model,
+        jnp.tile(jnp.array([PROMPT]), (ROWS, 1)),
+        jnp.full(ROWS, len(PROMPT)),
+        max_new_tokens=3,
+        sampling={"temperature": HOT, "stop_ids": ()},
+        speculate=draft if proposer == "draft" else mpjax.Ngram(k=2, n=1),
+    )
+    assert abs(surprise(found.tokens, chances(model))) < 5
+    assert surprise(found.tokens, chances(other)) > 50, "the test can't fail"
     done = found.speculated
     accepted, proposed = int(done.accepted.sum()), int(done.proposed.sum())
     assert 200 < accepted < proposed - 200

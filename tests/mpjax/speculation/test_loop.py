@@ -39,8 +39,8 @@ SAMPLING: dict[str, Any] = {
     "min_new_tokens": np.array([0, 7, 0, 9]),
     "stop_ids": (3, 7, 11, 30),
 }
-FORMATS = ("KV8", "KV4c")
-SWEPT_FORMATS = ("KV16", "KVfp8", "KV4", "KV4t", "KV2g32", "KV2t", "K4cV4c", "K8V4cg64")
+FORMATS = ("KV4c",)
+SWEPT_FORMATS = ("KV16", "KV8", "KVfp8", "KV4", "KV4t", "KV2g32", "KV2t", "K4cV4c", "K8V4cg64")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["k"])
@@ -87,6 +87,13 @@ def test_tokens_are_those_of_plain_decoding(model, prompts, text):
     assert int(done.accepted.sum()) > 10
     assert (done.accepted <= done.proposed).all()
     assert (done.steps < found.lengths).all()
+    # Wrong tokens in each step leave no trace in the cache.
+    unsaid = min(set(range(50)) - set(np.asarray(plain.tokens).ravel().tolist()))
+    found = run(speculate=Stubborn(unsaid))
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    assert not found.speculated.accepted.any()
+    np.testing.assert_array_equal(found.speculated.steps, found.lengths - 1)
+    assert (found.speculated.proposed > 2 * found.lengths).sum() >= 2
 
 
 def test_rows_stop_once_they_have_as_many_tokens_as_wanted(model, prompts):
@@ -128,19 +135,6 @@ def test_no_token_is_proposed_behind_the_end_or_the_block(model, prompts):
     assert loop.most_proposed(state, limits, every, 9, 128).tolist() == [9, 0, 9, 5]
 
 
-@pytest.mark.parametrize("text", [in_sweep("KV8"), "KV4c"])
-def test_what_was_refused_leaves_no_trace(model, prompts, text):
-    """Every step writes four wrong tokens to the cache, also around the end of a block."""
-    options = {"max_new_tokens": NEW, "kv_format": Precision.parse(f"W16A16{text}").kv}
-    plain = generate_tokens(model, *prompts, **options)
-    unsaid = min(set(range(50)) - set(np.asarray(plain.tokens).ravel().tolist()))
-    found = generate_tokens(model, *prompts, **options, speculate=Stubborn(unsaid))
-    np.testing.assert_array_equal(found.tokens, plain.tokens)
-    assert not found.speculated.accepted.any()
-    assert found.speculated.steps.tolist() == [NEW - 1] * 4
-    assert found.speculated.proposed.min() >= 3 * NEW
-
-
 def test_a_token_behind_nan_is_not_finite(model, prompts):
     broken = jax.tree.map(lambda x: x, model)
     state, *rest = begin(model, prompts, NGRAM)
@@ -152,10 +146,10 @@ def test_a_token_behind_nan_is_not_finite(model, prompts):
     assert end.counts[0] == NEW
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "draft"])
+@pytest.mark.parametrize("proposer", ["ngram", in_sweep("draft")])
 def test_the_loop_never_visits_the_host_and_copies_no_cache(model, prompts, proposer):
     """Neither the model's cache nor the draft's, in any of the loops."""
-    lm = mpjax.LanguageModel(model, None, Precision.parse("W16A16KV4").kv, mpjax.bundled_model())
+    lm = mpjax.LanguageModel(model, None, KVFormat(4), mpjax.bundled_model())
     proposer = NGRAM if proposer == "ngram" else mpjax.Draft(lm, 2)
     state, *rest = begin(model, prompts, proposer, "KV2g32")
     arguments = proposer, model, state, *rest, jnp.int32(NEW)
@@ -164,21 +158,48 @@ def test_the_loop_never_visits_the_host_and_copies_no_cache(model, prompts, prop
     assert traced.eqns[-1].primitive.name == "while"
     assert names.count("while") == (3 if proposer is NGRAM else 1)
     assert not [name for name in names if "callback" in name or "feed" in name]
-    program = jit_speculate.lower(*arguments, stride=2).compile(AS_PEOPLE_DO)
-    caches = [state.cache.layers]
-    if proposer is not NGRAM:
-        caches.append(state.speculation.own.layers)
-    pages = [dataclasses.replace(layer, residual=None) for layer in sum(caches, ())]
+    check_that_no_cache_is_copied(arguments, stride=2)
+
+
+def check_that_no_cache_is_copied(arguments, stride):
+    """Compiles and runs `jit_speculate`; returns its state."""
+
+    def caches(state):
+        own = state.speculation.own
+        return [state.cache.layers, *([] if own is None else [own.layers])]
+
+    state = arguments[2]
+    program = jit_speculate.lower(*arguments, stride=stride).compile(AS_PEOPLE_DO)
+    pages = [dataclasses.replace(layer, residual=None) for layer in sum(caches(state), ())]
     shapes = {leaf.shape for leaf in jax.tree.leaves(pages)}
     sizes = "|".join(",".join(map(str, shape)) for shape in shapes)
     assert not re.findall(rf"\[(?:{sizes})\]\S* copy(?:-start)?\(", program.as_text())
-    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches)]
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches(state))]
     end = program(*arguments)
-    after = [end.cache.layers]
-    if proposer is not NGRAM:
-        after.append(end.speculation.own.layers)
-    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)] == before
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(caches))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(caches(end))] == before
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(caches(state)))
+    return end
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", ["KV16", "KV8", "KV4", "KV2g64"])
+@pytest.mark.parametrize("proposer", ["ngram", "draft"])
+def test_on_a_gpu_tokens_are_the_likeliest_and_no_cache_is_copied(prompts, proposer, text):
+    """By the kernels, whose sums differ from those of a pass over the whole text by rounding."""
+    model = Llama(KERNELS_CONFIG, nnx.Rngs(0))
+    lm = mpjax.LanguageModel(model, None, KVFormat(8), mpjax.bundled_model())
+    proposer = NGRAM if proposer == "ngram" else mpjax.Draft(lm, 3)
+    state, *rest = begin(model, prompts, proposer, text)
+    end = check_that_no_cache_is_copied((proposer, model, state, *rest, jnp.int32(NEW)), stride=4)
+    assert end.counts.tolist() == [NEW] * 4
+    assert int(end.speculation.done.accepted.sum()) > 0
+    tolerance = 0.5 if text.startswith("KV2") else 0.1
+    for row, length in enumerate(prompts[1].tolist()):
+        said = jnp.concatenate([prompts[0][row, :length], end.tokens[row]])
+        logprobs = jax.nn.log_softmax(model(said[None])[0, length - 1 : -1])
+        of_tokens = jnp.take_along_axis(logprobs, end.tokens[row][:, None], 1)[:, 0]
+        np.testing.assert_allclose(end.logprobs[row], of_tokens, atol=tolerance)
+        np.testing.assert_array_less(logprobs.max(-1) - tolerance, of_tokens)
 
 
 def test_programs_are_for_the_rows_of_both_kinds_of_step(model, prompts, monkeypatch):

@@ -10,7 +10,7 @@ import sys
 
 import mpjax
 
-folders = [*sys.argv[1:], mpjax.bundled_model(), mpjax.bundled_model()]
+folders = [*sys.argv[1:], *2 * [str(mpjax.bundled_model())]]
 lm = mpjax.load(folders[0])
 draft = mpjax.load(folders[1], precision="W4A16KV8")
 function = """def total_price(items, tax):

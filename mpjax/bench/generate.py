@@ -8,7 +8,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from mpjax.bench import checkpoint, filled_pages, measure
+from mpjax.bench import checkpoint, filled_pages, measure, speculation
 from mpjax.bench.cached_bytes import cached_bytes
 from mpjax.bench.random_model import random_model
 from mpjax.checkpoint.packed_tables import packed, tables_of
-from mpjax.decoding import STRIDE, DecodingState, Limits, decode, decode_program, jit_prefill
+from mpjax.decoding import decode, decode_program, jit_prefill
+from mpjax.decoding_state import STRIDE, DecodingState, Limits
 from mpjax.devices import read_devices
 from mpjax.kernels import PagedKVCache, WeightFormat, device
 from mpjax.memory import free_bytes_on, require_free_on
@@ -30,6 +31,7 @@ from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision
 from mpjax.random_keys import row_keys
 from mpjax.sampling import Sampling
+from mpjax.speculation.proposer import read_k
 
 # The largest difference of log-probabilities, in nats. Kernels that round differently cause some,
 # and a cache of two bits about one nat. If a cache is wrong, the difference is several nats.
@@ -54,6 +56,7 @@ class Sweep:
     from_disk: whether to write an AWQ checkpoint and load it, to measure the time to load.
     config: of the model, which gets more positions if the cases need them. decoder: its class.
     devices: numbers of devices among which the model is divided.
+    speculate: numbers of proposed tokens, 1 to 32, for which a verifying step is measured.
 
     Raises ValueError for a text that is not a precision, a precision that random weights or an AWQ
     checkpoint cannot have, and for numbers that leave nothing to measure.
@@ -68,6 +71,7 @@ class Sweep:
     config: DecoderConfig = QWEN3_8B
     decoder: type[Decoder] = Qwen3
     devices: tuple[int, ...] = (1,)
+    speculate: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for text in self.precisions:
@@ -87,6 +91,8 @@ class Sweep:
             raise ValueError(f"batches are {self.batches}: expected one or more positive numbers")
         for count in self.devices:
             read_devices(count)
+        for k in self.speculate:
+            read_k("speculate", k)
         if min(self.prompt_tokens, default=0) < 1 or self.new_tokens < 2:
             raise ValueError("a step is measured from one prompt token and two new ones on")
 
@@ -206,7 +212,7 @@ def _run_on(sweep: Sweep, devices: int, bandwidth: float) -> Iterator[dict[str, 
                 row |= {"devices": devices}
                 row |= {"load_seconds": load_seconds, "read_bandwidth_bytes_per_second": bandwidth}
                 is_read = number == 0 or not sweep.filled
-                yield figures(row | _measure(lm, batch, prompt, sweep.new_tokens, is_read))
+                yield figures(row | _measure(lm, (batch, prompt), sweep, is_read))
         del lm  # frees its memory before the next model is made
 
 
@@ -231,8 +237,10 @@ _decode_serial = measure.serial_jit(decode, static_argnames="stride", donate_arg
 
 
 def _measure(
-    lm: mpjax.LanguageModel, batch: int, prompt: int, new: int, is_read: bool
+    lm: mpjax.LanguageModel, shape: tuple[int, int], sweep: Sweep, is_read: bool
 ) -> dict[str, Any]:
+    """Measures a case of a sweep. shape: its rows, and the tokens of each row's prompt."""
+    (batch, prompt), new = shape, sweep.new_tokens
     case_begin, peak_before = time.perf_counter(), _peak_bytes()
     fitting = _fitting_tokens(lm)
     rows = np.random.default_rng(0).integers(0, lm.config.vocab_size, (batch, prompt))
@@ -259,6 +267,13 @@ def _measure(
         if number == 0:
             said, scores = (np.array(x[:1]) for x in (state.tokens, state.logprobs))
     peak = _peak_bytes()
+
+    def act(generate: Callable[[DecodingState], DecodingState]) -> None:
+        nonlocal state
+        state = generate(_rewind(state, prompt))
+
+    measure_costs = functools.partial(speculation.step_costs, lm.model, tokens, limits)
+    costs = [measure_costs(k, act) for k in sweep.speculate]
     steps = -(-(new - 1) // STRIDE) * STRIDE  # decoding runs whole strides
     kernels = {}
     if is_read and lm.devices == 1:  # the profiler would add up the kernels of all devices
@@ -290,6 +305,7 @@ def _measure(
         # The allocator never resets its peak. A case's own peak is known only if it is a new one.
         "peak_bytes": peak if peak != peak_before else None,
         "logprob_difference": _difference(lm, text, jnp.asarray(scores)) if is_checked else None,
+        "speculation": costs,
         "case_seconds": time.perf_counter() - case_begin,
         "kernel_microseconds_per_step": kernels,
     }

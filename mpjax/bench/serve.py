@@ -16,7 +16,8 @@ import numpy as np
 import mpjax
 from mpjax.bench.lengths import Lengths
 from mpjax.bench.random_model import random_model
-from mpjax.decoding import Limits, decode_program, jit_prefill
+from mpjax.decoding import decode_program, jit_prefill
+from mpjax.decoding_state import Limits
 from mpjax.models import DecoderConfig, Qwen3
 from mpjax.models.presets import QWEN3_8B
 from mpjax.precision import Precision

@@ -203,6 +203,10 @@ def generate_command(
     devices: Annotated[
         str, _texts("COUNT", "Numbers of devices among which the model is divided.")
     ] = "1",
+    speculate: Annotated[
+        str,
+        _texts("K", "Also measure steps that verify K proposed tokens.", show_default=False),
+    ] = "",
     filled: Annotated[
         bool,
         typer.Option(
@@ -223,7 +227,7 @@ def generate_command(
     plot: Plot = True,
 ) -> None:
     """Measure tokens/s of a whole model against its roofline."""
-    from mpjax.bench import generate, tables
+    from mpjax.bench import generate, speculation, tables
     from mpjax.models.presets import published
 
     def sweep_of(name: str) -> generate.Sweep:
@@ -238,6 +242,7 @@ def generate_command(
             config,
             decoder,
             _numbers("--devices", devices),
+            _numbers("--speculate", speculate) if speculate else (),
         )
 
     sweeps = {name: _checked(functools.partial(sweep_of, name)) for name in _split(shapes)}
@@ -247,6 +252,9 @@ def generate_command(
         measured, path = _measure(file, generate, sweep, output)
         title = f"{name}'s shapes, random weights, {new_tokens} new tokens"
         tables.show(title, generate.HEADERS, map(generate.cells, measured))
+        if speculate:
+            costs = [cells for row in measured for cells in speculation.rows(row)]
+            tables.show("steps of speculation, over a step", speculation.HEADERS, costs)
         if plot:
             _draw("draw_generate", measured, path.with_suffix(".svg"))
         everything += measured

@@ -91,6 +91,7 @@ Examples:
   mpjax bench generate --precision W16A16KV16,W4A16KV8 --batch 1,16,64
   mpjax bench generate --precision W4A16KV8,W4A16KV2 \\
       --prompt-tokens 1024,16384,131072 --filled
+  mpjax bench generate --speculate 2,4,8
   mpjax bench generate --shapes qwen3-30b-a3b
   mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,64
   mpjax bench generate --from-disk
@@ -118,6 +119,13 @@ each is as likely as any other.
                without a cache, by other kernels; the gate is 1, or 1.5 with a
                cache of two bits. Empty above 8192 tokens, and where the cache
                was filled, since there is no text then
+
+\b
+With --speculate there is a second table: the time of a step of the loop that
+speculates, over that of a plain step, where no row is proposed a token and
+where all rows are proposed k. Random weights accept none, so the speed-up is
+that of your text: its tokens per step (`mpjax generate --speculate` prints
+them) over the time of a step.
 
 \b
 The plot shows several contexts as lines below their rooflines, one context as

@@ -13,7 +13,7 @@ import pytest
 import mpjax
 from mpjax.bench import generate, measure
 from mpjax.bench.random_model import random_model
-from mpjax.decoding import STRIDE
+from mpjax.decoding_state import STRIDE
 from mpjax.kernels import KVFormat, device
 from mpjax.memory import DeviceMemoryError
 from mpjax.models import Qwen3
@@ -79,6 +79,7 @@ def test_decoding_that_disagrees_with_reading_fails():
         ({"precisions": ("W8A16KV8",), "from_disk": True}, "W8A16KV8: the checkpoint on disk"),
         ({"batches": (1, 0)}, "positive"),
         ({"new": 1}, "two new ones"),
+        ({"speculate": (4, 0)}, "speculate: k is 0: expected a whole number from 1 to 32"),
         ({"prompts": (5, 0)}, "one prompt token"),
         ({"devices": (1, 4096)}, "devices is 4096, and JAX sees"),
     ],
@@ -117,6 +118,7 @@ def quick(take, monkeypatch):
 
 def test_a_case_is_measured_and_checked(quick):
     [row] = generate.run(sweep())
+    assert row["speculation"] == []
     assert generate.failures([row]) == []
     assert row["peak_bytes"] == 20
     assert row["layers"] == 1
@@ -192,6 +194,21 @@ def test_the_state_of_a_filled_case_decodes_on_from_its_context():
     assert state.counts.tolist() == [4, 4]
 
 
+def test_steps_of_speculation_begin_behind_the_prompt(quick, monkeypatch):
+    seen = []
+
+    def costs(model, tokens, limits, k, act):
+        act(lambda state: seen.append((tokens.shape, limits.room, state.cache.lengths)) or state)
+        return {"k": k}
+
+    monkeypatch.setattr(generate.speculation, "step_costs", costs)
+    [row] = generate.run(sweep(speculate=(2, 3)))
+    assert row["speculation"] == [{"k": 2}, {"k": 3}]
+    assert [(shape, room, lengths.tolist()) for shape, room, lengths in seen] == [
+        ((1, 6), 4, [6])
+    ] * 2
+
+
 def test_long_texts_are_not_checked(quick, monkeypatch):
     monkeypatch.setattr(generate, "CHECKED_TOKENS", 9)
     [row] = generate.run(sweep())
@@ -216,8 +233,8 @@ def test_precisions_batches_and_contexts_make_the_cases(monkeypatch):
     monkeypatch.setattr(generate, "_load", load)
     left = ("precision", "batch", "load_seconds", "layers")
 
-    def measured(lm, batch, prompt, new, is_read):
-        seen = (str(lm.kv_format), batch, prompt, new, is_read)
+    def measured(lm, shape, sweep, is_read):
+        seen = (str(lm.kv_format), *shape, sweep.new_tokens, is_read)
         return {key: value for key, value in generate_row(seen=seen).items() if key not in left}
 
     monkeypatch.setattr(generate, "_measure", measured)

@@ -274,6 +274,17 @@ def test_products_of_experts(measured, folder, monkeypatch):
     assert run("gemm", "--experts", "--shapes", "qwen3-8b.qkv").exit_code == 2
 
 
+def test_generation_with_steps_of_speculation(measured):
+    costs = {"k": 4, "verifying_step_microseconds": 2500.0, "proposing_step_microseconds": 2040.0}
+    sweeps = measured("generate", [generate_row(speculation=[costs])])
+    result = run("generate", "--speculate", "2,4", "--no-plot")
+    assert result.exit_code == 0
+    assert sweeps[0].speculate == (2, 4)
+    assert "1.25 ×" in result.stdout
+    assert "1.25 ×" not in run("generate", "--no-plot").stdout
+    assert run("generate", "--speculate", "99").exit_code == 2
+
+
 def test_generation_of_several_models(measured, folder):
     sweeps = measured("generate", [generate.figures(generate_row())])
     result = run("generate", "--shapes", "qwen3-8b,qwen3-30b-a3b", "--no-plot")

@@ -57,16 +57,12 @@ class LanguageModel:
             )
         return self.tokenizer
 
-    def require_one_device(self, what: str, otherwise: str = "") -> None:
-        """Raises ValueError for a model that is divided among devices.
-
-        what: a gerund. otherwise: what helps if a device has no room for the model.
-        """
+    def require_one_device(self, what: str) -> None:
+        """Raises ValueError for a model that is divided among devices; what: a gerund."""
         if self.devices > 1:
             raise ValueError(
                 f"{what} a model that is divided among {self.devices} devices is not possible: "
-                f"load it on one device{otherwise}; a model that mpjax.save wrote then loads onto "
-                "any number"
+                "load it on one device; a model that mpjax.save wrote then loads onto any number"
             )
 
     @property

@@ -102,9 +102,7 @@ def _from_model(
     calibration: Calibration,
     progress: bool | None,
 ) -> LanguageModel:
-    lm.require_one_device(
-        "quantising", ", or pass its folder, of which one layer at a time is on the device"
-    )
+    lm.require_one_device("quantising")
     recipe = recipe.of_layers(lm.config.num_layers)
     _check(recipe, lm.model, documents)
     for place in lm.model.linear_places(lm.config):

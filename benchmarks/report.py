@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import blocks, memory, methods, quantization, summary, systems
+from benchmarks import blocks, memory, methods, online_rotation, quantization, summary, systems
 from mpjax.bench import agreement_plot, attention, blocks_plot, gemm, generate, roofline, tables
 from mpjax.cli.evaluate import markdown
 from mpjax.kernels import ProductFormat, WeightFormat
@@ -51,7 +51,7 @@ def write(results: Path, docs: Path) -> None:
             "quality",
             (
                 *("perplexity*.json", "agreement*.json", "methods*.json", "blocks*.json"),
-                "memory*.json",
+                *("online-rotation*.json", "memory*.json"),
                 "quantization.json",
             ),
             _quality,
@@ -293,6 +293,8 @@ def _quality(results: Results, folder: Path) -> list[str]:
             continue
         if any("wide" in row for row in result["results"]):
             parts += _blocks(result, folder)
+        elif any("online" in row for row in result["results"]):
+            parts += _online_rotation(result)
         else:
             parts += _methods(result) if "model" in result else _quantization(result)
     return parts
@@ -349,6 +351,19 @@ def _methods(result: dict[str, Any]) -> list[str]:
         "Perplexity on text that calibration has not seen; Δ against 16 bits. The command says "
         "which texts.\n",
         tables.markdown(methods.HEADERS, map(methods.cells, result["results"])),
+        _source(result, command if is_bundled else f"{command} {result['model']}"),
+    ]
+
+
+def _online_rotation(result: dict[str, Any]) -> list[str]:
+    command = "python -m benchmarks.online_rotation"
+    is_bundled = result["model"] == "bundled"
+    return [
+        "## A rotation of what the down projection reads: "
+        f"{'the bundled model' if is_bundled else result['model']}\n",
+        "R4: QuaRot's online rotation, computed in float32. Perplexity on text that calibration "
+        "has not seen; Δ against 16 bits.\n",
+        tables.markdown(methods.HEADERS, map(online_rotation.cells, result["results"])),
         _source(result, command if is_bundled else f"{command} {result['model']}"),
     ]
 

@@ -19,7 +19,7 @@ from mpjax.kernels import (
     route,
 )
 from mpjax.kernels.checks import as_array
-from mpjax.models.config import DecoderConfig, LinearMaps, MLPSpec
+from mpjax.models.config import DecoderConfig, Fold, LinearMaps, MLPSpec
 from mpjax.models.layers import Activations, Linear
 from mpjax.models.mlp import GatedMLP, GatedMLPSpec, Inputs, RoutedInputs
 from mpjax.models.share import Cut, Share, share_size
@@ -43,7 +43,6 @@ class ExpertsSpec(MLPSpec):
     """
 
     kind: ClassVar[str] = "experts"
-    reads_norm_once: ClassVar[bool] = False  # the router and the shared MLP read it too
     num_experts: int = 8
     experts_per_token: int = 2
     scoring: str = "softmax"
@@ -96,6 +95,30 @@ class ExpertsSpec(MLPSpec):
             shared = GatedMLPSpec(self.shared_size).linear_maps(config)
             maps += [each._replace(path=f"shared.{each.path}") for each in shared]
         return tuple(maps)
+
+    def readers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The experts, the router, the shared MLP and its gate."""
+        found = ["experts.gate_up", "router"]
+        if self.shared_size is not None:
+            found += ["shared.gate_up", *["shared_gate"] * self.shared_gate]
+        return tuple(found)
+
+    def writers(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The experts, and the shared MLP."""
+        return ("experts.down", *["shared.down"] * (self.shared_size is not None))
+
+    def folds(self, config: DecoderConfig) -> tuple[Fold, ...]:
+        """From up to down in each expert and in the shared MLP.
+
+        A gate that limits up, or adds 1 to it, is not linear in up, so that such experts have none.
+        """
+        found = []
+        if self.gate_limit is None:
+            found.append(Fold("experts.down", "experts.gate_up", 1))
+        if self.shared_size is not None:
+            shared = GatedMLPSpec(self.shared_size).folds(config)
+            found += [fold.below("shared") for fold in shared]
+        return tuple(found)
 
     def token_bytes(self, config: DecoderConfig) -> int:
         """Bytes of a token's arrays inside its experts and the shared MLP, and of their terms.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpjax.arguments import require_documents, require_known_ids
+from mpjax.arguments import require_documents
 from mpjax.evaluation import DEFAULT_WINDOW
 from mpjax.finite import NotFiniteError
 from mpjax.kernels import KVFormat, KVPages, cache_scales
@@ -19,7 +19,7 @@ from mpjax.kernels.checks import require_type, whole_number
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.language_model import LanguageModel
 from mpjax.models import CacheScales, Decoder
-from mpjax.windows import document_tokens
+from mpjax.windows import first_pieces
 
 
 def calibrate_cache(
@@ -58,23 +58,17 @@ def calibrate_cache(
     window = min(whole_number("window", window), lm.config.max_position_embeddings)
     max_tokens = whole_number("max_tokens", max_tokens)
     largest: jax.Array | None = None
-    left = max_tokens
     owners: list[int] = []  # the document of each window
     finite: list[jax.Array] = []
-    for document, text in enumerate(documents):
-        ids = document_tokens(tokenizer, text)[:left]
-        require_known_ids([ids], lm.config.vocab_size)
-        left -= len(ids)
-        for begin in range(0, len(ids), window):
-            piece = ids[begin : begin + window]
-            tokens = np.zeros((1, window), np.int32)
-            tokens[0, : len(piece)] = piece
-            found, is_finite = _largest(lm.model, jnp.asarray(tokens), jnp.int32(len(piece)))
-            largest = found if largest is None else jnp.maximum(largest, found)
-            owners.append(document)
-            finite.append(is_finite)
-        if left == 0:
-            break
+    vocabulary = lm.config.vocab_size
+    pieces = first_pieces(tokenizer, documents, vocabulary, window=window, most=max_tokens)
+    for document, piece in pieces:
+        tokens = np.zeros((1, window), np.int32)
+        tokens[0, : len(piece)] = piece
+        found, is_finite = _largest(lm.model, jnp.asarray(tokens), jnp.int32(len(piece)))
+        largest = found if largest is None else jnp.maximum(largest, found)
+        owners.append(document)
+        finite.append(is_finite)
     if largest is None:
         raise ValueError("documents are empty: expected a text with at least one token")
     for document, is_finite in zip(owners, jax.device_get(finite), strict=True):

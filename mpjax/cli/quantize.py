@@ -174,6 +174,8 @@ def command(
         )
     mpjax.save(lm, target, overwrite=overwrite)
     FinishedLayers(work).remove()
+    if budget is None:
+        _remove_old_recipe(target, recipe)
     typer.echo(f"{target}: {lm.precision}, {size(lm.nbytes)} in device memory")
     sys.stdout.flush()
 
@@ -211,9 +213,9 @@ def _fit(
     from mpjax.atomic_write import atomic_write, require_writable
     from mpjax.quantization.budget import recipe_for_budget
 
-    path = target.with_name(f"{target.name}.toml")
+    path = _kept_recipe(target)
     require_writable(path)
-    if path.exists() and not path.read_text(encoding="utf-8").startswith(MARK):
+    if path.exists() and not _is_of_budget(path):
         raise ValueError(f"{path} is in the place of the recipe: move it, or choose another target")
     lm = options.load(source, None, dtype)
     found = recipe_for_budget(
@@ -230,6 +232,24 @@ def _fit(
         "rounded to nearest"
     )
     return found.recipe
+
+
+def _kept_recipe(target: Path) -> Path:
+    """Where the recipe of a budget is written."""
+    return target.with_name(f"{target.name}.toml")
+
+
+def _is_of_budget(path: Path) -> bool:
+    """Whether a recipe was written for a budget, and may be replaced."""
+    return path.read_text(encoding="utf-8").startswith(MARK)
+
+
+def _remove_old_recipe(target: Path, used: Path | None) -> None:
+    """Deletes the recipe of a budget of the model that was replaced, unless it was used again."""
+    path = _kept_recipe(target)
+    is_used = used is not None and used.resolve() == path.resolve()
+    if path.is_file() and not is_used and _is_of_budget(path):
+        path.unlink()
 
 
 def _require_learning(documents: list[str] | None) -> None:

@@ -182,7 +182,7 @@ def _check(recipe: Recipe, model: Decoder, documents: list[str] | None) -> None:
         if not rule.weights.is_packed:
             continue
         if isinstance(place, ExpertPlace):
-            _check_experts(recipe, place)
+            _check_experts(rule, place)
         for shape in place.shapes:
             rule.weights.require_matrix(shape, place.path)
         rule.method.require_usable(rule.weights)
@@ -233,14 +233,8 @@ def _require_no_text(rule: Rule) -> None:
         )
 
 
-def _check_experts(recipe: Recipe, place: ExpertPlace) -> None:
+def _check_experts(rule: Rule, place: ExpertPlace) -> None:
     """Raises ValueError for a step that experts can't be quantised with."""
-    if recipe.rotates:
-        raise ValueError(
-            f"{place.path} has experts, whose router is not rotated: leave `rotate` out of the "
-            "method"
-        )
-    rule = recipe.rule_of(place.path)
     if rule.has_blocks:
         raise ValueError(
             f"{place.path} has experts, whose activations can't have blocks of 4 and 8 bits: give "

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 from mpjax.checkpoint.gguf.blocks import BLOCK_TYPES, TensorType
 from mpjax.checkpoint.schemes import checks
 from mpjax.checkpoint.schemes.base import Scheme, Specs
-from mpjax.checkpoint.schemes.rounded import BOUND, ROUNDED, round_to
+from mpjax.checkpoint.schemes.rounded import ROUNDED, describe_rounding, round_to
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
-from mpjax.precision import describe_weights
 
 TYPES = {kind.name.lower(): kind for kind in BLOCK_TYPES.values()}
 
@@ -70,7 +69,7 @@ class GGUFScheme(Scheme):
         types = {self.types[name] for name in self.types if not self.is_exact(name)}
         if not types:
             return None
-        return f"{', '.join(sorted(types))} to {describe_weights(ROUNDED)}{BOUND}"
+        return f"{', '.join(sorted(types))} to {describe_rounding(self.target)}"
 
     def rounded_to(self, format: WeightFormat) -> GGUFScheme:
         """The same weights, rounded to a format, plain arrays among them."""

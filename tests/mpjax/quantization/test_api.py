@@ -139,7 +139,7 @@ def test_methods_refuse_formats_that_they_can_not_serve(tiny):
 @pytest.mark.parametrize(
     ("precision", "method", "message"),
     [
-        ("W4g32A16KV16", "rotate+rtn", "whose router is not rotated: leave `rotate` out"),
+        ("W4AxKV16", "rtn", "whose activations can't have blocks of 4 and 8 bits"),
         ("WNF4g32A16KV16", "range+learn", "whose scales are not learned: leave `learn` out"),
     ],
 )

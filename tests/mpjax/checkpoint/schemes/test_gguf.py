@@ -42,6 +42,7 @@ def test_codes_are_kept_where_a_format_has_them(kind, rng):
 def test_a_target_rounds_all_but_equal_codes(rng):
     scheme = GGUFScheme({"a": "Q4_0", "b": "Q8_0"}).rounded_to(WeightFormat("uint4", 32))
     assert scheme.target == WeightFormat("uint4", 32)
+    assert scheme.loss == "Q8_0 to W4g32"
     assert [str(scheme.format(name, 64)) for name in "ab"] == ["uint4:g32:sym", "uint4:g32"]
     tensors = blocks("Q8_0", rng)
     assert scheme.decode(tensors, "b").codes.max() == 15

@@ -7,10 +7,12 @@ from typing import Any
 
 from mpjax.checkpoint.schemes import auto_round
 from mpjax.checkpoint.schemes.awq import AWQScheme
+from mpjax.checkpoint.schemes.awq_gemv import AWQGemvScheme
 from mpjax.checkpoint.schemes.base import Scheme, Specs
 from mpjax.checkpoint.schemes.fp8 import FP8Scheme
 from mpjax.checkpoint.schemes.gguf import GGUFScheme
 from mpjax.checkpoint.schemes.gptq import GPTQScheme
+from mpjax.checkpoint.schemes.hqq import HQQScheme
 from mpjax.checkpoint.schemes.int_quantized import IntQuantizedScheme
 from mpjax.checkpoint.schemes.mxfp4 import MXFP4Scheme
 from mpjax.checkpoint.schemes.nf4 import NF4Scheme
@@ -20,6 +22,7 @@ from mpjax.errors import CheckpointError
 
 SCHEMES: list[type[Scheme]] = [
     AWQScheme,
+    AWQGemvScheme,
     GPTQScheme,
     NVFP4Scheme,
     NF4Scheme,
@@ -27,6 +30,7 @@ SCHEMES: list[type[Scheme]] = [
     PackQuantizedScheme,
     IntQuantizedScheme,
     MXFP4Scheme,
+    HQQScheme,
     GGUFScheme,
 ]
 

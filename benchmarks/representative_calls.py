@@ -40,6 +40,12 @@ EXPERTS = (
     *("affine4:g32", "bfloat16"),
 )
 
+# Qwen3's routing, and that of DeepSeek-V3, whose experts are in groups.
+ROUTINGS = {
+    "softmax": (128, kernels.Routing(8)),
+    "groups": (256, kernels.Routing(8, "sigmoid", True, 2.5, 8, 4, "top_two")),
+}
+
 CACHES = ("KV16", "KV8", "KV8s", "KVfp8", "KV4", "KV4t", "KV4c", "K4cV4c", "K8V4", "KV2", "KV2t")
 DECODING = (
     *(DECODE[number] for number in (0, 1, 3, 5, 8)),
@@ -70,6 +76,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Call]]]:
     yield from _calls_of_caches()
     for text, tokens in itertools.product(EXPERTS, (1, 16, 64, 1024)):
         yield f"experts {text} {tokens}", functools.partial(_experts, text, tokens)
+    for name in ROUTINGS:
+        yield f"route {name}", functools.partial(_route, name)
     for (weights, cache), (tokens, batch) in itertools.product(MODELS, STEPS):
         name = f"step {weights} {cache} {tokens} {batch}"
         yield name, functools.partial(_step, weights, cache, tokens, batch)
@@ -129,6 +137,13 @@ def _experts(text: str, tokens: int) -> Call:
         return kernels.grouped_matmul_terms(gated, down, chosen, weights)
 
     return layer, (x, chosen, weights, gate_up, down)
+
+
+def _route(name: str) -> Call:
+    """The experts of 64 tokens, with a correction of their scores."""
+    experts, routing = ROUTINGS[name]
+    logits, correction = Array((64, experts), jnp.bfloat16), Array((experts,), jnp.float32)
+    return lambda *arrays: kernels.route(arrays[0], routing, arrays[1]), (logits, correction)
 
 
 def _dequantize(text: str) -> Call:

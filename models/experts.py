@@ -175,7 +175,11 @@ class ExpertStack(nnx.Module):
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
         kernel: Any = self.down.kernel.get_value()
         inner = self.gated(x, experts)
-        terms = grouped_matmul_terms(inner, kernel, experts, weights, bias=_bias(self.down))
+        terms = grouped_matmul_terms(
+            *(inner, kernel, experts, weights),
+            bias=_bias(self.down),
+            activations=self.down.divided_rows,
+        )
         return self.down.add_shares(terms, x.dtype)
 
 

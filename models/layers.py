@@ -12,6 +12,7 @@ from flax import nnx
 from mpjax.kernels import (
     ActivationBlocks,
     ActivationFormat,
+    DividedRows,
     QuantizedActivations,
     QuantizedTensor,
     WeightFormat,
@@ -24,8 +25,8 @@ from mpjax.kernels.checks import as_array, as_dtype, norm_epsilon, require_type,
 from mpjax.models.config import DecoderConfig, LinearMaps
 
 Activations = jax.Array | QuantizedActivations
-# How activations are rounded: to a format, or to the blocks of one weight.
-Rounding = ActivationFormat | ActivationBlocks
+# How activations are rounded: to a format, also where rows are divided, or to a weight's blocks.
+Rounding = ActivationFormat | ActivationBlocks | DividedRows
 
 
 def as_activations(name: str, x: Any) -> Activations:
@@ -92,6 +93,11 @@ class Linear(nnx.Module):
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
         return terms
+
+    @property
+    def divided_rows(self) -> DividedRows | None:
+        """How the kernel's input is rounded if it is a part of rows: here it is whole."""
+        return None
 
     @property
     def format(self) -> WeightFormat | None:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mpjax.kernels import ActivationFormat, QuantizedTensor, WeightFormat, matmul, matmul_terms
+from mpjax.kernels import (
+    ActivationFormat,
+    DividedRows,
+    QuantizedActivations,
+    QuantizedTensor,
+    WeightFormat,
+    matmul,
+    matmul_terms,
+    quantize_rows,
+)
+from mpjax.kernels.quantized_tensor import with_scales
 from mpjax.models.layers import Activations, Linear, Rounding
 
 # Sums of up to so many bytes take the time of a signal between devices, in float32 as in 16 bits:
@@ -43,10 +54,22 @@ class RowLinear(Linear):
 
     @property
     def activations(self) -> Rounding:
-        """How the kernel's input is rounded; 16 bits with a permutation, as x is gathered first."""
+        """How the kernel's input is rounded; 16 bits with a permutation, as x is gathered first.
+
+        One scale for each row is that of the rows of all devices.
+        """
         kernel: Any = self.kernel.get_value()
         is_permuted = isinstance(kernel, QuantizedTensor) and kernel.permutation is not None
-        return ActivationFormat() if is_permuted else super().activations
+        return ActivationFormat() if is_permuted else self.divided_rows or super().activations
+
+    @property
+    def divided_rows(self) -> DividedRows | None:
+        """How parts of rows are rounded with a scale of the whole row; None for another kernel."""
+        kernel: Any = self.kernel.get_value()
+        found = kernel.activations if isinstance(kernel, QuantizedTensor) else ActivationFormat()
+        if isinstance(found, ActivationFormat) and found.scales_rows:
+            return DividedRows(found, self.axis)
+        return None
 
     def __call__(self, x: Activations) -> jax.Array:
         """Maps a share of x [..., in] to the whole [..., out]."""
@@ -58,7 +81,8 @@ class RowLinear(Linear):
     def product(self, x: Activations) -> jax.Array:
         """The sum of all devices' products of x [..., in] and the kernel, without the bias.
 
-        In x's dtype, or in float32 where that takes no longer.
+        In x's dtype, or in float32 where that takes no longer. There, sums of int8 products are
+        added as integers, and scaled afterwards: the result is bit for bit that of one device.
         """
         kernel: Any = self.kernel.get_value()
         shape, outputs = _shape(x), kernel.shape[-1]
@@ -70,7 +94,11 @@ class RowLinear(Linear):
             everybody = jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
             x = jnp.take(everybody, kernel.permutation, axis=-1)
             kernel = dataclasses.replace(kernel, permutation=None)
-        [total] = self.add_shares(matmul_terms(x, kernel, out_dtype=dtype), x.dtype)
+        rows = self.divided_rows
+        if rows is not None and rows.values == "int8" and dtype == jnp.float32:
+            return _exact_product(rows, x, kernel)
+        terms = matmul_terms(x, kernel, out_dtype=dtype, activations=rows)
+        [total] = self.add_shares(terms, x.dtype)
         return total
 
     def add_shares(self, terms: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -84,6 +112,42 @@ class RowLinear(Linear):
     def terms(self, x: Activations) -> jax.Array:
         """The one term [1, ..., out], x · kernel + bias."""
         return self(x)[None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exact_product(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -> jax.Array:
+    """The sum of all devices' products in x's dtype, scaled after it is complete.
+
+    Float32 holds sums of int8 products below 2**24 exactly, in whatever order they are added up.
+    """
+    if not isinstance(x, QuantizedActivations):
+        x = quantize_rows(x, rows)
+    scales = kernel.scales()[0] if kernel.channel_scales is None else kernel.channel_scales
+    ones = jnp.ones_like(scales)
+    if kernel.channel_scales is None:
+        kernel = with_scales(kernel, ones[None])
+    else:
+        kernel = dataclasses.replace(kernel, channel_scales=ones)
+    codes = dataclasses.replace(x, scales=jnp.ones_like(x.scales))
+    sums = jax.lax.psum(matmul(codes, kernel, out_dtype=jnp.float32), rows.axis)
+    return (sums * x.scales * jax.lax.broadcast_to_rank(scales, sums.ndim)).astype(x.dtype)
+
+
+def _forward(rows: DividedRows, x: Activations, kernel: QuantizedTensor) -> tuple[Any, Any]:
+    return _exact_product(rows, x, kernel), (x, kernel)
+
+
+def _backward(rows: DividedRows, saved: Any, gradient: jax.Array) -> Any:
+    """The derivative of the sum of scaled products, for which rounding is the identity."""
+
+    def scaled(x: Activations, kernel: QuantizedTensor) -> jax.Array:
+        product = matmul(x, kernel, out_dtype=jnp.float32, activations=rows)
+        return jax.lax.psum(product, rows.axis).astype(x.dtype)
+
+    return jax.vjp(scaled, *saved)[1](gradient)
+
+
+_exact_product.defvjp(_forward, _backward)
 
 
 def summing_dtype(size: int, dtype: jax.typing.DTypeLike) -> jnp.dtype:

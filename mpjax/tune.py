@@ -1,6 +1,7 @@
 """Measures plans on this GPU and writes the fastest to a table.
 
-The jobs here are products with packed weights; jobs of attention are in `tune_attention`.
+The jobs here are products with packed weights; jobs of attention are in `tune_attention`, and of
+products with experts in `tune_experts`.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def known_models() -> dict[str, list[Shape]]:
 
 def _shapes(decoder: type[Decoder], config: DecoderConfig) -> list[Shape]:
     shapes = [place.part_shapes(1)[0] for place in decoder.linear_places(config)]
-    # Products of experts, which have a third axis, are planned by their rule alone.
+    # Products of experts, which have a third axis, are jobs of `tune_experts`.
     return list(dict.fromkeys((shape[0], shape[1]) for shape in shapes if len(shape) == 2))
 
 

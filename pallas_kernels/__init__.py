@@ -10,6 +10,7 @@ from mpjax.kernels.activations import QuantizedActivations, quantize_activations
 from mpjax.kernels.attention.api import paged_attention, prefill_attention
 from mpjax.kernels.batch import Span
 from mpjax.kernels.device import UnsupportedError
+from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts.api import grouped_matmul, grouped_matmul_terms
 from mpjax.kernels.experts.gate import Gate
 from mpjax.kernels.experts.routing import route
@@ -34,6 +35,7 @@ from mpjax.kernels.rowwise.api import add_rms_norm, gated, gated_silu, quantize_
 __all__ = [
     "ActivationBlocks",
     "ActivationFormat",
+    "DividedRows",
     "Gate",
     "HeadNorms",
     "KVFormat",

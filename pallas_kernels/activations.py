@@ -13,11 +13,12 @@ from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.arithmetic import largest_magnitude
 from mpjax.kernels.checks import as_array, as_dtype, require_floats
 from mpjax.kernels.codes import float8
+from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.formats import FLOAT8_GROUP, WeightFormat
 from mpjax.kernels.product_format import ActivationFormat, ProductFormat
 
 # A description of how activations are rounded, as a type or as its text.
-Format = ActivationFormat | ActivationBlocks | ProductFormat | WeightFormat | str
+Format = ActivationFormat | ActivationBlocks | DividedRows | ProductFormat | WeightFormat | str
 
 # A token whose largest magnitude is below this counts as zero: its reciprocal could overflow.
 NEARLY_ZERO = 1e-30
@@ -74,7 +75,8 @@ def quantize_activations(
 
     format: an ActivationFormat; or the format of a product or of a weight, for the activations that
         it multiplies; or the text of one, such as "float8:g128" or "int8/int8"; or the
-        ActivationBlocks of a weight, by which the largest code of a block is 7 or 127.
+        ActivationBlocks of a weight, by which the largest code of a block is 7 or 127; or
+        DividedRows, for x [..., K] that is a part of rows under `shard_map`.
     dtype: the dtype of products with the result; x's if it is None.
 
     Raises ValueError for a format with 16-bit activations, and for x without channels.
@@ -82,7 +84,11 @@ def quantize_activations(
     x = as_array("quantize_activations: x", x)
     require_floats("quantize_activations", x=x)
     blocks = format if isinstance(format, ActivationBlocks) else None
-    wanted = format.format if isinstance(format, ActivationBlocks) else ActivationFormat.of(format)
+    wanted = (
+        format.format
+        if isinstance(format, ActivationBlocks | DividedRows)
+        else ActivationFormat.of(format)
+    )
     if wanted.values is None:
         raise ValueError(f"{format} has 16-bit activations: there is nothing to quantise")
     if not x.shape or x.shape[-1] == 0:
@@ -95,6 +101,8 @@ def quantize_activations(
     wide = _runs(x.astype(jnp.float32), size)
     top: Any = 127.0 if wanted.values == "int8" else float8.LARGEST
     peaks = largest_magnitude(wide, -1)
+    if isinstance(format, DividedRows):
+        peaks = format.largest(peaks)
     if blocks is not None and blocks.bits is not None:
         top = jnp.broadcast_to(blocks.largest_codes(channels), peaks.shape)
     peaks = jnp.where(peaks < NEARLY_ZERO, top, peaks)

@@ -121,18 +121,26 @@ def random_stack(key: jax.Array, shape: ExpertShape, text: str) -> Any:
     return quantize(weight, text)
 
 
+def random_stacks(shape: ExpertShape, text: str) -> list[Any]:
+    """Stacks of which a token's experts, one of each stack's, are larger than the L2 cache.
+
+    They are fewer, but two or more, if that would take more than MOST_BYTES.
+    """
+    like = jax.eval_shape(lambda: random_stack(jax.random.key(0), shape, text))
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    count = measure.copies(nbytes * shape.per_token // shape.experts)
+    count = min(count, max(2, MOST_BYTES // nbytes))
+    return [random_stack(key, shape, text) for key in jax.random.split(jax.random.key(0), count)]
+
+
 def _format(
     shape: ExpertShape, text: str, all_tokens: Sequence[int], others: Mapping[int, Any]
 ) -> Iterator[dict[str, Any]]:
-    like = jax.eval_shape(lambda: random_stack(jax.random.key(0), shape, text))
-    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    # One token reads its own experts of each stack: together they are larger than the L2 cache.
-    count = measure.copies(nbytes * shape.per_token // shape.experts)
-    count = min(count, max(2, MOST_BYTES // nbytes))
-    stacks = [random_stack(key, shape, text) for key in jax.random.split(jax.random.key(0), count)]
-    product = functools.partial(_product, gate=shape.gate)
+    stacks = random_stacks(shape, text)
+    count, nbytes = len(stacks), sum(leaf.nbytes for leaf in jax.tree.leaves(stacks[0]))
+    product = functools.partial(layer_product, gate=shape.gate)
     for tokens in all_tokens:
-        inputs = [_inputs(shape, tokens, seed) for seed in range(count)]
+        inputs = [random_inputs(shape, tokens, seed) for seed in range(count)]
         hit = [jnp.asarray(np.unique(chosen)) for _, chosen, _ in inputs]
         read = [
             jax.tree.map(lambda leaf, i=chosen: leaf[i], stack)
@@ -165,7 +173,7 @@ def _format(
                 "microseconds": sum(kernels.values()),
                 "floor_microseconds": floor,
                 **others[tokens],
-                "relative_error": _error(each(inputs, stacks)[0], inputs[0], stacks[0], shape),
+                "relative_error": mean_error(each(inputs, stacks)[0], inputs[0], stacks[0], shape),
                 "kernel_microseconds": kernels,
             }
         )
@@ -174,7 +182,8 @@ def _format(
 Inputs = tuple[jax.Array, jax.Array, jax.Array]  # x, the experts, and the routing weights
 
 
-def _inputs(shape: ExpertShape, tokens: int, seed: int) -> Inputs:
+def random_inputs(shape: ExpertShape, tokens: int, seed: int) -> Inputs:
+    """The arguments of a product besides its stack; without a gate, each pair has a row of x."""
     keys = jax.random.split(jax.random.key(seed + 1))
     pairs = () if shape.gate is not None else (shape.per_token,)
     x = jax.random.normal(keys[0], (tokens, *pairs, shape.channels), jnp.bfloat16)
@@ -182,7 +191,7 @@ def _inputs(shape: ExpertShape, tokens: int, seed: int) -> Inputs:
     return x, jnp.asarray(random_experts(shape, tokens, seed)), weights
 
 
-def _product(inputs: Inputs, stack: Any, *, gate: Any) -> jax.Array:
+def layer_product(inputs: Inputs, stack: Any, *, gate: Any) -> jax.Array:
     """The product as a layer computes it: gated, or terms that the next norm adds."""
     x, chosen, weights = inputs
     if gate is not None:
@@ -217,7 +226,7 @@ def _others(shape: ExpertShape, tokens: int) -> dict[str, float | None]:
     return found
 
 
-def _error(product: jax.Array, inputs: Inputs, stack: Any, shape: ExpertShape) -> float:
+def mean_error(product: jax.Array, inputs: Inputs, stack: Any, shape: ExpertShape) -> float:
     """Mean error over mean magnitude of the first tokens' products, against the reference."""
     x, chosen, weights = (array[:CHECKED_TOKENS] for array in inputs)
     reference = functools.partial(

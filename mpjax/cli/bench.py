@@ -37,7 +37,8 @@ WEIGHT_FORMATS = (
 )
 ROWS = "1,16,32,64,128,256,512,1024,4096"
 SHAPES = "qwen3-8b"
-EXPERT_SHAPES, EXPERT_ROWS, EXPERT_FORMATS = "qwen3-30b-a3b", "1,16,64,256,4096", "uint4:g128"
+EXPERT_SHAPES = "qwen3-30b-a3b,mixtral-8x7b"
+EXPERT_ROWS, EXPERT_FORMATS = "1,16,64,256,4096", "uint4:g128"
 T = TypeVar("T")
 
 app = typer.Typer(
@@ -105,8 +106,8 @@ def gemm_command(
         bool,
         typer.Option(
             "--experts",
-            help="Measure the products of tokens with experts instead: of qwen3-30b-a3b (the "
-            "default), mixtral-8x7b and gpt-oss-20b. There is no plot.",
+            help="Measure the products of tokens with experts instead: of qwen3-30b-a3b and "
+            "mixtral-8x7b (the default), and gpt-oss-20b. There is no plot.",
         ),
     ] = False,
     output: Output = None,

@@ -1,4 +1,4 @@
-"""`mpjax tune`: finds the fastest plans of products and of attention on this GPU."""
+"""`mpjax tune`: finds the fastest plans of products, experts and attention on this GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 if TYPE_CHECKING:
     from mpjax.kernels import KVFormat, WeightFormat
     from mpjax.kernels.attention.shapes import AttentionShape
+    from mpjax.kernels.experts.shapes import ExpertShape
     from mpjax.tune import Job, Outcome, Shape
 
 NAME = "tune"
@@ -24,6 +25,7 @@ Examples:
   mpjax tune --model qwen3-8b
   mpjax tune --model Qwen3-8B-AWQ --formats uint4:g128,uint8:g128
   mpjax tune --shapes 4096x24576,12288x4096 --rows 1,64 --formats table3:g64
+  mpjax tune --experts qwen3-30b-a3b,mixtral-8x7b --formats uint4:g128
   mpjax tune --attention decode --kv-formats KV8,KV4
   mpjax tune --attention b16-h32/8-d128-c8192,b1-h32/8-d128-c32768-q2048
 
@@ -79,7 +81,17 @@ def command(
             metavar="M,...",
             show_default=False,
             help="Numbers of rows of x (tokens of a step), each rounded up to a bucket: 7, 15, 31, "
-            "64, 128 ... 8192, or 8, 16, 32 for multiples of 8. By default all buckets.",
+            "64, 128 ... 8192, or 8, 16, 32 for multiples of 8; with --experts up to a power of "
+            "two. By default all buckets.",
+        ),
+    ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE,...",
+            show_default=False,
+            help="Tune the products of tokens and their experts: of qwen3-30b-a3b, mixtral-8x7b or "
+            "gpt-oss-20b, or of one product, such as mixtral-8x7b.down.",
         ),
     ] = None,
     attention: Annotated[
@@ -112,13 +124,15 @@ def command(
     from mpjax.kernels.gemm.plans import BUCKETS
     from mpjax.kernels.plans import tables
 
-    if sum(given is not None for given in (model, shapes, attention)) != 1:
+    if sum(given is not None for given in (model, shapes, experts, attention)) != 1:
         raise typer.BadParameter(
-            "give exactly one of --model, --shapes and --attention", param_hint="--model"
+            "give exactly one of --model, --shapes, --experts and --attention",
+            param_hint="--model",
         )
     wanted = _parse_shapes(shapes) if shapes is not None else None
     packed = _parse_formats(formats)
-    buckets = _parse_rows(rows) if rows is not None else list(BUCKETS)
+    counts = _parse_rows(rows) if rows is not None else None
+    stacks = _parse_experts(experts) if experts is not None else None
     attended = _parse_attention(attention) if attention is not None else None
     cached = _parse_kv_formats(kv_formats)
     if reason := device.why_triton_cannot_run():
@@ -136,8 +150,13 @@ def command(
         from mpjax import tune_attention
 
         jobs = tune_attention.make_jobs(attended, cached)
+    elif stacks is not None:
+        from mpjax import tune_experts
+
+        jobs = tune_experts.make_jobs(stacks, packed, counts or tune_experts.BUCKETS)
     else:
-        jobs = tune.make_jobs(wanted or tune.model_shapes(model or ""), packed, buckets)
+        wanted = wanted or tune.model_shapes(model or "")
+        jobs = tune.make_jobs(wanted, packed, counts or BUCKETS)
     kind = device.kind()
     path = folder / tables.file_name(kind)
     outcomes: list[Outcome] = []
@@ -208,6 +227,15 @@ def _parse_shapes(text: str) -> list[Shape]:
             )
         shapes.append((int(match[1]), int(match[2])))
     return shapes
+
+
+def _parse_experts(text: str) -> tuple[ExpertShape, ...]:
+    from mpjax.kernels.experts.shapes import named
+
+    try:
+        return named([part.strip() for part in text.split(",")])
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--experts") from error
 
 
 def _parse_attention(text: str) -> tuple[AttentionShape, ...]:

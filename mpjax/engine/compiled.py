@@ -72,16 +72,20 @@ def count() -> int:
 class Programs:
     """The jitted programs of one model, with the sizes to which their arguments are padded.
 
-    chunk: the most tokens of a Reading. slots: of the state. steps: the most of a Stepping.
+    chunk: the most tokens of a Reading. sequences: the most prompts of one. slots: of the state.
+    steps: the most of a Stepping.
 
-    Rows decode `steps` tokens in a program if all are greedy and nobody waits, and else one. The
-    sizes are few: with those for scores and for clearing there are at most 15 programs.
+    Rows decode `steps` tokens in a program if all are greedy, and else one. The sizes are few: with
+    those for scores and for clearing there are at most 15 programs.
     """
 
-    def __init__(self, model: Decoder, *, chunk: int, slots: int, steps: int) -> None:
+    def __init__(
+        self, model: Decoder, *, chunk: int, sequences: int, slots: int, steps: int
+    ) -> None:
         self._waits = not device.on_gpu()
         self.scored_size = scored_chunk(chunk)
         self.reading_sizes = sorted({chunk, max(chunk // 8, min(LEAST_TOKENS, chunk))})
+        self.piece_sizes = sorted({min(sequences, slots), slots})  # the second with rows that ride
 
         def sizes(*divisors: int, least: int) -> list[int]:
             parts = [-(-slots // divisor) for divisor in divisors]
@@ -90,7 +94,6 @@ class Programs:
         # By whether all rows are greedy, and the number of steps.
         self.decoding_sizes = {
             (True, steps): sorted({1, min(FEW_ROWS, slots), *sizes(2, 4, 16, least=FEW_ROWS)}),
-            (True, 1): sizes(4, least=2 * FEW_ROWS),
             (False, 1): sorted({min(2 * FEW_ROWS, slots), slots}),
         }
         self.used: set[tuple[Any, ...]] = set()  # what tells compiled programs apart
@@ -105,7 +108,7 @@ class Programs:
     ) -> tuple[EngineState, Drawn, PromptScores | None]:
         """Runs `extend`; the state is donated."""
         tokens = len(reading.tokens)
-        self.used.add((extend, tokens, greedy, scored))
+        self.used.add((extend, tokens, len(reading.slots), greedy, scored))
         run = _JITTED[extend, self._is_in_turn(tokens)]
         options = {"greedy": greedy, "scored": scored}
         return run(self._structure, self._leaves, state, reading, **options)
@@ -130,9 +133,15 @@ class Programs:
         sizes = self.decoding_sizes[greedy, steps]
         return next(size for size in sizes if size >= rows)
 
-    def reading_size(self, tokens: int, *, greedy: bool, scored: bool) -> int:
-        """The number of tokens to which a reading is padded."""
+    def reading_size(
+        self, tokens: int, pieces: int, *, greedy: bool, scored: bool
+    ) -> tuple[int, int]:
+        """The numbers of tokens and of pieces to which a reading is padded."""
         if scored:
-            return self.scored_size
-        sizes = self.reading_sizes if greedy else self.reading_sizes[-1:]
-        return next(size for size in sizes if size >= tokens)
+            return self.scored_size, self.piece_sizes[0]
+        if not greedy:
+            return self.reading_sizes[-1], self.piece_sizes[-1]
+        return (
+            next(size for size in self.reading_sizes if size >= tokens),
+            next(size for size in self.piece_sizes if size >= pieces),
+        )

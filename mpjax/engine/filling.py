@@ -16,37 +16,39 @@ from mpjax.engine.state import RowSettings
 def reading(
     pieces: Sequence[Piece], *, tokens: int, rows: int, slots: int, entries: int
 ) -> Reading:
-    """The arguments that read pieces.
+    """The arguments that read pieces, of which those that ride along come last.
 
     tokens, rows: the sizes to which tokens and pieces are padded. slots: their number.
     entries: of a block table.
     """
     (ids, following), numbers = np.zeros((2, tokens), np.int32), np.zeros((4, rows), np.int32)
     starts, counts, encoded, drawn = numbers
-    own, flags = np.full(rows, slots, np.int32), np.zeros((2, rows), bool)
+    own, flags = np.full(rows, slots, np.int32), np.zeros((3, rows), bool)
     tables, settings = np.full((rows, entries), NOWHERE, np.int32), RowSettings.usual(rows)
     at = 0
     for index, piece in enumerate(pieces):
         row, count = piece.row, piece.end - piece.start
         assert row.slot is not None
-        ids[at : at + count] = row.tokens[piece.start : piece.end]
-        behind = row.tokens[piece.start + 1 : piece.end + 1]
-        following[at : at + len(behind)] = behind
-        at += count
+        if not piece.rides:
+            ids[at : at + count] = row.tokens[piece.start : piece.end]
+            behind = row.tokens[piece.start + 1 : piece.end + 1]
+            following[at : at + len(behind)] = behind
+            at += count
         own[index], starts[index], counts[index] = row.slot, piece.start, count
         encoded[index] = piece.start if piece.is_first else 0
-        drawn[index] = len(row.tokens) - row.prompt
-        flags[:, index] = piece.is_first, piece.is_last
+        drawn[index] = row.drawn - 1 if piece.rides else len(row.tokens) - row.prompt
+        flags[:, index] = piece.is_first, piece.is_last, piece.rides
         tables[index, : len(row.pages)] = row.pages
         for target, source in zip(
             jax.tree.leaves(settings), jax.tree.leaves(row.owner.settings.row), strict=True
         ):
             target[index] = source[0]
-    is_first, is_last = flags
+    is_first, is_last, rides = flags
     return Reading(
         *(ids, following, own, starts, counts, tables, encoded, drawn),
         is_first=is_first,
         is_last=is_last,
+        rides=rides,
         settings=settings,
     )
 

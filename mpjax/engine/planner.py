@@ -47,6 +47,11 @@ class Sizes:
     window: int | None = None
 
     @property
+    def riders(self) -> int:
+        """The most rows that decode where prompts are read: half of a chunk is for prompts."""
+        return min(self.slots, self.chunk // 2)
+
+    @property
     def unit(self) -> int:
         """Tokens of the smallest prefix that can be shared: whole pages and whole blocks."""
         return max(self.page_size, self.block or 1)
@@ -124,6 +129,8 @@ class Piece:
 
     is_first: whether they are the first that the row's slot reads. is_last: whether the next token
     is drawn behind them.
+    rides: whether the row decodes: the piece is the token that it has drawn last, which the device
+    knows.
     """
 
     row: Row
@@ -131,11 +138,15 @@ class Piece:
     end: int
     is_first: bool
     is_last: bool
+    rides: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Extend:
-    """A program that reads pieces of prompts. scored: whether with their log-probabilities."""
+    """A program that reads pieces of prompts, and behind them a token of each row that rides along.
+
+    scored: whether with the log-probabilities of the prompts; then no row rides along.
+    """
 
     pieces: list[Piece]
     scored: bool = False
@@ -158,7 +169,8 @@ class Decode:
 class Planner:
     """Rows that wait and rows that run, and what to do next.
 
-    Reading prompts and decoding take turns, so that no row waits for longer than a chunk.
+    Rows that decode ride along where prompts are read: the program draws one token for each. Where
+    some can't, reading and decoding take turns, so that no row waits for longer than a chunk.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -167,8 +179,7 @@ class Planner:
         self.waiting: list[Row] = []
         self.running: list[Row] = []  # by order
         self._slots = list(range(sizes.slots - 1, -1, -1))
-        self._has_read = False  # whether the last program read prompts
-        self._has_more = False  # whether it left some for which there is room
+        self._has_left = False  # whether the last program left out rows that decode
         self.preemptions = 0
         self.prompt_tokens = 0  # of rows that were given a slot
         self.shared_tokens = 0  # of them, those in pages of other rows
@@ -197,14 +208,10 @@ class Planner:
 
     def plan(self) -> Extend | Decode | None:
         """The next program, or None if there is nothing to do before results are known."""
-        if self._has_read and (decode := self._plan_decode()):
-            self._has_read = False
+        has_left, self._has_left = self._has_left, False
+        if has_left and (decode := self._plan_decode()):
             return decode
-        if extend := self._plan_extend():
-            self._has_read = True
-            return extend
-        self._has_read = False
-        return self._plan_decode()
+        return self._plan_extend() or self._plan_decode()
 
     def learn(self, row: Row, tokens: Sequence[int]) -> None:
         """Adds new tokens that are known now, and that are of finite logits.
@@ -220,24 +227,47 @@ class Planner:
     # -- reading prompts
 
     def _plan_extend(self) -> Extend | None:
+        decoding = [row for row in self.running if not row.is_reading and row.left > 0]
+        riders = decoding if len(decoding) <= self.sizes.riders else []
+        pieces = self._cut_pieces(self.sizes.chunk - len(riders), is_urgent=bool(decoding))
+        if not pieces:
+            return None
+        scored = pieces[0].row.scored
+        riding = [] if scored else list(filter(None, map(self._ride, riders)))
+        self._has_left = len(riding) < len(decoding)
+        return Extend(pieces + riding, scored)
+
+    def _cut_pieces(self, room: int, *, is_urgent: bool) -> list[Piece]:
+        """Pieces of prompts that cost `room` at most. is_urgent: whether rows wait for them."""
         pieces: list[Piece] = []
-        room, self._has_more = self.sizes.chunk, False
         least = max(1, room // PIECES)
-        is_urgent = any(not row.is_reading and row.left > 0 for row in self.running)
         for row in self._rows_to_read():
             is_full = room < least or len(pieces) == self.sizes.sequences
             if pieces and (is_full or row.scored != pieces[0].row.scored):
-                self._has_more = True
                 break
             if row.slot is None and not self._admit(row):
                 break
             if row.scored and not pieces:
-                room = scored_chunk(room)
+                room = min(room, scored_chunk(self.sizes.chunk))
             count = self._count(row, room, is_urgent)
             room -= self._cost(row.length, count, is_urgent)
             pieces.append(self._cut(row, count))
-        self._has_more |= any(row.is_reading for row in self.running)
-        return Extend(pieces, pieces[0].row.scored) if pieces else None
+        return pieces
+
+    def _ride(self, row: Row) -> Piece | None:
+        """The piece with which a row draws its next token; None if no page is free for it.
+
+        No row is preempted for it here, for pieces of that row may be part of the program.
+        """
+        needed = self.sizes.pages_for(row.length + 1) - len(row.pages)
+        if needed > 0:
+            pages = self.pool.allocate(needed)
+            if pages is None:
+                return None
+            row.pages.extend(pages)
+        row.length += 1
+        row.drawn += 1
+        return Piece(row, row.length - 1, row.length, is_first=False, is_last=True, rides=True)
 
     def _rows_to_read(self) -> Iterator[Row]:
         """Rows with tokens to read: first those that run, then those that wait."""
@@ -313,9 +343,8 @@ class Planner:
         rows, entries = [], []
         candidates = [row for row in self.running if not row.is_reading and row.left > 0]
         greedy = all(row.is_greedy for row in candidates)
-        # A single step where others wait for the next piece of their prompts, and where the next
-        # step depends on random numbers, whose program has one step.
-        steps = self.sizes.steps if greedy and not self._has_more else 1
+        # The program in which the next step depends on random numbers has one step.
+        steps = self.sizes.steps if greedy else 1
         for row in candidates:
             if row.slot is None:
                 continue  # it was preempted for one before it

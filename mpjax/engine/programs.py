@@ -44,6 +44,9 @@ class Reading:
     drawn: int32 [pieces], new tokens of the row that were drawn before.
     is_first: bool [pieces], whether the slot begins with the piece.
     is_last: bool [pieces], whether the next token is drawn behind the piece.
+    rides: bool [pieces], whether the piece is the newest token of a row that decodes. Such pieces
+        are the last ones. A row that has ended reads nothing; for others starts, counts and drawn
+        are those of the state.
     settings: of each piece's row.
     """
 
@@ -57,6 +60,7 @@ class Reading:
     drawn: Any
     is_first: Any
     is_last: Any
+    rides: Any
     settings: RowSettings
 
 
@@ -121,9 +125,12 @@ def extend(
 ) -> tuple[EngineState, Drawn, PromptScores | None]:
     """Reads pieces of prompts, and draws the next token of the rows whose last piece it is.
 
+    Rows that decode may ride along: the piece of each is the token that it has drawn last.
+
     greedy: whether all rows are known to take their likeliest token, as `draw` says (static).
     scored: whether to compute log-probabilities of the prompts' tokens (static).
     """
+    reading = _board(state, reading)
     slots, last = reading.slots, len(state.lengths) - 1
     settings = jax.tree.map(_put(slots), state.settings, reading.settings)
     cache = _view(state, reading.tables, reading.starts, jnp.minimum(slots, last))
@@ -153,8 +160,27 @@ def extend(
         seen=seen.at[jnp.where(reading.is_last, slots, last + 1), drawn].set(True, mode="drop"),
         settings=settings,
     )
-    one = reading.is_last.astype(jnp.int32)
+    one = (reading.is_last & (slots <= last)).astype(jnp.int32)
     return state, Drawn(drawn[:, None], chance[:, None], one, running), scores
+
+
+def _board(state: EngineState, reading: Reading) -> Reading:
+    """Puts the newest tokens of rows that ride along behind the pieces of prompts.
+
+    A row that has ended, which its plan did not know, becomes padding.
+    """
+    rows = len(state.lengths)
+    own = jnp.minimum(reading.slots, rows - 1)
+    stays = ~reading.rides | state.running[own]
+    counts = jnp.where(stays, reading.counts, 0)
+    places = jnp.where(reading.rides & stays, jnp.cumsum(counts) - 1, len(reading.tokens))
+    return dataclasses.replace(
+        reading,
+        tokens=jnp.asarray(reading.tokens).at[places].set(state.newest[own], mode="drop"),
+        counts=counts,
+        slots=jnp.where(stays, reading.slots, rows),
+        is_last=reading.is_last & stays,
+    )
 
 
 def _view(

@@ -29,7 +29,13 @@ class Runner:
         self.planner = Planner(sizes)
         self.requests: dict[Handle, Request] = {}
         self.steps = self.late_steps = self.new_tokens = 0
-        self.programs = Programs(lm.model, chunk=sizes.chunk, slots=sizes.slots, steps=sizes.steps)
+        self.programs = Programs(
+            lm.model,
+            chunk=sizes.chunk,
+            sequences=sizes.sequences,
+            slots=sizes.slots,
+            steps=sizes.steps,
+        )
         self._dtype = lm.config.dtype
         self._state = EngineState.create(lm, sizes.slots, sizes.pages, max_tokens)
         self._pending: _Pending | None = None
@@ -75,12 +81,9 @@ class Runner:
             "scored": plan.scored,
         }
         slots, entries = self._state.tables.shape
+        tokens, rows = self.programs.reading_size(count, len(plan.pieces), **kind)
         reading = filling.reading(
-            plan.pieces,
-            tokens=self.programs.reading_size(count, **kind),
-            rows=self.planner.sizes.sequences,
-            slots=slots,
-            entries=entries,
+            plan.pieces, tokens=tokens, rows=rows, slots=slots, entries=entries
         )
         self._state, drawn, scores = self.programs.extend(self._state, reading, **kind)
         return _Pending(plan, [piece.row.runs for piece in plan.pieces], drawn, scores)

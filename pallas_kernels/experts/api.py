@@ -18,6 +18,7 @@ from mpjax.kernels.checks import (
     require_type,
     shown,
 )
+from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.experts import counting, reference, triton
 from mpjax.kernels.experts.epilogue import Epilogue
 from mpjax.kernels.experts.gate import Gate
@@ -79,16 +80,22 @@ def grouped_matmul_terms(
     routing_weights: jax.Array,
     *,
     bias: jax.Array | None = None,
+    activations: DividedRows | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """The terms float32 [terms, ..., N] whose sum over the first axis is that of `grouped_matmul`.
 
     They are for a consumer that adds them up itself, as `add_rms_norm` does. Arguments, errors and
     derivatives are as for `grouped_matmul` with routing weights.
+
+    activations: how x is rounded where it and the weight are parts of rows and of input channels;
+        None for whole ones.
     """
+    if activations is not None:
+        require_type("grouped_matmul_terms: activations", activations, DividedRows)
     weights = as_array("grouped_matmul_terms: routing_weights", routing_weights)
     call = _read("grouped_matmul_terms", x, weight, experts, Epilogue(bias, None, weights))
-    terms = _run(call, implementation)
+    terms = _run(call, implementation, activations)
     return terms.reshape(len(terms), *call.tokens, terms.shape[-1])
 
 
@@ -102,7 +109,9 @@ class _Call(NamedTuple):
     tokens: tuple[int, ...]  # the axes that the tokens had
 
 
-def _run(call: _Call, implementation: Implementation | None) -> jax.Array:
+def _run(
+    call: _Call, implementation: Implementation | None, rows: DividedRows | None = None
+) -> jax.Array:
     """Products [tokens, k, N], or with routing weights terms float32 [terms, tokens, N]."""
     x, weight, experts, epilogue, _ = call
     problem = Problem.of(experts.shape, weight, gated=epilogue.gate is not None)
@@ -114,16 +123,21 @@ def _run(call: _Call, implementation: Implementation | None) -> jax.Array:
         lambda _: _why_not_triton(x, weight),
     )
     if name == "triton":
-        run = functools.partial(_by_kernel, config_of(problem))
+        run = functools.partial(_by_kernel, config_of(problem), rows)
         return differentiable(run, x, weight, experts, epilogue)
     found = reference.products(x, weight, experts, epilogue)
     return found if epilogue.routing_weights is None else jnp.moveaxis(found, 1, 0)
 
 
 def _by_kernel(
-    config: ExpertsConfig, x: jax.Array, weight: Any, experts: jax.Array, epilogue: Epilogue
+    config: ExpertsConfig,
+    divided: DividedRows | None,
+    x: jax.Array,
+    weight: Any,
+    experts: jax.Array,
+    epilogue: Epilogue,
 ) -> jax.Array:
-    rows, weight = _in_packed_order(x, weight, experts)
+    rows, weight = _in_packed_order(x, weight, experts, divided)
     out_dtype = x.dtype if epilogue.routing_weights is None else jnp.dtype(jnp.float32)
     apart = epilogue.gate if config.splits > 1 else None  # it takes whole sums
     if apart is not None:
@@ -147,7 +161,9 @@ def _tiles(experts: jax.Array, count: int, config: ExpertsConfig) -> Tiles:
     return sorted_by_expert(experts, count, config.tile_m)
 
 
-def _in_packed_order(x: jax.Array, weight: Any, experts: jax.Array) -> tuple[Any, Any]:
+def _in_packed_order(
+    x: jax.Array, weight: Any, experts: jax.Array, divided: DividedRows | None
+) -> tuple[Any, Any]:
     """The rows of x as the kernel takes them, and the weight without a permutation."""
     if not isinstance(weight, QuantizedTensor):
         return x.reshape(-1, x.shape[-1]), weight
@@ -159,7 +175,7 @@ def _in_packed_order(x: jax.Array, weight: Any, experts: jax.Array) -> tuple[Any
         unsymmetric = dataclasses.replace(weight.format, symmetric=False)
         weight = dataclasses.replace(weight, format=unsymmetric)
     rows, activations = x.reshape(-1, x.shape[-1]), ActivationFormat.of(weight.format)
-    return (quantize_rows(rows, activations) if activations.values else rows), weight
+    return (quantize_rows(rows, divided or activations) if activations.values else rows), weight
 
 
 def _why_not_triton(x: jax.Array, weight: Any) -> str | None:

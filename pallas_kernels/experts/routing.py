@@ -28,8 +28,8 @@ def route(
 
     logits: [..., experts], of any floating dtype; scores are computed in float32. correction:
     [experts], added to the scores by which experts are chosen, but not to weights (DeepSeek-V3).
-    implementation: `triton`, one kernel, for routings without groups on a CUDA GPU; or `reference`,
-        plain jnp. By default the kernel where it can run.
+    implementation: `triton`, one kernel, on a CUDA GPU; or `reference`, plain jnp. By default the
+        kernel where it can run.
 
     A token's experts come in the descending order of their scores; of equal ones the expert of the
     lowest number comes first. Weights are differentiable with respect to the logits. Raises
@@ -51,7 +51,7 @@ def route(
         implementation,
         "triton" if logits.size else "reference",
         get_args(Implementation),
-        lambda _: _why_not_triton(routing),
+        lambda _: device.why_triton_cannot_run(),
     )
     if name == "reference":
         return _reference(routing, logits, correction)
@@ -61,20 +61,13 @@ def route(
     return chosen.reshape(leading), weights.reshape(leading)
 
 
-def _why_not_triton(routing: Routing) -> str | None:
-    if routing.groups is not None:
-        return "experts are divided into groups"
-    return device.why_triton_cannot_run()
-
-
 def _reference(
     routing: Routing, logits: jax.Array, correction: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     wide = logits.astype(jnp.float32)
     is_softmax = routing.scoring == "softmax"
     scores = jax.nn.softmax(wide, -1) if is_softmax else jax.nn.sigmoid(wide)
-    # A softmax keeps the order of logits, but may round different ones to equal scores.
-    ranked = wide if is_softmax and correction is None else scores
+    ranked = wide if routing.ranks_logits and correction is None else scores
     if correction is not None:
         ranked = ranked + jax.lax.broadcast_to_rank(correction.astype(jnp.float32), ranked.ndim)
     _, chosen = jax.lax.top_k(_in_best_groups(ranked, routing), routing.per_token)

@@ -60,6 +60,16 @@ class Routing:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole_number(f"Routing: {name}", value))
 
+    @property
+    def ranks_logits(self) -> bool:
+        """Whether experts are ranked by logits if there is no correction.
+
+        A softmax keeps the order of logits, but may round different ones to equal scores. The sum
+        of two scores has another order than that of their logits.
+        """
+        sums_scores = self.groups is not None and self.group_score == "top_two"
+        return self.scoring == "softmax" and not sums_scores
+
     def why_not(self, experts: int) -> str | None:
         """The reason why a token can't be routed to one of `experts` experts, or None if it can."""
         if self.per_token > experts:

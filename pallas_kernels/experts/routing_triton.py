@@ -23,10 +23,7 @@ def route(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The experts int32 [tokens, k] and weights float32 [tokens, k] of logits [tokens, experts].
-
-    routing: without groups.
-    """
+    """The experts int32 [tokens, k] and weights float32 [tokens, k] of logits [tokens, experts]."""
     tokens, experts = logits.shape
     shape = tokens, routing.per_token
     return launch(
@@ -56,12 +53,14 @@ def _kernel(
         total = scores.sum()
     else:
         scores, total = 1.0 / (1.0 + jnp.exp(-logits)), jnp.float32(1.0)
-    # A softmax keeps the order of logits, but may round different ones to equal scores.
-    ranked = logits if routing.scoring == "softmax" else scores
     if correction_ref is not None:
         ranked = scores / total + load_masked(correction_ref.at[number], is_free).astype(
             jnp.float32
         )
+    else:
+        ranked = logits if routing.ranks_logits else scores
+    if routing.groups is not None:
+        ranked = jnp.where(_is_in_best_groups(ranked, count, routing), ranked, -jnp.inf)
     place = jnp.arange(pl.next_power_of_2(routing.per_token))
     chosen, weights = jnp.zeros(place.shape, jnp.int32), jnp.zeros(place.shape, jnp.float32)
     for choice in range(routing.per_token):
@@ -78,3 +77,39 @@ def _kernel(
     place = jnp.where(is_wanted, place, routing.per_token)
     store(experts_ref.at[token, place], chosen, mask=is_wanted)
     store(weights_ref.at[token, place], weights / total * routing.scale, mask=is_wanted)
+
+
+def _is_in_best_groups(ranked: jax.Array, count: int, routing: Routing) -> jax.Array:
+    """Whether each lane's expert is in one of the token's best groups.
+
+    ranked: [lanes], a power of two; lanes past the `count` experts are in no group.
+    """
+    assert routing.groups is not None
+    assert routing.groups_per_token is not None
+    number, size = jnp.arange(ranked.shape[0]), count // routing.groups
+    place = jnp.arange(pl.next_power_of_2(routing.groups))
+    scores = jnp.full(place.shape, -jnp.inf, jnp.float32)
+    for group in range(routing.groups):
+        is_of_group = (number >= group * size) & (number < (group + 1) * size)
+        score = _score(jnp.where(is_of_group, ranked, -jnp.inf), group * size, routing)
+        scores = jnp.where(place == group, score, scores)
+    is_free, is_best = place < routing.groups, number < 0
+    for _ in range(routing.groups_per_token):
+        best = jnp.where(is_free, scores, -jnp.inf).max()
+        index = jnp.where(is_free & (scores == best), place, routing.groups - 1).min()
+        is_free &= place != index
+        is_best |= (number >= index * size) & (number < (index + 1) * size)
+    return is_best
+
+
+def _score(ranked: jax.Array, first: int, routing: Routing) -> jax.Array:
+    """The score of a group: its largest one, or the sum of its two largest ones.
+
+    ranked: the scores of all lanes, −∞ outside of the group. first: the group's first lane.
+    """
+    best = ranked.max()
+    if routing.group_score == "max":
+        return best
+    number = jnp.arange(ranked.shape[0])
+    index = jnp.where((ranked == best) & (number >= first), number, ranked.shape[0] - 1).min()
+    return best + jnp.where(number == index, -jnp.inf, ranked).max()

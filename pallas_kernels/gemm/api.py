@@ -14,6 +14,7 @@ from mpjax.kernels import device
 from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations
 from mpjax.kernels.checks import as_array, as_dtype
+from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.gemm import dequantize, plans, reference, triton, xla
 from mpjax.kernels.gemm.gradient import differentiable
 from mpjax.kernels.gemm.plans import Implementation, Problem
@@ -32,7 +33,7 @@ def matmul(
     implementation: Implementation | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     scales: jax.Array | None = None,
-    activations: ActivationFormat | str | None = None,
+    activations: ActivationFormat | DividedRows | str | None = None,
 ) -> jax.Array:
     """The product [..., N] of x [..., K] and weight [K, N], summed in float32, or int32 for int8.
 
@@ -53,7 +54,8 @@ def matmul(
     out_dtype: of the product; by default the dtype of x, or for a plain weight that of `jnp.dot`.
     scales: [groups, N] in the place of the weight's own.
     activations: the format that an array x is quantised to. The default, the format that suits the
-        weight's operand, is the only valid one (`ProductFormat`).
+        weight's operand, is the only valid one (`ProductFormat`), but for DividedRows of it, where
+        x and the weight are parts of rows and of input channels.
 
     Where x is an array, the product is differentiable in reverse (grad, vjp; JAX refuses jvp and
     hessian) with respect to x, to `scales` (FLUTE's learned scales), and to the table and the
@@ -95,7 +97,7 @@ def matmul_terms(
     implementation: Implementation | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     scales: jax.Array | None = None,
-    activations: ActivationFormat | str | None = None,
+    activations: ActivationFormat | DividedRows | str | None = None,
 ) -> jax.Array:
     """The terms [splits, ..., N] whose sum over the first axis is the product of `matmul`.
 
@@ -110,13 +112,19 @@ def matmul_terms(
         scales = as_array("matmul: scales", scales)
     if not isinstance(x, QuantizedActivations) and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"matmul: x is {x.dtype}; expected floating point beside a packed weight")
-    format, dtype = ProductFormat.of(weight.format, activations), _out_dtype(x, out_dtype)
+    divided = activations if isinstance(activations, DividedRows) else None
+    wanted = activations if not isinstance(activations, DividedRows) else activations.format
+    format, dtype = ProductFormat.of(weight.format, wanted), _out_dtype(x, out_dtype)
     outputs = *x.shape[:-1], weight.shape[1]
     if 0 in x.shape:  # every implementation can do this; the choice refuses unknown names
         choose("matmul", implementation, "reference", get_args(Implementation), lambda _: None)
         return jnp.zeros((1, *outputs), dtype)
     multiply = functools.partial(
-        _multiply_rows, format=format, dtype=dtype, implementation=implementation
+        _multiply_rows,
+        format=format,
+        divided=divided,
+        dtype=dtype,
+        implementation=implementation,
     )
     if isinstance(x, QuantizedActivations):
         if scales is not None:
@@ -167,6 +175,7 @@ def _multiply_rows(
     rows: jax.Array | QuantizedActivations,
     weight: QuantizedTensor,
     format: ProductFormat,
+    divided: DividedRows | None,
     dtype: jnp.dtype,
     implementation: Implementation | None,
 ) -> jax.Array:  # [splits, M, N]
@@ -181,7 +190,8 @@ def _multiply_rows(
     )
     if format.activations.values and not isinstance(rows, QuantizedActivations):
         choice: Literal["reference"] | None = "reference" if name == "reference" else None
-        rows = quantize_rows(rows, weight.activations, implementation=choice)
+        rounding = weight.activations if divided is None else divided
+        rows = quantize_rows(rows, rounding, implementation=choice)
     if name == "triton":
         return triton.matmul_terms(rows, weight, plans.triton_config_of(problem), dtype)
     if name == "mosaic":

@@ -21,6 +21,7 @@ from mpjax.kernels.checks import (
     require_floats,
     shown,
 )
+from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.implementation import choose
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rowwise import blocks, reference, triton
@@ -152,7 +153,7 @@ def gated(
     reason = _why_not_triton(terms, dtype, rounding)
     if isinstance(rounding, ActivationBlocks) and activation != "silu":
         reason = f"{activation} has no kernel that rounds to blocks"
-    default = "triton" if terms.size and reference.quantizes(rounding) else "reference"
+    default = _default(terms, rounding)
     if _choose(name, implementation, default, reason) == "reference":
         return plain(terms)
     if isinstance(rounding, ActivationBlocks):
@@ -170,7 +171,8 @@ def quantize_rows(
     channels.
 
     format: an ActivationFormat, or the format of the product or weight that x is for, or a text of
-        one, such as "int8"; or the ActivationBlocks of that weight.
+        one, such as "int8"; or the ActivationBlocks of that weight; or DividedRows, for which
+        XLA's fusions run.
 
     Raises ValueError for a format with 16-bit activations, and UnsupportedError, with the reason,
     if a requested implementation can't run.
@@ -178,7 +180,7 @@ def quantize_rows(
     x = as_array("quantize_rows: x", x)
     require_floats("quantize_rows", x=x)
     wanted = _rounding("quantize_rows", format, x.shape[-1] if x.shape else 0)
-    default = "triton" if x.size and reference.quantizes(wanted) else "reference"
+    default = _default(x, wanted)
     reason = _why_not_triton(x, x.dtype, wanted)
     if not reference.quantizes(wanted):
         reason = f"{format} does not have one scale per token"
@@ -191,9 +193,17 @@ def quantize_rows(
 
 def _rounding(operation: str, format: Format, channels: int) -> Rounding:
     """How a result of so many channels is rounded. Raises ValueError for blocks of others."""
-    if not isinstance(format, ActivationBlocks):
-        return ActivationFormat.of(format)
-    return format.checked(operation, channels)
+    if isinstance(format, DividedRows):
+        return format
+    if isinstance(format, ActivationBlocks):
+        return format.checked(operation, channels)
+    return ActivationFormat.of(format)
+
+
+def _default(x: jax.Array, format: Rounding | None) -> str:
+    """A kernel where it rounds whole rows of x; XLA's fusions elsewhere."""
+    rounds = x.size and reference.quantizes(format) and not isinstance(format, DividedRows)
+    return "triton" if rounds else "reference"
 
 
 def _choose(name: str, wanted: Implementation | None, default: str, reason: str | None) -> str:
@@ -205,6 +215,8 @@ def _why_not_triton(terms: jax.Array, dtype: jnp.dtype, format: Rounding | None)
         return f"the result is {dtype}, expected bfloat16 or float16"
     if terms.size == 0:
         return "there are no rows"
+    if isinstance(format, DividedRows):
+        return "rows are divided among devices, whose largest magnitudes come before the rounding"
     if reason := device.why_triton_cannot_run():
         return reason
     if getattr(format, "values", None) == "float8" and (reason := device.why_not_float8()):

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from mpjax.kernels.activation_blocks import ActivationBlocks
 from mpjax.kernels.activations import QuantizedActivations, quantize_activations
+from mpjax.kernels.divided_rows import DividedRows
 from mpjax.kernels.product_format import ActivationFormat
 from mpjax.kernels.rounding import narrow
 
-Rounding = ActivationFormat | ActivationBlocks
+Rounding = ActivationFormat | ActivationBlocks | DividedRows
 
 
 def quantizes(format: Rounding | None) -> bool:

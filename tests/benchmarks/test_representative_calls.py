@@ -29,7 +29,7 @@ def test_names_differ():
 
 
 @pytest.mark.parametrize(
-    "kind", ["matmul", "dequantize", "triton", "gradient", "attention", "append", "step"]
+    "kind", ["matmul", "dequantize", "triton", "gradient", "attention", "append", "route", "step"]
 )
 def test_arguments_are_shapes_with_which_the_function_can_be_traced(kind):
     name, make = next(call for call in calls() if call[0].startswith(kind))

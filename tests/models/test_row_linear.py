@@ -11,10 +11,12 @@ from jax.sharding import PartitionSpec
 from mpjax.kernels import (
     ActivationBlocks,
     ActivationFormat,
+    DividedRows,
     PlainCodes,
     WeightFormat,
     pack,
     quantize,
+    quantize_rows,
 )
 from mpjax.models import Linear
 from mpjax.models.row_linear import LATENCY_BYTES, RowLinear, summing_dtype
@@ -56,6 +58,19 @@ def test_x_is_gathered_for_a_permutation():
     assert RowLinear(kernel, None, "model", kernel.format).activations == ActivationFormat()
     straight = dataclasses.replace(kernel, permutation=None)
     assert not np.allclose(found, Linear(straight)(x), atol=1e-2)
+
+
+@pytest.mark.parametrize("text", ["int8:gK/int8", "liquid4:g64/int8", "float8:gK/float8"])
+def test_parts_of_rows_are_rounded_as_whole_rows(text):
+    kernel, x = quantize(random(64, 8), text), random(2, 64)
+    linear = RowLinear(kernel, None, "model", kernel.format)
+    assert linear.activations == DividedRows(ActivationFormat.of(kernel.format), "model")
+    np.testing.assert_array_equal(on_one_device(linear, x), Linear(kernel)(x))
+    rounded = quantize_rows(x, text)
+    np.testing.assert_array_equal(on_one_device(linear, rounded), Linear(kernel)(x))
+    gradient = jax.grad(lambda x: on_one_device(linear, x)[1].sum())(x)
+    expected = jax.grad(lambda x: Linear(kernel)(x)[1].sum())(x)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_sums_that_take_no_longer_are_in_float32():

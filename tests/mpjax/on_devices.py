@@ -143,6 +143,23 @@ def require_the_engine_draws_the_same(*lms: mpjax.LanguageModel) -> None:
     assert found[0] == found[1]
 
 
+def require_greedy_tokens_of_one_device(precision: str, *counts: int) -> None:
+    """The bundled model, whose rows of 8 bits all devices round with one scale."""
+    given = {"precision": precision, "dtype": "float32", "progress": False}
+    found = []
+    for count in (1, *counts):
+        lm = mpjax.load(mpjax.bundled_model(), devices=count, **given)
+        text = "def read(path):\n    with open(path) as file:\n        return file.read()\n"
+        tokens = jnp.asarray([lm.tokenizer.encode(text)], jnp.int32)
+        cache = lm.model.create_cache(1, 128, lm.kv_format)
+        sizes = jnp.asarray([tokens.shape[1]], jnp.int32)
+        step = jax.jit(lambda m, *a: m.step(*a, fresh=True, every_position=True)[0])
+        found.append(np.asarray(step(lm.model, tokens, sizes, cache))[0].argmax(-1))
+    assert len(set(found[0].tolist())) > 8
+    for greedy in found[1:]:
+        np.testing.assert_array_equal(greedy, found[0])
+
+
 def require_no_device_gets_all_logits(lm: mpjax.LanguageModel) -> None:
     """Collectives of a decoding step with every kind of sampling have few numbers for each row."""
     sampling, ids = Sampling.of(SAMPLING | {"temperature": 0.8, "min_p": 0.01}).split((0,))
@@ -178,4 +195,7 @@ if __name__ == "__main__":
     if cases is MANY:
         require_the_engine_draws_the_same(*pair)
         require_comparisons_of_the_vocabulary()
+        require_greedy_tokens_of_one_device("W8A8KV16", 4)
+        require_greedy_tokens_of_one_device("W4A8KV16", 2, 8)
+        require_greedy_tokens_of_one_device("WFP8AFP8KV16", 2)
     print(f"{len(cases)} cases")

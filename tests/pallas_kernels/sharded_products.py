@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mpjax.kernels import QuantizedActivations, matmul, partition_specs, quantize
+from mpjax.kernels import (
+    ActivationFormat,
+    DividedRows,
+    QuantizedActivations,
+    matmul,
+    partition_specs,
+    quantize,
+)
 from mpjax.kernels.activations import quantize_activations
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -76,10 +83,30 @@ def check_experts(mesh: jax.sharding.Mesh) -> None:
     np.testing.assert_allclose(jax.jit(run)(x, weight), jax.vmap(matmul)(x, weight), rtol=1e-4)
 
 
+def check_divided_rows(mesh: jax.sharding.Mesh) -> None:
+    """Parts of rows are rounded to the codes and by the scales of the whole rows."""
+    x = np.random.default_rng(2).standard_normal((5, 256)).astype(np.float32)
+    x[1, :128], x[2] = 0, 0
+    x[3, 7], x[4, 200] = np.nan, np.inf
+    for format in (ActivationFormat("int8"), ActivationFormat("float8")):
+        rows = DividedRows(format, "k")
+        run = jax.shard_map(
+            lambda x, rows=rows: quantize_activations(x, rows),
+            mesh=mesh,
+            in_specs=PartitionSpec(None, "k"),
+            out_specs=QuantizedActivations(PartitionSpec(None, "k"), PartitionSpec(), "float32"),  # type: ignore[arg-type]
+        )
+        expected, found = quantize_activations(x, format), jax.jit(run)(x)
+        assert np.isnan(np.asarray(found.scales)[3:]).all()
+        np.testing.assert_array_equal(found.scales, expected.scales)
+        np.testing.assert_array_equal(found.values[:3], expected.values[:3])
+
+
 if __name__ == "__main__":
     MESH = jax.make_mesh((2, 2), ("k", "n"), axis_types=(AxisType.Auto, AxisType.Auto))
     for each in FORMATS:
         check(each, MESH, ("k", "n"))
     check("uint4:g128", MESH, ("k", None), (None, "n"))
     check_experts(MESH)
+    check_divided_rows(MESH)
     print(f"{len(FORMATS)} formats and experts on {MESH.size} devices")

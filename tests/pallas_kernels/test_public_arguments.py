@@ -121,7 +121,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "grouped_matmul_terms": (
         kernels.grouped_matmul_terms,
         {"x": X, "weight": STACK, "experts": CHOSEN, "routing_weights": jnp.ones((3, 2))}
-        | {"bias": None, "implementation": None},
+        | {"bias": None, "activations": None, "implementation": None},
     ),
     "route": (
         kernels.route,
@@ -185,6 +185,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "ActivationBlocks": (
         lambda **fields: kernels.quantize_activations(X, kernels.ActivationBlocks(**fields)),
         {"bits": jnp.full(1, 4), "permutation": jnp.arange(64)},
+    ),
+    "DividedRows": (
+        kernels.DividedRows,
+        {"format": kernels.ActivationFormat("int8"), "axis": "model"},
     ),
     "ActivationFormat": (kernels.ActivationFormat, {"values": "int8", "group_size": None}),
     "ActivationFormat.of": (kernels.ActivationFormat.of, {"format": "int8"}),

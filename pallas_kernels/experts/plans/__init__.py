@@ -1,5 +1,6 @@
 """Plans of grouped products: from a `Problem`, the tiles that multiply it."""
 
+from mpjax.kernels.experts.plans.candidates import candidates
 from mpjax.kernels.experts.plans.choice import config_of, forced, plan_of
 from mpjax.kernels.experts.plans.configuration import PLAIN_CHANNELS, ExpertsConfig, Tiling
 from mpjax.kernels.experts.plans.problem import Problem
@@ -14,6 +15,7 @@ __all__ = [
     "Problem",
     "Tiling",
     "bucket",
+    "candidates",
     "config_of",
     "forced",
     "plan_by_rule",

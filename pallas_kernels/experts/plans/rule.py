@@ -8,12 +8,20 @@ from mpjax.kernels.experts.plans.problem import Problem
 from mpjax.kernels.gemm.plans import triton_by_rule
 from mpjax.kernels.plans.plan import Plan
 
+# The constants here follow from counts, not from a card's times. A table of `mpjax tune --experts`
+# has the times of a card: its entries give tile_m and the tiling instead.
 ROWS = (8, 16, 32, 64, 128)  # of a tile
-# A tile has room for this many times the mean number of an expert's tokens, since they differ.
+# A tile has room for this many times the mean number of an expert's tokens, since they differ. An
+# expert with more has another tile, which reads its matrix again, but mostly from the L2 cache.
 ROOM = 1.25
-# Up to this share of the experts, pairs have a tile each: hardly two are of the same expert.
+# Up to this share of the experts, pairs have a tile each. Of p pairs with E experts at random, each
+# shares its expert with (p − 1) / E others on average: less than one pair in four with any.
 PAIRS_OF_EXPERTS = 0.25
-COUNTED_PAIRS = 1024  # the most pairs that the kernel which counts them takes
+# The most pairs that the kernel which counts them takes. The program of an expert compares each
+# pair with all experts, 4096 comparisons at a time: for 1024 pairs and 128 experts that is 32 steps
+# and as many to store. That time grows with the pairs, and a sort's hardly does; a card's table has
+# the tiling that was faster on it.
+COUNTED_PAIRS = 1024
 
 
 def plan_by_rule(problem: Problem) -> Plan:
@@ -35,6 +43,9 @@ def config_by_rule(problem: Problem) -> ExpertsConfig:
     # there is a tile for each multiprocessor.
     tiles = product.outputs // config.tile_n
     is_whole = problem.gated and tiles >= problem.limits.multiprocessors
+    # A dense product splits only the channels past `unsplit`, which fill no whole round of the GPU.
+    # Here all would be split, and float32 terms of several rounds written and read again.
+    is_whole |= config.unsplit is not None
     return ExpertsConfig(
         config.tile_m,
         config.tile_n,

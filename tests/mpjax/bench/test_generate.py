@@ -17,8 +17,10 @@ from mpjax.decoding import STRIDE
 from mpjax.kernels import KVFormat, device
 from mpjax.memory import DeviceMemoryError
 from mpjax.models import Qwen3
+from mpjax.models.presets import published
 from mpjax.precision import Precision
 from tests.mpjax.bench.rows import SMALL_MODEL, generate_row
+from tests.sweeps import in_sweep
 
 
 def sweep(precisions=("W4A16KV8",), batches=(1,), prompts=(6,), new=4, **changes):
@@ -129,6 +131,34 @@ def test_a_case_is_measured_and_checked(quick):
     assert 0 < row["time_to_first_token_seconds"] < row["prefill_seconds_with_compilation"]
     assert row["logprob_difference"] < 0.2
     assert row == generate.figures(row)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "width"),
+    [
+        in_sweep("qwen3-30b-a3b", "W4A16KV8", 128),
+        ("gpt-oss-20b", "WMXFP4A16KV16", 96),
+    ],
+)
+def test_a_mixture_reads_the_experts_that_are_hit(name, precision, width, quick):
+    decoder, config = published(name)
+    mlp = dataclasses.replace(
+        config.layers[0].mlp, intermediate_size=width, num_experts=8, experts_per_token=2
+    )
+    small = dataclasses.replace(
+        config,
+        vocab_size=96,
+        hidden_size=3 * width,
+        num_heads=2,
+        num_kv_heads=1,
+        layers=(dataclasses.replace(config.layers[0], mlp=mlp),),
+        stop_ids=(),
+    )
+    chosen = dataclasses.replace(sweep((precision,)), config=small, decoder=decoder)
+    [row] = generate.run(chosen)
+    assert generate.failures([row]) == []
+    assert row["roofline_microseconds"] == pytest.approx(row["step_bytes"] / 1e6)
+    assert row["step_bytes"] < 0.6 * row["weights_bytes"]  # a quarter of the experts
 
 
 def test_only_the_first_case_of_a_filled_sweep_reads_and_is_checked(quick, monkeypatch):

@@ -267,7 +267,7 @@ def test_products_of_experts(measured, folder, monkeypatch):
     result = run("gemm", "--experts")
     assert result.exit_code == 0
     [sweep] = sweeps
-    assert sweep.shapes == named(["qwen3-30b-a3b"])
+    assert sweep.shapes == named(["qwen3-30b-a3b", "mixtral-8x7b"])
     assert (sweep.tokens, sweep.formats) == ((1, 16, 64, 256, 4096), ("uint4:g128",))
     assert "qwen3-30b-a3b.down: 8 of 128 experts, K 768, N 2048" in result.stdout
     assert json.loads((folder / "experts.json").read_text())["results"] == rows

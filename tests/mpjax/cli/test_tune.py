@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from mpjax import tune, tune_attention
+from mpjax import tune, tune_attention, tune_experts
 from mpjax.cli.application import app
 from mpjax.kernels import device
 from mpjax.kernels.attention import plans as attention_plans
+from mpjax.kernels.experts import plans as experts_plans
 from mpjax.kernels.gemm.plans import BUCKETS, TABLES
 from mpjax.tune import Trial
 
@@ -98,6 +99,23 @@ def test_attention_is_tuned_into_the_same_table(gpu, tmp_path, monkeypatch):
     assert again.stdout == f"{path}: 0 measured, 2 known before\n"
 
 
+@pytest.mark.parametrize(("rows", "count"), [((), 14), (("--rows", "1,13,16"), 2)])
+def test_experts_are_tuned_into_the_same_table(rows, count, gpu, tmp_path, monkeypatch):
+    def try_experts(job, plans):
+        return [Trial(plan, 5.0 + index) for index, plan in enumerate(plans)]
+
+    monkeypatch.setattr(tune_experts, "try_experts", try_experts)
+    arguments = ("--experts", "mixtral-8x7b.down", "--formats", "uint4:g128", *rows)
+    result = invoke(*arguments, "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    path = tmp_path / "nvidia_test_1.json"
+    assert result.stdout == f"{path}: {count} measured, 0 known before\n"
+    assert "uint4:g128 mixtral-8x7b.down, 16 tokens: 5.0 µs, triton " in result.stderr
+    found = experts_plans.TABLES.read(path, KIND).entries
+    assert len(found) == count
+    assert {key.experts for key in found} == {8}
+
+
 def test_interrupted_it_leaves_a_table(gpu, tmp_path, monkeypatch):
     measure = tune.try_products
 
@@ -150,6 +168,8 @@ def test_without_tables_it_needs_a_folder(gpu, monkeypatch):
         ([], "exactly one of --model, --shapes"),
         (["--model", "qwen3-8b", "--shapes", "256x64"], "exactly one of --model, --shapes"),
         (["--model", "qwen3-8b", "--attention", "decode"], "exactly one of --model, --shapes"),
+        (["--experts", "mixtral-8x7b", "--attention", "decode"], "exactly one of --model"),
+        (["--experts", "qwen3-8b"], "unknown shape 'qwen3-8b': expected a model with experts"),
         (["--attention", "b1-h32"], "unknown shape 'b1-h32'"),
         (["--attention", "decode", "--kv-formats", "KV3"], "KV3"),
         (["--shapes", "256"], "can't read the shape '256'"),

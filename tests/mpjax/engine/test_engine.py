@@ -73,6 +73,39 @@ def test_rows_that_are_drawn_in_other_ways_run_together(engine, tiny):
     assert found.finish_reasons == expected.finish_reasons
 
 
+def test_rows_that_are_drawn_in_other_ways_ride_along(engine, tiny):
+    """They draw what they draw in programs of their own, while the prompt of another is read."""
+    each = [
+        Sampling(stop_ids=()),
+        Sampling(temperature=1.2, top_k=50, stop_ids=()),
+        Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.3, stop_ids=()),
+    ]
+    long = np.random.default_rng(2).integers(1, 2048, 170).tolist()
+    prompts = [*map(tiny.tokenizer.encode, PROMPTS[:3])]
+
+    def submit(number):
+        options = {"sampling": each[number], "seed": number}
+        return engine.submit(prompts[number], max_new_tokens=NEW, **options)
+
+    expected = [submit(number).result() for number in range(3)]
+    read = engine.submit(long, max_new_tokens=4).result().tokens
+    resize(engine, chunk=16)
+    handles = [*map(submit, range(3))]
+    for _ in range(3):
+        engine.step()
+    before = [len(handle.tokens) for handle in handles]
+    late = engine.submit(long, max_new_tokens=4)
+    while not late.tokens:
+        engine.step()
+    assert all(0 < start < len(one.tokens) for one, start in zip(handles, before, strict=True))
+    for one, other in zip(handles, expected, strict=True):
+        assert one.result().tokens == other.tokens
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert late.result().tokens == read
+    assert is_clean(engine)
+    resize(engine, chunk=64)
+
+
 FORMATS = ["KV4cg32", *map(in_sweep, ("KV16", "KV8", "KV4", "KVfp8", "KV2g32", "K8V4cg32"))]
 
 

@@ -38,6 +38,21 @@ def test_pieces_lie_one_after_another_and_padding_has_no_slot():
     assert (found.settings.stop_ids == NO_ID).all()
 
 
+def test_rows_that_ride_along_bring_no_token():
+    """The device knows it, and the host only that it is drawn."""
+    rider = row(2, 0, [7, 8])
+    rider.drawn = 4
+    pieces = [
+        Piece(row(1, 2, [5]), 0, 3, is_first=True, is_last=False),
+        Piece(rider, 10, 11, is_first=False, is_last=True, rides=True),
+    ]
+    found = filling.reading(pieces, tokens=6, rows=3, slots=4, entries=3)
+    assert found.tokens.tolist() == [100, 101, 102, 0, 0, 0]
+    assert (found.starts.tolist(), found.counts.tolist()) == ([0, 10, 0], [3, 1, 0])
+    assert (found.drawn.tolist(), found.encoded.tolist()) == ([1, 3, 0], [0, 0, 0])
+    assert found.rides.tolist() == [False, True, False]
+
+
 def test_rows_that_get_a_page_and_rows_that_get_none():
     plan = Decode([row(1, 3, [1, 2]), row(2, 0, [4])], 5, True, [(1, 2), None])
     found = filling.stepping(plan, rows=4, slots=6, entries=8)

@@ -58,11 +58,19 @@ class Device:
 
     def run(self, plan):
         if isinstance(plan, Extend):
-            assert 0 < len(plan.pieces) <= self.sizes.sequences
+            prompts = [piece for piece in plan.pieces if not piece.rides]
+            assert 0 < len(prompts) <= self.sizes.sequences
             assert sum(piece.end - piece.start for piece in plan.pieces) <= self.sizes.chunk
             assert len({piece.row for piece in plan.pieces}) == len(plan.pieces)
+            rides = [piece.rides for piece in plan.pieces]
+            assert rides == sorted(rides)
+            assert not rides[0]
+            assert not (plan.scored and any(rides))
             results = []
             for piece in plan.pieces:
+                if piece.rides:
+                    results.append(self.ride(piece))
+                    continue
                 self.write(piece.row, piece.start, piece.end)
                 self.require_content(piece.row, piece.start, piece.end)
                 if block := self.sizes.block:
@@ -90,6 +98,17 @@ class Device:
             self.lengths[row] = length + count
             results.append((row, row.runs, drawn, count))
         return results
+
+    def ride(self, piece):
+        row, length = piece.row, self.lengths[piece.row]
+        drawn = length - row.prompt + 1
+        if drawn >= self.most(row):
+            return row, row.runs, drawn, 0
+        assert (piece.start, piece.end) == (length, length + 1)
+        self.write(row, length, length + 1)
+        self.require_content(row, length, length + 1)
+        self.lengths[row] = length + 1
+        return row, row.runs, drawn, 1
 
     def read(self, results):
         for row, runs, drawn, count in results:
@@ -138,7 +157,7 @@ class Device:
             assert number < 2000, "the planner makes no progress"
 
 
-def test_a_prompt_is_read_in_chunks_between_steps_of_others():
+def test_a_prompt_is_read_in_chunks_and_others_ride_along():
     device = Device(dataclasses.replace(SMALL, pages=40))
     device.planner.submit(row(0, prompt=4, most=40))
     plans = [device.step()]
@@ -152,14 +171,42 @@ def test_a_prompt_is_read_in_chunks_between_steps_of_others():
     ]
     assert kinds[:7] == [
         [(0, 0, 4)],
+        [(1, 0, 15), (0, 4, 5)],
+        [(1, 15, 30), (0, 5, 6)],
+        [(1, 30, 40), (0, 6, 7)],
+        (4, 2),
         (4, 1),
-        [(1, 0, 16)],
-        (1, 1),
-        [(1, 16, 32)],
-        (1, 1),
-        [(1, 32, 40)],
+        (4, 1),
     ]
-    assert kinds[7] == (4, 2)
+
+
+def test_rows_that_can_not_ride_along_take_turns():
+    """Where they are more than half of a chunk, or pages are lacking."""
+    device = Device(dataclasses.replace(SMALL, pages=40, chunk=2, slots=4))
+    assert device.sizes.riders == 1
+    for number in range(2):
+        device.planner.submit(row(number, prompt=1, most=30, text=50 * number))
+    while not all(one.drawn for one in device.planner.running) or device.planner.waiting:
+        device.step()
+    device.planner.submit(row(2, prompt=9, most=2, text=100))
+    plans = [device.step() for _ in range(6)]
+    assert [isinstance(plan, Extend) for plan in plans] == [True, False] * 3
+    device.finish()
+
+
+def test_a_row_without_a_page_does_not_ride():
+    device = Device(dataclasses.replace(SMALL, pages=5, slots=2))
+    planner = device.planner
+    first, second = row(0, prompt=4, most=8), row(1, prompt=11, most=1, text=100)
+    planner.submit(first)
+    device.step()
+    planner.submit(second)
+    plan = device.step()
+    assert [piece.rides for piece in plan.pieces] == [False]
+    assert isinstance(device.step(), Decode)
+    device.finish()
+    assert first.tokens == device.text(first)
+    assert second.tokens == device.text(second)
 
 
 def test_several_prompts_share_a_program():

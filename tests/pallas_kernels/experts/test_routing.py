@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.kernels import Routing, UnsupportedError, route
+from mpjax.kernels import Routing, route
 
 
 def choose(scores: np.ndarray, count: int) -> np.ndarray:
@@ -54,7 +54,10 @@ def test_a_correction_chooses_and_does_not_weigh(rng):
     np.testing.assert_allclose(weights, np.take_along_axis(scores, np.asarray(experts), -1), 1e-5)
 
 
-@pytest.mark.parametrize(("scoring", "group_score"), [("softmax", "max"), ("sigmoid", "top_two")])
+@pytest.mark.parametrize(
+    ("scoring", "group_score"),
+    [("softmax", "max"), ("softmax", "top_two"), ("sigmoid", "top_two")],
+)
 def test_experts_come_out_of_the_best_groups(scoring, group_score, rng):
     logits = rng.standard_normal((50, 12)).astype(np.float32)
     routing = Routing(3, scoring, groups=4, groups_per_token=2, group_score=group_score)
@@ -102,8 +105,3 @@ def test_arrays_that_do_not_fit():
         route(jnp.zeros((1, 8), jnp.int32), Routing(2))
     with pytest.raises(ValueError, match=r"route: correction is .* expected shape \(8,\)"):
         route(jnp.zeros((1, 8)), Routing(2), jnp.zeros(4))
-
-
-def test_what_the_kernel_can_not_do(pretend_gpu):
-    with pytest.raises(UnsupportedError, match="route: 'triton' can't run: experts are divided in"):
-        route(jnp.zeros((1, 8)), Routing(2, groups=4, groups_per_token=2), implementation="triton")

@@ -24,3 +24,10 @@ def test_fields_become_numbers():
     assert routing.scale == 2.0
     assert routing.why_not(8) is None
     assert "3 groups" in (Routing(2, groups=3, groups_per_token=1).why_not(8) or "")
+
+
+def test_sums_of_scores_are_not_ranked_as_logits():
+    assert Routing(2).ranks_logits
+    assert Routing(2, group_score="top_two").ranks_logits
+    assert not Routing(2, groups=4, groups_per_token=2, group_score="top_two").ranks_logits
+    assert not Routing(2, "sigmoid").ranks_logits

@@ -22,6 +22,11 @@ ROUTINGS = {
     "sigmoid": Routing(5, "sigmoid"),
     "sigmoid as it is": Routing(5, "sigmoid", renormalize=False),
     "one": Routing(1),
+    "groups": Routing(5, groups=5, groups_per_token=2),
+    "pairs of groups": Routing(5, groups=5, groups_per_token=2, group_score="top_two"),
+    "sigmoid groups": Routing(
+        5, "sigmoid", scale=2.5, groups=4, groups_per_token=3, group_score="top_two"
+    ),
 }
 
 
@@ -51,9 +56,13 @@ def test_weights_have_the_gradient_of_the_reference(interpreted_triton):
     assert np.abs(found).max() > 0
 
 
-def test_it_lowers(lower_for_cuda):
-    run = functools.partial(routing_triton.route, correction=None, routing=Routing(8))
-    assert "route" in lower_for_cuda(run, jax.ShapeDtypeStruct((64, 128), jnp.float32))
+DEEPSEEK_V3 = Routing(8, "sigmoid", True, 2.5, 8, 4, "top_two")
+
+
+@pytest.mark.parametrize("routing", [Routing(8), DEEPSEEK_V3])
+def test_it_lowers(routing, lower_for_cuda):
+    run = functools.partial(routing_triton.route, correction=None, routing=routing)
+    assert "route" in lower_for_cuda(run, jax.ShapeDtypeStruct((64, 256), jnp.float32))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 from mpjax.kernels.device import Limits
 from mpjax.kernels.experts.plans import plan_by_rule
 from mpjax.kernels.experts.plans.rule import config_by_rule, tiling_of
-from mpjax.kernels.gemm.plans import why_unsound
+from mpjax.kernels.gemm.plans import triton_by_rule, why_unsound
 from tests.pallas_kernels.experts.plans.problems import qwen3
 from tests.pallas_kernels.oracles import ALL_FORMATS
 
@@ -21,6 +21,15 @@ def test_a_gate_is_in_the_kernel_if_tiles_fill_the_gpu():
     assert config_by_rule(qwen3(1)).splits == 1
     assert config_by_rule(qwen3(1, gated=False)).splits > 1
     assert config_by_rule(qwen3(1, outputs=256)).splits > 1
+
+
+def test_tiles_of_several_rounds_are_whole():
+    mixtral = {"experts": 8, "per_token": 2, "channels": 14336, "outputs": 4096, "gated": False}
+    for tokens in (4096, 8192):
+        problem = qwen3(tokens, **mixtral)
+        assert triton_by_rule(problem.product(128)).unsplit is not None
+        assert config_by_rule(problem).splits == 1
+    assert config_by_rule(qwen3(1, **mixtral)).splits > 1
 
 
 def test_how_tiles_are_found():

@@ -1,0 +1,146 @@
+"""Jobs of the tuner (`mpjax.tune`) for the products of tokens and their experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpjax import tune
+from mpjax.bench import experts as bench
+from mpjax.bench import measure
+from mpjax.kernels import ProductFormat, WeightFormat
+from mpjax.kernels.device import limits
+from mpjax.kernels.experts import plans as experts_plans
+from mpjax.kernels.experts.plans import TABLES, Key, Problem
+from mpjax.kernels.experts.shapes import ExpertShape
+from mpjax.kernels.plans.plan import Plan
+from mpjax.kernels.plans.tables import Tables
+from mpjax.tune import Program, Trial
+
+BUCKETS = tuple(2**power for power in range(14))  # of tokens, up to 8192
+CANDIDATES = 24
+ITERATIONS = 10
+
+Compile = Callable[[Plan, ExpertShape, Any, Any], Program]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsJob:
+    """A table's entry for the product of tokens with experts of a shape.
+
+    tokens: the largest number of tokens of a bucket.
+    """
+
+    shape: ExpertShape
+    format: WeightFormat
+    tokens: int
+
+    @property
+    def problem(self) -> Problem:
+        """The product on the default device."""
+        shape, format = self.shape, ProductFormat.of(self.format)
+        return Problem(
+            self.tokens,
+            shape.per_token,
+            shape.experts,
+            format,
+            shape.channels,
+            shape.outputs,
+            shape.gate is not None,
+            limits(),
+        )
+
+    @property
+    def tables(self) -> Tables[Problem]:
+        """The tables of products with experts."""
+        return TABLES
+
+    @property
+    def key(self) -> Key:
+        """The key of the product's entry in a table."""
+        return TABLES.key_of(self.problem)
+
+    def plan_by_rule(self) -> Plan:
+        """The plan that runs without a table."""
+        return experts_plans.plan_by_rule(self.problem)
+
+    def candidates(self) -> list[Plan]:
+        """Plans to try on this GPU."""
+        return experts_plans.candidates(self.problem, CANDIDATES)
+
+    def try_on_gpu(self, plans: Sequence[Plan]) -> list[Trial]:
+        """Measures plans; see `try_experts`."""
+        return try_experts(self, plans)
+
+    def __str__(self) -> str:
+        return f"{self.key.format} {self.shape.name}, {self.tokens} tokens"
+
+
+def make_jobs(
+    shapes: Sequence[ExpertShape], formats: Sequence[WeightFormat], tokens: Sequence[int]
+) -> list[ExpertsJob]:
+    """A job for every combination of format, shape and bucket of tokens, each once.
+
+    Jobs with the same stacks are neighbours. Raises ValueError for a shape that the groups of a
+    format don't divide.
+    """
+    for format in formats:
+        for shape in shapes:
+            if format.group_size is not None and shape.channels % format.group_size:
+                raise ValueError(
+                    f"{format}: the {shape.channels} input channels of {shape.name} can't be split "
+                    f"into groups of {format.group_size}"
+                )
+    buckets = sorted({experts_plans.bucket(count) for count in tokens})
+    return [
+        ExpertsJob(shape, format, bucket)
+        for format in formats
+        for shape in shapes
+        for bucket in buckets
+    ]
+
+
+def try_experts(
+    job: ExpertsJob,
+    plans: Sequence[Plan],
+    *,
+    compile: Compile | None = None,
+    timer: tune.Timer = measure.microseconds,
+) -> list[Trial]:
+    """Measures plans on the default device; returns a trial for each, in their order.
+
+    Tokens choose their experts at random. A plan with wrong results gets no time. The products of a
+    measurement read different stacks, together larger than the L2 cache. All plans compile in
+    parallel before the first is measured. compile, timer: replacements for tests.
+    """
+    shape = job.shape
+    stacks = _stacks(shape, str(job.format))
+    inputs = [bench.random_inputs(shape, job.tokens, seed) for seed in range(len(stacks))]
+    compile = compile or compile_experts
+    programs = tune.compile_all(lambda plan: compile(plan, shape, inputs, stacks), plans)
+
+    def error_of(program: Program) -> float:
+        return bench.mean_error(program(inputs, stacks)[0], inputs[0], stacks[0], shape)
+
+    def time_of(program: Program) -> float:
+        return timer(program, inputs, stacks, iterations=ITERATIONS) / len(stacks)
+
+    return [
+        tune.try_program(plan, program, error_of, time_of)
+        for plan, program in zip(plans, programs, strict=True)
+    ]
+
+
+def compile_experts(plan: Plan, shape: ExpertShape, inputs: Any, stacks: Any) -> Program:
+    """Compiles a program that multiplies by each stack with a plan."""
+    product = functools.partial(bench.layer_product, gate=shape.gate)
+    with experts_plans.forced(plan):
+        # A new function, so that `jit` does not find the trace of another plan.
+        return measure.compiled(
+            lambda inputs, stacks: list(map(product, inputs, stacks)), inputs, stacks
+        )
+
+
+_stacks = functools.lru_cache(maxsize=1)(bench.random_stacks)  # the next job mostly has the same

@@ -80,6 +80,8 @@ def _decode(source: LinearSource, scheme: Scheme, read: Read) -> PlainCodes:
     """The plain codes of a quantised module, with scales and zero points as `pack` takes them."""
     plain = scheme.decode(_read_module(source, scheme, read), source.name, source.shape)
     checks.check_scales(source.name, plain.scales)
+    if plain.zeros is not None and code_kinds.of(plain.format).has_minima:
+        checks.check_scales(source.name, plain.zeros, "minima")
     plain = dataclasses.replace(plain, scales=_narrow_scales(source.name, plain))
     return _drop_middle_zeros(plain)
 

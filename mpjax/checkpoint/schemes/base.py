@@ -102,6 +102,15 @@ class Scheme(abc.ABC):
     def weights(self) -> WeightFormat:
         """The weight format of most modules on the device; `format` gives that of each module."""
 
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """`weights`, of each of the schemes that a checkpoint mixes."""
+        return (self.weights,)
+
+    def of_module(self, name: str) -> Scheme:
+        """The scheme of one module: this one, but where a checkpoint mixes several."""
+        return self
+
     @abc.abstractmethod
     def format(self, name: str, channels: int) -> WeightFormat:
         """The weight format of one module on the device.
@@ -168,6 +177,11 @@ class Scheme(abc.ABC):
     @property
     def has_cache_scales(self) -> bool:
         """Whether the checkpoint also has scales for an FP8 cache."""
+        return False
+
+    @property
+    def may_lack_cache_scales(self) -> bool:
+        """Whether the scales may be missing, although config.json says that there are some."""
         return False
 
     @classmethod

@@ -90,7 +90,8 @@ class GPTQScheme(Scheme):
         for unknown in sorted(formats - set(SUPPORTED_FORMATS)):
             raise CheckpointError(
                 f"{SOURCE}: the layout {unknown!r} (checkpoint_format) is not supported: "
-                f"only {' and '.join(SUPPORTED_FORMATS)} are"
+                f"only {' and '.join(SUPPORTED_FORMATS)} are; look for the model in one of these, "
+                "or quantise it again from 16 bits"
             )
         if len(formats) > 1:
             raise CheckpointError(
@@ -141,7 +142,8 @@ class GPTQScheme(Scheme):
     @classmethod
     def holds(cls, specs: Specs) -> bool:
         """Whether a module has a `qweight` that does not have AWQ's packing."""
-        return "qweight" in specs and words.packing(specs) != "awq"
+        is_awq = words.packing(specs) in ("awq", "gemv") or "scaled_zeros" in specs
+        return "qweight" in specs and not is_awq
 
     @classmethod
     def refuse(cls, name: str, specs: Specs, method: str | None) -> NoReturn:

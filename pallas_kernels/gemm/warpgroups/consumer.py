@@ -64,8 +64,8 @@ class Consumer:
 
     def run(self) -> list[jax.Array]:
         """Multiplies its share of K: sums [64, rows], one for each of `config.product_rows`."""
-        call, exponent = self.call, 0
-        config = call.config
+        call, config = self.call, self.call.config
+        decodes_scaled = not call.kind.has_group_scales
         accumulate = functools.partial(products.accumulate, dtype=call.sum_dtype)
         if call.scales_x_blocks:
             sums = [self._of_scaled_blocks()]
@@ -75,8 +75,8 @@ class Consumer:
             sums = accumulate(config.product_rows, self._of_blocks, self.scratch)
         else:
             sums = accumulate((config.tile_m,), self._of_planes, self.scratch)
-            if call.scales_groups:
-                exponent = call.kind.scaled_exponent(call.operand)
+            decodes_scaled |= call.scales_groups
+        exponent = call.kind.scaled_exponent(call.operand) if decodes_scaled else 0
         return [part * 2.0**-exponent for part in sums] if exponent else sums
 
     def scaled(self, sums: jax.Array, parameters: jax.Array) -> jax.Array:

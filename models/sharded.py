@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -25,10 +26,12 @@ from mpjax.kernels.packed_shapes import packed_shapes
 from mpjax.kernels.plans import conditions as plan_conditions
 from mpjax.models.decoder import CacheScales, Decoder
 from mpjax.models.division import Division, Part
+from mpjax.models.gathered import Gathered
 from mpjax.models.layers import Linear
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
 
+HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
 PARTS = ("layers", "embedding", "head", "norm", "cache_scales")
 
 
@@ -262,6 +265,27 @@ class ShardedDecoder(Decoder):
             "a precision that packs it, such as one with H8"
         )
 
+    def map_heads(self, function: HeadFunction, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What a function computes of each share's KV heads, of all of them; inside `jit`, too.
+
+        function: of a share and the arrays; returns an array [layers, 2, KV heads, ...] and whether
+        all is well, a bool scalar. Returns the array for all KV heads, and whether all are well.
+        """
+        axis = str(self.share.axis)
+
+        def run(share: Decoder, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            found, is_well = function(share, *arrays)
+            return found, jax.lax.pmin(is_well.astype(jnp.int32), axis) == 1
+
+        found, is_well = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(axis), PartitionSpec()),
+            out_specs=(PartitionSpec(None, None, axis), PartitionSpec()),
+            check_vma=False,
+        )(self.share, arrays)
+        return self.division.join_cache_scales(jnp.split(found, self.shards, axis=2)), is_well
+
     def share_shapes(self) -> Decoder:
         """The share of one device, with ShapeDtypeStructs in the place of arrays."""
 
@@ -276,22 +300,6 @@ class ShardedDecoder(Decoder):
 def _family(decoder: type[Decoder]) -> type[ShardedDecoder]:
     """The divided decoders of a family, which have its names of tensors."""
     return types.new_class(f"Sharded{decoder.__name__}", (ShardedDecoder, decoder))
-
-
-class Gathered:
-    """An array whose shares are read and joined when NumPy asks for its numbers.
-
-    like: its shape and dtype. join: makes it.
-    """
-
-    def __init__(self, like: jax.ShapeDtypeStruct, join: Callable[[], Any]) -> None:
-        self.shape, self.dtype, self.ndim, self.size = like.shape, like.dtype, like.ndim, like.size
-        self.nbytes = like.size * like.dtype.itemsize
-        self._join = join
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The numbers, on the host."""
-        return np.asarray(self._join(), dtype)
 
 
 def _whole_shape(

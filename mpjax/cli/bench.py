@@ -6,6 +6,7 @@ at once, and at the end there are a table, a plot and a check of every result ag
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import importlib.util
@@ -203,6 +204,24 @@ def generate_command(
     devices: Annotated[
         str, _texts("COUNT", "Numbers of devices among which the model is divided.")
     ] = "1",
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="all",
+            help="Number of the model's first layers that there are, where memory or time lacks "
+            "for all: a layer's time does not depend on it.",
+        ),
+    ] = None,
+    piece_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="all",
+            help="Tokens of each row's prompt that are read at a time, where memory lacks for the "
+            "activations of all.",
+        ),
+    ] = None,
     filled: Annotated[
         bool,
         typer.Option(
@@ -228,6 +247,9 @@ def generate_command(
 
     def sweep_of(name: str) -> generate.Sweep:
         decoder, config = published(name)
+        if layers is not None and layers > config.num_layers:
+            raise ValueError(f"layers is {layers}, and {name} has {config.num_layers}")
+        config = dataclasses.replace(config, layers=config.layers[:layers])
         return generate.Sweep(
             _split(precision),
             _numbers("--batch", batch),
@@ -238,14 +260,17 @@ def generate_command(
             config,
             decoder,
             _numbers("--devices", devices),
+            piece_tokens,
         )
 
     sweeps = {name: _checked(functools.partial(sweep_of, name)) for name in _split(shapes)}
     everything = []
     for name, sweep in sweeps.items():
         file = "generate" if name == SHAPES else f"generate-{name}"
+        file += "" if layers is None else f"-{layers}-layers"
         measured, path = _measure(file, generate, sweep, output)
         title = f"{name}'s shapes, random weights, {new_tokens} new tokens"
+        title += "" if layers is None else f", {layers} layers"
         tables.show(title, generate.HEADERS, map(generate.cells, measured))
         if plot:
             _draw("draw_generate", measured, path.with_suffix(".svg"))

@@ -92,7 +92,9 @@ Examples:
   mpjax bench generate --precision W4A16KV8,W4A16KV2 \\
       --prompt-tokens 1024,16384,131072 --filled
   mpjax bench generate --shapes qwen3-30b-a3b
-  mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,64
+  mpjax bench generate --shapes llama3-70b --devices 1,2 --batch 1,32 --filled
+  mpjax bench generate --shapes llama3-70b --devices 1,2 --layers 16 \\
+      --batch 8 --prompt-tokens 4096 --new-tokens 2 --piece-tokens 1024
   mpjax bench generate --from-disk
 
 \b

@@ -168,6 +168,14 @@ def test_generation(measured, folder):
     assert sweeps[1] == generate.Sweep(("W4A16KV8",), (1,), (2048,), 256, from_disk=True)
     run("generate", "--shapes", "llama3-70b", "--no-plot")
     assert sweeps[2].config == LLAMA3_70B
+    few = ("--layers", "2", "--piece-tokens", "512")
+    assert "tokens, 2 layers" in run("generate", "--shapes", "llama3-70b", "--no-plot", *few).stdout
+    assert (sweeps[3].config.num_layers, sweeps[3].piece_tokens) == (2, 512)
+    assert [*folder.rglob("generate-llama3-70b-2-layers.json")]
+    assert (
+        "layers is 81, and llama3-70b has 80"
+        in run("generate", "--shapes", "llama3-70b", "--layers", "81").stderr
+    )
     refused = run("generate", "--shapes", "gpt")
     assert refused.exit_code == 2
     assert "unknown shapes 'gpt': expected one of qwen3-8b" in refused.stderr

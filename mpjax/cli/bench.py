@@ -380,14 +380,36 @@ def sums_command(
         "8,16,64,256,1024,4096,16384,65536"
     ),
     dtypes: Annotated[str, _texts("DTYPE", "Dtypes.")] = "bfloat16,float32",
+    ways: Annotated[
+        str, _texts("WAY", "Ways to add: psum, gather, exchange, scatter, as below.")
+    ] = "psum",
+    options: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=VALUE,...", help="XLA's options with which the chains are compiled."
+        ),
+    ] = "",
     output: Output = None,
 ) -> None:
     """Measure sums over devices, as a divided model has."""
     from mpjax.bench import sums, tables
 
-    sweep = _checked(lambda: sums.Sweep(devices, _numbers("--sizes", sizes), _split(dtypes)))
+    given = tuple(_compiler_option(text) for text in _split(options) if text)
+    sweep = _checked(
+        lambda: sums.Sweep(devices, _numbers("--sizes", sizes), _split(dtypes), _split(ways), given)
+    )
     measured, _ = _measure("sums", sums, sweep, output)
     tables.show("sums over devices", sums.HEADERS, map(sums.cells, measured))
+
+
+def _compiler_option(text: str) -> tuple[str, bool | int | str]:
+    """The name and the value of one of XLA's options, such as `xla_gpu_enable_pdl=false`."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{text!r} has no =", param_hint="--options")
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, int(value) if value.isdecimal() else value
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -191,6 +191,10 @@ def test_sums(measured, monkeypatch):
     assert result.exit_code == 0
     assert sweeps == [sums.Sweep(2, (8,), ("bfloat16",))]
     assert "10.0 µs" in result.stdout
+    run("sums", "--sizes", "8", "--ways", "gather,psum", "--options", "xla_a=true,xla_b=3,xla_c=d")
+    options = (("xla_a", True), ("xla_b", 3), ("xla_c", "d"))
+    assert (sweeps[1].ways, sweeps[1].options) == (("gather", "psum"), options)
+    assert "'xla_a' has no =" in run("sums", "--options", "xla_a").stderr
 
 
 def test_serving(measured, folder):

@@ -189,6 +189,12 @@ class RMSNorm(nnx.Module):
         x = as_array("RMSNorm: x", x)
         return rms_norm(x, self.weight.get_value(), self.epsilon).astype(x.dtype)
 
+    def scaled(self, x: jax.Array, mean: jax.Array) -> jax.Array:
+        """The norm of a part of the channels of x; mean: float32 [..., 1], of all x²."""
+        weight = self.weight.get_value().astype(jnp.float32)
+        wide = x.astype(jnp.float32) * jax.lax.rsqrt(mean + self.epsilon)
+        return (wide * jax.lax.broadcast_to_rank(weight, wide.ndim)).astype(x.dtype)
+
     def add(
         self, terms: jax.Array, residual: jax.Array | None, format: Rounding | str | None
     ) -> tuple[jax.Array, Activations]:

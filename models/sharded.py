@@ -30,6 +30,7 @@ from mpjax.models.gathered import Gathered
 from mpjax.models.layers import Linear
 from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
+from mpjax.models.share import HeadShares
 
 HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
 PARTS = ("layers", "embedding", "head", "norm", "cache_scales")
@@ -55,6 +56,9 @@ class ShardedDecoder(Decoder):
         self.division, self.mesh = division, mesh
         self.share: Decoder = nnx.eval_shape(lambda: division.decoder(division.local, nnx.Rngs(0)))
         self.share.axis = axis
+        heads = HeadShares(self.config.num_heads, self.config.num_kv_heads, division.count)
+        for layer in self.share.layers:
+            layer.attention.divide_norms(axis, heads)
 
     @classmethod
     def of(cls, division: Division, mesh: jax.sharding.Mesh) -> ShardedDecoder:

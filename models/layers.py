@@ -94,6 +94,13 @@ class Linear(nnx.Module):
         """Terms [splits, ..., out], to which nothing is added: this map has no other shares."""
         return terms
 
+    def routed(self, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, Any]:
+        """The input [..., k, in] of k experts, and the stack of kernels that multiplies it.
+
+        experts: int32 [..., k], their numbers.
+        """
+        return x, self.kernel.get_value()
+
     @property
     def divided_rows(self) -> DividedRows | None:
         """How the kernel's input is rounded if it is a part of rows: here it is whole."""

@@ -28,7 +28,7 @@ from mpjax.models.decoder import CacheScales, Decoder
 from mpjax.models.division import Division, Part
 from mpjax.models.gathered import Gathered
 from mpjax.models.layers import Linear
-from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
+from mpjax.models.parameters import ArrayPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
 from mpjax.models.share import HeadShares
 
@@ -89,11 +89,6 @@ class ShardedDecoder(Decoder):
 
     def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
         """Gives each device its share of whole linear maps."""
-        if isinstance(place, ExpertPlace) and any(_is_permuted(part) for part in parts):
-            raise ValueError(
-                f"{place.path} has channels in another order for each expert (act-order), which "
-                "can't be divided among devices: load the model on one device"
-            )
         whole = [_on_host_of_cpu(_part(part)) for part in parts]
         cut = functools.partial(self.division.cut_linears, place, whole)
         shares = self._distribute(cut)
@@ -322,11 +317,6 @@ def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | Non
 def _part(linear: Linear) -> Part:
     bias = None if linear.bias is None else linear.bias.get_value()
     return Part(linear.kernel.get_value(), bias)
-
-
-def _is_permuted(linear: Linear) -> bool:
-    kernel: Any = linear.kernel.get_value()
-    return isinstance(kernel, QuantizedTensor) and kernel.permutation is not None
 
 
 def _on_host_of_cpu(tree: Any) -> Any:

@@ -8,6 +8,7 @@ the pages of the cache included, is one global array whose first axis the device
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Hashable, Sequence
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mpjax.kernels import KVFormat, KVPages, PagedKVCache, QuantizedTensor
@@ -28,9 +30,10 @@ from mpjax.models.decoder import CacheScales, Decoder
 from mpjax.models.division import Division, Part
 from mpjax.models.gathered import Gathered
 from mpjax.models.layers import Linear
-from mpjax.models.parameters import ArrayPlace, LinearPlace
+from mpjax.models.parameters import ArrayPlace, ExpertPlace, LinearPlace
 from mpjax.models.row_linear import RowLinear
 from mpjax.models.share import HeadShares
+from mpjax.models.window import Window
 
 HeadFunction = Callable[..., tuple[jax.Array, jax.Array]]
 PARTS = ("layers", "embedding", "head", "norm", "cache_scales")
@@ -81,16 +84,33 @@ class ShardedDecoder(Decoder):
         super().limit_positions(positions)
         self.share.limit_positions(positions)
 
-    def put_array(self, place: ArrayPlace, array: Any) -> None:
-        """Gives each device its share of a whole array."""
-        array = _on_host_of_cpu(array)
-        cut = functools.partial(self.division.cut_array, place, array)
+    def windows(self, place: LinearPlace) -> list[Window] | None:
+        """The channels of each map in the files of a place that this process needs; None: all."""
+        alternates = isinstance(place, ExpertPlace) and place.is_alternating
+        if len(self._own_numbers) == self.shards or alternates:
+            return None
+        return self.division.windows(place, self._own_numbers)
+
+    def rows(self, place: ArrayPlace) -> Window | None:
+        """The rows of a table that this process needs; None: all."""
+        if len(self._own_numbers) == self.shards:
+            return None
+        return self.division.rows(place, self._own_numbers)
+
+    def put_array(self, place: ArrayPlace, array: Any, rows: Window | None = None) -> None:
+        """Gives each device its share of an array, of which a table may have some rows alone."""
+        array, begin = _on_host_of_cpu(array), rows.begin if rows else 0
+        cut = functools.partial(self.division.cut_array, place, array, begin=begin)
         place.assign(self.share, self._distribute(cut))
 
-    def put_linears(self, place: LinearPlace, parts: Sequence[Linear]) -> None:
-        """Gives each device its share of whole linear maps."""
-        whole = [_on_host_of_cpu(_part(part)) for part in parts]
-        cut = functools.partial(self.division.cut_linears, place, whole)
+    def put_linears(
+        self, place: LinearPlace, parts: Sequence[Linear], windows: Sequence[Window] | None = None
+    ) -> None:
+        """Gives each device its share of linear maps, of which there may be windows alone."""
+        if windows is not None:
+            parts = _with_symmetry_of_all(parts)
+        held = [_on_host_of_cpu(_part(part)) for part in parts]
+        cut = functools.partial(self.division.cut_linears, place, held, windows=windows)
         shares = self._distribute(cut)
         if not self.division.is_divided_along_inputs(place):
             place.assign(self.share, [Linear(part.kernel, part.bias) for part in shares])
@@ -186,15 +206,20 @@ class ShardedDecoder(Decoder):
         assert self.mesh is not None
         return list(self.mesh.devices.flat)
 
+    @functools.cached_property
+    def _own_numbers(self) -> list[int]:
+        """The numbers of the shares on devices of this process."""
+        here = jax.process_index()
+        return [
+            number for number, device in enumerate(self._devices) if device.process_index == here
+        ]
+
     def _distribute(self, cut: Callable[[int], Any]) -> Any:
         """The shares `cut(number)` of all devices, each a tree of arrays, as one tree."""
         assert self.mesh is not None
         sharding = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
-        here = jax.process_index()
         shares = [
-            jax.device_put(cut(number), device)
-            for number, device in enumerate(self._devices)
-            if device.process_index == here
+            jax.device_put(cut(number), self._devices[number]) for number in self._own_numbers
         ]
 
         def joined(*pieces: jax.Array) -> jax.Array:
@@ -317,6 +342,24 @@ def _bias_shape(bias: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct | Non
 def _part(linear: Linear) -> Part:
     bias = None if linear.bias is None else linear.bias.get_value()
     return Part(linear.kernel.get_value(), bias)
+
+
+def _with_symmetry_of_all(parts: Sequence[Linear]) -> Sequence[Linear]:
+    """Linear maps whose formats are symmetric if those of all processes are.
+
+    Zero points decide whether a map is symmetric, and each process has read some of them.
+    """
+    formats = [part.format for part in parts]
+    mine = np.array([format is None or format.symmetric for format in formats])
+    every = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(parts)).all(0)
+    found = []
+    for part, format, symmetric in zip(parts, formats, every, strict=True):
+        kernel: Any = part.kernel.get_value()
+        if format is not None and not symmetric:
+            format = dataclasses.replace(format, symmetric=False)
+            kernel = dataclasses.replace(kernel, format=format)
+        found.append(Linear(kernel, None if part.bias is None else part.bias.get_value()))
+    return found
 
 
 def _on_host_of_cpu(tree: Any) -> Any:

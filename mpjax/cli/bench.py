@@ -29,6 +29,7 @@ from mpjax.cli.bench_help import (
     SUMS_EPILOG,
 )
 from mpjax.cli.compilation import CompilingCommand
+from mpjax.cli.options import DeviceCount
 from mpjax.cli.output import is_live, note
 
 NAME = "bench"
@@ -334,6 +335,7 @@ def serve_command(
         int, typer.Option(min=0, help="Also measure static batches of so many requests.")
     ] = 0,
     rounds: Annotated[int, typer.Option(min=1, help="How often the load runs.")] = 2,
+    devices: DeviceCount = 1,
     output: Output = None,
     plot: Plot = True,
 ) -> None:
@@ -363,6 +365,7 @@ def serve_command(
             static=static,
             rounds=rounds,
             config=config,
+            devices=devices,
         )
     )
     measured, path = _measure("serve", serve, sweep, output)

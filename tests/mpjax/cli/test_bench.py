@@ -203,7 +203,17 @@ def test_serving(measured, folder):
     lengths = folder / "lengths.jsonl"
     lengths.write_text('{"prompt_tokens": 3, "new_tokens": 4}')
     options = ("--requests", "9", "--prompt-tokens", "5-7", "--new-tokens", "lognormal:9:0.5:20")
-    more = ("--rate", "2.5", "--shared-tokens", "3", "--late-prompt", "77", "--no-share")
+    more = (
+        "--devices",
+        "1",
+        "--rate",
+        "2.5",
+        "--shared-tokens",
+        "3",
+        "--late-prompt",
+        "77",
+        "--no-share",
+    )
     result = run("serve", *options, *more, "--lengths", lengths, "--shapes", "llama3.1-8b")
     assert result.exit_code == 0
     [sweep] = sweeps

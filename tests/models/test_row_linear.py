@@ -71,6 +71,11 @@ def test_parts_of_rows_are_rounded_as_whole_rows(text):
     np.testing.assert_array_equal(on_one_device(linear, x), Linear(kernel)(x))
     rounded = quantize_rows(x, text)
     np.testing.assert_array_equal(on_one_device(linear, rounded), Linear(kernel)(x))
+
+
+def test_rounding_counts_as_the_identity_in_derivatives():
+    kernel, x = quantize(random(64, 8), "int8:gK/int8"), random(2, 64)
+    linear = RowLinear(kernel, None, "model", kernel.format)
     gradient = jax.grad(lambda x: on_one_device(linear, x)[1].sum())(x)
     expected = jax.grad(lambda x: Linear(kernel)(x)[1].sum())(x)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)

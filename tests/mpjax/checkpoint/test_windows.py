@@ -84,7 +84,7 @@ def filled(monkeypatch):
         (None, "W4g32A32KV16", 0.56),  # blocks of 256 channels
         in_sweep(None, "W4A8KV16", 0.72),  # scales of whole channels: output and down are whole
         in_sweep(AWQ, None, 0.54),
-        (GPTQ, None, 0.54),
+        in_sweep(GPTQ, None, 0.54),
         in_sweep(GPTQ | {"desc_act": True}, None, 0.54),  # whose groups are in order
         in_sweep(GPTQ | {"sym": None}, None, 1.0),  # all zero points decide together
         (ACT_ORDER, None, 0.8),  # output and down are whole

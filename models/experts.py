@@ -196,8 +196,7 @@ class ExpertStack(nnx.Module):
 
     def terms(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Terms [terms, ..., hidden] whose sum is that of a token's experts, weighted."""
-        kernel: Any = self.down.kernel.get_value()
-        inner = self.gated(x, experts)
+        inner, kernel = self.down.routed(self.gated(x, experts), experts)
         terms = grouped_matmul_terms(
             inner,
             kernel,

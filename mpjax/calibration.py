@@ -18,7 +18,8 @@ from mpjax.kernels import KVFormat, KVPages, cache_scales
 from mpjax.kernels.checks import require_type, whole_number
 from mpjax.kernels.kv_cache.reference import gather
 from mpjax.language_model import LanguageModel
-from mpjax.models import CacheScales, Decoder
+from mpjax.models import Decoder
+from mpjax.models.sharded import ShardedDecoder
 from mpjax.windows import first_pieces
 
 
@@ -45,7 +46,6 @@ def calibrate_cache(
     NaN or infinite.
     """
     require_type("lm", lm, LanguageModel, hint=", as mpjax.load gives it")
-    lm.require_one_device("calibrating the cache of")
     require_documents(documents)
     format = lm.kv_format
     if format.scaling is None:
@@ -76,12 +76,21 @@ def calibrate_cache(
             raise NotFiniteError("document", document, lm.config.dtype)
     of_layers = jax.vmap(jax.vmap(functools.partial(cache_scales, format=format)))
     model = nnx.clone(lm.model)
-    model.cache_scales = CacheScales(of_layers(largest[:, :, None]))
+    model.put_cache_scales(of_layers(largest[:, :, None]))
     return dataclasses.replace(lm, model=model)
 
 
 @jax.jit
 def _largest(model: Decoder, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest magnitudes of the keys and values of all heads; see `_largest_of_heads`."""
+    if isinstance(model, ShardedDecoder):
+        return model.map_heads(_largest_of_heads, tokens, count)
+    return _largest_of_heads(model, tokens, count)
+
+
+def _largest_of_heads(
+    model: Decoder, tokens: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """The largest magnitudes of keys and values, and whether all are finite (bool scalar).
 
     tokens: int32 [1, window], of which the first `count` are read. Magnitudes are float32 [layers,

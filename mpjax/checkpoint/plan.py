@@ -24,6 +24,7 @@ from mpjax.errors import CheckpointError
 from mpjax.kernels import WeightFormat
 from mpjax.models import ArrayPlace, Decoder, DecoderConfig, ExpertPlace, LinearPlace
 from mpjax.models.parameters import name_of
+from mpjax.models.window import Window
 
 SHOWN_NAMES = 5
 # Device memory per weight that quantising takes beside the tensor's own: float32 copies and codes.
@@ -38,6 +39,7 @@ class LinearSource:
     scheme: decodes quantised tensors; None where `weight` holds floating-point numbers.
     format: the packed format on the device; None for a plain array in the model's dtype.
     is_transposed: whether a plain weight is [in, out] in the file.
+    window: the channels that are read; None for all.
     """
 
     name: str
@@ -46,6 +48,12 @@ class LinearSource:
     scheme: Scheme | None
     format: WeightFormat | None
     is_transposed: bool = False
+    window: Window | None = None
+
+    @property
+    def read_shape(self) -> tuple[int, int]:
+        """The input and output channels that are read."""
+        return self.shape if self.window is None else self.window.of(self.shape)
 
     @property
     def file_bytes(self) -> int:

@@ -57,7 +57,8 @@ A recipe is a TOML file; of its rules the first that matches counts:
 
 A recipe for a budget of bits needs the whole 16-bit model on the device, to measure how much the
 error of each linear map costs. Otherwise one layer at a time is read and quantised, so that the
-16-bit model needs no room on the device. An interrupted run goes on with the layer where it was,
+16-bit model needs no room on the device. With --devices, each device keeps its share of the layers
+that are done. An interrupted run goes on with the layer where it was,
 when the same command is given again.
 """
 
@@ -125,6 +126,7 @@ def command(
         ),
     ] = 0,
     dtype: options.ComputeDtype = None,
+    devices: options.DeviceCount = 1,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a model saved there before.")
     ] = False,
@@ -144,7 +146,7 @@ def command(
 
     options.require_target(target, overwrite)
     if learn:
-        _require_learning(documents)
+        _require_learning(documents, devices)
     target = target.absolute()
     if chosen is None:
         assert budget is not None
@@ -163,6 +165,7 @@ def command(
         calibration=calibration,
         dtype=None if dtype is None else dtype.value,
         work=work,
+        devices=devices,
     )
     if learn:
         lm = mpjax.learn_scales(
@@ -252,11 +255,17 @@ def _remove_old_recipe(target: Path, used: Path | None) -> None:
         path.unlink()
 
 
-def _require_learning(documents: list[str] | None) -> None:
+def _require_learning(documents: list[str] | None, devices: int) -> None:
     """Raises an error for what --learn lacks, before the layers are quantised."""
     from mpjax.quantization.clipping import require_optax
 
     require_optax("learn")
+    if devices > 1:
+        raise typer.BadParameter(
+            "the scales of the whole model are learned on one device: leave --devices out, and "
+            "load the saved model onto several",
+            param_hint="--learn",
+        )
     if documents is None:
         raise typer.BadParameter("learning needs --text", param_hint="--learn")
 

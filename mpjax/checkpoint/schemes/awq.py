@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, words, writing
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.errors import CheckpointError
 from mpjax.kernels import PlainCodes, WeightFormat
 
@@ -108,6 +108,15 @@ class AWQScheme(Scheme):
             f"group_size {self.group_size or -1}",
         )
         return rows, columns
+
+    def axes(self, name: str) -> dict[str, Axes]:
+        """Words hold neighbouring output channels."""
+        groups = None if self.group_size is None else Axis(0, self.group_size)
+        return {
+            "qweight": Axes(Axis(0), Axis(1, CODES_PER_WORD)),
+            "qzeros": Axes(groups, Axis(1, CODES_PER_WORD)),
+            "scales": Axes(groups, Axis(1)),
+        }
 
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from mpjax.checkpoint.schemes import checks, compressed_tensors, modelopt, writing
-from mpjax.checkpoint.schemes.base import Scheme, Specs
+from mpjax.checkpoint.schemes.base import Axes, Axis, Scheme, Specs
 from mpjax.checkpoint.schemes.compressed_tensors import (
     FLOATS,
     GLOBAL_SCALES,
@@ -178,6 +178,14 @@ class FP8Scheme(Scheme):
     def may_lack_cache_scales(self) -> bool:
         """ModelOpt leaves out scales of 1."""
         return self.method == modelopt.METHOD
+
+    def axes(self, name: str) -> dict[str, Axes]:
+        """Weights are [output, input channels], and scales those of blocks."""
+        rows, columns = self.block
+        scales = Axes(
+            None if columns is None else Axis(1, columns), None if rows is None else Axis(0, rows)
+        )
+        return {"weight": Axes(Axis(1), Axis(0)), self.scale_name: scales}
 
     def decode(
         self, tensors: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None

@@ -90,6 +90,8 @@ def test_scales_of_the_whole_model_are_learned(tiny_folder, text, tmp_path, monk
         (("--budget", 4, "--activation-error", 0.1), 2, "either --budget or --activation-error"),
         (("--budget", "4.5", "--recipe", __file__), 2, "either --budget or --recipe"),
         (("--precision", "WNF2A16KV16", "--method", "rtn", "--learn", 1), 2, "needs --text"),
+        (("--precision", "W4A16KV8", "--learn", 1, "--devices", 2), 2, "learned on one device"),
+        (("--precision", "W4A16KV8", "--method", "rtn", "--devices", 99), 1, "devices is 99"),
         ((), 2, "give either --precision or --recipe"),
         (("--precision", "W4A16KV8", "--method", "gtpq"), 2, "did you mean 'gptq'"),
         (("--precision", "W4A16KV8"), 1, "the method gptq needs text"),
